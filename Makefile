@@ -1,0 +1,70 @@
+# `make run` trains, `make test` checks everything; each first makes what it needs in .venv.
+PYTHON  ?= python3
+PY      := .venv/bin/python
+PIP     := $(PY) -m pip -q --disable-pip-version-check
+MEMBERS := core cli $(patsubst %/pyproject.toml,%,$(sort $(wildcard plugins/*/*/pyproject.toml)))
+
+# A stamp says that set-up came to its end, for this path of the checkout (environments cannot be moved) and for these
+# inputs. Without a stamp for the path the environment is half-made or moved, and is made anew; without one for the
+# inputs it is brought up to date.
+INPUTS  := Makefile constraints.txt requirements-dev.txt pyproject.toml $(addsuffix /pyproject.toml,$(MEMBERS))
+HERE    := $(shell pwd -P | cksum | cut -d" " -f1)
+STATE   := $(HERE)-$(shell cat $(INPUTS) | cksum | cut -d" " -f1)
+RUNTIME := .venv/.runtime-$(STATE)
+DEV     := .venv/.dev-$(STATE)
+# When the interpreter behind the environment is gone, so is the environment.
+$(shell [ -x $(PY) ] || rm -f .venv/.runtime-* .venv/.dev-*)
+
+# Settings of the caller's shell that would lead pip or Python astray.
+unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE PYTHONWARNINGS VIRTUAL_ENV
+unexport PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
+
+.PHONY: run test lint types unit gpu setup format docs wheels clean
+run: $(RUNTIME)
+	.venv/bin/megatron-run --plugin schedule=interleaved
+
+test: lint types unit
+lint: $(DEV)
+	$(PY) -m ruff check -q .
+	$(PY) -m ruff format --check -q .
+types: $(DEV)
+	$(PY) -m mypy
+unit: $(DEV)
+	$(PY) -m pytest -q
+# The tests that need a CUDA device; elsewhere they are skipped, and say so.
+gpu: $(DEV)
+	$(PY) -m pytest -q -m gpu
+
+setup: $(DEV)
+
+# Members that left the tree are uninstalled first, so that no stale entry point stays behind.
+$(RUNTIME):
+	@ls .venv/.runtime-$(HERE)-* >/dev/null 2>&1 || $(MAKE) --no-print-directory .venv
+	@rm -f .venv/.runtime-* .venv/.dev-*
+	@ours=$$($(PY) -m pip list --format=freeze 2>/dev/null | sed -n 's/^\(megatron-run[^=@ ]*\).*/\1/p'); \
+	  [ -z "$$ours" ] || $(PIP) uninstall -y $$ours
+	$(PIP) install -c constraints.txt hatchling editables
+	$(PIP) install -c constraints.txt --no-build-isolation $(addprefix -e ./,$(MEMBERS))
+	@touch $@
+$(DEV): $(RUNTIME)
+	$(PIP) install -c constraints.txt -r requirements-dev.txt
+	@touch $@
+
+.PHONY: .venv
+.venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Python 3.11 or newer is needed: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv --clear .venv \
+	  || { echo "Python's venv module is missing: install it (Debian: python3-venv), or set PYTHON="; exit 1; }
+
+format: $(DEV)
+	$(PY) -m ruff check -q --fix .
+	$(PY) -m ruff format -q .
+# Brings the files that pages quote up to date.
+docs: $(DEV)
+	$(PY) -m tests.support.quoted
+wheels: $(DEV)
+	rm -rf dist
+	MEGATRON_RUN_RELEASE=1 $(PIP) wheel --no-deps --no-build-isolation -w dist . $(addprefix ./,$(MEMBERS))
+clean:
+	rm -rf .venv dist .mypy_cache .pytest_cache .ruff_cache

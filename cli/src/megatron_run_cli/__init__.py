@@ -1,0 +1,1 @@
+"""The megatron-run command: click commands over the kernel, with no logic of their own."""

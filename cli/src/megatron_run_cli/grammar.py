@@ -1,0 +1,45 @@
+"""The grammar of the command line: the first word decides, and everything that is no command is ``train``."""
+
+from __future__ import annotations
+
+import click
+
+from megatron_run.errors import InputError, did_you_mean
+
+_CONFIG_ENDINGS = (".yaml", ".yml", ".json")
+
+
+def is_config(word: str) -> bool:
+    """Whether ``word`` names a configuration: a file, a path, ``-`` or ``preset:NAME``."""
+    return word == "-" or "/" in word or word.endswith(_CONFIG_ENDINGS) or word.startswith("preset:")
+
+
+class Program(click.Group):
+    """A group whose command may be left out: ``megatron-run tiny.yaml`` is ``megatron-run train tiny.yaml``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put ``train`` in front unless the first word is a command or an option of the program."""
+        first = args[0] if args else ""
+        if first not in self.commands and first not in ("-h", "--help", "--version"):
+            args = ["train", *args]
+        return super().parse_args(ctx, args)
+
+
+class ConfigWord(click.ParamType[str]):
+    """A CONFIG of the command line; any other word is taken for a misspelt command."""
+
+    name = "config"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The word itself. Raises :class:`InputError` for one that names no configuration."""
+        if is_config(value):
+            return value
+        program = ctx.find_root().command if ctx else None
+        commands = sorted(program.commands) if isinstance(program, click.Group) else []
+        if value in commands:
+            raise InputError(f"the command {value!r} comes first", fix=f"type: megatron-run {value} ...")
+        raise InputError(
+            f"{value!r} is neither a command nor a configuration",
+            fix=did_you_mean(value, commands)
+            or f"commands are {', '.join(commands)}; a configuration is a .yaml or .json file, or preset:NAME",
+        )

@@ -1,0 +1,56 @@
+"""The program: its commands, and how every mistake becomes one line and an exit code.
+
+What a command needs is imported in its body, so that ``plugins list`` loads neither torch nor anything heavy.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from megatron_run import __version__
+from megatron_run.errors import ExitCode, RunError
+from megatron_run_cli.config import config
+from megatron_run_cli.doctor import doctor
+from megatron_run_cli.grammar import Program
+from megatron_run_cli.output import tell_error
+from megatron_run_cli.plugins import plugins
+from megatron_run_cli.train import train
+
+
+@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]}, subcommand_metavar="[COMMAND] ...")
+@click.version_option(__version__, message="megatron-run %(version)s")
+def program() -> None:
+    r"""Train transformer language models the Megatron way; every technique is a plugin.
+
+    \b
+    megatron-run [CONFIG...] [OPTIONS]   train; no CONFIG is preset:laptop
+    megatron-run COMMAND ...             one of the commands below
+    """
+
+
+for _command in (train, config, plugins, doctor):
+    program.add_command(_command)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code. Only a bug shows a traceback."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = program.main(args=words, prog_name="megatron-run", standalone_mode=False)
+        sys.stdout.flush()
+    except click.ClickException as error:
+        tell_error(error.format_message())
+        return int(ExitCode.INPUT)
+    except RunError as error:
+        tell_error(str(error), error if "--debug" in words else None)
+        return int(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        return int(ExitCode.SIGINT)
+    except BrokenPipeError:  # nobody reads what a command prints, as in `megatron-run plugins list | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return int(ExitCode.DONE)
+    return int(code or 0)

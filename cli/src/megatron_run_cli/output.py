@@ -1,0 +1,44 @@
+"""Plain text and JSON on standard output; errors on standard error, one line each."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+import click
+
+
+def print_json(content: object) -> None:
+    """One JSON document; dataclasses become objects."""
+    click.echo(json.dumps(content, indent=2, default=_plain))
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as their longest cell, two spaces apart."""
+    if not rows:
+        return
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def tell(line: str) -> None:
+    """A line of ours beside the output."""
+    click.echo(f"megatron-run: {line}", err=True)
+
+
+def tell_error(message: str, cause: BaseException | None = None) -> None:
+    """Each line of ``message`` with the program's name; continuation lines, which are indented, stay as they are."""
+    if cause is not None:
+        traceback.print_exception(cause)
+    for line in message.splitlines():
+        click.echo(line if line.startswith(" ") else f"megatron-run: {line}", err=True)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return str(value)

@@ -1,0 +1,153 @@
+"""``megatron-run plugins``: what is installed, what it is, why it was chosen, and how to make one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from megatron_run.errors import ExitCode, InputError
+from megatron_run_cli.options import debug_option, json_option, run_options
+from megatron_run_cli.output import print_json, print_table, tell
+
+if TYPE_CHECKING:
+    from megatron_run.config.request import Request
+    from megatron_run.registry.describe import Description, OptionRow
+
+
+@click.group()
+def plugins() -> None:
+    """List, inspect, create and check plugins."""
+
+
+@plugins.command("list")
+@click.argument("kind", required=False)
+@click.option("--check", is_flag=True, help="Import each one, in a process of its own, to see whether it works.")
+@json_option
+@debug_option
+def list_(kind: str | None, *, check: bool, as_json: bool) -> None:
+    """List the installed plugins, of one KIND or of all; none is imported."""
+    from megatron_run.registry.choose import check_kind
+    from megatron_run.registry.introspect import list_plugins
+
+    wanted = check_kind(kind, "plugins list") if kind else None
+    listing = list_plugins(check=check)
+    found = [each for each in listing.plugins if wanted in (None, each.kind)]
+    if as_json:
+        print_json({"plugins": [{**vars(each), "state": each.state} for each in found], "notices": listing.notices})
+        return
+    print_table([(each.kind, each.name, each.distribution, each.version, each.state, each.problem) for each in found])
+    for notice in listing.notices:
+        tell(notice)
+
+
+@plugins.command()
+@click.argument("plugin", metavar="KIND=NAME")
+@json_option
+@debug_option
+def info(plugin: str, *, as_json: bool) -> None:
+    """Say what a plugin provides and wants, and list its options."""
+    from megatron_run.registry.introspect import plugin_info
+
+    kind, equals, name = plugin.partition("=")
+    if not equals:
+        raise InputError(f"{plugin!r} names no plugin", fix="write KIND=NAME, as in: plugins info schedule=interleaved")
+    description = plugin_info(kind, name)
+    if as_json:
+        print_json(description)
+    else:
+        _print_description(description)
+
+
+@plugins.command()
+@click.argument("kind")
+@run_options
+@json_option
+@debug_option
+def why(
+    kind: str,
+    request: Request,
+    *,
+    as_json: bool,
+) -> None:
+    """Say which plugin of KIND a run would take, why, and why not the others."""
+    from megatron_run.registry.choose import check_kind
+    from megatron_run.registry.introspect import why as explain
+    from megatron_run.resolve import resolve
+
+    kind = check_kind(kind, "plugins why")
+    run = resolve(request)
+    candidates = explain(kind, run.plugins[kind])
+    if as_json:
+        print_json(candidates)
+        return
+    print_table(
+        [
+            ("chosen" if each.chosen else "", each.plugin.name, each.plugin.distribution, each.reason)
+            for each in candidates
+        ]
+    )
+
+
+@plugins.command()
+@click.argument("kind")
+@click.argument("name")
+@click.option("--folder", type=click.Path(path_type=Path), help="Where to write it [named like the distribution].")
+@json_option
+@debug_option
+def new(kind: str, name: str, folder: Path | None, *, as_json: bool) -> None:
+    """Write a small, complete package with a working plugin and its test."""
+    from megatron_run.registry.scaffold import new as write
+
+    package = write(kind, name, folder)
+    if as_json:
+        print_json(package)
+        return
+    for file in package.files:
+        click.echo(package.folder / file)
+    click.echo(f"try it:      megatron-run plugins check {package.folder}")
+    click.echo(f"install it:  pip install -e {package.folder}")
+    click.echo(f"choose it:   megatron-run --plugin {package.choice}")
+
+
+@plugins.command()
+@click.argument("target", metavar="KIND=NAME|FOLDER|FILE")
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Options for a plugin that needs some.")
+@json_option
+@debug_option
+def check(target: str, sets: tuple[str, ...], *, as_json: bool) -> int:
+    """Run the conformance suite on a plugin: an installed one, the folder of a package, or ./mine.py."""
+    from megatron_run.testing.conformance import check as run_suite
+
+    reports = run_suite(target, sets)
+    if as_json:
+        print_json(reports)
+    else:
+        for report in reports:
+            click.echo(f"{report.plugin} ({report.source})")
+            print_table([("  ok" if each.passed else "  FAILED", each.name, each.message) for each in report.results])
+    return int(ExitCode.DONE if all(report.passed for report in reports) else ExitCode.PLUGIN)
+
+
+def _print_description(description: Description) -> None:
+    click.echo(f"{description.kind}={description.name}")
+    suggests = (f"{key}={value}" for key, value in description.suggests.items())
+    facts = {
+        "from": f"{description.distribution} {description.version}".strip() or description.location,
+        "at": description.location,
+        "api": str(description.api),
+        "provides": ", ".join(description.provides),
+        "requires": ", ".join(description.requires),
+        "conflicts": ", ".join(description.conflicts),
+        "suggests": ", ".join(suggests),
+    }
+    print_table([(f"  {name}", text) for name, text in facts.items() if text])
+    if description.options:
+        click.echo("options")
+        print_table([_option_row(option) for option in description.options])
+
+
+def _option_row(option: OptionRow) -> tuple[str, ...]:
+    default = "required" if option.default is None else option.default
+    return f"  {option.name}", option.type, default, option.bounds, option.description

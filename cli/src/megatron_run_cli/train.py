@@ -1,0 +1,71 @@
+"""``megatron-run [CONFIG...]``: train, or with ``--dry-run`` say what would be trained."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from megatron_run_cli.options import json_option, run_options
+from megatron_run_cli.output import print_json, tell, tell_error
+
+if TYPE_CHECKING:
+    from megatron_run.config.request import Request
+    from megatron_run.launch import Ending, How
+
+
+@click.command()
+@run_options
+@click.option(
+    "--launch",
+    "how",
+    type=click.Choice(["auto", "local", "torchrun", "slurm"]),
+    default="auto",
+    help="Where the ranks come from; auto: a world that torchrun or srun made, else local ranks.",
+)
+@click.option("--dry-run", is_flag=True, help="Resolve and check everything, print it, train nothing.")
+@json_option
+@click.option("--quiet", is_flag=True, help="Print errors only.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error, the ranks' in their logs.")
+def train(
+    request: Request,
+    how: How,
+    *,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+    debug: bool,
+) -> int:
+    """Train a model; no CONFIG is preset:laptop."""
+    if dry_run:
+        from megatron_run.resolve import resolve
+
+        run = resolve(request)
+        print_json(run.to_json()) if as_json else click.echo(str(run))
+        return 0
+    from megatron_run.launch import launch
+
+    ending = launch(
+        request,
+        how=how,
+        arguments=sys.argv[1:],
+        quiet=quiet or as_json,
+        debug=debug,
+        tell=(lambda _: None) if quiet else tell,
+    )
+    if ending.message:
+        tell_error(ending.message)
+    if as_json:
+        print_json(_result(ending))
+    return int(ending.code)
+
+
+def _result(ending: Ending) -> dict[str, object]:
+    """What a script wants to know of a run that has ended."""
+    return {
+        "exit_code": int(ending.code),
+        "retry": ending.code.retry,
+        "message": ending.message,
+        "folder": str(ending.folder) if ending.folder else None,
+    }

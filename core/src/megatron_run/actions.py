@@ -1,0 +1,117 @@
+"""The words in which a schedule speaks: actions, places and the specs it is asked with. Pure data, no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from megatron_run.errors import ScheduleError
+
+Op = Literal["F", "B", "I", "W", "S", "R"]
+
+#: Cost of each operation in units of one forward; a full backward is an input plus a weight gradient.
+COSTS: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1, "S": 0, "R": 1}
+
+_TEXT = re.compile(r"([FBIWSR])(\d+)\.(\d+)")
+
+
+class Action(NamedTuple):
+    """One unit of work of one stage.
+
+    ``F`` forward; ``B`` whole backward; ``I`` input gradient and ``W`` weight gradient, the two halves of ``B``;
+    ``S`` start the gradient sync of a chunk (its microbatch is 0); ``R`` recompute a checkpointed forward early.
+    """
+
+    op: Op
+    microbatch: int
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"{self.op}{self.microbatch}.{self.chunk}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read the form that ``str`` writes: ``F3.1`` is the forward of microbatch 3 in chunk 1."""
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise ScheduleError(f"{text!r} is not an action", why="an action reads like F3.1 or B0.0")
+        op: Op = match[1]  # type: ignore[assignment]  # the pattern admits nothing else
+        return cls(op, int(match[2]), int(match[3]))
+
+
+class Place(NamedTuple):
+    """Where one piece of the model lives. A layout lists places in model order, so a place's index is its position."""
+
+    stage: int
+    chunk: int
+    layers: range
+
+
+@dataclass(frozen=True)
+class LayoutSpec:
+    """What a layout is asked for: ``layers`` transformer layers over ``stages`` x ``chunks`` places.
+
+    ``counts`` are the layers of each place in model order when the user gave them, else empty: split evenly.
+    """
+
+    stages: int
+    chunks: int
+    layers: int
+    counts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """What an action list is asked for. ``costs`` are per operation, in units of one chunk's forward."""
+
+    layout: tuple[Place, ...]
+    stages: int
+    chunks: int
+    microbatches: int
+    costs: Mapping[str, float] = field(default_factory=lambda: dict(COSTS))
+
+
+def split_layers(spec: LayoutSpec) -> tuple[range, ...]:
+    """The layers of each of the ``stages * chunks`` places, in model order; never drops a layer.
+
+    Raises :class:`ScheduleError` when an even split leaves a remainder or the user's counts do not add up.
+    """
+    places = spec.stages * spec.chunks
+    counts = spec.counts or (spec.layers // places,) * places
+    if not spec.counts and spec.layers % places:
+        lower, upper = spec.layers // places * places, -(-spec.layers // places) * places
+        nearest = f"{lower} or {upper}" if lower else str(upper)
+        raise ScheduleError(
+            f"{spec.layers} layers do not divide over {spec.stages} stages x {spec.chunks} chunks = {places} places",
+            fix=f"set model.num_layers to {nearest}, or give parallel.layers as {places} counts",
+        )
+    if len(counts) != places:
+        raise ScheduleError(
+            f"parallel.layers has {len(counts)} counts for {spec.stages} stages x {spec.chunks} chunks",
+            fix=f"give {places} counts, in model order",
+        )
+    if min(counts) < 0 or sum(counts) != spec.layers:
+        raise ScheduleError(
+            f"parallel.layers adds up to {sum(counts)}, the model has {spec.layers} layers",
+            fix=f"give {places} counts of at least 0 that add up to {spec.layers}",
+        )
+    starts = [sum(counts[:index]) for index in range(places)]
+    return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+
+
+def looped_layout(spec: LayoutSpec) -> tuple[Place, ...]:
+    """The layout of Megatron's pipelines: position ``i`` on stage ``i % P``, chunk ``i // P``.
+
+    With one chunk the stages hold contiguous layers; with V chunks, chunk v of stage p starts at layer
+    ``v*(L/V) + p*(L/(P*V))``.
+    """
+    layers = split_layers(spec)
+    return tuple(Place(index % spec.stages, index // spec.stages, part) for index, part in enumerate(layers))
+
+
+def signed_order(actions: Sequence[Action]) -> list[int]:
+    """The order as Megatron's signed integers: a forward is ``chunk + 1``, a B or I is ``-(chunk + 1)``."""
+    sign = {"F": 1, "B": -1, "I": -1}
+    return [sign[action.op] * (action.chunk + 1) for action in actions if action.op in sign]

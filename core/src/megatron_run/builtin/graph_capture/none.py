@@ -1,0 +1,48 @@
+"""Graph capture ``none``: every segment runs eagerly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_run.contracts import GraphCapture, PluginInfo
+from megatron_run.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from megatron_run.actions import Action
+    from megatron_run.contracts import Microbatch, Region, Segment
+
+
+class NoCapture(GraphCapture):
+    """Chooses no region, so it is never asked to capture or replay one."""
+
+    def regions(self, chunks: Sequence[Sequence[Segment]]) -> Sequence[Region]:
+        """Choose nothing."""
+        return ()
+
+    def capture(self, regions: Sequence[Region], actions: Sequence[Action]) -> None:
+        """Check that there is indeed nothing to capture."""
+        if regions:
+            raise ValueError(f"graph-capture none was handed {len(regions)} regions")
+
+    def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Refuse: nothing was captured."""
+        raise ValueError(f"segment {region.segments[0].name} was never captured")
+
+    def invalidate(self, reason: str) -> None:
+        """Forget nothing, for nothing was captured."""
+
+
+@hookimpl
+def megatron_run_plugin_info() -> PluginInfo:
+    """Describe the plugin."""
+    return PluginInfo("graph-capture", "none")
+
+
+@hookimpl
+def megatron_run_create_graph_capture() -> GraphCapture:
+    """Make the object that captures nothing."""
+    return NoCapture()

@@ -1,0 +1,194 @@
+"""Parallel layers ``dense``: whole layers on one rank, and the oracle that every other factory is compared with.
+
+Legend: s sequence, b micro batch, h hidden, n heads, k key-value heads, d head size, v vocabulary, p padded vocabulary.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_run.contracts import Init, ParallelLayers, ParameterSpec, Part, PluginInfo
+from megatron_run.hookspecs import hookimpl
+from megatron_run.nn import LayerNorm, RmsNorm, cross_entropy, embed, empty_parameter, linear
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from megatron_run.contracts import AttentionShape, BuildContext, LinearPart
+
+#: The vocabulary is padded to a multiple of this per tensor-parallel rank, as in Megatron-LM: a matrix product over
+#: 50304 columns is markedly faster than over 50257. Padding rows start at zero, are no class in the cross entropy and
+#: so stay at zero; names, initial values, checkpoints and counts know the real rows only.
+VOCAB_MULTIPLE = 128
+
+
+class Linear(nn.Module):
+    """``x @ weight.T + bias`` whose weight gradient goes to the kernel.
+
+    ``parts`` are the logical matrices stacked in the rows of ``weight``, in order; none: it is one matrix.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool,
+        init: Init,
+        parts: tuple[LinearPart, ...] = (),
+    ) -> None:
+        super().__init__()
+        self.gradients = context.gradients
+        self.weight = empty_parameter(context, outputs, inputs)
+        self.bias = empty_parameter(context, outputs) if bias else None
+        self.parameter_specs = {
+            "weight": ParameterSpec(init, _stacked("weight", parts, (inputs,))),
+            "bias": ParameterSpec(Init("zeros"), _stacked("bias", parts, ())),
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, inputs] -> [s, b, outputs]."""
+        return linear(x, self.weight, self.bias, self.gradients)
+
+
+class VocabEmbedding(nn.Module):
+    """A row of ``weight`` [p, h] for each token."""
+
+    def __init__(self, context: BuildContext, vocab: int, hidden: int, init: Init) -> None:
+        super().__init__()
+        self.gradients = context.gradients
+        self.weight = empty_parameter(context, padded(vocab), hidden)
+        self.parameter_specs = {"weight": _vocab_spec(vocab, hidden, init)}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[b, s] -> [s, b, h]."""
+        return embed(tokens.t(), self.weight, self.gradients)
+
+
+class OutputLayer(nn.Module):
+    """Logits over the padded vocabulary; ``weight`` [p, h] is its own or the word embedding's."""
+
+    def __init__(
+        self, context: BuildContext, vocab: int, hidden: int, init: Init, weight: Parameter | None = None
+    ) -> None:
+        super().__init__()
+        self.gradients = context.gradients
+        self.weight = empty_parameter(context, padded(vocab), hidden) if weight is None else weight
+        self.parameter_specs = {"weight": _vocab_spec(vocab, hidden, init)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, p]."""
+        return linear(x, self.weight, None, self.gradients)
+
+
+class CoreAttention(nn.Module):
+    """Fused softmax(q k^T / sqrt(d)) v; dropout acts on the probabilities while training."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Query [s, b, n, d], key and value [s, b, k, d] -> [s, b, n*d].
+
+        ``mask`` is boolean, [b, 1, s, s] or what broadcasts to it, true where a query may look; None is causal.
+        """
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, n, d] -> [b, n, s, d]
+        x = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=mask is None,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return x.permute(2, 0, 1, 3).flatten(2)  # [b, n, s, d] -> [s, b, n, d] -> [s, b, n*d]
+
+
+class CrossEntropy(nn.Module):
+    """Loss per token over the real vocabulary."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.vocab = vocab
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Logits [s, b, p], labels [b, s] -> [s, b], at least fp32."""
+        loss = cross_entropy(logits.flatten(0, 1), labels.t().flatten(), self.vocab)  # [s*b, p], [s*b]
+        return loss.view(logits.shape[:2])
+
+
+class DenseLayers(ParallelLayers):
+    """Makes the layers of a rank that shares its layers with nobody (t = 1)."""
+
+    def __init__(self, context: BuildContext) -> None:
+        self._context = context
+
+    def column_linear(self, inputs: int, parts: tuple[LinearPart, ...], *, bias: bool, init: Init) -> nn.Module:
+        """All of the output features."""
+        outputs = sum(part.features for part in parts)
+        return Linear(self._context, inputs, outputs, bias=bias, init=init, parts=parts)
+
+    def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
+        """All of the input features."""
+        return Linear(self._context, inputs, outputs, bias=bias, init=init)
+
+    def vocab_embedding(self, vocab: int, hidden: int, *, init: Init) -> nn.Module:
+        """All of the vocabulary."""
+        return VocabEmbedding(self._context, vocab, hidden, init)
+
+    def output_layer(self, vocab: int, hidden: int, *, init: Init, weight: Parameter | None = None) -> nn.Module:
+        """All of the vocabulary, from a weight of its own or a shared one."""
+        return OutputLayer(self._context, vocab, hidden, init, weight)
+
+    def norm(self, kind: Literal["layernorm", "rmsnorm"], size: int, eps: float = 1e-5) -> nn.Module:
+        """Over the last dimension."""
+        return (LayerNorm if kind == "layernorm" else RmsNorm)(self._context, size, eps)
+
+    def dropout(self, p: float) -> nn.Module:
+        """From the device's default stream, which the kernel positions before each segment."""
+        return nn.Dropout(p)
+
+    def core_attention(self, shape: AttentionShape, dropout: float) -> nn.Module:
+        """All heads."""
+        return CoreAttention(dropout)
+
+    def cross_entropy(self, vocab: int) -> nn.Module:
+        """Over the whole vocabulary."""
+        return CrossEntropy(vocab)
+
+
+def padded(vocab: int) -> int:
+    """``vocab`` rounded up to a multiple of :data:`VOCAB_MULTIPLE`."""
+    return -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def _stacked(name: str, parts: tuple[LinearPart, ...], columns: tuple[int, ...]) -> tuple[Part, ...]:
+    """Where the logical tensors ``<part>.<name>`` lie in the rows of a fused parameter."""
+    stops = list(accumulate(part.features for part in parts))
+    return tuple(
+        Part(f"{part.name}.{name}", (part.features, *columns), range(stop - part.features, stop))
+        for part, stop in zip(parts, stops, strict=True)
+    )
+
+
+def _vocab_spec(vocab: int, hidden: int, init: Init) -> ParameterSpec:
+    return ParameterSpec(init, (Part("weight", (vocab, hidden), range(vocab)),))
+
+
+@hookimpl
+def megatron_run_plugin_info() -> PluginInfo:
+    """Describe the plugin."""
+    return PluginInfo("parallel-layer", "dense")
+
+
+@hookimpl
+def megatron_run_create_parallel_layer(context: BuildContext) -> ParallelLayers:
+    """Make the factory."""
+    return DenseLayers(context)

@@ -1,0 +1,1 @@
+"""Configuration: reading it, layering it, checking it. Typed and frozen; nothing here imports torch."""

@@ -1,0 +1,46 @@
+"""What a user asked for, as it was typed: all that a rank process needs to resolve the same run again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+#: Variables that configure a run start with this.
+ENVIRONMENT_PREFIX = "MEGATRON_RUN_"
+
+
+@dataclass(frozen=True)
+class Request:
+    """The words of the command line, or their like from Python.
+
+    ``configs`` are CONFIG words (a path, ``preset:NAME``, ``-``) or mappings; ``sets`` are ``KEY=VALUE`` texts and
+    ``values`` their typed form by dotted key; ``plugins`` are ``KIND=NAME[,OPT=VAL...]``; ``nproc`` is the number of
+    ranks of the world, None when it follows from the parallel sizes; ``stdin`` is the text behind ``-``;
+    ``environment`` needs only the variables that start with ``MEGATRON_RUN_``.
+    """
+
+    configs: tuple[str | Mapping[str, Any], ...] = ()
+    sets: tuple[str, ...] = ()
+    plugins: tuple[str, ...] = ()
+    nproc: int | None = None
+    stdin: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ours = {name: text for name, text in self.environment.items() if name.startswith(ENVIRONMENT_PREFIX)}
+        object.__setattr__(self, "environment", ours)
+
+    def to_json(self) -> str:
+        """One line of JSON that :meth:`from_json` reads back."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Request:
+        """Read what :meth:`to_json` wrote."""
+        data: dict[str, Any] = json.loads(text)
+        for name in ("configs", "sets", "plugins"):
+            data[name] = tuple(data[name])
+        return cls(**data)

@@ -1,0 +1,181 @@
+"""Reading YAML 1.2 and JSON: plain data only, every key with its line and column, every bound checked.
+
+ruamel.yaml's parser is asked for events and nothing else; no object is ever constructed from a tag. A file that is too
+large, too deep or too wide once its aliases are followed is refused where it becomes so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, StringMark
+from ruamel.yaml.events import (
+    AliasEvent,
+    DocumentEndEvent,
+    DocumentStartEvent,
+    Event,
+    MappingEndEvent,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    SequenceStartEvent,
+    StreamEndEvent,
+    StreamStartEvent,
+)
+from ruamel.yaml.reader import ReaderError
+
+from megatron_run.config.origin import Origin
+from megatron_run.config.values import core_scalar
+from megatron_run.errors import InputError
+
+MAX_BYTES = 256 * 1024
+MAX_DEPTH = 16
+MAX_VALUES = 10_000
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value and where its key stands. A mapping's data is a dict of nodes; anything else is plain data."""
+
+    data: Any
+    origin: Origin
+
+
+def parse(text: str, name: str) -> dict[str, Node]:
+    """The mapping that ``text`` holds; ``name`` is the file's, for messages. An empty text is an empty mapping.
+
+    Raises :class:`InputError` of the form ``name:line:column: what``.
+    """
+    if len(text) > MAX_BYTES:
+        raise too_large(name, len(text))
+    for number, line in enumerate(text.splitlines()):
+        if line.startswith("%"):
+            raise _refusal(name, number, 0, f"the directive {line.split()[0]!r}", "YAML 1.2 is read without directives")
+        if line.strip() and not line.startswith("#"):
+            break
+    if name.endswith(".json"):
+        text = text.replace("\t", " ")  # JSON may be indented by tabs, and has none inside its strings
+    try:
+        return _Reader(text, name).document()
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise _refusal(name, mark.line, mark.column, "YAML that cannot be read", _reason(error)) from None
+    except ReaderError as error:
+        before = text[: error.position]
+        row, column = before.count("\n"), len(before) - before.rfind("\n") - 1
+        raise _refusal(name, row, column, f"the character {text[error.position]!r}", "it is not printable") from None
+
+
+def _reason(error: MarkedYAMLError) -> str:
+    if "'\\t'" in str(error.problem):
+        return "a tab; indent with spaces"
+    return ", ".join(str(part) for part in (error.context, error.problem) if part)
+
+
+def too_large(name: str, size: int) -> InputError:
+    """The error of a configuration of ``size`` bytes, which is more than :data:`MAX_BYTES`."""
+    what = f"a configuration of {size / 2**20:.1f} MiB"
+    return _refusal(name, 0, 0, what, f"at most {MAX_BYTES // 1024} KiB are read")
+
+
+def _refusal(name: str, line: int, column: int, what: str, why: str) -> InputError:
+    return InputError(f"{name}:{line + 1}:{column + 1}: {what} is refused", why=why)
+
+
+class _Reader:
+    """Builds data from the parser's events; ``values`` counts what was built, aliases followed."""
+
+    def __init__(self, text: str, name: str) -> None:
+        self._events: Iterator[Event] = iter(YAML(typ="safe", pure=True).parse(text))
+        self._name = name
+        self._anchors: dict[str, tuple[Node, int]] = {}
+        self._values = 0
+
+    def document(self) -> dict[str, Node]:
+        data: dict[str, Node] = {}
+        documents = 0
+        for event in self._events:
+            if isinstance(event, StreamStartEvent | StreamEndEvent | DocumentEndEvent):
+                continue
+            if isinstance(event, DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    raise self._refuse(event, "a second document", "a configuration is one document")
+                continue
+            node = self._value(event, self._origin(event), 0)
+            if node.data is not None and not isinstance(node.data, dict):
+                raise self._refuse(event, "this configuration", "it is not a mapping of sections, as `train:`")
+            data = node.data or {}
+        return data
+
+    def _value(self, event: Any, origin: Origin, depth: int) -> Node:
+        """The value that starts with ``event``; its origin is its key's."""
+        self._check(event, depth)
+        before = self._values
+        self._values += 1
+        if isinstance(event, AliasEvent):
+            return self._alias(event, origin)
+        if isinstance(event, MappingStartEvent):
+            node = Node(self._mapping(depth), origin)
+        elif isinstance(event, SequenceStartEvent):
+            node = Node(self._sequence(depth), origin)
+        else:
+            node = Node(event.value if event.style else core_scalar(event.value), origin)
+        if event.anchor:
+            self._anchors[event.anchor] = node, self._values - before
+        return node
+
+    def _mapping(self, depth: int) -> dict[str, Node]:
+        found: dict[str, Node] = {}
+        lines: dict[str, int] = {}
+        while not isinstance(event := next(self._events), MappingEndEvent):
+            if not isinstance(event, ScalarEvent) or not event.value:
+                raise self._refuse(event, "a key that is no text", "a key is a single word")
+            self._check(event, depth)
+            key = event.value
+            if key in found:
+                raise self._refuse(event, f"the duplicate key {key!r}", f"it stands on line {lines[key] + 1} already")
+            lines[key] = event.start_mark.line
+            found[key] = self._value(next(self._events), self._origin(event), depth + 1)
+        return found
+
+    def _sequence(self, depth: int) -> list[Any]:
+        found = []
+        while not isinstance(event := next(self._events), SequenceEndEvent):
+            found.append(bare(self._value(event, self._origin(event), depth + 1)))
+        return found
+
+    def _alias(self, event: AliasEvent, origin: Origin) -> Node:
+        if event.anchor not in self._anchors:
+            raise self._refuse(event, f"the alias *{event.anchor}", "no anchor of that name ends before it")
+        node, values = self._anchors[event.anchor]
+        self._values += values
+        self._check(event, 0)
+        return Node(node.data, origin)
+
+    def _check(self, event: Event, depth: int) -> None:
+        if self._values >= MAX_VALUES:
+            raise self._refuse(event, "this configuration", f"it holds more than {MAX_VALUES} values, aliases followed")
+        if depth > MAX_DEPTH:
+            raise self._refuse(event, "this configuration", f"it is nested deeper than {MAX_DEPTH}")
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            short = str(tag).replace("tag:yaml.org,2002:", "!!")
+            raise self._refuse(event, f"the tag {short!r}", "a configuration holds plain data")
+
+    def _origin(self, event: Event) -> Origin:
+        mark: StringMark = event.start_mark
+        return Origin("file", f"{self._name} line {mark.line + 1} column {mark.column + 1}")
+
+    def _refuse(self, event: Event, what: str, why: str) -> InputError:
+        return _refusal(self._name, event.start_mark.line, event.start_mark.column, what, why)
+
+
+def bare(node: Node) -> Any:
+    """The data of a node without origins."""
+    if isinstance(node.data, dict):
+        return {key: bare(each) for key, each in node.data.items()}
+    return node.data

@@ -1,0 +1,47 @@
+"""The contracts: one file per kind. What a plugin must do, in the docstrings; nothing here imports torch."""
+
+from megatron_run.contracts.context import BuildContext, Dtypes
+from megatron_run.contracts.data import Dataset, DataSource, Split
+from megatron_run.contracts.graph_capture import GraphCapture, Region
+from megatron_run.contracts.model import Boundary, Chunk, ChunkOut, Microbatch, Model, Segment
+from megatron_run.contracts.observer import EvalMetrics, Observer, RunSummary, StepMetrics
+from megatron_run.contracts.optimizer import Optimizer
+from megatron_run.contracts.parallel_layer import AttentionShape, LinearPart, ParallelLayers, StackedLayers
+from megatron_run.contracts.parameters import Init, ParameterSpec, ParamInfo, Part
+from megatron_run.contracts.plugin import KINDS, PluginInfo, entry_point_group
+from megatron_run.contracts.scaler import Scaler
+from megatron_run.contracts.schedule import Schedule
+
+__all__ = [
+    "KINDS",
+    "AttentionShape",
+    "Boundary",
+    "BuildContext",
+    "Chunk",
+    "ChunkOut",
+    "DataSource",
+    "Dataset",
+    "Dtypes",
+    "EvalMetrics",
+    "GraphCapture",
+    "Init",
+    "LinearPart",
+    "Microbatch",
+    "Model",
+    "Observer",
+    "Optimizer",
+    "ParallelLayers",
+    "ParamInfo",
+    "ParameterSpec",
+    "Part",
+    "PluginInfo",
+    "Region",
+    "RunSummary",
+    "Scaler",
+    "Schedule",
+    "Segment",
+    "Split",
+    "StackedLayers",
+    "StepMetrics",
+    "entry_point_group",
+]

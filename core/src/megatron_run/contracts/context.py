@@ -1,0 +1,53 @@
+"""What a plugin's factory is given: everything it may need, handed down and never global."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import logging
+
+    import torch
+    from pydantic import BaseModel
+
+    from megatron_run.comm import Groups
+    from megatron_run.config.schema import RunSection, TrainSection
+    from megatron_run.gradients import Gradients
+    from megatron_run.metrics import Metrics
+    from megatron_run.rng import RandomStreams
+    from megatron_run.segments import SegmentRunner
+    from megatron_run.topology import Topology
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Precision of parameters and activations, of gradients in ``main_grad``, and of master weights."""
+
+    param: torch.dtype
+    grad: torch.dtype
+    main: torch.dtype
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """Handed to every factory but those of pure data (schedule, data, observer).
+
+    ``topology`` is this rank's place in the grid and ``groups`` the process groups by axis; ``model`` the model
+    plugin's options with the vocabulary filled in; ``train`` and ``run`` sections of the configuration; ``gradients``
+    takes weight gradients; ``rng`` positions random streams; ``metrics`` makes meters for numbers to report;
+    ``segments`` runs the segments of layers, eager or captured.
+    """
+
+    topology: Topology
+    groups: Groups
+    device: torch.device
+    dtypes: Dtypes
+    model: BaseModel
+    train: TrainSection
+    run: RunSection
+    gradients: Gradients
+    rng: RandomStreams
+    metrics: Metrics
+    segments: SegmentRunner
+    log: logging.Logger

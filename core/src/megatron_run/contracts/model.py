@@ -1,0 +1,126 @@
+"""The contract of kind ``model``: the network, built from parallel layers, one chunk at a time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from megatron_run.actions import Place
+    from megatron_run.contracts.parallel_layer import ParallelLayers
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One microbatch as every stage sees it.
+
+    ``index`` within the step (0..M-1); ``step`` counts from 1; ``sample0`` is the index of its first sample within the
+    global batch, which with seed, step and layer fixes every random number; ``fields`` are the batch fields this stage
+    asked for (``Model.fields``), each [b, s]; ``train`` is false in evaluation (no dropout).
+    """
+
+    index: int
+    step: int
+    sample0: int
+    fields: Mapping[str, Tensor]
+    train: bool = True
+
+
+@dataclass(frozen=True)
+class ChunkOut:
+    """What a chunk returns. ``x`` [s, b, h] goes to the next position (None from the last one while training).
+
+    ``losses`` maps a name to (sum, weight), both scalars: the language-model loss ``lm`` summed over tokens and the
+    number of tokens; an auxiliary loss and 1. ``logits`` [s, b, v] is what the last chunk returns when its microbatch
+    has no labels.
+    """
+
+    x: Tensor | None
+    losses: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    logits: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Shape and dtype of the tensor that crosses between stages for one microbatch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a layer that can be captured: ``fn(*tensors) -> tensor or tuple`` over named tensors.
+
+    ``inputs`` and ``outputs`` are names in the layer's environment. ``index`` tells segments of one layer apart in the
+    random stream; the embedding is layer -1, the head layer ``num_layers``. ``why_eager`` says why it must not be
+    captured, empty when it may.
+    """
+
+    name: str
+    layer: int
+    index: int
+    fn: Callable[..., Any]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    params: tuple[nn.Parameter, ...]
+    why_eager: str = ""
+
+
+class Chunk(Protocol):
+    """A piece of the model on one stage; in practice a ``torch.nn.Module``."""
+
+    def __call__(self, x: Tensor | None, microbatch: Microbatch) -> ChunkOut:
+        """Run forward. ``x`` [s, b, h] comes from the previous position, None at the first."""
+        ...
+
+    def segments(self) -> Sequence[Segment]:
+        """Every segment in forward order."""
+        ...
+
+    def train(self, mode: bool = True) -> Any:
+        """As ``torch.nn.Module.train``: ``mode`` False switches dropout off."""
+        ...
+
+    def named_modules(self) -> Any:
+        """As ``torch.nn.Module.named_modules``."""
+        ...
+
+
+class Model(ABC):
+    """Describes a network and builds the chunks of one rank.
+
+    Its options must have ``num_layers`` and ``vocab_size`` (None: the data's); see the built-in gpt for a whole
+    working plugin.
+    """
+
+    #: Names of the losses and metrics that chunks report, equal on every rank.
+    metric_names: tuple[str, ...] = ("lm",)
+
+    @abstractmethod
+    def build_chunk(
+        self, position: int, layout: tuple[Place, ...], layers: ParallelLayers, shared: dict[str, nn.Parameter]
+    ) -> Chunk:
+        """Build the chunk at ``position`` of ``layout`` on ``context.device`` (or under ``torch.device("meta")``).
+
+        Chunks of one stage that are tied put their one Parameter into ``shared`` and find it there. Values are left
+        uninitialised: the kernel fills them from each parameter's :class:`Init`, by name, so that initial weights do
+        not depend on the parallel layout.
+        """
+
+    @abstractmethod
+    def fields(self, position: int, layout: tuple[Place, ...]) -> tuple[str, ...]:
+        """The batch fields that the chunk at ``position`` needs: of ``tokens``, ``labels``, ``loss_mask``."""
+
+    @abstractmethod
+    def boundary(self, microbatch: Microbatch, micro_batch_size: int, sequence_length: int) -> Boundary:
+        """Shape and dtype of what crosses between positions for ``microbatch``."""
+
+    @abstractmethod
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Floating-point operations of one token's forward and backward, attention counted in full."""

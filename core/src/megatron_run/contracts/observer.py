@@ -1,0 +1,109 @@
+"""The contract of kind ``observer``: watches a run and never changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from megatron_run.pipeline.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What an observer is told at the start.
+
+    ``folder`` is the run folder; ``steps`` the last step; ``first_step`` where this attempt starts (1 unless resumed);
+    ``config`` the resolved configuration and ``plan`` the chosen plugins, both as text; ``timeline`` one planned step
+    of the pipeline; ``baselines`` losses of simple models by name.
+    """
+
+    folder: Path
+    attempt: int
+    first_step: int
+    steps: int
+    parameters: int
+    world_size: int
+    config: str
+    plan: str
+    timeline: Timeline
+    baselines: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """The numbers of one step, host floats; None where there is none. Names are those of ``metrics.jsonl``.
+
+    ``loss`` in nats per token; ``time`` in seconds since the epoch; ``step_time_s`` in seconds; ``memory_peak_gib`` of
+    rank 0; ``extra`` holds what plugins and the model report.
+    """
+
+    step: int
+    time: float
+    samples: int
+    tokens: int
+    loss: float | None
+    grad_norm: float | None
+    lr: float
+    loss_scale: float
+    skipped: bool
+    skipped_total: int
+    microbatches: int
+    step_time_s: float
+    tokens_per_s: float
+    tflops_per_device: float
+    mfu: float | None
+    memory_peak_gib: float
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EvalMetrics:
+    """The result of an evaluation: mean loss in nats per token over ``tokens`` tokens, and its perplexity."""
+
+    step: int
+    split: str
+    loss: float
+    perplexity: float
+    tokens: int
+
+
+class Observer:
+    """Is called on rank 0 with host floats; does no communication. Override what you need.
+
+    One that raises is named, logged, and disabled after three failures; training goes on. A whole working plugin::
+
+        class Best(Observer):
+            best = float("inf")
+
+            def on_eval_end(self, metrics):
+                self.best = min(self.best, metrics.loss)
+
+        @hookimpl
+        def megatron_run_create_observer(options):
+            return Best()
+    """
+
+    def on_train_start(self, run: RunSummary) -> None:
+        """Training is about to start."""
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        """One step is done."""
+
+    def on_skip(self, metrics: StepMetrics) -> None:
+        """The step just reported was skipped: a gradient was not finite."""
+
+    def on_eval_end(self, metrics: EvalMetrics) -> None:
+        """An evaluation is done."""
+
+    def on_sample(self, text: str) -> None:
+        """The model wrote ``text`` (``eval.sample`` tokens) at the end of training."""
+
+    def on_error(self, error: BaseException) -> None:
+        """The run is about to end with ``error``."""
+
+    def on_train_end(self, reason: str) -> None:
+        """Training ended: ``finished``, or why it stopped early."""

@@ -1,0 +1,126 @@
+"""The contract of kind ``parallel-layer``: the layers from which a model is built.
+
+Legend: s sequence, b micro batch, h hidden, n heads, k key-value heads, d head size, v vocabulary, t tensor-parallel
+size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from megatron_run.contracts.parameters import Init
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class LinearPart:
+    """One of the logical matrices that a fused linear layer computes at once: q, k, v, or gate and up."""
+
+    name: str
+    features: int
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """``heads`` query heads share ``kv_heads`` key-value heads of size ``head_size``; ``layer`` is its global index."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    layer: int
+
+
+class ParallelLayers(ABC):
+    """A factory of layers. x is [s, b, h] everywhere ([s/t, b, h] between blocks with sequence parallelism).
+
+    Parameters are created uninitialised, with ``parameter_specs`` on their module saying how they start and which
+    logical tensors they hold; the names of parameters and parts are the canonical ones (``weight``, ``bias``,
+    ``query.weight``), whatever the factory, so that checkpoints cross over. Weight gradients should be handed to
+    ``context.gradients.submit``, which lets a schedule split the backward; a layer that does not is still right.
+
+    Factories stack: ``create_parallel_layer(context, options, base)`` may return an object that overrides some
+    methods and passes the rest to ``base``. A whole working plugin::
+
+        class MyNorms(StackedLayers):
+            def norm(self, kind, size, eps=1e-5):
+                return MyNorm(size, eps)
+
+        @hookimpl
+        def megatron_run_create_parallel_layer(context, options, base):
+            return MyNorms(base)
+    """
+
+    @abstractmethod
+    def column_linear(self, inputs: int, parts: tuple[LinearPart, ...], *, bias: bool, init: Init) -> nn.Module:
+        """[s, b, inputs] -> [s, b, sum(features) / t]: output features are split, part by part."""
+
+    @abstractmethod
+    def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
+        """[s, b, inputs / t] -> [s, b, outputs]: input features are split and partial products summed."""
+
+    @abstractmethod
+    def vocab_embedding(self, vocab: int, hidden: int, *, init: Init) -> nn.Module:
+        """Tokens [b, s] -> [s, b, hidden]; ``weight`` [padded vocab / t, hidden]."""
+
+    @abstractmethod
+    def output_layer(self, vocab: int, hidden: int, *, init: Init, weight: nn.Parameter | None = None) -> nn.Module:
+        """[s, b, hidden] -> logits [s, b, padded vocab / t]. ``weight`` is a parameter of this rank to share."""
+
+    @abstractmethod
+    def norm(self, kind: Literal["layernorm", "rmsnorm"], size: int, eps: float = 1e-5) -> nn.Module:
+        """[s, b, size] -> [s, b, size]."""
+
+    @abstractmethod
+    def dropout(self, p: float) -> nn.Module:
+        """Dropout outside tensor-parallel regions: the mask is equal on all tensor-parallel ranks."""
+
+    @abstractmethod
+    def core_attention(self, shape: AttentionShape, dropout: float) -> nn.Module:
+        """(query [s, b, n/t, d], key and value [s, b, k/t, d], mask or None for causal) -> [s, b, n/t * d]."""
+
+    @abstractmethod
+    def cross_entropy(self, vocab: int) -> nn.Module:
+        """(logits [s, b, padded vocab / t], labels [b, s]) -> loss per token [s, b], fp32; padding is no class."""
+
+
+class StackedLayers(ParallelLayers):
+    """Passes everything to ``base``; a plugin that changes one layer derives from it."""
+
+    def __init__(self, base: ParallelLayers) -> None:
+        self.base = base
+
+    def column_linear(self, inputs: int, parts: tuple[LinearPart, ...], *, bias: bool, init: Init) -> nn.Module:
+        """As ``base``."""
+        return self.base.column_linear(inputs, parts, bias=bias, init=init)
+
+    def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
+        """As ``base``."""
+        return self.base.row_linear(inputs, outputs, bias=bias, init=init)
+
+    def vocab_embedding(self, vocab: int, hidden: int, *, init: Init) -> nn.Module:
+        """As ``base``."""
+        return self.base.vocab_embedding(vocab, hidden, init=init)
+
+    def output_layer(self, vocab: int, hidden: int, *, init: Init, weight: nn.Parameter | None = None) -> nn.Module:
+        """As ``base``."""
+        return self.base.output_layer(vocab, hidden, init=init, weight=weight)
+
+    def norm(self, kind: Literal["layernorm", "rmsnorm"], size: int, eps: float = 1e-5) -> nn.Module:
+        """As ``base``."""
+        return self.base.norm(kind, size, eps)
+
+    def dropout(self, p: float) -> nn.Module:
+        """As ``base``."""
+        return self.base.dropout(p)
+
+    def core_attention(self, shape: AttentionShape, dropout: float) -> nn.Module:
+        """As ``base``."""
+        return self.base.core_attention(shape, dropout)
+
+    def cross_entropy(self, vocab: int) -> nn.Module:
+        """As ``base``."""
+        return self.base.cross_entropy(vocab)

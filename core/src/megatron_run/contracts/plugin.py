@@ -1,0 +1,59 @@
+"""What every plugin says about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+#: The kinds, in the order in which a run reports them, with the version of each kind's contract.
+KINDS: Mapping[str, int] = MappingProxyType(
+    {
+        "scaler": 1,
+        "optimizer": 1,
+        "schedule": 1,
+        "parallel-layer": 1,
+        "graph-capture": 1,
+        "model": 1,
+        "data": 1,
+        "observer": 1,
+    }
+)
+
+
+def entry_point_group(kind: str) -> str:
+    """The entry-point group of ``kind``: ``parallel-layer`` -> ``megatron_run.parallel_layer``."""
+    return f"megatron_run.{kind.replace('-', '_')}"
+
+
+@dataclass(frozen=True)
+class PluginInfo:
+    """The answer to ``megatron_run_plugin_info``.
+
+    ``kind`` and ``name`` repeat the entry point. ``api`` is the version of the kind's contract that the plugin was
+    written for. ``options`` is a frozen pydantic model, or None when there is nothing to set.
+
+    ``provides`` and ``requires`` are abilities: a configuration key that the plugin serves when it is above 1
+    (``parallel.pipeline``), or any word two plugins agree on; each plugin provides ``kind=name`` without saying so.
+    ``conflicts`` are abilities that must not be present. ``suggests`` are configuration values that the plugin would
+    like where the user said nothing (interleaved: two stages with two chunks each).
+
+    Example::
+
+        PluginInfo("schedule", "mine", provides=frozenset({"parallel.pipeline"}), suggests={"parallel.pipeline": 2})
+    """
+
+    kind: str
+    name: str
+    api: int = 1
+    options: type[BaseModel] | None = None
+    provides: frozenset[str] = frozenset()
+    requires: frozenset[str] = frozenset()
+    conflicts: frozenset[str] = frozenset()
+    suggests: Mapping[str, Any] = field(default_factory=dict)
+    state_version: int = 1
+    upgrade_state: Callable[[Mapping[str, Any], int], Mapping[str, Any]] | None = None

@@ -1,0 +1,103 @@
+"""The documents a user names: files, folders and patterns, in an order that no file system decides."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from glob import glob, has_magic
+from pathlib import Path
+
+from megatron_run.errors import DataError, did_you_mean
+
+#: How much of a file in a folder is looked at for a NUL byte, by which grep and git too tell binary files from text.
+_PROBE = 8192
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file of text."""
+
+    path: Path
+
+    def read(self) -> bytes:
+        """Its bytes. Raises :class:`DataError` when it cannot be read."""
+        try:
+            return self.path.read_bytes()
+        except OSError as cause:
+            raise _unreadable(self.path, cause) from cause
+
+
+def find_documents(names: Sequence[str]) -> tuple[Document, ...]:
+    """The documents that ``names`` stand for, in the order of the names, sorted within each; a file counts once.
+
+    A file stands for itself, a pattern (``src/**/*.py``) for the files it matches, and a folder for all text files
+    beneath it but the empty and the hidden ones. Raises :class:`DataError` when a name stands for nothing.
+    """
+    found: dict[Path, Document] = {}
+    for name in names:
+        for path in _files(name):
+            found.setdefault(path.resolve(), Document(path))
+    return tuple(found.values())
+
+
+def _files(name: str) -> Sequence[Path]:
+    path = Path(os.path.expanduser(name))  # noqa: PTH111  # Path.expanduser raises for a user that does not exist
+    if path.is_dir():
+        return _at_least_one(text_files(path), f"folder {path} holds no text file")
+    if path.is_file():
+        if not path.stat().st_size:
+            raise DataError(f"data file {path} is empty", origin="data.paths")
+        return [path]
+    if has_magic(name):
+        matches = sorted(Path(match) for match in glob(str(path), recursive=True))  # noqa: PTH207  # absolute too
+        return _at_least_one([match for match in matches if _holds_text(match)], f"{name} matches no text file")
+    raise _missing(path)
+
+
+def _at_least_one(paths: Sequence[Path], otherwise: str) -> Sequence[Path]:
+    if not paths:
+        raise DataError(otherwise, origin="data.paths", fix="name files, folders or patterns such as 'src/**/*.py'")
+    return paths
+
+
+def _missing(path: Path) -> DataError:
+    if path.exists():
+        return DataError(f"{path} is neither a file nor a folder", origin="data.paths")
+    neighbours = sorted(os.listdir(path.parent)) if path.parent.is_dir() else []  # noqa: PTH208  # names are enough
+    return DataError(f"data file {path} does not exist", origin="data.paths", fix=did_you_mean(path.name, neighbours))
+
+
+def text_files(folder: Path, without: frozenset[str] = frozenset()) -> list[Path]:
+    """The text files beneath ``folder``, sorted by their path's parts; neither empty nor hidden ones.
+
+    Folders named in ``without`` are not entered. Raises :class:`DataError` when a folder or file cannot be read.
+    """
+    return sorted((path for path in _walk(folder, without) if _holds_text(path)), key=lambda path: path.parts)
+
+
+def _walk(folder: Path, without: frozenset[str]) -> Iterator[Path]:
+    without |= {"__pycache__"}
+
+    def fail(cause: OSError) -> None:
+        raise _unreadable(Path(cause.filename), cause) from cause
+
+    for parent, folders, files in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
+        yield from (Path(parent, name) for name in files if not name.startswith("."))
+
+
+def _holds_text(path: Path) -> bool:
+    """Whether ``path`` is a file that is not empty and has no NUL byte near its start."""
+    if not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            start = file.read(_PROBE)
+    except OSError as cause:
+        raise _unreadable(path, cause) from cause
+    return bool(start) and b"\0" not in start
+
+
+def _unreadable(path: Path, cause: OSError) -> DataError:
+    return DataError(f"{path} cannot be read", why=cause.strerror or str(cause), origin="data.paths")

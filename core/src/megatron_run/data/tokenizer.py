@@ -1,0 +1,107 @@
+"""From text to token ids and back: bytes, or a tokenizer stored as JSON by the `tokenizers` library."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_run.errors import DataError
+
+if TYPE_CHECKING:
+    import tokenizers
+    from numpy.typing import NDArray
+
+#: What tokenizers call the end of a document, in the order in which they are looked for.
+END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
+
+
+class Tokenizer(ABC):
+    """Turns documents into ids in ``0..vocab_size-1``; ``end_of_document`` is one of them. ``unit`` names a token."""
+
+    unit: str
+    vocab_size: int
+    end_of_document: int
+
+    @abstractmethod
+    def encode(self, content: bytes, source: object) -> NDArray[np.int64]:
+        """The ids of a document, without its end. Raises :class:`DataError` naming ``source`` and the offset."""
+
+    @abstractmethod
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of ``tokens``; what has no text, like the end of a document, is left out."""
+
+
+class ByteTokenizer(Tokenizer):
+    """One token a byte, and one for the end of a document: any file, no vocabulary, 257 ids."""
+
+    unit = "byte"
+    vocab_size = 257
+    end_of_document = 256
+
+    def encode(self, content: bytes, source: object) -> NDArray[np.int64]:
+        """The bytes as they are; never fails."""
+        return np.frombuffer(content, np.uint8).astype(np.int64)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The bytes read as UTF-8, with U+FFFD for what is none."""
+        return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+
+class JsonTokenizer(Tokenizer):
+    """A tokenizer of the `tokenizers` library, read from its JSON file.
+
+    The end of a document is the first of ``END_OF_DOCUMENT`` that the file knows; when it knows none, one more id.
+    Raises :class:`DataError` when the file is missing or broken.
+    """
+
+    unit = "token"
+
+    def __init__(self, path: Path) -> None:
+        self._tokenizer = _read(path)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        known = [vocabulary[name] for name in END_OF_DOCUMENT if name in vocabulary]
+        highest = max(vocabulary.values(), default=-1)  # ids may have gaps, so their number is not enough
+        self.end_of_document = known[0] if known else highest + 1
+        self.vocab_size = max(highest, self.end_of_document) + 1
+
+    def encode(self, content: bytes, source: object) -> NDArray[np.int64]:
+        """The ids of a UTF-8 document, without the special tokens that a model of sentences would add."""
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError as cause:
+            raise DataError(
+                f"{source} is not UTF-8 at byte {cause.start}", fix="convert it, or set data.tokenizer to bytes"
+            ) from cause
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of ``tokens`` without special ones."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def _read(path: Path) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    if not path.is_file():
+        raise DataError(
+            f"tokenizer file {path} does not exist",
+            origin="data.tokenizer",
+            fix="name the tokenizer.json of the `tokenizers` library, or say bytes",
+        )
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as cause:  # the library raises a bare Exception
+        why = " ".join(str(cause).split())
+        raise DataError(f"tokenizer file {path} is broken", why=why, origin="data.tokenizer") from cause
+    tokenizer.no_truncation()  # a file may carry limits that would drop the rest of every document
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """``bytes``, or the tokenizer in the file ``name``."""
+    return ByteTokenizer() if name == "bytes" else JsonTokenizer(Path(name).expanduser())

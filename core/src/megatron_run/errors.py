@@ -1,0 +1,113 @@
+"""Errors that teach: what was asked, why it cannot be, where it came from, what to type; each with its exit code.
+
+Every mistake of a user ends as one of these and is printed as one line; only a bug shows a traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What the process returns; documented for scripts that resubmit jobs."""
+
+    DONE = 0
+    BUG = 1
+    INPUT = 2
+    PLUGIN = 3
+    RANK_LOST = 4
+    DATA = 5
+    GUARD = 6
+    OUT_OF_MEMORY = 7
+    TIME_LIMIT = 75
+    SIGINT = 130
+    SIGTERM = 143
+
+    @property
+    def retry(self) -> bool:
+        """Whether running the same command again may succeed."""
+        return self in (ExitCode.RANK_LOST, ExitCode.TIME_LIMIT, ExitCode.SIGTERM)
+
+
+class RunError(Exception):
+    """A failure that the user can act on.
+
+    ``what`` went wrong, ``why``, the ``origin`` it came from (command line, a YAML line, a plugin) and the ``fix`` to
+    type. ``str(error)`` is the one line that is printed.
+    """
+
+    exit_code = ExitCode.INPUT
+
+    def __init__(self, what: str, *, why: str = "", origin: str = "", fix: str = "") -> None:
+        super().__init__(what)
+        self.what, self.why, self.origin, self.fix = what, why, origin, fix
+
+    def __str__(self) -> str:
+        line = self.what
+        if self.why:
+            line += f": {self.why}"
+        if self.origin:
+            line += f" (from {self.origin})"
+        if self.fix:
+            line += f"; {self.fix}"
+        return line
+
+
+class InputError(RunError):
+    """The command line, the environment or a configuration asks for something impossible."""
+
+
+class PluginError(RunError):
+    """A plugin is missing, ambiguous, broken or breaks its contract."""
+
+    exit_code = ExitCode.PLUGIN
+
+
+class ScheduleError(PluginError):
+    """A schedule refuses a shape, or its action lists are not a legal plan."""
+
+
+class RankLostError(RunError):
+    """A rank died or stopped answering."""
+
+    exit_code = ExitCode.RANK_LOST
+
+
+class DataError(RunError):
+    """A data file or a checkpoint is missing, damaged or does not fit."""
+
+    exit_code = ExitCode.DATA
+
+
+class GuardError(RunError):
+    """A guard stopped the run: training goes on only after a change."""
+
+    exit_code = ExitCode.GUARD
+
+
+class OutOfMemoryError(RunError):
+    """The device ran out of memory."""
+
+    exit_code = ExitCode.OUT_OF_MEMORY
+
+
+class Problems(RunError):
+    """Several problems found in one pass; each keeps its own line."""
+
+    def __init__(self, problems: Sequence[RunError]) -> None:
+        if not problems:
+            raise ValueError("Problems needs at least one problem")
+        super().__init__(problems[0].what)
+        self.problems = tuple(problems)
+        self.exit_code = self.problems[0].exit_code
+
+    def __str__(self) -> str:
+        return "\n".join(str(problem) for problem in self.problems)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``"did you mean 'interleaved'?"``, or an empty string when nothing is near."""
+    near = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,112 @@
+"""Flat gradient storage: parameters in reverse order, cut into buckets, padded so that every shard is equal.
+
+Optimizers share this layout: on gloo a reduce-scatter of a bucket then equals an all-reduce of it bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from torch.nn import Parameter
+
+    from megatron_run.contracts import ParamInfo
+
+#: Every parameter starts at a multiple of this many values (256 bytes of fp32), as fused kernels like it.
+ALIGNMENT = 64
+#: A bucket is closed once it holds this many values: large enough for bandwidth, small enough to overlap.
+DEFAULT_CAPACITY = 2**22
+_ATTRIBUTE = "main_grad"  # the field's own name; other libraries' layers look for it too
+
+
+def main_grad(parameter: Tensor) -> Tensor:
+    """Where the gradient of ``parameter`` is accumulated: its shape, the same storage for life."""
+    grad: Tensor = getattr(parameter, _ATTRIBUTE)
+    return grad
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Gradients that are reduced together.
+
+    ``grad`` is flat, of a length divisible by the number of shards; ``starts`` maps each parameter to its offset.
+    ``parameter.main_grad`` is a view of ``grad`` for life. ``chunk`` is the chunk whose backward fills it, or None for
+    a tied parameter, which other chunks or stages add to.
+    """
+
+    chunk: int | None
+    grad: Tensor
+    starts: dict[Parameter, int]
+    infos: dict[Parameter, ParamInfo] = field(repr=False)
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """In the order of the buffer, which is the reverse of the model's."""
+        return tuple(self.starts)
+
+    def view(self, parameter: Parameter) -> Tensor:
+        """The gradient of ``parameter``, in its shape."""
+        start = self.starts[parameter]
+        return self.grad[start : start + parameter.numel()].view(parameter.shape)
+
+
+def build_buckets(
+    infos: Sequence[dict[Parameter, ParamInfo]],
+    shards: int,
+    dtype: torch.dtype = torch.float32,
+    capacity: int = DEFAULT_CAPACITY,
+) -> list[Bucket]:
+    """Make the buckets of a stage and point every ``main_grad`` into them.
+
+    ``infos[c]`` describes the parameters of chunk c. Within a chunk parameters lie in reverse order, since that is how
+    a backward produces gradients, in buckets of their own per ``partial_over``. A tied parameter lies alone, so
+    that its buffer is laid out identically on every stage that holds it. ``shards`` is the data-parallel size.
+    """
+    buckets: list[Bucket] = []
+    seen: set[Parameter] = set()
+    for chunk, described in enumerate(infos):
+        fresh = [(p, info) for p, info in reversed(described.items()) if p not in seen]
+        seen.update(described)
+        buckets += [_bucket(None, [item], shards, dtype) for item in fresh if item[1].tie]
+        untied = [item for item in fresh if not item[1].tie]
+        for axis in dict.fromkeys(info.partial_over for _, info in untied):
+            members = [item for item in untied if item[1].partial_over == axis]
+            buckets += [_bucket(chunk, part, shards, dtype) for part in _cut(members, capacity)]
+    return buckets
+
+
+def _cut(members: list[tuple[Parameter, ParamInfo]], capacity: int) -> list[list[tuple[Parameter, ParamInfo]]]:
+    """Cut ``members`` after the one that fills a bucket."""
+    parts: list[list[tuple[Parameter, ParamInfo]]] = [[]]
+    filled = 0
+    for member in members:
+        if filled >= capacity:
+            parts.append([])
+            filled = 0
+        parts[-1].append(member)
+        filled += _align(member[0].numel(), ALIGNMENT)
+    return parts
+
+
+def _bucket(chunk: int | None, members: list[tuple[Parameter, ParamInfo]], shards: int, dtype: torch.dtype) -> Bucket:
+    starts: dict[Parameter, int] = {}
+    length = 0
+    for parameter, _ in members:
+        starts[parameter] = length
+        length += _align(parameter.numel(), ALIGNMENT)
+    device = members[0][0].device
+    grad = torch.zeros(_align(length, ALIGNMENT * shards), dtype=dtype, device=device)
+    bucket = Bucket(chunk, grad, starts, dict(members))
+    for parameter in starts:
+        setattr(parameter, _ATTRIBUTE, bucket.view(parameter))
+    return bucket
+
+
+def _align(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple

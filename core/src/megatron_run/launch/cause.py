@@ -1,0 +1,104 @@
+"""Which rank's end was the first cause, and the one line that says so. Pure."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_run.errors import ExitCode
+from megatron_run.launch.job import Report
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one rank ended.
+
+    ``status`` as :class:`subprocess.Popen` gives it, negative for a signal; ``order`` counts ends as they were seen;
+    ``killed`` is true when the launcher killed it because another had failed; ``log`` is what it printed.
+    """
+
+    rank: int
+    status: int
+    order: int
+    log: Path
+    report: Report | None = None
+    killed: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended with anything but success."""
+        return self.status != 0
+
+    @property
+    def code(self) -> ExitCode:
+        """The documented exit code: a signal is a lost rank, an unknown status a bug."""
+        if self.status < 0:
+            return ExitCode.RANK_LOST
+        try:
+            return ExitCode(self.status)
+        except ValueError:
+            return ExitCode.BUG
+
+    @property
+    def secondary(self) -> bool:
+        """Whether it ended because another rank did: never the first cause when there is any other."""
+        return self.status == ExitCode.RANK_LOST if self.report is None else self.report.secondary
+
+
+def first_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
+    """The failed rank that brought down the others, or None when all went well."""
+    failed = [end for end in ends if end.failed]
+    return min(failed, key=lambda end: (end.killed, end.secondary, end.order, end.rank), default=None)
+
+
+def describe(cause: RankEnd, ends: Sequence[RankEnd]) -> str:
+    """One line: what happened, on which rank, and where it is written; then the ranks that did not end by themselves.
+
+    A message of several lines (several problems found at once) keeps them.
+    """
+    alone = len(ends) == 1
+    where = f"log: {cause.log}" if alone else f"rank {cause.rank}, log: {cause.log}"
+    killed = [str(end.rank) for end in ends if end.killed]
+    silent = f"; rank {', '.join(killed)} did not end and was killed" if killed and cause.secondary else ""
+    first, *others = _reason(cause).splitlines() or [""]
+    return "\n".join([f"{first} ({where}){silent}", *others])
+
+
+def _reason(cause: RankEnd) -> str:
+    if cause.status < 0:
+        return f"a rank was killed by {_signal_name(-cause.status)}"
+    if cause.report is not None:
+        return cause.report.message
+    line = last_line(cause.log)
+    return f"a rank ended with exit code {cause.status}" + (f": {line}" if line else "")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def last_line(log: Path, window: int = 8192) -> str:
+    """The last line of ``log`` that is not empty, as far as its last ``window`` bytes tell."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - window))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def count_warnings(log: Path) -> tuple[int, str]:
+    """How many lines of ``log`` are warnings, and the first of them."""
+    try:
+        with log.open(encoding="utf-8", errors="replace") as lines:
+            found = [line.strip() for line in lines if "Warning:" in line or line.startswith(("WARNING", "warning:"))]
+    except OSError:
+        return 0, ""
+    return len(found), found[0] if found else ""

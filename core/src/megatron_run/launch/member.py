@@ -1,0 +1,195 @@
+"""One rank of a run, from the words that were typed to the exit code. Reads top to bottom."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_run.config.request import Request
+from megatron_run.errors import ExitCode, RankLostError
+from megatron_run.launch.device import choose_device, explain_device
+from megatron_run.launch.failure import classify, exit_code, one_line
+from megatron_run.launch.meeting import Meeting, PeerError, attempt, check_digests, close_group
+from megatron_run.launch.signals import stopping_on_signals
+from megatron_run.launch.threads import threads_per_rank
+from megatron_run.resolve import resolve
+from megatron_run.run_folder import OpenedFolder, RunFolder, join_run_folder, open_run_folder
+from megatron_run.trainer import train_rank
+from megatron_run.world import StopRequest, World
+
+if TYPE_CHECKING:
+    from megatron_run.resolve import ResolvedRun
+
+#: Seconds to wait for the others when this rank could not read run.timeout.
+_DEFAULT_TIMEOUT = 600.0
+
+
+@dataclass(frozen=True)
+class MemberEnd:
+    """How a rank ended. ``secondary``: only because another rank had failed; ``message`` may be empty."""
+
+    code: ExitCode
+    message: str = ""
+    secondary: bool = False
+
+
+class Member:
+    """A rank at work.
+
+    ``folder`` is given when our launcher has opened it (and will close it); else rank 0 opens one and the others join
+    it. ``tell`` shows a line to the user.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        world: World,
+        tell: Callable[[str], None],
+        *,
+        folder: RunFolder | None = None,
+        arguments: Sequence[str] = (),
+        quiet: bool = False,
+        debug: bool = False,
+    ) -> None:
+        self.folder = folder
+        self._request, self._world, self._tell = request, world, tell
+        self._arguments, self._quiet, self._debug = arguments, quiet, debug
+        self._opened: OpenedFolder | None = None
+
+    def run(self) -> MemberEnd:
+        """Train. Nothing is raised: whatever happens has an exit code."""
+        try:
+            end = MemberEnd(self._run())
+            close_group()
+        except BaseException as error:
+            end = self._describe(error)
+        if self._opened is not None:
+            if not self._opened.finished:
+                with suppress(OSError):  # a full disk must not change the exit code
+                    self._opened.folder.end(end.code, end.message)
+            self._opened.lock.release()
+        return end
+
+    def _run(self) -> ExitCode:
+        resolved = attempt(lambda: resolve(replace(self._request, nproc=self._world.size)))
+        timeout = resolved.values[0].config.run.timeout if resolved.values else _DEFAULT_TIMEOUT
+        meeting = Meeting(self._world, timeout)
+        run, _ = meeting.settle("resolve", resolved)
+        world, notes = meeting.settle("agree", attempt(lambda: place_on_device(run, self._world)), _digest_note(run))
+        meeting.settle("compare", attempt(lambda: check_digests(notes)))
+        if self.folder is None:
+            if world.rank == 0:
+                for notice in run.notices:
+                    self._tell(notice)
+            self.folder = self._find_folder(meeting, run)
+        if self.folder is None:
+            return ExitCode.DONE
+        set_threads(run, world)
+        join_group(meeting, world, timeout)
+        return train_in_folder(run, world, self.folder)
+
+    def _find_folder(self, meeting: Meeting, run: ResolvedRun) -> RunFolder | None:
+        """Rank 0 opens the run folder and the others find it; None when it is finished."""
+        opening = attempt(lambda: open_run_folder(run, self._arguments) if self._world.rank == 0 else None)
+        self._opened = opening.values[0] if opening.values else None
+        _, tickets = meeting.settle("open", opening, _ticket)
+        ticket = tickets[0]
+        if ticket["finished"]:
+            if self._world.rank == 0:
+                self._tell(f"run folder {ticket['path']} is finished: nothing to do")
+            return None
+        rank = self._world.rank
+        joining = attempt(lambda: join_run_folder(Path(ticket["path"]), ticket["attempt"], ticket["id"], rank))
+        folder, _ = meeting.settle("join", joining)
+        if rank > 0 or self._quiet:
+            redirect_output(folder.log(rank))
+        return folder
+
+    def _describe(self, error: BaseException) -> MemberEnd:
+        code, peer = exit_code(error), isinstance(error, PeerError)
+        if self._debug or (code == ExitCode.BUG and not peer):
+            traceback.print_exception(error)
+        secondary = peer or isinstance(classify(error), RankLostError)
+        return MemberEnd(code, "" if peer else one_line(error), secondary)
+
+
+def train_in_folder(run: ResolvedRun, world: World, folder: RunFolder) -> ExitCode:
+    """Train with signals attended to; the last step done is on disk afterwards, whatever happens."""
+    stop = StopRequest()
+    with stopping_on_signals(stop):
+        try:
+            return train_rank(run, world, folder, stop)
+        finally:
+            with suppress(OSError):
+                folder.flush()
+
+
+def place_on_device(run: ResolvedRun, world: World) -> World:
+    """``world`` with its device chosen and made current; says so when GPUs are left unused."""
+    gpus = torch.cuda.device_count()
+    device = choose_device(run.config.run.device, world, gpus)
+    if device != "cpu":
+        torch.cuda.set_device(torch.device(device))
+    notice = explain_device(run.config.run.device, world, gpus)
+    if notice and world.rank == 0:
+        print(notice, flush=True)  # noqa: T201  # standard output of rank 0 is what the terminal shows
+    return replace(world, device=device)
+
+
+def set_threads(run: ResolvedRun, world: World) -> None:
+    """Threads of this rank's CPU work. In a Python program ``auto`` leaves what the program chose."""
+    setting = run.config.run.threads
+    if world.launcher != "python" or setting != "auto":
+        torch.set_num_threads(threads_per_rank(setting, world.local_size))
+
+
+def join_group(meeting: Meeting, world: World, timeout: float) -> None:
+    """Make the default process group: NCCL between GPUs, else gloo. A world of one has none."""
+    if world.size == 1:
+        return
+    cuda = world.device.startswith("cuda")
+    dist.init_process_group(
+        backend="nccl" if cuda else "gloo",
+        store=meeting.store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout),
+        device_id=torch.device(world.device) if cuda else None,
+    )
+
+
+def redirect_output(log: Path) -> None:
+    """Make ``log`` this process's descriptors 1 and 2."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _digest_note(run: ResolvedRun) -> Callable[[World], dict[str, Any]]:
+    return lambda world: {"host": world.host, "digest": {**run.digest(), "device": world.device.partition(":")[0]}}
+
+
+def _ticket(opened: OpenedFolder | None) -> dict[str, Any]:
+    """What the other ranks need to find the folder that rank 0 opened."""
+    if opened is None:
+        return {}
+    folder = opened.folder
+    return {
+        "path": str(folder.path),
+        "attempt": folder.attempt,
+        "id": opened.run_id,
+        "finished": opened.finished,
+    }

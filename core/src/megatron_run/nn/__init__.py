@@ -1,0 +1,34 @@
+"""Pieces of transformers made from a factory of parallel layers, and the arithmetic that such factories share.
+
+Reading order: ``spec`` (the sizes), ``block`` (attention and MLP between norms), ``chunk`` (a stage's part of a model),
+``linear`` (the backward that a schedule may split).
+"""
+
+from megatron_run.nn.attention import SelfAttention
+from megatron_run.nn.block import TransformerBlock
+from megatron_run.nn.chunk import DecoderChunk
+from megatron_run.nn.cross_entropy import cross_entropy
+from megatron_run.nn.embedding import Embedding, embed
+from megatron_run.nn.linear import linear
+from megatron_run.nn.mlp import Mlp
+from megatron_run.nn.norm import LayerNorm, RmsNorm
+from megatron_run.nn.parameter import build_device, empty_parameter
+from megatron_run.nn.rotary import Rotary
+from megatron_run.nn.spec import TransformerSpec
+
+__all__ = [
+    "DecoderChunk",
+    "Embedding",
+    "LayerNorm",
+    "Mlp",
+    "RmsNorm",
+    "Rotary",
+    "SelfAttention",
+    "TransformerBlock",
+    "TransformerSpec",
+    "build_device",
+    "cross_entropy",
+    "embed",
+    "empty_parameter",
+    "linear",
+]

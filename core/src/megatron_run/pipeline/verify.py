@@ -1,0 +1,197 @@
+"""Prove that action lists form a legal plan: complete, in order, free of deadlock. Pure Python, no torch.
+
+A fault is a :class:`~megatron_run.errors.ScheduleError` that says where: rank, index and action, and for a deadlock the
+cycle. The rank is the pipeline rank, that is the stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+
+from megatron_run.actions import Action, LayoutSpec, Op, Place, ScheduleSpec
+from megatron_run.errors import ScheduleError
+from megatron_run.pipeline.plan import Plan, positions
+from megatron_run.pipeline.simulate import simulate
+
+#: The life of one (microbatch, chunk): (its state, operation) -> its next state. Whatever is not here is illegal.
+_NEW, _FORWARD, _RECOMPUTED, _HALF, _DONE = range(5)
+_LIFE: Mapping[tuple[int, str], int] = {
+    (_NEW, "F"): _FORWARD,
+    (_FORWARD, "R"): _RECOMPUTED,
+    (_FORWARD, "B"): _DONE,
+    (_RECOMPUTED, "B"): _DONE,
+    (_FORWARD, "I"): _HALF,
+    (_RECOMPUTED, "I"): _HALF,
+    (_HALF, "W"): _DONE,
+}
+
+#: What a (microbatch, chunk) in this state still lacks, and why.
+_MISSING = {
+    _NEW: ("F", "every microbatch visits every chunk"),
+    _FORWARD: ("B", "its forward has no backward (B, or I and then W)"),
+    _RECOMPUTED: ("B", "its forward has no backward (B, or I and then W)"),
+    _HALF: ("W", "its input gradient I has no weight gradient"),
+}
+
+#: The operation that must come before each operation, and those after which nothing is left for it to do.
+_NEEDS: Mapping[str, Op] = {"R": "F", "B": "F", "I": "F", "W": "I"}
+_NEVER_AFTER: Mapping[str, str] = {"R": "BI", "B": "I", "I": "B", "W": "B"}
+
+
+def check_layout(spec: LayoutSpec, layout: Sequence[Place]) -> None:
+    """Raise :class:`ScheduleError` unless ``layout`` uses every place once and holds every layer once, in order."""
+    _check_places(layout, spec.stages, spec.chunks)
+    held = [layer for place in layout for layer in place.layers]
+    if held != list(range(spec.layers)):
+        raise ScheduleError(
+            f"the layout holds the layers {held}",
+            why=f"its places, in model order, must hold layers 0 to {spec.layers - 1}, each once and in order",
+        )
+
+
+def verify(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Plan:
+    """Prove ``lists``, one per stage, and derive what follows from them.
+
+    For every (microbatch, chunk): F, then B, or I and then W; R at most once between F and B or I; S at most once a
+    chunk, after its last gradient. Raises :class:`ScheduleError` naming rank, index, action and, for a deadlock, who
+    waits for whom.
+    """
+    _check_places(spec.layout, spec.stages, spec.chunks)
+    if len(lists) != spec.stages:
+        raise ScheduleError(f"the schedule gave {len(lists)} action lists", why=f"there are {spec.stages} stages")
+    frozen = tuple(tuple(actions) for actions in lists)
+    for stage, actions in enumerate(frozen):
+        _check_list(spec, stage, actions)
+    simulation = simulate(spec.layout, spec.microbatches, frozen, spec.costs)
+    if len(simulation.order) < sum(map(len, frozen)):
+        raise _deadlock(spec, frozen, simulation.heads)
+    return Plan(
+        layout=tuple(spec.layout),
+        stages=spec.stages,
+        chunks=spec.chunks,
+        microbatches=spec.microbatches,
+        lists=frozen,
+        order=simulation.order,
+        peak_in_flight=tuple(_peak(actions, {"F": 1, "B": -1, "I": -1}) for actions in frozen),
+        peak_pending_weights=tuple(_peak(actions, {"I": 1, "W": -1}) for actions in frozen),
+        ascending=all(_ascending(actions, ops) for actions in frozen for ops in ("BI", "BW")),
+    )
+
+
+def _check_places(layout: Sequence[Place], stages: int, chunks: int) -> None:
+    found = sorted((place.stage, place.chunk) for place in layout)
+    if found != [(stage, chunk) for stage in range(stages) for chunk in range(chunks)]:
+        raise ScheduleError(
+            f"the layout has the places (stage, chunk) {found}",
+            why=f"each chunk of {stages} stages x {chunks} chunks must have exactly one place",
+        )
+
+
+def _check_list(spec: ScheduleSpec, stage: int, actions: Sequence[Action]) -> None:
+    """Walk one stage's list through the life of each of its (microbatch, chunk) pairs."""
+    microbatches, chunks = spec.microbatches, spec.chunks
+    states = [_NEW] * (chunks * microbatches)
+    unfinished = [microbatches] * chunks
+    synced = [False] * chunks
+    for index, action in enumerate(actions):
+        if not isinstance(action, Action):
+            raise _fault(stage, index, repr(action), "is not an Action", "write Action('F', microbatch, chunk)")
+        op, microbatch, chunk = action
+        if not (0 <= chunk < chunks and 0 <= microbatch < microbatches):
+            shape = f"the stage has {chunks} chunk(s) and the step {microbatches} microbatch(es), counted from 0"
+            raise _fault(stage, index, action, "is out of range", shape)
+        if op == "S":
+            if microbatch or synced[chunk] or unfinished[chunk]:
+                raise _early_or_repeated(stage, actions, index)
+            synced[chunk] = True
+            continue
+        slot = chunk * microbatches + microbatch
+        state = _LIFE.get((states[slot], op))
+        if state is None:
+            raise _early_or_repeated(stage, actions, index)
+        states[slot] = state
+        unfinished[chunk] -= state == _DONE
+    if any(unfinished):
+        raise _missing(stage, states, microbatches)
+
+
+def _early_or_repeated(stage: int, actions: Sequence[Action], index: int) -> ScheduleError:
+    """Explain the action at ``index``, which its (microbatch, chunk) does not allow now."""
+    action = actions[index]
+    op, microbatch, chunk = action
+    first = actions.index(action)
+    if first < index:
+        return _fault(stage, index, action, "is repeated", f"it already stands at action {first}")
+    if op == "S" and microbatch:
+        return _fault(stage, index, action, "has a microbatch", f"S is for a whole chunk: write S0.{chunk}")
+    if op == "S":
+        return _fault(stage, index, action, "is too early", f"chunk {chunk} has gradients to come after it")
+    if op not in "FBIWR":
+        return _fault(stage, index, action, "is unknown", "the operations are F, B, I, W, S and R")
+    for earlier, other in enumerate(actions[:index]):
+        if other[1:] == action[1:] and other.op in _NEVER_AFTER[op]:
+            return _fault(stage, index, action, "is too late", f"{other} stands at action {earlier} already")
+    needed = Action(_NEEDS[op], microbatch, chunk)
+    where = f"stands later, at action {actions.index(needed)}" if needed in actions else "is nowhere in the list"
+    return _fault(stage, index, action, "is too early", f"it needs {needed} before it, which {where}")
+
+
+def _missing(stage: int, states: Sequence[int], microbatches: int) -> ScheduleError:
+    """Name the first action that a complete list would still have."""
+    slot = next(slot for slot, state in enumerate(states) if state != _DONE)
+    op, why = _MISSING[states[slot]]
+    chunk, microbatch = divmod(slot, microbatches)
+    more = sum(state != _DONE for state in states) - 1
+    rest = f"; {more} more (microbatch, chunk) pairs are unfinished" if more else ""
+    return ScheduleError(f"rank {stage}: {op}{microbatch}.{chunk} is missing", why=why + rest)
+
+
+def _fault(stage: int, index: int, action: object, what: str, why: str) -> ScheduleError:
+    return ScheduleError(f"rank {stage}, action {index}: {action} {what}", why=why)
+
+
+def _deadlock(spec: ScheduleSpec, lists: Sequence[Sequence[Action]], heads: Sequence[int]) -> ScheduleError:
+    """Follow who waits for whom from the first stuck stage until a stage comes back: that is the cycle."""
+    awaited = _awaited(spec, lists)
+    stage = next(stage for stage, head in enumerate(heads) if head < len(lists[stage]))
+    path: list[int] = []
+    while stage not in path:
+        path.append(stage)
+        stage = awaited(stage, heads[stage])[0]
+    cycle = path[path.index(stage) :]
+    waits = []
+    for stage in cycle:
+        peer, index = awaited(stage, heads[stage])
+        asks = f"rank {stage}, action {heads[stage]}: {lists[stage][heads[stage]]} waits for {lists[peer][index]}"
+        waits.append(f"{asks} of rank {peer} (action {index}, behind {lists[peer][heads[peer]]})")
+    return ScheduleError("the schedule deadlocks", why="; ".join(waits))
+
+
+def _awaited(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Callable[[int, int], tuple[int, int]]:
+    """A function from a stuck action's (stage, index) to that of the action it waits for."""
+    position_of = positions(spec.layout)
+
+    def awaited(stage: int, index: int) -> tuple[int, int]:
+        op, microbatch, chunk = lists[stage][index]
+        position = position_of[stage, chunk]
+        place = spec.layout[position - 1 if op == "F" else position + 1]
+        ops: tuple[Op, ...] = ("F",) if op == "F" else ("B", "I")
+        wanted = [Action(wanted_op, microbatch, place.chunk) for wanted_op in ops]
+        return place.stage, next(i for i, action in enumerate(lists[place.stage]) if action in wanted)
+
+    return awaited
+
+
+def _peak(actions: Iterable[Action], change: Mapping[str, int]) -> int:
+    """The highest running sum of ``change`` over the list."""
+    return max(accumulate(change.get(action.op, 0) for action in actions), default=0)
+
+
+def _ascending(actions: Sequence[Action], ops: str) -> bool:
+    """Whether each chunk runs these operations in microbatch order."""
+    by_chunk: dict[int, list[int]] = {}
+    for action in actions:
+        if action.op in ops:
+            by_chunk.setdefault(action.chunk, []).append(action.microbatch)
+    return all(a < b for order in by_chunk.values() for a, b in pairwise(order))

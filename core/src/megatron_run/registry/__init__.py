@@ -1,0 +1,6 @@
+"""Finding, choosing, loading and describing plugins.
+
+``discover`` reads installed metadata and imports nothing; ``choose`` picks one entry; ``load`` imports it, registers
+its hooks and returns a :class:`~megatron_run.registry.plugin.Plugin`, whose ``create`` makes the object that a run
+uses.
+"""

@@ -1,0 +1,119 @@
+"""From what the user typed to one installed plugin, by metadata alone: nothing is imported here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.utils import canonicalize_name
+
+from megatron_run import __version__
+from megatron_run.contracts.plugin import KINDS
+from megatron_run.errors import InputError, PluginError, did_you_mean
+from megatron_run.registry.discover import KERNEL, Catalog, Entry
+from megatron_run.registry.known import known_plugin
+
+
+def choose(catalog: Catalog, kind: str, word: str, origin: str) -> Entry:
+    """The entry that ``word`` means: ``NAME``, ``DIST:NAME`` or a file such as ``./mine.py``.
+
+    ``origin`` says where the choice came from and enters every message. Raises :class:`InputError` for an unknown
+    kind; :class:`PluginError` for a name that nothing, or more than one distribution, offers, for a missing file, and
+    for a plugin that was made for another version of the kernel.
+    """
+    kind = check_kind(kind, origin)
+    entry = _from_file(kind, word, origin) if _is_file(word) else _installed(catalog, kind, word, origin)
+    problem = kernel_problem(entry)
+    if problem:
+        raise PluginError(
+            f"plugin {entry} of {entry.source} does not fit this kernel",
+            why=problem,
+            origin=origin,
+            fix=f"install a version of {entry.distribution} made for {KERNEL} {__version__}",
+        )
+    return entry
+
+
+def check_kind(word: str, origin: str) -> str:
+    """The kind that ``word`` names; ``parallel_layer`` is read as ``parallel-layer``. Raises :class:`InputError`."""
+    kind = word.replace("_", "-")
+    if kind not in KINDS:
+        raise InputError(
+            f"unknown kind {word!r}",
+            origin=origin,
+            fix=_sentence(did_you_mean(kind, KINDS), f"the kinds are {', '.join(KINDS)}"),
+        )
+    return kind
+
+
+def kernel_problem(entry: Entry) -> str:
+    """Why the metadata of ``entry`` rules out this kernel, or an empty string."""
+    try:
+        fits = SpecifierSet(entry.requires_kernel).contains(__version__, prereleases=True)
+    except InvalidSpecifier:
+        return f"its requirement {KERNEL}{entry.requires_kernel} cannot be read"
+    return "" if fits else f"it needs {KERNEL}{entry.requires_kernel}, and {__version__} is installed"
+
+
+def _is_file(word: str) -> bool:
+    return word.endswith(".py") or "/" in word
+
+
+def _from_file(kind: str, word: str, origin: str) -> Entry:
+    path = Path(word).expanduser().resolve()
+    if not path.is_file():
+        why = "it is a folder" if path.is_dir() else f"there is no {path}"
+        raise PluginError(f"the plugin file {word} cannot be read", why=why, origin=origin)
+    return Entry(kind, path.stem, str(path), location=str(path))
+
+
+def _installed(catalog: Catalog, kind: str, word: str, origin: str) -> Entry:
+    distribution, colon, name = word.rpartition(":")
+    offers = catalog.offering(kind, name)
+    if colon:
+        wanted = [entry for entry in offers if entry.distribution == canonicalize_name(distribution)]
+        if offers and not wanted:
+            raise _wrong_distribution(kind, distribution, offers, origin)
+        offers = tuple(wanted)
+    if not offers:
+        raise _unknown_name(catalog, kind, name, origin)
+    if len(offers) > 1:
+        raise _ambiguous(offers, origin)
+    return offers[0]
+
+
+def _unknown_name(catalog: Catalog, kind: str, name: str, origin: str) -> PluginError:
+    installed = [entry.name for entry in catalog.of_kind(kind)]
+    known = known_plugin(kind, name)
+    hint = known.how_to_get if known else did_you_mean(name, installed)
+    listed = ", ".join(dict.fromkeys(installed)) or "none"
+    return PluginError(
+        f"no installed plugin is {kind}={name}", origin=origin, fix=_sentence(hint, f"installed: {listed}")
+    )
+
+
+def _wrong_distribution(kind: str, distribution: str, offers: tuple[Entry, ...], origin: str) -> PluginError:
+    choices = [_typed(entry) for entry in offers]
+    return PluginError(
+        f"{distribution} offers no {kind}={offers[0].name}",
+        origin=origin,
+        fix=f"choose {' or '.join(choices)}",
+    )
+
+
+def _ambiguous(offers: tuple[Entry, ...], origin: str) -> PluginError:
+    sources = [f"{entry.source}{' (built in)' if entry.builtin else ''}" for entry in offers]
+    return PluginError(
+        f"plugin {offers[0]} is offered by {len(offers)} distributions",
+        why=", ".join(sources),
+        origin=origin,
+        fix=f"choose {' or '.join(_typed(entry) for entry in offers)}",
+    )
+
+
+def _typed(entry: Entry) -> str:
+    return f"--plugin {entry.kind}={entry.distribution}:{entry.name}"
+
+
+def _sentence(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)

@@ -1,0 +1,156 @@
+"""What is installed: one scan of the entry points. No plugin is imported, nor anything heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import Distribution, EntryPoint
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from megatron_run.contracts.plugin import KINDS, entry_point_group
+from megatron_run.errors import did_you_mean
+
+#: The distribution whose entries are the built-ins, and whose version plugins ask for.
+KERNEL = "megatron-run-core"
+
+_PREFIX = "megatron_run."
+_KIND_OF_GROUP = {entry_point_group(kind): kind for kind in KINDS}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One plugin as metadata describes it, before any import.
+
+    ``value`` is the entry point's object reference (``package`` or ``package:attribute``), or the path of a
+    single-file plugin. ``requires_kernel`` is the version specifier of its requirement on the kernel, empty when it
+    has none. ``location`` is the folder of the metadata, or the file. ``distribution`` is the name as PyPI normalises
+    it, empty for a single file.
+    """
+
+    kind: str
+    name: str
+    value: str
+    distribution: str = ""
+    version: str = ""
+    requires_kernel: str = ""
+    location: str = ""
+
+    @property
+    def builtin(self) -> bool:
+        """Whether the plugin comes with the kernel."""
+        return self.distribution == KERNEL
+
+    @property
+    def file(self) -> Path | None:
+        """The path of a single-file plugin, None for an installed one."""
+        return None if self.distribution else Path(self.value)
+
+    @property
+    def source(self) -> str:
+        """Where it comes from, for messages: ``acme-zigzag 0.3.0``, or the path of a single file."""
+        return f"{self.distribution} {self.version}" if self.distribution else self.value
+
+    def __str__(self) -> str:
+        return f"{self.kind}={self.name}"
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """Every plugin found, in the order of the search path, and ``notices`` about what was odd."""
+
+    entries: tuple[Entry, ...]
+    notices: tuple[str, ...] = ()
+
+    def of_kind(self, kind: str) -> tuple[Entry, ...]:
+        """The entries of ``kind``, built-ins first, then by name."""
+        mine = (entry for entry in self.entries if entry.kind == kind)
+        return tuple(sorted(mine, key=lambda entry: (not entry.builtin, entry.name, entry.distribution)))
+
+    def offering(self, kind: str, name: str) -> tuple[Entry, ...]:
+        """Every entry of that kind and name: more than one is an ambiguity."""
+        return tuple(entry for entry in self.of_kind(kind) if entry.name == name)
+
+
+def scan(paths: Sequence[str] | None = None) -> Catalog:
+    """Read the entry points of every distribution on ``paths`` (default: ``sys.path``)."""
+    found = Distribution.discover() if paths is None else Distribution.discover(path=list(paths))
+    entries: list[Entry] = []
+    notices: list[str] = []
+    for distribution in _first_of_each(_readable(found, notices), notices):
+        entries += _entries(distribution, notices)
+    return Catalog(tuple(entries), tuple(notices))
+
+
+def _readable(found: Iterable[Distribution], notices: list[str]) -> Iterator[Distribution]:
+    """The distributions that offer plugins and whose metadata can be read; the others must not be in the way."""
+    for distribution in found:
+        if _PREFIX not in (distribution.read_text("entry_points.txt") or ""):
+            continue
+        try:
+            complete = all((distribution.name, distribution.version, list(distribution.entry_points)))
+        except Exception as cause:  # metadata is third-party text: anything may be wrong with it
+            notices.append(f"a distribution in {_location(distribution)} is ignored: its metadata is broken: {cause}")
+            continue
+        if complete:
+            yield distribution
+        else:
+            notices.append(f"a distribution in {_location(distribution)} is ignored: its metadata has no name")
+
+
+def _first_of_each(found: Iterable[Distribution], notices: list[str]) -> Iterator[Distribution]:
+    """Of a distribution found twice, the first, as the import system would have it."""
+    seen: dict[str, tuple[str, str]] = {}
+    for distribution in found:
+        name, here = canonicalize_name(distribution.name), (distribution.version, _location(distribution))
+        if name not in seen:
+            seen[name] = here
+            yield distribution
+        elif seen[name] != here:  # equal when one folder is on the path twice
+            (used, where), (ignored, elsewhere) = seen[name], here
+            notices.append(
+                f"{name} is installed twice: {used} in {where} is used, {ignored} in {elsewhere} is ignored; "
+                "uninstall one of them"
+            )
+
+
+def _entries(distribution: Distribution, notices: list[str]) -> Iterator[Entry]:
+    name, version = canonicalize_name(distribution.name), distribution.version
+    wants = _requires_kernel(distribution, notices)
+    seen: set[tuple[str, str]] = set()
+    for point in distribution.entry_points:
+        if not point.group.startswith(_PREFIX):
+            continue
+        kind = _KIND_OF_GROUP.get(point.group)
+        if kind is None:
+            notices.append(_unknown_group(point, f"{name} {version}"))
+        elif (kind, point.name) in seen:
+            notices.append(f"{name} {version} offers {kind}={point.name} twice: the first is used")
+        else:
+            seen.add((kind, point.name))
+            yield Entry(kind, point.name, point.value, name, version, wants, _location(distribution))
+
+
+def _unknown_group(point: EntryPoint, source: str) -> str:
+    hint = did_you_mean(point.group, _KIND_OF_GROUP) or "the groups are " + ", ".join(_KIND_OF_GROUP)
+    return f"{source} offers {point.name!r} in the unknown group {point.group!r}, which is ignored; {hint}"
+
+
+def _requires_kernel(distribution: Distribution, notices: list[str]) -> str:
+    """The specifier of the requirement on the kernel that applies here, as ``>=0.1,<0.2``."""
+    for line in distribution.requires or ():
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
+            notices.append(f"{distribution.name} {distribution.version} has an unreadable requirement {line!r}")
+            continue
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if canonicalize_name(requirement.name) == KERNEL and applies:
+            return str(requirement.specifier)
+    return ""
+
+
+def _location(distribution: Distribution) -> str:
+    return str(Path(str(distribution.locate_file(""))).resolve())

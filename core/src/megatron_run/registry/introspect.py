@@ -1,0 +1,128 @@
+"""What ``megatron-run plugins list|info|why`` say, as data. Listing imports no plugin and nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from megatron_run.contracts.plugin import KINDS
+from megatron_run.errors import PluginError
+from megatron_run.registry.choose import choose, kernel_problem
+from megatron_run.registry.discover import Catalog, Entry, scan
+from megatron_run.registry.probe import probe
+
+if TYPE_CHECKING:
+    from megatron_run.registry.describe import Description
+    from megatron_run.registry.plugin import Plugin
+
+
+@dataclass(frozen=True)
+class ListedPlugin:
+    """One installed plugin. ``problem`` says why choosing it would fail, as far as is known; empty: nothing is known.
+
+    ``ambiguous``: the only problem is that its name alone does not choose it. ``checked``: it was imported to find out.
+    """
+
+    kind: str
+    name: str
+    distribution: str
+    version: str
+    location: str
+    builtin: bool
+    problem: str = ""
+    ambiguous: bool = False
+    checked: bool = False
+
+    @property
+    def state(self) -> str:
+        """``BROKEN``, ``AMBIGUOUS``, ``ok`` when it was imported, empty when nothing is known."""
+        if self.problem:
+            return "AMBIGUOUS" if self.ambiguous else "BROKEN"
+        return "ok" if self.checked else ""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Every installed plugin by kind, built-ins first, and the notices of the scan."""
+
+    plugins: tuple[ListedPlugin, ...]
+    notices: tuple[str, ...]
+
+
+def list_plugins(catalog: Catalog | None = None, *, check: bool = False) -> Listing:
+    """What is installed, from metadata alone. With ``check`` each that fits this kernel is imported, in a child."""
+    catalog = scan() if catalog is None else catalog
+    entries = [entry for kind in KINDS for entry in catalog.of_kind(kind)]
+    listed = [_listed(entry, catalog) for entry in entries]
+    if check:
+        healthy = [entry for entry, each in zip(entries, listed, strict=True) if each.state != "BROKEN"]
+        errors = {each.entry: each.error for each in probe(healthy)}
+        listed = [_checked(each, errors.get(entry)) for entry, each in zip(entries, listed, strict=True)]
+    return Listing(tuple(listed), catalog.notices)
+
+
+def plugin_info(kind: str, word: str, catalog: Catalog | None = None) -> Description:
+    """The plugin's own account of itself; it is imported in a child process. ``word`` as in ``--plugin kind=word``.
+
+    Raises :class:`PluginError` when there is no such plugin, or it is broken.
+    """
+    from megatron_run.registry.describe import Description
+
+    entry = choose(scan() if catalog is None else catalog, kind, word, "the command line")
+    (answer,) = probe([entry])
+    if answer.description is None:
+        raise PluginError(f"plugin {entry} of {entry.source} is broken", why=answer.error)
+    return Description.from_json(answer.description)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plugin of a kind and why it won, or why it did not."""
+
+    plugin: ListedPlugin
+    chosen: bool
+    reason: str
+
+
+def why(kind: str, chosen: Sequence[Plugin], catalog: Catalog | None = None) -> tuple[Candidate, ...]:
+    """The candidates of ``kind``: first the ``chosen`` ones of a resolved run, in their order, then the others."""
+    catalog = scan() if catalog is None else catalog
+    winners = [Candidate(_of(plugin), True, plugin.origin) for plugin in chosen]
+    taken = {(each.plugin.distribution, each.plugin.name) for each in winners}
+    others = (entry for entry in catalog.of_kind(kind) if (entry.distribution, entry.name) not in taken)
+    losers = [_listed(entry, catalog) for entry in others]
+    return (*winners, *(Candidate(each, False, each.problem or "not asked for") for each in losers))
+
+
+def _of(plugin: Plugin) -> ListedPlugin:
+    from megatron_run.registry.discover import KERNEL
+
+    builtin = plugin.distribution == KERNEL
+    return ListedPlugin(
+        plugin.kind, plugin.name, plugin.distribution, plugin.version, plugin.location, builtin, checked=True
+    )
+
+
+def _checked(plugin: ListedPlugin, error: str | None) -> ListedPlugin:
+    """``plugin`` after its import, which met ``error``; None: it was not imported."""
+    if error is None:
+        return plugin
+    ambiguous = plugin.ambiguous and not error
+    return replace(plugin, checked=True, problem=error or plugin.problem, ambiguous=ambiguous)
+
+
+def _listed(entry: Entry, catalog: Catalog) -> ListedPlugin:
+    others = [other.source for other in catalog.offering(entry.kind, entry.name) if other != entry]
+    shared = f"{' and '.join(others)} offers {entry} too: choose {entry.distribution}:{entry.name}" if others else ""
+    unfit = kernel_problem(entry)
+    return ListedPlugin(
+        entry.kind,
+        entry.name,
+        entry.distribution,
+        entry.version,
+        entry.location,
+        entry.builtin,
+        problem=unfit or shared,
+        ambiguous=bool(shared and not unfit),
+    )

@@ -1,0 +1,62 @@
+"""First-party plugins that may not be installed: for hints only, never for a decision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Known:
+    """A first-party package. ``provides`` as in PluginInfo; ``available`` is false while it is only planned."""
+
+    kind: str
+    name: str
+    available: bool = False
+    provides: frozenset[str] = frozenset()
+
+    @property
+    def distribution(self) -> str:
+        """The distribution's name, derived from kind and name."""
+        return f"megatron-run-{self.kind}-{self.name}"
+
+    @property
+    def how_to_get(self) -> str:
+        """What to type, or that there is nothing to type yet."""
+        if self.available:
+            return f"pip install {self.distribution}"
+        return f"{self.distribution} is planned, not yet released"
+
+
+_PIPELINE = frozenset({"parallel.pipeline"})
+_CHUNKED = frozenset({"parallel.pipeline", "parallel.chunks"})
+_TENSOR = frozenset({"parallel.tensor", "parallel.sequence"})
+
+KNOWN: tuple[Known, ...] = (
+    Known("scaler", "constant"),
+    Known("scaler", "dynamic"),
+    Known("optimizer", "zero1"),
+    Known("optimizer", "deepspeed"),
+    Known("schedule", "1f1b", available=True, provides=_PIPELINE),
+    Known("schedule", "interleaved", available=True, provides=_CHUNKED),
+    Known("schedule", "gpipe", provides=_PIPELINE),
+    Known("schedule", "zero-bubble", provides=_PIPELINE),
+    Known("parallel-layer", "tensor", provides=_TENSOR),
+    Known("parallel-layer", "te", provides=_TENSOR),
+    Known("graph-capture", "partial"),
+    Known("graph-capture", "te"),
+    Known("model", "bert"),
+    Known("data", "indexed"),
+    Known("observer", "tensorboard", available=True),
+    Known("observer", "trace"),
+)
+
+
+def known_plugin(kind: str, name: str) -> Known | None:
+    """The first-party package of that kind and name, installed or not."""
+    return next((known for known in KNOWN if (known.kind, known.name) == (kind, name)), None)
+
+
+def known_providers(ability: str) -> tuple[Known, ...]:
+    """First-party packages that provide ``ability``, those that exist before those that are planned."""
+    providers = (known for known in KNOWN if ability in known.provides)
+    return tuple(sorted(providers, key=lambda known: not known.available))

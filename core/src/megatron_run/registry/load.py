@@ -1,0 +1,147 @@
+"""From an entry to a plugin: import the one module, register its hooks, and check what it says of itself."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from hashlib import sha256
+from importlib.machinery import SourceFileLoader
+from importlib.metadata import EntryPoint
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from megatron_run import hookspecs
+from megatron_run.contracts.plugin import KINDS, entry_point_group
+from megatron_run.errors import PluginError
+from megatron_run.registry.difference import hook_difference, in_one_line, info_difference
+from megatron_run.registry.digest import source_digest
+from megatron_run.registry.plugin import Plugin, factory_hook
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+    from megatron_run.contracts import PluginInfo
+    from megatron_run.registry.discover import Entry
+
+__all__ = ["Plugin", "load", "only_kind", "register"]
+
+
+def load(entry: Entry, origin: str) -> Plugin:
+    """Import the plugin of ``entry`` and check it; ``origin`` says why it was chosen.
+
+    The kind of a single file may be left empty: it is that of its factory hook. Raises :class:`PluginError` naming
+    plugin, distribution, version and what is wrong, with the whole cause chained; whatever the plugin raises while it
+    is imported, ``SystemExit`` included, ends here.
+    """
+    try:
+        holder, module = _import_file(entry.file) if entry.file else _import_installed(entry)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as cause:
+        raise PluginError(
+            f"plugin {entry} of {entry.source} cannot be imported",
+            why=in_one_line(cause),
+            origin=origin,
+            fix="choose another plugin, or see the whole cause with --debug",
+        ) from cause
+    info, factory = register(
+        holder, entry.kind or only_kind(holder), entry.name, entry.source, any_name=entry.file is not None
+    )
+    return Plugin(
+        kind=info.kind,
+        name=entry.name,
+        distribution=entry.distribution,
+        version=entry.version,
+        origin=origin,
+        info=info,
+        digest=source_digest(module),
+        location=getattr(module, "__file__", None) or entry.location,
+        factory=factory,
+    )
+
+
+def only_kind(holder: object) -> str:
+    """The kind of which ``holder`` has the factory hook. Raises :class:`PluginError` unless it is exactly one."""
+    kinds = [kind for kind in KINDS if hasattr(holder, factory_hook(kind))]
+    if len(kinds) != 1:
+        hooks = ", ".join(map(factory_hook, kinds)) or "no factory hook"
+        raise PluginError(
+            f"{holder!r} is no plugin",
+            why=f"it has {hooks}",
+            fix="implement megatron_run_plugin_info and the megatron_run_create_... hook of one kind",
+        )
+    return kinds[0]
+
+
+def register(
+    holder: object, kind: str, name: str, source: str, *, any_name: bool = False
+) -> tuple[PluginInfo, Callable[..., object]]:
+    """Register the hooks of ``holder``, a module or an object like one; return its info and its factory.
+
+    With ``any_name`` the plugin may call itself something else: the file's name wins. Raises :class:`PluginError`.
+    """
+    manager = pluggy.PluginManager("megatron_run")
+    manager.add_hookspecs(hookspecs)
+    try:
+        manager.register(holder, name=f"{kind}={name}")
+        manager.check_pending()
+    except pluggy.PluginValidationError as cause:
+        raise _differs(kind, name, source, hook_difference(holder) or in_one_line(cause)) from cause
+    for hook in ("megatron_run_plugin_info", factory_hook(kind)):
+        if not getattr(manager.hook, hook).get_hookimpls():
+            raise _differs(kind, name, source, _missing(holder, hook))
+    info = _ask_info(manager, kind, name, source)
+    if any_name and isinstance(getattr(info, "name", None), str):
+        info = replace(info, name=name)
+    difference = info_difference(info, kind, name)
+    if difference:
+        raise _differs(kind, name, source, f"megatron_run_plugin_info {difference}")
+    return info, getattr(manager.hook, factory_hook(kind))
+
+
+def _ask_info(manager: pluggy.PluginManager, kind: str, name: str, source: str) -> Any:
+    try:
+        return manager.hook.megatron_run_plugin_info()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as cause:
+        why = f"megatron_run_plugin_info failed: {in_one_line(cause)}"
+        raise _differs(kind, name, source, why) from cause
+
+
+def _differs(kind: str, name: str, source: str, difference: str) -> PluginError:
+    return PluginError(f"plugin {kind}={name} of {source} breaks its contract", why=difference)
+
+
+def _missing(holder: object, hook: str) -> str:
+    if callable(getattr(holder, hook, None)):
+        return f"{hook} is not marked @hookimpl"
+    return f"it has no {hook}"
+
+
+def _import_installed(entry: Entry) -> tuple[object, ModuleType]:
+    """What the entry point refers to (a module, or an attribute of one), and the module."""
+    point = EntryPoint(entry.name, entry.value, entry_point_group(entry.kind))
+    return point.load(), sys.modules[point.module]
+
+
+def _import_file(path: Path) -> tuple[object, ModuleType]:
+    """Run the bytes of ``path`` as a module of its own, so that what is hashed is what ran."""
+    source = path.read_bytes()
+    name = f"megatron_run_file_{sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
+    loader = SourceFileLoader(name, str(path))
+    spec = spec_from_loader(name, loader)
+    if spec is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = module_from_spec(spec)
+    sys.modules[name] = module  # pydantic and dataclasses look up annotations there
+    try:
+        exec(loader.source_to_code(source, str(path)), module.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module, module

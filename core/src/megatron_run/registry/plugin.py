@@ -1,0 +1,121 @@
+"""A loaded plugin: its description, where it came from, and the factory that makes its object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megatron_run.contracts import (
+    DataSource,
+    GraphCapture,
+    Model,
+    Observer,
+    Optimizer,
+    ParallelLayers,
+    PluginInfo,
+    Scaler,
+    Schedule,
+)
+from megatron_run.errors import PluginError, RunError
+from megatron_run.registry.difference import in_one_line, said_type
+
+#: What the factory of each kind must return.
+CONTRACTS: Mapping[str, type] = MappingProxyType(
+    {
+        "scaler": Scaler,
+        "optimizer": Optimizer,
+        "schedule": Schedule,
+        "parallel-layer": ParallelLayers,
+        "graph-capture": GraphCapture,
+        "model": Model,
+        "data": DataSource,
+        "observer": Observer,
+    }
+)
+
+
+def factory_hook(kind: str) -> str:
+    """The name of the hook that makes objects of ``kind``."""
+    return f"megatron_run_create_{kind.replace('-', '_')}"
+
+
+class NoOptions(BaseModel):
+    """The options of a plugin that has none: every key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """One chosen plugin, imported and checked.
+
+    ``origin`` says why it won. ``options`` are set by :meth:`with_options` once the configuration is resolved.
+    ``digest`` is the SHA-256 of its source files, which all ranks compare. ``location`` is the file it was imported
+    from. ``factory`` is its hook.
+    """
+
+    kind: str
+    name: str
+    distribution: str
+    version: str
+    origin: str
+    info: PluginInfo
+    digest: str
+    location: str
+    factory: Callable[..., object] = field(repr=False, compare=False)
+    options: BaseModel | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}={self.name}"
+
+    @property
+    def source(self) -> str:
+        """Where it comes from, for messages: ``acme-zigzag 0.3.0``, or a path."""
+        return f"{self.distribution} {self.version}" if self.distribution else self.location
+
+    @property
+    def options_model(self) -> type[BaseModel]:
+        """The model that validates its options; one without fields when it has none."""
+        return self.info.options or NoOptions
+
+    @property
+    def provides(self) -> frozenset[str]:
+        """Its abilities, with ``kind=name``, which every plugin has."""
+        return self.info.provides | {str(self)}
+
+    def with_options(self, options: BaseModel) -> Plugin:
+        """The same plugin with validated ``options``."""
+        return replace(self, options=options)
+
+    def create(self, **arguments: object) -> Any:
+        """Call the factory hook and return its object, which is an instance of the kind's contract.
+
+        ``arguments`` are those of the hook (``context``, ``base``) besides the options. Raises :class:`PluginError`
+        naming plugin, hook and difference; a :class:`RunError` of the plugin's own passes unchanged.
+        """
+        options = self._default_options() if self.options is None else self.options
+        try:
+            made = self.factory(options=options, **arguments)
+        except (RunError, KeyboardInterrupt):
+            raise
+        except BaseException as cause:
+            raise self._broken(in_one_line(cause)) from cause
+        contract = CONTRACTS[self.kind]
+        if not isinstance(made, contract):
+            wanted = f"megatron_run.contracts.{contract.__name__}"
+            raise self._broken(f"it returned {said_type(made)}, and must return a {wanted}")
+        return made
+
+    def _default_options(self) -> BaseModel:
+        try:
+            return self.options_model()
+        except ValidationError as cause:
+            missing = ", ".join(str(error["loc"][0]) for error in cause.errors())
+            raise PluginError(f"plugin {self} cannot be made without the options {missing}") from cause
+
+    def _broken(self, why: str) -> PluginError:
+        return PluginError(f"plugin {self} of {self.source}: {factory_hook(self.kind)} failed", why=why)

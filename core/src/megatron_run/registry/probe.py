@@ -1,0 +1,90 @@
+"""Importing plugins where they can do no harm: in a child process, which may die of it.
+
+The child reads entries as JSON from its standard input and answers one line of JSON for each, in order. Whatever the
+plugins print goes to the error stream, which nobody reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_run.errors import RunError
+from megatron_run.registry.discover import Entry
+
+#: Seconds in which a child must have answered for all its plugins.
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The outcome for one entry: a description (the fields of ``describe.Description``), or the error that it met."""
+
+    entry: Entry
+    description: dict[str, Any] | None
+    error: str
+
+
+def probe(entries: Sequence[Entry], timeout: float = TIMEOUT_S) -> tuple[Probe, ...]:
+    """Import every entry in a child process and report each. One that kills the child costs the others nothing."""
+    probes: list[Probe] = []
+    while len(probes) < len(entries):
+        waiting = entries[len(probes) :]
+        answers, end = _ask_child(waiting, timeout)
+        probes += [
+            Probe(entry, answer.get("description"), answer.get("error", ""))
+            for entry, answer in zip(waiting, answers, strict=False)
+        ]
+        if len(answers) < len(waiting):
+            probes.append(Probe(waiting[len(answers)], None, f"importing it {end}"))
+    return tuple(probes)
+
+
+def _ask_child(entries: Sequence[Entry], timeout: float) -> tuple[list[dict[str, Any]], str]:
+    """The child's answers, which end early when a plugin ends the child, and how it ended."""
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-m", "megatron_run.registry.probe"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folder or str(Path.cwd()) for folder in sys.path)},
+    )
+    try:
+        output, _ = child.communicate(json.dumps([asdict(entry) for entry in entries]), timeout)
+        end = f"ended the process with code {child.returncode}"
+    except subprocess.TimeoutExpired:
+        child.kill()
+        output, _ = child.communicate()
+        end = f"took longer than {timeout:g} s"
+    return [json.loads(line) for line in output.splitlines()], end
+
+
+def _answer(entry: Entry) -> dict[str, Any]:
+    from megatron_run.registry.describe import describe
+    from megatron_run.registry.load import load
+
+    try:
+        return {"description": asdict(describe(load(entry, "probe")))}
+    except RunError as error:
+        return {"error": error.why or error.what}
+
+
+def _serve() -> None:
+    """The child's side."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what plugins print must not mix with the answers
+    for fields in json.load(sys.stdin):
+        answers.write(json.dumps(_answer(Entry(**fields))) + "\n")
+        answers.flush()
+    os._exit(0)  # without waiting for threads that plugins may have left
+
+
+if __name__ == "__main__":
+    _serve()

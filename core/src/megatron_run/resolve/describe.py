@@ -1,0 +1,127 @@
+"""A resolved run in words and as data: what ``--dry-run`` prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_run.pipeline.timeline import timeline
+from megatron_run.resolve.options import dumped
+from megatron_run.resolve.show import sections
+from megatron_run.topology import Topology
+
+if TYPE_CHECKING:
+    from megatron_run.actions import Place
+    from megatron_run.pipeline.plan import Plan
+    from megatron_run.registry.load import Plugin
+    from megatron_run.resolve.run import ResolvedRun
+
+
+def describe(run: ResolvedRun) -> str:
+    """Per kind the winner, where it is from, why it won and its options; the topology; the plans; the notices."""
+    parts = [_plugins(run), _topology(run), _plans(run), [f"note: {notice}" for notice in run.notices]]
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def to_json(run: ResolvedRun) -> dict[str, Any]:
+    """What :func:`describe` says as data, with the whole configuration."""
+    return {
+        "plugins": {kind: [_plugin_record(each) for each in many] for kind, many in run.plugins.items()},
+        "topology": {
+            "world": run.sizes.world,
+            "tensor": run.sizes.tensor,
+            "pipeline": run.sizes.pipeline,
+            "chunks": run.config.parallel.chunks,
+            "data": run.sizes.data,
+            "expert": run.sizes.expert,
+            "ranks": [_rank_record(run, rank) for rank in range(run.sizes.world)],
+        },
+        "plans": [_plan_record(run.plans[count]) for count in sorted(run.plans)],
+        "config": sections(run),
+        "notices": list(run.notices),
+    }
+
+
+def _plugins(run: ResolvedRun) -> list[str]:
+    rows = [(kind, plugin.name, plugin.source, plugin.origin) for kind, many in run.plugins.items() for plugin in many]
+    options = [_options(plugin) for many in run.plugins.values() for plugin in many]
+    lines = ["plugins"]
+    for row, text in zip(_aligned(rows), options, strict=True):
+        lines += [f"  {row}", f"      {text}"] if text else [f"  {row}"]
+    return lines
+
+
+def _options(plugin: Plugin) -> str:
+    values = ((key, value) for key, value in dumped(plugin).items() if value is not None)
+    return " ".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values)
+
+
+def _topology(run: ResolvedRun) -> list[str]:
+    sizes, chunks = run.sizes, run.config.parallel.chunks
+    head = f"world {sizes.world} = tensor {sizes.tensor} x pipeline {sizes.pipeline} x data {sizes.data}"
+    pieces = f"; {chunks} chunks per stage" if chunks > 1 else ""
+    rows = [
+        (f"rank {record['rank']}", f"stage {record['stage']}", *_axes(run, record), f"layers {record['layers_text']}")
+        for record in (_rank_record(run, rank) for rank in range(sizes.world))
+    ]
+    return [f"topology: {head}{pieces}", *(f"  {row}" for row in _aligned(rows))]
+
+
+def _axes(run: ResolvedRun, record: dict[str, Any]) -> Iterator[str]:
+    """The coordinates along axes that are split at all."""
+    for axis in ("tensor", "data"):
+        if getattr(run.sizes, axis) > 1:
+            yield f"{axis} {record[axis]}"
+
+
+def _rank_record(run: ResolvedRun, rank: int) -> dict[str, Any]:
+    place = Topology(run.sizes, rank)
+    mine = sorted((each for each in run.layout if each.stage == place.stage), key=lambda each: each.chunk)
+    return {
+        "rank": rank,
+        "stage": place.stage,
+        "tensor": place.tensor_rank,
+        "data": place.data_rank,
+        "layers": [list(each.layers) for each in mine],
+        "layers_text": " | ".join(_span(each) for each in mine),
+    }
+
+
+def _span(place: Place) -> str:
+    layers = place.layers
+    return "none" if not layers else f"{layers[0]}" if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+
+
+def _plans(run: ResolvedRun) -> list[str]:
+    lines = []
+    for count in sorted(run.plans):
+        record = _plan_record(run.plans[count])
+        peaks = ", ".join(map(str, record["peak_in_flight"]))
+        lines.append(f"step of {count} microbatches: in flight at most {peaks} by stage, bubble {record['bubble']:.1%}")
+    return lines
+
+
+def _plan_record(plan: Plan) -> dict[str, Any]:
+    return {
+        "microbatches": plan.microbatches,
+        "peak_in_flight": list(plan.peak_in_flight),
+        "bubble": timeline(plan).bubble_fraction,
+    }
+
+
+def _plugin_record(plugin: Plugin) -> dict[str, Any]:
+    return {
+        "name": plugin.name,
+        "distribution": plugin.distribution,
+        "version": plugin.version,
+        "location": plugin.location,
+        "origin": plugin.origin,
+        "options": dumped(plugin),
+        "code": plugin.digest,
+    }
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

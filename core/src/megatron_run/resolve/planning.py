@@ -1,0 +1,71 @@
+"""Layout and plans: the schedule is asked for every step it will run, and each answer is proven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from megatron_run.actions import LayoutSpec, Place, ScheduleSpec
+from megatron_run.batch_size import BatchSizes
+from megatron_run.config.schema import ParallelSection, TrainSection
+from megatron_run.contracts import Schedule
+from megatron_run.errors import PluginError, RunError
+from megatron_run.learning_rate import LearningRate, WeightDecay
+from megatron_run.pipeline.plan import Plan
+from megatron_run.pipeline.verify import check_layout, verify
+from megatron_run.registry.load import Plugin
+
+Answer = TypeVar("Answer")
+
+
+def microbatch_counts(train: TrainSection, data_parallel: int) -> tuple[int, ...]:
+    """Every number of microbatches that occurs in the run, which is where its batches and rates are checked.
+
+    Raises :class:`~megatron_run.errors.InputError` when a global batch does not divide or a rate cannot be followed.
+    """
+    counts = BatchSizes(train, data_parallel).all_microbatches()
+    LearningRate.from_config(train)
+    WeightDecay.from_config(train)
+    return tuple(sorted(counts))
+
+
+def plan_run(
+    schedule: Plugin, model: Plugin, parallel: ParallelSection, counts: tuple[int, ...]
+) -> tuple[tuple[Place, ...], dict[int, Plan]]:
+    """Where each layer of ``model`` lives, and the verified plan of a step for each of ``counts`` microbatches.
+
+    Raises what the schedule raises, :class:`~megatron_run.errors.ScheduleError` when an answer is no legal layout or
+    plan, and :class:`~megatron_run.errors.PluginError` when it fails in any other way.
+    """
+    made: Schedule = schedule.create()
+    stages, chunks = parallel.pipeline, parallel.chunks
+    wanted = LayoutSpec(stages, chunks, _layers(model), parallel.layers)
+    layout = tuple(_ask(schedule, "layout", partial(made.layout, wanted)))
+    check_layout(wanted, layout)
+    plans = {}
+    for count in counts:
+        spec = ScheduleSpec(layout, stages, chunks, count)
+        plans[count] = verify(spec, _ask(schedule, "actions", partial(made.actions, spec)))
+    return layout, plans
+
+
+def _layers(model: Plugin) -> int:
+    layers = getattr(model.options, "num_layers", None)
+    if not isinstance(layers, int):
+        raise PluginError(
+            f"plugin {model} of {model.source} breaks its contract",
+            why="its options have no num_layers, a whole number",
+        )
+    return layers
+
+
+def _ask(plugin: Plugin, method: str, question: Callable[[], Answer]) -> Answer:
+    """What the schedule answers; anything it raises that is not for the user becomes an error that names it."""
+    try:
+        return question()
+    except RunError:
+        raise
+    except Exception as cause:
+        why = f"{type(cause).__name__}: {cause}"
+        raise PluginError(f"plugin {plugin} of {plugin.source}: {method} failed", why=why) from cause

@@ -1,0 +1,55 @@
+"""Random numbers as a pure function of where they are used.
+
+Neither dropout nor fused attention takes a generator, so before each segment the device's default generator is seeded
+from (seed, step, sample, layer, segment, shard). Masks therefore depend neither on the pipeline nor on the data split,
+and a resumed run needs no generator state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from megatron_run.contracts import Microbatch
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*numbers: int) -> int:
+    """Hash ``numbers`` to 63 bits by folding each through SplitMix64's finaliser (Steele, Lea and Flood 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+class RandomStreams:
+    """Positions the random streams of one rank; ``shard`` is its tensor-parallel rank."""
+
+    def __init__(self, seed: int, device: torch.device, shard: int = 0) -> None:
+        self._seed, self._shard = seed, shard
+        self._default = _default_generator(device)
+
+    def position(self, microbatch: Microbatch, layer: int, segment: int) -> None:
+        """Seed the device's default generator for one segment of one layer."""
+        key = mix(self._seed, microbatch.step, microbatch.sample0, layer, segment, self._shard)
+        self._default.manual_seed(key)
+
+
+def initial_generator(seed: int, name: str) -> torch.Generator:
+    """The generator that fills the logical tensor ``name``: equal for every parallel layout."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        torch.cuda.init()
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator

@@ -1,0 +1,42 @@
+"""What makes two runs the same run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron_run.resolve.show import leaves, sections
+
+if TYPE_CHECKING:
+    from megatron_run.resolve import ResolvedRun
+
+#: Sections that say what is learned. The others (run, parallel, eval, schedule, parallel_layer, graph_capture,
+#: observer) say where, how fast and who watches: they may change between attempts, and losses agree to rounding.
+LEARNED = ("version", "model", "train", "data", "optimizer", "scaler")
+
+
+def identity(run: ResolvedRun) -> dict[str, Any]:
+    """Every dotted key that decides what is learned, with its resolved value; plain JSON."""
+    everything = sections(run)
+    chosen = {name: everything[name] for name in LEARNED}
+    return {".".join(key): value for key, value in leaves(chosen, ())}
+
+
+def digest(keys: Mapping[str, Any]) -> str:
+    """SHA-256 of an identity, in hexadecimal."""
+    return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()
+
+
+def differing_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """One ``key=before, now now`` text for each key that is not the same in both, in order of name."""
+    return [
+        f"{key}={_text(before, key)}, now {_text(now, key)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+
+
+def _text(keys: Mapping[str, Any], key: str) -> str:
+    return str(keys[key]) if key in keys else "unset"

@@ -1,0 +1,18 @@
+"""One named check of a conformance suite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+class CheckFailed(AssertionError):
+    """The contract is broken; the message says where, what was found and what was expected."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """``run()`` returns when the contract holds and raises :class:`CheckFailed` when it does not."""
+
+    name: str
+    run: Callable[[], None]

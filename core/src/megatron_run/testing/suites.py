@@ -1,0 +1,66 @@
+"""The conformance suite of each kind, as it is run on a plugin: a table that grows by one line a kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from megatron_run.registry.plugin import Plugin
+from megatron_run.testing.check import Check
+
+
+def _scaler(plugin: Plugin) -> tuple[Check, ...]:
+    from megatron_run.testing.scaler import scaler_checks
+
+    return scaler_checks(lambda context: plugin.create(context=context))
+
+
+def _optimizer(plugin: Plugin) -> tuple[Check, ...]:
+    from megatron_run.testing.optimizer import optimizer_checks
+
+    return optimizer_checks(lambda context: plugin.create(context=context))
+
+
+def _graph_capture(plugin: Plugin) -> tuple[Check, ...]:
+    from megatron_run.testing.graph_capture import graph_capture_checks
+
+    return graph_capture_checks(lambda context: plugin.create(context=context))
+
+
+def _schedule(plugin: Plugin) -> tuple[Check, ...]:
+    from megatron_run.testing.schedule import schedule_checks
+
+    return schedule_checks(plugin.create())
+
+
+def _parallel_layer(plugin: Plugin) -> tuple[Check, ...]:
+    from megatron_run.builtin.parallel_layer.dense import DenseLayers
+    from megatron_run.testing.parallel_layer import parallel_layer_checks
+
+    return parallel_layer_checks(lambda context: plugin.create(context=context, base=DenseLayers(context)))
+
+
+def _model(plugin: Plugin) -> tuple[Check, ...]:
+    from megatron_run.testing.model import model_checks
+
+    assert plugin.options is not None  # a model has at least num_layers and vocab_size
+    return model_checks(lambda context, options: plugin.with_options(options).create(context=context), plugin.options)
+
+
+#: Kind -> what makes its checks from a plugin whose options are set. A suite is imported when it is first asked for.
+SUITES: Mapping[str, Callable[[Plugin], tuple[Check, ...]]] = MappingProxyType(
+    {
+        "scaler": _scaler,
+        "optimizer": _optimizer,
+        "schedule": _schedule,
+        "parallel-layer": _parallel_layer,
+        "model": _model,
+        "graph-capture": _graph_capture,
+    }
+)
+
+
+def checks_for(plugin: Plugin) -> tuple[Check, ...]:
+    """The checks of the plugin's kind; none for a kind that has no suite."""
+    suite = SUITES.get(plugin.kind)
+    return suite(plugin) if suite else ()

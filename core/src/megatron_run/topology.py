@@ -1,0 +1,114 @@
+"""The rank grid: who computes what with whom. Pure arithmetic, no torch and no globals.
+
+Legend: T tensor, C context, E expert, D data, P pipeline; d = D, the data-parallel size ``world / (T*C*P)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_run.errors import InputError
+
+#: Axes from the fastest-varying to the slowest: neighbouring ranks share the tensor axis. `expert` splits `data`.
+Axis = Literal["tensor", "context", "data", "pipeline", "expert", "expert_data", "tie"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many ways each axis splits the world. ``expert`` divides ``data``: experts live inside its ranks."""
+
+    tensor: int = 1
+    context: int = 1
+    data: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        if self.data % self.expert:
+            raise InputError(
+                f"parallel.expert={self.expert} does not divide the data-parallel size {self.data}",
+                fix=f"choose a divisor of {self.data}",
+            )
+
+    @property
+    def world(self) -> int:
+        """Number of ranks: T*C*D*P."""
+        return self.tensor * self.context * self.data * self.pipeline
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One rank's view of the grid. The order is ``tp-cp-ep-dp-pp``, leftmost fastest (as in Megatron-LM).
+
+    ``ends`` are the stages of the first and the last position of the layout, which may share a tied parameter;
+    None: the first and the last stage.
+    """
+
+    sizes: Sizes
+    rank: int
+    ends: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.sizes.world:
+            raise ValueError(f"rank {self.rank} is outside a world of {self.sizes.world}")
+
+    @property
+    def tensor_rank(self) -> int:
+        """Index within the tensor-parallel group."""
+        return self.rank % self.sizes.tensor
+
+    @property
+    def context_rank(self) -> int:
+        """Index within the context-parallel group."""
+        return self.rank // self.sizes.tensor % self.sizes.context
+
+    @property
+    def data_rank(self) -> int:
+        """Index within the data-parallel group."""
+        return self.rank // (self.sizes.tensor * self.sizes.context) % self.sizes.data
+
+    @property
+    def expert_rank(self) -> int:
+        """Index within the expert-parallel group, the fast part of the data axis."""
+        return self.data_rank % self.sizes.expert
+
+    @property
+    def stage(self) -> int:
+        """Index of this rank's pipeline stage."""
+        return self.rank // (self.sizes.world // self.sizes.pipeline)
+
+    def rank_at(self, *, tensor: int, context: int, data: int, stage: int) -> int:
+        """The rank at these coordinates."""
+        sizes = self.sizes
+        return tensor + sizes.tensor * (context + sizes.context * (data + sizes.data * stage))
+
+    def peers(self, axis: Axis) -> tuple[int, ...]:
+        """The ranks that share every coordinate with this one except ``axis``, in order along it.
+
+        ``tie`` is the stages at the ends of the layout, the two that may hold copies of one tied parameter.
+        """
+        here = {
+            "tensor": self.tensor_rank,
+            "context": self.context_rank,
+            "data": self.data_rank,
+            "stage": self.stage,
+        }
+        expert_size = self.sizes.expert
+        group = self.data_rank - self.expert_rank
+        along: dict[str, tuple[str, list[int]]] = {
+            "tensor": ("tensor", list(range(self.sizes.tensor))),
+            "context": ("context", list(range(self.sizes.context))),
+            "data": ("data", list(range(self.sizes.data))),
+            "pipeline": ("stage", list(range(self.sizes.pipeline))),
+            "expert": ("data", list(range(group, group + expert_size))),
+            "expert_data": ("data", list(range(self.expert_rank, self.sizes.data, expert_size))),
+            "tie": ("stage", sorted(set(self.ends or (0, self.sizes.pipeline - 1)))),
+        }
+        coordinate, values = along[axis]
+        return tuple(self.rank_at(**{**here, coordinate: value}) for value in values)
+
+    def all_groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
+        """Every group along ``axis`` in the world, in one order that all ranks agree on."""
+        groups = {Topology(self.sizes, rank, self.ends).peers(axis) for rank in range(self.sizes.world)}
+        return tuple(sorted(groups))

@@ -1,0 +1,1 @@
+"""What the trainer works with: building a rank, feeding, evaluating, generating, reporting."""

@@ -1,0 +1,139 @@
+"""From a resolved run to the objects of one rank, in the order in which they need each other."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+
+from megatron_run.comm import Groups, create_groups
+from megatron_run.contracts import BuildContext, Dtypes
+from megatron_run.errors import InputError
+from megatron_run.gradients import Gradients
+from megatron_run.metrics import Metrics
+from megatron_run.parameters import describe_parameters, initialise
+from megatron_run.pipeline.execute import Executor
+from megatron_run.pipeline.messages import Messenger
+from megatron_run.rng import RandomStreams
+from megatron_run.segments import SegmentRunner
+from megatron_run.topology import Topology
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pydantic import BaseModel
+
+    from megatron_run.contracts import (
+        Chunk,
+        DataSource,
+        GraphCapture,
+        Model,
+        Optimizer,
+        ParallelLayers,
+        ParamInfo,
+        Scaler,
+    )
+    from megatron_run.resolve import ResolvedRun
+    from megatron_run.world import World
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Everything one rank trains with. ``positions`` are those of its chunks in the layout."""
+
+    context: BuildContext
+    data: DataSource
+    model: Model
+    positions: tuple[int, ...]
+    chunks: Sequence[Chunk]
+    infos: Sequence[dict[nn.Parameter, ParamInfo]]
+    optimizer: Optimizer
+    scaler: Scaler
+    graph_capture: GraphCapture
+    executor: Executor
+
+
+def build(run: ResolvedRun, world: World) -> Assembly:
+    """Build this rank's part of ``run``. Collective over the world."""
+    data = cast("DataSource", run.one("data").create())
+    topology = Topology(run.sizes, world.rank, (run.layout[0].stage, run.layout[-1].stage))
+    groups = create_groups(topology, timedelta(seconds=run.config.run.timeout))
+    context = make_context(run, topology, groups, torch.device(world.device), with_vocabulary(run, data))
+    model, positions, chunks = build_chunks(run, context)
+    infos = [describe_parameters(chunk) for chunk in chunks]
+    for described in infos:
+        initialise(described, run.config.train.seed)
+        for parameter, info in described.items():
+            context.gradients.adopt(parameter, info.name)
+    optimizer = cast("Optimizer", run.one("optimizer").create(context=context))
+    optimizer.attach(chunks, infos, grad_scale=1 / run.sizes.data)
+    context.segments.read_parameters_after(optimizer.ensure_ready)
+    messenger = Messenger(groups.channels, topology.peers("pipeline"), context.device)
+    return Assembly(
+        context=context,
+        data=data,
+        model=model,
+        positions=positions,
+        chunks=chunks,
+        infos=infos,
+        optimizer=optimizer,
+        scaler=cast("Scaler", run.one("scaler").create(context=context)),
+        graph_capture=cast("GraphCapture", run.one("graph-capture").create(context=context)),
+        executor=Executor(chunks, context.gradients, messenger),
+    )
+
+
+def with_vocabulary(run: ResolvedRun, data: DataSource) -> BaseModel:
+    """The model's options with the vocabulary filled in from ``data`` where the user left it open.
+
+    Raises :class:`InputError` when the data has token ids that the model does not.
+    """
+    options = run.one("model").options
+    assert options is not None  # resolve validated them
+    chosen: int | None = getattr(options, "vocab_size", None)
+    if chosen is None:
+        return options.model_copy(update={"vocab_size": data.vocab_size})
+    if chosen < data.vocab_size:
+        raise InputError(
+            f"model.vocab_size={chosen} is smaller than the data's vocabulary of {data.vocab_size}",
+            fix=f"leave model.vocab_size out, or set it to at least {data.vocab_size}",
+        )
+    return options
+
+
+def make_context(
+    run: ResolvedRun, topology: Topology, groups: Groups, device: torch.device, model: BaseModel
+) -> BuildContext:
+    """What the factories of this rank are given."""
+    rng = RandomStreams(run.config.train.seed, device, shard=topology.tensor_rank)
+    return BuildContext(
+        topology=topology,
+        groups=groups,
+        device=device,
+        dtypes=Dtypes(param=torch.float32, grad=torch.float32, main=torch.float32),
+        model=model,
+        train=run.config.train,
+        run=run.config.run,
+        gradients=Gradients(),
+        rng=rng,
+        metrics=Metrics(device),
+        segments=SegmentRunner(rng),
+        log=logging.getLogger("megatron_run"),
+    )
+
+
+def build_chunks(run: ResolvedRun, context: BuildContext) -> tuple[Model, tuple[int, ...], list[Chunk]]:
+    """The model and this stage's chunks, uninitialised, in the order of their chunk numbers."""
+    layers: ParallelLayers | None = None
+    for plugin in run.plugins["parallel-layer"]:
+        layers = cast("ParallelLayers", plugin.create(context=context, base=layers))
+    assert layers is not None  # there is always at least the default
+    model = cast("Model", run.one("model").with_options(context.model).create(context=context))
+    mine = [(place.chunk, index) for index, place in enumerate(run.layout) if place.stage == context.topology.stage]
+    positions = tuple(position for _, position in sorted(mine))
+    shared: dict[str, nn.Parameter] = {}
+    return model, positions, [model.build_chunk(position, run.layout, layers, shared) for position in positions]

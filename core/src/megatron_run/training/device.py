@@ -1,0 +1,26 @@
+"""What depends on the device: memory, kernels that give the same bits twice, how far ahead receives are posted."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import torch
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory this process has held: allocated on a GPU, resident on a CPU; GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # bytes on macOS, KiB on Linux
+
+
+def make_deterministic(wanted: bool | None, device: str) -> None:
+    """Ask PyTorch for deterministic kernels; ``wanted`` None means yes on the CPU, where they cost nothing."""
+    torch.use_deterministic_algorithms(device == "cpu" if wanted is None else wanted)
+
+
+def lookahead(device: torch.device) -> int | None:
+    """How many actions early receives are posted; None on NCCL, where all messages follow one global order."""
+    return None if device.type == "cuda" else 1

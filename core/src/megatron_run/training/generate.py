@@ -1,0 +1,69 @@
+"""A taste of the model: text generated token by token, each by a forward-only plan of one microbatch."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_run.contracts import Microbatch
+from megatron_run.pipeline.execute import StepInputs
+from megatron_run.pipeline.forward_only import forward_plan
+from megatron_run.pipeline.lower import lower
+from megatron_run.rng import initial_generator
+from megatron_run.training.device import lookahead
+from megatron_run.training.evaluate import set_training
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_run.resolve import ResolvedRun
+    from megatron_run.training.build import Assembly
+
+
+def generate_text(run: ResolvedRun, assembly: Assembly) -> str | None:
+    """Generate ``eval.sample`` tokens after ``eval.prompt``; None when the data is not text. Collective.
+
+    Each token is drawn from softmax(logits / ``eval.temperature``), or is the likeliest at temperature 0. The context
+    is the last ``train.sequence_length`` tokens.
+    """
+    prompt = assembly.data.encode(run.config.eval.prompt or "\n")
+    if not prompt:
+        return None
+    generator = initial_generator(run.config.train.seed, "sample")
+    tokens = list(prompt)
+    set_training(assembly.chunks, training=False)
+    for _ in range(run.config.eval.sample):
+        window = tokens[-run.config.train.sequence_length :]
+        tokens.append(_next_token(run, assembly, window, generator))
+    set_training(assembly.chunks, training=True)
+    return assembly.data.decode(tokens)
+
+
+def _next_token(run: ResolvedRun, assembly: Assembly, window: list[int], generator: torch.Generator) -> int:
+    """Run the stages on ``window``; the last one draws a token and tells the others."""
+    context, last = assembly.context, run.layout[-1].stage
+    tokens = torch.tensor([window], device=context.device)  # [1, s]
+    microbatch = Microbatch(0, 0, 0, {"tokens": tokens}, train=False)
+    boundary = partial(assembly.model.boundary, micro_batch_size=1, sequence_length=len(window))
+    plan = forward_plan(run.layout, run.sizes.pipeline, run.config.parallel.chunks, 1)
+    inputs = StepInputs(lambda _: microbatch, boundary, report=_ignore)
+    record = assembly.executor.run(lower(plan, context.topology.stage, lookahead(context.device)), inputs)
+    drawn = torch.zeros(1, dtype=torch.int64, device=context.device)
+    if record.logits:
+        drawn[0] = draw(record.logits[0][-1, 0], run.config.eval.temperature, generator)
+    source = context.topology.peers("pipeline")[last]
+    return int(context.groups.broadcast_(drawn, source, "pipeline").item())
+
+
+def draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    """Draw a token from ``logits`` [v]."""
+    if temperature == 0:
+        return int(logits.argmax().item())
+    probabilities = torch.softmax(logits.double().cpu() / temperature, dim=0)
+    return int(torch.multinomial(probabilities, 1, generator=generator).item())
+
+
+def _ignore(name: str, total: Tensor, weight: Tensor) -> None:
+    """Report no loss: there are no labels."""

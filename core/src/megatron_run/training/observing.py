@@ -1,0 +1,71 @@
+"""Calls the observers of a run, and keeps a failing one from harming it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import logging
+    from collections.abc import Callable, Iterable
+
+    from megatron_run.contracts import EvalMetrics, Observer, RunSummary, StepMetrics
+
+#: Failures after which an observer is called no more.
+PATIENCE = 3
+
+
+class Observers:
+    """All observers as one, with the methods of :class:`megatron_run.contracts.Observer`.
+
+    One that raises is named in the log with what it raised, and disabled after ``PATIENCE`` failures; training and the
+    other observers go on.
+    """
+
+    def __init__(self, observers: Iterable[tuple[str, Observer]], log: logging.Logger) -> None:
+        self._observers = list(observers)
+        self._failures: Counter[str] = Counter()
+        self._log = log
+
+    def on_train_start(self, run: RunSummary) -> None:
+        """Training is about to start."""
+        self._each("on_train_start", lambda observer: observer.on_train_start(run))
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        """One step is done; a skipped one is reported by ``on_skip`` right after."""
+        self._each("on_step_end", lambda observer: observer.on_step_end(metrics))
+        if metrics.skipped:
+            self._each("on_skip", lambda observer: observer.on_skip(metrics))
+
+    def on_eval_end(self, metrics: EvalMetrics) -> None:
+        """An evaluation is done."""
+        self._each("on_eval_end", lambda observer: observer.on_eval_end(metrics))
+
+    def on_sample(self, text: str) -> None:
+        """The model wrote ``text``."""
+        self._each("on_sample", lambda observer: observer.on_sample(text))
+
+    def on_error(self, error: BaseException) -> None:
+        """The run is about to end with ``error``."""
+        self._each("on_error", lambda observer: observer.on_error(error))
+
+    def on_train_end(self, reason: str) -> None:
+        """Training ended."""
+        self._each("on_train_end", lambda observer: observer.on_train_end(reason))
+
+    def _each(self, event: str, call: Callable[[Observer], None]) -> None:
+        for name, observer in list(self._observers):
+            try:
+                call(observer)
+            except Exception as cause:  # whatever an observer does, the run goes on
+                self._failed(name, event, cause)
+
+    def _failed(self, name: str, event: str, cause: Exception) -> None:
+        self._failures[name] += 1
+        count = self._failures[name]
+        what = f"observer {name} failed in {event}: {type(cause).__name__}: {cause}"
+        self._log.warning("%s (%d of %d)", what, count, PATIENCE)
+        self._log.debug("observer %s", name, exc_info=cause)
+        if count == PATIENCE:
+            self._log.warning("observer %s is disabled after %d failures; training goes on", name, PATIENCE)
+            self._observers = [pair for pair in self._observers if pair[0] != name]

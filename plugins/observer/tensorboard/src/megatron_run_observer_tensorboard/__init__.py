@@ -1,0 +1,102 @@
+"""observer=tensorboard: losses, rates, the resolved run as text and the pipeline of one step as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from megatron_run.contracts import EvalMetrics, Observer, PluginInfo, RunSummary, StepMetrics
+from megatron_run.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from megatron_run_observer_tensorboard.events import EventFile
+
+#: Tag -> the field of :class:`StepMetrics` that is drawn under it.
+STEP_TAGS: Mapping[str, str] = {
+    "train/loss": "loss",
+    "train/grad_norm": "grad_norm",
+    "train/lr": "lr",
+    "train/skipped": "skipped_total",
+    "scaler/scale": "loss_scale",
+    "speed/step_s": "step_time_s",
+    "speed/tokens_per_s": "tokens_per_s",
+    "speed/tflops_per_device": "tflops_per_device",
+    "speed/mfu": "mfu",
+    "memory/peak_gib": "memory_peak_gib",
+    "data/samples": "samples",
+    "data/tokens": "tokens",
+}
+
+
+class TensorBoard(Observer):
+    """Writes ``tensorboard/`` in the run folder; ``tensorboard --logdir RUN`` shows it while the run goes on."""
+
+    def __init__(self) -> None:
+        self._file: EventFile | None = None
+
+    def on_train_start(self, run: RunSummary) -> None:
+        """Open the file; write configuration, plan, baselines and the timeline. Raises OSError when it cannot."""
+        from megatron_run_observer_tensorboard.events import EventFile
+        from megatron_run_observer_tensorboard.picture import draw
+
+        before = run.first_step - 1
+        self._file = EventFile(run.folder / "tensorboard", run.first_step)
+        self._file.text("run/config", f"```yaml\n{run.config}\n```", before)
+        self._file.text("run/plan", f"```\n{run.plan}\n```", before)
+        self._file.image("pipeline/step", draw(run.timeline), before)
+        for name, loss in run.baselines.items():
+            for step in (before, run.steps):  # two points: a line to compare eval/loss with
+                self._file.scalars({f"baseline/{name.replace(' ', '_')}": loss}, step)
+        self._file.flush()
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        """Write every number of the step; ``extra`` goes by its own names."""
+        numbers = {tag: getattr(metrics, field) for tag, field in STEP_TAGS.items()} | dict(metrics.extra)
+        self._write(numbers, metrics.step, metrics.time)
+
+    def on_eval_end(self, metrics: EvalMetrics) -> None:
+        """Write ``eval/loss`` and ``eval/perplexity``; those of the test split have tags of their own."""
+        group = "eval" if metrics.split == "validation" else f"eval_{metrics.split}"
+        self._write({f"{group}/loss": metrics.loss, f"{group}/perplexity": metrics.perplexity}, metrics.step)
+
+    def on_sample(self, text: str) -> None:
+        """Write the text as it is: indented, so that nothing in it is read as markup."""
+        indented = "\n".join(f"    {line}" for line in text.splitlines())
+        self._opened().text("eval/sample", indented, self._opened().last_step)
+        self._opened().flush()
+
+    def on_error(self, error: BaseException) -> None:
+        """Close the file."""
+        self._close()
+
+    def on_train_end(self, reason: str) -> None:
+        """Close the file."""
+        self._close()
+
+    def _write(self, numbers: Mapping[str, float | None], step: int, time: float | None = None) -> None:
+        shown = {tag: float(number) for tag, number in numbers.items() if number is not None and isfinite(number)}
+        self._opened().scalars(shown, step, time)
+        self._opened().flush()
+
+    def _opened(self) -> EventFile:
+        if self._file is None:
+            raise RuntimeError("its file in the run folder is not open")
+        return self._file
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+@hookimpl
+def megatron_run_plugin_info() -> PluginInfo:
+    """Plugin tensorboard of kind observer."""
+    return PluginInfo("observer", "tensorboard")
+
+
+@hookimpl
+def megatron_run_create_observer() -> Observer:
+    """Make the observer; tensorboard itself is imported when training starts."""
+    return TensorBoard()

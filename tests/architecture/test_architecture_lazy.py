@@ -1,0 +1,70 @@
+"""Importing the package, planning and listing plugins are instant: the heavy libraries stay out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+
+from megatron_run.contracts import KINDS, entry_point_group
+from tests.support.checkout import KERNEL, PLUGINS
+
+#: Light code may not even need these.
+HEAVY = {"torch", "numpy", "pydantic", "rich", "ruamel.yaml", "tensorboard"}
+REPORT = "\nimport sys; print('|'.join(sys.modules))"
+#: The modules that import without torch, whatever else they need.
+WITHOUT_TORCH = sorted(
+    name
+    for name in KERNEL.modules
+    if name.startswith(("megatron_run.contracts", "megatron_run.pipeline", "megatron_run.registry"))
+    or name in {"megatron_run", "megatron_run.actions", "megatron_run.hookspecs", "megatron_run.topology"}
+    if not name.endswith((".execute", ".messages"))
+)
+PLUGINS_LIST = """
+import sys
+from megatron_run_cli.main import main
+sys.argv = ["megatron-run", "plugins", "list"]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+"""
+
+
+def loaded_by(code: str) -> set[str]:
+    """The modules that are loaded after ``code`` ran in a fresh interpreter."""
+    command = [sys.executable, "-c", code + REPORT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split("|"))
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    assert not loaded_by("import megatron_run") & HEAVY
+
+
+def test_import_time_report_names_no_torch() -> None:
+    command = [sys.executable, "-X", "importtime", "-c", "import megatron_run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    report = done.stderr
+    assert "megatron_run" in report
+    assert "torch" not in report
+
+
+def test_contracts_plans_and_registry_load_no_torch() -> None:
+    assert "torch" not in loaded_by("\n".join(f"import {name}" for name in WITHOUT_TORCH))
+
+
+def test_listing_plugins_loads_nothing_heavy_and_no_plugin() -> None:
+    values = {point.value for kind in KINDS for point in entry_points(group=entry_point_group(kind))}
+    loaded = loaded_by(PLUGINS_LIST)
+    assert not loaded & HEAVY
+    assert not loaded & values
+    assert not loaded & {plugin.package for plugin in PLUGINS}
+
+
+@pytest.mark.parametrize("library", sorted(HEAVY - {"tensorboard"}))
+def test_a_heavy_import_would_be_seen(library: str) -> None:
+    assert library in loaded_by(f"import {library}")

@@ -1,0 +1,82 @@
+"""One name, derivable everywhere: folder -> distribution -> import package -> entry point -> tests."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from megatron_run.contracts import KINDS, entry_point_group
+from tests.support.checkout import COMMAND_LINE, KERNEL, MEMBERS, PLUGINS, ROOT, Member, read_project
+
+#: Import packages of these names would shadow others, or claim somebody else's name.
+FORBIDDEN = {"megatron", "core", "cli", "plugins"}
+
+
+def test_kernel_and_command_line() -> None:
+    assert (KERNEL.name, KERNEL.package) == ("megatron-run-core", "megatron_run")
+    assert (COMMAND_LINE.name, COMMAND_LINE.package) == ("megatron-run-cli", "megatron_run_cli")
+    assert COMMAND_LINE.project["scripts"] == {"megatron-run": "megatron_run_cli.main:main"}
+    assert read_project(ROOT)["name"] == "megatron-run"
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=str)
+def test_plugin_names_follow_from_the_folder(plugin: Member) -> None:
+    kind, name = plugin.folder.parent.name, plugin.folder.name
+    assert kind in KINDS
+    assert plugin.name == f"megatron-run-{kind}-{name}"
+    assert plugin.package == f"megatron_run_{kind}_{name}".replace("-", "_")
+    assert plugin.project["entry-points"] == {entry_point_group(kind): {name: plugin.package}}
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=str)
+def test_plugin_has_tests_where_its_name_says(plugin: Member) -> None:
+    kind, name = plugin.folder.parent.name, plugin.folder.name
+    expected = f"test_{kind}_{name}".replace("-", "_")
+    folder = ROOT / "tests" / "plugins" / kind / name
+    found = [file.name for file in folder.glob("test_*.py")]
+    assert found
+    assert all(file.startswith(expected) for file in found)
+
+
+def test_built_in_names_follow_from_their_module() -> None:
+    for kind in KINDS:
+        folder = kind.replace("-", "_")
+        for name, module in KERNEL.project["entry-points"][entry_point_group(kind)].items():
+            assert module == f"megatron_run.builtin.{folder}.{name}"
+
+
+def test_no_import_package_claims_a_foreign_name() -> None:
+    top = {entry.name for member in MEMBERS for entry in member.source.iterdir() if entry.is_dir()}
+    assert not FORBIDDEN & top
+    assert all(name.startswith("megatron_run") for name in top - {"__pycache__"})
+
+
+def test_all_distributions_share_one_version() -> None:
+    import megatron_run
+
+    versions = {member.project["version"] for member in MEMBERS} | {read_project(ROOT)["version"]}
+    assert versions == {megatron_run.__version__}
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=str)
+def test_members_ask_for_this_kernel(member: Member) -> None:
+    if member is KERNEL:
+        return
+    version = KERNEL.project["version"]
+    major, minor, _ = (int(part) for part in version.split("."))
+    allowed = {
+        COMMAND_LINE: f"megatron-run-core=={version}",
+    }.get(member, f"megatron-run-core>={major}.{minor},<{major}.{minor + 1}")
+    assert allowed in member.project["dependencies"]
+
+
+def test_the_type_checker_knows_every_member() -> None:
+    tables = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert tables["tool"]["mypy"]["mypy_path"] == [f"{member}/src" for member in MEMBERS], "add the new member's src"
+
+
+def test_test_files_have_unique_names() -> None:
+    names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+    assert not list((ROOT / "tests").rglob("__init__.py"))

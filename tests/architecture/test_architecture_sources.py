@@ -1,0 +1,81 @@
+"""The style that a machine can check: small files and functions, no global state, no pickle."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkout import MEMBERS, ROOT
+
+SOURCES = sorted(file for member in MEMBERS for file in member.modules.values())
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+SCRIPTS = sorted((ROOT / "benchmarks").rglob("*.py"))
+
+LINES_PER_FILE = 400
+LINES_PER_FUNCTION = 80
+VAGUE = {"utils", "util", "helpers", "helper", "common", "misc"}
+#: Modules that run code from the bytes they read.
+UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "shelve", "marshal", "dill", "cloudpickle"}
+UNSAFE_CALLS = {"torch.load", "torch.save"}
+
+
+def pickle_faults(tree: ast.AST) -> list[str]:
+    """Imports and calls in ``tree`` that read or write pickles."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.split(".")[0] in UNSAFE_MODULES]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {node.module.split(".")[0], *(f"{node.module}.{alias.name}" for alias in node.names)}
+            found += sorted(names & (UNSAFE_MODULES | UNSAFE_CALLS))
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in UNSAFE_CALLS:
+            found.append(ast.unparse(node))
+    return found
+
+
+def long_functions(tree: ast.AST) -> list[str]:
+    """Functions of ``tree`` that are longer than the limit."""
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return [node.name for node in functions if (node.end_lineno or 0) - node.lineno + 1 > LINES_PER_FUNCTION]
+
+
+def parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_source_keeps_the_style(file: Path) -> None:
+    tree = parse(file)
+    assert ast.get_docstring(tree), "say in a docstring what the module is for"
+    assert not pickle_faults(tree)
+    assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Global)], "hand state down instead"
+
+
+@pytest.mark.parametrize("file", [*SOURCES, *TESTS, *SCRIPTS], ids=lambda file: str(file.relative_to(ROOT)))
+def test_file_is_a_small_room(file: Path) -> None:
+    assert file.stem not in VAGUE, "name it for its idea"
+    assert not long_functions(parse(file))
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= LINES_PER_FILE
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "import marshal as m",
+        "from pickle import loads",
+        "from torch import load",
+        "def f(path):\n    return torch.load(path, weights_only=True)",
+        "save = torch.save",
+    ],
+)
+def test_pickle_is_found(source: str) -> None:
+    assert pickle_faults(ast.parse(source))
+
+
+def test_long_function_is_found() -> None:
+    body = "    x = 1\n"
+    assert not long_functions(ast.parse("def f():\n" + body * (LINES_PER_FUNCTION - 1)))
+    assert long_functions(ast.parse("def f():\n" + body * LINES_PER_FUNCTION)) == ["f"]

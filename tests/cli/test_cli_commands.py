@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_run.contracts.plugin import KINDS
+from megatron_run.launch import examine
+from megatron_run_cli.main import main
+
+Output = pytest.CaptureFixture[str]
+
+BROKEN_METADATA = "Metadata-Version: 2.1\nName: acme-broken\nVersion: 1.0\nRequires-Dist: megatron-run-core\n"
+
+
+@pytest.fixture
+def broken_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A distribution on the path whose plugin cannot be imported."""
+    info = tmp_path / "acme_broken-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(BROKEN_METADATA)
+    (info / "entry_points.txt").write_text("[megatron_run.schedule]\nacme = acme_broken\n")
+    (tmp_path / "acme_broken.py").write_text("raise RuntimeError('half installed')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def as_json(capsys: Output, *words: str, code: int = 0) -> Any:
+    assert main([*words, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_list_shows_every_kind_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from megatron_run_cli.main import main; main(['plugins', 'list']); "
+        "print([name for name in ('torch', 'pydantic', 'rich', 'ruamel', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *table, heavy = done.stdout.splitlines()
+    assert heavy == "[]"
+    assert {line.split()[0] for line in table} == set(KINDS)
+
+
+def test_list_of_one_kind(capsys: Output) -> None:
+    listed = as_json(capsys, "plugins", "list", "schedule")["plugins"]
+    assert {each["kind"] for each in listed} == {"schedule"}
+    assert "sequential" in {each["name"] for each in listed}
+
+
+@pytest.mark.usefixtures("broken_plugin")
+def test_a_broken_plugin_is_listed_as_broken(capsys: Output) -> None:
+    listed = {each["name"]: each for each in as_json(capsys, "plugins", "list", "schedule", "--check")["plugins"]}
+    assert listed["acme"]["state"] == "BROKEN"
+    assert "half installed" in listed["acme"]["problem"]
+    assert listed["sequential"]["state"] == "ok"
+
+
+@pytest.mark.usefixtures("broken_plugin")
+def test_doctor_works_with_a_broken_plugin(capsys: Output) -> None:
+    findings = {each["text"].split()[0]: each for each in as_json(capsys, "doctor") if each["topic"] == "plugin"}
+    assert findings["schedule=acme"]["state"] == "BROKEN"
+    assert findings["schedule=sequential"]["state"] == "ok"
+
+
+def test_doctor_looks_at_everything_a_run_needs(capsys: Output) -> None:
+    findings = {each["topic"]: each for each in as_json(capsys, "doctor")}
+    topics = {"python", "megatron-run", "torch", "devices", "threads", "communication", "runs folder", "plugin"}
+    assert topics <= findings.keys()
+    assert "gloo" in findings["communication"]["text"]
+
+
+def test_doctor_goes_on_after_a_failure_and_says_so_with_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    def fail() -> str:
+        raise OSError("a missing library\nand more")
+
+    monkeypatch.setattr(examine, "_torch", fail)
+    assert main(["doctor"]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines if "torch" in line.split()][0] == ["FAILED", "torch"]
+    assert "OSError: a missing library" in "\n".join(lines)
+    assert len(lines) > 10
+
+
+def test_a_folder_that_cannot_be_written_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(examine.tempfile, "NamedTemporaryFile", refuse)
+    (finding,) = (each for each in examine.examine(tmp_path / "runs") if each.topic == "runs folder")
+    assert (finding.state, finding.text) == ("FAILED", "OSError: [Errno 30] Read-only file system")
+
+
+def test_info_shows_options_with_types_bounds_and_meaning(capsys: Output) -> None:
+    assert main(["plugins", "info", "observer=console"]) == 0
+    out = capsys.readouterr().out
+    assert "observer=console" in out
+    assert "plain" in out
+    described = as_json(capsys, "plugins", "info", "observer=console")
+    assert described["options"][0]["name"] == "plain"
+
+
+def test_why_names_the_winner_its_reason_and_the_others(capsys: Output) -> None:
+    words = ("plugins", "why", "schedule", "preset:tiny", "--plugin", "schedule=1f1b")
+    first, *others = as_json(capsys, *words)
+    assert (first["chosen"], first["plugin"]["name"], first["reason"]) == (True, "1f1b", "--plugin schedule=1f1b")
+    assert "sequential" in {each["plugin"]["name"] for each in others}
+    assert main(list(words)) == 0
+    assert capsys.readouterr().out.startswith("chosen  1f1b")
+
+
+def test_new_writes_a_package_that_passes_its_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plugins", "new", "schedule", "zigzag"]) == 0
+    assert "megatron-run --plugin schedule=zigzag" in capsys.readouterr().out
+    assert main(["plugins", "check", "megatron-run-schedule-zigzag"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("schedule=zigzag")
+    assert "FAILED" not in out
+
+
+def test_check_of_a_plugin_that_breaks_its_contract_fails(tmp_path: Path, capsys: Output) -> None:
+    (tmp_path / "bad.py").write_text(
+        "from megatron_run import Action, PluginInfo, hookimpl\n"
+        "from megatron_run.contracts import Schedule\n"
+        "class Forgetful(Schedule):\n"
+        "    def actions(self, spec):\n"
+        "        return [[Action('F', m, 0) for m in range(spec.microbatches)] for _ in range(spec.stages)]\n"
+        "@hookimpl\n"
+        "def megatron_run_plugin_info():\n"
+        "    return PluginInfo('schedule', 'bad', provides=frozenset({'parallel.pipeline'}))\n"
+        "@hookimpl\n"
+        "def megatron_run_create_schedule(options):\n"
+        "    return Forgetful()\n"
+    )
+    assert main(["plugins", "check", str(tmp_path / "bad.py")]) == 3
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_config_show_gives_each_key_its_origin(capsys: Output) -> None:
+    assert main(["config", "show", "preset:tiny", "--set", "train.lr=3"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("lr:"))
+    assert line.endswith("# --set train.lr")
+
+
+def test_config_explain_says_type_default_and_value(capsys: Output) -> None:
+    assert main(["config", "explain", "train.lr"]) == 0
+    assert "highest learning rate" in capsys.readouterr().out
+    assert main(["config", "explain", "train.lr", "preset:tiny"]) == 0
+    assert "0.001 (from preset:tiny line" in capsys.readouterr().out
+
+
+def test_config_schema_is_a_json_schema(capsys: Output) -> None:
+    assert main(["config", "schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema["$schema"].startswith("https://json-schema.org/")
+    assert {"train", "model", "schedule"} <= schema["properties"].keys()

@@ -1,0 +1,145 @@
+"""The first word decides; every mistake is one line and a documented exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from megatron_run_cli.grammar import is_config
+from megatron_run_cli.main import main, program
+
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize("word", ["a.yaml", "b.yml", "c.json", "dir/run", "-", "preset:tiny", "./x", "preset:"])
+def test_words_that_are_configurations(word: str) -> None:
+    assert is_config(word)
+
+
+@pytest.mark.parametrize("word", ["train", "tiny", "yaml", "a.txt", "preset"])
+def test_words_that_are_not(word: str) -> None:
+    assert not is_config(word)
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ([], "train"),
+        (["preset:tiny"], "train"),
+        (["--dry-run"], "train"),
+        (["--plugin", "schedule=1f1b"], "train"),
+        (["train", "a.yaml"], "train"),
+        (["plugins", "list"], "plugins"),
+        (["config", "show"], "config"),
+        (["doctor"], "doctor"),
+        (["--nproc", "2", "doctor"], "train"),
+    ],
+)
+def test_the_first_word_decides(words: list[str], command: str) -> None:
+    context = click.Context(program)
+    program.parse_args(context, list(words))
+    assert context.protected_args[:1] or context.args[:1]
+    assert [*context.protected_args, *context.args][0] == command
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_is_the_programs_and_lists_the_commands(word: str, capsys: Output) -> None:
+    assert main([word]) == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in ("train", "config", "plugins", "doctor"))
+
+
+def test_version(capsys: Output) -> None:
+    from megatron_run import __version__
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"megatron-run {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["trian"], 2, "'trian' is neither a command nor a configuration; did you mean 'train'?"),
+        (["xyzzy"], 2, "'xyzzy' is neither a command nor a configuration; commands are config, doctor, plugins, train"),
+        (["preset:tiny", "doctor"], 2, "the command 'doctor' comes first; type: megatron-run doctor ..."),
+        (["--nprok", "2"], 2, "No such option '--nprok'"),
+        (["--nproc", "0"], 2, "'0' is neither a number of ranks nor gpus"),
+        (["--nproc"], 2, "Option '--nproc' requires an argument"),
+        (["--launch", "mpi"], 2, "'mpi' is not one of 'auto', 'local', 'torchrun', 'slurm'"),
+        (["--launch", "torchrun", "preset:tiny"], 2, "this process was not started by torchrun"),
+        (["plugins", "lisst"], 2, "No such command 'lisst'"),
+        (["plugins", "list", "schedul"], 2, "did you mean 'schedule'?"),
+        (["plugins", "info", "schedule"], 2, "'schedule' names no plugin"),
+        (["plugins", "info", "schedule=interleavd"], 3, "did you mean 'interleaved'?"),
+        (["plugins", "check", "nothing"], 2, "'nothing' is nothing to check"),
+        (["plugins", "new", "schedule", "Bad Name"], 2, "'Bad Name' cannot name a plugin"),
+        (["config", "explain", "train.lrr"], 2, "did you mean 'train.lr'?"),
+        (["config", "show", "preset:tiny", "--set", "train.lrr=1"], 2, "unknown key train.lrr"),
+        (["preset:tyny", "--dry-run"], 2, "did you mean 'tiny'?"),
+        (["missing.yaml", "--dry-run"], 2, "the configuration missing.yaml cannot be read"),
+        (["preset:tiny", "--plugin", "schedule=none-such", "--dry-run"], 3, "none-such"),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_exit_code(words: list[str], code: int, message: str, capsys: Output) -> None:
+    assert main(words) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert captured.err.startswith("megatron-run: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_several_mistakes_are_one_line_each(capsys: Output) -> None:
+    assert main(["preset:tiny", "--set", "train.lrr=1", "--set", "model.num_heads=x"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("megatron-run: ") for line in lines)
+
+
+def test_debug_shows_the_traceback(capsys: Output) -> None:
+    assert main(["preset:tiny", "--set", "train.lrr=1", "--debug"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert err.splitlines()[-1].startswith("megatron-run: unknown key train.lrr")
+
+
+def test_a_dry_run_prints_the_resolved_run_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["preset:tiny", "--plugin", "schedule=1f1b", "--dry-run", "--nproc", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "--plugin schedule=1f1b" in out
+    assert "world 8 = tensor 1 x pipeline 2 x data 4" in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_as_json(capsys: Output) -> None:
+    assert main(["preset:tiny", "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plugins"]["schedule"][0]["name"] == "sequential"
+
+
+def test_a_configuration_from_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("train: {steps: 77}"))
+    assert main(["config", "show", "preset:tiny", "-", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["train.steps"]["value"] == 77
+
+
+def test_gpus_that_are_not_there_are_an_error(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["--nproc", "gpus"]) == 2
+    assert "there is no GPU on this machine" in capsys.readouterr().err
+
+
+def test_output_that_nobody_reads_is_no_error() -> None:
+    command = f"{sys.executable} -m megatron_run_cli plugins list | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,58 @@
+"""What holds for every test: one thread, no leftovers, in any order; GPU tests only where there is a GPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.leftovers import end_leftovers
+
+# Read by torch when it is first imported, here or in a child process, so that tests without torch stay quick.
+os.environ["OMP_NUM_THREADS"] = "1"
+# Settings of the developer's own would change what the tests see.
+for _name in [name for name in os.environ if name.startswith("MEGATRON_RUN_")]:
+    del os.environ[_name]
+
+#: Every process that a test starts inherits this variable, and can be found by it even when its parent is gone.
+MARK = "TESTED_BY"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _marked_environment() -> Iterator[str]:
+    mark = uuid.uuid4().hex
+    os.environ[MARK] = mark
+    yield mark
+    del os.environ[MARK]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_process_is_left_behind(_marked_environment: str) -> Iterator[None]:
+    """After the tests of a file, every process they started has ended; the message names the test that started it."""
+    yield
+    left = end_leftovers(f"{MARK}={_marked_environment}", patience=3.0)
+    assert not left, f"processes left behind: {left}"
+
+
+@pytest.fixture(autouse=True)
+def _torch_is_as_new() -> Iterator[None]:
+    """A test may run a training loop in this process; the next one must not notice."""
+    yield
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+        if torch.are_deterministic_algorithms_enabled():  # asking first: setting it loads the compiler, a second
+            torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(torch.float32)
+        torch.manual_seed(0)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a GPU test where there is no GPU, and look for one only when such a test is about to run."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")

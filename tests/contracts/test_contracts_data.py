@@ -1,0 +1,121 @@
+"""Every installed source of samples keeps the contract, and the suite notices one that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_run.contracts import Dataset, DataSource, Split
+from megatron_run.registry.discover import scan
+from megatron_run.registry.load import load
+from megatron_run.testing.check import Check, CheckFailed
+from megatron_run.testing.data import data_checks
+
+
+def installed() -> list[Any]:
+    found = []
+    for entry in scan().of_kind("data"):
+        source = load(entry, "the conformance suite").create()
+        found += [pytest.param(check, id=f"{entry.name}: {check.name}") for check in data_checks(source)]
+    return found
+
+
+@pytest.mark.parametrize("check", installed())
+def test_installed_data_conforms(check: Check) -> None:
+    check.run()
+
+
+class Counting(DataSource):
+    """Conforms; the broken ones below change one thing each."""
+
+    vocab_size = 8
+
+    def dataset(self, split: Split, sequence_length: int, seed: int) -> Dataset:
+        return [self.sample(sequence_length) for _ in range(3)]
+
+    def sample(self, length: int) -> Mapping[str, Any]:
+        tokens = np.arange(length) % 8
+        return {"tokens": tokens, "labels": (tokens + 1) % 8, "loss_mask": np.ones(length, np.float32)}
+
+
+class NoSamples(Counting):
+    def dataset(self, split: Split, sequence_length: int, seed: int) -> Dataset:
+        return []
+
+
+class NoMask(Counting):
+    def sample(self, length: int) -> Mapping[str, Any]:
+        return {name: value for name, value in super().sample(length).items() if name != "loss_mask"}
+
+
+class TooLong(Counting):
+    def sample(self, length: int) -> Mapping[str, Any]:
+        return super().sample(length + 1)
+
+
+class WideMask(Counting):
+    def sample(self, length: int) -> Mapping[str, Any]:
+        return {**super().sample(length), "loss_mask": np.ones(length)}
+
+
+class BeyondVocabulary(Counting):
+    vocab_size = 7
+
+
+class Restless(Counting):
+    calls = 0
+
+    def sample(self, length: int) -> Mapping[str, Any]:
+        self.calls += 1
+        return {**super().sample(length), "labels": np.full(length, self.calls // 6 % 8)}
+
+
+class NegativeBaseline(Counting):
+    def baselines(self, sequence_length: int, seed: int, samples: Sequence[int]) -> Mapping[str, float]:
+        return {"nonsense": -1.0}
+
+
+class OneWay(Counting):
+    def encode(self, text: str) -> list[int]:
+        return [0]
+
+
+class Overflowing(Counting):
+    def encode(self, text: str) -> list[int]:
+        return [8]
+
+
+def outcomes(source: DataSource) -> dict[str, str]:
+    found = {}
+    for check in data_checks(source):
+        try:
+            check.run()
+        except CheckFailed as failure:
+            found[check.name] = str(failure)
+    return found
+
+
+def test_a_source_that_conforms_passes_every_check() -> None:
+    assert outcomes(Counting()) == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "message"),
+    [
+        (NoSamples(), "every split holds a sample", "split train has 0 samples"),
+        (NoMask(), "samples have the fields of the contract", "has no loss_mask, only labels, tokens"),
+        (TooLong(), "samples have the fields of the contract", "tokens is int64 [33], expected int64 [32]"),
+        (WideMask(), "samples have the fields of the contract", "loss_mask is float64 [32], expected float32 [32]"),
+        (BeyondVocabulary(), "token ids lie in the vocabulary", "reach from 0 to 7, the vocabulary from 0 to 6"),
+        (Restless(), "a sample is the same whenever it is asked for", "differs in labels"),
+        (NegativeBaseline(), "baselines are losses", "'nonsense' is -1.0"),
+        (OneWay(), "text becomes ids and text again", "decode of them gives None"),
+        (Overflowing(), "text becomes ids and text again", "encode gives [8]"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, DataSource) else None,
+)
+def test_the_suite_notices_a_broken_source(source: DataSource, name: str, message: str) -> None:
+    assert message in outcomes(source)[name]

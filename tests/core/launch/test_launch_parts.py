@@ -1,0 +1,141 @@
+"""Threads, devices, exit codes and the first cause: the pure parts of the launcher."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_run.errors import DataError, ExitCode, InputError, PluginError
+from megatron_run.launch.cause import RankEnd, describe, first_cause, last_line
+from megatron_run.launch.device import choose_device, explain_device
+from megatron_run.launch.failure import exit_code, one_line
+from megatron_run.launch.job import Report
+from megatron_run.launch.threads import _quota, available_cores, rank_environment, threads_per_rank
+from megatron_run.world import StopRequest, World
+
+
+@pytest.mark.parametrize(
+    ("setting", "ranks", "cores", "threads"), [("auto", 2, 8, 4), ("auto", 3, 8, 2), ("auto", 8, 2, 1), (5, 8, 2, 5)]
+)
+def test_threads_are_cores_over_local_ranks(setting: int, ranks: int, cores: int, threads: int) -> None:
+    assert threads_per_rank(setting, ranks, cores) == threads
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("max 100000", None), ("400000 100000", 4), ("50000 100000", 1), ("?", None)]
+)
+def test_a_containers_quota_limits_the_cores(tmp_path: Path, text: str, cores: int | None) -> None:
+    (tmp_path / "cpu.max").write_text(text)
+    assert _quota(tmp_path / "cpu.max") == cores
+    assert available_cores() >= 1
+
+
+def test_waiting_threads_do_not_spin_when_there_are_more_than_cores() -> None:
+    assert "OMP_WAIT_POLICY" not in rank_environment({}, threads=4, local_size=2, cores=8)
+    assert rank_environment({}, threads=5, local_size=2, cores=8)["OMP_WAIT_POLICY"] == "passive"
+    told = rank_environment({"OMP_WAIT_POLICY": "active"}, threads=5, local_size=2, cores=8)
+    assert told["OMP_WAIT_POLICY"] == "active"
+
+
+def test_local_ranks_talk_over_the_loopback_interface_unless_told_otherwise() -> None:
+    assert rank_environment({}, 1, 1, 1)["GLOO_SOCKET_IFNAME"] == ("lo0" if sys.platform == "darwin" else "lo")
+    assert rank_environment({"GLOO_SOCKET_IFNAME": "eth0"}, 1, 1, 1)["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+@pytest.mark.parametrize(
+    ("setting", "gpus", "device"), [("auto", 2, "cuda:1"), ("auto", 1, "cpu"), ("cpu", 8, "cpu"), ("cuda", 2, "cuda:1")]
+)
+def test_a_gpu_is_taken_when_every_local_rank_gets_one(setting: str, gpus: int, device: str) -> None:
+    world = World(rank=1, size=2, local_rank=1, local_size=2)
+    assert choose_device(setting, world, gpus) == device  # type: ignore[arg-type]  # one of the words
+
+
+def test_too_few_gpus_are_said_and_refused_when_asked_for() -> None:
+    world = World(size=2, local_size=2, host="here")
+    assert explain_device("auto", world, 1) == "training on the CPU: 2 local ranks, 1 GPU"
+    assert explain_device("auto", world, 0) == explain_device("cpu", world, 1) == ""
+    with pytest.raises(InputError, match="needs 2 GPUs on here: 1 found"):
+        choose_device("cuda", world, 1)
+
+
+def raised(work: Callable[[], object]) -> BaseException:
+    try:
+        work()
+    except BaseException as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InputError("x"), 2),
+        (PluginError("x"), 3),
+        (DataError("x"), 5),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 7),
+        (MemoryError(), 7),
+        (RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242"), 4),
+        (RuntimeError("[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms for recv"), 4),
+        (dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed"), 4),
+        (dist.DistStoreError("wait timeout after 600000ms"), 4),
+        (KeyboardInterrupt(), 130),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 1),
+        (RuntimeError("gloo: op.preamble.length <= op.nbytes. 20 vs 16"), 1),
+        (ValueError("x"), 1),
+    ],
+)
+def test_an_exception_becomes_its_documented_exit_code(error: BaseException, code: int) -> None:
+    assert exit_code(error) == code
+    assert "\n" not in one_line(error)
+
+
+def test_a_tensor_that_no_host_can_hold_is_out_of_memory() -> None:
+    assert exit_code(raised(lambda: torch.empty(2**60))) == ExitCode.OUT_OF_MEMORY
+
+
+def test_a_bug_is_one_line_with_its_place() -> None:
+    line = one_line(raised(lambda: {"a": 1}["missing"]))
+    assert line.startswith("KeyError: 'missing' (in ")
+    assert Path(__file__).name in line
+
+
+def test_the_first_to_ask_for_a_stop_decides_the_code() -> None:
+    stop = StopRequest()
+    assert stop.requested is None
+    stop.stop(ExitCode.SIGTERM)
+    stop.stop(ExitCode.SIGINT)
+    assert stop.requested == ExitCode.SIGTERM
+
+
+def end(rank: int, status: int, order: int, *, killed: bool = False, report: Report | None = None) -> RankEnd:
+    return RankEnd(rank, status, order, Path(f"{rank}.log"), report, killed)
+
+
+def test_the_first_cause_is_never_what_another_rank_caused() -> None:
+    lost = Report(4, "another rank was lost", secondary=True)
+    ends = [end(0, 4, 0, report=lost), end(1, -9, 1), end(2, -9, 2, killed=True), end(3, 0, 3)]
+    assert first_cause(ends) is ends[1]
+    assert first_cause(ends[:1] + ends[2:]) is ends[0]
+    assert first_cause(ends[3:]) is None
+
+
+def test_the_earlier_of_two_causes_is_the_first() -> None:
+    ends = [end(0, 3, 1), end(1, 2, 0)]
+    assert first_cause(ends) is ends[1]
+
+
+def test_several_problems_keep_their_lines() -> None:
+    failed = end(0, 2, 0, report=Report(2, "one\ntwo"))
+    assert describe(failed, [failed]) == "one (log: 0.log)\ntwo"
+
+
+def test_the_last_line_of_a_log_is_found_without_reading_all_of_it(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"x" * 100_000 + "\nEnde gut, alles g\u00fct\n\n  \n".encode())
+    assert last_line(log) == "Ende gut, alles g\u00fct"
+    assert last_line(tmp_path / "none") == ""

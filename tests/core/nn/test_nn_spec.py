@@ -1,0 +1,29 @@
+"""The arithmetic of a network's sizes."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode, mm_flop
+
+from megatron_run.builtin.model.gpt import Gpt, GptOptions
+from megatron_run.testing.context import example_microbatch, single_process_context
+from megatron_run.testing.model import build_model
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"activation": "swiglu", "num_kv_heads": 2, "ffn_size": 40}, {"tie_embeddings": False}],
+    ids=["gpt2", "grouped swiglu", "untied"],
+)
+def test_flops_are_those_that_torch_counts(extra: dict[str, object]) -> None:
+    """A vocabulary of 128 needs no padding, and unfused attention has no recomputation: the formula is exact."""
+    options = GptOptions.model_validate(
+        {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "vocab_size": 128, "dropout": 0.0, **extra}
+    )
+    context = single_process_context(options, dtype=torch.float32)
+    built = build_model(Gpt, context, options)  # type: ignore[arg-type]  # a Gpt takes GptOptions
+    # Weight gradients are accumulated in place, which torch does not count by itself.
+    accumulated = {torch.ops.aten.addmm_: lambda _, left, right, **__: mm_flop(left, right)}
+    with FlopCounterMode(display=False, custom_mapping=accumulated) as counter, sdpa_kernel(SDPBackend.MATH):
+        built.step(example_microbatch(128))
+    assert counter.get_total_flops() == 2 * 16 * built.model.flops_per_token(16)

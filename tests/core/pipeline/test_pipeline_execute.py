@@ -1,0 +1,127 @@
+"""The executor over real gloo ranks: any legal schedule gives every stage its own messages."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+
+from megatron_run.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.comm import create_groups
+from megatron_run.contracts import Boundary, Microbatch
+from megatron_run.errors import PluginError
+from megatron_run.gradients import Gradients, build_buckets, main_grad
+from megatron_run.parameters import describe_parameters
+from megatron_run.pipeline.execute import Executor, StepInputs, StepRecord
+from megatron_run.pipeline.lower import lower
+from megatron_run.pipeline.messages import Messenger
+from megatron_run.pipeline.plan import Plan
+from megatron_run.pipeline.verify import verify
+from megatron_run.topology import Sizes, Topology
+from tests.support.random_schedules import random_plan
+from tests.support.ranks import run_ranks
+from tests.support.toy_chunks import BOUNDARY, ToyChunk, by_autograd
+
+CPU = torch.device("cpu")
+
+
+class Bench:
+    """One stage of the toy model with its executor."""
+
+    def __init__(self, plan: Plan, stage: int, messenger: Messenger) -> None:
+        self.plan, self.stage, gradients = plan, stage, Gradients()
+        mine = sorted((place.chunk, k) for k, place in enumerate(plan.layout) if place.stage == stage)
+        self.chunks = [ToyChunk(k, k == len(plan.layout) - 1, gradients) for _, k in mine]
+        infos = [describe_parameters(chunk) for chunk in self.chunks]
+        build_buckets(infos, 1, torch.float64)
+        for described in infos:
+            for parameter, info in described.items():
+                gradients.adopt(parameter, info.name)
+        gradients.start_step(plan.microbatches, lambda _: None)
+        self.executor, self.losses, self.synced = Executor(self.chunks, gradients, messenger), [0.0], list[int]()
+
+    def run(self, boundary: Boundary = BOUNDARY) -> StepRecord:
+        inputs = StepInputs(
+            microbatch=lambda m: Microbatch(m, 1, m, {}),
+            boundary=lambda _: boundary,
+            report=lambda _, total, __: self.losses.append(total.item()),
+            seed=lambda _, weight: weight.double(),
+            start_grad_sync=self.synced.append,
+        )
+        return self.executor.run(lower(self.plan, self.stage), inputs)
+
+
+def faults(plan: Plan, stage: int, messenger: Messenger) -> list[str]:
+    """Run one plan on this stage and say what differs from plain autograd and from the plan."""
+    bench, wrong = Bench(plan, stage, messenger), list[str]()
+    record = bench.run()
+    losses, weights, shifts = by_autograd(len(plan.layout), plan.microbatches)
+    for chunk in bench.chunks:
+        for name, parameter, expected in (("A", chunk.weight, weights), ("shift", chunk.shift, shifts)):
+            if not torch.allclose(main_grad(parameter), expected[chunk.position], rtol=1e-12, atol=1e-12):
+                wrong.append(f"gradient of {name} at position {chunk.position}")
+        if chunk.last and abs(sum(bench.losses) - sum(losses)) > 1e-12:
+            wrong.append("losses")
+    if tuple(record.executed) != tuple(plan.lists[stage]):
+        wrong.append("order")
+    if record.peak_in_flight != plan.peak_in_flight[stage]:
+        wrong.append(f"peak {record.peak_in_flight}, planned {plan.peak_in_flight[stage]}")
+    if sorted(bench.synced) != list(range(len(bench.chunks))):
+        wrong.append(f"gradient syncs {bench.synced}")
+    if messenger.unretired:
+        wrong.append(f"{messenger.unretired} sends left")
+    return wrong
+
+
+def run_random_plans(rank: int, world: int, seeds: range) -> dict[int, list[str]]:
+    groups = create_groups(Topology(Sizes(pipeline=world), rank), timedelta(seconds=20))
+    found = {}
+    for seed in seeds:
+        plan = random_plan(seed)
+        if rank < plan.stages:
+            found[seed] = faults(plan, rank, Messenger(groups.channels, range(world), CPU))
+    return {seed: wrong for seed, wrong in found.items() if wrong}
+
+
+@pytest.mark.multiproc
+def test_400_random_legal_schedules_run_without_a_wrong_message() -> None:
+    assert run_ranks(run_random_plans, 4, range(400), timeout=110) == [{}, {}, {}, {}]
+
+
+def forwards_then_backwards(microbatches: int, *, ops: str) -> Plan:
+    """A plan of one stage: all forwards, then ``ops`` for each microbatch."""
+    spec = ScheduleSpec(looped_layout(LayoutSpec(1, 1, 1)), 1, 1, microbatches)
+    forwards = [Action("F", m, 0) for m in range(microbatches)]
+    return verify(spec, [forwards + [Action.parse(f"{op}{m}.0") for m in range(microbatches) for op in ops]])
+
+
+def test_a_split_backward_gives_the_gradients_of_a_whole_one() -> None:
+    for ops in ("B", "IW"):
+        assert faults(forwards_then_backwards(3, ops=ops), 0, Messenger(None, [0], CPU)) == []
+
+
+def test_a_recomputed_forward_gives_the_same_gradients_and_reports_its_loss_once() -> None:
+    bench = Bench(forwards_then_backwards(3, ops="RB"), 0, Messenger(None, [0], CPU))
+    bench.run()
+    losses, weights, _ = by_autograd(1, 3)
+    assert len(bench.losses) == 1 + 3
+    assert sum(bench.losses) == pytest.approx(sum(losses), abs=1e-12)
+    torch.testing.assert_close(main_grad(bench.chunks[0].weight), weights[0])
+
+
+def send_wrong(rank: int, world: int) -> str:
+    groups = create_groups(Topology(Sizes(pipeline=world), rank), timedelta(seconds=20))
+    spec = ScheduleSpec(looped_layout(LayoutSpec(2, 1, 2)), 2, 1, 1)
+    plan = verify(spec, [[Action("F", 0, 0), Action("B", 0, 0)]] * 2)
+    if rank == 1:
+        return ""  # the sender must notice, before anything is sent
+    with pytest.raises(PluginError) as caught:
+        Bench(plan, rank, Messenger(groups.channels, range(world), CPU)).run(Boundary((2, 4), torch.float64))
+    return str(caught.value)
+
+
+@pytest.mark.multiproc
+def test_a_wrong_shape_is_caught_by_the_sender_before_sending() -> None:
+    message = run_ranks(send_wrong, 2)[0]
+    assert "(2, 3) torch.float64, the model declared (2, 4) torch.float64" in message

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from megatron_run.contracts import KINDS
+from megatron_run.registry.known import KNOWN, known_plugin, known_providers
+from tests.support.checkout import PLUGINS
+
+
+def test_what_is_called_available_is_what_the_tree_holds() -> None:
+    assert {known.distribution for known in KNOWN if known.available} == {plugin.name for plugin in PLUGINS}
+
+
+def test_every_known_plugin_is_named_once_and_of_a_real_kind() -> None:
+    assert len({(known.kind, known.name) for known in KNOWN}) == len(KNOWN)
+    assert {known.kind for known in KNOWN} <= set(KINDS)
+
+
+def test_providers_that_exist_come_before_planned_ones() -> None:
+    names = [known.name for known in known_providers("parallel.pipeline")]
+    assert names == ["1f1b", "interleaved", "gpipe", "zero-bubble"]
+
+
+def test_a_stranger_is_not_known() -> None:
+    assert known_plugin("schedule", "zigzag") is None

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_run.errors import ExitCode, RunError
+from megatron_run.registry.discover import Catalog
+from megatron_run.registry.scaffold import new
+from megatron_run.testing.conformance import Result, check
+from tests.support.fake_plugins import schedule_source
+
+
+def failures(target: Path | str) -> list[Result]:
+    (report,) = check(str(target))
+    assert report.passed == all(result.passed for result in report.results)
+    return [result for result in report.results if not result.passed]
+
+
+def test_an_installed_plugin_is_named_as_on_the_command_line() -> None:
+    (report,) = check("schedule=sequential")
+    assert (report.plugin, report.source, report.passed) == ("schedule=sequential", "megatron-run-core 0.1.0", True)
+    assert "the action lists are a legal plan" in [result.name for result in report.results]
+
+
+def test_a_file_needs_no_kind(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    refuses = "from megatron_run.errors import ScheduleError\n        if spec.stages * spec.chunks > 1:\n            "
+    refuses += 'raise ScheduleError("one stage", fix="set parallel.pipeline=1")\n        return'
+    file.write_text(schedule_source().replace("return", refuses, 1))
+    (report,) = check(str(file))
+    assert (report.plugin, report.source, report.passed) == ("schedule=mine", str(file), True)
+
+
+def test_a_broken_promise_is_found_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(schedule_source())  # gives one list, whatever the number of stages
+    (failure,) = failures(file)
+    assert failure.name == "the action lists are a legal plan"
+    assert failure.message.startswith("P=")  # what the suite says, not how it says it
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "message"),
+    [
+        ("1/0", "it can be imported and describes itself", "ZeroDivisionError: division by zero"),
+        ("", "it can be imported and describes itself", "it has no factory hook"),
+        (
+            schedule_source().replace("return Mine()", "return None"),
+            "its factory makes an object of its kind",
+            "it returned None, and must return a megatron_run.contracts.Schedule",
+        ),
+    ],
+)
+def test_a_plugin_that_cannot_be_made_is_a_failed_check(tmp_path: Path, source: str, name: str, message: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    (failure,) = failures(file)
+    assert failure.name == name
+    assert message in failure.message
+
+
+def test_a_package_is_checked_where_it_lies_and_forgotten(tmp_path: Path) -> None:
+    package = new("schedule", "zigzag", tmp_path / "made", Catalog(()))
+    assert failures(package.folder) == []
+    module = package.folder / "src" / "megatron_run_schedule_zigzag" / "__init__.py"
+    module.write_text(module.read_text().replace("forwards + backwards", "backwards + forwards"))
+    (failure,) = failures(package.folder)
+    assert failure.name == "the action lists are a legal plan"
+    assert "megatron_run_schedule_zigzag" not in sys.modules
+    assert not [path for path in sys.path if path.startswith(str(tmp_path))]
+
+
+def test_options_are_given_as_settings() -> None:
+    (report,) = check("data=mock", ["data.vocab_size=7"])
+    assert report.passed
+    (report,) = check("data=mock", ["data.vocab_size=1"])
+    assert [result.message for result in report.results if not result.passed] == [
+        "data.vocab_size=1: it must be at least 2 (from --set data.vocab_size)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "message"),
+    [
+        ("schedule", ExitCode.INPUT, "'schedule' is nothing to check; give KIND=NAME of an installed plugin"),
+        ("./nowhere.py", ExitCode.PLUGIN, "the plugin file ./nowhere.py cannot be read: there is no "),
+        ("schedule=nothing", ExitCode.PLUGIN, "no installed plugin is schedule=nothing (from plugins check"),
+        ("empty", ExitCode.INPUT, "empty/pyproject.toml cannot be read: "),
+        ("plain", ExitCode.INPUT, "plain/pyproject.toml offers no plugin; add its entry point"),
+    ],
+)
+def test_nothing_to_check_says_what_to_type(
+    target: str, code: ExitCode, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "pyproject.toml").write_text('[project]\nname = "plain"\n')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunError) as caught:
+        check(target)
+    assert caught.value.exit_code == code
+    assert str(caught.value).startswith(message)

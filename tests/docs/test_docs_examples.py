@@ -1,0 +1,67 @@
+"""The plugins of the authors' guide are real: each loads from its one file and keeps its kind's contract."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from megatron_run.config.request import Request
+from megatron_run.contracts import KINDS
+from megatron_run.errors import ExitCode
+from megatron_run.launch.start import train_in_process
+from megatron_run.resolve import resolve
+from megatron_run.testing.conformance import check
+from tests.support.checkout import ROOT
+from tests.support.quoted import quotes
+
+EXAMPLES = ROOT / "tests" / "examples" / "plugins"
+GUIDE = ROOT / "docs" / "plugin-authors.md"
+
+
+def example(kind: str) -> Path:
+    return EXAMPLES / f"{kind.replace('-', '_')}.py"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_guide_shows_one_plugin_of_each_kind(kind: str) -> None:
+    shown = quotes(GUIDE.read_text(encoding="utf-8"))
+    assert example(kind).relative_to(ROOT).as_posix() in shown
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_example_conforms(kind: str) -> None:
+    (report,) = check(str(example(kind)))
+    assert report.plugin == f"{kind}={example(kind).stem}"
+    assert report.passed, [f"{result.name}: {result.message}" for result in report.results if not result.passed]
+
+
+def test_all_eight_train_together(tmp_path: Path) -> None:
+    layers = f"parallel-layer=dense+{example('parallel-layer')}"
+    others = [f"{kind}={example(kind)}" for kind in KINDS if kind != "parallel-layer"]
+    config = {
+        "run": {"folder": str(tmp_path / "run")},
+        "train": {
+            "steps": 60,
+            "sequence_length": 16,
+            "micro_batch_size": 4,
+            "global_batch_size": 8,
+            "lr": 2.0,
+            "lr_shape": "constant",
+        },
+        "eval": {"interval": 30, "batches": 1},
+        "data": str(example("data")),
+        "observer": ["jsonl"],
+    }
+    run = resolve(Request(configs=(config,), plugins=(layers, *others)))
+    assert train_in_process(run).code is ExitCode.DONE
+
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert losses[0] == pytest.approx(math.log(16), abs=0.05), "an untrained model guesses"
+    assert losses[-1] < 0.1, "the next number follows from this one"
+    assert {json.loads(line)["loss_scale"] for line in lines} == {1024.0}
+    best = (tmp_path / "run" / "best.txt").read_text(encoding="utf-8")
+    assert best.endswith("at step 60\n")

@@ -1,0 +1,70 @@
+"""Every parallel split gives the losses of the single process, and the pipelines its gradients bit for bit."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.integration.write_golden import SETS
+from tests.support.training import Seen, train
+
+GOLDEN = Path(__file__).parent / "golden" / "tiny.json"
+BASE = SETS
+SPLITS = {
+    "1f1b-p2": (2, ("schedule=1f1b",), ()),
+    "interleaved-p2-v2": (2, ("schedule=interleaved",), ()),
+    "data-2": (2, (), ("parallel.data=2",)),
+    "1f1b-p2-data-2": (4, ("schedule=1f1b",), ("parallel.data=2",)),
+}
+TIED = "embedding.word.weight"
+
+pytestmark = pytest.mark.multiproc
+
+
+@cache
+def trained(world: int, plugins: tuple[str, ...] = (), sets: tuple[str, ...] = ()) -> list[Seen]:
+    return train(world, sets=BASE + sets, plugins=plugins)
+
+
+def test_the_single_process_gives_the_golden_losses() -> None:
+    golden = json.loads(GOLDEN.read_text())
+    (seen,) = trained(1)
+    np.testing.assert_allclose(seen.losses, golden["losses"], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(seen.validation, golden["validation"], rtol=0, atol=1e-5)
+    assert golden["losses"][-1] < golden["losses"][0] - 0.1, "the golden run does not learn"
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_split_gives_the_losses_of_the_single_process(split: str) -> None:
+    (alone,), (first, *_) = trained(1), trained(*SPLITS[split])
+    np.testing.assert_allclose(first.losses, alone.losses, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(first.norms, alone.norms, rtol=1e-4)
+    np.testing.assert_allclose(first.validation, alone.validation, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("split", ["1f1b-p2", "interleaved-p2-v2"])
+@pytest.mark.parametrize(
+    "variant", [(), ("model.dropout=0.1", "train.recompute=full"), ("model.tie_embeddings=false",)]
+)
+def test_a_pipeline_gives_the_first_gradients_of_sequential_bit_for_bit(split: str, variant: tuple[str, ...]) -> None:
+    world, plugins, sets = SPLITS[split]
+    (alone,), ranks = trained(1, (), variant), trained(world, plugins, sets + variant)
+    gathered = {name: gradient for seen in ranks for name, gradient in seen.gradients.items()}
+    assert gathered.keys() == alone.gradients.keys()
+    for name, gradient in gathered.items():
+        if name == TIED and "model.tie_embeddings=false" not in variant:
+            np.testing.assert_allclose(gradient, alone.gradients[name], rtol=0, atol=1e-6)
+        else:
+            np.testing.assert_array_equal(gradient, alone.gradients[name], err_msg=name)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_what_ran_is_what_was_planned(split: str) -> None:
+    for seen in trained(*SPLITS[split]):
+        assert len(seen.executed) == 20
+        assert all(executed == seen.planned for executed in seen.executed)
+        assert set(seen.peaks) == {seen.planned_peak}

@@ -1,0 +1,145 @@
+"""observer=tensorboard: what it writes, read back with tensorboard's own reader."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_run.actions import Op
+from megatron_run.contracts import EvalMetrics
+from megatron_run.testing.observer import example_run, example_step
+from megatron_run_observer_tensorboard import STEP_TAGS, TensorBoard
+from megatron_run_observer_tensorboard.picture import COLOURS, draw
+
+OPS: tuple[Op, ...] = ("F", "B", "I", "W")
+
+
+def read(folder: Path) -> Any:
+    reader = EventAccumulator(str(folder / "tensorboard"), {"scalars": 0, "images": 0, "tensors": 0})
+    return reader.Reload()
+
+
+def trained(folder: Path, attempt: int = 1, first: int = 1, steps: int = 4) -> TensorBoard:
+    observer = TensorBoard()
+    observer.on_train_start(example_run(folder, attempt=attempt, first_step=first, steps=steps))
+    for step in range(first, steps + 1):
+        observer.on_step_end(example_step(step, attempt + step / 8))
+    return observer
+
+
+def test_every_number_of_a_step_is_a_curve(tmp_path: Path) -> None:
+    trained(tmp_path).on_train_end("finished")
+    reader = read(tmp_path)
+    drawn = set(reader.Tags()["scalars"])
+    assert drawn == (set(STEP_TAGS) - {"speed/mfu"}) | {"model/aux", "baseline/byte_bigram"}
+    points = reader.Scalars("train/loss")
+    assert [(point.step, point.value, point.wall_time) for point in points] == [
+        (step, 1 + step / 8, 1_700_000_000 + step) for step in range(1, 5)
+    ]
+    assert [point.value for point in reader.Scalars("data/tokens")] == [512, 1024, 1536, 2048]
+    assert [(point.step, point.value) for point in reader.Scalars("baseline/byte_bigram")] == [(0, 2.5), (4, 2.5)]
+
+
+def test_what_is_not_finite_leaves_a_gap(tmp_path: Path) -> None:
+    observer = trained(tmp_path, steps=1)
+    observer.on_step_end(example_step(2, float("nan"), skipped_total=1))
+    observer.on_step_end(example_step(3, None, skipped_total=2))
+    observer.on_train_end("stopped")
+    reader = read(tmp_path)
+    assert [point.step for point in reader.Scalars("train/loss")] == [1]
+    assert [point.value for point in reader.Scalars("train/skipped")] == [0, 1, 2]
+
+
+def test_evaluations_have_tags_by_split(tmp_path: Path) -> None:
+    observer = trained(tmp_path)
+    observer.on_eval_end(EvalMetrics(4, "validation", 1.5, 4.5, 64))
+    observer.on_eval_end(EvalMetrics(4, "test", 2.5, 12.5, 64))
+    observer.on_train_end("finished")
+    reader = read(tmp_path)
+    assert [reader.Scalars(tag)[0].value for tag in ("eval/loss", "eval/perplexity", "eval_test/loss")] == [
+        1.5,
+        4.5,
+        2.5,
+    ]
+
+
+def test_every_step_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
+    observer = trained(tmp_path, steps=2)
+    assert [point.step for point in read(tmp_path).Scalars("train/loss")] == [1, 2]
+    observer.on_step_end(example_step(3))
+    assert [point.step for point in read(tmp_path).Scalars("train/loss")] == [1, 2, 3]
+    observer.on_train_end("finished")
+
+
+def test_configuration_plan_and_sample_are_text(tmp_path: Path) -> None:
+    observer = trained(tmp_path)
+    observer.on_sample("def f():\n    return '**not bold**'\n")
+    observer.on_train_end("finished")
+    reader = read(tmp_path)
+
+    def text(tag: str) -> str:
+        (event,) = reader.Tensors(tag)
+        return str(event.tensor_proto.string_val[0].decode())
+
+    assert "train:\n  steps: 4" in text("run/config")
+    assert "schedule  1f1b" in text("run/plan")
+    assert text("eval/sample") == "    def f():\n        return '**not bold**'"
+    assert reader.SummaryMetadata("run/config").plugin_data.plugin_name == "text"
+
+
+def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
+    trained(tmp_path, attempt=1, steps=5).on_error(RuntimeError("killed"))
+    trained(tmp_path, attempt=2, first=4, steps=6).on_train_end("finished")
+    points = read(tmp_path).Scalars("train/loss")
+    assert [(point.step, int(point.value)) for point in points] == [
+        (step, (1 if step < 4 else 2) + step // 8) for step in range(1, 7)
+    ]
+
+
+def test_the_timeline_is_a_picture(tmp_path: Path) -> None:
+    trained(tmp_path).on_train_end("finished")
+    (image,) = read(tmp_path).Images("pipeline/step")
+    picture = Image.open(io.BytesIO(image.encoded_image_string))
+    assert picture.size == (image.width, image.height)
+    assert picture.tobytes() == draw(example_run(tmp_path).timeline).tobytes()
+
+
+def test_the_picture_shows_each_action_when_it_runs(tmp_path: Path) -> None:
+    """The example: F 0-1, then B 4-6 on stage 0; F 1-2, I 2-3, W 3-4 on stage 1."""
+    picture = draw(example_run(tmp_path).timeline)
+    left, unit = 100, 560 / 6
+
+    def colour(stage: int, time: float) -> Any:
+        return picture.getpixel((round(left + time * unit), 16 + 36 * stage + 8))
+
+    found = [[colour(stage, slot + 0.25) for slot in range(6)] for stage in range(2)]
+    forward, backward, inputs, weights = (COLOURS[op][0] for op in OPS)
+    wait = (238, 238, 238)
+    assert found[0] == [forward, wait, wait, wait, backward, backward]
+    assert found[1] == [wait, forward, inputs, weights, wait, wait]
+
+
+def test_a_folder_that_cannot_be_written_raises_at_every_event(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("in the way")
+    observer = TensorBoard()
+    with pytest.raises(FileExistsError):
+        observer.on_train_start(example_run(tmp_path))
+    with pytest.raises(RuntimeError, match="not open"):
+        observer.on_step_end(example_step(1))
+
+
+@pytest.mark.multiproc
+def test_importing_the_plugin_is_light() -> None:
+    code = (
+        "import sys, megatron_run_observer_tensorboard; "
+        "print([name for name in ('torch', 'tensorboard', 'PIL', 'google.protobuf') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[]\n"

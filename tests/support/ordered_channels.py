@@ -1,0 +1,103 @@
+"""A transport with NCCL's rules, on paper: messages match in order, there are no tags, and a send meets its receive.
+
+Each stage is a computing thread that issues sends and receives without waiting, and streams that carry them out one
+after the other. What shares a stream is the model's choice: each direction of a pair of stages (``per_channel``), or
+all messages of a stage (``per_stage``), as with one communicator and one stream.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+from megatron_run.pipeline.lower import Instruction, Message
+
+#: Which of a stage's streams carries a message.
+Streams = Callable[[Message], Hashable]
+
+
+def per_channel(message: Message) -> Hashable:
+    """One stream for each direction between two stages."""
+    return message.source, message.target
+
+
+def per_stage(message: Message) -> Hashable:
+    """One stream for all messages of a stage."""
+    return "all"
+
+
+class SwappedMessageError(Exception):
+    """A receive was matched with another message than the one it is for."""
+
+
+class TransportDeadlockError(Exception):
+    """No stage can go on."""
+
+
+@dataclass
+class _Stage:
+    program: deque[Instruction]
+    posted: bool = False
+    streams: dict[Hashable, deque[tuple[str, Message]]] = field(default_factory=lambda: defaultdict(deque))
+    arrived: set[Message] = field(default_factory=set)
+    delivered: set[Message] = field(default_factory=set)
+    local: set[Message] = field(default_factory=set)
+
+
+def carry_out(programs: Sequence[Sequence[Instruction]], streams: Streams = per_channel) -> None:
+    """Run one program a stage to its end, or raise what went wrong."""
+    stages = [_Stage(deque(program)) for program in programs]
+    while any([_compute(stage, streams) for stage in stages] + [_match(stages, index) for index in range(len(stages))]):
+        continue
+    if any(stage.program or any(stage.streams.values()) for stage in stages):
+        heads = [str(stage.program[0].action) if stage.program else "done" for stage in stages]
+        raise TransportDeadlockError(f"stuck at {heads}")
+
+
+def _compute(stage: _Stage, streams: Streams) -> bool:
+    """Run instructions until one must wait; whether anything happened."""
+    moved = False
+    while stage.program:
+        instruction = stage.program[0]
+        if not stage.posted:
+            for message in instruction.post:
+                assert not message.local, f"{message} was posted"
+                stage.streams[streams(message)].append(("receive", message))
+            stage.posted = moved = True
+        there = stage.local if instruction.receive and instruction.receive.local else stage.arrived
+        if instruction.receive and instruction.receive not in there:
+            break
+        there.discard(instruction.receive)
+        late = [message for message in instruction.retire if message not in stage.delivered]
+        assert not late, f"retired at {instruction.action} before they were received: {late}"
+        _send(stage, instruction.send, streams)
+        stage.program.popleft()
+        stage.posted, moved = False, True
+    return moved
+
+
+def _send(stage: _Stage, message: Message | None, streams: Streams) -> None:
+    if message and message.local:
+        stage.local.add(message)
+    elif message:
+        stage.streams[streams(message)].append(("send", message))
+
+
+def _match(stages: Sequence[_Stage], source: int) -> bool:
+    """Let every send at the head of its stream meet the receive at the head of the other stage's stream."""
+    moved = False
+    for key, stream in stages[source].streams.items():
+        while stream and stream[0][0] == "send":
+            sent = stream[0][1]
+            other = stages[sent.target].streams[key]
+            if not other or other[0][0] != "receive" or other[0][1].source != source:
+                break
+            if other[0][1] != sent:
+                raise SwappedMessageError(f"{sent} arrived where {other[0][1]} was expected")
+            stream.popleft()
+            other.popleft()
+            stages[source].delivered.add(sent)
+            stages[sent.target].arrived.add(sent)
+            moved = True
+    return moved

@@ -1,0 +1,28 @@
+"""Looking after the processes that a test starts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def alive(process: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def process_ids(folder: Path) -> list[int]:
+    """The process ids that stand-in ranks have left in ``folder``."""
+    return [int(text) for file in folder.glob("*.pid") if (text := file.read_text())]

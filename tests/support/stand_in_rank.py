@@ -1,0 +1,102 @@
+"""A rank without torch: ``stand_in_rank.py PIDS BEHAVIOUR... JOB``, where BEHAVIOUR is ``RANK:WHAT`` or ``*:WHAT``.
+
+Writes its process id into the folder PIDS, then does what its rank is told.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from megatron_run.launch.job import Job, Report
+from megatron_run.launch.rank import hold_lifeline
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def say(text: str) -> None:
+    os.write(1, f"{text}\n".encode())
+
+
+def leave(code: str) -> None:
+    say(f"rank {RANK} prints")
+    os._exit(int(code))
+
+
+def report(job: Path, rest: str) -> None:
+    """``CODE first|second MESSAGE``: the second one complains at once, the first cause a little later."""
+    code, turn, message = rest.split(" ", 2)
+    time.sleep(0.3 if turn == "first" else 0.0)
+    Report(int(code), message, secondary=turn != "first").write(job, RANK)
+    os._exit(int(code))
+
+
+def fail(text: str) -> None:
+    raise ValueError(text)
+
+
+def talk() -> None:
+    for count in range(20):
+        say(f"line {count}")
+        time.sleep(0.02)
+    os._exit(0)
+
+
+def show(names: str) -> None:
+    say(repr({name: os.environ.get(name) for name in names.split(",")}))
+    os._exit(0)
+
+
+def warn() -> None:
+    say("UserWarning: something is odd")
+    os._exit(0)
+
+
+def on_signals(action: signal.Handlers | None) -> None:
+    """Ignore both signals, or obey them."""
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        signal.signal(number, action or partial(obey, code))
+
+
+def obey(code: int, number: int, frame: FrameType | None) -> None:
+    os._exit(code)
+
+
+def have_a_child(folder: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    (folder / f"{RANK}.child.pid").write_text(str(child.pid))
+
+
+def main() -> None:
+    folder, *told, job = sys.argv[1:]
+    hold_lifeline(Job.read(Path(job)).lifeline)
+    behaviours = dict(each.split(":", 1) for each in told)
+    Path(folder, f"{RANK}.pid").write_text(str(os.getpid()))
+    word, _, rest = behaviours.get(str(RANK), behaviours.get("*", "exit 0")).partition(" ")
+    actions: dict[str, Callable[[], object]] = {
+        "exit": lambda: leave(rest),
+        "report": lambda: report(Path(job), rest),
+        "raise": lambda: fail(rest),
+        "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "stubborn": lambda: on_signals(signal.SIG_IGN),
+        "polite": lambda: on_signals(None),
+        "parent": lambda: have_a_child(Path(folder)),
+        "environment": lambda: show(rest),
+        "warn": warn,
+        "talk": talk,
+        "wait": lambda: None,
+    }
+    actions[word]()
+    Path(folder, f"{RANK}.ready").touch()
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    main()
