@@ -6,12 +6,13 @@ import io
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import click
 import pytest
 
-from megatron_run_cli.grammar import is_config
+from megatron_run_cli.grammar import Program, is_config
 from megatron_run_cli.main import main, program
 
 Output = pytest.CaptureFixture[str]
@@ -42,10 +43,19 @@ def test_words_that_are_not(word: str) -> None:
     ],
 )
 def test_the_first_word_decides(words: list[str], command: str) -> None:
-    context = click.Context(program)
-    program.parse_args(context, list(words))
-    assert context.protected_args[:1] or context.args[:1]
-    assert [*context.protected_args, *context.args][0] == command
+    called: list[str] = []
+    recording = Program("megatron-run")
+    for name in program.commands:
+        anything = click.Argument(["words"], nargs=-1, type=click.UNPROCESSED)
+        settings = {"ignore_unknown_options": True}
+        callback = partial(record, called, name)
+        recording.add_command(click.Command(name, params=[anything], callback=callback, context_settings=settings))
+    recording.main(words, standalone_mode=False)
+    assert called == [command]
+
+
+def record(called: list[str], name: str, words: tuple[str, ...]) -> None:
+    called.append(name)
 
 
 @pytest.mark.parametrize("word", ["-h", "--help"])

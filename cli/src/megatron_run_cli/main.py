@@ -5,7 +5,6 @@ What a command needs is imported in its body, so that ``plugins list`` loads nei
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -41,7 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = program.main(args=words, prog_name="megatron-run", standalone_mode=False)
-        sys.stdout.flush()
     except click.ClickException as error:
         tell_error(error.format_message())
         return int(ExitCode.INPUT)
@@ -50,7 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return int(ExitCode.SIGINT)
-    except BrokenPipeError:  # nobody reads what a command prints, as in `megatron-run plugins list | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except SystemExit:  # how click ends when nobody reads, as in `megatron-run plugins list | head -1`
         return int(ExitCode.DONE)
     return int(code or 0)

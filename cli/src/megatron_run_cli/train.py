@@ -44,16 +44,10 @@ def train(
         run = resolve(request)
         print_json(run.to_json()) if as_json else click.echo(str(run))
         return 0
-    from megatron_run.launch import launch
+    from megatron_run.launch import Terms, launch
 
-    ending = launch(
-        request,
-        how=how,
-        arguments=sys.argv[1:],
-        quiet=quiet or as_json,
-        debug=debug,
-        tell=(lambda _: None) if quiet else tell,
-    )
+    silent = (lambda _: None) if quiet else tell
+    ending = launch(request, Terms(sys.argv[1:], quiet=quiet or as_json, debug=debug, tell=silent), how)
     if ending.message:
         tell_error(ending.message)
     if as_json:

@@ -20,6 +20,7 @@ _PUBLIC = {
     "RunError": "megatron_run.errors",
     "hookimpl": "megatron_run.hookspecs",
     "load_config": "megatron_run.resolve",
+    "train": "megatron_run.launch",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]  # noqa: PLE0604  # the names are the keys above

@@ -6,7 +6,7 @@ Importing this package is instant: torch is imported by the ranks, and by ``laun
 from __future__ import annotations
 
 from megatron_run.launch.job import Ending
-from megatron_run.launch.start import launch, train_in_process
+from megatron_run.launch.start import FailedRunError, Terms, launch, train
 from megatron_run.launch.worlds import How, find_world
 
-__all__ = ["Ending", "How", "find_world", "launch", "train_in_process"]
+__all__ = ["Ending", "FailedRunError", "How", "Terms", "find_world", "launch", "train"]

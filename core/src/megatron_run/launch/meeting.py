@@ -74,6 +74,14 @@ class Meeting:
                 raise PeerError(rank, each["failure"])
         return outcome.values[0], notes
 
+    def leave(self) -> None:
+        """Say that this rank needs the store no more. Where it lives in this rank, the others are waited for."""
+        with suppress(RuntimeError):
+            self._store.set(f"left/{self._world.rank}", "")
+            if self._world.serves_store:
+                others = [f"left/{rank}" for rank in range(self._world.size)]
+                self._store.wait(others, timedelta(seconds=_SLACK))
+
     def _gather(self, phase: str, note: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Everybody's note of ``phase``, by rank. Rank 0 collects and publishes them."""
         size, together = self._world.size, f"{phase}/all"

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, RankLostError
 from megatron_run.launch.device import choose_device, explain_device
 from megatron_run.launch.failure import classify, exit_code, one_line
 from megatron_run.launch.meeting import Meeting, PeerError, attempt, check_digests, close_group
 from megatron_run.launch.signals import stopping_on_signals
 from megatron_run.launch.threads import threads_per_rank
-from megatron_run.resolve import resolve
 from megatron_run.run_folder import OpenedFolder, RunFolder, join_run_folder, open_run_folder
 from megatron_run.trainer import train_rank
 from megatron_run.world import StopRequest, World
@@ -46,13 +44,14 @@ class MemberEnd:
 class Member:
     """A rank at work.
 
-    ``folder`` is given when our launcher has opened it (and will close it); else rank 0 opens one and the others join
-    it. ``tell`` shows a line to the user.
+    ``resolve_run`` makes the run, the same on every rank, or raises what is wrong with it. ``folder`` is given when
+    our launcher has opened it (and will close it); else rank 0 opens one and the others join it. ``tell`` shows a
+    line to the user.
     """
 
     def __init__(
         self,
-        request: Request,
+        resolve_run: Callable[[], ResolvedRun],
         world: World,
         tell: Callable[[str], None],
         *,
@@ -62,9 +61,10 @@ class Member:
         debug: bool = False,
     ) -> None:
         self.folder = folder
-        self._request, self._world, self._tell = request, world, tell
+        self._resolve_run, self._world, self._tell = resolve_run, world, tell
         self._arguments, self._quiet, self._debug = arguments, quiet, debug
         self._opened: OpenedFolder | None = None
+        self._meeting: Meeting | None = None
 
     def run(self) -> MemberEnd:
         """Train. Nothing is raised: whatever happens has an exit code."""
@@ -73,6 +73,8 @@ class Member:
             close_group()
         except BaseException as error:
             end = self._describe(error)
+        if self._meeting is not None:
+            self._meeting.leave()
         if self._opened is not None:
             if not self._opened.finished:
                 with suppress(OSError):  # a full disk must not change the exit code
@@ -81,9 +83,9 @@ class Member:
         return end
 
     def _run(self) -> ExitCode:
-        resolved = attempt(lambda: resolve(replace(self._request, nproc=self._world.size)))
+        resolved = attempt(self._resolve_run)
         timeout = resolved.values[0].config.run.timeout if resolved.values else _DEFAULT_TIMEOUT
-        meeting = Meeting(self._world, timeout)
+        self._meeting = meeting = Meeting(self._world, timeout)
         run, _ = meeting.settle("resolve", resolved)
         world, notes = meeting.settle("agree", attempt(lambda: place_on_device(run, self._world)), _digest_note(run))
         meeting.settle("compare", attempt(lambda: check_digests(notes)))

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_run.launch.job import Job, Report
@@ -19,12 +20,14 @@ def main(path: Path) -> int:
 
     from megatron_run.launch.member import Member
     from megatron_run.launch.worlds import local_world
+    from megatron_run.resolve import resolve
     from megatron_run.run_folder import RunFolder
 
     world = local_world(os.environ, job.init_method)
     folder = RunFolder(job.folder, job.attempt, world.rank)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on observers may close their files
-    end = Member(job.request, world, print, folder=folder, debug=job.debug).run()
+    request = replace(job.request, nproc=world.size)
+    end = Member(lambda: resolve(request), world, print, folder=folder, debug=job.debug).run()
     if end.code:
         Report(int(end.code), end.message, end.secondary).write(path, world.rank)
     return int(end.code)

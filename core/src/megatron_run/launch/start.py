@@ -7,10 +7,11 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_run.config.request import Request
-from megatron_run.errors import ExitCode, InputError
+from megatron_run.errors import ExitCode, InputError, RunError
 from megatron_run.launch.job import Ending
 from megatron_run.launch.worlds import How, find_world
 from megatron_run.world import World
@@ -20,40 +21,98 @@ if TYPE_CHECKING:
     from megatron_run.run_folder import OpenedFolder
 
 
-def launch(
-    request: Request,
-    *,
-    how: How = "auto",
-    arguments: Sequence[str] = (),
-    quiet: bool = False,
-    debug: bool = False,
-    tell: Callable[[str], None] = print,
-) -> Ending:
+@dataclass(frozen=True)
+class Terms:
+    """How a run is started, apart from what is trained.
+
+    ``arguments`` are remembered in the run folder; ``quiet`` shows nothing of rank 0; ``debug`` keeps tracebacks of
+    known errors too; ``tell`` shows a line of ours to the user.
+    """
+
+    arguments: Sequence[str] = ()
+    quiet: bool = False
+    debug: bool = False
+    tell: Callable[[str], None] = print
+
+
+class FailedRunError(RunError):
+    """Ranks that were started failed; ``ending`` says how, and where the run folder is."""
+
+    def __init__(self, ending: Ending) -> None:
+        super().__init__(ending.message or f"the run ended with exit code {int(ending.code)}")
+        self.exit_code = ending.code
+        self.ending = ending
+
+
+def launch(request: Request, terms: Terms, how: How = "auto") -> Ending:
     """Train what ``request`` asks for, and say how it ended.
 
-    ``auto`` joins the world that torchrun or Slurm made, else starts the local ranks. ``arguments`` are remembered in
-    the run folder; ``tell`` shows a line of ours to the user. Raises :class:`megatron_run.errors.RunError` for what is
-    found before a rank starts; a failure of a rank is in the result.
+    ``auto`` joins the world that torchrun or Slurm made, else starts the local ranks. Raises :class:`RunError` for
+    what is found before a rank starts; a failure of a rank is in the result.
     """
+    from megatron_run.resolve import resolve
+
     world = find_world(os.environ, how)
     if world is None:
-        return _launch_local(request, arguments, quiet=quiet, debug=debug, tell=tell)
-    return _join(request, world, arguments, quiet=quiet, debug=debug, tell=tell)
+        return _start_local(resolve(request), request, terms)
+    if request.nproc not in (None, world.size):
+        raise InputError(
+            f"--nproc {request.nproc} in a world of {world.size} ranks",
+            why=f"{world.launcher} has started {world.size}",
+            fix="leave --nproc out",
+        )
+    return _join(lambda: resolve(replace(request, nproc=world.size)), world, terms)
 
 
-def train_in_process(run: ResolvedRun, arguments: Sequence[str] = ()) -> Ending:
-    """Train a world of one in this process; whatever is raised reaches the caller.
+def train(run: ResolvedRun) -> Ending:
+    """Train ``run`` from Python: in this process when it is a world of one, else on local ranks.
 
-    Raises :class:`InputError` when ``run`` needs several ranks.
+    In a program that torchrun or srun has started, this process is one rank of its world. Raises what training raises
+    in this process, and :class:`FailedRunError` for ranks elsewhere.
     """
+    world = find_world(os.environ)
+    if world is not None:
+        ending = _join(lambda: _fitting(run, world), world, Terms())
+    elif run.sizes.world == 1:
+        return _train_here(run)
+    else:
+        ending = _start_local(run, _as_request(run), Terms())
+    if ending.code == ExitCode.SIGINT:
+        raise KeyboardInterrupt
+    if ending.code:
+        raise FailedRunError(ending)
+    return ending
+
+
+def _fitting(run: ResolvedRun, world: World) -> ResolvedRun:
+    if run.sizes.world != world.size:
+        raise InputError(
+            f"a run of {run.sizes.world} ranks in a world of {world.size}",
+            why=f"{world.launcher} has started {world.size}",
+            fix=f"resolve it with nproc={world.size}",
+        )
+    return run
+
+
+def _as_request(run: ResolvedRun) -> Request:
+    """What another process needs to resolve ``run`` again. Objects of this process cannot be handed over."""
+    handed_in = [str(plugin) for many in run.plugins.values() for plugin in many if plugin.origin == "python"]
+    if handed_in:
+        raise InputError(
+            f"a run of {run.sizes.world} ranks cannot use {', '.join(handed_in)}",
+            why="the ranks are processes of their own, and cannot see an object of this one",
+            fix="write the plugin into a file and name the file, as in schedule=./mine.py, or start with torchrun",
+        )
+    return Request(configs=("-",), stdin=run.to_yaml(), nproc=run.sizes.world)
+
+
+def _train_here(run: ResolvedRun) -> Ending:
     from megatron_run.launch.failure import exit_code, one_line
     from megatron_run.launch.member import place_on_device, set_threads, train_in_folder
     from megatron_run.run_folder import open_run_folder
 
-    if run.sizes.world > 1:
-        raise InputError(f"a run of {run.sizes.world} ranks does not fit into one process", fix="start local ranks")
     world = place_on_device(run, World())
-    opened = open_run_folder(run, arguments)
+    opened = open_run_folder(run, sys.argv)
     with opened.lock:
         if opened.finished:
             return _already_finished(opened, print)
@@ -67,22 +126,18 @@ def train_in_process(run: ResolvedRun, arguments: Sequence[str] = ()) -> Ending:
     return Ending(code, opened.folder.path)
 
 
-def _launch_local(
-    request: Request, arguments: Sequence[str], *, quiet: bool, debug: bool, tell: Callable[[str], None]
-) -> Ending:
+def _start_local(run: ResolvedRun, request: Request, terms: Terms) -> Ending:
     from megatron_run.launch.local import LocalPlan, run_local
     from megatron_run.launch.relay import terminal_writer
     from megatron_run.launch.threads import threads_per_rank
-    from megatron_run.resolve import resolve
     from megatron_run.run_folder import open_run_folder
 
-    run = resolve(request)
     for notice in run.notices:
-        tell(notice)
-    opened = open_run_folder(run, arguments)
+        terms.tell(notice)
+    opened = open_run_folder(run, terms.arguments)
     with opened.lock:
         if opened.finished:
-            return _already_finished(opened, tell)
+            return _already_finished(opened, terms.tell)
         size = run.sizes.world
         plan = LocalPlan(
             request=request,
@@ -90,10 +145,10 @@ def _launch_local(
             size=size,
             threads=threads_per_rank(run.config.run.threads, size),
             environment=os.environ,
-            show=None if quiet else terminal_writer(),
-            shown_environment={} if quiet else _terminal(),
-            tell=tell,
-            debug=debug,
+            show=None if terms.quiet else terminal_writer(),
+            shown_environment={} if terms.quiet else _terminal(),
+            tell=terms.tell,
+            debug=terms.debug,
         )
         try:
             ending = run_local(plan)
@@ -118,26 +173,12 @@ def _terminal() -> dict[str, str]:
     return {"FORCE_COLOR": "1", "COLUMNS": str(size.columns), "LINES": str(size.lines)}
 
 
-def _join(
-    request: Request,
-    world: World,
-    arguments: Sequence[str],
-    *,
-    quiet: bool,
-    debug: bool,
-    tell: Callable[[str], None],
-) -> Ending:
+def _join(resolve_run: Callable[[], ResolvedRun], world: World, terms: Terms) -> Ending:
     """This process is a rank of somebody's world: run it, and speak for it when it is the first cause."""
     from megatron_run.launch.member import Member
 
-    if request.nproc not in (None, world.size):
-        raise InputError(
-            f"--nproc {request.nproc} in a world of {world.size} ranks",
-            why=f"{world.launcher} has started {world.size}",
-            fix="leave --nproc out",
-        )
     with _kept_descriptors(1, 2):
-        member = Member(request, world, tell, arguments=arguments, quiet=quiet, debug=debug)
+        member = Member(resolve_run, world, terms.tell, arguments=terms.arguments, quiet=terms.quiet, debug=terms.debug)
         end = member.run()
     folder = member.folder
     message = "" if end.secondary and world.rank > 0 else end.message

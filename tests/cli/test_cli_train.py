@@ -1,0 +1,203 @@
+"""The real command on real ranks: local ones, torchrun's, and those of two torchrun agents."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import COMMAND, TORCHRUN, free_port, run_command, started
+from tests.support.processes import alive, wait_until
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(180)]
+
+#: Two stages of the smallest model, one thread each, in a folder named ``run``.
+TINY = ("preset:tiny", "--plugin", "schedule=1f1b", "--set", "run.threads=1", "--set", "run.folder=run")
+SHORT = (*TINY, "--set", "train.steps=3", "--set", "eval.interval=0")
+ENDLESS = (*TINY, "--set", "train.steps=1000000")
+
+
+def status(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "run" / "status.json").read_text())
+    return content
+
+
+def log(folder: Path, rank: int, attempt: int = 1) -> Path:
+    return folder / "run" / "logs" / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.log"
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The processes that the launcher has started."""
+    return [int(text) for text in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+
+
+def test_local_ranks_train_and_leave_a_run_folder(tmp_path: Path) -> None:
+    done = run_command((*COMMAND, *SHORT), tmp_path)
+    assert (done.returncode, done.stderr) == (0, "megatron-run: schedule=1f1b suggests parallel.pipeline=2\n")
+    assert "step 3/3  loss" in done.stdout
+    assert log(tmp_path, 0).read_text() == done.stdout
+    assert log(tmp_path, 1).read_text() == ""
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3]
+    assert status(tmp_path)["state"] == "finished"
+
+    again = run_command((*COMMAND, *SHORT, "--json"), tmp_path)
+    assert (again.returncode, json.loads(again.stdout)["exit_code"]) == (0, 0)
+    assert again.stderr.endswith(f"run folder {tmp_path / 'run'} is finished: nothing to do\n")
+
+    other = run_command((*COMMAND, *SHORT, "--set", "train.lr=1"), tmp_path)
+    assert other.returncode == 2
+    assert "belongs to another run: train.lr=0.001, now 1.0;" in other.stderr
+
+
+@contextmanager
+def training(folder: Path, attempt: int = 1) -> Iterator[subprocess.Popen[str]]:
+    """An endless run that has done its first step."""
+
+    def has_begun() -> bool:
+        file = folder / "run" / "status.json"
+        return file.exists() and status(folder)["attempt"] == attempt and status(folder)["step"] > 0
+
+    with started((*COMMAND, *ENDLESS), folder) as process:
+        wait_until(has_begun, seconds=60)
+        yield process
+
+
+def test_a_killed_rank_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    with training(tmp_path) as process:
+        ranks = ranks_of(process.pid)
+        os.kill(ranks[1], signal.SIGKILL)
+        _, err = process.communicate(timeout=15)
+    assert process.returncode == 4
+    assert err.splitlines()[-1] == f"megatron-run: a rank was killed by SIGKILL (rank 1, log: {log(tmp_path, 1)})"
+    assert not any(alive(rank) for rank in ranks)
+    assert (status(tmp_path)["state"], status(tmp_path)["exit_code"], status(tmp_path)["retry"]) == ("failed", 4, True)
+
+
+def test_sigterm_finishes_the_step_and_the_next_start_is_another_attempt(tmp_path: Path) -> None:
+    for attempt in (1, 2):
+        with training(tmp_path, attempt) as process:
+            process.terminate()
+            out, err = process.communicate(timeout=15)
+        assert (process.returncode, err.splitlines()[-1]) == (143, "megatron-run: stopped by SIGTERM")
+        assert "stopped by SIGTERM: " in out
+        assert (status(tmp_path)["state"], status(tmp_path)["attempt"]) == ("stopped", attempt)
+    assert log(tmp_path, 1, attempt=2).exists()
+
+
+def test_ctrl_c_ends_quickly(tmp_path: Path) -> None:
+    with training(tmp_path) as process:
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=10)
+    assert (process.returncode, err.splitlines()[-1]) == (130, "megatron-run: stopped by SIGINT")
+
+
+def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    with training(tmp_path) as process:
+        ranks = ranks_of(process.pid)
+        process.kill()
+        wait_until(lambda: not any(alive(rank) for rank in ranks), seconds=5)
+
+
+BUG = """
+from megatron_run import PluginInfo, hookimpl
+from megatron_run.contracts import Scaler
+import os, torch
+
+class OnlyOnRankOne(Scaler):
+    @property
+    def scale(self):
+        if os.environ["RANK"] == "1":
+            raise ZeroDivisionError("a bug of mine")
+        return torch.ones(1)
+
+    def update(self, found_inf):
+        return None
+
+@hookimpl
+def megatron_run_plugin_info():
+    return PluginInfo("scaler", "bug")
+
+@hookimpl
+def megatron_run_create_scaler(context, options):
+    return OnlyOnRankOne()
+"""
+
+
+def test_a_bug_on_one_rank_is_named_and_its_traceback_kept(tmp_path: Path) -> None:
+    (tmp_path / "bug.py").write_text(BUG)
+    done = run_command((*COMMAND, *SHORT, "--plugin", "scaler=./bug.py"), tmp_path)
+    assert done.returncode == 1
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("megatron-run: ZeroDivisionError: a bug of mine (in ")
+    assert line.endswith(f"(rank 1, log: {log(tmp_path, 1)})")
+    assert "Traceback" in log(tmp_path, 1).read_text()
+    assert status(tmp_path)["exit_code"] == 1
+
+
+def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
+    done = run_command((*TORCHRUN, "--nproc-per-node", "2", "-m", "megatron_run_cli", *SHORT), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 3/3  loss") == 1
+    assert log(tmp_path, 1).exists()
+    assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("finished", 3)
+
+
+def test_under_torchrun_a_mistake_is_said_once(tmp_path: Path) -> None:
+    words = ("--nproc-per-node", "2", "-m", "megatron_run_cli", *SHORT, "--set", "train.lrr=1")
+    done = run_command((*TORCHRUN, *words), tmp_path)
+    assert done.returncode == 1  # torchrun's own, whatever its workers return
+    assert done.stderr.count("megatron-run: unknown key train.lrr") == 1
+    assert "exitcode  : 2" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def two_agents(
+    folder: Path, *words: str, second: dict[str, str] | None = None
+) -> list[subprocess.CompletedProcess[str]]:
+    """A job of two torchrun agents with one rank each that meet on the loopback interface."""
+    meeting = (
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+    )
+    agents = [(*TORCHRUN, *meeting, "--node-rank", str(node), "-m", "megatron_run_cli", *words) for node in range(2)]
+    with ExitStack() as stack:
+        variables: list[dict[str, str]] = [{}, second or {}]
+        running = [
+            stack.enter_context(started(agent, folder, **each)) for agent, each in zip(agents, variables, strict=True)
+        ]
+        outputs = [process.communicate(timeout=90) for process in running]
+        return [
+            subprocess.CompletedProcess(process.args, process.returncode, *output)
+            for process, output in zip(running, outputs, strict=True)
+        ]
+
+
+def test_two_torchrun_agents_are_one_run(tmp_path: Path) -> None:
+    first, second = two_agents(tmp_path, *SHORT)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "step 3/3  loss" in first.stdout
+    assert second.stdout == ""
+    assert status(tmp_path)["state"] == "finished"
+
+
+def test_hosts_that_would_not_run_the_same_thing_are_told_apart(tmp_path: Path) -> None:
+    first, second = two_agents(tmp_path, *SHORT, second={"MEGATRON_RUN_SET": "train.seed=7"})
+    assert "megatron-run: the ranks do not run the same thing: 1 entry differs" in first.stderr
+    assert "  train.seed: 1234 on rank 0 (" in first.stderr
+    assert "exitcode  : 3" in first.stderr
+    assert "exitcode  : 3" in second.stderr
+    assert not (tmp_path / "run").exists()
