@@ -115,7 +115,7 @@ def test_the_environment_is_named() -> None:
         (
             ["shedule=1f1b"],
             (
-                "unknown kind 'shedule' (from --plugin shedule=1f1b); did you mean 'schedule'?; the kinds are "
+                "unknown kind 'shedule' (from --plugin shedule=1f1b); did you mean 'schedule'? the kinds are "
                 "scaler, optimizer, schedule, parallel-layer, graph-capture, model, data, observer"
             ),
         ),

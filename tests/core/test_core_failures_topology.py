@@ -66,7 +66,7 @@ def test_layers_that_do_not_divide(layers: int, nearest: str) -> None:
             f"{layers} layers do not divide over 2 stages x 2 chunks = 4 places (from --set model.num_layers); "
             f"set model.num_layers to {nearest}, or give parallel.layers as 4 counts"
         ),
-        ExitCode.PLUGIN,
+        ExitCode.INPUT,
     )
 
 
@@ -80,7 +80,7 @@ def test_layers_that_do_not_divide(layers: int, nearest: str) -> None:
 def test_layer_counts_that_do_not_add_up(counts: str, why: str) -> None:
     line, code = mistake(plugins=["schedule=1f1b"], sets=[f"parallel.layers={counts}"])
     assert line.startswith(why)
-    assert code == ExitCode.PLUGIN
+    assert code == ExitCode.INPUT
 
 
 def test_heads_that_do_not_divide() -> None:
@@ -129,21 +129,21 @@ def test_interleaved_refuses_one_stage_or_chunk_only_when_asked_for_it(key: str)
     line, code = mistake(plugins=["schedule=interleaved"], sets=[f"parallel.{key}=1"])
     assert f"(from --set parallel.{key}); " in line
     assert "--plugin schedule=1f1b" in line
-    assert code == ExitCode.PLUGIN
+    assert code == ExitCode.INPUT
 
 
 def test_microbatches_that_do_not_divide_name_the_nearest() -> None:
     line, code = mistake(plugins=["schedule=interleaved"], sets=["train.global_batch_size=6"])
     assert "interleaved cannot run 3 microbatches" in line
     assert "2 or 4 microbatches" in line
-    assert code == ExitCode.PLUGIN
+    assert code == ExitCode.INPUT
 
 
 def test_a_ramp_up_is_checked_at_every_count_it_meets() -> None:
     sets = ["train.ramp_up.start=2", "train.ramp_up.increment=2", "train.ramp_up.samples=16"]
     line, code = mistake(plugins=["schedule=interleaved"], sets=sets)
     assert "1 microbatches" in line or "3 microbatches" in line
-    assert code == ExitCode.PLUGIN
+    assert code == ExitCode.INPUT
 
 
 DROPPED = 'return [[Action("F", 0, 0), Action("B", 0, 0)]] * spec.stages'

@@ -40,9 +40,10 @@ def train(
     """Train a model; no CONFIG is preset:laptop."""
     if dry_run:
         from megatron_run.resolve import resolve
+        from megatron_run.training.dry_run import dry_run_json, dry_run_text
 
         run = resolve(request)
-        print_json(run.to_json()) if as_json else click.echo(str(run))
+        print_json(dry_run_json(run)) if as_json else click.echo(dry_run_text(run))
         return 0
     from megatron_run.launch import Terms, launch
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from megatron_run.errors import ScheduleError
+from megatron_run.errors import InputError, ScheduleError
 
 Op = Literal["F", "B", "I", "W", "S", "R"]
 
@@ -76,24 +76,24 @@ class ScheduleSpec:
 def split_layers(spec: LayoutSpec) -> tuple[range, ...]:
     """The layers of each of the ``stages * chunks`` places, in model order; never drops a layer.
 
-    Raises :class:`ScheduleError` when an even split leaves a remainder or the user's counts do not add up.
+    Raises :class:`InputError` when an even split leaves a remainder or the user's counts do not add up.
     """
     places = spec.stages * spec.chunks
     counts = spec.counts or (spec.layers // places,) * places
     if not spec.counts and spec.layers % places:
         lower, upper = spec.layers // places * places, -(-spec.layers // places) * places
         nearest = f"{lower} or {upper}" if lower else str(upper)
-        raise ScheduleError(
+        raise InputError(
             f"{spec.layers} layers do not divide over {spec.stages} stages x {spec.chunks} chunks = {places} places",
             fix=f"set model.num_layers to {nearest}, or give parallel.layers as {places} counts",
         )
     if len(counts) != places:
-        raise ScheduleError(
+        raise InputError(
             f"parallel.layers has {len(counts)} counts for {spec.stages} stages x {spec.chunks} chunks",
             fix=f"give {places} counts, in model order",
         )
     if min(counts) < 0 or sum(counts) != spec.layers:
-        raise ScheduleError(
+        raise InputError(
             f"parallel.layers adds up to {sum(counts)}, the model has {spec.layers} layers",
             fix=f"give {places} counts of at least 0 that add up to {spec.layers}",
         )

@@ -66,7 +66,10 @@ class PluginError(RunError):
 
 
 class ScheduleError(PluginError):
-    """A schedule refuses a shape, or its action lists are not a legal plan."""
+    """A schedule refuses a shape, or its action lists are not a legal plan.
+
+    A refusal of the shape that a configuration asks for reaches the user as an :class:`InputError`.
+    """
 
 
 class RankLostError(RunError):
@@ -111,3 +114,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``"did you mean 'interleaved'?"``, or an empty string when nothing is near."""
     near = get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else ""
+
+
+def advice(*parts: str) -> str:
+    """The parts that are not empty as one line: ``"did you mean '1f1b'? installed: sequential, 1f1b"``."""
+    return "; ".join(filter(None, parts)).replace("?; ", "? ")

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import math
 import time
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from megatron_run.batch_size import BatchSizes
-from megatron_run.contracts import StepMetrics
 from megatron_run.errors import ExitCode, GuardError
 from megatron_run.learning_rate import LearningRate, WeightDecay
 from megatron_run.pipeline.execute import StepInputs
 from megatron_run.pipeline.lower import lower
 from megatron_run.training.build import Assembly, build
-from megatron_run.training.device import lookahead, make_deterministic, peak_memory_gib
+from megatron_run.training.device import lookahead, make_deterministic
 from megatron_run.training.evaluate import Evaluator
 from megatron_run.training.feed import Feed
 from megatron_run.training.generate import generate_text
+from megatron_run.training.numbers import Progress, StepFacts, StepNumbers, step_metrics
 from megatron_run.training.observing import Observers
 from megatron_run.training.reporting import start_observers
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_run.contracts import StepMetrics
     from megatron_run.pipeline.lower import Instruction
     from megatron_run.resolve import ResolvedRun
     from megatron_run.run_folder import RunFolder
@@ -47,34 +47,6 @@ def train_rank(run: ResolvedRun, world: World, folder: RunFolder, stop: StopRequ
     return code
 
 
-class StepNumbers(NamedTuple):
-    """The numbers of a step while they are on the device.
-
-    ``sums`` [names, 2] are the metrics' (sum, weight); ``grad_norm`` (NaN when skipped), ``loss_scale`` and
-    ``found_inf`` are [1].
-    """
-
-    sums: Tensor
-    grad_norm: Tensor
-    loss_scale: Tensor
-    found_inf: Tensor
-
-    def to_host(self) -> tuple[list[list[float]], float, float, bool]:
-        """The same numbers as host floats, by one copy."""
-        *flat, norm, scale, found_inf = torch.cat([number.flatten().double() for number in self]).tolist()
-        return [flat[index : index + 2] for index in range(0, len(flat), 2)], norm, scale, found_inf > 0
-
-
-@dataclass
-class Progress:
-    """What a run has done so far. ``scheduled`` samples moved the learning rate: those of skipped steps did not."""
-
-    step: int = 0
-    scheduled: int = 0
-    skipped_total: int = 0
-    skipped_in_a_row: int = 0
-
-
 class Trainer:
     """Runs steps: the executor, the optimizer and the scaler in their order, then the observers."""
 
@@ -84,10 +56,10 @@ class Trainer:
         self._batches = BatchSizes(train, run.sizes.data)
         self._learning_rate = LearningRate.from_config(train)
         self._weight_decay = WeightDecay.from_config(train)
-        self._programs: dict[int, tuple[Instruction, ...]] = {}
         self._progress = Progress()
         self._meters = {name: self._context.metrics.scalar(name) for name in assembly.model.metric_names}
-        self._stop_meter = self._context.metrics.scalar("stop")  # its weight counts the ranks that want to stop
+        self._stop_meter = self._context.metrics.scalar("stop")  # reported by each rank that wants to stop
+        self._programs: dict[int, tuple[Instruction, ...]] = {}
         self._boundary = partial(
             assembly.model.boundary, micro_batch_size=train.micro_batch_size, sequence_length=train.sequence_length
         )
@@ -102,47 +74,47 @@ class Trainer:
         return self._evaluator.samples
 
     def train(self, observers: Observers) -> ExitCode:
-        """Step until the last step or until a rank is asked to stop; evaluate on the way and at the end."""
-        self._observers = observers
+        """Step until the last step, or until a rank is asked to stop; evaluate on the way and at the end."""
         last = self._batches.steps()
         interval = self._run.config.eval.interval.steps(last, self._run.config.train.global_batch_size)
         while self._progress.step < last:
-            wants_stop = self._step_and_report()
-            step = self._progress.step
+            metrics, stop_wanted = self._step()
+            step = metrics.step
+            self._folder.heartbeat(step)
+            observers.on_step_end(metrics)
+            self._guard_skips()
             if step == self._assembly.graph_capture.capture_after:
                 self._capture()
             if step == last or (interval and step % interval == 0):
-                self._observers.on_eval_end(self._evaluator.evaluate(step))
-            if wants_stop and step < last:
+                observers.on_eval_end(self._evaluator.evaluate(step))
+            if stop_wanted and step < last:
                 return self._stop.requested or ExitCode.SIGTERM
         if self._run.config.eval.sample:
-            self._show_sample()
+            text = generate_text(self._run, self._assembly)
+            if text is not None:
+                observers.on_sample(text)
         return ExitCode.DONE
 
-    def _step_and_report(self) -> bool:
-        """One step with its metrics; whether any rank wants to stop."""
-        self._progress.step += 1
-        start = time.perf_counter()
-        consumed = self._batches.consumed_at(self._progress.step - 1)
-        batch = self._batches.at(consumed)
-        lr, decay = (rate.at(self._progress.scheduled) for rate in (self._learning_rate, self._weight_decay))
-        sums, norm, scale, skipped = self._step(consumed, batch, lr, decay).to_host()
-        self._count(batch, skipped=skipped)
-        metrics = self._metrics(batch, lr, sums, norm, scale, time.perf_counter() - start)
-        self._folder.heartbeat(self._progress.step)
-        self._observers.on_step_end(metrics)
-        if metrics.skipped:
-            self._guard_skips()
-        return self._wants_stop(sums)
-
-    def _step(self, consumed: int, batch: int, lr: float, weight_decay: float) -> StepNumbers:
-        """Forward, backward, reduce, update."""
-        optimizer, scaler, context = self._assembly.optimizer, self._assembly.scaler, self._context
+    def _step(self) -> tuple[StepMetrics, bool]:
+        """One step: its metrics, and whether any rank wants to stop."""
+        start, progress = time.perf_counter(), self._progress
+        batch = self._batches.at(progress.samples)
         microbatches = self._batches.microbatches(batch)
+        lr, weight_decay = self._learning_rate.at(progress.scheduled), self._weight_decay.at(progress.scheduled)
+        self._accumulate(microbatches)
+        numbers = self._update(lr, weight_decay).to_host(self._context.metrics)
+        progress.count(batch, skipped=numbers.skipped)
+        facts = StepFacts(batch, microbatches, lr, time.perf_counter() - start)
+        metrics = step_metrics(self._run, self._assembly.model, progress, facts, numbers, self._context.device)
+        return metrics, "stop" in numbers.means
+
+    def _accumulate(self, microbatches: int) -> None:
+        """Forward and backward of every microbatch, in the schedule's order, into ``main_grad``."""
+        optimizer = self._assembly.optimizer
         optimizer.zero_grad()
-        context.gradients.start_step(microbatches, optimizer.grad_ready)
+        self._context.gradients.start_step(microbatches, optimizer.grad_ready)
         inputs = StepInputs(
-            microbatch=self._feed.training(self._dataset, self._progress.step, consumed),
+            microbatch=self._feed.training(self._dataset, self._progress.step + 1, self._progress.samples),
             boundary=self._boundary,
             report=self._report,
             seed=partial(self._seed, microbatches),
@@ -150,6 +122,10 @@ class Trainer:
         )
         self._assembly.executor.run(self._program(microbatches), inputs)
         optimizer.finish_grad_sync()
+
+    def _update(self, lr: float, weight_decay: float) -> StepNumbers:
+        """Unscale, check, clip and step; a step with a non-finite gradient anywhere changes no weight."""
+        optimizer, scaler, context = self._assembly.optimizer, self._assembly.scaler, self._context
         if self._stop.requested:
             self._stop_meter.add(0.0)
         sums = context.metrics.collect(context.groups)
@@ -181,40 +157,6 @@ class Trainer:
             self._programs[microbatches] = lower(plan, stage, lookahead(self._context.device))
         return self._programs[microbatches]
 
-    def _count(self, batch: int, *, skipped: bool) -> None:
-        progress = self._progress
-        progress.scheduled += 0 if skipped else batch
-        progress.skipped_total += int(skipped)
-        progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if skipped else 0
-
-    def _metrics(
-        self, batch: int, lr: float, sums: list[list[float]], norm: float, scale: float, seconds: float
-    ) -> StepMetrics:
-        train, progress = self._run.config.train, self._progress
-        means = self._context.metrics.means(sums)
-        samples = self._batches.consumed_at(progress.step)
-        rate = batch * train.sequence_length / seconds
-        flops = self._assembly.model.flops_per_token(train.sequence_length)
-        return StepMetrics(
-            step=progress.step,
-            time=time.time(),
-            samples=samples,
-            tokens=samples * train.sequence_length,
-            loss=means.pop("lm", None),
-            grad_norm=None if math.isnan(norm) else norm,
-            lr=lr,
-            loss_scale=scale,
-            skipped=progress.skipped_in_a_row > 0,
-            skipped_total=progress.skipped_total,
-            microbatches=self._batches.microbatches(batch),
-            step_time_s=seconds,
-            tokens_per_s=rate,
-            tflops_per_device=rate * flops / self._run.sizes.world / 1e12,
-            mfu=None,
-            memory_peak_gib=peak_memory_gib(self._context.device),
-            extra={name: mean for name, mean in means.items() if name != "stop"},
-        )
-
     def _guard_skips(self) -> None:
         skips = self._progress.skipped_in_a_row
         if skips >= self._run.config.train.max_skips:
@@ -224,17 +166,9 @@ class Trainer:
                 fix="lower train.lr, lengthen train.lr_warmup, check the data, or raise train.max_skips",
             )
 
-    def _wants_stop(self, sums: list[list[float]]) -> bool:
-        return sums[self._context.metrics.names.index("stop")][1] > 0
-
     def _capture(self) -> None:
         """Hand the layers' segments over to graph capture; from here on captured regions are replayed."""
         capture, full = self._assembly.graph_capture, max(self._run.plans)
         regions = capture.regions([chunk.segments() for chunk in self._assembly.chunks])
         capture.capture(regions, self._run.plans[full].lists[self._context.topology.stage])
         self._context.segments.replay_with(capture, regions)
-
-    def _show_sample(self) -> None:
-        text = generate_text(self._run, self._assembly)
-        if text is not None:
-            self._observers.on_sample(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ import pytest
 from megatron_run.errors import InputError, PluginError, RankLostError
 from megatron_run.launch.meeting import Meeting, Outcome, PeerError, attempt, check_digests
 from megatron_run.world import World
+from tests.support.commands import free_port
 
 T = TypeVar("T")
 
@@ -32,13 +32,6 @@ def meet(place: str, size: int, work: Callable[[int, Meeting], T], *, timeout: f
 @pytest.fixture
 def file(tmp_path: Path) -> str:
     return f"file://{tmp_path / 'meeting'}"
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])
@@ -99,6 +92,23 @@ def test_a_meeting_point_where_nobody_listens_is_named() -> None:
     world = World(rank=1, size=2, init_method=f"tcp://127.0.0.1:{free_port()}")
     with pytest.raises(RankLostError, match=r"rank 1 cannot reach the meeting point tcp://127\.0\.0\.1"):
         Meeting(world, 1.0)
+
+
+def test_the_rank_that_keeps_the_store_leaves_last() -> None:
+    def work(rank: int, meeting: Meeting) -> float:
+        meeting.settle("phase", Outcome((rank,)))
+        time.sleep(0.5 * rank)
+        meeting.leave()
+        return time.monotonic()
+
+    first, second = (outcome.values[0] for outcome in meet(f"tcp://127.0.0.1:{free_port()}", 2, work))
+    assert first > second - 0.2
+
+
+def test_a_rank_that_is_gone_does_not_hold_up_the_store() -> None:
+    start = time.monotonic()
+    meet(f"tcp://127.0.0.1:{free_port()}", 2, lambda rank, meeting: meeting.leave() if rank == 0 else None)
+    assert time.monotonic() - start < 6
 
 
 def test_ranks_that_resolved_the_same_run_agree() -> None:

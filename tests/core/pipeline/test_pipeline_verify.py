@@ -137,6 +137,13 @@ def test_dropping_repeating_or_moving_an_action_is_found(seed: int) -> None:
             verify(asked, broken)
 
 
+def test_a_recomputed_forward_holds_nothing_before_it_is_recomputed() -> None:
+    plan = verify(spec(1, 1, 3), lists(("F0.0 F1.0 F2.0 R0.0 B0.0 R1.0 I1.0 W1.0 R2.0 B2.0",)))
+    assert plan.peak_in_flight == (1,)
+    mixed = verify(spec(1, 1, 3), lists(("F0.0 F1.0 F2.0 R1.0 B1.0 B0.0 B2.0",)))
+    assert mixed.peak_in_flight == (3,)
+
+
 def test_peaks_are_counted_by_hand() -> None:
     plan = verify(spec(1, 1, 3), lists(("F0.0 F1.0 I0.0 F2.0 I1.0 W0.0 B2.0 W1.0",)))
     assert plan.peak_in_flight == (2,)

@@ -57,7 +57,7 @@ def test_a_distribution_that_does_not_offer_the_name_is_an_error_with_those_that
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_the_installed() -> None:
     assert refusal(Catalog((BUILT_IN, ACME)), "zigzga") == (
-        f"no installed plugin is schedule=zigzga (from {ORIGIN}); did you mean 'zigzag'?; installed: sequential, zigzag"
+        f"no installed plugin is schedule=zigzga (from {ORIGIN}); did you mean 'zigzag'? installed: sequential, zigzag"
     )
 
 
@@ -79,7 +79,7 @@ def test_an_unknown_kind_is_answered_with_the_nearest_and_all() -> None:
         choose(Catalog(()), "scheduler", "1f1b", ORIGIN)
     assert caught.value.exit_code == ExitCode.INPUT
     assert str(caught.value) == (
-        f"unknown kind 'scheduler' (from {ORIGIN}); did you mean 'schedule'?; the kinds are scaler, optimizer, "
+        f"unknown kind 'scheduler' (from {ORIGIN}); did you mean 'schedule'? the kinds are scaler, optimizer, "
         "schedule, parallel-layer, graph-capture, model, data, observer"
     )
 

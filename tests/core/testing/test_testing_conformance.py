@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run.errors import ExitCode, RunError
+from megatron_run.errors import ExitCode, InputError, Problems, RunError
 from megatron_run.registry.discover import Catalog
 from megatron_run.registry.scaffold import new
 from megatron_run.testing.conformance import Result, check
@@ -75,10 +75,19 @@ def test_a_package_is_checked_where_it_lies_and_forgotten(tmp_path: Path) -> Non
 def test_options_are_given_as_settings() -> None:
     (report,) = check("data=mock", ["data.vocab_size=7"])
     assert report.passed
-    (report,) = check("data=mock", ["data.vocab_size=1"])
-    assert [result.message for result in report.results if not result.passed] == [
-        "data.vocab_size=1: it must be at least 2 (from --set data.vocab_size)"
-    ]
+    with pytest.raises(Problems) as caught:
+        check("data=mock", ["data.vocab_size=1"])
+    assert str(caught.value) == "data.vocab_size=1: it must be at least 2 (from --set data.vocab_size)"
+
+
+def test_options_without_a_default_are_asked_for() -> None:
+    with pytest.raises(InputError) as caught:
+        check("model=gpt", ["model.num_layers=4"])
+    assert str(caught.value) == (
+        "model=gpt cannot be tried without model.hidden_size, model.num_heads: its options say no default; "
+        "add --set model.hidden_size=... --set model.num_heads=..."
+    )
+    assert caught.value.exit_code == ExitCode.INPUT
 
 
 @pytest.mark.parametrize(

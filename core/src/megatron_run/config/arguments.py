@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Mapping
 
 from megatron_run.config.layers import SEPARATORS, Layer, assign, plugin_words, text_node
-from megatron_run.config.origin import KIND_SECTIONS, Origin, Text, section_of
+from megatron_run.config.origin import Origin, Text, section_of
 from megatron_run.config.problems import Findings
 from megatron_run.config.request import ENVIRONMENT_PREFIX
-from megatron_run.contracts.plugin import KINDS
+from megatron_run.contracts.plugin import KINDS, check_kind
 from megatron_run.errors import InputError, did_you_mean
 
 #: A comma starts an option only where ``name=`` follows, so that lists are written bare.
@@ -30,7 +30,7 @@ def command_line_layer(sets: Iterable[str], plugins: Iterable[str], findings: Fi
             kind, equals, rest = text.partition("=")
             if not equals or not rest:
                 raise InputError(f"--plugin {text} names no plugin", fix="write --plugin KIND=NAME, as schedule=1f1b")
-            _plugin(layer, _kind(kind, origin), rest, origin)
+            _plugin(layer, check_kind(kind, str(origin)), rest, origin)
     return layer
 
 
@@ -59,17 +59,6 @@ def _set(layer: Layer, text: str, where: str, origin: Origin) -> None:
     if not equals or not all(parts):
         raise InputError(f"{text!r} is no KEY=VALUE", origin=where, fix="write as train.lr=1e-4")
     assign(layer, parts, text_node(value, origin))
-
-
-def _kind(word: str, origin: Origin) -> str:
-    kind = KIND_SECTIONS.get(section_of(word))
-    if kind is None:
-        raise InputError(
-            f"unknown kind {word!r}",
-            origin=str(origin),
-            fix="; ".join(filter(None, (did_you_mean(word, KINDS), f"the kinds are {', '.join(KINDS)}"))),
-        )
-    return kind
 
 
 def _plugin(layer: Layer, kind: str, text: str, origin: Origin) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from megatron_run.errors import InputError, advice, did_you_mean
+
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
@@ -23,6 +25,15 @@ KINDS: Mapping[str, int] = MappingProxyType(
         "observer": 1,
     }
 )
+
+
+def check_kind(word: str, origin: str) -> str:
+    """The kind that ``word`` names; ``parallel_layer`` is read as ``parallel-layer``. Raises :class:`InputError`."""
+    kind = word.replace("_", "-")
+    if kind not in KINDS:
+        listed = f"the kinds are {', '.join(KINDS)}"
+        raise InputError(f"unknown kind {word!r}", origin=origin, fix=advice(did_you_mean(kind, KINDS), listed))
+    return kind
 
 
 def entry_point_group(kind: str) -> str:

@@ -18,8 +18,9 @@ class Plan:
     ``order`` lists every action as ``(stage, index in its list)`` by simulated completion time, ties by stage. It is a
     linear extension of the action graph, hence one order in which all messages of all stages can be issued.
 
-    ``peak_in_flight`` is, per stage, the most (microbatch, chunk) pairs at once between F and the B or I that frees
-    them; ``peak_pending_weights`` the most between I and W. A forward-only plan holds nothing: both are 0.
+    ``peak_in_flight`` is, per stage, the most (microbatch, chunk) pairs at once between the F that makes their
+    activations (R, where the forward is recomputed) and the B or I that frees them; ``peak_pending_weights`` the most
+    between I and W. A forward-only plan holds nothing: both are 0.
 
     ``ascending`` says that each chunk accumulates its gradients in microbatch order, as sequential does: only then are
     gradients promised to be equal bit for bit.

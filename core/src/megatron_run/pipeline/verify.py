@@ -6,7 +6,7 @@ cycle. The rank is the pipeline rank, that is the stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from megatron_run.actions import Action, LayoutSpec, Op, Place, ScheduleSpec
@@ -73,8 +73,8 @@ def verify(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Plan:
         microbatches=spec.microbatches,
         lists=frozen,
         order=simulation.order,
-        peak_in_flight=tuple(_peak(actions, {"F": 1, "B": -1, "I": -1}) for actions in frozen),
-        peak_pending_weights=tuple(_peak(actions, {"I": 1, "W": -1}) for actions in frozen),
+        peak_in_flight=tuple(_peak(_held(actions)) for actions in frozen),
+        peak_pending_weights=tuple(_peak(_pending(actions)) for actions in frozen),
         ascending=all(_ascending(actions, ops) for actions in frozen for ops in ("BI", "BW")),
     )
 
@@ -183,9 +183,22 @@ def _awaited(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Callable[
     return awaited
 
 
-def _peak(actions: Iterable[Action], change: Mapping[str, int]) -> int:
-    """The highest running sum of ``change`` over the list."""
-    return max(accumulate(change.get(action.op, 0) for action in actions), default=0)
+def _held(actions: Sequence[Action]) -> Iterator[int]:
+    """What each action adds to the activations in flight; a forward that is recomputed keeps none: its R makes them."""
+    recomputed = {action[1:] for action in actions if action.op == "R"}
+    for action in actions:
+        makes = "R" if action[1:] in recomputed else "F"
+        yield 1 if action.op == makes else -1 if action.op in "BI" else 0
+
+
+def _pending(actions: Iterable[Action]) -> Iterator[int]:
+    """What each action adds to the weight gradients still to come."""
+    return ({"I": 1, "W": -1}.get(action.op, 0) for action in actions)
+
+
+def _peak(changes: Iterable[int]) -> int:
+    """The highest running sum."""
+    return max(accumulate(changes), default=0)
 
 
 def _ascending(actions: Sequence[Action], ops: str) -> bool:

@@ -8,10 +8,12 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
 from megatron_run import __version__
-from megatron_run.contracts.plugin import KINDS
-from megatron_run.errors import InputError, PluginError, did_you_mean
+from megatron_run.contracts.plugin import check_kind
+from megatron_run.errors import PluginError, advice, did_you_mean
 from megatron_run.registry.discover import KERNEL, Catalog, Entry
 from megatron_run.registry.known import known_plugin
+
+__all__ = ["check_kind", "choose", "kernel_problem"]
 
 
 def choose(catalog: Catalog, kind: str, word: str, origin: str) -> Entry:
@@ -32,18 +34,6 @@ def choose(catalog: Catalog, kind: str, word: str, origin: str) -> Entry:
             fix=f"install a version of {entry.distribution} made for {KERNEL} {__version__}",
         )
     return entry
-
-
-def check_kind(word: str, origin: str) -> str:
-    """The kind that ``word`` names; ``parallel_layer`` is read as ``parallel-layer``. Raises :class:`InputError`."""
-    kind = word.replace("_", "-")
-    if kind not in KINDS:
-        raise InputError(
-            f"unknown kind {word!r}",
-            origin=origin,
-            fix=_sentence(did_you_mean(kind, KINDS), f"the kinds are {', '.join(KINDS)}"),
-        )
-    return kind
 
 
 def kernel_problem(entry: Entry) -> str:
@@ -87,9 +77,7 @@ def _unknown_name(catalog: Catalog, kind: str, name: str, origin: str) -> Plugin
     known = known_plugin(kind, name)
     hint = known.how_to_get if known else did_you_mean(name, installed)
     listed = ", ".join(dict.fromkeys(installed)) or "none"
-    return PluginError(
-        f"no installed plugin is {kind}={name}", origin=origin, fix=_sentence(hint, f"installed: {listed}")
-    )
+    return PluginError(f"no installed plugin is {kind}={name}", origin=origin, fix=advice(hint, f"installed: {listed}"))
 
 
 def _wrong_distribution(kind: str, distribution: str, offers: tuple[Entry, ...], origin: str) -> PluginError:
@@ -113,7 +101,3 @@ def _ambiguous(offers: tuple[Entry, ...], origin: str) -> PluginError:
 
 def _typed(entry: Entry) -> str:
     return f"--plugin {entry.kind}={entry.distribution}:{entry.name}"
-
-
-def _sentence(*parts: str) -> str:
-    return "; ".join(part for part in parts if part)

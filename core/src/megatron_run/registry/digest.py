@@ -8,13 +8,30 @@ from pathlib import Path
 from types import ModuleType
 
 
+class SourceDigests:
+    """Fingerprints of modules; a package is read once, however many of its plugins are asked about."""
+
+    def __init__(self) -> None:
+        self._known: dict[ModuleType, str] = {}
+
+    def of(self, module: ModuleType) -> str:
+        """As :func:`source_digest`."""
+        package = _outermost_package(module)
+        if package not in self._known:
+            self._known[package] = _digest(package)
+        return self._known[package]
+
+
 def source_digest(module: ModuleType) -> str:
     """SHA-256 over the Python files of the package that ``module`` belongs to, or over its one file.
 
     The files are found through the imported module and not through the distribution's RECORD, which lists no sources
     when it is installed as editable. Names are part of the digest, relative to the package.
     """
-    package = _outermost_package(module)
+    return _digest(_outermost_package(module))
+
+
+def _digest(package: ModuleType) -> str:
     if not hasattr(package, "__path__"):
         return sha256(_bytes_of(package)).hexdigest()
     total = sha256()

@@ -17,7 +17,7 @@ from megatron_run import hookspecs
 from megatron_run.contracts.plugin import KINDS, entry_point_group
 from megatron_run.errors import PluginError
 from megatron_run.registry.difference import hook_difference, in_one_line, info_difference
-from megatron_run.registry.digest import source_digest
+from megatron_run.registry.digest import SourceDigests
 from megatron_run.registry.plugin import Plugin, factory_hook
 
 if TYPE_CHECKING:
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 __all__ = ["Plugin", "load", "only_kind", "register"]
 
 
-def load(entry: Entry, origin: str) -> Plugin:
+def load(entry: Entry, origin: str, digests: SourceDigests | None = None) -> Plugin:
     """Import the plugin of ``entry`` and check it; ``origin`` says why it was chosen.
 
+    Whoever loads several plugins hands in the same ``digests``, so that each package is read once.
     The kind of a single file may be left empty: it is that of its factory hook. Raises :class:`PluginError` naming
     plugin, distribution, version and what is wrong, with the whole cause chained; whatever the plugin raises while it
     is imported, ``SystemExit`` included, ends here.
@@ -58,7 +59,7 @@ def load(entry: Entry, origin: str) -> Plugin:
         version=entry.version,
         origin=origin,
         info=info,
-        digest=source_digest(module),
+        digest=(digests or SourceDigests()).of(module),
         location=getattr(module, "__file__", None) or entry.location,
         factory=factory,
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_run.errors import RunError
+from megatron_run.registry.digest import SourceDigests
 from megatron_run.registry.discover import Entry
 
 #: Seconds in which a child must have answered for all its plugins.
@@ -66,12 +67,12 @@ def _ask_child(entries: Sequence[Entry], timeout: float) -> tuple[list[dict[str,
     return [json.loads(line) for line in output.splitlines()], end
 
 
-def _answer(entry: Entry) -> dict[str, Any]:
+def _answer(entry: Entry, digests: SourceDigests) -> dict[str, Any]:
     from megatron_run.registry.describe import describe
     from megatron_run.registry.load import load
 
     try:
-        return {"description": asdict(describe(load(entry, "probe")))}
+        return {"description": asdict(describe(load(entry, "probe", digests)))}
     except RunError as error:
         return {"error": error.why or error.what}
 
@@ -80,8 +81,9 @@ def _serve() -> None:
     """The child's side."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what plugins print must not mix with the answers
+    digests = SourceDigests()
     for fields in json.load(sys.stdin):
-        answers.write(json.dumps(_answer(Entry(**fields))) + "\n")
+        answers.write(json.dumps(_answer(Entry(**fields), digests)) + "\n")
         answers.flush()
     os._exit(0)  # without waiting for threads that plugins may have left
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from string import Template
 
 from megatron_run import __version__
-from megatron_run.contracts.plugin import entry_point_group
+from megatron_run.contracts.plugin import check_kind, entry_point_group
 from megatron_run.errors import InputError
-from megatron_run.registry.choose import check_kind
 from megatron_run.registry.discover import Catalog, scan
 
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")

@@ -10,6 +10,7 @@ from megatron_run.config.problems import Findings
 from megatron_run.contracts.plugin import KINDS
 from megatron_run.errors import InputError, PluginError
 from megatron_run.registry.choose import choose
+from megatron_run.registry.digest import SourceDigests
 from megatron_run.registry.discover import Catalog
 from megatron_run.registry.load import Plugin, load
 from megatron_run.registry.objects import from_object
@@ -23,11 +24,12 @@ def choose_plugins(
 ) -> dict[str, tuple[Plugin, ...]]:
     """The plugins of every kind, loaded. A kind with a problem is left out, and the problem is in ``findings``."""
     given = _given(objects, findings)
+    digests = SourceDigests()
     chosen: dict[str, tuple[Plugin, ...]] = {}
     for kind in KINDS:
         replaced = kind in given and kind not in _ADDED
         choices = () if replaced else layer.choices.get(kind, ())
-        plugins = [_load(catalog, kind, choice, findings, notices) for choice in choices]
+        plugins = [_load(catalog, kind, choice, digests, findings, notices) for choice in choices]
         loaded = (*filter(None, plugins), *given.get(kind, ()))
         if loaded or kind == "observer":
             chosen[kind] = loaded
@@ -47,10 +49,12 @@ def _given(objects: Iterable[object], findings: Findings) -> dict[str, tuple[Plu
     return given
 
 
-def _load(catalog: Catalog, kind: str, choice: Choice, findings: Findings, notices: list[str]) -> Plugin | None:
+def _load(
+    catalog: Catalog, kind: str, choice: Choice, digests: SourceDigests, findings: Findings, notices: list[str]
+) -> Plugin | None:
     """The plugin of ``choice``; an observer that nobody asked for may be absent or broken, which is a notice."""
     try:
-        return load(choose(catalog, kind, choice.word, str(choice.origin)), str(choice.origin))
+        return load(choose(catalog, kind, choice.word, str(choice.origin)), str(choice.origin), digests)
     except PluginError as error:
         if kind == "observer" and choice.origin == DEFAULT:
             notices.append(f"{kind}={choice.word} is left out: {error.what}{'; ' + error.fix if error.fix else ''}")

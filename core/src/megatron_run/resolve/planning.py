@@ -10,7 +10,7 @@ from megatron_run.actions import LayoutSpec, Place, ScheduleSpec
 from megatron_run.batch_size import BatchSizes
 from megatron_run.config.schema import ParallelSection, TrainSection
 from megatron_run.contracts import Schedule
-from megatron_run.errors import PluginError, RunError
+from megatron_run.errors import InputError, PluginError, RunError, ScheduleError
 from megatron_run.learning_rate import LearningRate, WeightDecay
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.verify import check_layout, verify
@@ -35,8 +35,9 @@ def plan_run(
 ) -> tuple[tuple[Place, ...], dict[int, Plan]]:
     """Where each layer of ``model`` lives, and the verified plan of a step for each of ``counts`` microbatches.
 
-    Raises what the schedule raises, :class:`~megatron_run.errors.ScheduleError` when an answer is no legal layout or
-    plan, and :class:`~megatron_run.errors.PluginError` when it fails in any other way.
+    Raises :class:`~megatron_run.errors.InputError` when the layers do not divide or the schedule refuses the shape: both
+    are the user's to change. An answer that is no legal layout or plan is a :class:`~megatron_run.errors.ScheduleError`,
+    any other failure of the schedule a :class:`~megatron_run.errors.PluginError`.
     """
     made: Schedule = schedule.create()
     stages, chunks = parallel.pipeline, parallel.chunks
@@ -61,9 +62,11 @@ def _layers(model: Plugin) -> int:
 
 
 def _ask(plugin: Plugin, method: str, question: Callable[[], Answer]) -> Answer:
-    """What the schedule answers; anything it raises that is not for the user becomes an error that names it."""
+    """What the schedule answers. It may refuse what the user asks for; anything else it raises is its own failure."""
     try:
         return question()
+    except ScheduleError as refusal:
+        raise InputError(refusal.what, why=refusal.why, origin=refusal.origin, fix=refusal.fix) from refusal
     except RunError:
         raise
     except Exception as cause:

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from megatron_run.config.arguments import command_line_layer
 from megatron_run.config.origin import DEFAULT, Key, Value, section_of
 from megatron_run.config.problems import Findings
-from megatron_run.config.validate import validate
+from megatron_run.config.validate import fields_of, validate
 from megatron_run.contracts.plugin import KINDS, entry_point_group
 from megatron_run.errors import InputError, PluginError, RunError
 from megatron_run.registry.choose import choose
@@ -134,8 +134,8 @@ def _report(entry: Entry, values: Mapping[Key, Value]) -> Report:
         plugin = load(entry, "plugins check")
         name = str(plugin)
     if results[-1].passed:
+        plugin = plugin.with_options(_validated(plugin, values))
         with _recorded(results, "its factory makes an object of its kind"):
-            plugin = plugin.with_options(_validated(plugin, values))
             make(plugin)
     if results[-1].passed:
         for check in checks_for(plugin):
@@ -158,13 +158,25 @@ def _recorded(results: list[Result], name: str) -> Iterator[None]:
 
 
 def _validated(plugin: Plugin, values: Mapping[Key, Value]) -> BaseModel:
-    """The plugin's options, from the values of its kind's section; a model gets a vocabulary."""
+    """The plugin's options, from the values of its kind's section; a model gets a vocabulary.
+
+    Raises :class:`InputError` when one that it needs is not given, or one that is given cannot be.
+    """
     section = section_of(plugin.kind)
     mine = {key[1:]: value for key, value in values.items() if key[0] == section}
     if plugin.kind == "model":
         mine.setdefault(("vocab_size",), Value(_VOCABULARY, DEFAULT))
+    given = {key[0] for key in mine}
+    fields = fields_of(plugin.options_model)
+    missing = [f"{section}.{name}" for name, field in fields.items() if field.is_required() and name not in given]
+    if missing:
+        raise InputError(
+            f"{plugin} cannot be tried without {', '.join(missing)}",
+            why="its options say no default",
+            fix=f"add {' '.join(f'--set {key}=...' for key in missing)}",
+        )
     findings = Findings()
-    options = validate(plugin.options_model, (section,), mine, findings, fix_missing=f"{plugin} needs it")
+    options = validate(plugin.options_model, (section,), mine, findings)
     findings.settle()
     assert options is not None  # or there would have been a finding
     return options

@@ -1,4 +1,4 @@
-"""The conformance suite of each kind, as it is run on a plugin: a table that grows by one line a kind."""
+"""The conformance suite of each kind, as it is run on a plugin: a table with one line a kind."""
 
 from __future__ import annotations
 
@@ -47,6 +47,18 @@ def _model(plugin: Plugin) -> tuple[Check, ...]:
     return model_checks(lambda context, options: plugin.with_options(options).create(context=context), plugin.options)
 
 
+def _data(plugin: Plugin) -> tuple[Check, ...]:
+    from megatron_run.testing.data import data_checks
+
+    return data_checks(plugin.create())
+
+
+def _observer(plugin: Plugin) -> tuple[Check, ...]:
+    from megatron_run.testing.observer import observer_checks
+
+    return observer_checks(plugin.create)
+
+
 #: Kind -> what makes its checks from a plugin whose options are set. A suite is imported when it is first asked for.
 SUITES: Mapping[str, Callable[[Plugin], tuple[Check, ...]]] = MappingProxyType(
     {
@@ -56,11 +68,12 @@ SUITES: Mapping[str, Callable[[Plugin], tuple[Check, ...]]] = MappingProxyType(
         "parallel-layer": _parallel_layer,
         "model": _model,
         "graph-capture": _graph_capture,
+        "data": _data,
+        "observer": _observer,
     }
 )
 
 
 def checks_for(plugin: Plugin) -> tuple[Check, ...]:
-    """The checks of the plugin's kind; none for a kind that has no suite."""
-    suite = SUITES.get(plugin.kind)
-    return suite(plugin) if suite else ()
+    """The checks of the plugin's kind."""
+    return SUITES[plugin.kind](plugin)

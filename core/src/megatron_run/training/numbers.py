@@ -1,0 +1,104 @@
+"""The numbers of a step: on the device while it runs, on the host by one copy, then as observers see them."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_run.contracts import StepMetrics
+from megatron_run.training.device import peak_memory_gib
+
+if TYPE_CHECKING:
+    from megatron_run.contracts import Model
+    from megatron_run.metrics import Metrics
+    from megatron_run.resolve import ResolvedRun
+
+
+class StepNumbers(NamedTuple):
+    """While they are on the device.
+
+    ``sums`` [names, 2] are the metrics' (sum, weight); ``grad_norm`` (NaN when skipped), ``loss_scale`` and
+    ``found_inf`` are [1].
+    """
+
+    sums: Tensor
+    grad_norm: Tensor
+    loss_scale: Tensor
+    found_inf: Tensor
+
+    def to_host(self, metrics: Metrics) -> HostNumbers:
+        """Copy everything to the host at once."""
+        *flat, norm, scale, found_inf = torch.cat([number.flatten().double() for number in self]).tolist()
+        sums = [flat[index : index + 2] for index in range(0, len(flat), 2)]
+        return HostNumbers(metrics.means(sums), None if math.isnan(norm) else norm, scale, found_inf > 0)
+
+
+@dataclass(frozen=True)
+class HostNumbers:
+    """The same on the host; ``means`` by the names of the meters, those that nobody reported left out."""
+
+    means: dict[str, float]
+    grad_norm: float | None
+    loss_scale: float
+    skipped: bool
+
+
+@dataclass
+class Progress:
+    """What a run has done so far. ``scheduled`` samples moved the learning rate: those of skipped steps did not."""
+
+    step: int = 0
+    samples: int = 0
+    scheduled: int = 0
+    skipped_total: int = 0
+    skipped_in_a_row: int = 0
+
+    def count(self, batch: int, *, skipped: bool) -> None:
+        """One more step of ``batch`` samples is done."""
+        self.step += 1
+        self.samples += batch
+        self.scheduled += 0 if skipped else batch
+        self.skipped_total += int(skipped)
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What the host knows of a step by itself: its batch in samples, microbatches, learning rate and seconds."""
+
+    batch: int
+    microbatches: int
+    lr: float
+    seconds: float
+
+
+def step_metrics(
+    run: ResolvedRun, model: Model, progress: Progress, facts: StepFacts, numbers: HostNumbers, device: torch.device
+) -> StepMetrics:
+    """The numbers of the step that ``progress`` counted last, as observers see them."""
+    length = run.config.train.sequence_length
+    rate = facts.batch * length / facts.seconds
+    return StepMetrics(
+        step=progress.step,
+        time=time.time(),
+        samples=progress.samples,
+        tokens=progress.samples * length,
+        loss=numbers.means.get("lm"),
+        grad_norm=numbers.grad_norm,
+        lr=facts.lr,
+        loss_scale=numbers.loss_scale,
+        skipped=numbers.skipped,
+        skipped_total=progress.skipped_total,
+        microbatches=facts.microbatches,
+        step_time_s=facts.seconds,
+        tokens_per_s=rate,
+        tflops_per_device=rate * model.flops_per_token(length) / run.sizes.world / 1e12,
+        mfu=None,  # needs the device's measured peak, which is not known here
+        memory_peak_gib=peak_memory_gib(device),
+        extra={name: mean for name, mean in numbers.means.items() if name not in ("lm", "stop")},
+    )

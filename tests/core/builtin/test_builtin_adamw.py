@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from megatron_run.builtin.optimizer.adamw import AdamW, AdamWOptions
+from megatron_run.comm import Groups, create_groups
+from megatron_run.contracts import ChunkOut, Init, ParamInfo
+from megatron_run.gradients import main_grad
+from megatron_run.testing.optimizer import Bench
+from megatron_run.topology import Sizes, Topology
+from tests.support.ranks import run_ranks
+
+
+def test_updates_are_those_of_adamw_written_out() -> None:
+    """Loshchilov and Hutter 2019, algorithm 2, in float64: bias-corrected moments, decoupled decay."""
+    options = AdamWOptions(betas=(0.8, 0.95), eps=1e-6)
+    bench = Bench(lambda context: AdamW(context.groups, context.topology, options))
+    generator = torch.Generator().manual_seed(0)
+    expected = {name: p.detach().double().numpy() for name, p in (("weight", bench.weight), ("bias", bench.bias))}
+    first = {name: np.zeros_like(value) for name, value in expected.items()}
+    second = {name: np.zeros_like(value) for name, value in expected.items()}
+    for step in range(1, 11):
+        lr, decay = 0.1 / step, 0.3
+        grads = {"weight": torch.randn(5, 3, generator=generator), "bias": torch.randn(5, generator=generator)}
+        bench.reduce(grads["weight"], grads["bias"])
+        bench.update(lr, decay)
+        for name, value in expected.items():
+            gradient = grads[name].double().numpy()
+            first[name] = 0.8 * first[name] + 0.2 * gradient
+            second[name] = 0.95 * second[name] + 0.05 * gradient**2
+            step_size = (first[name] / (1 - 0.8**step)) / (np.sqrt(second[name] / (1 - 0.95**step)) + 1e-6)
+            expected[name] = value * (1 - lr * (decay if name == "weight" else 0.0)) - lr * step_size
+    np.testing.assert_allclose(bench.weight.detach().numpy(), expected["weight"], rtol=1e-5)
+    np.testing.assert_allclose(bench.bias.detach().numpy(), expected["bias"], rtol=1e-5)
+
+
+class Parts(nn.Module):
+    """Parameters without a forward: what the optimizer sees of a chunk."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.members = nn.ParameterList(nn.Parameter(torch.ones(size)) for size in sizes)
+
+    def forward(self, x: object, microbatch: object) -> ChunkOut:
+        raise AssertionError("an optimizer runs no chunk")
+
+    def segments(self) -> tuple[()]:
+        return ()
+
+
+def attached(groups: Groups, topology: Topology, *sizes: int, **info: object) -> tuple[AdamW, list[nn.Parameter]]:
+    chunk = Parts(*sizes)
+    parameters = list(chunk.members)
+    infos = {p: ParamInfo(f"p{i}", (), Init("ones"), decay=True, **info) for i, p in enumerate(parameters)}  # type: ignore[arg-type]
+    optimizer = AdamW(groups, topology, AdamWOptions())
+    optimizer.attach([chunk], [infos], grad_scale=1 / topology.sizes.data)
+    optimizer.zero_grad()
+    return optimizer, parameters
+
+
+def data_parallel(rank: int, world: int) -> dict[str, object]:
+    topology = Topology(Sizes(data=world), rank)
+    groups = create_groups(topology, timedelta(seconds=20))
+    big = 2**22  # fills a bucket, so that there are two
+    optimizer, (last, first) = attached(groups, topology, 8, big)
+    main_grad(first).fill_(float(rank))
+    main_grad(last).fill_(10.0 * (rank + 1))
+    optimizer.grad_ready(last)  # lies in the second bucket: it may not leave before the first
+    early = [optimizer._buckets.index(bucket) for bucket in optimizer._sent]
+    optimizer.grad_ready(first)
+    then = [optimizer._buckets.index(bucket) for bucket in optimizer._sent]
+    optimizer.finish_grad_sync()
+    means = main_grad(first)[0].item(), main_grad(last)[0].item()
+    norm = optimizer.clip_(0.0).item()
+    main_grad(last)[3] = math.inf if rank == 1 else 0.0
+    return {"early": early, "then": then, "means": means, "norm": norm, "inf": optimizer.unscale_(torch.ones(1)).item()}
+
+
+@pytest.mark.multiproc
+def test_data_parallel_ranks_average_in_a_fixed_sequence_and_agree_on_norm_and_overflow() -> None:
+    for seen in run_ranks(data_parallel, 2):
+        assert seen["early"] == []
+        assert seen["then"] == [0, 1]
+        assert seen["means"] == (0.5, 15.0)
+        assert seen["norm"] == pytest.approx(math.sqrt(2**22 * 0.25 + 8 * 225), rel=1e-6)
+        assert seen["inf"] > 0
+
+
+def tied_over_stages(rank: int, world: int) -> tuple[list[float], float]:
+    topology = Topology(Sizes(pipeline=world), rank)
+    groups = create_groups(topology, timedelta(seconds=20))
+    counted = rank == 0
+    optimizer, (tied,) = attached(groups, topology, 4, tie="embedding", partial_over="tie", counted=counted)
+    main_grad(tied).fill_(rank + 1.0)
+    optimizer.start_grad_sync(0)
+    optimizer.finish_grad_sync()
+    return main_grad(tied).tolist(), optimizer.clip_(0.0).item()
+
+
+@pytest.mark.multiproc
+def test_tied_copies_are_summed_over_their_stages_and_counted_once() -> None:
+    assert run_ranks(tied_over_stages, 2) == [([3.0] * 4, 6.0), ([3.0] * 4, 6.0)]

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_run.contracts import GraphCapture, Microbatch, Region, Segment
+from megatron_run.rng import RandomStreams
+from megatron_run.segments import SegmentRunner
+
+
+def segment(
+    name: str, fn: Any, inputs: str, outputs: str, index: int = 0, params: tuple[Parameter, ...] = ()
+) -> Segment:
+    return Segment(name, 0, index, fn, tuple(inputs.split()), tuple(outputs.split()), params)
+
+
+def runner() -> SegmentRunner:
+    return SegmentRunner(RandomStreams(1, torch.device("cpu")))
+
+
+def test_segments_read_and_write_the_environment_in_order() -> None:
+    segments = [
+        segment("double", lambda x: x * 2, "x", "y"),
+        segment("both", lambda x, y: (x + y, y - x), "x y", "x z", index=1),
+    ]
+    environment = {"x": torch.tensor(3.0)}
+    runner().run(segments, Microbatch(0, 1, 0, {}), environment)
+    assert {name: value.item() for name, value in environment.items()} == {"x": 9.0, "y": 6.0, "z": 3.0}
+
+
+def test_parameters_are_made_ready_before_each_segment_that_reads_them() -> None:
+    parameter, ready = Parameter(torch.zeros(1)), list[str]()
+
+    def ensure(parameters: Iterable[Parameter]) -> None:
+        for each in parameters:
+            each.data.add_(1)
+            ready.append("ready")
+
+    run = runner()
+    run.read_parameters_after(ensure)
+    environment = {"x": torch.tensor([1.0])}
+    run.run(
+        [segment("a", lambda x: x + parameter, "x", "x", params=(parameter,))], Microbatch(0, 1, 0, {}), environment
+    )
+    assert ready == ["ready"]
+    assert environment["x"].item() == 2.0
+
+
+def test_the_random_stream_depends_on_the_segment_and_not_on_what_ran_before() -> None:
+    draws: list[Tensor] = []
+
+    def noise(x: Tensor) -> Tensor:
+        draws.append(torch.rand(2))
+        return x
+
+    noisy = [segment("a", noise, "x", "x", index=0), segment("b", noise, "x", "x", index=1)]
+    for part in (noisy, noisy[1:]):
+        runner().run(part, Microbatch(0, 1, 0, {}), {"x": torch.zeros(1)})
+    first, second, again = draws
+    assert not torch.equal(first, second)
+    assert torch.equal(second, again)
+
+
+class Fused(GraphCapture):
+    """Replays a region of two segments as one function."""
+
+    def regions(self, chunks: Any) -> list[Region]:
+        return [Region(0, tuple(chunks[0][:2]))]
+
+    def capture(self, regions: Any, actions: Any) -> None:
+        assert regions
+
+    def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return (tensors[0] * 100,)
+
+    def invalidate(self, reason: str) -> None:
+        assert reason
+
+
+def test_a_region_replays_its_segments_as_one_in_training_only() -> None:
+    segments = [segment(name, lambda x: x + 1, "x", "x", index=i) for i, name in enumerate("abc")]
+    run, capture = runner(), Fused()
+    run.replay_with(capture, capture.regions([segments]))
+    results = {}
+    for train in (True, False):
+        environment = {"x": torch.tensor(1.0)}
+        run.run(segments, Microbatch(0, 1, 0, {}, train=train), environment)
+        results[train] = environment["x"].item()
+    assert results == {True: 101.0, False: 4.0}

@@ -1,0 +1,192 @@
+"""What a training run promises beyond its losses: determinism, skips, guards, ramp-up, stopping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_run.batch_size import BatchSizes
+from megatron_run.contracts import EvalMetrics, Observer, StepMetrics
+from megatron_run.errors import DataError, ExitCode, GuardError, InputError
+from megatron_run.gradients import main_grad
+from megatron_run.learning_rate import LearningRate
+from megatron_run.resolve import load_config
+from megatron_run.run_folder import RunFolder
+from megatron_run.trainer import Trainer
+from megatron_run.training.build import build
+from megatron_run.training.observing import Observers
+from megatron_run.world import StopRequest, World
+
+
+class Watch(Observer):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepMetrics] = []
+        self.evaluations: list[EvalMetrics] = []
+        self.texts: list[str] = []
+        self.after_step: Callable[[], object] = lambda: None
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        self.steps.append(metrics)
+        self.after_step()
+
+    def on_eval_end(self, metrics: EvalMetrics) -> None:
+        self.evaluations.append(metrics)
+
+    def on_sample(self, text: str) -> None:
+        self.texts.append(text)
+
+
+class Bench:
+    """A tiny run in this process, with everything at hand."""
+
+    def __init__(self, folder: Path, *sets: str) -> None:
+        self.run = load_config("preset:tiny", sets=("train.lr_warmup=0", *sets))
+        self.assembly, self.stop, self.watch = build(self.run, World()), StopRequest(), Watch()
+        self.trainer = Trainer(self.run, self.assembly, RunFolder(folder, 1), self.stop)
+
+    def train(self) -> ExitCode:
+        return self.trainer.train(Observers([("watch", self.watch)], mock.Mock()))
+
+    def weights(self) -> torch.Tensor:
+        parameters = [p for infos in self.assembly.infos for p in infos]
+        return torch.cat([p.detach().flatten().clone() for p in parameters])
+
+    def spoil(self, value: float, steps: set[int]) -> None:
+        """Plant ``value`` into one gradient of these steps."""
+        unscale, seen = self.assembly.optimizer.unscale_, SimpleNamespace(step=0)
+        victim = next(iter(self.assembly.infos[0]))
+
+        def spoiled(factor: torch.Tensor) -> torch.Tensor:
+            seen.step += 1
+            if seen.step in steps:
+                main_grad(victim).view(-1)[3] = value
+            return unscale(factor)
+
+        cast("Any", self.assembly.optimizer).unscale_ = spoiled
+
+
+def test_two_runs_of_one_configuration_give_identical_numbers(tmp_path: Path) -> None:
+    first, second = (Bench(tmp_path, "model.dropout=0.1", "train.steps=5") for _ in range(2))
+    first.train()
+    second.train()
+    for one, other in zip(first.watch.steps, second.watch.steps, strict=True):
+        assert (one.loss, one.grad_norm, one.lr, one.samples) == (other.loss, other.grad_norm, other.lr, other.samples)
+    assert first.watch.evaluations == second.watch.evaluations
+
+
+def test_another_seed_gives_other_losses(tmp_path: Path) -> None:
+    losses = []
+    for seed in (1, 2):
+        bench = Bench(tmp_path, f"train.seed={seed}", "train.steps=1")
+        bench.train()
+        losses.append(bench.watch.steps[0].loss)
+    assert losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_non_finite_gradient_skips_the_step_and_the_learning_rate_waits(tmp_path: Path, value: float) -> None:
+    bench = Bench(tmp_path, "train.steps=4")
+    bench.spoil(value, {2})
+    before: list[torch.Tensor] = []
+    bench.watch.after_step = lambda: before.append(bench.weights())
+    bench.train()
+    steps = bench.watch.steps
+    assert [m.skipped for m in steps] == [False, True, False, False]
+    assert [m.skipped_total for m in steps] == [0, 1, 1, 1]
+    assert steps[1].grad_norm is None
+    assert torch.equal(before[0], before[1])
+    assert not torch.equal(before[1], before[2])
+    rate = LearningRate.from_config(bench.run.config.train)
+    assert [m.lr for m in steps] == [rate.at(samples) for samples in (0, 8, 8, 16)]
+    assert [m.samples for m in steps] == [8, 16, 24, 32]
+
+
+def test_skips_in_a_row_stop_the_run_with_advice(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "train.steps=9", "train.max_skips=3")
+    bench.spoil(float("nan"), {2, 4, 5, 6})
+    with pytest.raises(GuardError, match=r"3 steps in a row were skipped.*last at step 6.*lower train.lr") as caught:
+        bench.train()
+    assert caught.value.exit_code == 6
+    assert len(bench.watch.steps) == 6
+
+
+def test_the_batch_ramps_up_and_the_data_goes_on_without_a_gap(tmp_path: Path) -> None:
+    ramp = ("train.ramp_up.start=2", "train.ramp_up.increment=2", "train.ramp_up.samples=12")
+    bench = Bench(tmp_path, "train.steps=6", *ramp)
+    read: list[int] = []
+    training = bench.trainer._feed.training
+
+    def watched(dataset: Any, step: int, consumed: int) -> Any:
+        read.append(consumed)
+        return training(dataset, step, consumed)
+
+    cast("Any", bench.trainer._feed).training = watched
+    bench.train()
+    sizes = BatchSizes(bench.run.config.train, 1)
+    assert [m.microbatches for m in bench.watch.steps] == [1, 1, 2, 3, 4, 4]
+    assert read == [sizes.consumed_at(step) for step in range(6)]
+    assert bench.watch.steps[-1].samples == sizes.consumed_at(6)
+
+
+def test_a_request_to_stop_ends_after_the_step_with_its_code(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "train.steps=9")
+    bench.stop.stop(ExitCode.SIGTERM)
+    assert bench.train() is ExitCode.SIGTERM
+    assert len(bench.watch.steps) == 1
+
+
+def test_evaluation_comes_at_its_interval_and_at_the_end_and_changes_nothing(tmp_path: Path) -> None:
+    often, never = (Bench(tmp_path, "train.steps=5", f"eval.interval={interval}") for interval in (2, 0))
+    often.train()
+    never.train()
+    assert [e.step for e in often.watch.evaluations] == [2, 4, 5]
+    assert [e.step for e in never.watch.evaluations] == [5]
+    assert often.watch.evaluations[-1] == never.watch.evaluations[-1]
+    assert [m.loss for m in often.watch.steps] == [m.loss for m in never.watch.steps]
+
+
+def test_evaluation_is_the_mean_over_its_samples_by_the_bare_model(tmp_path: Path) -> None:
+    from megatron_run.contracts import Microbatch
+
+    bench = Bench(tmp_path, "train.steps=1", "model.dropout=0.3")
+    (evaluation,) = (bench.train(), bench.watch.evaluations)[1]
+    dataset = bench.assembly.data.dataset("validation", 32, 1234)
+    (chunk,) = bench.assembly.chunks
+    chunk.train(False)
+    total = 0.0
+    for index in bench.trainer.validation_samples:
+        fields = {name: torch.as_tensor(value)[None] for name, value in dataset[index].items()}
+        with torch.no_grad():
+            total += chunk(None, Microbatch(0, 0, 0, fields, train=False)).losses["lm"][0].item()
+    assert evaluation.tokens == 32 * len(bench.trainer.validation_samples) == 32 * 2 * 8
+    assert evaluation.loss == pytest.approx(total / evaluation.tokens, abs=1e-5)
+
+
+def test_a_validation_split_without_one_microbatch_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"the validation split has 1 samples, one microbatch takes 2"):
+        Bench(tmp_path, "data.samples=1")
+
+
+def test_a_vocabulary_smaller_than_the_datas_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"model.vocab_size=100 is smaller than the data's vocabulary of 128"):
+        Bench(tmp_path, "model.vocab_size=100")
+
+
+def test_a_sample_of_text_continues_the_prompt(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("def f(): pass\n" * 200)
+    sets = ("data.use=text", f"data.paths={tmp_path / 'a.txt'}", "eval.sample=12", "eval.prompt=def ", "train.steps=1")
+    bench, again = Bench(tmp_path, *sets), Bench(tmp_path, *sets)
+    bench.train()
+    again.train()
+    (text,) = bench.watch.texts
+    assert text.startswith("def ")
+    assert len(text.encode(errors="surrogateescape")) > 4
+    assert again.watch.texts == [text]

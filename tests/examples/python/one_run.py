@@ -1,0 +1,14 @@
+"""One run, and the numbers it leaves behind."""
+
+import json
+from pathlib import Path
+
+from megatron_run import load_config, train
+
+run = load_config("preset:tiny", sets={"train.lr": 2e-3})
+print(run)  # what --dry-run prints: plugins, ranks, one step drawn
+train(run)
+
+lines = Path("runs/latest/eval.jsonl").read_text().splitlines()
+for line in map(json.loads, lines):
+    print(f"validation loss {line['loss']:.3f} after {line['step']} steps")
