@@ -60,9 +60,11 @@ $(DEV): $(RUNTIME)
 format: $(DEV)
 	$(PY) -m ruff check -q --fix .
 	$(PY) -m ruff format -q .
-# Brings the files that pages quote up to date.
+# Brings what pages show up to date: quoted files, the reference of the configuration, what commands print.
 docs: $(DEV)
 	$(PY) -m tests.support.quoted
+	$(PY) -m tests.support.key_tables
+	$(PY) -m tests.support.consoles
 wheels: $(DEV)
 	rm -rf dist
 	MEGATRON_RUN_RELEASE=1 $(PIP) wheel --no-deps --no-build-isolation -w dist . $(addprefix ./,$(MEMBERS))

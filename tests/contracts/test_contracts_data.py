@@ -1,4 +1,4 @@
-"""Every installed source of samples keeps the contract, and the suite notices one that does not."""
+"""The suite of kind data notices a source that breaks the contract."""
 
 from __future__ import annotations
 
@@ -9,23 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_run.contracts import Dataset, DataSource, Split
-from megatron_run.registry.discover import scan
-from megatron_run.registry.load import load
-from megatron_run.testing.check import Check, CheckFailed
 from megatron_run.testing.data import data_checks
-
-
-def installed() -> list[Any]:
-    found = []
-    for entry in scan().of_kind("data"):
-        source = load(entry, "the conformance suite").create()
-        found += [pytest.param(check, id=f"{entry.name}: {check.name}") for check in data_checks(source)]
-    return found
-
-
-@pytest.mark.parametrize("check", installed())
-def test_installed_data_conforms(check: Check) -> None:
-    check.run()
+from tests.support.conformance import failures
 
 
 class Counting(DataSource):
@@ -88,18 +73,8 @@ class Overflowing(Counting):
         return [8]
 
 
-def outcomes(source: DataSource) -> dict[str, str]:
-    found = {}
-    for check in data_checks(source):
-        try:
-            check.run()
-        except CheckFailed as failure:
-            found[check.name] = str(failure)
-    return found
-
-
 def test_a_source_that_conforms_passes_every_check() -> None:
-    assert outcomes(Counting()) == {}
+    assert failures(data_checks(Counting())) == {}
 
 
 @pytest.mark.parametrize(
@@ -118,4 +93,4 @@ def test_a_source_that_conforms_passes_every_check() -> None:
     ids=lambda value: type(value).__name__ if isinstance(value, DataSource) else None,
 )
 def test_the_suite_notices_a_broken_source(source: DataSource, name: str, message: str) -> None:
-    assert message in outcomes(source)[name]
+    assert message in failures(data_checks(source))[name]

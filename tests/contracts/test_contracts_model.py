@@ -1,73 +1,25 @@
-"""Every installed model conforms, and the suite sees what a wrong one does."""
+"""The suite of kind model sees what a wrong one does."""
 
+import re
 from dataclasses import replace
-from importlib.metadata import EntryPoint, entry_points
 
-import pluggy
 import pytest
 import torch
-from pydantic import BaseModel
 from torch import nn
 
-from megatron_run import hookspecs
 from megatron_run.actions import Place
 from megatron_run.builtin.model.gpt import Gpt, GptOptions
 from megatron_run.contracts import (
     Boundary,
-    BuildContext,
     Chunk,
     ChunkOut,
     Microbatch,
-    Model,
     ParallelLayers,
-    entry_point_group,
 )
-from megatron_run.testing.check import Check, CheckFailed
 from megatron_run.testing.model import model_checks
+from tests.support.conformance import SMALL, failures
 
-INSTALLED = sorted(entry_points(group=entry_point_group("model")), key=lambda entry: entry.name)
-DEFAULTS: dict[str, dict[str, object]] = {"defaults": {}}
-SMALL = {"num_layers": 4, "hidden_size": 16, "num_heads": 4, "vocab_size": 61}
-#: Options that make other networks of one plugin, tried besides its defaults.
-VARIANTS: dict[str, dict[str, dict[str, object]]] = {
-    "gpt": {
-        "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "bias": False},
-        "untied, three layers": {"tie_embeddings": False, "num_layers": 3},
-    }
-}
-
-
-def checks_of(entry: EntryPoint, variant: dict[str, object]) -> tuple[Check, ...]:
-    """The suite on a small network of the plugin."""
-    hooks = pluggy.PluginManager("megatron_run")
-    hooks.add_hookspecs(hookspecs)
-    hooks.register(entry.load(), name=f"model={entry.name}")
-    info = hooks.hook.megatron_run_plugin_info()
-    assert (info.kind, info.name) == ("model", entry.name)
-
-    def create(context: BuildContext, options: BaseModel) -> Model:
-        model = hooks.hook.megatron_run_create_model(context=context, options=options)
-        assert isinstance(model, Model)
-        return model
-
-    return model_checks(create, info.options.model_validate({**SMALL, **variant}))
-
-
-CASES = [
-    pytest.param(check, id=f"{entry.name}, {name}: {check.name}")
-    for entry in INSTALLED
-    for name, variant in (DEFAULTS | VARIANTS.get(entry.name, {})).items()
-    for check in checks_of(entry, variant)
-]
-
-
-@pytest.mark.parametrize("check", CASES)
-def test_an_installed_model_conforms(check: Check) -> None:
-    check.run()
-
-
-def test_the_built_in_model_is_installed() -> None:
-    assert "gpt" in {entry.name for entry in INSTALLED}
+OPTIONS = GptOptions.model_validate(SMALL["model"])
 
 
 class WrongBoundary(Gpt):
@@ -145,7 +97,5 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
 def test_the_suite_sees_a_wrong_model(wrong: type[Gpt]) -> None:
     name, message = WRONG[wrong]
-    options = GptOptions.model_validate(SMALL)
-    checks = {check.name: check for check in model_checks(lambda context, _: wrong(context, options), options)}
-    with pytest.raises(CheckFailed, match=message):
-        checks[name].run()
+    checks = model_checks(lambda context, _: wrong(context, OPTIONS), OPTIONS)
+    assert re.search(message, failures(check for check in checks if check.name == name)[name])

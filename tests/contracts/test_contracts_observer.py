@@ -1,31 +1,15 @@
-"""Every installed observer keeps the contract, and the suite notices one that does not."""
+"""The suite of kind observer notices one that breaks the contract."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_run.contracts import EvalMetrics, Observer, RunSummary, StepMetrics
-from megatron_run.registry.discover import scan
-from megatron_run.registry.load import load
-from megatron_run.testing.check import Check, CheckFailed
 from megatron_run.testing.observer import Make, observer_checks
-
-
-def installed() -> list[Any]:
-    found = []
-    for entry in scan().of_kind("observer"):
-        make = load(entry, "the conformance suite").create
-        found += [pytest.param(check, id=f"{entry.name}: {check.name}") for check in observer_checks(make)]
-    return found
-
-
-@pytest.mark.parametrize("check", installed())
-def test_installed_observer_conforms(check: Check) -> None:
-    check.run()
+from tests.support.conformance import failures
 
 
 class NeedsALoss(Observer):
@@ -60,18 +44,8 @@ class Draws(Observer):
         random.random()
 
 
-def outcomes(make: Make) -> dict[str, str]:
-    found = {}
-    for check in observer_checks(make):
-        try:
-            check.run()
-        except CheckFailed as failure:
-            found[check.name] = str(failure)
-    return found
-
-
 def test_an_observer_that_does_nothing_conforms() -> None:
-    assert outcomes(Observer) == {}
+    assert failures(observer_checks(Observer)) == {}
 
 
 @pytest.mark.parametrize(
@@ -85,4 +59,4 @@ def test_an_observer_that_does_nothing_conforms() -> None:
     ],
 )
 def test_the_suite_notices_a_broken_observer(make: Make, name: str, message: str) -> None:
-    assert message in outcomes(make)[name]
+    assert message in failures(observer_checks(make))[name]

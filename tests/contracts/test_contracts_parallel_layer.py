@@ -1,50 +1,15 @@
-"""Every installed factory of layers conforms, and the suite sees what a wrong one does."""
+"""The suite of kind parallel-layer sees what a wrong factory of layers does."""
 
-from importlib.metadata import EntryPoint, entry_points
 from typing import Literal
 
-import pluggy
 import pytest
 import torch
 from torch import nn
 
-from megatron_run import hookspecs
 from megatron_run.builtin.parallel_layer.dense import DenseLayers
-from megatron_run.contracts import AttentionShape, BuildContext, Init, ParallelLayers, StackedLayers, entry_point_group
-from megatron_run.testing.check import Check, CheckFailed
-from megatron_run.testing.parallel_layer import CreateLayers, parallel_layer_checks
-
-INSTALLED = sorted(entry_points(group=entry_point_group("parallel-layer")), key=lambda entry: entry.name)
-
-
-def maker(entry: EntryPoint) -> CreateLayers:
-    """The plugin's factory with its default options, stacked on the dense layers."""
-    hooks = pluggy.PluginManager("megatron_run")
-    hooks.add_hookspecs(hookspecs)
-    hooks.register(entry.load(), name=f"parallel-layer={entry.name}")
-    info = hooks.hook.megatron_run_plugin_info()
-    assert (info.kind, info.name) == ("parallel-layer", entry.name)
-
-    def create(context: BuildContext) -> ParallelLayers:
-        layers = hooks.hook.megatron_run_create_parallel_layer(
-            context=context, options=info.options() if info.options else None, base=DenseLayers(context)
-        )
-        assert isinstance(layers, ParallelLayers)
-        return layers
-
-    return create
-
-
-CASES = [(entry, check) for entry in INSTALLED for check in parallel_layer_checks(maker(entry))]
-
-
-@pytest.mark.parametrize("check", [pytest.param(check, id=f"{entry.name}: {check.name}") for entry, check in CASES])
-def test_installed_layers_conform(check: Check) -> None:
-    check.run()
-
-
-def test_the_built_in_layers_are_installed() -> None:
-    assert "dense" in {entry.name for entry in INSTALLED}
+from megatron_run.contracts import AttentionShape, Init, StackedLayers
+from megatron_run.testing.parallel_layer import parallel_layer_checks
+from tests.support.conformance import failures
 
 
 class WrongEps(StackedLayers):
@@ -108,6 +73,5 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
 def test_the_suite_sees_a_wrong_layer(wrong: type[StackedLayers]) -> None:
     name, message = WRONG[wrong]
-    checks = {check.name: check for check in parallel_layer_checks(lambda context: wrong(DenseLayers(context)))}
-    with pytest.raises(CheckFailed, match=message):
-        checks[name].run()
+    checks = parallel_layer_checks(lambda context: wrong(DenseLayers(context)))
+    assert message in failures(check for check in checks if check.name == name)[name]

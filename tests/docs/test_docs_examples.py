@@ -11,7 +11,7 @@ import pytest
 from megatron_run.config.request import Request
 from megatron_run.contracts import KINDS
 from megatron_run.errors import ExitCode
-from megatron_run.launch.start import train_in_process
+from megatron_run.launch import train
 from megatron_run.resolve import resolve
 from megatron_run.testing.conformance import check
 from tests.support.checkout import ROOT
@@ -56,7 +56,7 @@ def test_all_eight_train_together(tmp_path: Path) -> None:
         "observer": ["jsonl"],
     }
     run = resolve(Request(configs=(config,), plugins=(layers, *others)))
-    assert train_in_process(run).code is ExitCode.DONE
+    assert train(run).code is ExitCode.DONE
 
     lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     losses = [json.loads(line)["loss"] for line in lines]

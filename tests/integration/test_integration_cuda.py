@@ -9,7 +9,7 @@ import pytest
 
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode
-from megatron_run.launch.start import train_in_process
+from megatron_run.launch import train
 from megatron_run.resolve import resolve
 
 
@@ -17,7 +17,7 @@ def losses(folder: Path, device: str) -> list[float]:
     """The losses of 20 steps of the toy preset on ``device``."""
     sets = (f"run.folder={folder}", f"run.device={device}", "observer.use=jsonl")
     run = resolve(Request(configs=("preset:tiny",), sets=sets))
-    assert train_in_process(run).code is ExitCode.DONE
+    assert train(run).code is ExitCode.DONE
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["loss"] for line in lines]
 

@@ -1,4 +1,4 @@
-"""Keeps the lowest validation loss in the run folder."""
+"""Notes each new lowest validation loss in the run folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class Best(Observer):
     def on_eval_end(self, metrics: EvalMetrics) -> None:
         if metrics.loss < self.best:
             self.best = metrics.loss
-            self._file.write_text(f"{metrics.loss} at step {metrics.step}\n", encoding="utf-8")
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(f"{metrics.loss} at step {metrics.step}\n")
 
 
 @hookimpl

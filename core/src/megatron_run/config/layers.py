@@ -42,7 +42,8 @@ class Layer:
     def put(self, key: Key, data: Any, origin: Origin) -> None:
         """Set a leaf. Raises :class:`InputError` when this layer has it already."""
         if key in self.values:
-            raise InputError(f"{dotted(key)} is given twice", origin=f"{self.values[key].origin} and {origin}")
+            origins = dict.fromkeys((str(self.values[key].origin), str(origin)))
+            raise InputError(f"{dotted(key)} is given twice", origin=" and ".join(origins), fix="keep one")
         self.values[key] = Value(data, origin)
 
     def choose(self, kind: str, words: tuple[str, ...], origin: Origin, *, add: bool = False) -> None:

@@ -53,7 +53,8 @@ def _from_file(kind: str, word: str, origin: str) -> Entry:
     path = Path(word).expanduser().resolve()
     if not path.is_file():
         why = "it is a folder" if path.is_dir() else f"there is no {path}"
-        raise PluginError(f"the plugin file {word} cannot be read", why=why, origin=origin)
+        fix = f"write {kind}=NAME, or the path of a Python file"
+        raise PluginError(f"the plugin file {word} cannot be read", why=why, origin=origin, fix=fix)
     return Entry(kind, path.stem, str(path), location=str(path))
 
 

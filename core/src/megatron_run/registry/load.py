@@ -49,9 +49,12 @@ def load(entry: Entry, origin: str, digests: SourceDigests | None = None) -> Plu
             origin=origin,
             fix="choose another plugin, or see the whole cause with --debug",
         ) from cause
-    info, factory = register(
-        holder, entry.kind or only_kind(holder), entry.name, entry.source, any_name=entry.file is not None
-    )
+    try:
+        kind = entry.kind or only_kind(holder)
+        info, factory = register(holder, kind, entry.name, entry.source, any_name=entry.file is not None)
+    except PluginError as error:
+        error.origin = error.origin or origin
+        raise
     return Plugin(
         kind=info.kind,
         name=entry.name,
@@ -115,7 +118,11 @@ def _ask_info(manager: pluggy.PluginManager, kind: str, name: str, source: str) 
 
 
 def _differs(kind: str, name: str, source: str, difference: str) -> PluginError:
-    return PluginError(f"plugin {kind}={name} of {source} breaks its contract", why=difference)
+    return PluginError(
+        f"plugin {kind}={name} of {source} breaks its contract",
+        why=difference,
+        fix=f"choose another {kind}, or correct this one",
+    )
 
 
 def _missing(holder: object, hook: str) -> str:

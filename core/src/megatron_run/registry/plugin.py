@@ -97,18 +97,27 @@ class Plugin:
         ``arguments`` are those of the hook (``context``, ``base``) besides the options. Raises :class:`PluginError`
         naming plugin, hook and difference; a :class:`RunError` of the plugin's own passes unchanged.
         """
-        options = self._default_options() if self.options is None else self.options
+        options, hook = self._default_options() if self.options is None else self.options, factory_hook(self.kind)
         try:
             made = self.factory(options=options, **arguments)
         except (RunError, KeyboardInterrupt):
             raise
         except BaseException as cause:
-            raise self._broken(in_one_line(cause)) from cause
+            raise self.failed(hook, in_one_line(cause)) from cause
         contract = CONTRACTS[self.kind]
         if not isinstance(made, contract):
             wanted = f"megatron_run.contracts.{contract.__name__}"
-            raise self._broken(f"it returned {said_type(made)}, and must return a {wanted}")
+            raise self.failed(hook, f"it returned {said_type(made)}, and must return a {wanted}")
         return made
+
+    def failed(self, what: str, why: str) -> PluginError:
+        """The error of ``what`` this plugin did: a hook or a method of its object."""
+        return PluginError(
+            f"plugin {self} of {self.source}: {what} failed",
+            why=why,
+            origin=self.origin,
+            fix=f"choose another {self.kind}, or see the whole cause with --debug",
+        )
 
     def _default_options(self) -> BaseModel:
         try:
@@ -116,6 +125,3 @@ class Plugin:
         except ValidationError as cause:
             missing = ", ".join(str(error["loc"][0]) for error in cause.errors())
             raise PluginError(f"plugin {self} cannot be made without the options {missing}") from cause
-
-    def _broken(self, why: str) -> PluginError:
-        return PluginError(f"plugin {self} of {self.source}: {factory_hook(self.kind)} failed", why=why)

@@ -14,6 +14,7 @@ from megatron_run.errors import InputError, PluginError, RunError, ScheduleError
 from megatron_run.learning_rate import LearningRate, WeightDecay
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.verify import check_layout, verify
+from megatron_run.registry.difference import in_one_line
 from megatron_run.registry.load import Plugin
 
 Answer = TypeVar("Answer")
@@ -35,9 +36,9 @@ def plan_run(
 ) -> tuple[tuple[Place, ...], dict[int, Plan]]:
     """Where each layer of ``model`` lives, and the verified plan of a step for each of ``counts`` microbatches.
 
-    Raises :class:`~megatron_run.errors.InputError` when the layers do not divide or the schedule refuses the shape: both
-    are the user's to change. An answer that is no legal layout or plan is a :class:`~megatron_run.errors.ScheduleError`,
-    any other failure of the schedule a :class:`~megatron_run.errors.PluginError`.
+    Raises :class:`~megatron_run.errors.InputError` when the layers do not divide or the schedule refuses the shape: the
+    user changes either. An answer that is no legal layout or plan is a :class:`~megatron_run.errors.ScheduleError`, any
+    other failure of the schedule a :class:`~megatron_run.errors.PluginError`.
     """
     made: Schedule = schedule.create()
     stages, chunks = parallel.pipeline, parallel.chunks
@@ -70,5 +71,4 @@ def _ask(plugin: Plugin, method: str, question: Callable[[], Answer]) -> Answer:
     except RunError:
         raise
     except Exception as cause:
-        why = f"{type(cause).__name__}: {cause}"
-        raise PluginError(f"plugin {plugin} of {plugin.source}: {method} failed", why=why) from cause
+        raise plugin.failed(method, in_one_line(cause)) from cause

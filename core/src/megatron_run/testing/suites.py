@@ -66,8 +66,8 @@ SUITES: Mapping[str, Callable[[Plugin], tuple[Check, ...]]] = MappingProxyType(
         "optimizer": _optimizer,
         "schedule": _schedule,
         "parallel-layer": _parallel_layer,
-        "model": _model,
         "graph-capture": _graph_capture,
+        "model": _model,
         "data": _data,
         "observer": _observer,
     }

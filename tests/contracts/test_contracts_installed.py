@@ -1,0 +1,35 @@
+"""Every installed plugin, whoever wrote it, keeps the contract of its kind."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_run.contracts.plugin import KINDS
+from megatron_run.testing.check import Check
+from megatron_run.testing.suites import SUITES, checks_for
+from tests.support.conformance import installed_plugins
+
+CASES = {f"{name}: {check.name}": check for name, plugin in installed_plugins() for check in checks_for(plugin)}
+BUILT_IN = {
+    "scaler=none",
+    "optimizer=adamw",
+    "schedule=sequential",
+    "parallel-layer=dense",
+    "graph-capture=none",
+    "model=gpt",
+    "data=mock",
+    "data=text",
+    "observer=console",
+    "observer=jsonl",
+}
+FIRST_PARTY = {"schedule=1f1b", "schedule=interleaved", "observer=tensorboard"}
+
+
+@pytest.mark.parametrize("check", CASES.values(), ids=CASES.keys())
+def test_an_installed_plugin_conforms(check: Check) -> None:
+    check.run()
+
+
+def test_every_kind_has_a_suite_and_a_plugin_that_it_is_run_on() -> None:
+    assert list(SUITES) == list(KINDS)
+    assert {name.partition(":")[0] for name in CASES} >= BUILT_IN | FIRST_PARTY

@@ -1,0 +1,43 @@
+"""What conformance suites are run on, and what they find."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from megatron_run.registry.discover import scan
+from megatron_run.registry.load import Plugin, load
+from megatron_run.testing.check import Check, CheckFailed
+
+Options = Mapping[str, object]
+
+#: The network in which a model is tried; other kinds are tried with their defaults.
+SMALL: Mapping[str, Options] = {
+    "model": {"num_layers": 4, "hidden_size": 16, "num_heads": 4, "vocab_size": 61},
+}
+#: Options that make another plugin of one, tried besides its defaults.
+VARIANTS: Mapping[str, Mapping[str, Options]] = {
+    "model=gpt": {
+        "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "bias": False},
+        "untied, three layers": {"tie_embeddings": False, "num_layers": 3},
+    }
+}
+
+
+def installed_plugins() -> Iterator[tuple[str, Plugin]]:
+    """Every installed plugin of every kind with its options, under the name to show."""
+    for entry in scan().entries:
+        plugin, base = load(entry, "the conformance suite"), SMALL.get(entry.kind, {})
+        for name, variant in {"": {}, **VARIANTS.get(str(plugin), {})}.items():
+            options = plugin.options_model.model_validate({**base, **variant})
+            yield f"{plugin}{name and ' as ' + name}", plugin.with_options(options)
+
+
+def failures(checks: Iterable[Check]) -> dict[str, str]:
+    """Run every check; what the failing ones say, by name."""
+    found = {}
+    for check in checks:
+        try:
+            check.run()
+        except CheckFailed as failure:
+            found[check.name] = str(failure)
+    return found

@@ -1,0 +1,58 @@
+"""The reference of the configuration is made from the models themselves, between markers on its page.
+
+A table is the marker ``<!-- keys: NAME -->`` on a line of its own, followed by rows. NAME is a section (``train``),
+``use`` for the choice of each kind's plugin, ``version``, or ``KIND=PLUGIN`` for the options of a plugin. ``make docs``
+brings every table up to date; a test fails where one is not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from megatron_run.config.explain import KeyInfo, kernel_keys, model_keys
+from megatron_run.config.origin import section_of
+from megatron_run.resolve.explain import installed_plugins
+from tests.support.checkout import MEMBERS, ROOT
+
+REFERENCE = ROOT / "docs" / "configuration.md"
+
+_HEAD = "| key | type | default | meaning |\n|---|---|---|---|\n"
+_TABLE = re.compile(r"<!-- keys: (?P<name>\S+) -->\n\n(?:\|.*\n)*", re.MULTILINE)
+
+
+def tables() -> dict[str, list[KeyInfo]]:
+    """Name of a table -> its keys: those of the kernel, and the options of every plugin of this repository."""
+    found: dict[str, list[KeyInfo]] = {}
+    for info in kernel_keys():
+        name = "use" if info.key[-1] == "use" else info.key[0]
+        found.setdefault(name, []).append(info)
+    ours = {member.name for member in MEMBERS}
+    for plugin in installed_plugins()[0]:
+        options = list(model_keys(plugin.options_model, (section_of(plugin.kind),)))
+        if plugin.distribution in ours and options:
+            found[f"{plugin.kind}={plugin.name}"] = options
+    return found
+
+
+def names(page: str) -> list[str]:
+    """The tables that ``page`` shows, in order."""
+    return [match["name"] for match in _TABLE.finditer(page)]
+
+
+def refreshed(page: str, known: Mapping[str, Iterable[KeyInfo]]) -> str:
+    """``page`` with every table as the models are now. Raises KeyError for a table that is not in ``known``."""
+    return _TABLE.sub(lambda match: f"<!-- keys: {match['name']} -->\n\n{_table(known[match['name']])}", page)
+
+
+def _table(keys: Iterable[KeyInfo]) -> str:
+    return _HEAD + "".join(f"| {' | '.join(_cells(info))} |\n" for info in keys)
+
+
+def _cells(info: KeyInfo) -> tuple[str, ...]:
+    kind = f"{info.type}, {info.bounds}" if info.bounds else info.type
+    return tuple(cell.replace("|", r"\|") for cell in (f"`{info.name}`", kind, info.default, info.meaning))
+
+
+if __name__ == "__main__":
+    REFERENCE.write_text(refreshed(REFERENCE.read_text(encoding="utf-8"), tables()), encoding="utf-8")
