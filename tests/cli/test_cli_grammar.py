@@ -76,6 +76,7 @@ def test_version(capsys: Output) -> None:
     ("words", "code", "message"),
     [
         (["trian"], 2, "'trian' is neither a command nor a configuration; did you mean 'train'?"),
+        (["tiny"], 2, "'tiny' is neither a command nor a configuration; type preset:tiny"),
         (["xyzzy"], 2, "'xyzzy' is neither a command nor a configuration; commands are config, doctor, plugins, train"),
         (["preset:tiny", "doctor"], 2, "the command 'doctor' comes first; type: megatron-run doctor ..."),
         (["--nprok", "2"], 2, "No such option '--nprok'"),

@@ -92,6 +92,14 @@ def test_sigterm_finishes_the_step_and_the_next_start_is_another_attempt(tmp_pat
     assert log(tmp_path, 1, attempt=2).exists()
 
 
+def test_sigusr1_announces_a_time_limit_and_ends_with_75(tmp_path: Path) -> None:
+    with training(tmp_path) as process:
+        process.send_signal(signal.SIGUSR1)
+        _, err = process.communicate(timeout=15)
+    assert (process.returncode, err.splitlines()[-1]) == (75, "megatron-run: stopped by SIGUSR1")
+    assert (status(tmp_path)["state"], status(tmp_path)["retry"]) == ("stopped", True)
+
+
 def test_ctrl_c_ends_quickly(tmp_path: Path) -> None:
     with training(tmp_path) as process:
         process.send_signal(signal.SIGINT)

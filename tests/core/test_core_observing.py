@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_run.contracts import EvalMetrics, Observer, StepMetrics
-from megatron_run.training.observing import Observers
 from megatron_run.testing.observer import example_run, example_step
+from megatron_run.training.observing import Observers
 
 LOG = logging.getLogger("test-observing")
 

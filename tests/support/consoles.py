@@ -1,7 +1,8 @@
 """Pages show what commands print; this runs the commands again.
 
 A console is a code block of language ``console``: a line ``$ megatron-run ...``, then what it prints, then the next. A
-line ``...`` stands for any lines. The commands run in a folder that holds the examples by their file names.
+line ``...`` stands for any lines. The commands run in a folder that holds the examples by their file names,
+and text to train on.
 """
 
 from __future__ import annotations
@@ -48,20 +49,34 @@ def shown(page: str) -> Iterator[Shown]:
 
 def printed(command: str) -> str:
     """What ``command`` (``megatron-run ...``) writes to its standard output and error."""
-    program, *words = shlex.split(command)
+    return run(command)[1]
+
+
+def run(command: str, *more: str) -> tuple[int, str]:
+    """The exit code of ``command`` with the words ``more``, and what it writes."""
+    program, *words = shlex.split(command, comments=True)
     assert program == "megatron-run", command
     out = io.StringIO()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for example in (file for examples in _EXAMPLES for file in examples.iterdir() if file.is_file()):
             (folder / example.name).write_bytes(example.read_bytes())
+        write_text(folder)
         clean = {name: text for name, text in os.environ.items() if not name.startswith("MEGATRON_RUN_")}
         stack.enter_context(mock.patch.dict(os.environ, clean, clear=True))
         stack.enter_context(chdir(folder))
         stack.enter_context(redirect_stdout(out))
         stack.enter_context(redirect_stderr(out))
-        main(words)
-    return out.getvalue()
+        code = main([*words, *more])
+    return code, out.getvalue()
+
+
+def write_text(folder: Path) -> None:
+    """The texts that pages name as a reader's own: ``src/**/*.py`` and ``notes.md``, enough for every split."""
+    (folder / "src").mkdir()
+    for index in range(200):
+        (folder / "src" / f"module{index}.py").write_text(f"# Module {index}.\n" + "x = 1\n" * 300)
+    (folder / "notes.md").write_text("Notes.\n" * 1000)
 
 
 def refreshed(page: str) -> str:

@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.machinery import NamespaceLoader
 from pathlib import Path
 
 from megatron_run.contracts import entry_point_group
@@ -84,6 +85,7 @@ class FakeSite:
     @contextmanager
     def importable(self) -> Iterator[None]:
         """Within, the folder is first on the import path; its modules are forgotten afterwards."""
+        before = set(sys.modules)
         sys.path.insert(0, str(self.folder))
         importlib.invalidate_caches()
         try:
@@ -91,5 +93,6 @@ class FakeSite:
         finally:
             sys.path.remove(str(self.folder))
             for name, module in list(sys.modules.items()):
-                if str(getattr(module, "__file__", None)).startswith(str(self.folder)):
+                namespace = name not in before and isinstance(getattr(module, "__loader__", None), NamespaceLoader)
+                if namespace or str(getattr(module, "__file__", None)).startswith(str(self.folder)):
                     del sys.modules[name]

@@ -40,6 +40,14 @@ class ConfigWord(click.ParamType[str]):
             raise InputError(f"the command {value!r} comes first", fix=f"type: megatron-run {value} ...")
         raise InputError(
             f"{value!r} is neither a command nor a configuration",
-            fix=did_you_mean(value, commands)
+            fix=_preset_meant(value)
+            or did_you_mean(value, commands)
             or f"commands are {', '.join(commands)}; a configuration is a .yaml or .json file, or preset:NAME",
         )
+
+
+def _preset_meant(word: str) -> str:
+    """``type preset:tiny`` for the name of a preset, else an empty string."""
+    from megatron_run.config.sources import presets
+
+    return f"type preset:{word}" if word in presets() else ""

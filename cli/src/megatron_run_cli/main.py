@@ -23,12 +23,12 @@ from megatron_run_cli.train import train
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]}, subcommand_metavar="[COMMAND] ...")
 @click.version_option(__version__, message="megatron-run %(version)s")
 def program() -> None:
-    r"""Train transformer language models the Megatron way; every technique is a plugin.
+    """Train transformer language models the Megatron way; every technique is a plugin.
 
     \b
     megatron-run [CONFIG...] [OPTIONS]   train; no CONFIG is preset:laptop
     megatron-run COMMAND ...             one of the commands below
-    """
+    """  # noqa: D301  # click wants the character, not its name
 
 
 for _command in (train, config, plugins, doctor):

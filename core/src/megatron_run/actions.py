@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from megatron_run.errors import InputError, ScheduleError
+from megatron_run.errors import InputError, ScheduleError, nearest_multiples
 
 Op = Literal["F", "B", "I", "W", "S", "R"]
 
@@ -81,11 +81,10 @@ def split_layers(spec: LayoutSpec) -> tuple[range, ...]:
     places = spec.stages * spec.chunks
     counts = spec.counts or (spec.layers // places,) * places
     if not spec.counts and spec.layers % places:
-        lower, upper = spec.layers // places * places, -(-spec.layers // places) * places
-        nearest = f"{lower} or {upper}" if lower else str(upper)
         raise InputError(
             f"{spec.layers} layers do not divide over {spec.stages} stages x {spec.chunks} chunks = {places} places",
-            fix=f"set model.num_layers to {nearest}, or give parallel.layers as {places} counts",
+            fix=f"set model.num_layers to {nearest_multiples(spec.layers, places)}, "
+            f"or give parallel.layers as {places} counts",
         )
     if len(counts) != places:
         raise InputError(

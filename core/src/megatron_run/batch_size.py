@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from megatron_run.errors import InputError
+from megatron_run.errors import InputError, nearest_divisors, nearest_multiples
 
 if TYPE_CHECKING:
     from megatron_run.config.schema import TrainSection
@@ -57,7 +57,7 @@ class BatchRamp:
             raise InputError(
                 f"train.ramp_up.increment={self.increment} never reaches the full batch",
                 why=f"{self.full} - {self.start} = {gap}, which is not a multiple of {self.increment}",
-                fix=f"choose a divisor of {gap}, the nearest is {_nearest_divisor(gap, self.increment)}",
+                fix=f"set train.ramp_up.increment to {nearest_divisors(gap, self.increment)}",
             )
 
     @property
@@ -93,12 +93,6 @@ class BatchRamp:
         """How many whole steps fit into ``samples`` samples."""
         last = max((part for part in self.stretches if part.samples <= samples), key=lambda part: part.samples)
         return last.step + (samples - last.samples) // last.size
-
-
-def _nearest_divisor(number: int, wanted: int) -> int:
-    """The divisor of ``number`` (above 0) that lies nearest to ``wanted``, the smaller of two."""
-    divisors = (value for value in range(1, number + 1) if number % value == 0)
-    return min(divisors, key=lambda value: abs(value - wanted))
 
 
 def total_steps(train: TrainSection) -> int:
@@ -145,12 +139,10 @@ class BatchSizes:
     def _require_divisible(self, key: str, value: int) -> None:
         if value % self._unit == 0:
             return
-        lower = value // self._unit * self._unit
-        nearest = f"{lower} or {lower + self._unit}" if lower else str(self._unit)
         raise InputError(
             f"{key}={value} is not a multiple of micro batch x data parallel",
             why=f"{self._train.micro_batch_size} x {self._data_parallel} = {self._unit}",
-            fix=f"set {key} to {nearest}",
+            fix=f"set {key} to {nearest_multiples(value, self._unit)}",
         )
 
     def at(self, consumed: int) -> int:

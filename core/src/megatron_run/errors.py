@@ -119,3 +119,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def advice(*parts: str) -> str:
     """The parts that are not empty as one line: ``"did you mean '1f1b'? installed: sequential, 1f1b"``."""
     return "; ".join(filter(None, parts)).replace("?; ", "? ")
+
+
+def nearest_multiples(number: int, factor: int) -> str:
+    """The multiples of ``factor`` next to ``number``, which is none, below and above: ``"96 or 104"``; never 0."""
+    below = number // factor * factor
+    return f"{below} or {below + factor}" if below else str(factor)
+
+
+def nearest_divisors(number: int, wanted: int) -> str:
+    """The divisors of ``number`` next to ``wanted``, which is none, below and above: ``"4 or 6"``."""
+    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    below, above = ([d for d in divisors if d < wanted], [d for d in divisors if d > wanted])
+    return " or ".join(map(str, below[-1:] + above[:1]))

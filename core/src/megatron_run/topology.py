@@ -28,7 +28,7 @@ class Sizes:
         if self.data % self.expert:
             raise InputError(
                 f"parallel.expert={self.expert} does not divide the data-parallel size {self.data}",
-                fix=f"choose a divisor of {self.data}",
+                fix="set parallel.expert=1" if self.data == 1 else f"choose a divisor of {self.data}",
             )
 
     @property

@@ -158,11 +158,16 @@ def test_a_hanging_rank_is_killed_and_named_when_others_lost_it(launcher: Launch
     assert no_process_left(launcher)
 
 
-def test_sigterm_is_forwarded_and_ends_with_143(launcher: Launcher) -> None:
-    sender = send_when(launcher.ready, signal.SIGTERM)
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, ExitCode.SIGTERM), (signal.SIGUSR1, ExitCode.TIME_LIMIT)]
+)
+def test_a_polite_signal_is_forwarded_and_has_its_code(
+    launcher: Launcher, number: signal.Signals, code: ExitCode
+) -> None:
+    sender = send_when(launcher.ready, number)
     ending = launcher("*:polite")
     sender.join()
-    assert (ending.code, ending.message) == (ExitCode.SIGTERM, "stopped by SIGTERM")
+    assert (ending.code, ending.message) == (code, f"stopped by {number.name}")
 
 
 def test_sigint_ends_with_130_even_when_ranks_ignore_it(launcher: Launcher) -> None:

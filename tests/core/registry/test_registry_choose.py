@@ -113,10 +113,11 @@ def test_a_file_is_named_after_its_stem(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_missing_file_and_a_folder_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     here = tmp_path.resolve()
+    fix = "write schedule=NAME, or the path of a Python file"
     assert refusal(Catalog(()), "./mine.py") == (
-        f"the plugin file ./mine.py cannot be read: there is no {here}/mine.py (from {ORIGIN})"
+        f"the plugin file ./mine.py cannot be read: there is no {here}/mine.py (from {ORIGIN}); {fix}"
     )
     (tmp_path / "folder").mkdir()
-    assert (
-        refusal(Catalog(()), "./folder") == f"the plugin file ./folder cannot be read: it is a folder (from {ORIGIN})"
+    assert refusal(Catalog(()), "./folder") == (
+        f"the plugin file ./folder cannot be read: it is a folder (from {ORIGIN}); {fix}"
     )

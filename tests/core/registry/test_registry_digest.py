@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron_run.registry.choose import choose
-from megatron_run.registry.digest import source_digest
+from megatron_run.registry.digest import SourceDigests, source_digest
 from megatron_run.registry.discover import Catalog
 from megatron_run.registry.load import load
 from tests.support.fake_plugins import FakeSite, schedule_source
@@ -53,6 +53,16 @@ def test_a_namespace_around_the_package_does_not_count(tmp_path: Path) -> None:
     inner = {path: text for path, text in FILES.items() if path != "acme/__init__.py"}
     other = {**inner, "acme/other.py": "changed by someone else"}
     assert digest_of(tmp_path / "a", inner) == digest_of(tmp_path / "b", other)
+
+
+def test_a_package_with_many_plugins_is_read_once(tmp_path: Path) -> None:
+    digest_of(tmp_path, FILES)
+    digests = SourceDigests()
+    with FakeSite(tmp_path).importable():
+        first = digests.of(import_module("acme.inner.plugin"))
+        (tmp_path / "acme" / "other.py").write_text("y = 3")
+        assert digests.of(import_module("acme.other")) == first
+        assert source_digest(import_module("acme.other")) != first
 
 
 def test_the_digest_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:

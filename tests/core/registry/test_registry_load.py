@@ -155,7 +155,10 @@ OPTIONS = "from pydantic import BaseModel\nclass Options(BaseModel):\n    size: 
     ],
 )
 def test_a_broken_contract_is_named(site: FakeSite, source: str, why: str) -> None:
-    assert str(refusal(site, source)) == f"plugin schedule=zigzag of acme-zigzag 1.0 breaks its contract: {why}"
+    assert str(refusal(site, source)) == (
+        f"plugin schedule=zigzag of acme-zigzag 1.0 breaks its contract: {why} "
+        "(from --plugin schedule=zigzag); choose another schedule, or correct this one"
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,7 +177,8 @@ def test_a_factory_that_fails_is_named_with_its_hook(site: FakeSite, body: str, 
         plugin.create()
     assert caught.value.exit_code == ExitCode.PLUGIN
     assert str(caught.value) == (
-        f"plugin schedule=zigzag of acme-zigzag 1.0: megatron_run_create_schedule failed: {why}"
+        f"plugin schedule=zigzag of acme-zigzag 1.0: megatron_run_create_schedule failed: {why} "
+        "(from --plugin schedule=zigzag); choose another schedule, or see the whole cause with --debug"
     )
 
 

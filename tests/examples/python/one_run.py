@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron_run import load_config, train
 
 run = load_config("preset:tiny", sets={"train.lr": 2e-3})
-print(run)  # what --dry-run prints: plugins, ranks, one step drawn
+print(run)  # plugins and why, ranks and their layers, the pipeline
 train(run)
 
 lines = Path("runs/latest/eval.jsonl").read_text().splitlines()

@@ -32,6 +32,9 @@ class Findings:
             self.add(error)
 
     def settle(self) -> None:
-        """Raise :class:`Problems` when anything was found."""
+        """Raise :class:`Problems` when anything was found, caused by it: a traceback shows each to its own cause."""
         if self.problems:
-            raise Problems(self.problems)
+            several = len(self.problems) > 1
+            raise Problems(self.problems) from (
+                ExceptionGroup("everything that is wrong", self.problems) if several else self.problems[0]
+            )

@@ -38,6 +38,9 @@ _MUST = {
     "enum": "it must be {expected}",
     "tuple_type": "it must be a list",
     "list_type": "it must be a list",
+    "missing": "it has too few values",
+    "too_long": "it has {actual_length} values, it must have at most {max_length}",
+    "too_short": "it has {actual_length} values, it must have at least {min_length}",
     "dict_type": "it must be a mapping",
     "model_type": "it must be a mapping of keys",
     "value_error": "{error}",
@@ -164,7 +167,7 @@ def _problem(
     inside = [value for each, value in values.items() if each[: len(key)] == key]
     origins = dict.fromkeys(str(value.origin) for value in inside if value.origin != DEFAULT)
     origin = " and ".join(origins)
-    if details[0]["type"] == "missing":
+    if details[0]["type"] == "missing" and not inside:
         return InputError(f"{name} is not set", why=fix_missing, fix=f"add --set {name}=... or write it into the file")
     if not key or details[0]["type"] == "rule":  # a rule over several keys says which by itself
         return InputError(_must(details[0]))

@@ -23,7 +23,7 @@ from megatron_run.errors import ExitCode
 from megatron_run.launch.cause import RankEnd, count_warnings, describe, first_cause
 from megatron_run.launch.job import Ending, Job, Report
 from megatron_run.launch.relay import Relay
-from megatron_run.launch.signals import caught_signals
+from megatron_run.launch.signals import AFTER_THE_STEP, caught_signals
 from megatron_run.launch.threads import available_cores, rank_environment
 from megatron_run.run_folder import RunFolder
 
@@ -60,10 +60,10 @@ class LocalPlan:
 
 
 def run_local(plan: LocalPlan) -> Ending:
-    """Start the ranks, wait for them all, and say how it ended. SIGINT and SIGTERM are forwarded meanwhile."""
+    """Start the ranks, wait for them all, and say how it ended. Signals are forwarded meanwhile."""
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="megatron-run-")))
-        signals = cleanup.enter_context(caught_signals(signal.SIGINT, signal.SIGTERM))
+        signals = cleanup.enter_context(caught_signals(signal.SIGINT, *AFTER_THE_STEP))
         ranks = _Ranks(plan, scratch)
         cleanup.callback(ranks.kill)
         ranks.start()
@@ -134,7 +134,7 @@ class _Ranks:
             time.sleep(_POLL)
 
     def _forward(self, number: int, *, first: bool) -> float:
-        """Pass a signal on; the seconds the ranks get to end: after SIGTERM as long as their step takes."""
+        """Pass a signal on; the seconds the ranks get to end: as long as their step takes, but for SIGINT."""
         if not first:
             return 0.0
         for process in self._running():
@@ -189,9 +189,9 @@ def _ending(plan: LocalPlan, ends: Sequence[RankEnd], signals: Sequence[int]) ->
     if cause is None:
         return Ending(ExitCode.DONE, plan.folder.path)
     if signals:
-        code = ExitCode.SIGINT if signals[0] == signal.SIGINT else ExitCode.SIGTERM
-        return Ending(code, plan.folder.path, f"stopped by {signal.Signals(signals[0]).name}")
-    if cause.code in (ExitCode.SIGTERM, ExitCode.SIGINT):
+        first = signal.Signals(signals[0])
+        return Ending(AFTER_THE_STEP.get(first, ExitCode.SIGINT), plan.folder.path, f"stopped by {first.name}")
+    if cause.code in (ExitCode.SIGINT, *AFTER_THE_STEP.values()):
         return Ending(cause.code, plan.folder.path, f"rank {cause.rank} was stopped by {cause.code.name}")
     _complete_logs(ends)
     return Ending(cause.code, plan.folder.path, describe(cause, ends))

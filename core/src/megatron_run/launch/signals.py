@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, MappingProxyType
 
 from megatron_run.errors import ExitCode
 from megatron_run.world import StopRequest
+
+#: Signals that end a run after its step, with the exit code. Schedulers announce a time limit by SIGUSR1.
+AFTER_THE_STEP: Mapping[signal.Signals, ExitCode] = MappingProxyType(
+    {signal.SIGTERM: ExitCode.SIGTERM, signal.SIGUSR1: ExitCode.TIME_LIMIT}
+)
 
 _Handler = Callable[[int, FrameType | None], object]
 
@@ -25,14 +30,15 @@ def caught_signals(*numbers: signal.Signals) -> Iterator[Sequence[int]]:
 
 @contextmanager
 def stopping_on_signals(stop: StopRequest) -> Iterator[None]:
-    """SIGTERM lets the step finish and asks to stop; a second one ends the process at once."""
+    """A signal of ``AFTER_THE_STEP`` lets the step finish and asks to stop; a second one ends the process at once."""
 
-    def handle(_number: int, _frame: FrameType | None) -> None:
+    def handle(number: int, _frame: FrameType | None) -> None:
+        code = AFTER_THE_STEP[signal.Signals(number)]
         if stop.requested is not None:
-            os._exit(ExitCode.SIGTERM)
-        stop.stop(ExitCode.SIGTERM)
+            os._exit(code)
+        stop.stop(code)
 
-    with _handling(handle, (signal.SIGTERM,)):
+    with _handling(handle, tuple(AFTER_THE_STEP)):
         yield
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from megatron_run.config.origin import DEFAULT, Key, Origin, dotted
 from megatron_run.config.schema import ParallelSection
-from megatron_run.errors import InputError, RunError
+from megatron_run.errors import InputError, RunError, nearest_multiples
 from megatron_run.topology import Sizes
 
 
@@ -29,11 +29,11 @@ def infer_sizes(parallel: ParallelSection, nproc: int | None) -> Sizes:
                 fix=f"start {unit * data} ranks (--nproc {unit * data}), or leave parallel.data open",
             )
         if nproc % unit:
-            nearest = [str(count) for count in (nproc // unit * unit, -(-nproc // unit) * unit) if count]
+            nearest = nearest_multiples(nproc, unit)
             raise InputError(
                 f"a world of {nproc} ranks does not divide",
                 why=f"{product} = {unit} ranks hold one copy of the model",
-                fix=f"start {' or '.join(nearest)} ranks (--nproc {nearest[0]})",
+                fix=f"start {nearest} ranks (--nproc {nearest.partition(' ')[0]})",
             )
     world = nproc or unit * (data or 1)
     return Sizes(tensor=tensor, pipeline=pipeline, data=world // unit, expert=parallel.expert)

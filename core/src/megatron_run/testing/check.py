@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -16,14 +16,3 @@ class Check:
 
     name: str
     run: Callable[[], None]
-
-
-def failures(checks: Iterable[Check]) -> dict[str, str]:
-    """Run every check; what the failing ones say, by name."""
-    found = {}
-    for check in checks:
-        try:
-            check.run()
-        except CheckFailed as failure:
-            found[check.name] = str(failure)
-    return found

@@ -100,6 +100,7 @@ def with_vocabulary(run: ResolvedRun, data: DataSource) -> BaseModel:
     if chosen < data.vocab_size:
         raise InputError(
             f"model.vocab_size={chosen} is smaller than the data's vocabulary of {data.vocab_size}",
+            origin=str(run.origins.get(("model", "vocab_size"), "")),
             fix=f"leave model.vocab_size out, or set it to at least {data.vocab_size}",
         )
     return options

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def dry_run_text(run: ResolvedRun) -> str:
-    """For people. Raises what building the model raises."""
+    """For people. Raises what building the model and opening the data raise."""
+    open_data(run)
     counts = parameters_by_stage(run)
     held = ", ".join(f"{count:,} on stage {stage}" for stage, count in enumerate(counts))
     parts = [run.describe(), f"parameters of a rank: {held}"]
@@ -21,6 +22,14 @@ def dry_run_text(run: ResolvedRun) -> str:
     return "\n\n".join(parts)
 
 
+def open_data(run: ResolvedRun) -> None:
+    """Open the splits that a run reads, so that a missing or empty file is found before anything is started."""
+    source, train = run.one("data").create(), run.config.train
+    for split in ("train", "validation"):
+        source.dataset(split, train.sequence_length, train.seed)
+
+
 def dry_run_json(run: ResolvedRun) -> dict[str, Any]:
     """The same as data."""
+    open_data(run)
     return {**run.to_json(), "parameters_by_stage": list(parameters_by_stage(run))}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from megatron_run.contracts import Boundary, Chunk, Model, ParameterSpec, PluginInfo
+from megatron_run.errors import nearest_divisors, nearest_multiples
 from megatron_run.hookspecs import hookimpl
 from megatron_run.nn import DecoderChunk, Embedding, TransformerSpec
 from megatron_run.nn.spec import Activation, Norm, Position
@@ -52,7 +53,8 @@ class GptOptions(BaseModel):
         if hidden is not None and hidden % heads:
             raise ValueError(
                 f"hidden_size {hidden} does not divide over {heads} heads: {hidden} / {heads} = {hidden / heads:g}; "
-                f"set num_heads to {_nearest_divisors(hidden, heads)}, or hidden_size to {_multiples(hidden, heads)}"
+                f"set num_heads to {nearest_divisors(hidden, heads)}, "
+                f"or hidden_size to {nearest_multiples(hidden, heads)}"
             )
         return heads
 
@@ -63,7 +65,7 @@ class GptOptions(BaseModel):
         if kv_heads is not None and heads is not None and heads % kv_heads:
             raise ValueError(
                 f"{heads} heads do not share {kv_heads} key-value heads evenly: {heads} / {kv_heads} = "
-                f"{heads / kv_heads:g}; set num_kv_heads to {_nearest_divisors(heads, kv_heads)}"
+                f"{heads / kv_heads:g}; set num_kv_heads to {nearest_divisors(heads, kv_heads)}"
             )
         return kv_heads
 
@@ -74,7 +76,7 @@ class GptOptions(BaseModel):
         if position == "rope" and hidden is not None and heads is not None and hidden // heads % 2:
             raise ValueError(
                 f"rope rotates pairs of features and the head size is odd: {hidden} / {heads} = {hidden // heads}; "
-                f"set hidden_size to {_multiples(hidden, 2 * heads)}"
+                f"set hidden_size to {nearest_multiples(hidden, 2 * heads)}"
             )
         return position
 
@@ -154,19 +156,6 @@ class Gpt(Model):
             partial_over="tie" if first != last else None,
             counted=position == 0 or first == last,
         )
-
-
-def _nearest_divisors(number: int, wanted: int) -> str:
-    """The divisors of ``number`` next to ``wanted``: ``"4 or 6"``."""
-    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-    below = [divisor for divisor in divisors if divisor < wanted][-1:]
-    return " or ".join(map(str, below + [divisor for divisor in divisors if divisor > wanted][:1]))
-
-
-def _multiples(number: int, factor: int) -> str:
-    """The multiples of ``factor`` next to ``number``: ``"96 or 104"``."""
-    below = number // factor * factor
-    return f"{below} or {below + factor}" if below else str(factor)
 
 
 @hookimpl

@@ -1,0 +1,48 @@
+"""The programs of the page about Python are real: each is shown, is short, and runs."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkout import ROOT
+from tests.support.commands import run_command
+from tests.support.quoted import quotes
+
+PROGRAMS = ROOT / "tests" / "examples" / "python"
+SHORT = {"MEGATRON_RUN_SET": "train.steps=4;eval.interval=2;run.threads=1"}
+
+
+def output(name: str, folder: Path) -> str:
+    """What a program prints when the environment makes its runs short."""
+    done = run_command((sys.executable, "-W", "error", str(PROGRAMS / name)), folder, variables=SHORT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_page_shows_every_program_in_at_most_twenty_lines() -> None:
+    shown = quotes((ROOT / "docs" / "python.md").read_text(encoding="utf-8"))
+    assert set(shown) == {file.relative_to(ROOT).as_posix() for file in PROGRAMS.glob("*.py")}
+    assert all(len(code.splitlines()) <= 20 for code in shown.values())
+
+
+def test_a_run_says_what_it_will_do_and_leaves_its_numbers(tmp_path: Path) -> None:
+    printed = output("one_run.py", tmp_path)
+    assert "topology: world 1 = tensor 1 x pipeline 1 x data 1" in printed
+    first, last = (float(loss) for loss in re.findall(r"^validation loss ([\d.]+) after [24] steps$", printed, re.M))
+    assert last < first
+
+
+@pytest.mark.multiproc
+def test_a_sweep_finds_the_same_loss_under_two_schedules(tmp_path: Path) -> None:
+    printed = output("two_schedules.py", tmp_path)
+    losses = dict(re.findall(r"^(\w+): loss ([\d.]+), \d+ tokens/s$", printed, re.M))
+    assert set(losses) == {"1f1b", "interleaved"}
+    assert losses["1f1b"] == losses["interleaved"]
+
+
+def test_an_object_handed_in_sees_every_step(tmp_path: Path) -> None:
+    assert re.search(r"^4 losses, the last 4\.\d+$", output("plugin_object.py", tmp_path), re.M)

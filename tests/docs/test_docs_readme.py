@@ -1,0 +1,56 @@
+"""The front page tells no tales: its table is what is installed, its commands exist, its plugin trains."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_run.errors import ExitCode
+from megatron_run.registry.discover import scan
+from tests.support.checkout import MEMBERS, ROOT
+from tests.support.commands import COMMAND, run_command
+
+PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
+ROW = re.compile(r"^\| `([\w-]+)` \| [^|]+ \| ([^|]*)\| ([^|]*)\|$", re.MULTILINE)
+
+
+def test_the_table_lists_what_is_built_in_and_what_is_a_package() -> None:
+    shown = {(kind, name, built_in) for kind, *cells in ROW.findall(PAGE) for name, built_in in _named(*cells)}
+    ours = {member.name for member in MEMBERS}
+    assert shown == {(each.kind, each.name, each.builtin) for each in scan().entries if each.distribution in ours}
+
+
+def _named(built_in: str, packages: str) -> list[tuple[str, bool]]:
+    return [(name, cell is built_in) for cell in (built_in, packages) for name in re.findall(r"`([\w-]+)`", cell)]
+
+
+def test_the_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = set(re.findall(r"\bmake (run|test|\w+(?=`))", PAGE))
+    assert {"run", "test"} <= named <= targets
+
+
+def test_make_run_runs_the_command_that_the_page_names() -> None:
+    recipe = re.search(r"^run:.*\n\t\.venv/bin/(.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert recipe
+    assert f"`{recipe[1]}`" in PAGE
+
+
+def test_pip_installs_members_of_the_tree() -> None:
+    lines = [shlex.split(line) for line in re.findall(r"^pip install (.*)$", PAGE, re.MULTILINE)]
+    everything, chosen = ({word for word in words if word.startswith("./")} for words in lines)
+    assert everything == {f"./{member}" for member in MEMBERS}
+    assert chosen < everything
+    assert all((ROOT / "constraints.txt").is_file() and words[:2] == ["-c", "constraints.txt"] for words in lines)
+
+
+@pytest.mark.multiproc
+def test_the_plugin_in_one_file_trains(tmp_path: Path) -> None:
+    (tmp_path / "schedule.py").write_bytes((ROOT / "tests/examples/plugins/schedule.py").read_bytes())
+    words = ("preset:tiny", "--plugin", "schedule=./schedule.py", "--set", "parallel.pipeline=2")
+    done = run_command((*COMMAND, *words, "--set", "train.steps=3", "--set", "run.threads=1"), tmp_path)
+    assert done.returncode == ExitCode.DONE, done.stderr
+    assert "finished: 3 steps" in done.stdout
