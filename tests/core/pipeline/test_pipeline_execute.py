@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from megatron_run.pipeline.messages import Messenger
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.verify import verify
 from megatron_run.topology import Sizes, Topology
+from megatron_run_schedule_1f1b import OneForwardOneBackward
 from tests.support.random_schedules import random_plan
 from tests.support.ranks import run_ranks
 from tests.support.toy_chunks import BOUNDARY, ToyChunk, by_autograd
@@ -127,3 +129,26 @@ def send_wrong(rank: int, world: int) -> str:
 def test_a_wrong_shape_is_caught_by_the_sender_before_sending() -> None:
     message = run_ranks(send_wrong, 2)[0]
     assert "(2, 3) torch.float64, the model declared (2, 4) torch.float64" in message
+
+
+def held_sends(rank: int, world: int, microbatches: int) -> int:
+    """The most sent tensors that this stage holds at once, in 1F1B."""
+    groups = create_groups(Topology(Sizes(pipeline=world), rank), timedelta(seconds=20))
+    messenger, held = Messenger(groups.channels, range(world), CPU), [0]
+    spec = ScheduleSpec(looped_layout(LayoutSpec(world, 1, world)), world, 1, microbatches)
+    bench = Bench(verify(spec, OneForwardOneBackward().actions(spec)), rank, messenger)
+    send = messenger.send
+
+    def watched(*arguments: Any) -> None:
+        send(*arguments)
+        held[0] = max(held[0], messenger.unretired)
+
+    cast("Any", messenger).send = watched
+    bench.run()
+    return held[0]
+
+
+@pytest.mark.multiproc
+def test_sent_tensors_are_released_during_the_step_and_not_at_its_end() -> None:
+    """Each of two stages holds what the other may not have used yet: two tensors, for any number of microbatches."""
+    assert run_ranks(held_sends, 2, 4) == run_ranks(held_sends, 2, 12) == [2, 2]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_run.batch_size import BatchSizes
-from megatron_run.contracts import EvalMetrics, Observer, StepMetrics
+from megatron_run.contracts import EvalMetrics, Microbatch, Observer, StepMetrics
 from megatron_run.errors import DataError, ExitCode, GuardError, InputError
 from megatron_run.gradients import main_grad
 from megatron_run.learning_rate import LearningRate
@@ -154,8 +154,6 @@ def test_evaluation_comes_at_its_interval_and_at_the_end_and_changes_nothing(tmp
 
 
 def test_evaluation_is_the_mean_over_its_samples_by_the_bare_model(tmp_path: Path) -> None:
-    from megatron_run.contracts import Microbatch
-
     bench = Bench(tmp_path, "train.steps=1", "model.dropout=0.3")
     (evaluation,) = (bench.train(), bench.watch.evaluations)[1]
     dataset = bench.assembly.data.dataset("validation", 32, 1234)
@@ -190,3 +188,20 @@ def test_a_sample_of_text_continues_the_prompt(tmp_path: Path) -> None:
     assert text.startswith("def ")
     assert len(text.encode(errors="surrogateescape")) > 4
     assert again.watch.texts == [text]
+
+
+def test_each_generated_token_is_the_likeliest_after_the_last_window(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("def f(): pass\n" * 200)
+    sets = ("data.use=text", f"data.paths={tmp_path / 'a.txt'}", "train.sequence_length=8", "train.steps=5")
+    bench = Bench(tmp_path, *sets, "eval.sample=12", "eval.prompt=def ", "eval.temperature=0")
+    bench.train()
+    (chunk,) = bench.assembly.chunks
+    chunk.train(False)
+    tokens = list(b"def ")
+    for _ in range(12):
+        window = torch.tensor([tokens[-8:]])
+        with torch.no_grad():
+            logits = chunk(None, Microbatch(0, 0, 0, {"tokens": window}, train=False)).logits
+        assert logits is not None
+        tokens.append(int(logits[-1, 0].argmax()))
+    assert bench.watch.texts == [bench.assembly.data.decode(tokens)]
