@@ -46,6 +46,11 @@ def test_a_split_gives_the_losses_of_the_single_process(split: str) -> None:
     np.testing.assert_allclose(first.validation, alone.validation, rtol=0, atol=1e-5)
 
 
+def test_a_stage_without_layers_passes_everything_on() -> None:
+    (alone,), stages = trained(1), trained(3, ("schedule=1f1b",), ("parallel.pipeline=3", "parallel.layers=2,0,2"))
+    np.testing.assert_allclose(stages[0].losses, alone.losses, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("split", ["1f1b-p2", "interleaved-p2-v2"])
 @pytest.mark.parametrize(
     "variant", [(), ("model.dropout=0.1", "train.recompute=full"), ("model.tie_embeddings=false",)]

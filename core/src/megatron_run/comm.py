@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 #: Where a collective runs: along one axis, or over every rank.
 Scope = Axis | Literal["world"]
-#: Axes that get process groups, in the one order in which every rank creates them.
+#: The groups along an axis: which ranks belong together.
+Partition = tuple[tuple[int, ...], ...]
+#: Axes that get process groups, in the one order in which every rank creates them; ``tie`` is the last.
 _AXES: tuple[Axis, ...] = get_args(Axis)
 
 
@@ -77,24 +79,43 @@ class Groups:
 
 
 def create_groups(topology: Topology, timeout: timedelta) -> Groups:
-    """Create every group that ``topology`` needs. Collective: all ranks call it at the same point."""
+    """Create every group that ``topology`` needs. Collective: all ranks call it at the same point.
+
+    Axes that group the ranks alike share one group. The tie comes last: it leaves ranks out, and a group that its
+    members make among themselves is named by how many its members have made before.
+    """
     if topology.sizes.world == 1:
         return Groups()
+    made: dict[Partition, dist.ProcessGroup | None] = {}
     by_axis: dict[Axis, dist.ProcessGroup] = {}
+    channels: Channels | None = None
     for axis in _AXES:
-        mine = _create_along(topology, axis, timeout)
-        if mine is not None:
-            by_axis[axis] = mine
-    up, down = (_create_along(topology, "pipeline", timeout) for _ in range(2))
-    channels = Channels(up, down) if up is not None and down is not None else None
+        if axis == "tie":
+            channels = _create_channels(topology, timeout)
+        partition = topology.all_groups(axis)
+        if partition not in made:
+            made[partition] = _create(partition, topology.rank, timeout)
+        group = made[partition]
+        if group is not None and topology.rank in topology.peers(axis):
+            by_axis[axis] = group
     return Groups(by_axis, channels, dist.group.WORLD)
 
 
-def _create_along(topology: Topology, axis: Axis, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Create all groups along ``axis`` and return the one this rank is in, None for groups of one rank."""
+def _create_channels(topology: Topology, timeout: timedelta) -> Channels | None:
+    partition = topology.all_groups("pipeline")
+    up, down = (_create(partition, topology.rank, timeout) for _ in range(2))
+    return Channels(up, down) if up is not None and down is not None else None
+
+
+def _create(partition: Partition, rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Create the groups of ``partition`` and return the one ``rank`` is in, None for a group of one or none at all.
+
+    On gloo only its members make a group. NCCL splits communicators, in which the whole world takes part.
+    """
+    members_only = dist.get_backend() == "gloo"
     mine = None
-    for ranks in topology.all_groups(axis):
-        if len(ranks) > 1:
-            group = dist.new_group(list(ranks), timeout=timeout)
-            mine = group if topology.rank in ranks else mine
+    for ranks in partition:
+        if len(ranks) > 1 and (rank in ranks or not members_only):
+            group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=members_only)
+            mine = group if rank in ranks else mine
     return mine

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def describe_parameters(chunk: Chunk) -> dict[Parameter, ParamInfo]:
     """Describe every parameter of ``chunk``, in the order of its modules.
 
-    A module's ``parameter_specs`` decide; a parameter without a spec counts as one whole tensor that starts as the
-    module left it is not allowed: ones for a 1-D ``weight``, zeros for other 1-D parameters, else an error.
+    A module's ``parameter_specs`` decide. Without a spec a 1-D ``weight`` starts as ones and any other 1-D parameter
+    as zeros; a matrix must have one. Raises TypeError.
     """
     infos: dict[Parameter, ParamInfo] = {}
     for path, module in chunk.named_modules():

@@ -12,12 +12,12 @@ from megatron_run.batch_size import BatchSizes
 from megatron_run.errors import ExitCode, GuardError
 from megatron_run.learning_rate import LearningRate, WeightDecay
 from megatron_run.pipeline.execute import StepInputs
-from megatron_run.pipeline.lower import lower
 from megatron_run.training.build import Assembly, build
-from megatron_run.training.device import lookahead, make_deterministic
+from megatron_run.training.device import make_deterministic
 from megatron_run.training.evaluate import Evaluator
 from megatron_run.training.feed import Feed
 from megatron_run.training.generate import generate_text
+from megatron_run.training.losses import make_meters, report_loss
 from megatron_run.training.numbers import Progress, StepFacts, StepNumbers, step_metrics
 from megatron_run.training.observing import Observers
 from megatron_run.training.reporting import start_observers
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_run.contracts import StepMetrics
-    from megatron_run.pipeline.lower import Instruction
     from megatron_run.resolve import ResolvedRun
     from megatron_run.run_folder import RunFolder
     from megatron_run.world import StopRequest, World
@@ -57,9 +56,8 @@ class Trainer:
         self._learning_rate = LearningRate.from_config(train)
         self._weight_decay = WeightDecay.from_config(train)
         self._progress = Progress()
-        self._meters = {name: self._context.metrics.scalar(name) for name in assembly.model.metric_names}
+        self._meters = make_meters(assembly.model, self._context.metrics)
         self._stop_meter = self._context.metrics.scalar("stop")  # reported by each rank that wants to stop
-        self._programs: dict[int, tuple[Instruction, ...]] = {}
         self._boundary = partial(
             assembly.model.boundary, micro_batch_size=train.micro_batch_size, sequence_length=train.sequence_length
         )
@@ -116,11 +114,11 @@ class Trainer:
         inputs = StepInputs(
             microbatch=self._feed.training(self._dataset, self._progress.step + 1, self._progress.samples),
             boundary=self._boundary,
-            report=self._report,
+            report=partial(report_loss, self._meters),
             seed=partial(self._seed, microbatches),
             start_grad_sync=optimizer.start_grad_sync,
         )
-        self._assembly.executor.run(self._program(microbatches), inputs)
+        self._assembly.executor.run(self._assembly.programs.training(microbatches), inputs)
         optimizer.finish_grad_sync()
 
     def _update(self, lr: float, weight_decay: float) -> StepNumbers:
@@ -133,7 +131,7 @@ class Trainer:
         found_inf = optimizer.unscale_(scaler.inv_scale)
         scaler.update(found_inf)
         norm = torch.full_like(found_inf, torch.nan)
-        if not found_inf.item():
+        if not found_inf.item():  # the host must know: a step that is skipped changes nothing at all
             norm = optimizer.clip_(self._run.config.train.clip_norm)
             optimizer.step(lr, weight_decay)
             optimizer.start_param_sync()
@@ -146,16 +144,6 @@ class Trainer:
         """
         per = weight.clamp(min=1).float() if name == "lm" else torch.ones_like(weight, dtype=torch.float32)
         return (self._assembly.scaler.scale / (microbatches * per)).reshape(())
-
-    def _report(self, name: str, total: Tensor, weight: Tensor) -> None:
-        self._meters[name].add(total, weight)
-
-    def _program(self, microbatches: int) -> tuple[Instruction, ...]:
-        """This stage's instructions for a step of ``microbatches``, lowered once."""
-        if microbatches not in self._programs:
-            plan, stage = self._run.plans[microbatches], self._context.topology.stage
-            self._programs[microbatches] = lower(plan, stage, lookahead(self._context.device))
-        return self._programs[microbatches]
 
     def _guard_skips(self) -> None:
         skips = self._progress.skipped_in_a_row

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
@@ -12,6 +13,7 @@ from megatron_run.builtin.optimizer.adamw import AdamW, AdamWOptions
 from megatron_run.comm import Groups, create_groups
 from megatron_run.contracts import ChunkOut, Init, ParamInfo
 from megatron_run.gradients import main_grad
+from megatron_run.testing.context import single_process_context
 from megatron_run.testing.optimizer import Bench
 from megatron_run.topology import Sizes, Topology
 from tests.support.ranks import run_ranks
@@ -20,7 +22,7 @@ from tests.support.ranks import run_ranks
 def test_updates_are_those_of_adamw_written_out() -> None:
     """Loshchilov and Hutter 2019, algorithm 2, in float64: bias-corrected moments, decoupled decay."""
     options = AdamWOptions(betas=(0.8, 0.95), eps=1e-6)
-    bench = Bench(lambda context: AdamW(context.groups, context.topology, options))
+    bench = Bench(lambda context: AdamW(context, options))
     generator = torch.Generator().manual_seed(0)
     expected = {name: p.detach().double().numpy() for name, p in (("weight", bench.weight), ("bias", bench.bias))}
     first = {name: np.zeros_like(value) for name, value in expected.items()}
@@ -58,7 +60,8 @@ def attached(groups: Groups, topology: Topology, *sizes: int, **info: object) ->
     chunk = Parts(*sizes)
     parameters = list(chunk.members)
     infos = {p: ParamInfo(f"p{i}", (), Init("ones"), decay=True, **info) for i, p in enumerate(parameters)}  # type: ignore[arg-type]
-    optimizer = AdamW(groups, topology, AdamWOptions())
+    context = replace(single_process_context(dtype=torch.float32), groups=groups, topology=topology)
+    optimizer = AdamW(context, AdamWOptions())
     optimizer.attach([chunk], [infos], grad_scale=1 / topology.sizes.data)
     optimizer.zero_grad()
     return optimizer, parameters

@@ -70,7 +70,7 @@ def test_a_document_that_is_alone_is_cut(tmp_path: Path) -> None:
 def test_a_split_too_short_for_a_sample_says_what_to_do(tmp_path: Path) -> None:
     source = text(corpus(tmp_path, count=3), split="100,0,0")
     message = (
-        r"the validation split is too short .*: 0% of 3 documents came to 0 tokens, .* needs 65; .*raise the share"
+        r"the validation split is too short .*: 0% of 3 documents came to 0 tokens, .* needs 65; .*--set data.split=80,10,10"
     )
     with pytest.raises(DataError, match=message):
         source.dataset("validation", 64, 0)
@@ -107,6 +107,14 @@ def test_the_baseline_is_the_bigram_of_the_training_split(tmp_path: Path) -> Non
     logs = np.log(counts / counts.sum(1, keepdims=True))
     expected = -np.mean([logs[sample["tokens"], sample["labels"]] for sample in validation])
     assert loss == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_long_split_is_counted_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = text(corpus(tmp_path), split="60,20,20")
+    (whole,) = source.baselines(8, 0, [0]).values()
+    monkeypatch.setattr("megatron_run.builtin.data.text.BIGRAM_TOKENS", 16)
+    (part,) = source.baselines(8, 0, [0]).values()
+    assert whole < part, "fewer tokens taught it more"
 
 
 def test_text_goes_there_and_back(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class Bench:
         gradients.start_step(plan.microbatches, lambda _: None)
         self.executor, self.losses, self.synced = Executor(self.chunks, gradients, messenger), [0.0], list[int]()
 
-    def run(self, boundary: Boundary = BOUNDARY) -> StepRecord:
+    def run(self, boundary: Boundary = BOUNDARY, lookahead: int | None = 1) -> StepRecord:
         inputs = StepInputs(
             microbatch=lambda m: Microbatch(m, 1, m, {}),
             boundary=lambda _: boundary,
@@ -51,13 +51,13 @@ class Bench:
             seed=lambda _, weight: weight.double(),
             start_grad_sync=self.synced.append,
         )
-        return self.executor.run(lower(self.plan, self.stage), inputs)
+        return self.executor.run(lower(self.plan, self.stage, lookahead), inputs)
 
 
-def faults(plan: Plan, stage: int, messenger: Messenger) -> list[str]:
+def faults(plan: Plan, stage: int, messenger: Messenger, lookahead: int | None = 1) -> list[str]:
     """Run one plan on this stage and say what differs from plain autograd and from the plan."""
     bench, wrong = Bench(plan, stage, messenger), list[str]()
-    record = bench.run()
+    record = bench.run(lookahead=lookahead)
     losses, weights, shifts = by_autograd(len(plan.layout), plan.microbatches)
     for chunk in bench.chunks:
         for name, parameter, expected in (("A", chunk.weight, weights), ("shift", chunk.shift, shifts)):
@@ -76,19 +76,24 @@ def faults(plan: Plan, stage: int, messenger: Messenger) -> list[str]:
     return wrong
 
 
-def run_random_plans(rank: int, world: int, seeds: range) -> dict[int, list[str]]:
+def run_random_plans(rank: int, world: int, seeds: range, lookahead: int | None) -> dict[int, list[str]]:
     groups = create_groups(Topology(Sizes(pipeline=world), rank), timedelta(seconds=20))
     found = {}
     for seed in seeds:
         plan = random_plan(seed)
         if rank < plan.stages:
-            found[seed] = faults(plan, rank, Messenger(groups.channels, range(world), CPU))
+            found[seed] = faults(plan, rank, Messenger(groups.channels, range(world), CPU), lookahead)
     return {seed: wrong for seed, wrong in found.items() if wrong}
 
 
 @pytest.mark.multiproc
 def test_400_random_legal_schedules_run_without_a_wrong_message() -> None:
-    assert run_ranks(run_random_plans, 4, range(400), timeout=110) == [{}, {}, {}, {}]
+    assert run_ranks(run_random_plans, 4, range(400), 1, timeout=110) == [{}, {}, {}, {}]
+
+
+@pytest.mark.multiproc
+def test_receives_in_the_global_order_run_too_as_on_nccl() -> None:
+    assert run_ranks(run_random_plans, 4, range(100), None, timeout=110) == [{}, {}, {}, {}]
 
 
 def forwards_then_backwards(microbatches: int, *, ops: str) -> Plan:

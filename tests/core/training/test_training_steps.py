@@ -13,13 +13,16 @@ import torch
 
 from megatron_run.batch_size import BatchSizes
 from megatron_run.contracts import EvalMetrics, Microbatch, Observer, StepMetrics
-from megatron_run.errors import DataError, ExitCode, GuardError, InputError
+from megatron_run.errors import DataError, ExitCode, GuardError, InputError, PluginError
 from megatron_run.gradients import main_grad
 from megatron_run.learning_rate import LearningRate
+from megatron_run.metrics import Metrics
 from megatron_run.resolve import load_config
 from megatron_run.run_folder import RunFolder
 from megatron_run.trainer import Trainer
 from megatron_run.training.build import build
+from megatron_run.training.evaluate import Evaluator
+from megatron_run.training.losses import make_meters, report_loss
 from megatron_run.training.observing import Observers
 from megatron_run.world import StopRequest, World
 
@@ -205,3 +208,30 @@ def test_each_generated_token_is_the_likeliest_after_the_last_window(tmp_path: P
         assert logits is not None
         tokens.append(int(logits[-1, 0].argmax()))
     assert bench.watch.texts == [bench.assembly.data.decode(tokens)]
+
+
+def test_evaluation_reads_the_same_samples_for_every_layout(tmp_path: Path) -> None:
+    sets = ("data.samples=15", "train.micro_batch_size=1", "train.global_batch_size=4", "eval.batches=9")
+    bench = Bench(tmp_path, *sets)
+    dataset = bench.assembly.data.dataset("validation", 32, 1234)
+    for ranks in (2, 4):
+        run = load_config("preset:tiny", sets=sets, nproc=ranks)
+        assert Evaluator(run, bench.assembly, bench.trainer._feed, dataset).samples == bench.trainer.validation_samples
+    assert len(bench.trainer.validation_samples) == 12
+
+
+def test_validation_samples_without_a_token_that_counts_are_named(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "train.steps=1")
+    chunk = cast("Any", bench.assembly.chunks[0])
+    chunk._loss = lambda logits, labels, loss_mask: (logits.sum() * 0, loss_mask.sum() * 0)
+    chunk._head_segments = chunk._make_head_segments(4)
+    with pytest.raises(DataError, match="hold no token that counts"):
+        bench.train()
+
+
+def test_an_undeclared_loss_and_a_missing_one_are_the_models_fault() -> None:
+    metrics = Metrics(torch.device("cpu"))
+    with pytest.raises(PluginError, match=r"a chunk reports the loss 'aux'; add it to Model\.metric_names"):
+        report_loss({"lm": metrics.scalar("lm")}, "aux", torch.ones(()), torch.ones(()))
+    with pytest.raises(PluginError, match="the model declares the losses aux"):
+        make_meters(cast("Any", SimpleNamespace(metric_names=("aux",))), metrics)

@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Precision of parameters and activations, of gradients in ``main_grad``, and of master weights."""
+    """Precision of parameters and activations, and of gradients in ``main_grad``."""
 
     param: torch.dtype
     grad: torch.dtype
-    main: torch.dtype
 
 
 @dataclass(frozen=True)

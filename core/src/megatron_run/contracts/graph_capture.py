@@ -39,7 +39,7 @@ class GraphCapture(ABC):
 
     @abstractmethod
     def capture(self, regions: Sequence[Region], actions: Sequence[Action]) -> None:
-        """Record ``regions`` in the order of ``actions``. Raises GraphCaptureError and leaves nothing behind."""
+        """Record ``regions`` in the order of ``actions``. Raises :class:`PluginError` and leaves nothing behind."""
 
     @abstractmethod
     def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:

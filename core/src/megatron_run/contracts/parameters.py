@@ -55,18 +55,15 @@ class ParamInfo:
     """Everything the kernel and an optimizer know about one parameter.
 
     ``name`` is canonical: equal for every parallel layout and layer factory. ``decay``: weight decay applies (not to
-    1-D parameters and biases). ``lr_mult`` multiplies the learning rate. ``replicas`` is the axis whose ranks hold
-    identical copies. ``partial_over`` is the axis whose sum makes the gradient whole (``tie`` for a tied embedding on
-    two stages, ``tensor`` for norms under sequence parallelism). ``tie`` names the parameters that are one. ``counted``
-    is true on exactly one copy: that one enters the gradient norm.
+    1-D parameters and biases). ``partial_over`` is the axis whose sum makes the gradient whole (``tie`` for a tied
+    embedding on two stages, ``tensor`` for norms under sequence parallelism). ``tie`` names the parameters
+    that are one. ``counted`` is true on exactly one copy: that one enters the gradient norm.
     """
 
     name: str
     parts: tuple[Part, ...]
     init: Init
     decay: bool
-    lr_mult: float = 1.0
-    replicas: Axis = "data"
     partial_over: Axis | None = None
     tie: str = ""
     counted: bool = True

@@ -184,14 +184,19 @@ def _validated(plugin: Plugin, values: Mapping[Key, Value]) -> BaseModel:
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Put the sources of a project first on the import path, and forget its modules afterwards."""
+    """Put the sources of a project first on the import path, and forget its modules afterwards.
+
+    No byte code is kept: a file that is edited within a second, at the same length, would be taken for the old one.
+    """
     root = folder.resolve()
-    before = list(sys.path)
+    before, wrote = list(sys.path), sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
     sys.path[:0] = [str(root / source) for source in _SOURCES if (root / source).is_dir()]
     try:
         yield
     finally:
         sys.path[:] = before
+        sys.dont_write_bytecode = wrote
         for name, module in list(sys.modules.items()):
             if root in Path(getattr(module, "__file__", None) or "/").parents:
                 del sys.modules[name]

@@ -44,7 +44,7 @@ def single_process_context(
         topology=Topology(Sizes(), 0),
         groups=Groups(),
         device=device,
-        dtypes=Dtypes(param=dtype, grad=dtype, main=dtype),
+        dtypes=Dtypes(param=dtype, grad=dtype),
         model=model or NoOptions(),
         train=section,
         run=RunSection(),

@@ -80,6 +80,7 @@ def optimizer_checks(factory: OptimizerFactory) -> tuple[Check, ...]:
         Check("clip_ returns the norm and clips to it", lambda: _check_clip(factory)),
         Check("step moves against the gradient", lambda: _check_descent(factory)),
         Check("weight decay shrinks matrices and leaves biases", lambda: _check_decay(factory)),
+        Check("a stage without parameters is no special case", lambda: _check_nothing(factory)),
     )
 
 
@@ -162,6 +163,17 @@ def _check_decay(factory: OptimizerFactory) -> None:
     _expect("a bias of 2.0 without gradient after weight decay", bench.bias, torch.full((5,), 2.0))
     if not (bench.weight < 2.0).all():
         raise CheckFailed("weight decay 0.5 left a matrix as it was")
+
+
+def _check_nothing(factory: OptimizerFactory) -> None:
+    optimizer = factory(single_process_context(dtype=torch.float32))
+    optimizer.attach([], [], 1.0)
+    optimizer.zero_grad()
+    optimizer.finish_grad_sync()
+    _expect("found_inf of no gradients", optimizer.unscale_(torch.ones(1)), torch.zeros(1))
+    _expect("the norm of no gradients", optimizer.clip_(1.0).reshape(1), torch.zeros(1))
+    optimizer.step(0.1, 0.1)
+    optimizer.start_param_sync()
 
 
 def _expect(what: str, found: Tensor, expected: Tensor) -> None:

@@ -21,6 +21,7 @@ from megatron_run.pipeline.messages import Messenger
 from megatron_run.rng import RandomStreams
 from megatron_run.segments import SegmentRunner
 from megatron_run.topology import Topology
+from megatron_run.training.programs import Programs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,6 +56,7 @@ class Assembly:
     scaler: Scaler
     graph_capture: GraphCapture
     executor: Executor
+    programs: Programs
 
 
 def build(run: ResolvedRun, world: World) -> Assembly:
@@ -84,6 +86,7 @@ def build(run: ResolvedRun, world: World) -> Assembly:
         scaler=cast("Scaler", run.one("scaler").create(context=context)),
         graph_capture=cast("GraphCapture", run.one("graph-capture").create(context=context)),
         executor=Executor(chunks, context.gradients, messenger),
+        programs=Programs(run, topology.stage, context.device),
     )
 
 
@@ -115,7 +118,7 @@ def make_context(
         topology=topology,
         groups=groups,
         device=device,
-        dtypes=Dtypes(param=torch.float32, grad=torch.float32, main=torch.float32),
+        dtypes=Dtypes(param=torch.float32, grad=torch.float32),
         model=model,
         train=run.config.train,
         run=run.config.run,

@@ -1,4 +1,4 @@
-"""What depends on the device: memory, kernels that give the same bits twice, how far ahead receives are posted."""
+"""What depends on the device: memory in use, and kernels that give the same bits twice."""
 
 from __future__ import annotations
 
@@ -19,8 +19,3 @@ def peak_memory_gib(device: torch.device) -> float:
 def make_deterministic(wanted: bool | None, device: str) -> None:
     """Ask PyTorch for deterministic kernels; ``wanted`` None means yes on the CPU, where they cost nothing."""
     torch.use_deterministic_algorithms(device == "cpu" if wanted is None else wanted)
-
-
-def lookahead(device: torch.device) -> int | None:
-    """How many actions early receives are posted; None on NCCL, where all messages follow one global order."""
-    return None if device.type == "cuda" else 1

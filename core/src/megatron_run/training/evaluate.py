@@ -11,9 +11,7 @@ from megatron_run.data.sampler import sample_index
 from megatron_run.errors import DataError
 from megatron_run.metrics import Metrics
 from megatron_run.pipeline.execute import StepInputs
-from megatron_run.pipeline.forward_only import forward_plan
-from megatron_run.pipeline.lower import lower
-from megatron_run.training.device import lookahead
+from megatron_run.training.losses import LANGUAGE_MODEL, make_meters, report_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -36,8 +34,9 @@ class Evaluator:
         self._run, self._assembly, self._feed, self._dataset = run, assembly, feed, dataset
         train = run.config.train
         self._per_microbatch = train.micro_batch_size * run.sizes.data
-        available = len(dataset) // self._per_microbatch
         self._per_batch = train.global_batch_size // self._per_microbatch
+        whole_batches = len(dataset) // train.global_batch_size  # whole ones: the same samples for every layout
+        available = whole_batches * self._per_batch or len(dataset) // self._per_microbatch
         self._microbatches = min(available, run.config.eval.batches * self._per_batch)
         drawn = range(self._microbatches * self._per_microbatch)
         self.samples = [sample_index(len(dataset), train.seed, position) for position in drawn]
@@ -51,11 +50,7 @@ class Evaluator:
     def evaluate(self, step: int) -> EvalMetrics:
         """Score the model as it is after ``step`` steps. Collective over the world."""
         metrics = Metrics(self._assembly.context.device)
-        meters = {name: metrics.scalar(name) for name in self._assembly.model.metric_names}
-
-        def report(name: str, total: Tensor, weight: Tensor) -> None:
-            meters[name].add(total, weight)
-
+        report = partial(report_loss, make_meters(self._assembly.model, metrics))
         set_training(self._assembly.chunks, training=False)
         for first in range(0, self._microbatches, self._per_batch):
             self._run_batch(first, min(self._per_batch, self._microbatches - first), report)
@@ -66,19 +61,19 @@ class Evaluator:
     def _run_batch(self, first: int, microbatches: int, report: Callable[[str, Tensor, Tensor], None]) -> None:
         """Run microbatches ``first..first+microbatches-1``; a batch at a time bounds what is held for receivers."""
         run, assembly = self._run, self._assembly
-        plan = forward_plan(run.layout, run.sizes.pipeline, run.config.parallel.chunks, microbatches)
         train = run.config.train
         boundary = partial(
             assembly.model.boundary, micro_batch_size=train.micro_batch_size, sequence_length=train.sequence_length
         )
         microbatch = self._feed.evaluation(self._dataset, self.samples[first * self._per_microbatch :])
-        program = lower(plan, assembly.context.topology.stage, lookahead(assembly.context.device))
+        program = assembly.programs.forward_only(microbatches)
         assembly.executor.run(program, StepInputs(microbatch, boundary, report))
 
     def _language_loss(self, metrics: Metrics) -> tuple[float, int]:
         sums = metrics.collect(self._assembly.context.groups).tolist()
-        index = self._assembly.model.metric_names.index("lm")
-        total, weight = sums[index]
+        total, weight = sums[metrics.names.index(LANGUAGE_MODEL)]
+        if not weight:
+            raise DataError("the validation samples hold no token that counts", why="their loss_mask is zero")
         return total / weight, round(weight / self._run.sizes.tensor)
 
 

@@ -9,10 +9,7 @@ import torch
 
 from megatron_run.contracts import Microbatch
 from megatron_run.pipeline.execute import StepInputs
-from megatron_run.pipeline.forward_only import forward_plan
-from megatron_run.pipeline.lower import lower
 from megatron_run.rng import initial_generator
-from megatron_run.training.device import lookahead
 from megatron_run.training.evaluate import set_training
 
 if TYPE_CHECKING:
@@ -47,9 +44,8 @@ def _next_token(run: ResolvedRun, assembly: Assembly, window: list[int], generat
     tokens = torch.tensor([window], device=context.device)  # [1, s]
     microbatch = Microbatch(0, 0, 0, {"tokens": tokens}, train=False)
     boundary = partial(assembly.model.boundary, micro_batch_size=1, sequence_length=len(window))
-    plan = forward_plan(run.layout, run.sizes.pipeline, run.config.parallel.chunks, 1)
     inputs = StepInputs(lambda _: microbatch, boundary, report=_ignore)
-    record = assembly.executor.run(lower(plan, context.topology.stage, lookahead(context.device)), inputs)
+    record = assembly.executor.run(assembly.programs.forward_only(1), inputs)
     drawn = torch.zeros(1, dtype=torch.int64, device=context.device)
     if record.logits:
         drawn[0] = draw(record.logits[0][-1, 0], run.config.eval.temperature, generator)

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+#: Tokens that the bigram is fitted on at most: two seconds and half a gigabyte.
+BIGRAM_TOKENS = 2**24
+
+
 def _one_or_many(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
@@ -97,22 +101,25 @@ class Text(DataSource):
 
     def _too_short(self, split: Split, sequence_length: int) -> DataError:
         low, high = self._shares.bounds(split)
+        shorter = " or lower train.sequence_length" if len(self._streams[split]) else ""
         return DataError(
             f"the {split} split is too short for one sample",
             why=f"{high - low:.0%} of {len(self._find())} documents came to {len(self._streams[split])} tokens, and a "
             f"sample needs {sequence_length + 1}; files below {CUT_FROM // 1024} KiB go to one split whole",
             origin="data.paths and data.split",
-            fix=f"name more text, raise the share of {split}, or lower train.sequence_length",
+            fix=f"name more text, join it into one file, which is cut, give {split} a larger share as in "
+            f"--set data.split=80,10,10{shorter}",
         )
 
     def baselines(self, sequence_length: int, seed: int, samples: Sequence[int]) -> Mapping[str, float]:
         """The loss of a bigram model of the training split on ``samples`` of the validation split.
 
         Both models see the same tokens and labels, but for a sample's first token, where a bigram knows as much as it
-        ever does.
+        ever does. Of a split longer than ``BIGRAM_TOKENS`` every n-th sample is counted.
         """
         train, validation = (self.dataset(split, sequence_length, seed) for split in ("train", "validation"))
-        model = Bigram(*train.pairs(range(len(train))), self.vocab_size)
+        every = 1 + len(train) * sequence_length // BIGRAM_TOKENS
+        model = Bigram(*train.pairs(range(0, len(train), every)), self.vocab_size)
         return {f"{self._tokenizer.unit} bigram": model.loss(*validation.pairs(samples))}
 
     def encode(self, text: str) -> Sequence[int]:

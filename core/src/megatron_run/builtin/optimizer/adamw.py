@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-    from megatron_run.comm import Groups
     from megatron_run.contracts import BuildContext, Chunk, ParamInfo
     from megatron_run.gradients import Bucket
-    from megatron_run.topology import Topology
 
 
 class AdamWOptions(BaseModel):
@@ -40,27 +38,26 @@ class AdamWOptions(BaseModel):
 class AdamW(Optimizer):
     """Every data-parallel rank holds all gradients and all optimizer state."""
 
-    def __init__(self, groups: Groups, topology: Topology, options: AdamWOptions) -> None:
-        self._groups, self._topology, self._options = groups, topology, options
+    def __init__(self, context: BuildContext, options: AdamWOptions) -> None:
+        self._groups, self._topology, self._options = context.groups, context.topology, options
+        self._device, self._grad_dtype = context.device, context.dtypes.grad
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[Parameter, Bucket] = {}
         self._waiting: dict[Bucket, set[Parameter]] = {}
         self._sent: dict[Bucket, dist.Work | None] = {}
         self._grad_scale = 1.0
+        self._update: torch.optim.AdamW | None = None
 
     def attach(self, chunks: Sequence[Chunk], infos: Sequence[dict[Parameter, ParamInfo]], grad_scale: float) -> None:
         """Lay out the buckets and make the two parameter groups, with and without weight decay."""
         self._grad_scale = grad_scale
-        self._buckets = build_buckets(infos, self._topology.sizes.data)
+        self._buckets = build_buckets(infos, self._topology.sizes.data, self._grad_dtype)
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         described = {p: info for chunk in infos for p, info in chunk.items()}
         by_decay = {decay: [p for p, info in described.items() if info.decay == decay] for decay in (True, False)}
-        self._update = torch.optim.AdamW(
-            [{"params": members, "decays": decay} for decay, members in by_decay.items() if members],
-            betas=self._options.betas,
-            eps=self._options.eps,
-            fused=True,
-        )
+        groups = [{"params": members, "decays": decay} for decay, members in by_decay.items() if members]
+        if groups:  # a stage may hold no layer
+            self._update = torch.optim.AdamW(groups, betas=self._options.betas, eps=self._options.eps, fused=True)
 
     def zero_grad(self) -> None:
         """Clear the buckets; nothing has arrived and nothing is sent."""
@@ -101,12 +98,13 @@ class AdamW(Optimizer):
         """Multiply by ``factor`` and look for non-finite values, in one pass over each bucket."""
         found_inf = torch.zeros(1, device=factor.device)
         grads = [bucket.grad for bucket in self._buckets]
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+        if grads:
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
         return self._groups.max_(found_inf, "world")
 
     def clip_(self, max_norm: float) -> Tensor:
         """Clip by the global norm; data-parallel replicas are counted on the first of them."""
-        squares = torch.zeros(1, dtype=torch.float64, device=self._buckets[0].grad.device)
+        squares = torch.zeros(1, dtype=torch.float64, device=self._device)
         if self._topology.data_rank == 0:
             for bucket in self._buckets:
                 for parameter, info in bucket.infos.items():
@@ -121,6 +119,8 @@ class AdamW(Optimizer):
 
     def step(self, lr: float, weight_decay: float) -> None:
         """Update every parameter from its ``main_grad``."""
+        if self._update is None:
+            return
         for group in self._update.param_groups:
             group["lr"] = lr
             group["weight_decay"] = weight_decay if group["decays"] else 0.0
@@ -155,4 +155,4 @@ def megatron_run_plugin_info() -> PluginInfo:
 @hookimpl
 def megatron_run_create_optimizer(context: BuildContext, options: AdamWOptions) -> Optimizer:
     """Make the optimizer."""
-    return AdamW(context.groups, context.topology, options)
+    return AdamW(context, options)
