@@ -238,12 +238,16 @@ TOPOLOGY = {
     "pipeline unserved": Mistake(
         f"{PLAIN} --set parallel.pipeline=2",
         2,
-        ("schedule=sequential does not", "choose --plugin schedule=1f1b or --plugin schedule=interleaved; or set"),
+        ("schedule=sequential does not", "choose --plugin schedule=1f1b or --plugin schedule=interleaved or "),
     ),
     "chunks unserved": Mistake(
         "--plugin schedule=1f1b --set parallel.chunks=2",
         2,
-        ("parallel.chunks=2 needs a plugin", "1f1b does not", "choose --plugin schedule=interleaved; or set"),
+        (
+            "parallel.chunks=2 needs a plugin",
+            "1f1b does not",
+            "choose --plugin schedule=interleaved or --plugin schedule=gpipe or ",
+        ),
     ),
     "tensor unserved": Mistake(
         f"{PLAIN} --set parallel.tensor=2",

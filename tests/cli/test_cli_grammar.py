@@ -39,6 +39,7 @@ def test_words_that_are_not(word: str) -> None:
         (["plugins", "list"], "plugins"),
         (["config", "show"], "config"),
         (["doctor"], "doctor"),
+        (["schedule", "show"], "schedule"),
         (["--nproc", "2", "doctor"], "train"),
     ],
 )
@@ -77,7 +78,11 @@ def test_version(capsys: Output) -> None:
     [
         (["trian"], 2, "'trian' is neither a command nor a configuration; did you mean 'train'?"),
         (["tiny"], 2, "'tiny' is neither a command nor a configuration; type preset:tiny"),
-        (["xyzzy"], 2, "'xyzzy' is neither a command nor a configuration; commands are config, doctor, plugins, train"),
+        (
+            ["xyzzy"],
+            2,
+            "'xyzzy' is neither a command nor a configuration; commands are config, doctor, plugins, schedule, train",
+        ),
         (["preset:tiny", "doctor"], 2, "the command 'doctor' comes first; type: megatron-run doctor ..."),
         (["--nprok", "2"], 2, "No such option '--nprok'"),
         (["--nproc", "0"], 2, "'0' is neither a number of ranks nor gpus"),

@@ -22,7 +22,13 @@ BUILT_IN = {
     "observer=console",
     "observer=jsonl",
 }
-FIRST_PARTY = {"schedule=1f1b", "schedule=interleaved", "observer=tensorboard"}
+FIRST_PARTY = {
+    "schedule=1f1b",
+    "schedule=gpipe",
+    "schedule=interleaved",
+    "schedule=zero-bubble",
+    "observer=tensorboard",
+}
 
 
 @pytest.mark.parametrize("check", CASES.values(), ids=CASES.keys())

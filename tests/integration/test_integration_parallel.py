@@ -17,6 +17,10 @@ BASE = SETS
 SPLITS = {
     "1f1b-p2": (2, ("schedule=1f1b",), ()),
     "interleaved-p2-v2": (2, ("schedule=interleaved",), ()),
+    "gpipe-p2": (2, ("schedule=gpipe",), ()),
+    "gpipe-p2-v2": (2, ("schedule=gpipe",), ("parallel.chunks=2",)),
+    "zero-bubble-h1-p2": (2, ("schedule=zero-bubble",), ()),
+    "zero-bubble-v-p2": (2, ("schedule=zero-bubble,variant=v",), ()),
     "data-2": (2, (), ("parallel.data=2",)),
     "1f1b-p2-data-2": (4, ("schedule=1f1b",), ("parallel.data=2",)),
 }
@@ -51,7 +55,7 @@ def test_a_stage_without_layers_passes_everything_on() -> None:
     np.testing.assert_allclose(stages[0].losses, alone.losses, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("split", ["1f1b-p2", "interleaved-p2-v2"])
+@pytest.mark.parametrize("split", [split for split in SPLITS if "data" not in split])
 @pytest.mark.parametrize(
     "variant", [(), ("model.dropout=0.1", "train.recompute=full"), ("model.tie_embeddings=false",)]
 )

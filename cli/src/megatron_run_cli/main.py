@@ -17,6 +17,7 @@ from megatron_run_cli.doctor import doctor
 from megatron_run_cli.grammar import Program
 from megatron_run_cli.output import tell_error
 from megatron_run_cli.plugins import plugins
+from megatron_run_cli.schedule import schedule
 from megatron_run_cli.train import train
 
 
@@ -31,7 +32,7 @@ def program() -> None:
     """  # noqa: D301  # click wants the character, not its name
 
 
-for _command in (train, config, plugins, doctor):
+for _command in (train, config, plugins, schedule, doctor):
     program.add_command(_command)
 
 

@@ -132,7 +132,8 @@ def check(target: str, sets: tuple[str, ...], *, as_json: bool) -> int:
 
 def _print_description(description: Description) -> None:
     click.echo(f"{description.kind}={description.name}")
-    suggests = (f"{key}={value}" for key, value in description.suggests.items())
+    wishes = {"": description.suggests, **{f" with {w}": more for w, more in description.suggests_with.items()}}
+    suggests = (f"{key}={value}{condition}" for condition, more in wishes.items() for key, value in more.items())
     facts = {
         "from": f"{description.distribution} {description.version}".strip() or description.location,
         "at": description.location,

@@ -50,9 +50,29 @@ def test_the_text_has_one_line_a_stage() -> None:
     assert lines[2].startswith("digit: forward")
 
 
-def test_a_long_step_is_drawn_within_the_width() -> None:
+def test_a_long_step_is_cut_to_its_beginning_and_its_end() -> None:
     lines = timeline_text(timeline(verify(one_forward_one_backward(), LISTS)), width=5).splitlines()
-    assert [len(line) for line in lines[:2]] == [len("stage 0 |.....|")] * 2
+    assert lines[:2] == ["stage 0 |01~bb|", "stage 1 |.0~..|"]
+    assert lines[-1] == "~: 5 units of time are left out"
+
+
+def test_of_many_stages_the_first_and_the_last_are_drawn() -> None:
+    spec = ScheduleSpec(looped_layout(LayoutSpec(30, 1, 30)), 30, 1, 1)
+    plan = verify(spec, [[Action("F", 0, 0), Action("B", 0, 0)]] * 30)
+    lines = timeline_text(timeline(plan), height=4).splitlines()
+    assert [line[:8] for line in lines[:5]] == ["stage  0", "stage  1", "... 26 s", "stage 28", "stage 29"]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_times_of_a_plan_are_those_of_its_timeline(seed: int) -> None:
+    plan = random_plan(seed)
+    anew = timeline(plan, {**plan.costs, "S": 0.5})  # other costs on paper, the same in effect: nothing is reused
+    assert timeline(plan) == anew
+    assert all(
+        bar.end == end
+        for bars, ends in zip(anew.stages, plan.ends, strict=True)
+        for bar, end in zip(bars, ends, strict=True)
+    )
 
 
 def test_split_backwards_are_drawn_apart() -> None:
@@ -63,6 +83,6 @@ def test_split_backwards_are_drawn_apart() -> None:
 
 
 def test_planning_never_imports_torch() -> None:
-    modules = "plan, verify, forward_only, lower, timeline, simulate"
+    modules = "plan, verify, forward_only, lower, timeline, simulate, show, picture_svg, trace_events, phases"
     code = f"import sys; from megatron_run.pipeline import {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -91,7 +91,9 @@ def test_an_unserved_size_names_the_installed_plugin_to_choose() -> None:
 def test_an_unserved_size_names_the_package_to_install() -> None:
     (problem,) = unserved({"parallel.chunks": 2}, [SEQUENTIAL], NOTHING)
     assert problem.fix == (
-        "pip install megatron-run-schedule-interleaved and choose --plugin schedule=interleaved; "
+        "pip install megatron-run-schedule-interleaved and choose --plugin schedule=interleaved "
+        "or pip install megatron-run-schedule-gpipe and choose --plugin schedule=gpipe "
+        "or pip install megatron-run-schedule-zero-bubble and choose --plugin schedule=zero-bubble; "
         "or set parallel.chunks=1"
     )
 

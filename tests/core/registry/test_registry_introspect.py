@@ -27,7 +27,8 @@ class Options(BaseModel):
 '''
 DESCRIBED = OPTIONS + schedule_source().replace(
     '"zigzag")',
-    '"zigzag", options=Options, provides=frozenset({"parallel.pipeline"}), suggests={"parallel.pipeline": 2})',
+    '"zigzag", options=Options, provides=frozenset({"parallel.pipeline"}), suggests={"parallel.pipeline": 2},'
+    'suggests_with={"shape=square": {"parallel.chunks": 2}})',
 )
 
 
@@ -100,6 +101,7 @@ def test_info_shows_options_as_one_would_type_them(site: FakeSite) -> None:
         OptionRow("needed", "float | None", None, "", ""),
     )
     assert (found.provides, found.suggests) == (("parallel.pipeline",), {"parallel.pipeline": "2"})
+    assert found.suggests_with == {"shape=square": {"parallel.chunks": "2"}}
     assert (found.distribution, found.version) == ("acme-zigzag", "1.0")
     assert found.location == str(site.folder / "acme_zigzag" / "__init__.py")
     assert Description.from_json(asdict(found)) == found

@@ -47,6 +47,15 @@ _MUST = {
 }
 
 
+def validate_section(
+    model: type[AnyModel], name: str, values: Mapping[Key, Value], findings: Findings
+) -> AnyModel | None:
+    """The section ``name`` of a whole configuration's ``values``; no name: the keys above the sections."""
+    prefix = (name,) if name else ()
+    inside = {key[len(prefix) :]: value for key, value in values.items() if (key[0] == name if name else len(key) == 1)}
+    return validate(model, prefix, inside, findings, fix_missing="a configuration must say it")
+
+
 def validate(
     model: type[AnyModel], prefix: Key, values: Mapping[Key, Value], findings: Findings, *, fix_missing: str = ""
 ) -> AnyModel | None:

@@ -51,7 +51,8 @@ class PluginInfo:
     ``provides`` and ``requires`` are abilities: a configuration key that the plugin serves when it is above 1
     (``parallel.pipeline``), or any word two plugins agree on; each plugin provides ``kind=name`` without saying so.
     ``conflicts`` are abilities that must not be present. ``suggests`` are configuration values that the plugin would
-    like where the user said nothing (interleaved: two stages with two chunks each).
+    like where the user said nothing (interleaved: two stages with two chunks each); ``suggests_with`` adds some where
+    an option of the plugin has a certain value: ``{"variant=v": {"parallel.chunks": 2}}``.
 
     Example::
 
@@ -66,5 +67,6 @@ class PluginInfo:
     requires: frozenset[str] = frozenset()
     conflicts: frozenset[str] = frozenset()
     suggests: Mapping[str, Any] = field(default_factory=dict)
+    suggests_with: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     state_version: int = 1
     upgrade_state: Callable[[Mapping[str, Any], int], Mapping[str, Any]] | None = None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_run.actions import Action, Place
 from megatron_run.pipeline.plan import Plan
-from megatron_run.pipeline.simulate import simulate
+from megatron_run.pipeline.simulate import completion_order, simulate
 
 
 def forward_plan(layout: Sequence[Place], stages: int, chunks: int, microbatches: int) -> Plan:
@@ -20,14 +20,16 @@ def forward_plan(layout: Sequence[Place], stages: int, chunks: int, microbatches
     for microbatch, position in sorted(visits, key=lambda visit: (visit[0] // stages, visit[1], visit[0])):
         lists[layout[position].stage].append(Action("F", microbatch, layout[position].chunk))
     frozen = tuple(tuple(actions) for actions in lists)
+    ends = simulate(layout, microbatches, frozen).ends
     return Plan(
         layout=tuple(layout),
         stages=stages,
         chunks=chunks,
         microbatches=microbatches,
         lists=frozen,
-        order=simulate(layout, microbatches, frozen).order,
+        order=completion_order(ends),
         peak_in_flight=(0,) * stages,
         peak_pending_weights=(0,) * stages,
         ascending=True,
+        ends=ends,
     )

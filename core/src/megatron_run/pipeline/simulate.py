@@ -9,21 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from itertools import chain
 
 from megatron_run.actions import COSTS, Action, Place
+
+#: (operation, chunk) -> (what it waits for, what it makes, its cost); the first two for microbatch 0.
+Edges = dict[str, list[tuple[int, int, float]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What happened: ``order`` holds (stage, index) by completion time, ties by stage; ``ends`` the time of each.
+    """What happened: ``ends`` holds, per stage, the time at which each action of its list is done.
 
-    ``heads`` is the index, per stage, of the first action that never ran: the list's length unless it deadlocked.
+    A stage whose ends are fewer than its actions is stuck at the next one: the lists deadlock.
     """
 
-    order: tuple[tuple[int, int], ...]
-    ends: tuple[float, ...]
-    heads: tuple[int, ...]
+    ends: tuple[tuple[float, ...], ...]
 
 
 def simulate(
@@ -32,61 +33,65 @@ def simulate(
     lists: Sequence[Sequence[Action]],
     costs: Mapping[str, float] = COSTS,
 ) -> Simulation:
-    """Run ``lists`` until every stage is done or none can go on; an operation absent from ``costs`` is free."""
-    edges, nothing = _edges(layout, microbatches, len(lists), costs)
-    made = bytearray(nothing + microbatches)
-    made[nothing:] = b"\1" * microbatches
-    heads = [0] * len(lists)
-    waiting: dict[int, int] = {}
-    running: list[tuple[float, int]] = []
-    order, ends = [], []
+    """Run ``lists`` until every stage is done or none can go on; an operation absent from ``costs`` is free.
 
-    def start(stage: int, now: float) -> None:
-        """Begin the stage's next action at ``now``, or leave the stage waiting for its input."""
-        if heads[stage] == len(lists[stage]):
-            return
-        op, microbatch, chunk = lists[stage][heads[stage]]
-        awaits, _, cost = edges[stage][op, chunk]
-        if made[awaits + microbatch]:
-            heappush(running, (now + cost, stage))
-        else:
-            waiting[awaits + microbatch] = stage
-
-    for stage in range(len(lists)):
-        start(stage, 0.0)
-    while running:
-        now, stage = heappop(running)
-        op, microbatch, chunk = lists[stage][heads[stage]]
-        order.append((stage, heads[stage]))
-        ends.append(now)
-        heads[stage] += 1
-        product = edges[stage][op, chunk][1] + microbatch
-        made[product] = 1
-        if product in waiting:
-            start(waiting.pop(product), now)
-        start(stage, now)
-    return Simulation(tuple(order), tuple(ends), tuple(heads))
-
-
-def _edges(
-    layout: Sequence[Place], microbatches: int, stages: int, costs: Mapping[str, float]
-) -> tuple[list[dict[tuple[str, int], tuple[int, int, float]]], int]:
-    """Per stage, (op, chunk) -> (what it waits for, what it makes, its cost), and the number that stands for nothing.
-
-    The first two are for microbatch 0: add the microbatch. ``nothing`` is always there, and nobody waits for it.
+    A stage runs on by itself until its next input is not made yet; whoever makes that wakes it.
     """
+    edges = _edges(layout, microbatches, len(lists), costs)
+    made: list[float | None] = [None] * (2 * len(layout) * microbatches)
+    made += [0.0] * (2 * microbatches)
+    ends: list[list[float]] = [[] for _ in lists]
+    waiting: dict[int, int] = {}
+    awake = list(range(len(lists)))
+    while awake:
+        stage = awake.pop()
+        edge_of, done = edges[stage], ends[stage]
+        now, actions = done[-1] if done else 0.0, lists[stage]
+        for index in range(len(done), len(actions)):
+            op, microbatch, chunk = actions[index]
+            awaits, makes, cost = edge_of[op][chunk]
+            ready = made[awaits + microbatch]
+            if ready is None:
+                waiting[awaits + microbatch] = stage
+                break
+            now = (ready if ready > now else now) + cost
+            done.append(now)
+            made[makes + microbatch] = now
+            if makes + microbatch in waiting:
+                awake.append(waiting.pop(makes + microbatch))
+    return Simulation(tuple(map(tuple, ends)))
+
+
+def completion_order(ends: Sequence[Sequence[float]]) -> tuple[tuple[int, int], ...]:
+    """Every action as (stage, index in its list), by the time at which it ends, ties by stage.
+
+    It is a linear extension of the action graph where whatever crosses stages takes time (:func:`takes_time`).
+    """
+    numbered = [(stage, index) for stage, done in enumerate(ends) for index in range(len(done))]
+    times = list(chain.from_iterable(ends))
+    return tuple([numbered[slot] for slot in sorted(range(len(times)), key=times.__getitem__)])
+
+
+def takes_time(costs: Mapping[str, float]) -> bool:
+    """Whether each operation for which another stage may wait costs something."""
+    return all(costs.get(op, 0.0) > 0 for op in "FBI")
+
+
+def _edges(layout: Sequence[Place], microbatches: int, stages: int, costs: Mapping[str, float]) -> list[Edges]:
+    """The edges of each stage. Two numbers stand for nothing: one that is always there, and one nobody waits for."""
     n = len(layout)
-    nothing = 2 * n * microbatches
-    edges: list[dict[tuple[str, int], tuple[int, int, float]]] = [{} for _ in range(stages)]
+    always = 2 * n * microbatches
+    unused = always + microbatches
+    chunks = 1 + max(place.chunk for place in layout)
+    edges: list[Edges] = [
+        {op: [(always, unused, costs.get(op, 0.0))] * chunks for op in "FBIWSR"} for _ in range(stages)
+    ]
     for position, place in enumerate(layout):
         activation, gradient = position * microbatches, (n + position) * microbatches
-        before = activation - microbatches if position else nothing
-        after = gradient + microbatches if position + 1 < n else nothing
-        for op in "FBIWSR":
-            awaits, makes = nothing, nothing
-            if op == "F":
-                awaits, makes = before, activation
-            elif op in "BI":
-                awaits, makes = after, gradient
-            edges[place.stage][op, place.chunk] = (awaits, makes, costs.get(op, 0.0))
-    return edges, nothing
+        before = activation - microbatches if position else always
+        after = gradient + microbatches if position + 1 < n else always
+        mine = edges[place.stage]
+        mine["F"][place.chunk] = (before, activation, costs.get("F", 0.0))
+        for op in "BI":
+            mine[op][place.chunk] = (after, gradient, costs.get(op, 0.0))
+    return edges

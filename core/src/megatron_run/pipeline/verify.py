@@ -7,12 +7,12 @@ cycle. The rank is the pipeline rank, that is the stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from megatron_run.actions import Action, LayoutSpec, Op, Place, ScheduleSpec
 from megatron_run.errors import ScheduleError
-from megatron_run.pipeline.plan import Plan, positions
-from megatron_run.pipeline.simulate import simulate
+from megatron_run.pipeline.plan import Plan, activations, positions
+from megatron_run.pipeline.simulate import completion_order, simulate, takes_time
 
 #: The life of one (microbatch, chunk): (its state, operation) -> its next state. Whatever is not here is illegal.
 _NEW, _FORWARD, _RECOMPUTED, _HALF, _DONE = range(5)
@@ -64,18 +64,22 @@ def verify(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Plan:
     for stage, actions in enumerate(frozen):
         _check_list(spec, stage, actions)
     simulation = simulate(spec.layout, spec.microbatches, frozen, spec.costs)
-    if len(simulation.order) < sum(map(len, frozen)):
-        raise _deadlock(spec, frozen, simulation.heads)
+    heads = [len(ends) for ends in simulation.ends]
+    if heads != [len(actions) for actions in frozen]:
+        raise _deadlock(spec, frozen, heads)
+    ordered = simulation if takes_time(spec.costs) else simulate(spec.layout, spec.microbatches, frozen)
     return Plan(
         layout=tuple(spec.layout),
         stages=spec.stages,
         chunks=spec.chunks,
         microbatches=spec.microbatches,
         lists=frozen,
-        order=simulation.order,
-        peak_in_flight=tuple(_peak(_held(actions)) for actions in frozen),
+        order=completion_order(ordered.ends),
+        peak_in_flight=tuple(_peak(activations(actions)) for actions in frozen),
         peak_pending_weights=tuple(_peak(_pending(actions)) for actions in frozen),
-        ascending=all(_ascending(actions, ops) for actions in frozen for ops in ("BI", "BW")),
+        ascending=all(map(_ascending, frozen)),
+        ends=simulation.ends,
+        costs=dict(spec.costs),
     )
 
 
@@ -183,14 +187,6 @@ def _awaited(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Callable[
     return awaited
 
 
-def _held(actions: Sequence[Action]) -> Iterator[int]:
-    """What each action adds to the activations in flight; a forward that is recomputed keeps none: its R makes them."""
-    recomputed = {action[1:] for action in actions if action.op == "R"}
-    for action in actions:
-        makes = "R" if action[1:] in recomputed else "F"
-        yield 1 if action.op == makes else -1 if action.op in "BI" else 0
-
-
 def _pending(actions: Iterable[Action]) -> Iterator[int]:
     """What each action adds to the weight gradients still to come."""
     return ({"I": 1, "W": -1}.get(action.op, 0) for action in actions)
@@ -201,10 +197,17 @@ def _peak(changes: Iterable[int]) -> int:
     return max(accumulate(changes), default=0)
 
 
-def _ascending(actions: Sequence[Action], ops: str) -> bool:
-    """Whether each chunk runs these operations in microbatch order."""
-    by_chunk: dict[int, list[int]] = {}
-    for action in actions:
-        if action.op in ops:
-            by_chunk.setdefault(action.chunk, []).append(action.microbatch)
-    return all(a < b for order in by_chunk.values() for a, b in pairwise(order))
+def _ascending(actions: Iterable[Action]) -> bool:
+    """Whether each chunk makes its input gradients, and its weight gradients, in microbatch order."""
+    inputs: dict[int, int] = {}
+    weights: dict[int, int] = {}
+    for op, microbatch, chunk in actions:
+        if op in "BI":
+            if inputs.get(chunk, -1) > microbatch:
+                return False
+            inputs[chunk] = microbatch
+        if op in "BW":
+            if weights.get(chunk, -1) > microbatch:
+                return False
+            weights[chunk] = microbatch
+    return True

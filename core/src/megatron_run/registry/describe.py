@@ -40,6 +40,7 @@ class Description:
     requires: tuple[str, ...]
     conflicts: tuple[str, ...]
     suggests: Mapping[str, str]
+    suggests_with: Mapping[str, Mapping[str, str]]
     options: tuple[OptionRow, ...]
 
     @classmethod
@@ -62,9 +63,14 @@ def describe(plugin: Plugin) -> Description:
         provides=tuple(sorted(info.provides)),
         requires=tuple(sorted(info.requires)),
         conflicts=tuple(sorted(info.conflicts)),
-        suggests={key: typed(value) for key, value in info.suggests.items()},
+        suggests=_typed_values(info.suggests),
+        suggests_with={option: _typed_values(values) for option, values in info.suggests_with.items()},
         options=describe_options(plugin.options_model),
     )
+
+
+def _typed_values(values: Mapping[str, Any]) -> dict[str, str]:
+    return {key: typed(value) for key, value in values.items()}
 
 
 def describe_options(model: type[BaseModel]) -> tuple[OptionRow, ...]:

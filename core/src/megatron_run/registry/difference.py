@@ -20,6 +20,7 @@ _INFO_TYPES: Mapping[str, type] = {
     "requires": frozenset,
     "conflicts": frozenset,
     "suggests": Mapping,
+    "suggests_with": Mapping,
     "state_version": int,
 }
 

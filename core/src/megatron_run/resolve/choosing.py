@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from megatron_run.config.layers import Layer, default_layer, merge
-from megatron_run.config.origin import DEFAULT, Choice, Key, Origin, dotted
+from megatron_run.config.origin import DEFAULT, Choice, Key, Origin, dotted, section_of
 from megatron_run.config.problems import Findings
 from megatron_run.contracts.plugin import KINDS
 from megatron_run.errors import InputError, PluginError
 from megatron_run.registry.choose import choose
+from megatron_run.registry.describe import typed
 from megatron_run.registry.digest import SourceDigests
 from megatron_run.registry.discover import Catalog
 from megatron_run.registry.load import Plugin, load
@@ -20,13 +22,21 @@ _ADDED = ("observer", "parallel-layer")
 
 
 def choose_plugins(
-    layer: Layer, objects: Iterable[object], catalog: Catalog, findings: Findings, notices: list[str]
+    layer: Layer,
+    objects: Iterable[object],
+    catalog: Catalog,
+    findings: Findings,
+    notices: list[str],
+    kinds: Iterable[str] = tuple(KINDS),
 ) -> dict[str, tuple[Plugin, ...]]:
-    """The plugins of every kind, loaded. A kind with a problem is left out, and the problem is in ``findings``."""
+    """The plugins of ``kinds``, which is every kind unless said, loaded.
+
+    A kind with a problem is left out, and the problem is in ``findings``.
+    """
     given = _given(objects, findings)
     digests = SourceDigests()
     chosen: dict[str, tuple[Plugin, ...]] = {}
-    for kind in KINDS:
+    for kind in kinds:
         replaced = kind in given and kind not in _ADDED
         choices = () if replaced else layer.choices.get(kind, ())
         plugins = [_load(catalog, kind, choice, digests, findings, notices) for choice in choices]
@@ -77,7 +87,7 @@ def apply_suggestions(layer: Layer, plugins: Mapping[str, tuple[Plugin, ...]], n
     for plugin in (plugin for many in plugins.values() for plugin in many):
         fresh = {
             key: value
-            for name, value in plugin.info.suggests.items()
+            for name, value in _wishes(layer, plugin).items()
             if not _is_set(layer, key := tuple(name.split("."))) and key not in suggested.values
         }
         for key, value in fresh.items():
@@ -86,6 +96,18 @@ def apply_suggestions(layer: Layer, plugins: Mapping[str, tuple[Plugin, ...]], n
             wishes = ", ".join(f"{dotted(key)}={value}" for key, value in fresh.items())
             notices.append(f"{plugin} suggests {wishes}")
     return merge((default_layer(), suggested, layer))
+
+
+def _wishes(layer: Layer, plugin: Plugin) -> Mapping[str, Any]:
+    """What ``plugin`` suggests with the options that it was given."""
+    wishes = dict(plugin.info.suggests)
+    for condition, more in plugin.info.suggests_with.items():
+        option, _, wanted = condition.partition("=")
+        given = layer.values.get((section_of(plugin.kind), option))
+        field = plugin.options_model.model_fields.get(option)
+        if typed(given.data if given else field and field.default) == wanted:
+            wishes.update(more)
+    return wishes
 
 
 def _is_set(layer: Layer, key: Key) -> bool:

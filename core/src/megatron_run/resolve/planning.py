@@ -32,9 +32,9 @@ def microbatch_counts(train: TrainSection, data_parallel: int) -> tuple[int, ...
 
 
 def plan_run(
-    schedule: Plugin, model: Plugin, parallel: ParallelSection, counts: tuple[int, ...]
+    schedule: Plugin, layers: int, parallel: ParallelSection, counts: tuple[int, ...]
 ) -> tuple[tuple[Place, ...], dict[int, Plan]]:
-    """Where each layer of ``model`` lives, and the verified plan of a step for each of ``counts`` microbatches.
+    """Where each of ``layers`` layers lives, and the verified plan of a step for each of ``counts`` microbatches.
 
     Raises :class:`~megatron_run.errors.InputError` when the layers do not divide or the schedule refuses the shape: the
     user changes either. An answer that is no legal layout or plan is a :class:`~megatron_run.errors.ScheduleError`, any
@@ -42,7 +42,7 @@ def plan_run(
     """
     made: Schedule = schedule.create()
     stages, chunks = parallel.pipeline, parallel.chunks
-    wanted = LayoutSpec(stages, chunks, _layers(model), parallel.layers)
+    wanted = LayoutSpec(stages, chunks, layers, parallel.layers)
     layout = tuple(_ask(schedule, "layout", partial(made.layout, wanted)))
     check_layout(wanted, layout)
     plans = {}
@@ -52,7 +52,8 @@ def plan_run(
     return layout, plans
 
 
-def _layers(model: Plugin) -> int:
+def layers_of(model: Plugin) -> int:
+    """The layers of a model by its options. Raises :class:`~megatron_run.errors.PluginError` when it has none."""
     layers = getattr(model.options, "num_layers", None)
     if not isinstance(layers, int):
         raise PluginError(

@@ -27,7 +27,7 @@ from megatron_run.config.schema import (
     TrainSection,
 )
 from megatron_run.config.sources import read_layers
-from megatron_run.config.validate import validate
+from megatron_run.config.validate import validate_section
 from megatron_run.config.values import plain
 from megatron_run.contracts.plugin import KINDS
 from megatron_run.pipeline.plan import Plan
@@ -36,7 +36,7 @@ from megatron_run.registry.discover import Catalog, scan
 from megatron_run.registry.load import Plugin
 from megatron_run.resolve.choosing import apply_suggestions, choose_plugins
 from megatron_run.resolve.options import kind_section, with_options
-from megatron_run.resolve.planning import microbatch_counts, plan_run
+from megatron_run.resolve.planning import layers_of, microbatch_counts, plan_run
 from megatron_run.resolve.run import ResolvedRun
 from megatron_run.resolve.topology import attribute, infer_sizes
 from megatron_run.topology import Sizes
@@ -139,13 +139,7 @@ class _Resolver:
 
     def _section(self, model: type[AnySection], name: str, layer: Layer) -> AnySection | None:
         """A section of the kernel, or None when something in it is wrong. No name: the keys above the sections."""
-        prefix = (name,) if name else ()
-        inside = {
-            key[len(prefix) :]: value
-            for key, value in layer.values.items()
-            if (key[0] == name if name else len(key) == 1)
-        }
-        return validate(model, prefix, inside, self._findings, fix_missing="a configuration must say it")
+        return validate_section(model, name, layer.values, self._findings)
 
     def _sizes(self, parallel: ParallelSection | None) -> Sizes | None:
         if parallel is not None:
@@ -177,7 +171,7 @@ class _Resolver:
         schedule, model = (_ready(plugins.get(kind, ())) for kind in ("schedule", "model"))
         if parallel and schedule and model:
             with self._findings.collect():
-                return plan_run(schedule, model, parallel, counts)
+                return plan_run(schedule, layers_of(model), parallel, counts)
         return (), {}
 
     def _settle(self, origins: Mapping[Key, Origin]) -> None:

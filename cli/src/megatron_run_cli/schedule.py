@@ -1,0 +1,71 @@
+"""``megatron-run schedule``: what a schedule does, proven and drawn before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from megatron_run.errors import ScheduleError
+from megatron_run_cli.options import debug_option, json_option, run_options
+from megatron_run_cli.output import print_json_line
+
+if TYPE_CHECKING:
+    from megatron_run.config.request import Request
+
+_SIZE = click.IntRange(min=1)
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.group()
+def schedule() -> None:
+    """Prove and draw pipeline schedules."""
+
+
+@schedule.command()
+@run_options
+@click.option("--stages", type=_SIZE, metavar="P", help="Pipeline stages [parallel.pipeline].")
+@click.option("--chunks", type=_SIZE, metavar="V", help="Pieces of the model per stage [parallel.chunks].")
+@click.option("--microbatches", type=_SIZE, metavar="M", help="Microbatches of a step [the most of the run].")
+@click.option("--layers", type=_SIZE, metavar="L", help="Layers [model.num_layers; no CONFIG and a P or V: one each].")
+@click.option("--svg", type=_FILE, metavar="FILE", help="Also draw it as a picture.")
+@click.option("--trace", type=_FILE, metavar="FILE", help="Also write it for Perfetto (https://ui.perfetto.dev).")
+@json_option
+@debug_option
+def show(
+    request: Request,
+    *,
+    stages: int | None,
+    chunks: int | None,
+    microbatches: int | None,
+    layers: int | None,
+    svg: Path | None,
+    trace: Path | None,
+    as_json: bool,
+) -> None:
+    """Verify one step of a schedule and draw its timeline."""
+    from megatron_run.pipeline import show
+    from megatron_run.resolve.asking import Shape, ask_schedule
+
+    asked = ask_schedule(request, Shape(stages, chunks, microbatches, layers))
+    try:
+        plan = asked.plan()
+    except ScheduleError as fault:
+        if as_json:
+            parallel = asked.parallel
+            print_json_line(show.fault_record(parallel.pipeline, parallel.chunks, asked.microbatches, str(fault)))
+        raise
+    title = str(asked.schedule)
+    if svg:
+        show.write_svg(plan, title, svg)
+    if trace:
+        show.write_trace(plan, title, trace)
+    if as_json:
+        print_json_line(show.plan_record(plan))
+        return
+    click.echo(show.plan_text(plan, title))
+    for notice in asked.notices:
+        click.echo(f"note: {notice}")
+    for file in filter(None, (svg, trace)):
+        click.echo(f"written: {file}")

@@ -1,0 +1,50 @@
+"""Zero bubble: the weight gradients, which nobody waits for, fill the time in which a stage would be idle.
+
+The schedules of Qi et al., "Zero Bubble Pipeline Parallelism" (2024). A backward is split: ``I`` makes the input
+gradient that the stage before waits for, ``W`` the weight gradients whenever the schedule says. Two variants:
+
+- ``h1``, in the module of that name, keeps the layout of 1F1B and its memory;
+- ``v`` folds the model in two chunks a stage and nearly closes the bubble.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from megatron_run.contracts import PluginInfo, Schedule
+from megatron_run.hookspecs import hookimpl
+from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
+from megatron_run_schedule_zero_bubble.v import ZeroBubbleV
+
+__all__ = ["Options", "ZeroBubbleH1", "ZeroBubbleV"]
+
+
+class Options(BaseModel):
+    """What a user may set in the section ``schedule``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    variant: Literal["h1", "v"] = Field(
+        default="h1", description="h1: one chunk a stage, the memory of 1f1b; v: two chunks a stage, a smaller bubble"
+    )
+
+
+@hookimpl
+def megatron_run_plugin_info() -> PluginInfo:
+    """Serves stages and chunks; would like two stages, and for ``v`` two chunks."""
+    return PluginInfo(
+        "schedule",
+        "zero-bubble",
+        options=Options,
+        provides=frozenset({"parallel.pipeline", "parallel.chunks"}),
+        suggests={"parallel.pipeline": 2},
+        suggests_with={"variant=v": {"parallel.chunks": 2}},
+    )
+
+
+@hookimpl
+def megatron_run_create_schedule(options: Options) -> Schedule:
+    """Make the variant that the user chose."""
+    return ZeroBubbleV() if options.variant == "v" else ZeroBubbleH1()

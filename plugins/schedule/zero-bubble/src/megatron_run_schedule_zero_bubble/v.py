@@ -1,0 +1,115 @@
+"""ZB-V: two chunks a stage in the shape of a V, so that the first stage has the embedding and the loss.
+
+Chunk 0 goes down the stages, chunk 1 comes back up: with P stages, position k is chunk 0 of stage k, and position
+``P+k`` is chunk 1 of stage ``P-1-k``. The last stage hands its output to itself, and the first input gradients are made
+where the forwards begin.
+
+The lists come from a list scheduler. Every operation takes one tick, and at each tick every stage runs the first of
+these that is ready:
+
+1. of chunk 1 a forward, else an input gradient: the way through the loss, on which everything later waits;
+2. of chunk 0 a forward, to feed that way;
+3. of chunk 0 a weight gradient, which makes room for a forward, else an input gradient;
+4. of chunk 1 a weight gradient, for which nobody waits.
+
+The phases follow. **Warm-up**: forwards only, until the first microbatch is back on stage 0. **Steady**: forwards and
+input gradients as their inputs come; weight gradients where a stage would wait or has no room. **Cool-down**: no
+forward is left; input gradients, with weight gradients in every gap. No other order of the six gave shorter steps on a
+grid of shapes.
+
+**Memory**: a stage holds a chunk-microbatch from its forward to its weight gradient, at most ``2P`` at once. A chunk is
+half of a stage, so that is the memory of 1F1B's first stage, on every stage. One place is kept for chunk 1, so that the
+oldest microbatch can always go on: nothing can get stuck.
+"""
+
+from __future__ import annotations
+
+from megatron_run.actions import Action, LayoutSpec, Op, Place, ScheduleSpec, split_layers
+from megatron_run.contracts import Schedule
+from megatron_run.errors import ScheduleError
+
+#: (operation, chunk) in the order in which a stage prefers them.
+_PREFERENCE: tuple[tuple[Op, int], ...] = (("F", 1), ("I", 1), ("F", 0), ("W", 0), ("I", 0), ("W", 1))
+
+
+class ZeroBubbleV(Schedule):
+    """ZB-V over any number of stages with two chunks each."""
+
+    def layout(self, spec: LayoutSpec) -> tuple[Place, ...]:
+        """Chunk 0 down the stages, chunk 1 back up; raises :class:`ScheduleError` unless there are two chunks."""
+        _check_chunks(spec.chunks)
+        down = [(stage, 0) for stage in range(spec.stages)]
+        up = [(stage, 1) for stage in reversed(range(spec.stages))]
+        return tuple(Place(*where, layers) for where, layers in zip(down + up, split_layers(spec), strict=True))
+
+    def actions(self, spec: ScheduleSpec) -> list[list[Action]]:
+        """Let all stages choose, tick by tick; raises :class:`ScheduleError` unless there are two chunks."""
+        _check_chunks(spec.chunks)
+        run = _Run(spec.stages, spec.microbatches)
+        lists: list[list[Action]] = [[] for _ in range(spec.stages)]
+        while not run.finished:
+            for stage, action in run.tick():
+                lists[stage].append(action)
+        return lists
+
+
+class _Run:
+    """A step as the ticks go by.
+
+    ``_done[op][k]`` counts the microbatches whose ``op`` position k has done: each goes through them in order, so the
+    count is also the next one's number.
+    """
+
+    def __init__(self, stages: int, microbatches: int) -> None:
+        self._stages, self._microbatches = stages, microbatches
+        self._done: dict[Op, list[int]] = {op: [0] * (2 * stages) for op in ("F", "I", "W")}
+
+    @property
+    def finished(self) -> bool:
+        """Whether every weight gradient is made."""
+        return min(self._done["W"]) == self._microbatches
+
+    def tick(self) -> list[tuple[int, Action]]:
+        """Run one operation on every stage that has one ready: (stage, action). All see the state before the tick."""
+        chosen = [(stage, choice) for stage in range(self._stages) if (choice := self._choose(stage))]
+        ran = []
+        for stage, (op, chunk) in chosen:
+            done, position = self._done[op], self._position(stage, chunk)
+            ran.append((stage, Action(op, done[position], chunk)))
+            done[position] += 1
+        return ran
+
+    def _choose(self, stage: int) -> tuple[Op, int] | None:
+        """What ``stage`` does in this tick; None to wait."""
+        room = 2 * self._stages - self._held(stage)
+        for op, chunk in _PREFERENCE:
+            fits = op != "F" or room > (1 if chunk == 0 else 0)
+            position = self._position(stage, chunk)
+            if fits and self._done[op][position] < self._inputs(op, position):
+                return op, chunk
+        return None
+
+    def _inputs(self, op: Op, position: int) -> int:
+        """The number of microbatches for which ``position`` has what ``op`` needs."""
+        forwards, inputs = self._done["F"], self._done["I"]
+        if op == "F":
+            return forwards[position - 1] if position else self._microbatches
+        if op == "W":
+            return inputs[position]
+        return inputs[position + 1] if position + 1 < len(inputs) else forwards[position]
+
+    def _held(self, stage: int) -> int:
+        """The chunk-microbatches of ``stage`` between forward and weight gradient."""
+        positions = [self._position(stage, chunk) for chunk in (0, 1)]
+        return sum(self._done["F"][position] - self._done["W"][position] for position in positions)
+
+    def _position(self, stage: int, chunk: int) -> int:
+        return 2 * self._stages - 1 - stage if chunk else stage
+
+
+def _check_chunks(chunks: int) -> None:
+    if chunks != 2:
+        raise ScheduleError(
+            f"zero-bubble variant v runs two chunks a stage, got parallel.chunks={chunks}",
+            fix="set parallel.chunks=2, or choose schedule.variant=h1 with parallel.chunks=1",
+        )

@@ -1,0 +1,80 @@
+from itertools import accumulate, product
+
+import pytest
+
+from megatron_run.actions import LayoutSpec, ScheduleSpec, looped_layout, signed_order
+from megatron_run.pipeline.timeline import timeline
+from megatron_run.pipeline.verify import verify
+from megatron_run.testing.check import Check
+from megatron_run.testing.schedule import schedule_checks
+from megatron_run_schedule_1f1b import OneForwardOneBackward
+from megatron_run_schedule_zero_bubble import ZeroBubbleH1
+
+SHAPES = list(product(range(1, 9), (1, 2, 3, 4, 7, 8, 16)))
+
+
+def spec(stages: int, microbatches: int) -> ScheduleSpec:
+    return ScheduleSpec(looped_layout(LayoutSpec(stages, 1, stages)), stages, 1, microbatches)
+
+
+def warmup(stage: int, spec: ScheduleSpec) -> int:
+    return min(spec.stages - stage - 1, spec.microbatches)
+
+
+def closed_order(stage: int, stages: int, microbatches: int) -> str:
+    """I k comes after as many forwards as 1F1B's backward k, and W k after I k + p, or after the last."""
+    order = ""
+    for k in range(microbatches):
+        order += "F" * (min(k + stages - stage, microbatches) - order.count("F"))
+        order += "I" + "W" * (k >= stage)
+    return order + "W" * (microbatches - order.count("W"))
+
+
+def test_the_order_equals_its_closed_formula() -> None:
+    ranks = 0
+    for stages, microbatches in SHAPES:
+        for stage, actions in enumerate(ZeroBubbleH1().actions(spec(stages, microbatches))):
+            assert "".join(action.op for action in actions) == closed_order(stage, stages, microbatches)
+            for op in "FIW":
+                assert [a.microbatch for a in actions if a.op == op] == list(range(microbatches))
+            ranks += 1
+    assert ranks == 252
+
+
+def test_two_stages_by_hand() -> None:
+    first, last = ZeroBubbleH1().actions(spec(2, 3))
+    assert " ".join(map(str, first)) == "F0.0 F1.0 I0.0 W0.0 F2.0 I1.0 W1.0 I2.0 W2.0"
+    assert " ".join(map(str, last)) == "F0.0 I0.0 F1.0 I1.0 W0.0 F2.0 I2.0 W1.0 W2.0"
+    assert signed_order(last) == [1, -1, 1, -1, 1, -1]
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
+def test_memory_is_that_of_1f1b(stages: int, microbatches: int) -> None:
+    asked = spec(stages, microbatches)
+    plan = verify(asked, ZeroBubbleH1().actions(asked))
+    assert plan.ascending
+    assert plan.peak_in_flight == verify(asked, OneForwardOneBackward().actions(asked)).peak_in_flight
+    assert plan.peak_pending_weights == tuple(min(stage + 1, microbatches) for stage in range(stages))
+    for actions in plan.lists:  # from forward to weight gradient: the peak of 1F1B's first stage, on every stage
+        held = accumulate({"F": 1, "I": 0, "W": -1}[action.op] for action in actions)
+        assert max(held) == min(stages, microbatches)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+def test_the_bubble_is_a_third_of_1f1bs(stages: int) -> None:
+    for microbatches in (stages, stages + 1, 2 * stages, 4 * stages):
+        asked = spec(stages, microbatches)
+        zero_bubble, one_forward = (
+            timeline(verify(asked, schedule.actions(asked))).makespan - 3 * microbatches
+            for schedule in (ZeroBubbleH1(), OneForwardOneBackward())
+        )
+        assert (zero_bubble, one_forward) == (stages - 1, 3 * (stages - 1))
+
+
+@pytest.mark.parametrize(
+    "check",
+    schedule_checks(ZeroBubbleH1(), warmup=warmup, in_flight=lambda s, q: warmup(s, q) + 1),
+    ids=lambda check: check.name,
+)
+def test_it_conforms(check: Check) -> None:
+    check.run()
