@@ -166,13 +166,17 @@ return [alternating, forwards + backwards]
         (DUPLICATED, "rank 0, action 8: B3.0 is repeated: it already stands at action 7"),
         (LATE_ON_STAGE_1, "the schedule deadlocks: rank 0, action 1: B0.0 waits for B0.0 of rank 1"),
         ("return [[1]] * spec.stages", "rank 0, action 0: 1 is not an Action"),
-        ("raise KeyError('lost')", "plugin schedule=mine of "),
+        ("return [None, 3]", "it did not return a sequence of actions for each stage (TypeError: 'NoneType'"),
+        ("print(end='')", "actions failed: it returned None, and must return a sequence: is its return missing?"),
+        ("raise KeyError('lost')", "actions failed: KeyError: 'lost' (mine.py, line "),
     ],
 )
 def test_an_illegal_schedule_is_found_before_launch(actions: str, says: str, tmp_path: Path) -> None:
     mine = schedule_file(tmp_path / "mine.py", actions=actions)
     line, code = mistake(plugins=[f"schedule={mine}"], sets=["parallel.pipeline=2"])
-    assert line.startswith(says)
+    assert line.startswith(("schedule=mine of ", "plugin schedule=mine of "))
+    assert says in line
+    assert f"(from --plugin schedule={mine})" in line
     assert code == ExitCode.PLUGIN
 
 

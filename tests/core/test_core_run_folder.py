@@ -91,7 +91,16 @@ def test_the_same_run_is_another_attempt_and_overwrites_nothing(tmp_path: Path) 
     assert all(path.read_bytes() == content for path, content in before.items())
 
 
-@pytest.mark.parametrize("change", [{"parallel__data": 1}, {"eval__interval": 3}, {"observer__use": "jsonl"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"parallel__data": 1},
+        {"eval__interval": 3},
+        {"observer__use": "jsonl"},
+        {"train__max_skips": 99},
+        {"train__recompute": "full"},
+    ],
+)
 def test_where_how_and_who_watches_do_not_make_another_run(tmp_path: Path, change: dict[str, Any]) -> None:
     opened(tiny(tmp_path))
     assert opened(tiny(tmp_path, **change)).folder.attempt == 2

@@ -14,8 +14,9 @@ class World:
 
     ``local_rank`` of ``local_size`` counts within the host. ``init_method`` is where the ranks meet, ``file:///path``
     or ``tcp://host:port``, empty for a world of one; ``serves_store`` is true on the rank that listens at a tcp
-    address. ``launcher`` started the processes: ``local`` is us, ``python`` means no process was started. ``device``
-    is a torch device, ``cpu`` or ``cuda:0``.
+    address; ``restart`` counts how often the launcher has started the world again after a failure. ``launcher`` started
+    the processes: ``local`` is us, ``python`` means no process was started. ``device`` is a torch device, ``cpu`` or
+    ``cuda:0``.
     """
 
     rank: int = 0
@@ -24,6 +25,7 @@ class World:
     local_size: int = 1
     init_method: str = ""
     serves_store: bool = False
+    restart: int = 0
     launcher: str = "python"
     host: str = field(default_factory=gethostname)
     device: str = "cpu"

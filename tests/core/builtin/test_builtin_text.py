@@ -69,9 +69,7 @@ def test_a_document_that_is_alone_is_cut(tmp_path: Path) -> None:
 
 def test_a_split_too_short_for_a_sample_says_what_to_do(tmp_path: Path) -> None:
     source = text(corpus(tmp_path, count=3), split="100,0,0")
-    message = (
-        r"the validation split is too short .*: 0% of 3 documents came to 0 tokens, .* needs 65; .*--set data.split=80,10,10"
-    )
+    message = r"the validation split is too short .*: 0% of 3 documents came to 0 tokens, .* needs 65; .*split=80,10,10"
     with pytest.raises(DataError, match=message):
         source.dataset("validation", 64, 0)
 

@@ -5,24 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 from megatron_run.errors import InputError, PluginError, RankLostError
-from megatron_run.launch.meeting import Meeting, Outcome, PeerError, attempt, check_digests
+from megatron_run.launch.meeting import Meeting, Outcome, PeerError, attempt
 from megatron_run.world import World
 from tests.support.commands import free_port
 
 T = TypeVar("T")
 
 
-def meet(place: str, size: int, work: Callable[[int, Meeting], T], *, timeout: float = 20.0) -> list[Outcome[T]]:
-    """``work`` of every rank at ``place``; what each returned or raised."""
+def meet(
+    place: str, size: int, work: Callable[[int, Meeting], T], *, timeout: float = 20.0, restart: int | None = None
+) -> list[Outcome[T]]:
+    """``work`` of every rank at ``place``; what each returned or raised. With ``restart`` an agent listens there."""
 
     def rank(number: int) -> Outcome[T]:
-        world = World(rank=number, size=size, init_method=place, serves_store=number == 0, host=f"host{number}")
+        serves = number == 0 and restart is None
+        world = World(number, size, init_method=place, serves_store=serves, restart=restart or 0, host=f"host{number}")
         return attempt(lambda: work(number, Meeting(world, timeout)))
 
     with ThreadPoolExecutor(size) as threads:
@@ -35,24 +40,63 @@ def file(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])
-def test_everybody_gets_everybodys_note_by_rank(file: str, kind: str) -> None:
+def test_rank_0_gets_everybodys_note_by_rank_and_the_others_get_its(file: str, kind: str) -> None:
     place = file if kind == "file" else f"tcp://127.0.0.1:{free_port()}"
 
-    def work(rank: int, meeting: Meeting) -> list[list[int]]:
+    def work(rank: int, meeting: Meeting) -> list[tuple[list[int], int]]:
         notes = []
         for phase in ("first", "second"):
-            value, gathered = meeting.settle(phase, Outcome((rank * 10,)), lambda value: {"value": value})
-            assert value == rank * 10
-            notes.append([note["value"] for note in gathered])
+            settled = meeting.settle(phase, Outcome((rank * 10,)), lambda value: {"value": value + 1})
+            assert settled.value == rank * 10
+            notes.append(([note["value"] for note in settled.notes], settled.first["value"]))
         meeting.settle("end", Outcome((None,)))  # the store lives in rank 0: nobody leaves early
         time.sleep(0.2)
         return notes
 
-    assert [outcome.values for outcome in meet(place, 3, work)] == [([[0, 10, 20]] * 2,)] * 3
+    others: tuple[object] = ([([], 1)] * 2,)
+    assert [outcome.values for outcome in meet(place, 3, work)] == [([([1, 11, 21], 1)] * 2,), others, others]
+
+
+def test_a_table_that_one_rank_keeps_another_recalls_by_its_name(file: str) -> None:
+    def work(rank: int, meeting: Meeting) -> tuple[dict[str, str], ...]:
+        settled = meeting.settle("phase", Outcome((rank,)), lambda _: {"name": meeting.keep({"odd": str(rank % 2)})})
+        return tuple(meeting.recall(note["name"]) for note in settled.notes)
+
+    assert meet(file, 3, work)[0].values == (({"odd": "0"}, {"odd": "1"}, {"odd": "0"}),)
+
+
+@pytest.mark.parametrize("ranks", [4, 16])
+def test_a_rank_but_the_first_reads_one_key_of_a_phase_however_many_there_are(
+    file: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[list[str]] = []
+
+    def wait(meeting: Meeting, phase: str, keys: list[str], timeout: float) -> None:
+        if meeting._world.rank > 0:
+            waited.append(keys)
+        meeting._store.wait(keys, timedelta(seconds=timeout))
+
+    monkeypatch.setattr(Meeting, "_wait", wait)
+    meet(file, ranks, lambda rank, meeting: meeting.settle("phase", Outcome((rank,))))
+    assert waited == [["phase/verdict"]] * (ranks - 1)
+
+
+def test_a_world_that_starts_again_does_not_read_what_the_failed_one_left() -> None:
+    port = free_port()
+    agent = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)  # torchrun's
+    for restart in range(2):
+
+        def work(rank: int, meeting: Meeting, restart: int = restart) -> object:
+            time.sleep(0 if rank else 0.3)  # what is left would be read before rank 0 writes
+            return meeting.settle("phase", Outcome((rank,)), lambda _: {"restart": restart}).first["restart"]
+
+        outcomes = meet(f"tcp://127.0.0.1:{port}", 2, work, restart=restart)
+        assert [outcome.values for outcome in outcomes] == [(restart,)] * 2
+    assert agent.num_keys() > 0
 
 
 def test_a_world_of_one_meets_itself() -> None:
-    assert Meeting(World(), 1.0).settle("phase", Outcome((7,)))[0] == 7
+    assert Meeting(World(), 1.0).settle("phase", Outcome((7,))).value == 7
 
 
 def test_the_lowest_failing_rank_speaks_and_all_end_with_its_code(file: str) -> None:
@@ -109,26 +153,6 @@ def test_a_rank_that_is_gone_does_not_hold_up_the_store() -> None:
     start = time.monotonic()
     meet(f"tcp://127.0.0.1:{free_port()}", 2, lambda rank, meeting: meeting.leave() if rank == 0 else None)
     assert time.monotonic() - start < 6
-
-
-def test_ranks_that_resolved_the_same_run_agree() -> None:
-    check_digests([{"host": "a", "digest": {"x": "1"}}, {"host": "b", "digest": {"x": "1"}}])
-
-
-def test_a_difference_is_a_table_of_ranks_and_hosts() -> None:
-    notes = [
-        {"host": "a", "digest": {"schedule": "1f1b", "same": "1", "code": "0" * 64}},
-        {"host": "a", "digest": {"schedule": "1f1b", "same": "1", "code": "f" * 64}},
-        {"host": "b", "digest": {"schedule": "mine", "same": "1"}},
-    ]
-    with pytest.raises(PluginError) as caught:
-        check_digests(notes)
-    head, *table = str(caught.value).splitlines()
-    assert head.startswith("the ranks do not run the same thing: 2 entries differ; install the same versions")
-    assert table == [
-        "  code: 000000000000 on rank 0 (a), ffffffffffff on rank 1 (a), nothing on rank 2 (b)",
-        "  schedule: 1f1b on rank 0 (a), 1 (a), mine on rank 2 (b)",
-    ]
 
 
 def test_an_input_error_keeps_its_words_through_a_meeting(file: str) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_run.errors import DataError, ExitCode, InputError, PluginError
 from megatron_run.launch.cause import RankEnd, describe, first_cause, last_line
-from megatron_run.launch.device import choose_device, explain_device
+from megatron_run.launch.device import Setting, choose_device, deterministic_environment, explain_device
 from megatron_run.launch.failure import exit_code, one_line
 from megatron_run.launch.job import Report
 from megatron_run.launch.threads import _quota, available_cores, rank_environment, threads_per_rank
@@ -47,20 +47,56 @@ def test_local_ranks_talk_over_the_loopback_interface_unless_told_otherwise() ->
     assert rank_environment({"GLOO_SOCKET_IFNAME": "eth0"}, 1, 1, 1)["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
+def test_torchs_warnings_about_peers_are_kept_back_unless_told_otherwise() -> None:
+    assert rank_environment({}, 1, 1, 1)["TORCH_CPP_LOG_LEVEL"] == "ERROR"
+    assert rank_environment({"TORCH_CPP_LOG_LEVEL": "INFO"}, 1, 1, 1)["TORCH_CPP_LOG_LEVEL"] == "INFO"
+
+
+def place(launcher: str) -> World:
+    return World(rank=1, size=4, local_rank=1, local_size=4, launcher=launcher, host="here")
+
+
 @pytest.mark.parametrize(
-    ("setting", "gpus", "device"), [("auto", 2, "cuda:1"), ("auto", 1, "cpu"), ("cpu", 8, "cpu"), ("cuda", 2, "cuda:1")]
+    ("launcher", "setting", "gpus", "device"),
+    [
+        ("local", "auto", 4, "cuda:1"),
+        ("local", "cuda", 4, "cuda:1"),
+        ("local", "cpu", 8, "cpu"),
+        ("local", "auto", 3, "cpu"),
+        ("local", "auto", 1, "cpu"),
+        ("slurm", "auto", 4, "cuda:1"),
+        ("slurm", "auto", 1, "cuda:0"),  # srun --gpus-per-task=1
+        ("slurm", "cuda", 1, "cuda:0"),
+        ("torchrun", "auto", 1, "cuda:0"),
+        ("slurm", "cpu", 1, "cpu"),
+        ("slurm", "auto", 0, "cpu"),
+    ],
 )
-def test_a_gpu_is_taken_when_every_local_rank_gets_one(setting: str, gpus: int, device: str) -> None:
-    world = World(rank=1, size=2, local_rank=1, local_size=2)
-    assert choose_device(setting, world, gpus) == device  # type: ignore[arg-type]  # one of the words
+def test_a_gpu_is_taken_when_every_local_rank_gets_one(launcher: str, setting: Setting, gpus: int, device: str) -> None:
+    assert choose_device(setting, place(launcher), gpus) == device
 
 
-def test_too_few_gpus_are_said_and_refused_when_asked_for() -> None:
-    world = World(size=2, local_size=2, host="here")
-    assert explain_device("auto", world, 1) == "training on the CPU: 2 local ranks, 1 GPU"
-    assert explain_device("auto", world, 0) == explain_device("cpu", world, 1) == ""
-    with pytest.raises(InputError, match="needs 2 GPUs on here: 1 found"):
-        choose_device("cuda", world, 1)
+@pytest.mark.parametrize(
+    ("launcher", "setting", "gpus"),
+    [("local", "cuda", 1), ("slurm", "auto", 2), ("torchrun", "auto", 3), ("slurm", "cuda", 0)],
+)
+def test_too_few_gpus_are_refused_with_what_to_type(launcher: str, setting: Setting, gpus: int) -> None:
+    with pytest.raises(
+        InputError, match=f"run.device={setting} needs 4 GPUs on here: {gpus} found; set run.device=cpu"
+    ):
+        choose_device(setting, place(launcher), gpus)
+
+
+def test_training_on_the_cpu_for_want_of_gpus_is_said() -> None:
+    assert explain_device("auto", place("local"), 1) == "training on the CPU: 4 local ranks, 1 GPU"
+    assert explain_device("auto", place("slurm"), 0) == "training on the CPU: no GPU on here"
+    assert explain_device("auto", place("local"), 0) == explain_device("cpu", place("slurm"), 0) == ""
+    assert explain_device("auto", place("slurm"), 1) == ""
+
+
+def test_deterministic_kernels_on_a_gpu_need_cublas_told() -> None:
+    assert deterministic_environment(True, "cuda:0") == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert deterministic_environment(None, "cuda:0") == deterministic_environment(True, "cpu") == {}
 
 
 def raised(work: Callable[[], object]) -> BaseException:

@@ -6,10 +6,12 @@ import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_run import Action, load_config, train
 from megatron_run.actions import ScheduleSpec
@@ -63,9 +65,42 @@ def test_sigterm_finishes_the_step_and_gives_the_handler_back(tmp_path: Path) ->
 
 
 def test_what_is_raised_in_this_process_reaches_the_caller(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        train(load_config("preset:tiny", sets=SETS | {"run.folder": tmp_path}, plugins=[Ends(signal.SIGINT)]))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with it ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(load_config("preset:tiny", sets=SETS | {"run.folder": tmp_path}, plugins=[Ends(signal.SIGINT)]))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (status(tmp_path)["exit_code"], status(tmp_path)["message"]) == (130, "interrupted")
+
+
+def process_state() -> list[Any]:
+    """What a program may have chosen for itself, apart from the generator."""
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return [deterministic, torch.get_num_threads(), dict(os.environ)]
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_training_here_leaves_the_process_as_it_was(tmp_path: Path, interrupted: bool) -> None:
+    class Looks(Observer):
+        def on_step_end(self, metrics: StepMetrics) -> None:
+            seen.append(process_state())
+            if interrupted:
+                raise KeyboardInterrupt
+
+    seen: list[Any] = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.manual_seed(5)
+        before, expected = process_state(), torch.rand(3, generator=torch.Generator().manual_seed(5))
+        with suppress(KeyboardInterrupt):
+            train(load_config("preset:tiny", sets=SETS | {"run.folder": tmp_path}, plugins=[Looks()]))
+        assert process_state() == before
+        assert torch.equal(torch.rand(3), expected)
+        assert seen[0][:2] == [(True, False), 1]
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.multiproc

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_run.errors import InputError
-from megatron_run.launch.worlds import expand_nodes, find_world, slurm_world, tasks_per_node
+from megatron_run.launch.worlds import expand_nodes, find_world, slurm_world, tasks_per_node, torchrun_world
 
 TORCHRUN = {
     "RANK": "5",
@@ -49,6 +49,11 @@ def test_rank_0_listens_unless_torchruns_agent_does(rank: str, agent: str | None
     world = find_world(environment)
     assert world is not None
     assert world.serves_store is serves
+
+
+def test_torchrun_counts_how_often_it_has_started_the_ranks_again() -> None:
+    restarts = [torchrun_world(TORCHRUN | variables).restart for variables in ({}, {"TORCHELASTIC_RESTART_COUNT": "2"})]
+    assert restarts == [0, 2]
 
 
 def test_torchrun_wins_over_slurm() -> None:

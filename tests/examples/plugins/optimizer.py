@@ -39,8 +39,9 @@ class Sgd(Optimizer):
                 self._groups.sum_(bucket.grad, axis)
 
     def unscale_(self, factor: Tensor) -> Tensor:
-        finite = [bucket.grad.mul_(factor).isfinite().all() for bucket in self._buckets]
-        found_inf = 1 - torch.stack(finite).all().float().reshape(1)
+        found_inf = torch.zeros(1, device=self._device)
+        for bucket in self._buckets:
+            found_inf += bucket.grad.mul_(factor).isfinite().logical_not().any()
         return self._groups.max_(found_inf, "world")
 
     def clip_(self, max_norm: float) -> Tensor:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from hashlib import sha256
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from megatron_run.errors import ExitCode, PluginError, RankLostError, RunError
+from megatron_run.errors import ExitCode, RankLostError, RunError
 from megatron_run.launch.failure import exit_code
+from megatron_run.launch.store import open_store
 from megatron_run.world import World
 
 T = TypeVar("T")
 
 #: Seconds that ranks wait longer than rank 0, so that it is rank 0 that says who is missing.
 _SLACK = 2.0
-_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class PeerError(RunError):
@@ -48,13 +48,29 @@ def attempt(work: Callable[[], T]) -> Outcome[T]:
         return Outcome((), error)
 
 
+@dataclass(frozen=True)
+class Settled(Generic[T]):
+    """A phase that went well on every rank: what this one's work returned, and what was noted of it.
+
+    ``first`` is rank 0's note, ``notes`` those of all ranks, which only rank 0 has.
+    """
+
+    value: T
+    first: Mapping[str, Any]
+    notes: tuple[Mapping[str, Any], ...] = ()
+
+
 class Meeting:
-    """The ranks of one world around a key-value store, each phase of notes under its own key."""
+    """The ranks of one world around a key-value store, each phase of notes under its own key.
+
+    Rank 0 reads what all ranks note, once; the others read one verdict of fixed size. So a phase costs the store time
+    and bytes proportional to the number of ranks.
+    """
 
     def __init__(self, world: World, timeout: float) -> None:
         self._world = world
         self._timeout = timeout
-        self._store = _open_store(world, timeout)
+        self._store = open_store(world, timeout)
 
     @property
     def store(self) -> Store:
@@ -63,16 +79,31 @@ class Meeting:
 
     def settle(
         self, phase: str, outcome: Outcome[T], note: Callable[[T], Mapping[str, Any]] = lambda _: {}
-    ) -> tuple[T, list[dict[str, Any]]]:
-        """This rank's result and everybody's note of it. If any rank failed, all raise, the lowest its own error."""
+    ) -> Settled[T]:
+        """Wait until all ranks have an outcome of ``phase``. If any failed, all raise, the lowest its own error."""
         mine = {"failure": exit_code(outcome.error)} if outcome.error else {**note(outcome.values[0]), "failure": None}
-        notes = self._gather(phase, mine)
-        for rank, each in enumerate(notes):
-            if each["failure"] is not None:
-                if outcome.error is not None and rank == self._world.rank:
-                    raise outcome.error
-                raise PeerError(rank, each["failure"])
-        return outcome.values[0], notes
+        self._store.set(f"{phase}/{self._world.rank}", json.dumps(mine))
+        notes = self._collect(phase) if self._world.rank == 0 else ()
+        verdict = self._publish(phase, notes) if notes else self._learn(phase)
+        failed = verdict["failed"]
+        if failed is None:
+            return Settled(outcome.values[0], verdict["first"], notes)
+        if outcome.error is not None and failed == self._world.rank:
+            raise outcome.error
+        raise PeerError(failed, verdict["code"])
+
+    def keep(self, table: Mapping[str, str]) -> str:
+        """Leave ``table`` at the store under its SHA-256, which is returned. Tables that are the same are one."""
+        text = json.dumps(dict(table), sort_keys=True)
+        name = sha256(text.encode()).hexdigest()
+        if not self._store.check([f"table/{name}"]):
+            self._store.set(f"table/{name}", text)
+        return name
+
+    def recall(self, name: str) -> dict[str, str]:
+        """The table that some rank has kept under ``name``."""
+        table: dict[str, str] = json.loads(self._store.get(f"table/{name}"))
+        return table
 
     def leave(self) -> None:
         """Say that this rank needs the store no more. Where it lives in this rank, the others are waited for."""
@@ -82,89 +113,49 @@ class Meeting:
                 others = [f"left/{rank}" for rank in range(self._world.size)]
                 self._store.wait(others, timedelta(seconds=_SLACK))
 
-    def _gather(self, phase: str, note: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Everybody's note of ``phase``, by rank. Rank 0 collects and publishes them."""
-        size, together = self._world.size, f"{phase}/all"
-        keys = [f"{phase}/{rank}" for rank in range(size)]
-        self._store.set(keys[self._world.rank], json.dumps(dict(note)))
-        if self._world.rank == 0:
-            self._wait(phase, keys, self._timeout)
-            notes = ",".join(self._store.get(key).decode() for key in keys)
-            self._store.set(together, f"[{notes}]")
-        else:
-            self._wait(phase, [*keys, together], self._timeout + _SLACK)
-        gathered: list[dict[str, Any]] = json.loads(self._store.get(together))
-        return gathered
+    def _collect(self, phase: str) -> tuple[dict[str, Any], ...]:
+        """Everybody's note of ``phase``, by rank."""
+        keys = [f"{phase}/{rank}" for rank in range(self._world.size)]
+        self._wait(phase, keys, self._timeout)
+        return tuple(json.loads(note) for note in self._store.multi_get(keys))
 
-    def _wait(self, phase: str, keys: Sequence[str], timeout: float) -> None:
+    def _publish(self, phase: str, notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Tell the others which rank is the lowest that failed, and what rank 0 noted."""
+        failures = ((rank, note["failure"]) for rank, note in enumerate(notes) if note["failure"] is not None)
+        failed, code = next(failures, (None, None))
+        verdict = {"failed": failed, "code": code, "first": notes[0]}
+        self._store.set(f"{phase}/verdict", json.dumps(verdict))
+        return verdict
+
+    def _learn(self, phase: str) -> dict[str, Any]:
+        self._wait(phase, [f"{phase}/verdict"], self._timeout + _SLACK)
+        verdict: dict[str, Any] = json.loads(self._store.get(f"{phase}/verdict"))
+        return verdict
+
+    def _wait(self, phase: str, keys: list[str], timeout: float) -> None:
         try:
-            self._store.wait(list(keys), timedelta(seconds=timeout))
+            self._store.wait(keys, timedelta(seconds=timeout))
         except RuntimeError as error:
-            raise self._lost(phase, keys, error) from error
+            raise self._lost(phase, error) from error
 
-    def _lost(self, phase: str, keys: Sequence[str], error: RuntimeError) -> RunError:
+    def _lost(self, phase: str, error: RuntimeError) -> RunError:
         """Name the ranks without a note; of those that came only the lowest speaks."""
+        ranks = range(self._world.size)
         try:
-            present = [self._store.check([key]) for key in keys[: self._world.size]]
+            lowest = next(rank for rank in ranks if self._came(phase, rank))
+            if lowest != self._world.rank:
+                return PeerError(lowest, ExitCode.RANK_LOST)
+            missing = [str(rank) for rank in ranks if not self._came(phase, rank)]
         except RuntimeError:
             return RankLostError("the rank that keeps the meeting point is gone", why=str(error).splitlines()[0])
-        missing = [str(rank) for rank, here in enumerate(present) if not here]
-        if present.index(True) != self._world.rank:
-            return PeerError(present.index(True), ExitCode.RANK_LOST)
         return RankLostError(
             f"rank {', '.join(missing) or '0'} of {self._world.size} did not join within {self._timeout:g} s",
             why=f"phase {phase!r}",
             fix="see the log of that rank, or raise run.timeout",
         )
 
-
-def _open_store(world: World, timeout: float) -> Store:
-    if world.size == 1:
-        return HashStore()
-    if world.init_method.startswith("file://"):
-        return FileStore(world.init_method.removeprefix("file://"), world.size)
-    host, _, port = world.init_method.removeprefix("tcp://").rpartition(":")
-    try:
-        return TCPStore(
-            host,
-            int(port),
-            is_master=world.serves_store,
-            timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except RuntimeError as error:
-        raise RankLostError(
-            f"rank {world.rank} cannot reach the meeting point {world.init_method}",
-            why=str(error).splitlines()[0],
-            fix="check that the first host is up and the port is free and open",
-        ) from error
-
-
-def check_digests(notes: Sequence[Mapping[str, Any]]) -> None:
-    """Raise :class:`PluginError` with a table of what differs between ranks and on which hosts.
-
-    Each note has ``host`` and ``digest``, a flat table of texts that must agree.
-    """
-    keys = sorted({key for note in notes for key in note["digest"]})
-    differing = [key for key in keys if len({note["digest"].get(key) for note in notes}) > 1]
-    if differing:
-        table = "".join(f"\n  {_row(key, notes)}" for key in differing)
-        raise PluginError(
-            "the ranks do not run the same thing",
-            why=f"{len(differing)} {'entries differ' if len(differing) > 1 else 'entry differs'}",
-            fix=f"install the same versions and pass the same arguments on every host{table}",
-        )
-
-
-def _row(key: str, notes: Sequence[Mapping[str, Any]]) -> str:
-    """The values of ``key``, each with the ranks and hosts that have it; a SHA-256 is cut short."""
-    holders: dict[str, list[str]] = {}
-    for rank, note in enumerate(notes):
-        value = note["digest"].get(key, "nothing")
-        value = value[:12] if _SHA256.fullmatch(value) else value
-        holders.setdefault(value, []).append(f"{rank} ({note['host']})")
-    return f"{key}: " + ", ".join(f"{value} on rank {', '.join(ranks)}" for value, ranks in holders.items())
+    def _came(self, phase: str, rank: int) -> bool:
+        return self._store.check([f"{phase}/{rank}"])
 
 
 def close_group() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_run.errors import ExitCode, RankLostError
-from megatron_run.launch.device import choose_device, explain_device
+from megatron_run.launch.agreement import check_digests, check_gpus
 from megatron_run.launch.failure import classify, exit_code, one_line
-from megatron_run.launch.meeting import Meeting, PeerError, attempt, check_digests, close_group
+from megatron_run.launch.meeting import Meeting, PeerError, attempt, close_group
+from megatron_run.launch.process import assign_device, gpu_name, set_threads, start_device
 from megatron_run.launch.signals import stopping_on_signals
-from megatron_run.launch.threads import threads_per_rank
 from megatron_run.run_folder import OpenedFolder, RunFolder, join_run_folder, open_run_folder
 from megatron_run.trainer import train_rank
 from megatron_run.world import StopRequest, World
@@ -86,9 +86,10 @@ class Member:
         resolved = attempt(self._resolve_run)
         timeout = resolved.values[0].config.run.timeout if resolved.values else _DEFAULT_TIMEOUT
         self._meeting = meeting = Meeting(self._world, timeout)
-        run, _ = meeting.settle("resolve", resolved)
-        world, notes = meeting.settle("agree", attempt(lambda: place_on_device(run, self._world)), _digest_note(run))
-        meeting.settle("compare", attempt(lambda: check_digests(notes)))
+        run = meeting.settle("resolve", resolved).value
+        placed = meeting.settle("agree", attempt(lambda: place_on_device(run, self._world)), _note_maker(run, meeting))
+        meeting.settle("compare", attempt(lambda: _compare(placed.notes, meeting)))
+        world = placed.value
         if self.folder is None:
             if world.rank == 0:
                 for notice in run.notices:
@@ -104,15 +105,14 @@ class Member:
         """Rank 0 opens the run folder and the others find it; None when it is finished."""
         opening = attempt(lambda: open_run_folder(run, self._arguments) if self._world.rank == 0 else None)
         self._opened = opening.values[0] if opening.values else None
-        _, tickets = meeting.settle("open", opening, _ticket)
-        ticket = tickets[0]
+        ticket = meeting.settle("open", opening, _ticket).first
         if ticket["finished"]:
             if self._world.rank == 0:
                 self._tell(f"run folder {ticket['path']} is finished: nothing to do")
             return None
         rank = self._world.rank
         joining = attempt(lambda: join_run_folder(Path(ticket["path"]), ticket["attempt"], ticket["id"], rank))
-        folder, _ = meeting.settle("join", joining)
+        folder = meeting.settle("join", joining).value
         if rank > 0 or self._quiet:
             redirect_output(folder.log(rank))
         return folder
@@ -137,22 +137,10 @@ def train_in_folder(run: ResolvedRun, world: World, folder: RunFolder) -> ExitCo
 
 
 def place_on_device(run: ResolvedRun, world: World) -> World:
-    """``world`` with its device chosen and made current; says so when GPUs are left unused."""
-    gpus = torch.cuda.device_count()
-    device = choose_device(run.config.run.device, world, gpus)
-    if device != "cpu":
-        torch.cuda.set_device(torch.device(device))
-    notice = explain_device(run.config.run.device, world, gpus)
-    if notice and world.rank == 0:
-        print(notice, flush=True)  # noqa: T201  # standard output of rank 0 is what the terminal shows
-    return replace(world, device=device)
-
-
-def set_threads(run: ResolvedRun, world: World) -> None:
-    """Threads of this rank's CPU work. In a Python program ``auto`` leaves what the program chose."""
-    setting = run.config.run.threads
-    if world.launcher != "python" or setting != "auto":
-        torch.set_num_threads(threads_per_rank(setting, world.local_size))
+    """``world`` with its device chosen and made current."""
+    placed = assign_device(run, world)
+    start_device(run, placed.device)
+    return placed
 
 
 def join_group(meeting: Meeting, world: World, timeout: float) -> None:
@@ -180,8 +168,20 @@ def redirect_output(log: Path) -> None:
     os.close(descriptor)
 
 
-def _digest_note(run: ResolvedRun) -> Callable[[World], dict[str, Any]]:
-    return lambda world: {"host": world.host, "digest": {**run.digest(), "device": world.device.partition(":")[0]}}
+def _note_maker(run: ResolvedRun, meeting: Meeting) -> Callable[[World], dict[str, Any]]:
+    """What a rank notes of itself, to be compared with the others."""
+
+    def note(world: World) -> dict[str, Any]:
+        digest = meeting.keep({**run.digest(), "device": world.device.partition(":")[0]})
+        return {"host": world.host, "gpu": gpu_name(world.device), "digest": digest}
+
+    return note
+
+
+def _compare(notes: Sequence[Mapping[str, Any]], meeting: Meeting) -> None:
+    """Rank 0 has the notes and speaks for all; the others have none, and nothing to say."""
+    check_digests(notes, meeting.recall)
+    check_gpus(notes)
 
 
 def _ticket(opened: OpenedFolder | None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, InputError, RunError
 from megatron_run.launch.job import Ending
+from megatron_run.launch.threads import quiet_torch
 from megatron_run.launch.worlds import How, find_world
 from megatron_run.world import World
 
@@ -50,9 +51,11 @@ def launch(request: Request, terms: Terms, how: How = "auto") -> Ending:
     ``auto`` joins the world that torchrun or Slurm made, else starts the local ranks. Raises :class:`RunError` for
     what is found before a rank starts; a failure of a rank is in the result.
     """
+    world = find_world(os.environ, how)
+    if world is not None:
+        quiet_torch(os.environ)
     from megatron_run.resolve import resolve
 
-    world = find_world(os.environ, how)
     if world is None:
         return _start_local(resolve(request), request, terms)
     if request.nproc not in (None, world.size):
@@ -107,16 +110,23 @@ def _as_request(run: ResolvedRun) -> Request:
 
 
 def _train_here(run: ResolvedRun) -> Ending:
+    """Train in this process, which is somebody's program or notebook: what training sets in it is given back."""
+    from megatron_run.launch.process import assign_device, borrowed_process
+
+    world = assign_device(run, World())
+    with borrowed_process(run, world):
+        return _train_in_own_folder(run, world)
+
+
+def _train_in_own_folder(run: ResolvedRun, world: World) -> Ending:
     from megatron_run.launch.failure import exit_code, one_line
-    from megatron_run.launch.member import place_on_device, set_threads, train_in_folder
+    from megatron_run.launch.member import train_in_folder
     from megatron_run.run_folder import open_run_folder
 
-    world = place_on_device(run, World())
     opened = open_run_folder(run, sys.argv)
     with opened.lock:
         if opened.finished:
             return _already_finished(opened, print)
-        set_threads(run, world)
         try:
             code = train_in_folder(run, world, opened.folder)
         except BaseException as error:

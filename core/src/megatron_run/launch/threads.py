@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Literal
 
@@ -41,4 +41,13 @@ def rank_environment(base: Mapping[str, str], threads: int, local_size: int, cor
     if local_size * threads > cores:
         environment.setdefault("OMP_WAIT_POLICY", "passive")
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    quiet_torch(environment)
     return environment
+
+
+def quiet_torch(environment: MutableMapping[str, str]) -> None:
+    """Before torch is imported: keep back its C++ warnings about peers that are late or gone, of which we say one line.
+
+    A level that the user has set stays.
+    """
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -55,6 +55,7 @@ def torchrun_world(environment: Mapping[str, str]) -> World:
         local_size=_integer(environment, "LOCAL_WORLD_SIZE"),
         init_method=f"tcp://{environment['MASTER_ADDR']}:{_integer(environment, 'MASTER_PORT')}",
         serves_store=rank == 0 and not agent_listens,
+        restart=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
         launcher="torchrun",
     )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from traceback import extract_tb
 from typing import TypeVar
 
 from megatron_run.actions import LayoutSpec, Place, ScheduleSpec
@@ -44,11 +46,11 @@ def plan_run(
     stages, chunks = parallel.pipeline, parallel.chunks
     wanted = LayoutSpec(stages, chunks, layers, parallel.layers)
     layout = tuple(_ask(schedule, "layout", partial(made.layout, wanted)))
-    check_layout(wanted, layout)
+    _prove(schedule, partial(check_layout, wanted, layout))
     plans = {}
     for count in counts:
         spec = ScheduleSpec(layout, stages, chunks, count)
-        plans[count] = verify(spec, _ask(schedule, "actions", partial(made.actions, spec)))
+        plans[count] = _prove(schedule, partial(verify, spec, _ask(schedule, "actions", partial(made.actions, spec))))
     return layout, plans
 
 
@@ -63,13 +65,35 @@ def layers_of(model: Plugin) -> int:
     return layers
 
 
+def _prove(schedule: Plugin, proof: Callable[[], Answer]) -> Answer:
+    """What ``proof`` finds of a schedule's answer; a fault names the schedule and says what to do."""
+    try:
+        return proof()
+    except ScheduleError as fault:
+        raise ScheduleError(
+            f"{schedule} of {schedule.source} gives no legal plan: {fault.what}",
+            why=fault.why,
+            origin=fault.origin or schedule.origin,
+            fix=fault.fix or "correct its actions (F3.1 is the forward of microbatch 3 in chunk 1), or choose another",
+        ) from fault
+    except RunError:
+        raise
+    except Exception as cause:  # an answer of other things than places and actions
+        why = f"it did not return a sequence of actions for each stage ({type(cause).__name__}: {cause})"
+        raise schedule.failed("actions", why) from cause
+
+
 def _ask(plugin: Plugin, method: str, question: Callable[[], Answer]) -> Answer:
     """What the schedule answers. It may refuse what the user asks for; anything else it raises is its own failure."""
     try:
-        return question()
+        answer = question()
     except ScheduleError as refusal:
         raise InputError(refusal.what, why=refusal.why, origin=refusal.origin, fix=refusal.fix) from refusal
     except RunError:
         raise
     except Exception as cause:
-        raise plugin.failed(method, in_one_line(cause)) from cause
+        last = extract_tb(cause.__traceback__)[-1]
+        raise plugin.failed(method, f"{in_one_line(cause)} ({Path(last.filename).name}, line {last.lineno})") from cause
+    if not isinstance(answer, Sequence):
+        raise plugin.failed(method, f"it returned {answer!r}, and must return a sequence: is its return missing?")
+    return answer

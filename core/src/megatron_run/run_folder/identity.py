@@ -15,13 +15,16 @@ if TYPE_CHECKING:
 #: Sections that say what is learned. The others (run, parallel, eval, schedule, parallel_layer, graph_capture,
 #: observer) say where, how fast and who watches: they may change between attempts, and losses agree to rounding.
 LEARNED = ("version", "model", "train", "data", "optimizer", "scaler")
+#: Keys of those sections that say when to give up and how memory is spent, not what is learned.
+_NOT_LEARNED = frozenset({"train.max_skips", "train.recompute"})
 
 
 def identity(run: ResolvedRun) -> dict[str, Any]:
     """Every dotted key that decides what is learned, with its resolved value; plain JSON."""
     everything = sections(run)
     chosen = {name: everything[name] for name in LEARNED}
-    return {".".join(key): value for key, value in leaves(chosen, ())}
+    keys = {".".join(key): value for key, value in leaves(chosen, ())}
+    return {key: value for key, value in keys.items() if key not in _NOT_LEARNED}
 
 
 def digest(keys: Mapping[str, Any]) -> str:
