@@ -16,7 +16,7 @@ FORBIDDEN = {"megatron", "core", "cli", "plugins"}
 def test_kernel_and_command_line() -> None:
     assert (KERNEL.name, KERNEL.package) == ("megatron-run-core", "megatron_run")
     assert (COMMAND_LINE.name, COMMAND_LINE.package) == ("megatron-run-cli", "megatron_run_cli")
-    assert COMMAND_LINE.project["scripts"] == {"megatron-run": "megatron_run_cli.main:main"}
+    assert COMMAND_LINE.project["scripts"] == {"megatron-run": "megatron_run_cli.__main__:program"}
     assert read_project(ROOT)["name"] == "megatron-run"
 
 

@@ -1,10 +1,28 @@
-"""``python -m megatron_run_cli``, which is also what torchrun starts."""
+"""``python -m megatron_run_cli``, which is also what torchrun starts, and the program ``megatron-run``."""
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
 
 from megatron_run_cli.main import main
 
+
+def program() -> None:
+    """Run the command line and end the process with its exit code.
+
+    A process that was a rank ends at once: while Python takes itself down, a communicator whose peer is already gone
+    may abort it, and so turn a run that succeeded into one that failed.
+    """
+    code = main()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads any more
+            stream.flush()
+    if "torch.distributed" in sys.modules:
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    program()
