@@ -41,11 +41,15 @@ class StepInputs:
 
 @dataclass
 class StepRecord:
-    """What happened: the actions in order, the most chunk-microbatches in flight, and logits if there are any."""
+    """What happened: the actions in order, the most chunk-microbatches in flight, and logits if there are any.
+
+    ``times`` holds the start and the end of each action's computation by the clock of the run, nothing without one.
+    """
 
     executed: list[Action] = field(default_factory=list)
     peak_in_flight: int = 0
     logits: dict[int, Tensor] = field(default_factory=dict)
+    times: list[tuple[float, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,14 @@ class Executor:
             "S": self._nothing,
         }
 
-    def run(self, program: Sequence[Instruction], inputs: StepInputs) -> StepRecord:
-        """Run ``program`` from its first instruction to its last; nothing is left in flight."""
-        self._inputs, self._record = inputs, StepRecord()
+    def run(
+        self, program: Sequence[Instruction], inputs: StepInputs, clock: Callable[[], float] | None = None
+    ) -> StepRecord:
+        """Run ``program`` from its first instruction to its last; nothing is left in flight.
+
+        With ``clock`` the record holds when each action was computed, in the clock's unit; waiting is left out.
+        """
+        self._inputs, self._record, self._clock = inputs, StepRecord(), clock
         self._microbatches: dict[int, Microbatch] = {}
         self._in_flight: dict[Key, _InFlight] = {}
         self._to_recompute: dict[Key, Tensor | None] = {}
@@ -94,12 +103,20 @@ class Executor:
         received = self._messenger.wait(instruction.receive) if instruction.receive else None
         self._messenger.retire(instruction.retire)
         self._record.executed.append(action)
-        result = self._handlers[action.op](action, received)
+        result = self._compute(action, received)
         if instruction.send:
             assert result is not None  # lowering sends only what an action produces
             self._messenger.send(instruction.send, result, self._boundary(action.microbatch))
         if instruction.sync and self._inputs.start_grad_sync is not None:
             self._inputs.start_grad_sync(action.chunk)
+
+    def _compute(self, action: Action, received: Tensor | None) -> Tensor | None:
+        if self._clock is None:
+            return self._handlers[action.op](action, received)
+        start = self._clock()
+        result = self._handlers[action.op](action, received)
+        self._record.times.append((start, self._clock()))
+        return result
 
     def _forward(self, action: Action, x: Tensor | None) -> Tensor | None:
         key = (action.microbatch, action.chunk)
