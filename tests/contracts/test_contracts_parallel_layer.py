@@ -36,8 +36,8 @@ class SeesTheFuture(StackedLayers):
 
 
 class PaddingIsAClass(StackedLayers):
-    def cross_entropy(self, vocab: int) -> nn.Module:
-        return self.base.cross_entropy(-(-vocab // 128) * 128)
+    def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
+        return self.base.cross_entropy(-(-vocab // 128) * 128, label_smoothing)
 
 
 class KeepsItsWeight(StackedLayers):

@@ -27,8 +27,8 @@ def logits(weights: Weights, tokens: Tensor, options: Any, dropout: Callable[[Te
     x = dropout(x)
     for layer in range(options.num_layers):
         own = {name.removeprefix(f"layers.{layer}."): w for name, w in weights.items() if f"layers.{layer}." in name}
-        x = x + dropout(attention(own, norm(own, "attention_norm", x, options), options))
-        x = x + dropout(mlp(own, norm(own, "mlp_norm", x, options), options))
+        x = x + dropout(attention(own, norm(own, "attention.qkv.norm", x, options), options))
+        x = x + dropout(mlp(own, norm(own, "mlp.input.norm", x, options), options))
     x = norm(weights, "final_norm", x, options)
     return x @ weights["embedding.word.weight" if options.tie_embeddings else "output.weight"].T
 

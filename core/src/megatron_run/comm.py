@@ -20,6 +20,70 @@ if TYPE_CHECKING:
 
     from megatron_run.topology import Topology
 
+
+@dataclass(frozen=True)
+class Pending:
+    """A tensor that a collective is filling."""
+
+    tensor: Tensor
+    work: dist.Work | None = None
+
+    def wait(self) -> Tensor:
+        """The tensor, once it is whole."""
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks that share one layer: this rank's ``index`` among ``size`` of them, and what they do together.
+
+    A layer that is split takes them as an argument, so that it can be split over any axis. One rank alone is no group:
+    its collectives do nothing.
+    """
+
+    index: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sum ``tensor`` over the peers, in place."""
+        return self.start_sum(tensor).wait()
+
+    def start_sum(self, tensor: Tensor) -> Pending:
+        """Start to sum ``tensor`` over the peers, in place."""
+        return Pending(tensor, dist.all_reduce(tensor, group=self.group, async_op=True) if self.size > 1 else None)
+
+    def max_(self, tensor: Tensor) -> Tensor:
+        """Take the maximum of ``tensor`` over the peers, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        return tensor
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The peers' parts, one after the other: [n, ...] -> [size * n, ...]."""
+        return self.start_gather(part).wait()
+
+    def start_gather(self, part: Tensor) -> Pending:
+        """Start to :meth:`gather`; ``part`` must not change meanwhile."""
+        if self.size == 1:
+            return Pending(part)
+        whole = part.new_empty((self.size * part.shape[0], *part.shape[1:]))
+        return Pending(whole, dist.all_gather_into_tensor(whole, part.contiguous(), group=self.group, async_op=True))
+
+    def scatter_sum(self, whole: Tensor) -> Tensor:
+        """This rank's part of the sum over the peers, a reduce-scatter: [size * n, ...] -> [n, ...]."""
+        return self.start_scatter_sum(whole).wait()
+
+    def start_scatter_sum(self, whole: Tensor) -> Pending:
+        """Start to :meth:`scatter_sum`; ``whole`` must not change meanwhile."""
+        if self.size == 1:
+            return Pending(whole)
+        part = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
+        return Pending(part, dist.reduce_scatter_tensor(part, whole.contiguous(), group=self.group, async_op=True))
+
+
 #: Where a collective runs: along one axis, or over every rank.
 Scope = Axis | Literal["world"]
 #: The groups along an axis: which ranks belong together.
@@ -50,6 +114,11 @@ class Groups:
     def group(self, scope: Scope) -> dist.ProcessGroup | None:
         """The group of ``scope``, or None when it is this rank alone."""
         return self.world if scope == "world" else self.by_axis.get(scope)
+
+    def peers(self, topology: Topology, axis: Axis) -> Peers:
+        """The ranks along ``axis`` with this one, as a layer that is split over them wants them."""
+        members = topology.peers(axis)
+        return Peers(members.index(topology.rank), len(members), self.by_axis.get(axis))
 
     def start_sum(self, tensor: Tensor, scope: Scope) -> dist.Work | None:
         """Start summing ``tensor`` in place over ``scope``; the handle to wait for, or None for a group of one."""

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from megatron_run.contracts import Chunk
 
 
-def describe_parameters(chunk: Chunk) -> dict[Parameter, ParamInfo]:
+def describe_parameters(chunk: Chunk, tensor_rank: int = 0) -> dict[Parameter, ParamInfo]:
     """Describe every parameter of ``chunk``, in the order of its modules.
 
     A module's ``parameter_specs`` decide. Without a spec a 1-D ``weight`` starts as ones and any other 1-D parameter
-    as zeros; a matrix must have one. Raises TypeError.
+    as zeros; a matrix must have one. Raises TypeError. What every tensor-parallel rank holds whole is counted on the
+    first, so that the gradient norm sees it once.
     """
     infos: dict[Parameter, ParamInfo] = {}
     for path, module in chunk.named_modules():
@@ -30,7 +31,7 @@ def describe_parameters(chunk: Chunk) -> dict[Parameter, ParamInfo]:
         for name, parameter in module.named_parameters(recurse=False):
             if parameter not in infos:
                 spec = specs.get(name) or _default_spec(path, name, parameter)
-                infos[parameter] = _info(path, name, parameter, spec)
+                infos[parameter] = _info(path, name, parameter, spec, tensor_rank)
     return infos
 
 
@@ -57,7 +58,7 @@ def _default_spec(path: str, name: str, parameter: Parameter) -> ParameterSpec:
     return ParameterSpec(Init("ones" if name == "weight" else "zeros"))
 
 
-def _info(path: str, name: str, parameter: Parameter, spec: ParameterSpec) -> ParamInfo:
+def _info(path: str, name: str, parameter: Parameter, spec: ParameterSpec, tensor_rank: int) -> ParamInfo:
     full = spec.name or f"{path}.{name}"
     prefix = full.rpartition(".")[0]
     parts = tuple(
@@ -71,8 +72,14 @@ def _info(path: str, name: str, parameter: Parameter, spec: ParameterSpec) -> Pa
         decay=decays if spec.decay is None else spec.decay,
         partial_over=spec.partial_over,
         tie=spec.tie,
-        counted=spec.counted,
+        counted=spec.counted and (tensor_rank == 0 or not _is_whole(parameter, parts)),
     )
+
+
+def _is_whole(parameter: Parameter, parts: tuple[Part, ...]) -> bool:
+    """Whether ``parameter`` holds its logical tensors from the first row and column to the last."""
+    columns = parameter.shape[1:]
+    return all(part.shape == (len(part.local), *columns) for part in parts)
 
 
 def _fill(parameter: nn.Parameter, part: Part, init: Init, seed: int) -> None:

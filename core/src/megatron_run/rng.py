@@ -3,6 +3,9 @@
 Neither dropout nor fused attention takes a generator, so before each segment the device's default generator is seeded
 from (seed, step, sample, layer, segment, shard). Masks therefore depend neither on the pipeline nor on the data split,
 and a resumed run needs no generator state.
+
+Two streams, as in Shoeybi et al. 2019 (Megatron-LM), appendix B.2: what is computed whole on every tensor-parallel rank
+must be dropped alike on all of them, what is split must be dropped differently.
 """
 
 from __future__ import annotations
@@ -30,16 +33,21 @@ def mix(*numbers: int) -> int:
 
 
 class RandomStreams:
-    """Positions the random streams of one rank; ``shard`` is its tensor-parallel rank."""
+    """Positions the random streams of one rank; ``shard`` is its tensor-parallel rank.
+
+    The device's default generator is the sharded stream, ``replicated`` the one that is equal on every shard.
+    """
 
     def __init__(self, seed: int, device: torch.device, shard: int = 0) -> None:
         self._seed, self._shard = seed, shard
-        self._default = _default_generator(device)
+        self._sharded = _default_generator(device)
+        self.replicated = torch.Generator(device if device.type == "cuda" else "cpu")
 
     def position(self, microbatch: Microbatch, layer: int, segment: int) -> None:
-        """Seed the device's default generator for one segment of one layer."""
-        key = mix(self._seed, microbatch.step, microbatch.sample0, layer, segment, self._shard)
-        self._default.manual_seed(key)
+        """Seed both streams for one segment of one layer."""
+        place = mix(self._seed, microbatch.step, microbatch.sample0, layer, segment)
+        self._sharded.manual_seed(mix(place, self._shard))
+        self.replicated.manual_seed(place)
 
 
 def initial_generator(seed: int, name: str) -> torch.Generator:

@@ -92,4 +92,4 @@ def test_a_shorter_sequence_runs() -> None:
     short = example_microbatch(61, length=5)
     out, _ = built()[0].forward(replace(short, fields={"tokens": short.fields["tokens"]}))
     assert out.logits is not None
-    assert out.logits.shape == (5, 2, 61)
+    assert out.logits.shape == (5, 2, 128)

@@ -35,7 +35,8 @@ class BuildContext:
     ``topology`` is this rank's place in the grid and ``groups`` the process groups by axis; ``model`` the model
     plugin's options with the vocabulary filled in; ``train`` and ``run`` sections of the configuration; ``gradients``
     takes weight gradients; ``rng`` positions random streams; ``metrics`` makes meters for numbers to report;
-    ``segments`` runs the segments of layers, eager or captured.
+    ``segments`` runs the segments of layers, eager or captured. ``sequence_shards`` is the number of ranks that split
+    the sequence between blocks: the tensor-parallel size under sequence parallelism, else 1.
     """
 
     topology: Topology
@@ -50,3 +51,10 @@ class BuildContext:
     metrics: Metrics
     segments: SegmentRunner
     log: logging.Logger
+    sequence_shards: int = 1
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of the model, unpadded."""
+        size: int = self.model.vocab_size  # type: ignore[attr-defined]  # every model's options have it
+        return size

@@ -36,8 +36,8 @@ class ChunkOut:
     """What a chunk returns. ``x`` [s, b, h] goes to the next position (None from the last one while training).
 
     ``losses`` maps a name to (sum, weight), both scalars: the language-model loss ``lm`` summed over tokens and the
-    number of tokens; an auxiliary loss and 1. ``logits`` [s, b, v] is what the last chunk returns when its microbatch
-    has no labels.
+    number of tokens; an auxiliary loss and 1. ``logits`` [s, b, p/t] is what the last chunk returns when its microbatch
+    has no labels: this rank's part of the padded vocabulary.
     """
 
     x: Tensor | None

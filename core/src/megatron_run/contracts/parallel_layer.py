@@ -37,6 +37,9 @@ class AttentionShape:
 class ParallelLayers(ABC):
     """A factory of layers. x is [s, b, h] everywhere ([s/t, b, h] between blocks with sequence parallelism).
 
+    Layers that split over tensor-parallel ranks get those ranks as an argument (:class:`megatron_run.comm.Peers`), so
+    that the same layer can split over another axis.
+
     Parameters are created uninitialised, with ``parameter_specs`` on their module saying how they start and which
     logical tensors they hold; the names of parameters and parts are the canonical ones (``weight``, ``bias``,
     ``query.weight``), whatever the factory, so that checkpoints cross over. Weight gradients should be handed to
@@ -55,8 +58,20 @@ class ParallelLayers(ABC):
     """
 
     @abstractmethod
-    def column_linear(self, inputs: int, parts: tuple[LinearPart, ...], *, bias: bool, init: Init) -> nn.Module:
-        """[s, b, inputs] -> [s, b, sum(features) / t]: output features are split, part by part."""
+    def column_linear(
+        self,
+        inputs: int,
+        parts: tuple[LinearPart, ...],
+        *,
+        bias: bool,
+        init: Init,
+        norm: nn.Module | None = None,
+    ) -> nn.Module:
+        """[s, b, inputs] -> [s, b, sum(features) / t]: output features are split, part by part.
+
+        ``norm``, made by :meth:`norm` of the whole stack, is applied to the input first and becomes the child ``norm``
+        of the layer, which a factory may fuse with the product.
+        """
 
     @abstractmethod
     def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
@@ -83,8 +98,12 @@ class ParallelLayers(ABC):
         """(query [s, b, n/t, d], key and value [s, b, k/t, d], mask or None for causal) -> [s, b, n/t * d]."""
 
     @abstractmethod
-    def cross_entropy(self, vocab: int) -> nn.Module:
-        """(logits [s, b, padded vocab / t], labels [b, s]) -> loss per token [s, b], fp32; padding is no class."""
+    def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
+        """(logits [s, b, padded vocab / t], labels [b, s]) -> loss per token [s, b], fp32; padding is no class.
+
+        While training, ``label_smoothing`` e mixes ``(1 - e) * nll + e * mean over the vocabulary of -log p`` (Szegedy
+        et al. 2016, as PyTorch defines it); an evaluation scores the plain loss.
+        """
 
 
 class StackedLayers(ParallelLayers):
@@ -93,9 +112,17 @@ class StackedLayers(ParallelLayers):
     def __init__(self, base: ParallelLayers) -> None:
         self.base = base
 
-    def column_linear(self, inputs: int, parts: tuple[LinearPart, ...], *, bias: bool, init: Init) -> nn.Module:
+    def column_linear(
+        self,
+        inputs: int,
+        parts: tuple[LinearPart, ...],
+        *,
+        bias: bool,
+        init: Init,
+        norm: nn.Module | None = None,
+    ) -> nn.Module:
         """As ``base``."""
-        return self.base.column_linear(inputs, parts, bias=bias, init=init)
+        return self.base.column_linear(inputs, parts, bias=bias, init=init, norm=norm)
 
     def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
         """As ``base``."""
@@ -121,6 +148,6 @@ class StackedLayers(ParallelLayers):
         """As ``base``."""
         return self.base.core_attention(shape, dropout)
 
-    def cross_entropy(self, vocab: int) -> nn.Module:
+    def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
         """As ``base``."""
-        return self.base.cross_entropy(vocab)
+        return self.base.cross_entropy(vocab, label_smoothing)

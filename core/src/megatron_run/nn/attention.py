@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SelfAttention(nn.Module):
-    """Query, key and value in one matrix product, the fused core, and the output projection."""
+    """The norm, query, key and value in one matrix product, the fused core, and the output projection."""
 
     def __init__(self, layers: ParallelLayers, spec: TransformerSpec, layer: int, rotary: Rotary | None) -> None:
         super().__init__()
@@ -26,14 +26,15 @@ class SelfAttention(nn.Module):
         width, kv_width = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
         parts = (LinearPart("query", width), LinearPart("key", kv_width), LinearPart("value", kv_width))
         self.features = [part.features for part in parts]
-        self.qkv = layers.column_linear(spec.hidden, parts, bias=spec.bias, init=spec.init)
+        norm = layers.norm(spec.norm, spec.hidden)
+        self.qkv = layers.column_linear(spec.hidden, parts, bias=spec.bias, init=spec.init, norm=norm)
         self.rotary = rotary
         shape = AttentionShape(spec.heads, spec.kv_heads, spec.head_size, layer)
         self.core = layers.core_attention(shape, spec.dropout)
         self.output = layers.row_linear(width, spec.hidden, bias=spec.bias, init=spec.residual_init)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h]."""
+        """[s, b, h] -> [s, b, h]; between blocks s is s/t under sequence parallelism."""
         fused = self.qkv(x)  # [s, b, (n + 2k) * d / t]
         split = sum(self.features) // fused.shape[-1]  # t, whoever made the layer
         pieces = fused.split([features // split for features in self.features], dim=-1)

@@ -1,6 +1,6 @@
 """A pre-norm transformer block.
 
-Legend: s sequence, b micro batch, h hidden.
+Legend: s sequence (s/t under sequence parallelism), b micro batch, h hidden.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TransformerBlock(nn.Module):
-    """``x += dropout(attention(norm(x)))``, then ``x += dropout(mlp(norm(x)))``.
+    """``x += dropout(attention(x))``, then ``x += dropout(mlp(x))``; each half begins with its norm.
 
     It is run through its segments, never called as a whole: between them the kernel makes parameters ready and
     positions random numbers.
@@ -31,25 +31,23 @@ class TransformerBlock(nn.Module):
     def __init__(self, layers: ParallelLayers, spec: TransformerSpec, layer: int, rotary: Rotary | None) -> None:
         super().__init__()
         self.layer = layer
-        self.attention_norm = layers.norm(spec.norm, spec.hidden)
         self.attention = SelfAttention(layers, spec, layer, rotary)
-        self.mlp_norm = layers.norm(spec.norm, spec.hidden)
         self.mlp = Mlp(layers, spec)
         self.dropout = layers.dropout(spec.dropout)
 
     def attend(self, x: Tensor) -> Tensor:
         """Add the attention half: [s, b, h] -> [s, b, h]."""
-        added: Tensor = self.dropout(self.attention(self.attention_norm(x)))
+        added: Tensor = self.dropout(self.attention(x))
         return x + added
 
     def feed(self, x: Tensor) -> Tensor:
         """Add the feed-forward half: [s, b, h] -> [s, b, h]."""
-        added: Tensor = self.dropout(self.mlp(self.mlp_norm(x)))
+        added: Tensor = self.dropout(self.mlp(x))
         return x + added
 
     def segments(self, why_eager: str = "") -> tuple[Segment, ...]:
         """The two halves, in order; ``why_eager`` says why they must not be captured."""
-        attend, feed = parameters_of(self.attention_norm, self.attention), parameters_of(self.mlp_norm, self.mlp)
+        attend, feed = parameters_of(self.attention), parameters_of(self.mlp)
         return (
             Segment("attn", self.layer, 0, self.attend, ("x",), ("x",), attend, why_eager),
             Segment("mlp", self.layer, 1, self.feed, ("x",), ("x",), feed, why_eager),

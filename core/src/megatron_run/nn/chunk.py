@@ -1,6 +1,6 @@
 """A piece of a decoder on one pipeline stage: embedding, blocks and head, as far as they live there.
 
-Legend: s sequence, b micro batch, h hidden, v vocabulary, p padded vocabulary, t tensor-parallel size.
+Legend: s sequence, b micro batch, h hidden, p padded vocabulary, t tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ class DecoderChunk(nn.Module):
         output: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.vocab = spec.vocab
         self.embedding = embedding
         rotary = Rotary(context, spec) if spec.position == "rope" and indices else None
         blocks = {index: TransformerBlock(layers, spec, index, rotary) for index in indices}
         self.layers = nn.ModuleDict({str(index): block for index, block in blocks.items()})
         self.final_norm = layers.norm(spec.norm, spec.hidden) if output is not None else None
         self.output = output
-        self.cross_entropy = layers.cross_entropy(spec.vocab) if output is not None else None
+        self.cross_entropy = layers.cross_entropy(spec.vocab, spec.label_smoothing) if output is not None else None
 
         self._runner = context.segments
         self._recompute = context.train.recompute == "full"
@@ -65,7 +64,7 @@ class DecoderChunk(nn.Module):
         return (*self._embedding_segments, *blocks, *self._head_segments)
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> ChunkOut:
-        """Run forward: x [s, b, h], or None at the first position -> x for the next, losses, or logits [s, b, v].
+        """Run forward: x [s, b, h], or None at the first position -> x for the next, losses, or logits [s, b, p/t].
 
         The last position gives losses when the microbatch has labels and logits when it has none.
         """
@@ -97,7 +96,7 @@ class DecoderChunk(nn.Module):
         environment = {"x": x, **microbatch.fields}
         if "labels" not in microbatch.fields:
             self._runner.run(self._head_segments[:1], microbatch, environment)
-            return ChunkOut(None, logits=environment["logits"][..., : self.vocab])
+            return ChunkOut(None, logits=environment["logits"])
         self._runner.run(self._head_segments, microbatch, environment)
         return ChunkOut(None, losses={"lm": (environment["lm"], environment["lm_weight"])})
 

@@ -55,16 +55,22 @@ class _Embed(torch.autograd.Function):
 
 
 class Positions(nn.Module):
-    """Learned positions: one row of ``weight`` [s, h] for each place in the sequence."""
+    """Learned positions: one row of ``weight`` [s, h] for each place in the sequence.
+
+    Under sequence parallelism x holds this rank's places, and the gradient of the others comes from the other ranks.
+    """
 
     def __init__(self, context: BuildContext, spec: TransformerSpec) -> None:
         super().__init__()
+        split = context.sequence_shards > 1
+        self.shard = context.topology.tensor_rank if split else 0
         self.weight = empty_parameter(context, spec.sequence_length, spec.hidden)
-        self.parameter_specs = {"weight": ParameterSpec(spec.init)}
+        self.parameter_specs = {"weight": ParameterSpec(spec.init, partial_over="tensor" if split else None)}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add positions: [s, b, h] -> [s, b, h]."""
-        return x + self.weight[: len(x), None]
+        """Add positions: [s/t, b, h] -> [s/t, b, h]."""
+        first = self.shard * len(x)
+        return x + self.weight[first : first + len(x), None]
 
 
 class Embedding(nn.Module):
@@ -78,7 +84,10 @@ class Embedding(nn.Module):
         self.dropout = layers.dropout(spec.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens [b, s] -> [s, b, h]. Raises InputError when s is above the model's sequence length."""
+        """Tokens [b, s] -> [s, b, h], or [s/t, b, h] under sequence parallelism.
+
+        Raises InputError when s is above the model's sequence length.
+        """
         if tokens.shape[1] > self.longest:
             raise InputError(
                 f"a sequence of {tokens.shape[1]} tokens is longer than the model's {self.longest}",

@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 
 class Mlp(nn.Module):
-    """``output(activation(input(x)))``; under SwiGLU the input layer computes gate and up at once."""
+    """``output(activation(input(norm(x))))``; under SwiGLU the input layer computes gate and up at once."""
 
     def __init__(self, layers: ParallelLayers, spec: TransformerSpec) -> None:
         super().__init__()
         names = ("gate", "up") if spec.activation == "swiglu" else ("up",)
         parts = tuple(LinearPart(name, spec.ffn) for name in names)
-        self.input = layers.column_linear(spec.hidden, parts, bias=spec.bias, init=spec.init)
+        norm = layers.norm(spec.norm, spec.hidden)
+        self.input = layers.column_linear(spec.hidden, parts, bias=spec.bias, init=spec.init, norm=norm)
         self.activation = _activation(spec.activation)
         self.output = layers.row_linear(spec.ffn, spec.hidden, bias=spec.bias, init=spec.residual_init)
 

@@ -18,7 +18,8 @@ class TransformerSpec:
     """One decoder: GPT-2 by its defaults (Radford et al. 2019), with the options of later models.
 
     ``sequence_length`` is the longest sequence, ``vocab`` is unpadded, ``dropout`` acts on the embedding, on the
-    attention probabilities and on what each half of a block adds to the residual stream.
+    attention probabilities and on what each half of a block adds to the residual stream; ``label_smoothing`` on the
+    training loss.
     """
 
     layers: int
@@ -35,6 +36,7 @@ class TransformerSpec:
     bias: bool = True
     dropout: float = 0.1
     init_std: float = 0.02
+    label_smoothing: float = 0.0
 
     @property
     def head_size(self) -> int:

@@ -66,7 +66,7 @@ def build(run: ResolvedRun, world: World) -> Assembly:
     groups = create_groups(topology, timedelta(seconds=run.config.run.timeout))
     context = make_context(run, topology, groups, torch.device(world.device), with_vocabulary(run, data))
     model, positions, chunks = build_chunks(run, context)
-    infos = [describe_parameters(chunk) for chunk in chunks]
+    infos = [describe_parameters(chunk, topology.tensor_rank) for chunk in chunks]
     for described in infos:
         initialise(described, run.config.train.seed)
         for parameter, info in described.items():
@@ -127,6 +127,7 @@ def make_context(
         metrics=Metrics(device),
         segments=SegmentRunner(rng),
         log=logging.getLogger("megatron_run"),
+        sequence_shards=run.sizes.tensor if run.config.parallel.sequence else 1,
     )
 
 

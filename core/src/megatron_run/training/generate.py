@@ -39,16 +39,23 @@ def generate_text(run: ResolvedRun, assembly: Assembly) -> str | None:
 
 
 def _next_token(run: ResolvedRun, assembly: Assembly, window: list[int], generator: torch.Generator) -> int:
-    """Run the stages on ``window``; the last one draws a token and tells the others."""
+    """Run the stages on ``window``; the last one draws a token and tells the others.
+
+    Under sequence parallelism the window is filled up so that it divides; no token sees the ones after it.
+    """
     context, last = assembly.context, run.layout[-1].stage
-    tokens = torch.tensor([window], device=context.device)  # [1, s]
+    filling = [window[-1]] * (-len(window) % context.sequence_shards)
+    tokens = torch.tensor([window + filling], device=context.device)  # [1, s]
     microbatch = Microbatch(0, 0, 0, {"tokens": tokens}, train=False)
-    boundary = partial(assembly.model.boundary, micro_batch_size=1, sequence_length=len(window))
+    boundary = partial(assembly.model.boundary, micro_batch_size=1, sequence_length=tokens.shape[1])
     inputs = StepInputs(lambda _: microbatch, boundary, report=_ignore)
     record = assembly.executor.run(assembly.programs.forward_only(1), inputs)
     drawn = torch.zeros(1, dtype=torch.int64, device=context.device)
     if record.logits:
-        drawn[0] = draw(record.logits[0][-1, 0], run.config.eval.temperature, generator)
+        logits = context.groups.peers(context.topology, "tensor").gather(
+            record.logits[0][len(window) - 1, 0]
+        )  # [p/t] -> [p]
+        drawn[0] = draw(logits[: context.vocab_size], run.config.eval.temperature, generator)
     source = context.topology.peers("pipeline")[last]
     return int(context.groups.broadcast_(drawn, source, "pipeline").item())
 

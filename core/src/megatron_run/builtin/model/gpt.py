@@ -45,6 +45,7 @@ class GptOptions(BaseModel):
     tie_embeddings: bool = Field(True, description="the output layer is the word embedding")
     dropout: float = Field(0.1, ge=0, lt=1, description="of the embedding, attention and residual connections")
     init_std: float = Field(0.02, gt=0, description="of initial matrices; 1/sqrt(2 x layers) of it in residual outputs")
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the training loss spread over all tokens")
 
     @field_validator("num_heads")
     @classmethod
@@ -99,6 +100,7 @@ class GptOptions(BaseModel):
             bias=self.bias,
             dropout=self.dropout,
             init_std=self.init_std,
+            label_smoothing=self.label_smoothing,
         )
 
 
@@ -131,8 +133,9 @@ class Gpt(Model):
         return first + (("labels", "loss_mask") if position == len(layout) - 1 else ())
 
     def boundary(self, microbatch: Microbatch, micro_batch_size: int, sequence_length: int) -> Boundary:
-        """The residual stream, [s, b, h]."""
-        return Boundary((sequence_length, micro_batch_size, self._spec.hidden), self._context.dtypes.param)
+        """The residual stream, [s, b, h], of which a rank holds its part of s under sequence parallelism."""
+        length = sequence_length // self._context.sequence_shards
+        return Boundary((length, micro_batch_size, self._spec.hidden), self._context.dtypes.param)
 
     def flops_per_token(self, sequence_length: int) -> float:
         """See :attr:`TransformerSpec.flops_per_token`."""

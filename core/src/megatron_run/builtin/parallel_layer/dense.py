@@ -29,7 +29,8 @@ VOCAB_MULTIPLE = 128
 class Linear(nn.Module):
     """``x @ weight.T + bias`` whose weight gradient goes to the kernel.
 
-    ``parts`` are the logical matrices stacked in the rows of ``weight``, in order; none: it is one matrix.
+    ``parts`` are the logical matrices stacked in the rows of ``weight``, in order; none: it is one matrix. ``norm`` is
+    applied to x first.
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class Linear(nn.Module):
         bias: bool,
         init: Init,
         parts: tuple[LinearPart, ...] = (),
+        norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.gradients = context.gradients
+        self.norm = norm
         self.weight = empty_parameter(context, outputs, inputs)
         self.bias = empty_parameter(context, outputs) if bias else None
         self.parameter_specs = {
@@ -53,6 +56,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, inputs] -> [s, b, outputs]."""
+        x = x if self.norm is None else self.norm(x)
         return linear(x, self.weight, self.bias, self.gradients)
 
 
@@ -112,15 +116,16 @@ class CoreAttention(nn.Module):
 
 
 class CrossEntropy(nn.Module):
-    """Loss per token over the real vocabulary."""
+    """Loss per token over the real vocabulary, smoothed while training."""
 
-    def __init__(self, vocab: int) -> None:
+    def __init__(self, vocab: int, label_smoothing: float) -> None:
         super().__init__()
-        self.vocab = vocab
+        self.vocab, self.label_smoothing = vocab, label_smoothing
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Logits [s, b, p], labels [b, s] -> [s, b], at least fp32."""
-        loss = cross_entropy(logits.flatten(0, 1), labels.t().flatten(), self.vocab)  # [s*b, p], [s*b]
+        smoothing = self.label_smoothing if self.training else 0.0
+        loss = cross_entropy(logits.flatten(0, 1), labels.t().flatten(), self.vocab, smoothing)  # [s*b, p], [s*b]
         return loss.view(logits.shape[:2])
 
 
@@ -130,10 +135,18 @@ class DenseLayers(ParallelLayers):
     def __init__(self, context: BuildContext) -> None:
         self._context = context
 
-    def column_linear(self, inputs: int, parts: tuple[LinearPart, ...], *, bias: bool, init: Init) -> nn.Module:
+    def column_linear(
+        self,
+        inputs: int,
+        parts: tuple[LinearPart, ...],
+        *,
+        bias: bool,
+        init: Init,
+        norm: nn.Module | None = None,
+    ) -> nn.Module:
         """All of the output features."""
         outputs = sum(part.features for part in parts)
-        return Linear(self._context, inputs, outputs, bias=bias, init=init, parts=parts)
+        return Linear(self._context, inputs, outputs, bias=bias, init=init, parts=parts, norm=norm)
 
     def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
         """All of the input features."""
@@ -159,9 +172,9 @@ class DenseLayers(ParallelLayers):
         """All heads."""
         return CoreAttention(dropout)
 
-    def cross_entropy(self, vocab: int) -> nn.Module:
+    def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
         """Over the whole vocabulary."""
-        return CrossEntropy(vocab)
+        return CrossEntropy(vocab, label_smoothing)
 
 
 def padded(vocab: int) -> int:
