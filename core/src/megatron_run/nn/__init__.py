@@ -7,9 +7,10 @@ Reading order: ``spec`` (the sizes), ``block`` (attention and MLP between norms)
 from megatron_run.nn.attention import SelfAttention
 from megatron_run.nn.block import TransformerBlock
 from megatron_run.nn.chunk import DecoderChunk
-from megatron_run.nn.cross_entropy import cross_entropy
+from megatron_run.nn.core_attention import CoreAttention
+from megatron_run.nn.cross_entropy import CrossEntropy, cross_entropy
 from megatron_run.nn.embedding import Embedding, embed
-from megatron_run.nn.linear import linear
+from megatron_run.nn.linear import linear, submit_gradients
 from megatron_run.nn.mlp import Mlp
 from megatron_run.nn.norm import LayerNorm, RmsNorm
 from megatron_run.nn.parameter import build_device, empty_parameter
@@ -17,6 +18,8 @@ from megatron_run.nn.rotary import Rotary
 from megatron_run.nn.spec import TransformerSpec
 
 __all__ = [
+    "CoreAttention",
+    "CrossEntropy",
     "DecoderChunk",
     "Embedding",
     "LayerNorm",
@@ -31,4 +34,5 @@ __all__ = [
     "embed",
     "empty_parameter",
     "linear",
+    "submit_gradients",
 ]

@@ -1,7 +1,7 @@
 """Cross entropy over a vocabulary that ranks may share: one copy of the logits, and one for their gradient.
 
-Legend: N tokens, v vocabulary, p padded vocabulary, t ranks that share it, q = p/t columns of this rank, r <= q of them
-real.
+Legend: s sequence, b micro batch, N = s*b tokens, v vocabulary, p padded vocabulary, t ranks that share it, q = p/t
+columns of this rank, r <= q of them real.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_run.comm import Peers
 
@@ -29,6 +29,21 @@ def cross_entropy(
     """
     result: Tensor = _CrossEntropy.apply(logits, labels, vocab, label_smoothing, peers)  # type: ignore[no-untyped-call]  # torch's
     return result
+
+
+class CrossEntropy(nn.Module):
+    """Loss per token over the real vocabulary, which ``peers`` share, smoothed while training."""
+
+    def __init__(self, vocab: int, label_smoothing: float = 0.0, peers: Peers = ALONE) -> None:
+        super().__init__()
+        self.vocab, self.label_smoothing, self.peers = vocab, label_smoothing, peers
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Logits [s, b, q], labels [b, s] -> [s, b], at least fp32."""
+        smoothing = self.label_smoothing if self.training else 0.0
+        labels = labels.t().flatten()  # [b, s] -> [s*b]
+        loss = cross_entropy(logits.flatten(0, 1), labels, self.vocab, smoothing, self.peers)  # [s*b]
+        return loss.view(logits.shape[:2])
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -41,11 +41,12 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
         (x,), (grad,) = ctx.saved_tensors, grads
         if ctx.weight.requires_grad:
-            _submit(ctx.gradients, ctx.weight, ctx.bias, x, grad)
+            submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad)
         return (grad @ ctx.weight if ctx.needs_input_grad[0] else None), None, None, None
 
 
-def _submit(gradients: Gradients, weight: Parameter, bias: Parameter | None, x: Tensor, grad: Tensor) -> None:
+def submit_gradients(gradients: Gradients, weight: Parameter, bias: Parameter | None, x: Tensor, grad: Tensor) -> None:
+    """Hand over the gradients of ``weight`` [o, i] and ``bias`` [o] for input x [*, i] and output gradient [*, o]."""
     x2, grad2 = x.flatten(0, -2), grad.flatten(0, -2)  # [*, i] -> [N, i], [*, o] -> [N, o]
 
     def compute() -> None:

@@ -52,9 +52,8 @@ def _next_token(run: ResolvedRun, assembly: Assembly, window: list[int], generat
     record = assembly.executor.run(assembly.programs.forward_only(1), inputs)
     drawn = torch.zeros(1, dtype=torch.int64, device=context.device)
     if record.logits:
-        logits = context.groups.peers(context.topology, "tensor").gather(
-            record.logits[0][len(window) - 1, 0]
-        )  # [p/t] -> [p]
+        here = record.logits[0][len(window) - 1, 0]  # [p/t]
+        logits = context.groups.peers(context.topology, "tensor").gather(here)  # [p]
         drawn[0] = draw(logits[: context.vocab_size], run.config.eval.temperature, generator)
     source = context.topology.peers("pipeline")[last]
     return int(context.groups.broadcast_(drawn, source, "pipeline").item())

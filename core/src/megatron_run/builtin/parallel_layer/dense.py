@@ -9,11 +9,10 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from megatron_run.contracts import Init, ParallelLayers, ParameterSpec, Part, PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run.nn import LayerNorm, RmsNorm, cross_entropy, embed, empty_parameter, linear
+from megatron_run.nn import CoreAttention, CrossEntropy, LayerNorm, RmsNorm, embed, empty_parameter, linear
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -88,45 +87,6 @@ class OutputLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, p]."""
         return linear(x, self.weight, None, self.gradients)
-
-
-class CoreAttention(nn.Module):
-    """Fused softmax(q k^T / sqrt(d)) v; dropout acts on the probabilities while training."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.dropout = dropout
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Query [s, b, n, d], key and value [s, b, k, d] -> [s, b, n*d].
-
-        ``mask`` is boolean, [b, 1, s, s] or what broadcasts to it, true where a query may look; None is causal.
-        """
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, n, d] -> [b, n, s, d]
-        x = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return x.permute(2, 0, 1, 3).flatten(2)  # [b, n, s, d] -> [s, b, n, d] -> [s, b, n*d]
-
-
-class CrossEntropy(nn.Module):
-    """Loss per token over the real vocabulary, smoothed while training."""
-
-    def __init__(self, vocab: int, label_smoothing: float) -> None:
-        super().__init__()
-        self.vocab, self.label_smoothing = vocab, label_smoothing
-
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Logits [s, b, p], labels [b, s] -> [s, b], at least fp32."""
-        smoothing = self.label_smoothing if self.training else 0.0
-        loss = cross_entropy(logits.flatten(0, 1), labels.t().flatten(), self.vocab, smoothing)  # [s*b, p], [s*b]
-        return loss.view(logits.shape[:2])
 
 
 class DenseLayers(ParallelLayers):

@@ -1,0 +1,80 @@
+"""The two ends of a model, split by the vocabulary: the embedding and the output layer.
+
+Legend: s sequence, b micro batch, h hidden, v vocabulary, p padded vocabulary, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from megatron_run.contracts import ParameterSpec, Part
+from megatron_run.nn import embed, empty_parameter
+from megatron_run_parallel_layer_tensor.linear import column_linear
+from megatron_run_parallel_layer_tensor.regions import g, scatter_sequence
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from megatron_run.contracts import BuildContext, Init
+    from megatron_run_parallel_layer_tensor.split import Split
+
+#: Every rank holds a multiple of this many rows, as in Megatron-LM: fast matrix products want round sizes.
+ROWS_MULTIPLE = 128
+
+
+class VocabEmbedding(nn.Module):
+    """Each rank looks up the tokens whose rows it holds, and finds zeros for the others; the results add up."""
+
+    def __init__(self, context: BuildContext, split: Split, vocab: int, hidden: int, init: Init) -> None:
+        super().__init__()
+        self.gradients, self.split = context.gradients, split
+        rows = rows_of_a_rank(vocab, split)
+        self.first = split.peers.index * rows
+        self.weight = empty_parameter(context, rows, hidden)
+        self.parameter_specs = {"weight": _spec(split, vocab, hidden, init)}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[b, s] -> [s, b, h] or [s/t, b, h]."""
+        row = tokens.t() - self.first  # [s, b]
+        elsewhere = (row < 0) | (row >= len(self.weight))
+        found = embed(row.masked_fill(elsewhere, 0), self.weight, self.gradients)  # [s, b, h]
+        partial = found.masked_fill(elsewhere[..., None], 0.0)
+        leave = scatter_sequence if self.split.sequence else g
+        return leave(partial, self.split.peers)
+
+
+class OutputLayer(nn.Module):
+    """Logits of this rank's part of the padded vocabulary; ``weight`` [p/t, h] is its own or the embedding's."""
+
+    def __init__(
+        self,
+        context: BuildContext,
+        split: Split,
+        vocab: int,
+        hidden: int,
+        init: Init,
+        weight: Parameter | None = None,
+    ) -> None:
+        super().__init__()
+        self.gradients, self.split = context.gradients, split
+        self.weight = empty_parameter(context, rows_of_a_rank(vocab, split), hidden) if weight is None else weight
+        self.parameter_specs = {"weight": _spec(split, vocab, hidden, init)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] or [s/t, b, h] -> [s, b, p/t]."""
+        return column_linear(x, self.weight, None, self.gradients, self.split)
+
+
+def rows_of_a_rank(vocab: int, split: Split) -> int:
+    """p/t: ``vocab`` padded to a multiple of :data:`ROWS_MULTIPLE` on every rank, as 50257 to 51200 over 8 ranks."""
+    return -(-vocab // (ROWS_MULTIPLE * split.peers.size)) * ROWS_MULTIPLE
+
+
+def _spec(split: Split, vocab: int, hidden: int, init: Init) -> ParameterSpec:
+    """The real rows of this rank, which may have none."""
+    rows = rows_of_a_rank(vocab, split)
+    first = min(split.peers.index * rows, vocab)
+    real = min(rows, vocab - first)
+    return ParameterSpec(init, (Part("weight", (vocab, hidden), range(real), start=first),))
