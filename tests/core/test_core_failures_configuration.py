@@ -159,11 +159,14 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
     }
 
 
+PRESETS = "gpt2-1.2b, gpt2-2.5b, gpt2-4.2b, gpt2-8.3b, gpt2-small, laptop, tiny"
+
+
 @pytest.mark.parametrize(
     ("config", "line"),
     [
         ("preset:tinny", "there is no preset 'tinny'; did you mean 'tiny'?"),
-        ("preset:x", "there is no preset 'x'; the presets are gpt2-small, laptop, tiny"),
+        ("preset:x", f"there is no preset 'x'; the presets are {PRESETS}"),
         ("no/such.yaml", "the configuration no/such.yaml cannot be read: No such file or directory"),
         ("/", "the configuration / cannot be read: Is a directory"),
     ],

@@ -135,5 +135,5 @@ def test_no_configuration_is_the_laptop_preset() -> None:
 
 
 def test_every_preset_says_what_it_is() -> None:
-    assert set(presets()) == {"gpt2-small", "laptop", "tiny"}
+    assert set(presets()) == {"gpt2-small", *(f"gpt2-{size}b" for size in (1.2, 2.5, 4.2, 8.3)), "laptop", "tiny"}
     assert all(len(line) > 20 for line in presets().values())

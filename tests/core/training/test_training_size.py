@@ -3,26 +3,32 @@ from __future__ import annotations
 import pytest
 
 from megatron_run.resolve import load_config
+from megatron_run.topology import Sizes
 from megatron_run.training.dry_run import dry_run_json, dry_run_text
-from megatron_run.training.size import parameters_by_stage
+from megatron_run.training.size import model_size
 
 LAYER = 12 * 32 * 32 + 13 * 32  # attention and feed-forward matrices, their biases and two norms of hidden size 32
 WORDS, POSITIONS, NORM = 128 * 32, 32 * 32, 2 * 32
 
 
 def test_one_stage_holds_everything_once() -> None:
-    assert parameters_by_stage(load_config("preset:tiny")) == (4 * LAYER + WORDS + POSITIONS + NORM,)
+    size = model_size(load_config("preset:tiny"))
+    whole = 4 * LAYER + WORDS + POSITIONS + NORM
+    assert size == (whole, ((whole, 0),), 128, 128)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_two_stages_share_the_layers_and_both_hold_the_tied_embedding(schedule: str) -> None:
     run = load_config("preset:tiny", plugins=[f"schedule={schedule}"])
-    assert parameters_by_stage(run) == (2 * LAYER + WORDS + POSITIONS, 2 * LAYER + WORDS + NORM)
+    size = model_size(run)
+    assert [stage.parameters for stage in size.stages] == [2 * LAYER + WORDS + POSITIONS, 2 * LAYER + WORDS + NORM]
+    assert size.parameters == model_size(load_config("preset:tiny")).parameters
 
 
 def test_the_124_million_of_gpt2() -> None:
     run = load_config("preset:gpt2-small", sets=["model.vocab_size=50257", "parallel.pipeline=1"])
-    assert parameters_by_stage(run) == (124_439_808,)
+    size = model_size(run)
+    assert size == (124_439_808, ((124_439_808, (50304 - 50257) * 768),), 50257, 50304)
 
 
 def test_a_dry_run_tells_winner_topology_parameters_and_picture() -> None:
@@ -32,4 +38,36 @@ def test_a_dry_run_tells_winner_topology_parameters_and_picture() -> None:
     assert "world 2 = tensor 1 x pipeline 2 x data 1" in text
     assert f"parameters of a rank: {2 * LAYER + WORDS + POSITIONS:,} on stage 0" in text
     assert "one step" in text
-    assert dry_run_json(run)["parameters_by_stage"] == list(parameters_by_stage(run))
+    assert f"parameters of the model: {4 * LAYER + WORDS + POSITIONS + NORM:,}" in text
+    assert dry_run_json(run)["parameters_by_stage"] == [stage.parameters for stage in model_size(run).stages]
+
+
+#: Table 1 of the Megatron-LM paper (Shoeybi et al. 2019): hidden size, heads, layers, billions, tensor-parallel ranks.
+WEAK_SCALING = {
+    "1.2b": (1536, 16, 40, 1.2, 1),
+    "2.5b": (1920, 20, 54, 2.5, 2),
+    "4.2b": (2304, 24, 64, 4.2, 4),
+    "8.3b": (3072, 32, 72, 8.3, 8),
+}
+
+
+@pytest.mark.parametrize("name", WEAK_SCALING)
+def test_the_models_of_the_megatron_paper_have_its_sizes(name: str) -> None:
+    hidden, heads, layers, billions, ranks = WEAK_SCALING[name]
+    run = load_config(f"preset:gpt2-{name}")
+    model = run.one("model").options
+    assert model is not None
+    assert (model.hidden_size, model.num_heads, model.num_layers) == (hidden, heads, layers)  # type: ignore[attr-defined]  # gpt's
+    assert run.sizes == Sizes(tensor=ranks)
+
+    size = model_size(run)
+    split = 12 * hidden**2 + 7 * hidden  # of a layer: matrices, and biases of columns
+    whole = 6 * hidden  # of a layer: two norms, and biases of rows
+    ends = 1024 * hidden + 2 * hidden  # positions and the last norm
+    assert size.parameters == layers * (split + whole) + 50257 * hidden + ends
+    assert round(size.parameters / 1e9, 1) == billions
+
+    assert size.padded_vocab == {1: 50_304, 2: 50_432, 4: 50_688, 8: 51_200}[ranks]
+    first = layers * (split // ranks + whole) + size.padded_vocab // ranks * hidden + ends
+    assert size.stages[0].parameters + size.stages[0].padding == first
+    assert f"parameters of the model: {size.parameters:,}" in dry_run_text(run)

@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.pipeline.timeline import timeline, timeline_text
-from megatron_run.training.size import parameters_by_stage
+from megatron_run.training.size import model_size
 
 if TYPE_CHECKING:
     from megatron_run.resolve import ResolvedRun
+    from megatron_run.training.size import ModelSize
 
 
 def dry_run_text(run: ResolvedRun) -> str:
     """For people. Raises what building the model and opening the data raise."""
     open_data(run)
-    counts = parameters_by_stage(run)
-    held = ", ".join(f"{count:,} on stage {stage}" for stage, count in enumerate(counts))
-    parts = [run.describe(), f"parameters of a rank: {held}"]
+    parts = [run.describe(), _parameters_text(model_size(run))]
     if run.sizes.pipeline > 1:
         parts.append(f"one step\n{timeline_text(timeline(run.plans[max(run.plans)]))}")
     return "\n\n".join(parts)
@@ -32,4 +31,25 @@ def open_data(run: ResolvedRun) -> None:
 def dry_run_json(run: ResolvedRun) -> dict[str, Any]:
     """The same as data."""
     open_data(run)
-    return {**run.to_json(), "parameters_by_stage": list(parameters_by_stage(run))}
+    size = model_size(run)
+    return {
+        **run.to_json(),
+        "parameters": size.parameters,
+        "parameters_by_stage": [stage.parameters for stage in size.stages],
+        "padding_by_stage": [stage.padding for stage in size.stages],
+        "padded_vocab": size.padded_vocab,
+    }
+
+
+def _parameters_text(size: ModelSize) -> str:
+    held = [
+        f"{rank.parameters:,} on stage {stage}" + (f" (and {rank.padding:,} of padding)" if rank.padding else "")
+        for stage, rank in enumerate(size.stages)
+    ]
+    return "\n".join(
+        (
+            f"parameters of the model: {size.parameters:,}",
+            f"parameters of a rank: {', '.join(held)}",
+            f"vocabulary: {size.vocab:,}, padded to {size.padded_vocab:,}",
+        )
+    )

@@ -2,36 +2,68 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from megatron_run.comm import Groups
-from megatron_run.parameters import describe_parameters
+from megatron_run.parameters import count_parameters, describe_parameters
 from megatron_run.topology import Topology
 from megatron_run.training.build import build_chunks, make_context, with_vocabulary
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.nn import Parameter
 
     from megatron_run.contracts import ParamInfo
     from megatron_run.resolve import ResolvedRun
 
 
-def parameters_by_stage(run: ResolvedRun) -> tuple[int, ...]:
-    """Parameters that each rank of a stage holds, padding left out; chunks are built on the meta device.
+class RankSize(NamedTuple):
+    """What a rank of one stage holds: ``parameters``, and ``padding`` values beside them that no model knows."""
 
-    A tied embedding counts on every stage that holds a copy of it. Raises what building the model raises.
+    parameters: int
+    padding: int
+
+
+class ModelSize(NamedTuple):
+    """``parameters`` of the whole model, each counted once, and the first tensor-parallel rank of each stage.
+
+    A tied embedding counts on every stage that holds a copy of it. ``vocab`` is the number of token ids, and
+    ``padded_vocab`` that of rows over all tensor-parallel ranks.
     """
+
+    parameters: int
+    stages: tuple[RankSize, ...]
+    vocab: int
+    padded_vocab: int
+
+
+def model_size(run: ResolvedRun) -> ModelSize:
+    """Build every stage's chunks on the meta device and count. Raises what building the model raises."""
     options = with_vocabulary(run, run.one("data").create())
-    meta, counts = torch.device("meta"), []
+    meta, total, stages, padded = torch.device("meta"), 0, [], 0
     for stage in range(run.sizes.pipeline):
         topology = Topology(run.sizes, stage * (run.sizes.world // run.sizes.pipeline))
         context = make_context(run, topology, Groups(), meta, options)
         _, _, chunks = build_chunks(run, context)
         held = {parameter: info for chunk in chunks for parameter, info in describe_parameters(chunk).items()}
-        counts.append(sum(_values(parameter, info) for parameter, info in held.items()))
-    return tuple(counts)
+        total += count_parameters(held.values())
+        stages.append(_rank_size(held))
+        padded = max(padded, _rows_over(context.vocab_size, held) * run.sizes.tensor)
+    return ModelSize(total, tuple(stages), context.vocab_size, padded)
+
+
+def _rank_size(held: Mapping[Parameter, ParamInfo]) -> RankSize:
+    real = sum(_values(parameter, info) for parameter, info in held.items())
+    return RankSize(real, sum(parameter.numel() for parameter in held) - real)
+
+
+def _rows_over(vocab: int, held: Mapping[Parameter, ParamInfo]) -> int:
+    """The rows that a rank holds of a matrix over the vocabulary; 0 where it has none."""
+    matrices = (p for p, info in held.items() if any(part.shape[0] == vocab and p.ndim > 1 for part in info.parts))
+    return max((len(matrix) for matrix in matrices), default=0)
 
 
 def _values(parameter: Parameter, info: ParamInfo) -> int:
