@@ -7,10 +7,11 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_run.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.comm import create_groups
-from megatron_run.contracts import Boundary
+from megatron_run.contracts import Boundary, ChunkOut, Microbatch
 from megatron_run.errors import PluginError
 from megatron_run.gradients import main_grad
 from megatron_run.pipeline.messages import Messenger
@@ -20,7 +21,7 @@ from megatron_run.topology import Sizes, Topology
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from tests.support.random_schedules import random_plan
 from tests.support.ranks import run_ranks
-from tests.support.toy_chunks import by_autograd
+from tests.support.toy_chunks import ToyChunk, by_autograd
 from tests.support.toy_stage import Bench, faults
 
 CPU = torch.device("cpu")
@@ -107,3 +108,52 @@ def held_sends(rank: int, world: int, microbatches: int) -> int:
 def test_sent_tensors_are_released_during_the_step_and_not_at_its_end() -> None:
     """Each of two stages holds what the other may not have used yet: two tensors, for any number of microbatches."""
     assert run_ranks(held_sends, 2, 4) == run_ranks(held_sends, 2, 12) == [2, 2]
+
+
+class Mute(ToyChunk):
+    """Returns no output."""
+
+    def forward(self, x: Tensor | None, microbatch: Microbatch) -> ChunkOut:
+        return ChunkOut(None)
+
+
+class Deaf(ToyChunk):
+    """Does not look at its input."""
+
+    def forward(self, x: Tensor | None, microbatch: Microbatch) -> ChunkOut:
+        return super().forward(None, microbatch)
+
+
+class Broken(ToyChunk):
+    """Raises in its second forward."""
+
+    def forward(self, x: Tensor | None, microbatch: Microbatch) -> ChunkOut:
+        if microbatch.index == 1:
+            raise ZeroDivisionError
+        return super().forward(x, microbatch)
+
+
+def raised_by(chunk: type[ToyChunk]) -> Exception:
+    """What two microbatches raise on rank 0, which has both positions, as such chunks."""
+    spec = ScheduleSpec(looped_layout(LayoutSpec(1, 2, 2)), 1, 2, 2)
+    words = "F0.0 F0.1 B0.1 B0.0 F1.0 F1.1 B1.1 B1.0"
+    plan = verify(spec, [[Action.parse(word) for word in words.split()]])
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # which one is the caller's to say
+        Bench(plan, 0, Messenger(None, [0], CPU), make_chunk=chunk).run()
+    return caught.value
+
+
+def test_a_chunk_that_hands_nothing_on_is_told_so_with_rank_and_action() -> None:
+    for chunk, says in (
+        (Mute, "the chunk returned no x (from rank 0, action 1 of 8, F0.0)"),
+        (Deaf, "what the chunk returned does not depend on its input x (from rank 0, action 3 of 8, B0.1)"),
+    ):
+        error = raised_by(chunk)
+        assert isinstance(error, PluginError)
+        assert says in str(error)
+
+
+def test_an_exception_in_a_chunk_carries_rank_and_action_as_a_note() -> None:
+    error = raised_by(Broken)
+    assert isinstance(error, ZeroDivisionError)
+    assert error.__notes__ == ["rank 0, action 5 of 8, F1.0"]

@@ -41,6 +41,28 @@ def one_forward_one_backward(stages: int, microbatches: int) -> Plan:
     return verify(spec, OneForwardOneBackward().actions(spec))
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "fits"),
+    [
+        ((5, 2, 3), torch.float32, True),
+        ((0, 2, 7), torch.float32, True),
+        ((5, 2, 3), torch.float64, False),
+        ((5, 4, 3), torch.float32, False),
+        ((5, 2), torch.float32, False),
+        ((5, 2, 3, 1), torch.float32, False),
+    ],
+)
+def test_a_tensor_fits_a_boundary_in_all_but_the_sizes_that_only_its_sender_knows(
+    shape: tuple[int, ...], dtype: torch.dtype, fits: bool
+) -> None:
+    boundary, x = Boundary((None, 2, None), torch.float32), torch.empty(shape, dtype=dtype)
+    assert boundary.fits(x) is fits
+    assert not boundary.known
+    assert str(boundary) == "(?, 2, ?) torch.float32"
+    if fits:
+        assert boundary.resolve(boundary.unknown(x)) == shape
+
+
 def run_thinning_plans(rank: int, world: int, seeds: range, lookahead: int | None) -> dict[int, list[str]]:
     """What is wrong after random plans of a model that drops rows, by seed."""
     wires, found = channels(rank, world), {}

@@ -70,9 +70,9 @@ class Boundary:
 
     def fits(self, x: Tensor) -> bool:
         """Whether ``x`` has this dtype, this many dimensions and every size that is known."""
-        if x.dtype != self.dtype or len(x.shape) != len(self.shape):
+        if x.dtype != self.dtype or x.dim() != len(self.shape):
             return False
-        return all(declared in (size, None) for size, declared in zip(x.shape, self.shape, strict=True))
+        return x.shape == self.shape or self.resolve(self.unknown(x)) == x.shape
 
     def unknown(self, x: Tensor) -> list[int]:
         """The sizes of ``x`` that only its sender knows, in the order of its dimensions."""
@@ -81,7 +81,7 @@ class Boundary:
     def resolve(self, sizes: Iterable[int]) -> tuple[int, ...]:
         """The whole shape, with ``sizes`` for the dimensions that only the sender knows."""
         told = iter(sizes)
-        return tuple(next(told) if size is None else size for size in self.shape)
+        return tuple([next(told) if size is None else size for size in self.shape])
 
 
 @dataclass(frozen=True)

@@ -120,10 +120,9 @@ class Messenger:
         if message.local:
             self._local[message] = tensor
             return
-        tensors = [tensor.contiguous()]
-        if not boundary.known:
-            tensors.insert(0, torch.tensor(boundary.unknown(tensor), device=self._device))
-        self._sent[message] = tuple(self._start(dist.isend, message, each, message.target) for each in tensors)
+        header = () if boundary.known else (self._send_sizes(message, boundary.unknown(tensor)),)
+        transfer = self._start(dist.isend, message, tensor.contiguous(), message.target)
+        self._sent[message] = (*header, transfer)
 
     def retire(self, messages: Iterable[Message]) -> None:
         """Release sent tensors whose receivers are known to have used them."""
@@ -153,6 +152,10 @@ class Messenger:
         self._finish(awaited.message, awaited.header, awaited.message.source)
         self._receive(awaited.message, awaited.boundary, awaited.header.tensor.tolist())
         self._advance(queue)
+
+    def _send_sizes(self, message: Message, sizes: Sequence[int]) -> _Transfer:
+        header = torch.tensor(sizes, dtype=torch.int64, device=self._device)
+        return self._start(dist.isend, message, header, message.target)
 
     def _receive(self, message: Message, boundary: Boundary, sizes: Sequence[int] = ()) -> None:
         tensor = torch.empty(boundary.resolve(sizes), dtype=boundary.dtype, device=self._device)
