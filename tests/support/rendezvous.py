@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_run.comm import Channels
-from tests.support.ordered_channels import SwappedMessageError, TransportDeadlockError
+from megatron_run.testing.ordered_channels import SwappedMessageError, TransportDeadlockError
 
 
 @dataclass(eq=False)

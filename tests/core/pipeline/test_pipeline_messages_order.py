@@ -8,7 +8,7 @@ import torch
 
 from megatron_run.comm import Channels
 from megatron_run.pipeline.messages import Messenger
-from tests.support.ordered_channels import SwappedMessageError, TransportDeadlockError
+from megatron_run.testing.ordered_channels import SwappedMessageError, TransportDeadlockError
 from tests.support.random_schedules import random_plan
 from tests.support.rendezvous import Rendezvous
 from tests.support.toy_stage import faults
