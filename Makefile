@@ -65,6 +65,7 @@ docs: $(DEV)
 	$(PY) -m tests.support.quoted
 	$(PY) -m tests.support.key_tables
 	$(PY) -m tests.support.consoles
+	$(PY) -m tests.support.walk
 wheels: $(DEV)
 	rm -rf dist
 	MEGATRON_RUN_RELEASE=1 $(PIP) wheel --no-deps --no-build-isolation -w dist . $(addprefix ./,$(MEMBERS))

@@ -220,6 +220,11 @@ TOPOLOGY = {
         2,
         ("parallel.layers has 2 counts for 2 stages x 2 chunks", "give 4"),
     ),
+    "first stage": Mistake(
+        f"{INTERLEAVED} --set parallel.first_stage_layers=6",
+        2,
+        ("first_stage_layers=6 is more than the model has: 6 of 4 layers", "set parallel.first_stage_layers to 4, or"),
+    ),
     "heads": Mistake(
         f"{PLAIN} --set model.num_heads=3",
         2,

@@ -141,6 +141,22 @@ def test_layers_are_one_a_place_unless_somebody_says(capsys: Output) -> None:
     assert [rank["layers"] for rank in counts["ranks"]] == [[[0, 1]], [[]], [[2]]]
 
 
+def test_uneven_splits_are_shown_as_a_run_would_have_them(capsys: Output) -> None:
+    def split(*sets: str) -> list[list[list[int]]]:
+        return [
+            rank["layers"] for rank in as_json(capsys, *words, *(f"--set=parallel.{each}" for each in sets))["ranks"]
+        ]
+
+    words = (*SHOW, "--plugin", "schedule=1f1b", "--stages", "3")
+    assert split("first_stage_layers=2") == [[[0, 1]], [[2]], [[3]]]
+    assert split("embedding_as_layer=true", "loss_as_layer=true") == [[[]], [[0]], [[]]]
+    words = (*SHOW, "--plugin", "schedule=zero-bubble,variant=v", "--layers", "8")
+    assert split("last_stage_layers=2") == [[[0, 1, 2], [5, 6, 7]], [[3], [4]]]
+    assert "exclude each other" in refused(
+        capsys, 2, *words, "--set", "parallel.layers=8,0,0,0", "--set", "parallel.loss_as_layer=true"
+    )
+
+
 def test_layers_that_do_not_divide_are_an_error_with_its_origin(capsys: Output) -> None:
     said = refused(capsys, 2, *SHOW, "--plugin", "schedule=1f1b", "--stages", "3", "--layers", "4")
     assert "4 layers do not divide over 3 stages" in said

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run.contracts import EvalMetrics, Observer, RunSummary, StepMetrics
+from megatron_run.contracts import EvalMetrics, Observer, RunSummary, StepMetrics, StepTrace
 from megatron_run.testing.observer import Make, observer_checks
 from tests.support.conformance import failures
 
@@ -39,6 +39,27 @@ class Overwrites(Observer):
         (run.folder / "best.txt").write_text(str(run.attempt))
 
 
+class CountsFromZero(Observer):
+    def traced_steps(self) -> list[int]:
+        return [0, 1]
+
+
+class AsksForMoreEachTime(Observer):
+    asked = 0
+
+    def traced_steps(self) -> range:
+        self.asked += 1
+        return range(1, 1 + self.asked)
+
+
+class DrawsNoTrace(Observer):
+    def traced_steps(self) -> list[int]:
+        return [2]
+
+    def on_trace(self, trace: StepTrace) -> None:
+        assert trace.ran.makespan <= trace.planned.makespan, "slower than planned"
+
+
 class Draws(Observer):
     def on_step_end(self, metrics: StepMetrics) -> None:
         random.random()
@@ -55,6 +76,9 @@ def test_an_observer_that_does_nothing_conforms() -> None:
         (NeedsAStep, "it bears a run of no steps", "ZeroDivisionError"),
         (NeedsAFiniteLoss, "it bears a whole run", "OverflowError"),
         (Overwrites, "what an attempt wrote outlives the next", "changed what the first wrote to best.txt"),
+        (CountsFromZero, "it asks for steps that can be counted", "traced_steps gave 0"),
+        (AsksForMoreEachTime, "it asks for steps that can be counted", r"gave [1], and then [1, 2]"),
+        (DrawsNoTrace, "it bears a whole run", "slower than planned"),
         (Draws, "it draws no random numbers", "moved a global random generator"),
     ],
 )

@@ -10,6 +10,7 @@ from megatron_run.errors import (
     Problems,
     advice,
     did_you_mean,
+    locate,
     nearest_divisors,
     nearest_multiples,
 )
@@ -18,6 +19,15 @@ from megatron_run.errors import (
 def test_an_error_is_one_line_of_what_why_origin_and_fix() -> None:
     assert str(InputError("no", why="because", origin="--set a.b", fix="do")) == "no: because (from --set a.b); do"
     assert str(InputError("no", fix="do")) == "no; do"
+
+
+def test_an_exception_is_told_where_it_was_raised() -> None:
+    bug, mine, foreign = ValueError("x"), PluginError("a"), PluginError("b", origin="data.paths")
+    for error in (bug, mine, foreign):
+        locate(error, "rank 1, action 2 of 8, F1.0")
+    assert bug.__notes__ == ["rank 1, action 2 of 8, F1.0"]
+    assert str(mine) == "a (from rank 1, action 2 of 8, F1.0)"
+    assert str(foreign) == "b (from data.paths, rank 1, action 2 of 8, F1.0)"
 
 
 def test_several_problems_are_a_line_each_and_end_with_the_code_of_the_first() -> None:

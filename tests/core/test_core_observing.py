@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run.contracts import EvalMetrics, Observer, StepMetrics
-from megatron_run.testing.observer import example_run, example_step
+from megatron_run.contracts import EvalMetrics, Observer, StepMetrics, StepTrace
+from megatron_run.testing.observer import example_run, example_step, example_trace
 from megatron_run.training.observing import Observers
 
 LOG = logging.getLogger("test-observing")
@@ -80,6 +80,45 @@ def test_failures_need_not_follow_one_another() -> None:
         observers.on_step_end(example_step(step))
         observers.on_sample("between")
     assert failing.told == ["step 1", "between", "step 2", "between", "step 3"]
+
+
+class Tracing(Recording):
+    def __init__(self, *steps: object) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def traced_steps(self) -> tuple[object, ...]:  # type: ignore[override]  # whatever a plugin may say
+        return self.steps
+
+    def on_trace(self, trace: StepTrace) -> None:
+        self.told.append(f"trace {trace.step}")
+        if trace.step == 5:
+            raise OSError("disk full")
+
+
+def test_a_trace_goes_to_those_that_asked_for_its_step() -> None:
+    first, second, neither = Tracing(2, 3), Tracing(3, 4), Recording()
+    observers = Observers([("same", first), ("same", second), ("neither", neither)], LOG)
+    assert observers.traced_steps() == {2, 3, 4}
+    for step in range(1, 6):
+        observers.on_trace(example_trace(step))
+    assert first.told == ["trace 2", "trace 3"]
+    assert second.told == ["trace 3", "trace 4"]
+    assert neither.told == []
+
+
+def test_one_that_asks_for_nonsense_or_fails_to_draw_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    nonsense, failing, healthy = Tracing("soon"), Tracing(5), Tracing(5)
+    healthy.on_trace = lambda trace: healthy.told.append("drawn")  # type: ignore[method-assign]  # draws it
+    observers = Observers([("nonsense", nonsense), ("failing", failing), ("healthy", healthy)], LOG)
+    with caplog.at_level(logging.WARNING):
+        assert observers.traced_steps() == {5}
+        observers.on_trace(example_trace(5))
+    assert (nonsense.told, healthy.told) == ([], ["drawn"])
+    assert [message.partition(": ")[0] for message in caplog.messages] == [
+        "observer nonsense failed in traced_steps",
+        "observer failing failed in on_trace",
+    ]
 
 
 def test_an_interrupt_is_no_failure_of_an_observer() -> None:

@@ -86,6 +86,8 @@ RUNS: dict[str, dict[str, object]] = {
     "options": {"plugins": ["optimizer=adamw,betas=0.8,0.95,eps=1e-6", "observer=console,plain=true"]},
     "samples": {"sets": ["train.samples=1000", "eval.interval=50 samples"]},
     "uneven": {"plugins": ["schedule=1f1b"], "sets": ["parallel.layers=1,3"]},
+    "first stage": {"plugins": ["schedule=1f1b"], "sets": ["parallel.first_stage_layers=1"]},
+    "counted ends": {"plugins": ["schedule=1f1b"], "sets": ["parallel.embedding_as_layer=true", "model.num_layers=5"]},
 }
 
 

@@ -55,6 +55,23 @@ def test_a_stage_without_layers_passes_everything_on() -> None:
     np.testing.assert_allclose(stages[0].losses, alone.losses, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("world", "plugin", "first", "last"),
+    [
+        (3, "schedule=1f1b", 3, 1),
+        (2, "schedule=interleaved", 2, 4),
+        (2, "schedule=zero-bubble,variant=v", 2, 4),
+    ],
+)
+def test_an_uneven_split_gives_the_losses_of_the_single_process(world: int, plugin: str, first: int, last: int) -> None:
+    six = ("model.num_layers=6",)
+    ends = (f"parallel.first_stage_layers={first}", f"parallel.last_stage_layers={last}")
+    (alone,), stages = trained(1, (), six), trained(world, (plugin,), (*six, f"parallel.pipeline={world}", *ends))
+    np.testing.assert_allclose(stages[0].losses, alone.losses, rtol=0, atol=1e-5)
+    held = [len({name.split(".")[1] for name in seen.gradients if name.startswith("layers.")}) for seen in stages]
+    assert (held[0], held[-1], sum(held)) == (first, last, 6)
+
+
 @pytest.mark.parametrize("split", [split for split in SPLITS if "data" not in split])
 @pytest.mark.parametrize(
     "variant", [(), ("model.dropout=0.1", "train.recompute=full"), ("model.tie_embeddings=false",)]

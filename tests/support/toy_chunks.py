@@ -1,6 +1,7 @@
 """Chunks small enough to check by hand: position k computes ``tanh(x @ A_k + m)``, the last one a loss.
 
-`A_k` takes the split backward, a bias vector takes the hook, so both ways of a gradient are exercised.
+`A_k` takes the split backward, a bias vector takes the hook, so both ways of a gradient are exercised. A model that
+thins passes on fewer rows from position to position, in most microbatches: how many, only the sender knows.
 """
 
 from __future__ import annotations
@@ -24,24 +25,41 @@ def weight(position: int) -> Tensor:
     return torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(position))
 
 
-def first_input(microbatch: int) -> Tensor:
-    """What enters position 0: [2, 3], different for each microbatch."""
-    return torch.arange(6, dtype=torch.float64).reshape(2, WIDTH) / 10 + microbatch
+def first_input(microbatch: int, rows: int = 2) -> Tensor:
+    """What enters position 0: [rows, 3], different for each microbatch."""
+    return torch.arange(rows * WIDTH, dtype=torch.float64).reshape(rows, WIDTH) / 10 + microbatch
+
+
+def thins(microbatch: int) -> bool:
+    """Whether a model that thins drops rows of this microbatch: of the others, all stages know the shape."""
+    return microbatch % 3 != 1
+
+
+def rows_left(microbatch: int, position: int) -> int:
+    """How many rows position ``position`` of a model that thins passes on, down to none; before position 0: of -1."""
+    return max(0, 8 - position - 2 * microbatch) if thins(microbatch) else 2
+
+
+def thinning_boundary(microbatch: Microbatch) -> Boundary:
+    """What a model that thins declares."""
+    return Boundary((None, WIDTH), torch.float64) if thins(microbatch.index) else BOUNDARY
 
 
 class ToyChunk(nn.Module):
     """One position of the toy model."""
 
-    def __init__(self, position: int, last: bool, gradients: Gradients) -> None:
+    def __init__(self, position: int, last: bool, gradients: Gradients, *, thinning: bool = False) -> None:
         super().__init__()
-        self.position, self.last, self.gradients = position, last, gradients
+        self.position, self.last, self.gradients, self.thinning = position, last, gradients, thinning
         self.weight = nn.Parameter(weight(position))
         self.shift = nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64))
         self.parameter_specs = {"weight": ParameterSpec(Init("zeros"))}
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> ChunkOut:
-        x = first_input(microbatch.index) if x is None else x
+        if x is None:
+            x = first_input(microbatch.index, rows_left(microbatch.index, -1) if self.thinning else 2)
         y = torch.tanh(linear(x, self.weight, None, self.gradients) + self.shift + microbatch.index / 7)
+        y = y[: rows_left(microbatch.index, self.position)] if self.thinning else y
         if not self.last:
             return ChunkOut(y)
         return ChunkOut(None, {"lm": (y.square().sum(), torch.tensor(1.0))})
@@ -50,15 +68,18 @@ class ToyChunk(nn.Module):
         return ()
 
 
-def by_autograd(positions: int, microbatches: int) -> tuple[list[float], list[Tensor], list[Tensor]]:
+def by_autograd(
+    positions: int, microbatches: int, *, thinning: bool = False
+) -> tuple[list[float], list[Tensor], list[Tensor]]:
     """Losses by microbatch, and the summed gradients of `A_k` and of the shifts, by plain autograd."""
     weights = [weight(k).requires_grad_() for k in range(positions)]
     shifts = [torch.zeros(WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(positions)]
     losses = []
     for microbatch in range(microbatches):
-        x = first_input(microbatch)
-        for matrix, shift in zip(weights, shifts, strict=True):
+        x = first_input(microbatch, rows_left(microbatch, -1) if thinning else 2)
+        for position, (matrix, shift) in enumerate(zip(weights, shifts, strict=True)):
             x = torch.tanh(x @ matrix.t() + shift + microbatch / 7)
+            x = x[: rows_left(microbatch, position)] if thinning else x
         loss = x.square().sum()
         loss.backward()
         losses.append(loss.item())

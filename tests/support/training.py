@@ -73,8 +73,8 @@ def _record_actions(assembly: Any, seen: Seen) -> None:
     """Keep what the executor really ran in each training step."""
     execute = assembly.executor.run
 
-    def run(program: Any, inputs: Any) -> Any:
-        record = execute(program, inputs)
+    def run(program: Any, inputs: Any, clock: Any = None) -> Any:
+        record = execute(program, inputs, clock)
         if inputs.seed is not None:
             seen.executed.append([str(action) for action in record.executed])
             seen.peaks.append(record.peak_in_flight)

@@ -96,11 +96,13 @@ _AXES: tuple[Axis, ...] = get_args(Axis)
 class Channels:
     """The two communicators of pipeline messages: ``up`` to higher stages, ``down`` to lower ones.
 
-    Two, so that on NCCL an activation and a gradient between the same pair of ranks cannot wait for each other.
+    Two, so that on NCCL an activation and a gradient between the same pair of ranks cannot wait for each other. A
+    message that takes longer than ``timeout`` is an error.
     """
 
     up: dist.ProcessGroup
     down: dist.ProcessGroup
+    timeout: timedelta
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ def create_groups(topology: Topology, timeout: timedelta) -> Groups:
 def _create_channels(topology: Topology, timeout: timedelta) -> Channels | None:
     partition = topology.all_groups("pipeline")
     up, down = (_create(partition, topology.rank, timeout) for _ in range(2))
-    return Channels(up, down) if up is not None and down is not None else None
+    return Channels(up, down, timeout) if up is not None and down is not None else None
 
 
 def _create(partition: Partition, rank: int, timeout: timedelta) -> dist.ProcessGroup | None:

@@ -110,6 +110,14 @@ class Problems(RunError):
         return "\n".join(str(problem) for problem in self.problems)
 
 
+def locate(error: Exception, where: str) -> None:
+    """Say where ``error`` was raised: in the origin of a :class:`RunError`, in a note to any other exception."""
+    if isinstance(error, RunError):
+        error.origin = ", ".join(filter(None, (error.origin, where)))
+    else:
+        error.add_note(where)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``"did you mean 'interleaved'?"``, or an empty string when nothing is near."""
     near = get_close_matches(word, list(known), n=1, cutoff=0.6)

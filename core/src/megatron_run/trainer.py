@@ -21,11 +21,15 @@ from megatron_run.training.losses import make_meters, report_loss
 from megatron_run.training.numbers import Progress, StepFacts, StepNumbers, step_metrics
 from megatron_run.training.observing import Observers
 from megatron_run.training.reporting import start_observers
+from megatron_run.training.tracing import start_tracing
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from megatron_run.contracts import StepMetrics
+    from megatron_run.pipeline.execute import StepRecord
     from megatron_run.resolve import ResolvedRun
     from megatron_run.run_folder import RunFolder
     from megatron_run.world import StopRequest, World
@@ -56,6 +60,7 @@ class Trainer:
         self._learning_rate = LearningRate.from_config(train)
         self._weight_decay = WeightDecay.from_config(train)
         self._progress = Progress()
+        self._times: list[tuple[float, float]] = []  # of the last step's actions, where it was traced
         self._meters = make_meters(assembly.model, self._context.metrics)
         self._stop_meter = self._context.metrics.scalar("stop")  # reported by each rank that wants to stop
         self._boundary = partial(
@@ -75,11 +80,15 @@ class Trainer:
         """Step until the last step, or until a rank is asked to stop; evaluate on the way and at the end."""
         last = self._batches.steps()
         interval = self._run.config.eval.interval.steps(last, self._run.config.train.global_batch_size)
+        tracing = start_tracing(self._run.plans, self._context, observers, last)
         while self._progress.step < last:
-            metrics, stop_wanted = self._step()
+            clock = tracing.clock(self._progress.step + 1)
+            metrics, stop_wanted = self._step(clock)
             step = metrics.step
             self._folder.heartbeat(step)
             observers.on_step_end(metrics)
+            if clock is not None:
+                tracing.report(step, metrics.microbatches, self._times, observers)
             self._guard_skips()
             if step == self._assembly.graph_capture.capture_after:
                 self._capture()
@@ -93,20 +102,20 @@ class Trainer:
                 observers.on_sample(text)
         return ExitCode.DONE
 
-    def _step(self) -> tuple[StepMetrics, bool]:
-        """One step: its metrics, and whether any rank wants to stop."""
+    def _step(self, clock: Callable[[], float] | None) -> tuple[StepMetrics, bool]:
+        """One step, timed by ``clock`` if there is one: its metrics, and whether any rank wants to stop."""
         start, progress = time.perf_counter(), self._progress
         batch = self._batches.at(progress.samples)
         microbatches = self._batches.microbatches(batch)
         lr, weight_decay = self._learning_rate.at(progress.scheduled), self._weight_decay.at(progress.scheduled)
-        self._accumulate(microbatches)
+        self._times = self._accumulate(microbatches, clock).times
         numbers = self._update(lr, weight_decay).to_host(self._context.metrics)
         progress.count(batch, skipped=numbers.skipped)
         facts = StepFacts(batch, microbatches, lr, time.perf_counter() - start)
         metrics = step_metrics(self._run, self._assembly.model, progress, facts, numbers, self._context.device)
         return metrics, "stop" in numbers.means
 
-    def _accumulate(self, microbatches: int) -> None:
+    def _accumulate(self, microbatches: int, clock: Callable[[], float] | None) -> StepRecord:
         """Forward and backward of every microbatch, in the schedule's order, into ``main_grad``."""
         optimizer = self._assembly.optimizer
         optimizer.zero_grad()
@@ -118,8 +127,9 @@ class Trainer:
             seed=partial(self._seed, microbatches),
             start_grad_sync=optimizer.start_grad_sync,
         )
-        self._assembly.executor.run(self._assembly.programs.training(microbatches), inputs)
+        record = self._assembly.executor.run(self._assembly.programs.training(microbatches), inputs, clock)
         optimizer.finish_grad_sync()
+        return record
 
     def _update(self, lr: float, weight_decay: float) -> StepNumbers:
         """Unscale, check, clip and step; a step with a non-finite gradient anywhere changes no weight."""

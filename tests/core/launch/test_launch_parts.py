@@ -140,6 +140,21 @@ def test_a_bug_is_one_line_with_its_place() -> None:
     assert Path(__file__).name in line
 
 
+def test_what_was_noted_on_an_exception_is_part_of_its_line() -> None:
+    errors = ValueError("x"), MemoryError(), RuntimeError("gloo: Connection closed by peer")
+    for error, line in zip(
+        errors,
+        (
+            "ValueError: x (in rank 1, action 2 of 8, F1.0)",
+            "the host ran out of memory (from rank 1, action 2 of 8, F1.0); lower",
+            "another rank was lost: gloo: Connection closed by peer (from rank 1, action 2 of 8, F1.0)",
+        ),
+        strict=True,
+    ):
+        error.add_note("rank 1, action 2 of 8, F1.0")
+        assert one_line(error).startswith(line)
+
+
 def test_the_first_to_ask_for_a_stop_decides_the_code() -> None:
     stop = StopRequest()
     assert stop.requested is None
@@ -158,6 +173,13 @@ def test_the_first_cause_is_never_what_another_rank_caused() -> None:
     assert first_cause(ends) is ends[1]
     assert first_cause(ends[:1] + ends[2:]) is ends[0]
     assert first_cause(ends[3:]) is None
+
+
+def test_a_rank_that_said_nothing_is_described_by_the_first_that_missed_it() -> None:
+    missed = [Report(4, f"rank {rank} (stage {rank}) is lost", secondary=True) for rank in (2, 1)]
+    ends = [end(0, 4, 2, report=missed[1]), end(1, 4, 1, report=missed[0]), end(2, -9, 0)]
+    assert describe(ends[2], ends) == "a rank was killed by SIGKILL (rank 2, log: 2.log); rank 2 (stage 2) is lost"
+    assert describe(ends[2], ends[:1] + ends[2:]) == "a rank was killed by SIGKILL (rank 2, log: 2.log)"
 
 
 def test_the_earlier_of_two_causes_is_the_first() -> None:

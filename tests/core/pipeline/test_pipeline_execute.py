@@ -7,15 +7,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_run.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.comm import create_groups
-from megatron_run.contracts import Boundary, Microbatch
+from megatron_run.contracts import Boundary, ChunkOut, Microbatch
 from megatron_run.errors import PluginError
-from megatron_run.gradients import Gradients, build_buckets, main_grad
-from megatron_run.parameters import describe_parameters
-from megatron_run.pipeline.execute import Executor, StepInputs, StepRecord
-from megatron_run.pipeline.lower import lower
+from megatron_run.gradients import main_grad
 from megatron_run.pipeline.messages import Messenger
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.verify import verify
@@ -23,57 +21,10 @@ from megatron_run.topology import Sizes, Topology
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from tests.support.random_schedules import random_plan
 from tests.support.ranks import run_ranks
-from tests.support.toy_chunks import BOUNDARY, ToyChunk, by_autograd
+from tests.support.toy_chunks import ToyChunk, by_autograd
+from tests.support.toy_stage import Bench, faults
 
 CPU = torch.device("cpu")
-
-
-class Bench:
-    """One stage of the toy model with its executor."""
-
-    def __init__(self, plan: Plan, stage: int, messenger: Messenger) -> None:
-        self.plan, self.stage, gradients = plan, stage, Gradients()
-        mine = sorted((place.chunk, k) for k, place in enumerate(plan.layout) if place.stage == stage)
-        self.chunks = [ToyChunk(k, k == len(plan.layout) - 1, gradients) for _, k in mine]
-        infos = [describe_parameters(chunk) for chunk in self.chunks]
-        build_buckets(infos, 1, torch.float64)
-        for described in infos:
-            for parameter, info in described.items():
-                gradients.adopt(parameter, info.name)
-        gradients.start_step(plan.microbatches, lambda _: None)
-        self.executor, self.losses, self.synced = Executor(self.chunks, gradients, messenger), [0.0], list[int]()
-
-    def run(self, boundary: Boundary = BOUNDARY, lookahead: int | None = 1) -> StepRecord:
-        inputs = StepInputs(
-            microbatch=lambda m: Microbatch(m, 1, m, {}),
-            boundary=lambda _: boundary,
-            report=lambda _, total, __: self.losses.append(total.item()),
-            seed=lambda _, weight: weight.double(),
-            start_grad_sync=self.synced.append,
-        )
-        return self.executor.run(lower(self.plan, self.stage, lookahead), inputs)
-
-
-def faults(plan: Plan, stage: int, messenger: Messenger, lookahead: int | None = 1) -> list[str]:
-    """Run one plan on this stage and say what differs from plain autograd and from the plan."""
-    bench, wrong = Bench(plan, stage, messenger), list[str]()
-    record = bench.run(lookahead=lookahead)
-    losses, weights, shifts = by_autograd(len(plan.layout), plan.microbatches)
-    for chunk in bench.chunks:
-        for name, parameter, expected in (("A", chunk.weight, weights), ("shift", chunk.shift, shifts)):
-            if not torch.allclose(main_grad(parameter), expected[chunk.position], rtol=1e-12, atol=1e-12):
-                wrong.append(f"gradient of {name} at position {chunk.position}")
-        if chunk.last and abs(sum(bench.losses) - sum(losses)) > 1e-12:
-            wrong.append("losses")
-    if tuple(record.executed) != tuple(plan.lists[stage]):
-        wrong.append("order")
-    if record.peak_in_flight != plan.peak_in_flight[stage]:
-        wrong.append(f"peak {record.peak_in_flight}, planned {plan.peak_in_flight[stage]}")
-    if sorted(bench.synced) != list(range(len(bench.chunks))):
-        wrong.append(f"gradient syncs {bench.synced}")
-    if messenger.unretired:
-        wrong.append(f"{messenger.unretired} sends left")
-    return wrong
 
 
 def run_random_plans(rank: int, world: int, seeds: range, lookahead: int | None) -> dict[int, list[str]]:
@@ -126,7 +77,7 @@ def send_wrong(rank: int, world: int) -> str:
     if rank == 1:
         return ""  # the sender must notice, before anything is sent
     with pytest.raises(PluginError) as caught:
-        Bench(plan, rank, Messenger(groups.channels, range(world), CPU)).run(Boundary((2, 4), torch.float64))
+        Bench(plan, rank, Messenger(groups.channels, range(world), CPU)).run(lambda _: Boundary((2, 4), torch.float64))
     return str(caught.value)
 
 
@@ -157,3 +108,52 @@ def held_sends(rank: int, world: int, microbatches: int) -> int:
 def test_sent_tensors_are_released_during_the_step_and_not_at_its_end() -> None:
     """Each of two stages holds what the other may not have used yet: two tensors, for any number of microbatches."""
     assert run_ranks(held_sends, 2, 4) == run_ranks(held_sends, 2, 12) == [2, 2]
+
+
+class Mute(ToyChunk):
+    """Returns no output."""
+
+    def forward(self, x: Tensor | None, microbatch: Microbatch) -> ChunkOut:
+        return ChunkOut(None)
+
+
+class Deaf(ToyChunk):
+    """Does not look at its input."""
+
+    def forward(self, x: Tensor | None, microbatch: Microbatch) -> ChunkOut:
+        return super().forward(None, microbatch)
+
+
+class Broken(ToyChunk):
+    """Raises in its second forward."""
+
+    def forward(self, x: Tensor | None, microbatch: Microbatch) -> ChunkOut:
+        if microbatch.index == 1:
+            raise ZeroDivisionError
+        return super().forward(x, microbatch)
+
+
+def raised_by(chunk: type[ToyChunk]) -> Exception:
+    """What two microbatches raise on rank 0, which has both positions, as such chunks."""
+    spec = ScheduleSpec(looped_layout(LayoutSpec(1, 2, 2)), 1, 2, 2)
+    words = "F0.0 F0.1 B0.1 B0.0 F1.0 F1.1 B1.1 B1.0"
+    plan = verify(spec, [[Action.parse(word) for word in words.split()]])
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # which one is the caller's to say
+        Bench(plan, 0, Messenger(None, [0], CPU), make_chunk=chunk).run()
+    return caught.value
+
+
+def test_a_chunk_that_hands_nothing_on_is_told_so_with_rank_and_action() -> None:
+    for chunk, says in (
+        (Mute, "the chunk returned no x (from rank 0, action 1 of 8, F0.0)"),
+        (Deaf, "what the chunk returned does not depend on its input x (from rank 0, action 3 of 8, B0.1)"),
+    ):
+        error = raised_by(chunk)
+        assert isinstance(error, PluginError)
+        assert says in str(error)
+
+
+def test_an_exception_in_a_chunk_carries_rank_and_action_as_a_note() -> None:
+    error = raised_by(Broken)
+    assert isinstance(error, ZeroDivisionError)
+    assert error.__notes__ == ["rank 0, action 5 of 8, F1.0"]

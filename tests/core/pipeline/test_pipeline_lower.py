@@ -10,7 +10,7 @@ from megatron_run.pipeline.forward_only import forward_plan
 from megatron_run.pipeline.lower import Instruction, Message, lower
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.verify import verify
-from tests.support.ordered_channels import (
+from megatron_run.testing.ordered_channels import (
     Streams,
     SwappedMessageError,
     TransportDeadlockError,

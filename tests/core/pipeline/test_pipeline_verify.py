@@ -168,12 +168,21 @@ def test_ascending_means_that_gradients_accumulate_in_microbatch_order(text: str
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        ((Place(0, 0, range(2)), Place(1, 0, range(2, 3))), "holds the layers"),
-        ((Place(0, 0, range(2)), Place(1, 0, range(1, 4))), "holds the layers"),
-        ((Place(1, 0, range(2, 4)), Place(0, 0, range(2))), "holds the layers"),
-        ((Place(0, 0, range(2)), Place(0, 0, range(2, 4))), "exactly one place"),
-        ((Place(0, 0, range(2)), Place(2, 0, range(2, 4))), "exactly one place"),
-        ((Place(0, 0, range(4)),), "exactly one place"),
+        ((Place(0, 0, range(2)), Place(1, 0, range(2, 3))), "the layout ends after 3 layers: layers 0 to 3 must"),
+        (
+            (Place(0, 0, range(2)), Place(1, 0, range(1, 4))),
+            "place 1 .* holds the layers .1, 2, 3.: layer 2 comes next",
+        ),
+        ((Place(1, 0, range(2, 4)), Place(0, 0, range(2))), "place 0 .* holds the layers .2, 3.: layer 0 comes next"),
+        (
+            (Place(0, 0, range(2)), Place(0, 0, range(2, 4))),
+            "place 1 .*stage 0, chunk 0. is repeated: .* exactly one place",
+        ),
+        (
+            (Place(0, 0, range(2)), Place(2, 0, range(2, 4))),
+            "place 1 .*stage 2, chunk 0. is out of range: .* one place",
+        ),
+        ((Place(0, 0, range(4)),), "no place for stage 1, chunk 0: .* exactly one place"),
     ],
 )
 def test_a_layout_that_loses_repeats_or_misplaces_layers_is_refused(layout: tuple[Place, ...], words: str) -> None:

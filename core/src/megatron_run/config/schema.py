@@ -118,6 +118,18 @@ class ParallelSection(Section):
     layers: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (), description="layers of each stage and chunk in model order; empty: even"
     )
+    first_stage_layers: int | None = Field(
+        None, ge=0, description="layers of the first stage, its chunks together; the others share the rest evenly"
+    )
+    last_stage_layers: int | None = Field(
+        None, ge=0, description="layers of the last stage, its chunks together; the others share the rest evenly"
+    )
+    embedding_as_layer: bool = Field(
+        False, description="count the embedding as a layer, so that its place holds one layer fewer"
+    )
+    loss_as_layer: bool = Field(
+        False, description="count the output and its loss as a layer, so that their place holds one layer fewer"
+    )
 
 
 class EvalSection(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -47,10 +47,41 @@ class ChunkOut:
 
 @dataclass(frozen=True)
 class Boundary:
-    """Shape and dtype of the tensor that crosses between stages for one microbatch."""
+    """Shape and dtype of the tensor that crosses between stages for one microbatch.
 
-    shape: tuple[int, ...]
+    A size of None is known to the sender alone, and costs one small message more: the sizes travel before the tensor.
+    What follows from the microbatch needs no message, since every stage can compute it. A model that drops tokens on
+    the way, as many as its routing likes, says so for the microbatches that it thins out::
+
+        tokens = sequence_length if not self._drops(microbatch) else None  # only the sender knows how many are left
+        return Boundary((tokens, micro_batch_size, hidden_size), dtype)
+    """
+
+    shape: tuple[int | None, ...]
     dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"({', '.join('?' if size is None else str(size) for size in self.shape)}) {self.dtype}"
+
+    @property
+    def known(self) -> bool:
+        """Whether every size is."""
+        return None not in self.shape
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether ``x`` has this dtype, this many dimensions and every size that is known."""
+        if x.dtype != self.dtype or x.dim() != len(self.shape):
+            return False
+        return x.shape == self.shape or self.resolve(self.unknown(x)) == x.shape
+
+    def unknown(self, x: Tensor) -> list[int]:
+        """The sizes of ``x`` that only its sender knows, in the order of its dimensions."""
+        return [size for size, declared in zip(x.shape, self.shape, strict=True) if declared is None]
+
+    def resolve(self, sizes: Iterable[int]) -> tuple[int, ...]:
+        """The whole shape, with ``sizes`` for the dimensions that only the sender knows."""
+        told = iter(sizes)
+        return tuple([next(told) if size is None else size for size in self.shape])
 
 
 @dataclass(frozen=True)
@@ -119,7 +150,10 @@ class Model(ABC):
 
     @abstractmethod
     def boundary(self, microbatch: Microbatch, micro_batch_size: int, sequence_length: int) -> Boundary:
-        """Shape and dtype of what crosses between positions for ``microbatch``."""
+        """Shape and dtype of what crosses between positions for ``microbatch``.
+
+        It may differ from one microbatch to the next; a size that the microbatch does not tell is None.
+        """
 
     @abstractmethod
     def flops_per_token(self, sequence_length: int) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from megatron_run.actions import Place
     from megatron_run.pipeline.timeline import Timeline
 
 
@@ -71,6 +72,24 @@ class EvalMetrics:
     tokens: int
 
 
+@dataclass(frozen=True)
+class StepTrace:
+    """One step on the timeline, as it ran and as it was planned, both in seconds.
+
+    ``ran`` holds when each action was computed on the ranks of rank 0's pipeline group, a stage each, from the first
+    action's start; waiting and messages are the gaps. ``planned`` is the verified plan with the mean time that each
+    operation took in this step. Both hold the same actions and the same work in total, so ``ran.makespan /
+    planned.makespan`` says what messages, waiting for them and unequal stages cost. ``layout`` is the plan's, in model
+    order. ``clock_error``: the bars of a stage are placed right among those of stage 0 to within this many seconds.
+    """
+
+    step: int
+    layout: tuple[Place, ...]
+    ran: Timeline
+    planned: Timeline
+    clock_error: float = 0.0
+
+
 class Observer:
     """Is called on rank 0 with host floats; does no communication. Override what you need.
 
@@ -90,8 +109,18 @@ class Observer:
     def on_train_start(self, run: RunSummary) -> None:
         """Training is about to start."""
 
+    def traced_steps(self) -> Collection[int]:
+        """The steps, counted from 1, to be timed for ``on_trace``; asked once, after ``on_train_start``.
+
+        Timing waits for the device around each action, so a traced step is slower on a GPU; no other step is.
+        """
+        return ()
+
     def on_step_end(self, metrics: StepMetrics) -> None:
         """One step is done."""
+
+    def on_trace(self, trace: StepTrace) -> None:
+        """A step that this observer asked for in ``traced_steps`` was timed; called after its ``on_step_end``."""
 
     def on_skip(self, metrics: StepMetrics) -> None:
         """The step just reported was skipped: a gradient was not finite."""

@@ -36,8 +36,9 @@ class Schedule(ABC):
     def layout(self, spec: LayoutSpec) -> tuple[Place, ...]:
         """Where each layer lives, in model order: the first place has the embedding, the last the loss.
 
-        The default is Megatron's looped layout. It never depends on the number of microbatches, and a place's
-        layers may be empty.
+        The default is Megatron's looped layout. The stage and chunk of a place follow from the stages and chunks alone;
+        only how many layers a place holds depends on the layers, and on the counts where the user gave some. Nothing
+        depends on the number of microbatches, and a place's layers may be empty.
         """
         return looped_layout(spec)
 

@@ -63,7 +63,7 @@ def describe(cause: RankEnd, ends: Sequence[RankEnd]) -> str:
     killed = [str(end.rank) for end in ends if end.killed]
     silent = f"; rank {', '.join(killed)} did not end and was killed" if killed and cause.secondary else ""
     first, *others = _reason(cause).splitlines() or [""]
-    return "\n".join([f"{first} ({where}){silent}", *others])
+    return "\n".join([f"{first} ({where}){silent}{_testimony(cause, ends)}", *others])
 
 
 def _reason(cause: RankEnd) -> str:
@@ -73,6 +73,13 @@ def _reason(cause: RankEnd) -> str:
         return cause.report.message
     line = last_line(cause.log)
     return f"a rank ended with exit code {cause.status}" + (f": {line}" if line else "")
+
+
+def _testimony(cause: RankEnd, ends: Sequence[RankEnd]) -> str:
+    """What the first rank that missed ``cause`` said of it, when that one could say nothing: what it was doing."""
+    said = [end.report.message for end in sorted(ends, key=lambda end: end.order) if end.report is not None]
+    missed = [message for message in said if message.startswith(f"rank {cause.rank} ")]
+    return f"; {missed[0]}" if missed and cause.report is None else ""
 
 
 def _signal_name(number: int) -> str:

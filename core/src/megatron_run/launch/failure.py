@@ -21,7 +21,7 @@ def classify(error: BaseException) -> RunError | None:
     if isinstance(error, RunError):
         return error
     if isinstance(error, MemoryError):
-        return OutOfMemoryError("the host ran out of memory", fix=_SMALLER)
+        return OutOfMemoryError("the host ran out of memory", origin=_notes(error), fix=_SMALLER)
     if isinstance(error, RuntimeError):
         return _classify_torch(error)
     return None
@@ -36,11 +36,16 @@ def _classify_torch(error: RuntimeError) -> RunError | None:
 
     first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in first_line:
-        return OutOfMemoryError("the device ran out of memory", why=first_line, fix=_SMALLER)
+        return OutOfMemoryError("the device ran out of memory", why=first_line, origin=_notes(error), fix=_SMALLER)
     lost = _CONNECTION.search(str(error)) is not None and _COMMUNICATION.search(str(error)) is not None
     if lost or isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
-        return RankLostError("another rank was lost", why=first_line)
+        return RankLostError("another rank was lost", why=first_line, origin=_notes(error))
     return None
+
+
+def _notes(error: BaseException) -> str:
+    """What was noted on ``error`` on its way up: where it was raised."""
+    return ", ".join(note.strip().partition("\n")[0] for note in getattr(error, "__notes__", ()))
 
 
 def exit_code(error: BaseException) -> ExitCode:
@@ -58,6 +63,9 @@ def one_line(error: BaseException) -> str:
     known = classify(error)
     if known is not None:
         return str(known)
-    text = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{text} (in {frames[-1].filename}:{frames[-1].lineno})" if frames else text
+    raised = traceback.TracebackException.from_exception(error)
+    raised.__notes__ = None  # they would be the last line
+    text = "".join(raised.format_exception_only()).strip().splitlines()[-1]
+    place = [f"{frame.filename}:{frame.lineno}" for frame in raised.stack[-1:]]
+    where = ", ".join(filter(None, (*place, _notes(error))))
+    return f"{text} (in {where})" if where else text

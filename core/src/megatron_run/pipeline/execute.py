@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron_run.errors import PluginError, locate
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_run.actions import Action
     from megatron_run.contracts import Boundary, Chunk, ChunkOut, Microbatch
     from megatron_run.gradients import Gradients
-    from megatron_run.pipeline.lower import Instruction
+    from megatron_run.pipeline.lower import Instruction, Message
     from megatron_run.pipeline.messages import Messenger
 
 #: (microbatch, chunk)
@@ -65,10 +67,10 @@ class _InFlight:
 
 
 class Executor:
-    """Interprets instructions over the chunks of one stage."""
+    """Interprets instructions over the chunks of one stage, which ``rank`` holds: errors name it."""
 
-    def __init__(self, chunks: Sequence[Chunk], gradients: Gradients, messenger: Messenger) -> None:
-        self._chunks, self._gradients, self._messenger = chunks, gradients, messenger
+    def __init__(self, chunks: Sequence[Chunk], gradients: Gradients, messenger: Messenger, rank: int = 0) -> None:
+        self._chunks, self._gradients, self._messenger, self._rank = chunks, gradients, messenger, rank
         self._handlers: dict[str, Callable[[Action, Tensor | None], Tensor | None]] = {
             "F": self._forward,
             "B": self._backward,
@@ -84,15 +86,23 @@ class Executor:
         """Run ``program`` from its first instruction to its last; nothing is left in flight.
 
         With ``clock`` the record holds when each action was computed, in the clock's unit; waiting is left out.
+        Whatever is raised on the way says on which rank and in which action: a :class:`RunError` as its origin, any
+        other exception as a note.
         """
         self._inputs, self._record, self._clock = inputs, StepRecord(), clock
         self._microbatches: dict[int, Microbatch] = {}
         self._in_flight: dict[Key, _InFlight] = {}
         self._to_recompute: dict[Key, Tensor | None] = {}
         self._recomputed = {(a.microbatch, a.chunk) for a in (i.action for i in program) if a.op == "R"}
-        for instruction in program:
-            self._step(instruction)
-        self._messenger.flush()
+        done = 0
+        try:
+            while done < len(program):
+                self._step(program[done])
+                done += 1
+            self._messenger.flush()
+        except Exception as error:
+            locate(error, f"rank {self._rank}, {_place(program, done)}")
+            raise
         return self._record
 
     def _step(self, instruction: Instruction) -> None:
@@ -105,7 +115,8 @@ class Executor:
         self._record.executed.append(action)
         result = self._compute(action, received)
         if instruction.send:
-            assert result is not None  # lowering sends only what an action produces
+            if result is None:
+                raise _missing(instruction.send)
             self._messenger.send(instruction.send, result, self._boundary(action.microbatch))
         if instruction.sync and self._inputs.start_grad_sync is not None:
             self._inputs.start_grad_sync(action.chunk)
@@ -177,3 +188,20 @@ class Executor:
 
     def _boundary(self, index: int) -> Boundary:
         return self._inputs.boundary(self._microbatch(index))
+
+
+def _place(program: Sequence[Instruction], index: int) -> str:
+    """What errors call the instruction at ``index``: counted from 1."""
+    if index == len(program):
+        return "the end of its actions"
+    return f"action {index + 1} of {len(program)}, {program[index].action}"
+
+
+def _missing(message: Message) -> PluginError:
+    """The error of a chunk that has nothing to hand on: no output, or an input that its output does not depend on."""
+    reason = {"x": "the chunk returned no x", "g": "what the chunk returned does not depend on its input x"}
+    return PluginError(
+        f"{message} does not exist",
+        why=reason[message.kind],
+        fix="every chunk but the last makes x of the x it is given",
+    )

@@ -2,16 +2,22 @@
 
 A message that stays on its stage is handed over in memory. Every other one crosses a directed channel in the order in
 which its sender sends; receives are posted in that order, so nothing depends on tags.
+
+A message of which only the sender knows the shape is preceded, on the same channel, by a header: the unknown sizes.
+Its own receive cannot be posted before the header is here, and nothing that follows on the channel may overtake it, so
+posts queue up behind it in the sender's order. Where every shape is known there is no header and no queue.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_run.contracts import Boundary
 from megatron_run.errors import PluginError, RankLostError
 
 if TYPE_CHECKING:
@@ -20,36 +26,85 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_run.comm import Channels
+    from megatron_run.contracts import Boundary
     from megatron_run.pipeline.lower import Message
+
+#: What gloo says when a peer is silent, and not gone.
+_SILENT = re.compile(r"timed? ?out", re.IGNORECASE)
+
+
+class _Transfer(NamedTuple):
+    """A tensor on its way, and the handle to wait for."""
+
+    tensor: Tensor
+    work: dist.Work
+
+
+@dataclass
+class _Awaited:
+    """A message that is to be received when those before it on its channel are; ``header`` once that is posted."""
+
+    message: Message
+    boundary: Boundary
+    header: _Transfer | None = None
 
 
 class Messenger:
-    """Carries the messages of one stage. ``ranks`` maps a stage to the rank that this one talks to there."""
+    """Carries the messages of one stage. ``ranks`` maps a stage to the rank that this one talks to there.
 
-    def __init__(self, channels: Channels | None, ranks: Sequence[int], device: torch.device) -> None:
+    ``one_order``: each message is issued at its place in one global order, so no receive may be put off. ``model`` is
+    what errors call the one who declares the boundaries.
+    """
+
+    def __init__(
+        self,
+        channels: Channels | None,
+        ranks: Sequence[int],
+        device: torch.device,
+        *,
+        one_order: bool = False,
+        model: str = "the model",
+    ) -> None:
         self._channels, self._ranks, self._device = channels, ranks, device
+        self._one_order, self._model = one_order, model
         self._local: dict[Message, Tensor] = {}
-        self._posted: dict[Message, tuple[Tensor, dist.Work]] = {}
-        self._sent: dict[Message, tuple[Tensor, dist.Work]] = {}
+        self._awaited: defaultdict[int, deque[_Awaited]] = defaultdict(deque)
+        self._posted: dict[Message, _Transfer] = {}
+        self._sent: dict[Message, tuple[_Transfer, ...]] = {}
 
     @property
     def unretired(self) -> int:
-        """Number of sent tensors that are still held for their receivers."""
+        """Number of sent messages that are still held for their receivers."""
         return len(self._sent)
 
     def post(self, message: Message, boundary: Boundary) -> None:
-        """Start receiving ``message`` into a fresh tensor of its boundary's shape and dtype."""
-        tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device=self._device)
-        work = self._start(dist.irecv, message, tensor, message.source)
-        self._posted[message] = (tensor, work)
+        """Start receiving ``message`` into a fresh tensor of its boundary's shape and dtype.
+
+        Behind a shape that is still unknown it waits for its turn. With ``one_order`` it cannot, since its place would
+        be taken: this blocks until the header is here. That cannot deadlock, by induction over the messages in the
+        global order, a linear extension of all actions. Let all before this one arrive: then its sender gets as far as
+        its send and its receiver as far as this post, for whatever either needs before was sent earlier in the order,
+        and nothing unfinished stands before it on their streams; so it arrives too. Where posts run ahead of their
+        place (a lookahead) blocking would deadlock: the gradient that 1F1B's first stage posts before F1 answers F1.
+        """
+        queue = self._awaited[message.source]
+        if boundary.known and not queue:
+            self._receive(message, boundary)
+            return
+        queue.append(_Awaited(message, boundary))
+        self._advance(queue)
+        while self._one_order and queue:
+            self._take_header(queue)
 
     def wait(self, message: Message) -> Tensor:
         """The tensor of ``message``, once it is here."""
-        if message.source == message.target:
+        if message.local:
             return self._local.pop(message)
-        tensor, work = self._posted.pop(message)
-        self._finish(message, work, message.source)
-        return tensor
+        while message not in self._posted:
+            self._take_header(self._awaited[message.source])
+        transfer = self._posted.pop(message)
+        self._finish(message, transfer, message.source)
+        return transfer.tensor
 
     def send(self, message: Message, tensor: Tensor, boundary: Boundary) -> None:
         """Start sending ``tensor``, which belongs to the messenger until it is retired.
@@ -57,49 +112,79 @@ class Messenger:
         Raises :class:`PluginError` when shape or dtype differ from the boundary: a receiver would abort, or take the
         bytes for something else in silence.
         """
-        found = Boundary(tuple(tensor.shape), tensor.dtype)
-        if found != boundary:
+        if not boundary.fits(tensor):
             raise PluginError(
-                f"{message} is {found.shape} {found.dtype}, the model declared {boundary.shape} {boundary.dtype}",
+                f"{message} is {tuple(tensor.shape)} {tensor.dtype}, {self._model} declared {boundary}",
                 fix="make Model.boundary and the chunk's output agree",
             )
-        if message.source == message.target:
+        if message.local:
             self._local[message] = tensor
             return
-        tensor = tensor.contiguous()
-        work = self._start(dist.isend, message, tensor, message.target)
-        self._sent[message] = (tensor, work)
+        header = () if boundary.known else (self._send_sizes(message, boundary.unknown(tensor)),)
+        transfer = self._start(dist.isend, message, tensor.contiguous(), message.target)
+        self._sent[message] = (*header, transfer)
 
     def retire(self, messages: Iterable[Message]) -> None:
         """Release sent tensors whose receivers are known to have used them."""
         for message in messages:
-            _, work = self._sent.pop(message)
-            self._finish(message, work, message.target)
+            for transfer in self._sent.pop(message):
+                self._finish(message, transfer, message.target)
 
     def flush(self) -> None:
         """Retire everything: the end of a step."""
         self.retire(list(self._sent))
 
-    def _start(self, operation: _Operation, message: Message, tensor: Tensor, stage: int) -> dist.Work:
+    def _advance(self, queue: deque[_Awaited]) -> None:
+        """Post what can be posted in the sender's order: receives, up to the header of the first unknown shape."""
+        while queue and queue[0].header is None:
+            message, boundary = queue[0].message, queue[0].boundary
+            if boundary.known:
+                queue.popleft()
+                self._receive(message, boundary)
+            else:
+                sizes = torch.empty(boundary.shape.count(None), dtype=torch.int64, device=self._device)
+                queue[0].header = self._start(dist.irecv, message, sizes, message.source)
+
+    def _take_header(self, queue: deque[_Awaited]) -> None:
+        """Wait for the header at the head of ``queue``; post the receive of its tensor, then what queued behind it."""
+        awaited = queue.popleft()
+        assert awaited.header is not None  # whoever waits has posted, and what has no header is not left at the head
+        self._finish(awaited.message, awaited.header, awaited.message.source)
+        self._receive(awaited.message, awaited.boundary, awaited.header.tensor.tolist())
+        self._advance(queue)
+
+    def _send_sizes(self, message: Message, sizes: Sequence[int]) -> _Transfer:
+        header = torch.tensor(sizes, dtype=torch.int64, device=self._device)
+        return self._start(dist.isend, message, header, message.target)
+
+    def _receive(self, message: Message, boundary: Boundary, sizes: Sequence[int] = ()) -> None:
+        tensor = torch.empty(boundary.resolve(sizes), dtype=boundary.dtype, device=self._device)
+        self._posted[message] = self._start(dist.irecv, message, tensor, message.source)
+
+    def _start(self, operation: _Operation, message: Message, tensor: Tensor, stage: int) -> _Transfer:
         if self._channels is None:
             raise ValueError(f"{message} crosses stages, but this run has one stage")
         group = self._channels.up if message.source < message.target else self._channels.down
         try:
             work = operation(tensor, self._ranks[stage], group=group)
         except RuntimeError as error:
-            raise self._lost(message, stage) from error
+            raise self._lost(message, stage, error) from error
         assert work is not None  # only a rank outside the group gets no handle
-        return work
+        return _Transfer(tensor, work)
 
-    def _finish(self, message: Message, work: dist.Work, stage: int) -> None:
+    def _finish(self, message: Message, transfer: _Transfer, stage: int) -> None:
         try:
-            work.wait()
+            transfer.work.wait()
         except RuntimeError as error:
-            raise self._lost(message, stage) from error
+            raise self._lost(message, stage, error) from error
 
-    def _lost(self, message: Message, stage: int) -> RankLostError:
+    def _lost(self, message: Message, stage: int, error: RuntimeError) -> RankLostError:
+        assert self._channels is not None  # it was talked to
+        silent = _SILENT.search(str(error)) is not None
+        limit = f"it did not answer within {self._channels.timeout.total_seconds():g} s"
         return RankLostError(
-            f"rank {self._ranks[stage]} (stage {stage}) is lost", why=f"it did not answer while exchanging {message}"
+            f"rank {self._ranks[stage]} (stage {stage}) is lost",
+            why=f"{limit if silent else 'its connection broke'} while exchanging {message}",
         )
 
 

@@ -7,7 +7,7 @@ cycle. The rank is the pipeline rank, that is the stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 
 from megatron_run.actions import Action, LayoutSpec, Op, Place, ScheduleSpec
 from megatron_run.errors import ScheduleError
@@ -40,14 +40,38 @@ _NEVER_AFTER: Mapping[str, str] = {"R": "BI", "B": "I", "I": "B", "W": "B"}
 
 
 def check_layout(spec: LayoutSpec, layout: Sequence[Place]) -> None:
-    """Raise :class:`ScheduleError` unless ``layout`` uses every place once and holds every layer once, in order."""
+    """Raise :class:`ScheduleError` unless ``layout`` uses every place once and holds every layer once, in order.
+
+    Where the user gave counts, each place must hold as many layers as they say.
+    """
     _check_places(layout, spec.stages, spec.chunks)
-    held = [layer for place in layout for layer in place.layers]
-    if held != list(range(spec.layers)):
+    following = 0
+    for position, place in enumerate(layout):
+        if list(place.layers) != list(range(following, following + len(place.layers))):
+            raise ScheduleError(
+                f"{_place(position, place)} holds the layers {list(place.layers)}",
+                why=f"layer {following} comes next: a layout holds each layer once, in model order",
+            )
+        following += len(place.layers)
+    if following != spec.layers:
         raise ScheduleError(
-            f"the layout holds the layers {held}",
-            why=f"its places, in model order, must hold layers 0 to {spec.layers - 1}, each once and in order",
+            f"the layout ends after {following} layers", why=f"layers 0 to {spec.layers - 1} must have a place"
         )
+    for position, (place, count) in enumerate(zip(layout, spec.counts, strict=False)):
+        if len(place.layers) != count:
+            raise ScheduleError(
+                f"{_place(position, place)} holds {len(place.layers)} layers", why=f"the user asked for {count}"
+            )
+
+
+def check_same_places(one: Sequence[Place], other: Sequence[Place]) -> None:
+    """Raise :class:`ScheduleError` unless two layouts of the same stages and chunks differ in nothing but layers."""
+    for position, (a, b) in enumerate(zip(one, other, strict=True)):
+        if a[:2] != b[:2]:
+            raise ScheduleError(
+                f"{_place(position, a)} is stage {b.stage}, chunk {b.chunk} when the number of layers changes",
+                why="a place's stage and chunk follow from the stages and chunks of the layout alone",
+            )
 
 
 def verify(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Plan:
@@ -84,12 +108,21 @@ def verify(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Plan:
 
 
 def _check_places(layout: Sequence[Place], stages: int, chunks: int) -> None:
-    found = sorted((place.stage, place.chunk) for place in layout)
-    if found != [(stage, chunk) for stage in range(stages) for chunk in range(chunks)]:
-        raise ScheduleError(
-            f"the layout has the places (stage, chunk) {found}",
-            why=f"each chunk of {stages} stages x {chunks} chunks must have exactly one place",
-        )
+    why = f"each chunk of {stages} stages x {chunks} chunks must have exactly one place"
+    seen: set[tuple[int, int]] = set()
+    for position, place in enumerate(layout):
+        if not (0 <= place.stage < stages and 0 <= place.chunk < chunks):
+            raise ScheduleError(f"{_place(position, place)} is out of range", why=why)
+        if place[:2] in seen:
+            raise ScheduleError(f"{_place(position, place)} is repeated", why=why)
+        seen.add(place[:2])
+    for stage, chunk in product(range(stages), range(chunks)):
+        if (stage, chunk) not in seen:
+            raise ScheduleError(f"the layout has no place for stage {stage}, chunk {chunk}", why=why)
+
+
+def _place(position: int, place: Place) -> str:
+    return f"place {position} of the layout (stage {place.stage}, chunk {place.chunk})"
 
 
 def _check_list(spec: ScheduleSpec, stage: int, actions: Sequence[Action]) -> None:

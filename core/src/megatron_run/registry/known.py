@@ -47,7 +47,7 @@ KNOWN: tuple[Known, ...] = (
     Known("model", "bert"),
     Known("data", "indexed"),
     Known("observer", "tensorboard", available=True),
-    Known("observer", "trace"),
+    Known("observer", "trace", available=True),
 )
 
 

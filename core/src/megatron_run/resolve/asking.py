@@ -20,6 +20,7 @@ from megatron_run.registry.compatibility import unserved
 from megatron_run.registry.discover import scan
 from megatron_run.registry.load import Plugin
 from megatron_run.resolve.choosing import apply_suggestions, choose_plugins
+from megatron_run.resolve.layer_split import natural_layers
 from megatron_run.resolve.options import with_options
 from megatron_run.resolve.planning import microbatch_counts, plan_run
 from megatron_run.resolve.topology import attribute, infer_sizes
@@ -124,7 +125,7 @@ def _without_preset_layers(layer: Layer) -> Layer:
 
 def _layers(values: Mapping[Key, Value], parallel: ParallelSection, findings: Findings) -> int | None:
     if _LAYERS not in values:
-        return sum(parallel.layers) or parallel.pipeline * parallel.chunks
+        return natural_layers(parallel)
     model = validate_section(_Model, "model", {_LAYERS: values[_LAYERS]}, findings)
     return model.num_layers if model else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from traceback import extract_tb
@@ -15,9 +16,10 @@ from megatron_run.contracts import Schedule
 from megatron_run.errors import InputError, PluginError, RunError, ScheduleError
 from megatron_run.learning_rate import LearningRate, WeightDecay
 from megatron_run.pipeline.plan import Plan
-from megatron_run.pipeline.verify import check_layout, verify
+from megatron_run.pipeline.verify import check_layout, check_same_places, verify
 from megatron_run.registry.difference import in_one_line
 from megatron_run.registry.load import Plugin
+from megatron_run.resolve.layer_split import is_uneven, layer_counts
 
 Answer = TypeVar("Answer")
 
@@ -44,14 +46,30 @@ def plan_run(
     """
     made: Schedule = schedule.create()
     stages, chunks = parallel.pipeline, parallel.chunks
-    wanted = LayoutSpec(stages, chunks, layers, parallel.layers)
-    layout = tuple(_ask(schedule, "layout", partial(made.layout, wanted)))
-    _prove(schedule, partial(check_layout, wanted, layout))
+    layout = _place_layers(schedule, made, layers, parallel)
     plans = {}
     for count in counts:
         spec = ScheduleSpec(layout, stages, chunks, count)
-        plans[count] = _prove(schedule, partial(verify, spec, _ask(schedule, "actions", partial(made.actions, spec))))
+        lists = _ask(schedule, "actions", partial(made.actions, spec))
+        plans[count] = _prove(schedule, "actions", partial(verify, spec, lists))
     return layout, plans
+
+
+def _place_layers(schedule: Plugin, made: Schedule, layers: int, parallel: ParallelSection) -> tuple[Place, ...]:
+    """Where each of ``layers`` layers lives. Counts by stage need the stage of each place: one layer a place tells."""
+
+    def ask(spec: LayoutSpec) -> tuple[Place, ...]:
+        layout = tuple(_ask(schedule, "layout", partial(made.layout, spec)))
+        _prove(schedule, "layout", partial(check_layout, spec, layout))
+        return layout
+
+    spec = LayoutSpec(parallel.pipeline, parallel.chunks, layers, parallel.layers)
+    if not is_uneven(parallel):
+        return ask(spec)
+    probe = ask(replace(spec, layers=spec.stages * spec.chunks, counts=()))
+    layout = ask(replace(spec, counts=layer_counts(layers, parallel, [place.stage for place in probe])))
+    _prove(schedule, "layout", partial(check_same_places, probe, layout))
+    return layout
 
 
 def layers_of(model: Plugin) -> int:
@@ -65,7 +83,17 @@ def layers_of(model: Plugin) -> int:
     return layers
 
 
-def _prove(schedule: Plugin, proof: Callable[[], Answer]) -> Answer:
+#: What each method of a schedule returns.
+_RETURNS = {"layout": "places in model order", "actions": "actions for each stage"}
+
+#: What its author does about an answer that is illegal.
+_CORRECT = {
+    "layout": "correct its layout, or choose another",
+    "actions": "correct its actions (F3.1 is the forward of microbatch 3 in chunk 1), or choose another",
+}
+
+
+def _prove(schedule: Plugin, method: str, proof: Callable[[], Answer]) -> Answer:
     """What ``proof`` finds of a schedule's answer; a fault names the schedule and says what to do."""
     try:
         return proof()
@@ -74,13 +102,13 @@ def _prove(schedule: Plugin, proof: Callable[[], Answer]) -> Answer:
             f"{schedule} of {schedule.source} gives no legal plan: {fault.what}",
             why=fault.why,
             origin=fault.origin or schedule.origin,
-            fix=fault.fix or "correct its actions (F3.1 is the forward of microbatch 3 in chunk 1), or choose another",
+            fix=fault.fix or _CORRECT[method],
         ) from fault
     except RunError:
         raise
     except Exception as cause:  # an answer of other things than places and actions
-        why = f"it did not return a sequence of actions for each stage ({type(cause).__name__}: {cause})"
-        raise schedule.failed("actions", why) from cause
+        why = f"it did not return a sequence of {_RETURNS[method]} ({type(cause).__name__}: {cause})"
+        raise schedule.failed(method, why) from cause
 
 
 def _ask(plugin: Plugin, method: str, question: Callable[[], Answer]) -> Answer:

@@ -12,8 +12,8 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from megatron_run.actions import Action
-from megatron_run.contracts.observer import EvalMetrics, Observer, RunSummary, StepMetrics
+from megatron_run.actions import Action, Place
+from megatron_run.contracts.observer import EvalMetrics, Observer, RunSummary, StepMetrics, StepTrace
 from megatron_run.pipeline.timeline import Bar, Timeline
 from megatron_run.testing.check import Check, CheckFailed
 
@@ -29,18 +29,30 @@ def observer_checks(make: Make) -> tuple[Check, ...]:
         "it bears a whole run": _bears_a_run,
         "it bears a run that fails": _bears_a_failure,
         "it bears a run of no steps": _bears_no_steps,
+        "it asks for steps that can be counted": _asks_for_steps,
         "what an attempt wrote outlives the next": _keeps_what_was_written,
         "it draws no random numbers": _draws_nothing,
     }
     return tuple(Check(name, partial(check, make)) for name, check in checks.items())
 
 
+def example_timeline(unit: float = 1, message: float = 0) -> Timeline:
+    """A step of one microbatch on two stages, a forward of ``unit``, a message of ``message``; half of it is work."""
+    u, m = unit, message
+    stages = (
+        (Bar(Action("F", 0, 0), 0, u), Bar(Action("B", 0, 0), 4 * u + 2 * m, 6 * u + 2 * m)),
+        (
+            Bar(Action("F", 0, 0), u + m, 2 * u + m),
+            Bar(Action("I", 0, 0), 2 * u + m, 3 * u + m),
+            Bar(Action("W", 0, 0), 3 * u + m, 4 * u + m),
+        ),
+    )
+    makespan = 6 * u + 2 * m
+    return Timeline(stages, makespan, bubble_fraction=1 - 6 * u / (2 * makespan))
+
+
 def example_run(folder: Path, attempt: int = 1, first_step: int = 1, steps: int = STEPS) -> RunSummary:
     """What an observer is told at the start of a small run of two pipeline stages."""
-    stages = (
-        (Bar(Action("F", 0, 0), 0, 1), Bar(Action("B", 0, 0), 4, 6)),
-        (Bar(Action("F", 0, 0), 1, 2), Bar(Action("I", 0, 0), 2, 3), Bar(Action("W", 0, 0), 3, 4)),
-    )
     return RunSummary(
         folder=folder,
         attempt=attempt,
@@ -50,7 +62,7 @@ def example_run(folder: Path, attempt: int = 1, first_step: int = 1, steps: int 
         world_size=2,
         config="train:\n  steps: 4\n",
         plan="schedule  1f1b\n",
-        timeline=Timeline(stages, makespan=6, bubble_fraction=0.5),
+        timeline=example_timeline(),
         baselines={"byte bigram": 2.5},
     )
 
@@ -79,14 +91,23 @@ def example_step(step: int, loss: float | None = 2.25, *, skipped_total: int = 0
     )
 
 
+def example_trace(step: int) -> StepTrace:
+    """That run's step on the timeline: forwards of 10 ms, messages of 1 ms."""
+    layout = (Place(0, 0, range(1)), Place(1, 0, range(1, 2)))
+    return StepTrace(step, layout, ran=example_timeline(0.01, 0.001), planned=example_timeline(0.01), clock_error=1e-4)
+
+
 def watch(observer: Observer, run: RunSummary) -> None:
-    """Tell ``observer`` a whole run: steps, one of them skipped, evaluations, a sample, the end."""
+    """Tell ``observer`` a whole run: steps, one of them skipped, the traces it asked for, evaluations, the end."""
     observer.on_train_start(run)
+    traced = frozenset(observer.traced_steps())
     for step in range(run.first_step, run.steps + 1):
         metrics = example_step(step, nan, skipped_total=1) if step == 2 else example_step(step, skipped_total=step > 2)
         observer.on_step_end(metrics)
         if metrics.skipped:
             observer.on_skip(metrics)
+        if step in traced:
+            observer.on_trace(example_trace(step))
     for split, loss in (("validation", 2.0), ("test", inf)):
         observer.on_eval_end(EvalMetrics(run.steps, split, loss, np.exp(loss).item(), 4096))
     observer.on_sample("def f():\n\treturn '\x1b[2J[bold]\N{SNOWMAN}'\n")
@@ -123,6 +144,19 @@ def _bears_no_steps(make: Make) -> None:
         observer = make()
         observer.on_train_start(example_run(folder))
         observer.on_train_end("stopped")
+
+
+def _asks_for_steps(make: Make) -> None:
+    with _called("traced_steps") as folder:
+        observer = make()
+        observer.on_train_start(example_run(folder))
+        asked, again = list(observer.traced_steps()), list(observer.traced_steps())
+        observer.on_train_end("stopped")
+        strange = [step for step in asked if not isinstance(step, int) or isinstance(step, bool) or step < 1]
+        if strange:
+            raise CheckFailed(f"traced_steps gave {strange[0]!r}, and must give whole numbers from 1 on")
+        if sorted(again) != sorted(asked):
+            raise CheckFailed(f"traced_steps gave {asked}, and then {again} when it was asked again")
 
 
 def _keeps_what_was_written(make: Make) -> None:

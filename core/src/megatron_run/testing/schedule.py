@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import product, takewhile
-from typing import NamedTuple
+from itertools import takewhile, zip_longest
 
 from megatron_run.actions import Action, LayoutSpec, Place, ScheduleSpec
 from megatron_run.contracts import Schedule
 from megatron_run.errors import ScheduleError
-from megatron_run.pipeline.plan import Plan
-from megatron_run.pipeline.verify import check_layout, verify
+from megatron_run.pipeline.lower import lower
+from megatron_run.pipeline.timeline import timeline
+from megatron_run.pipeline.verify import check_layout, check_same_places, verify
 from megatron_run.testing.check import Check, CheckFailed
+from megatron_run.testing.ordered_channels import (
+    SwappedMessageError,
+    TransportDeadlockError,
+    carry_out,
+    per_channel,
+    per_stage,
+)
+from megatron_run.testing.schedule_answers import (
+    SHAPES,
+    Answer,
+    Shape,
+    accepted,
+    answers,
+    ask_layout,
+    even_layout,
+    plans,
+)
 
-
-class Shape(NamedTuple):
-    """P stages, V chunks a stage, M microbatches."""
-
-    stages: int
-    chunks: int
-    microbatches: int
-
-    def __str__(self) -> str:
-        return f"P={self.stages} V={self.chunks} M={self.microbatches}"
-
-
-#: The shapes that a schedule is tried on unless told otherwise; it may refuse some, not all.
-SHAPES = tuple(Shape(*shape) for shape in product((1, 2, 3, 4), (1, 2, 3), (1, 2, 3, 4, 6, 8)))
+__all__ = ["SHAPES", "BubbleFormula", "Formula", "Shape", "schedule_checks"]
 
 #: A number that a schedule's closed formula gives for one stage.
 Formula = Callable[[int, ScheduleSpec], int]
+
+#: Time of a step over the ideal (0.375 is 37.5 % longer) by a schedule's closed formula; None where it promises none.
+BubbleFormula = Callable[[ScheduleSpec], float | None]
+
+#: Costs other than the default ones, under which lists must stay legal: an operation that is not there is free.
+_OTHER_COSTS: tuple[Mapping[str, float], ...] = ({"F": 1, "B": 3, "I": 1.5, "W": 1.5}, {"F": 5, "B": 1, "I": 1})
+
+#: The most microbatches of a step whose messages are carried out on paper.
+_CARRIED = 4
 
 
 def schedule_checks(
@@ -40,88 +52,48 @@ def schedule_checks(
     *,
     warmup: Formula | None = None,
     in_flight: Formula | None = None,
+    bubble: BubbleFormula | None = None,
+    ascending: bool = False,
 ) -> tuple[Check, ...]:
-    """The checks that every schedule must pass.
+    """The checks that every schedule must pass, and those of what this one promises.
 
     Give ``warmup`` where the schedule has a closed formula for the forwards before its steady phase, which begins with
     a forward: the lists must then open with ``min(warmup + 1, M*V)`` forwards. Give ``in_flight`` where it promises how
-    many chunk-microbatches each stage holds: the verifier's peak may not exceed it.
+    many chunk-microbatches each stage holds: the verifier's peak may not exceed it. Give ``bubble`` where it has a
+    formula for the time of a step over the ideal, which is the work of the busiest stage: the simulated timeline must
+    show it. Say ``ascending`` where each chunk adds its gradients up in microbatch order, on which bit-equality with
+    sequential rests.
     """
     checks = {
         "it accepts a shape": _accepts_a_shape,
         "a refusal says what to do": _refusals_teach,
         "the layout holds every layer once": _layouts_are_whole,
+        "places stay where they are": _places_stay,
         "the action lists are a legal plan": _lists_verify,
+        "the action lists are legal at other costs": _other_costs_verify,
         "equal calls give equal answers": _is_pure,
+        "messages neither deadlock nor swap": _messages_arrive,
     }
     if warmup:
         checks["the warm-up equals its formula"] = partial(_warmup_equals, formula=warmup)
     if in_flight:
         checks["memory in flight keeps its bound"] = partial(_in_flight_keeps, formula=in_flight)
+    if bubble:
+        checks["the bubble equals its formula"] = partial(_bubble_equals, formula=bubble)
+    if ascending:
+        checks["gradients add up in microbatch order"] = _is_ascending
     return tuple(Check(name, partial(check, schedule, tuple(shapes))) for name, check in checks.items())
 
 
-def _spec(schedule: Schedule, shape: Shape) -> ScheduleSpec:
-    """The question that the kernel would ask for this shape, with two layers a place."""
-    layout = _layout(schedule, LayoutSpec(shape.stages, shape.chunks, 2 * shape.stages * shape.chunks), shape)
-    return ScheduleSpec(layout, shape.stages, shape.chunks, shape.microbatches)
-
-
-def _lists(schedule: Schedule, spec: ScheduleSpec, shape: Shape) -> tuple[tuple[Action, ...], ...]:
-    with _only_schedule_errors(shape, "actions"):
-        return tuple(tuple(actions) for actions in schedule.actions(spec))
-
-
-def _layout(schedule: Schedule, spec: LayoutSpec, shape: Shape) -> tuple[Place, ...]:
-    with _only_schedule_errors(shape, "layout"):
-        return tuple(schedule.layout(spec))
-
-
-@contextmanager
-def _only_schedule_errors(shape: Shape, method: str) -> Iterator[None]:
-    """Let refusals through; anything else that a plugin raises is a broken contract."""
-    try:
-        yield
-    except ScheduleError:
-        raise
-    except Exception as error:
-        raise CheckFailed(f"{shape}: {method} raised {error!r}; refuse a shape with ScheduleError") from error
-
-
-def _answers(
-    schedule: Schedule, shapes: Sequence[Shape]
-) -> Iterator[tuple[Shape, ScheduleSpec, tuple[tuple[Action, ...], ...]]]:
-    """The shapes that the schedule accepts, each with the question and the answer."""
-    for shape in shapes:
-        try:
-            spec = _spec(schedule, shape)
-            lists = _lists(schedule, spec, shape)
-        except ScheduleError:
-            continue  # a refusal, which another check reads
-        yield shape, spec, lists
-
-
-def _plans(schedule: Schedule, shapes: Sequence[Shape]) -> Iterator[tuple[Shape, ScheduleSpec, Plan]]:
-    for shape, spec, lists in _answers(schedule, shapes):
-        try:
-            plan = verify(spec, lists)
-        except ScheduleError as error:
-            raise CheckFailed(f"{shape}: {error}") from error
-        yield shape, spec, plan
-
-
 def _accepts_a_shape(schedule: Schedule, shapes: Sequence[Shape]) -> None:
-    if not any(_answers(schedule, shapes)):
+    if not any(accepted(schedule, shapes)):
         raise CheckFailed(f"it refuses all {len(shapes)} shapes, from {shapes[0]} to {shapes[-1]}")
 
 
 def _refusals_teach(schedule: Schedule, shapes: Sequence[Shape]) -> None:
-    for shape in shapes:
-        try:
-            _lists(schedule, _spec(schedule, shape), shape)
-        except ScheduleError as refusal:
-            if not refusal.fix:
-                raise CheckFailed(f"{shape}: the refusal {refusal.what!r} has no fix that says what to do") from refusal
+    for shape, answer in zip(shapes, answers(schedule, shapes), strict=True):
+        if isinstance(answer, ScheduleError) and not answer.fix:
+            raise CheckFailed(f"{shape}: the refusal {answer.what!r} has no fix that says what to do")
 
 
 def _layouts_are_whole(schedule: Schedule, shapes: Sequence[Shape]) -> None:
@@ -133,41 +105,85 @@ def _layouts_are_whole(schedule: Schedule, shapes: Sequence[Shape]) -> None:
         for given in ((), tuple(counts)):
             spec = LayoutSpec(shape.stages, shape.chunks, sum(counts), given)
             try:
-                layout = _layout(schedule, spec, shape)
+                layout = ask_layout(schedule, spec, shape)
             except ScheduleError:
                 continue  # a refusal, which another check reads
-            _check_layout(shape, spec, layout)
+            _proven(str(shape), partial(check_layout, spec, layout))
 
 
-def _check_layout(shape: Shape, spec: LayoutSpec, layout: tuple[Place, ...]) -> None:
+def _places_stay(schedule: Schedule, shapes: Sequence[Shape]) -> None:
+    """Neither another number of layers nor a step that was planned before moves anything."""
+    before: dict[tuple[int, int], tuple[Shape, tuple[Place, ...]]] = {}
+    for answer in accepted(schedule, shapes):
+        shape, layout = answer.shape, even_layout(schedule, answer.shape)
+        _proven(str(shape), partial(check_same_places, layout, even_layout(schedule, shape, layers=1)))
+        first, known = before.setdefault(shape[:2], (shape, layout))
+        if layout != known:
+            raise CheckFailed(f"{shape}: after its actions the layout is another than after those of {first}")
+
+
+def _proven(where: str, proof: Callable[[], object]) -> None:
     try:
-        check_layout(spec, layout)
-    except ScheduleError as error:
-        raise CheckFailed(f"{shape}: {error}") from error
-    found = tuple(len(place.layers) for place in layout)
-    if spec.counts and found != spec.counts:
-        raise CheckFailed(f"{shape}: the layout holds {found} layers, the user asked for {spec.counts}")
+        proof()
+    except ScheduleError as fault:
+        raise CheckFailed(f"{where}: {fault}") from fault
 
 
 def _lists_verify(schedule: Schedule, shapes: Sequence[Shape]) -> None:
-    for _ in _plans(schedule, shapes):
-        continue
+    for shape, spec, lists in accepted(schedule, shapes):
+        _proven(str(shape), partial(verify, spec, lists))
+
+
+def _other_costs_verify(schedule: Schedule, shapes: Sequence[Shape]) -> None:
+    served = [answer.shape for answer, _ in plans(schedule, shapes)]
+    for costs in _OTHER_COSTS:
+        text = ", ".join(f"{op} {cost:g}" for op, cost in costs.items())
+        for shape, answer in zip(served, answers(schedule, served, costs), strict=True):
+            if isinstance(answer, ScheduleError):
+                raise CheckFailed(f"{shape} at costs {text}: refused, and served at the default costs: {answer}")
+            _proven(f"{shape} at costs {text}", partial(verify, answer.spec, answer.lists))
 
 
 def _is_pure(schedule: Schedule, shapes: Sequence[Shape]) -> None:
     """Ask every shape twice, the second time in the opposite order, so that whatever is remembered shows."""
-    first = {shape: (spec, lists) for shape, spec, lists in _answers(schedule, shapes)}
-    second = {shape: (spec, lists) for shape, spec, lists in _answers(schedule, shapes[::-1])}
+    first = dict(zip(shapes, answers(schedule, shapes), strict=True))
+    second = dict(zip(shapes[::-1], answers(schedule, shapes[::-1]), strict=True))
     for shape in shapes:
-        (spec, lists), (again, lists_again) = first.get(shape, (None, None)), second.get(shape, (None, None))
-        if (spec and spec.layout) != (again and again.layout):
-            raise CheckFailed(f"{shape}: two calls gave two layouts; a layout follows from its spec alone")
-        if lists != lists_again:
-            raise CheckFailed(f"{shape}: two calls gave two action lists; a list follows from its spec alone")
+        one, other = first[shape], second[shape]
+        if isinstance(one, Answer) and isinstance(other, Answer):
+            if one.spec.layout != other.spec.layout:
+                raise CheckFailed(f"{shape}: two calls gave two layouts; a layout follows from its spec alone")
+            _check_same_lists(one, other)
+        elif isinstance(one, Answer) or isinstance(other, Answer):
+            raise CheckFailed(f"{shape}: one call was refused, another was not; both follow from the spec alone")
+
+
+def _check_same_lists(one: Answer, other: Answer) -> None:
+    if one.lists == other.lists:
+        return
+    for rank, (actions, others) in enumerate(zip_longest(one.lists, other.lists, fillvalue=())):
+        for index, (a, b) in enumerate(zip_longest(actions, others, fillvalue="nothing")):
+            if a != b:
+                raise CheckFailed(
+                    f"{one.shape} rank {rank}, action {index}: two calls gave two action lists, with {a} and with {b}; "
+                    "a list follows from its spec alone"
+                )
+
+
+def _messages_arrive(schedule: Schedule, shapes: Sequence[Shape]) -> None:
+    """Carry the messages of small steps over channels with gloo's rules, and over one stream a stage with NCCL's."""
+    small = [shape for shape in shapes if shape.microbatches <= _CARRIED]
+    for answer, plan in plans(schedule, small):
+        for lookahead, streams in ((1, per_channel), (None, per_stage)):
+            programs = [lower(plan, stage, lookahead) for stage in range(plan.stages)]
+            try:
+                carry_out(programs, streams)
+            except (SwappedMessageError, TransportDeadlockError) as error:
+                raise CheckFailed(f"{answer.shape}: {error}") from error
 
 
 def _warmup_equals(schedule: Schedule, shapes: Sequence[Shape], formula: Formula) -> None:
-    for shape, spec, lists in _answers(schedule, shapes):
+    for shape, spec, lists in accepted(schedule, shapes):
         for stage, actions in enumerate(lists):
             found = sum(1 for _ in takewhile(lambda action: action.op == "F", actions))
             warmup = formula(stage, spec)
@@ -180,10 +196,44 @@ def _warmup_equals(schedule: Schedule, shapes: Sequence[Shape], formula: Formula
 
 
 def _in_flight_keeps(schedule: Schedule, shapes: Sequence[Shape], formula: Formula) -> None:
-    for shape, spec, plan in _plans(schedule, shapes):
+    for answer, plan in plans(schedule, shapes):
         for stage, found in enumerate(plan.peak_in_flight):
-            bound = formula(stage, spec)
+            bound = formula(stage, answer.spec)
             if found > bound:
                 raise CheckFailed(
-                    f"{shape} rank {stage}: {found} chunk-microbatches in flight, at most {bound} promised"
+                    f"{answer.shape} rank {stage}: {found} chunk-microbatches in flight, at most {bound} promised"
                 )
+
+
+def _bubble_equals(schedule: Schedule, shapes: Sequence[Shape], formula: BubbleFormula) -> None:
+    for answer, plan in plans(schedule, shapes):
+        expected = formula(answer.spec)
+        makespan = timeline(plan, stages=()).makespan
+        ideal = max(sum(plan.costs[action.op] for action in actions) for actions in plan.lists)
+        found = makespan / ideal - 1
+        if expected is not None and abs(found - expected) > 1e-9:
+            raise CheckFailed(
+                f"{answer.shape}: a step takes {makespan:g} forwards of a chunk, {found:.4g} over the ideal {ideal:g}; "
+                f"{expected:.4g} promised"
+            )
+
+
+def _is_ascending(schedule: Schedule, shapes: Sequence[Shape]) -> None:
+    for answer, plan in plans(schedule, shapes):
+        for stage, actions in enumerate(plan.lists if not plan.ascending else ()):
+            _check_ascending(answer.shape, stage, actions)
+
+
+def _check_ascending(shape: Shape, stage: int, actions: Sequence[Action]) -> None:
+    for ops in ("BI", "BW"):
+        before: dict[int, Action] = {}
+        for index, action in enumerate(actions):
+            if action.op not in ops:
+                continue
+            earlier = before.get(action.chunk, action)
+            if earlier.microbatch > action.microbatch:
+                raise CheckFailed(
+                    f"{shape} rank {stage}, action {index}: {action} comes after {earlier}, and microbatch order is "
+                    "promised"
+                )
+            before[action.chunk] = action

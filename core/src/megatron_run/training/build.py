@@ -74,7 +74,14 @@ def build(run: ResolvedRun, world: World) -> Assembly:
     optimizer = cast("Optimizer", run.one("optimizer").create(context=context))
     optimizer.attach(chunks, infos, grad_scale=1 / run.sizes.data)
     context.segments.read_parameters_after(optimizer.ensure_ready)
-    messenger = Messenger(groups.channels, topology.peers("pipeline"), context.device)
+    programs = Programs(run, topology.stage, context.device)
+    messenger = Messenger(
+        groups.channels,
+        topology.peers("pipeline"),
+        context.device,
+        one_order=programs.one_order,
+        model=f"plugin {run.one('model')} of {run.one('model').source}",
+    )
     return Assembly(
         context=context,
         data=data,
@@ -85,8 +92,8 @@ def build(run: ResolvedRun, world: World) -> Assembly:
         optimizer=optimizer,
         scaler=cast("Scaler", run.one("scaler").create(context=context)),
         graph_capture=cast("GraphCapture", run.one("graph-capture").create(context=context)),
-        executor=Executor(chunks, context.gradients, messenger),
-        programs=Programs(run, topology.stage, context.device),
+        executor=Executor(chunks, context.gradients, messenger, world.rank),
+        programs=programs,
     )
 
 

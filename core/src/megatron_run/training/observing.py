@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from operator import index
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import logging
     from collections.abc import Callable, Iterable
 
-    from megatron_run.contracts import EvalMetrics, Observer, RunSummary, StepMetrics
+    from megatron_run.contracts import EvalMetrics, Observer, RunSummary, StepMetrics, StepTrace
 
 #: Failures after which an observer is called no more.
 PATIENCE = 3
@@ -24,6 +25,7 @@ class Observers:
 
     def __init__(self, observers: Iterable[tuple[str, Observer]], log: logging.Logger) -> None:
         self._observers = list(observers)
+        self._traced: dict[int, frozenset[int]] = {}  # by identity of the observer
         self._failures: Counter[str] = Counter()
         self._log = log
 
@@ -31,11 +33,28 @@ class Observers:
         """Training is about to start."""
         self._each("on_train_start", lambda observer: observer.on_train_start(run))
 
+    def traced_steps(self) -> frozenset[int]:
+        """The steps that any observer wants to be timed."""
+        self._each("traced_steps", self._ask_for_steps)
+        return frozenset().union(*self._traced.values())
+
+    def _ask_for_steps(self, observer: Observer) -> None:
+        self._traced[id(observer)] = frozenset(index(step) for step in observer.traced_steps())
+
     def on_step_end(self, metrics: StepMetrics) -> None:
         """One step is done; a skipped one is reported by ``on_skip`` right after."""
         self._each("on_step_end", lambda observer: observer.on_step_end(metrics))
         if metrics.skipped:
             self._each("on_skip", lambda observer: observer.on_skip(metrics))
+
+    def on_trace(self, trace: StepTrace) -> None:
+        """A step was timed: told to the observers that asked for it."""
+
+        def call(observer: Observer) -> None:
+            if trace.step in self._traced.get(id(observer), ()):
+                observer.on_trace(trace)
+
+        self._each("on_trace", call)
 
     def on_eval_end(self, metrics: EvalMetrics) -> None:
         """An evaluation is done."""

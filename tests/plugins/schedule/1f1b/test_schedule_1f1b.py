@@ -71,9 +71,23 @@ def test_the_readme_shows_the_real_timeline() -> None:
     assert timeline_text(timeline(verify(asked, OneForwardOneBackward().actions(asked)))) in readme
 
 
+def over_ideal(asked: ScheduleSpec) -> float:
+    return (asked.stages - 1) / asked.microbatches
+
+
+def test_four_stages_and_eight_microbatches_are_three_eighths_over_the_ideal() -> None:
+    assert over_ideal(spec(4, 8)) == 0.375
+
+
 @pytest.mark.parametrize(
     "check",
-    schedule_checks(OneForwardOneBackward(), warmup=warmup, in_flight=lambda s, q: warmup(s, q) + 1),
+    schedule_checks(
+        OneForwardOneBackward(),
+        warmup=warmup,
+        in_flight=lambda stage, asked: warmup(stage, asked) + 1,
+        bubble=over_ideal,
+        ascending=True,
+    ),
     ids=lambda check: check.name,
 )
 def test_it_conforms(check: Check) -> None:

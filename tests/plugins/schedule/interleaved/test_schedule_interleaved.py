@@ -136,7 +136,13 @@ def test_the_readme_shows_the_real_timeline() -> None:
 
 @pytest.mark.parametrize(
     "check",
-    schedule_checks(Interleaved(), warmup=warmup, in_flight=lambda stage, asked: warmup(stage, asked) + 1),
+    schedule_checks(
+        Interleaved(),
+        warmup=warmup,
+        in_flight=lambda stage, asked: warmup(stage, asked) + 1,
+        bubble=lambda asked: (asked.stages - 1) / (asked.chunks * asked.microbatches),
+        ascending=True,
+    ),
     ids=lambda check: check.name,
 )
 def test_it_conforms(check: Check) -> None:

@@ -71,9 +71,24 @@ def test_the_bubble_is_a_third_of_1f1bs(stages: int) -> None:
         assert (zero_bubble, one_forward) == (stages - 1, 3 * (stages - 1))
 
 
+def over_ideal(asked: ScheduleSpec) -> float | None:
+    """Of as many microbatches as stages or more."""
+    return (asked.stages - 1) / (3 * asked.microbatches) if asked.microbatches >= asked.stages else None
+
+
+def test_four_stages_and_eight_microbatches_are_an_eighth_over_the_ideal() -> None:
+    assert over_ideal(spec(4, 8)) == 0.125
+
+
 @pytest.mark.parametrize(
     "check",
-    schedule_checks(ZeroBubbleH1(), warmup=warmup, in_flight=lambda s, q: warmup(s, q) + 1),
+    schedule_checks(
+        ZeroBubbleH1(),
+        warmup=warmup,
+        in_flight=lambda stage, asked: warmup(stage, asked) + 1,
+        bubble=over_ideal,
+        ascending=True,
+    ),
     ids=lambda check: check.name,
 )
 def test_it_conforms(check: Check) -> None:

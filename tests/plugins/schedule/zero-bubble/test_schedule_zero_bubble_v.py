@@ -97,9 +97,24 @@ def test_large_shapes_are_planned_at_once() -> None:
     assert sum(map(len, lists)) == 3 * 2 * 16 * 256
 
 
+def over_ideal(asked: ScheduleSpec) -> float | None:
+    """Of at most four stages and at least four microbatches."""
+    few = asked.stages <= 4 <= asked.microbatches
+    return (asked.stages - 1) / (6 * asked.microbatches) if few else None
+
+
+def test_four_stages_and_eight_microbatches_are_a_sixteenth_over_the_ideal() -> None:
+    assert over_ideal(spec(4, 8)) == 0.0625
+
+
 @pytest.mark.parametrize(
     "check",
-    schedule_checks(ZeroBubbleV(), in_flight=lambda _, asked: 2 * min(asked.stages, asked.microbatches)),
+    schedule_checks(
+        ZeroBubbleV(),
+        in_flight=lambda _, asked: 2 * min(asked.stages, asked.microbatches),
+        bubble=over_ideal,
+        ascending=True,
+    ),
     ids=lambda check: check.name,
 )
 def test_it_conforms(check: Check) -> None:

@@ -22,7 +22,7 @@ def per_channel(message: Message) -> Hashable:
     return message.source, message.target
 
 
-def per_stage(message: Message) -> Hashable:
+def per_stage(_: Message) -> Hashable:
     """One stream for all messages of a stage."""
     return "all"
 
@@ -46,13 +46,22 @@ class _Stage:
 
 
 def carry_out(programs: Sequence[Sequence[Instruction]], streams: Streams = per_channel) -> None:
-    """Run one program a stage to its end, or raise what went wrong."""
+    """Run one program a stage, as :func:`megatron_run.pipeline.lower.lower` makes them, to its end.
+
+    Raises :class:`SwappedMessageError` or :class:`TransportDeadlockError`, which say where.
+    """
     stages = [_Stage(deque(program)) for program in programs]
     while any([_compute(stage, streams) for stage in stages] + [_match(stages, index) for index in range(len(stages))]):
         continue
     if any(stage.program or any(stage.streams.values()) for stage in stages):
-        heads = [str(stage.program[0].action) if stage.program else "done" for stage in stages]
-        raise TransportDeadlockError(f"stuck at {heads}")
+        raise TransportDeadlockError("; ".join(map(_where, range(len(stages)), stages)))
+
+
+def _where(rank: int, stage: _Stage) -> str:
+    """What a stage that cannot go on waits for."""
+    if not stage.program:
+        return f"rank {rank} has computed everything"
+    return f"rank {rank} waits at {stage.program[0].action} for {stage.program[0].receive}"
 
 
 def _compute(stage: _Stage, streams: Streams) -> bool:

@@ -1,0 +1,143 @@
+"""observer=trace: steps of the pipeline as they really ran, each beside its plan, as files for Perfetto."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from megatron_run.contracts import Observer, PluginInfo, RunSummary, StepTrace
+from megatron_run.hookspecs import hookimpl
+from megatron_run.pipeline.trace_events import trace_document, trace_events
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+    from megatron_run.pipeline.timeline import Timeline
+
+#: The step of an attempt that is traced where nobody says which: the first ones are slower than the others.
+SETTLED = 10
+#: Microseconds, in which the file counts, of a second, in which bars are measured.
+SECOND = 1e6
+
+
+def read_steps(text: str) -> range:
+    """The steps of ``5-8``, or of ``5`` alone. Raises ValueError."""
+    match = re.fullmatch(r"([0-9]{1,15})(?:-([0-9]{1,15}))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError("it must be a step, as 5, or first-last, as 5-8, counted from 1")
+    return range(first, last + 1)
+
+
+class Options(BaseModel):
+    """What a user may set in the section ``observer``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    steps: str | None = Field(
+        default=None, description="the steps to trace: first-last, or one; unset: the tenth of the attempt, or the last"
+    )
+
+    @field_validator("steps", mode="before")
+    @classmethod
+    def _check(cls, value: object) -> str | None:
+        """The steps as text; YAML reads a single one as a number."""
+        if value is None:
+            return None
+        text = "" if isinstance(value, bool | float) else str(value)
+        read_steps(text)
+        return text
+
+
+class Trace(Observer):
+    """Writes ``trace/step-<step>.json`` in the run folder: two processes, the step as it ran and as it was planned."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._run: RunSummary | None = None
+
+    def on_train_start(self, run: RunSummary) -> None:
+        """Remember the folder. Raises ValueError when no step of the run will be traced."""
+        self._run = run
+        if not self.traced_steps():
+            raise ValueError(f"steps={self._options.steps}: this attempt has the steps {run.first_step} to {run.steps}")
+
+    def traced_steps(self) -> Collection[int]:
+        """The steps that the options name, as far as this attempt runs them."""
+        if self._run is None:
+            return ()
+        first, last = self._run.first_step, self._run.steps
+        settled = min(first + SETTLED - 1, last)
+        wanted = read_steps(self._options.steps or str(settled))
+        return range(max(first, wanted.start), min(last + 1, wanted.stop))
+
+    def on_trace(self, trace: StepTrace) -> None:
+        """Write the file of this step. Raises OSError when it cannot."""
+        if self._run is None:
+            raise RuntimeError("it was not told of the start")
+        write_new(trace_path(self._run, trace.step), json.dumps(step_document(trace), allow_nan=False))
+
+
+def step_document(trace: StepTrace) -> dict[str, Any]:
+    """The content of the file, in the form of ``schedule show --trace``, with the numbers under ``otherData``.
+
+    ``otherData``: ``step``; seconds, ``clock_error_s`` as in :class:`StepTrace`; and of both, ``ran`` and ``planned``,
+    ``makespan_s``, ``bubble_fraction`` and ``busy_s``, which is how long each stage computed.
+    """
+    events = [
+        event
+        for process, (how, line) in enumerate((("as it ran", trace.ran), ("as planned", trace.planned)))
+        for event in trace_events(
+            line.stages, trace.layout, process=process, title=_title(trace.step, how, line), unit=SECOND
+        )
+    ]
+    numbers = {"ran": _numbers(trace.ran), "planned": _numbers(trace.planned)}
+    return {**trace_document(events), "otherData": {"step": trace.step, "clock_error_s": trace.clock_error, **numbers}}
+
+
+def _title(step: int, how: str, line: Timeline) -> str:
+    return f"step {step} {how}: {line.makespan * 1e3:.3g} ms, bubble {line.bubble_fraction:.1%}"
+
+
+def _numbers(line: Timeline) -> dict[str, Any]:
+    return {
+        "makespan_s": line.makespan,
+        "bubble_fraction": line.bubble_fraction,
+        "busy_s": [sum(bar.end - bar.start for bar in bars) for bars in line.stages],
+    }
+
+
+def trace_path(run: RunSummary, step: int) -> Path:
+    """``trace/step-5.json``; a later attempt that comes to a step again writes ``step-5-attempt-2.json``."""
+    again = f"-attempt-{run.attempt}" if run.attempt > 1 else ""
+    plain, own = (run.folder / "trace" / f"step-{step}{suffix}.json" for suffix in ("", again))
+    return own if plain.exists() else plain
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file that is never seen half-written. Raises FileExistsError rather than replace one."""
+    path.parent.mkdir(exist_ok=True)
+    if path.exists():
+        raise FileExistsError(f"{path} exists already")
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.rename(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@hookimpl
+def megatron_run_plugin_info() -> PluginInfo:
+    """Plugin trace of kind observer."""
+    return PluginInfo("observer", "trace", options=Options)
+
+
+@hookimpl
+def megatron_run_create_observer(options: Options) -> Observer:
+    """Make the observer; it writes nothing until a step was timed."""
+    return Trace(options)
