@@ -11,8 +11,9 @@ Prints the tables of ``results/pipeline.md``:
 - overhead: microseconds that the executor adds to an action;
 - sleep: four stages whose chunks sleep instead of compute, against the planned time.
 
-A sample during which something else used more than a twentieth of the cores is dropped. ``--quick`` takes fewer
-samples.
+With megatron-core on the path (``pip install --no-deps --target FOLDER megatron-core`` and ``PYTHONPATH=FOLDER``) its
+1F1B is one more pair. A sample during which something else used more than a twentieth of the cores is dropped.
+``--quick`` takes fewer samples.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def measure(what: str, world: int, arguments: Mapping[str, object], *, tuned: bo
         described = {"what": what, "store": str(Path(folder) / "store"), "result": str(result), "arguments": arguments}
         job.write_text(json.dumps(described), "utf-8")
         environment = {**os.environ, "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        environment |= {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        environment |= {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
         environment |= {"GLIBC_TUNABLES": KEEPING} if tuned else {}
         command = (sys.executable, "-m", "benchmarks.pipeline_rank", str(job))
         ranks = [subprocess.Popen(command, cwd=ROOT, env={**environment, "RANK": str(rank)}) for rank in range(world)]

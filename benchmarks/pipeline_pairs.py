@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.pipeline_megatron import NAME as MEGATRON
+from benchmarks.pipeline_megatron import MegatronStep, installed
 from benchmarks.pipeline_quiet import take_sample
 from benchmarks.pipeline_small import HALF, SCHEDULES, SMALL, STAGES, TINY, OurStep, Shape, Stage, make_plan
 from benchmarks.pipeline_torch import TorchStep
@@ -26,7 +28,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Pair:
-    """A schedule of ours and one of torch's. ``split``: the schedule of ours whose split of the layers theirs uses."""
+    """A schedule of ours and a peer's. ``split``: the schedule of ours whose split of the layers theirs uses."""
 
     ours: str
     theirs: str
@@ -40,6 +42,7 @@ PAIRS = (
     Pair("zb-h1", "ScheduleInterleavedZeroBubble", "interleaved"),
     Pair("zb-v", "ScheduleInterleavedZeroBubble", "interleaved"),
     Pair("zb-v", "ScheduleZBVZeroBubble", "zb-v"),
+    *([Pair("1f1b", MEGATRON, "1f1b")] if installed() else []),
 )
 
 
@@ -73,8 +76,10 @@ class Sides:
         return Side(stage, OurStep(stage, make_plan(SCHEDULES[name], self._shape.microbatches), self._groups))
 
     def theirs(self, name: str, split: str, *, keep_outputs: bool = False) -> Side:
-        """Schedule ``name`` of torch, with the layers split as for ``split``."""
+        """Schedule ``name`` of a peer, with the layers split as for ``split``."""
         stage = self._stage(split)
+        if name == MEGATRON:
+            return Side(stage, MegatronStep(stage))
         return Side(stage, TorchStep(stage, name, keep_outputs=keep_outputs))
 
     def _stage(self, name: str) -> Stage:

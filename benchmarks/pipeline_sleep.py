@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ def measure_sleep(unit: float, samples: int) -> list[dict[str, Any]]:
         chunks = [Sleeper(unit, gradients, last=position == len(plan.layout) - 1) for _, position in mine]
         executor = Executor(chunks, gradients, Messenger(groups.channels, range(world), torch.device("cpu")))
         program = lower(plan, rank, LOOKAHEAD)
-        taken = [take_sample(lambda run=executor.run, p=program: run(p, inputs)) for _ in range(samples + 1)][1:]
+        taken = [take_sample(partial(executor.run, program, inputs)) for _ in range(samples + 1)][1:]
         planned, seconds = max(ends[-1] for ends in plan.ends), statistics.median(s.seconds for s in taken)
         found.append(
             {
