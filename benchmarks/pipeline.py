@@ -22,11 +22,14 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +71,7 @@ def undisturbed(samples: Sequence[Mapping[str, float]]) -> tuple[list[Mapping[st
     """
 
     def disturbance(sample: Mapping[str, float]) -> float:
-        return max(sample["ours_foreign"], sample["theirs_foreign"])
+        return max(value for key, value in sample.items() if key.endswith("foreign"))
 
     quiet = [sample for sample in samples if disturbance(sample) <= FOREIGN]
     if len(quiet) >= ENOUGH:
@@ -87,7 +90,7 @@ def pair_rows(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             statistics.median(s[f"ours_{what}"] / s[f"theirs_{what}"] for s in samples)
             for what in ("seconds", "processor")
         )
-        used = f"{len(samples)} of {len(pair['samples'])}" + ("" if quiet else ", disturbed")
+        used = _used(samples, pair["samples"], quiet)
         apart = f"{pair['apart']:.0e}" if pair["apart"] else "equal"
         numbers = f"{ours:.3f} | {theirs:.3f} | {ratio:.3f} | {work:.3f}"
         yield f"| {pair['ours']} | {pair['theirs']} | {numbers} | {apart} | {used} |"
@@ -128,11 +131,19 @@ def overhead_rows(found: Mapping[str, float]) -> Iterator[str]:
 
 def sleep_rows(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """A row a schedule: planned and measured step, and how much longer than without a bubble each is."""
-    yield "| schedule | planned, s | measured, s | measured / planned | planned over ideal | measured over ideal |"
-    yield "|---|---|---|---|---|---|"
+    yield "| schedule | planned, s | measured, s | ratio | planned over ideal | measured over ideal | samples used |"
+    yield "|---|---|---|---|---|---|---|"
     for row in found:
-        times = f"{row['planned']:.3f} | {row['measured']:.3f} | {row['measured'] / row['planned']:.3f}"
-        yield f"| {row['schedule']} | {times} | {row['planned_over_ideal']:.4f} | {row['measured_over_ideal']:.4f} |"
+        samples, quiet = undisturbed(row["samples"])
+        planned, ideal = row["planned"], row["ideal"]
+        measured = statistics.median(sample["seconds"] for sample in samples)
+        times = f"{planned:.3f} | {measured:.3f} | {measured / planned:.3f}"
+        over = f"{planned / ideal - 1:.4f} | {measured / ideal - 1:.4f}"
+        yield f"| {row['schedule']} | {times} | {over} | {_used(samples, row['samples'], quiet)} |"
+
+
+def _used(samples: Sequence[object], taken: Sequence[object], quiet: bool) -> str:
+    return f"{len(samples)} of {len(taken)}" + ("" if quiet else ", disturbed")
 
 
 def tables(parts: Sequence[str], *, quick: bool) -> Iterator[str]:
@@ -147,9 +158,23 @@ def tables(parts: Sequence[str], *, quick: bool) -> Iterator[str]:
         yield "\n## The executor's own time\n"
         yield from overhead_rows(measure("overhead", 2, {"microbatches": 500, "samples": 5 if quick else 15}))
     if "sleep" in parts:
-        unit, samples = 0.04, 2 if quick else 5
+        unit, samples = 0.04, 4 if quick else 10
         yield f"\n## Sleeping {unit * 1000:.0f} ms a unit, P 4, M 8\n"
         yield from sleep_rows(measure("sleep", 4, {"unit": unit, "samples": samples}))
+
+
+def heading(arguments: Sequence[str]) -> tuple[str, ...]:
+    """The title of the results, the command, and what ran it."""
+    commit = subprocess.run(
+        ("git", "describe", "--always", "--dirty"), cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    processor = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text("utf-8"))
+    machine = f"{os.cpu_count()} cores of {processor[1] if processor else platform.machine()}, {platform.system()}"
+    return (
+        "# Pipelines\n",
+        f"    python benchmarks/pipeline.py {' '.join(arguments)}".rstrip() + "\n",
+        f"{machine}, torch {version('torch')}, commit {commit}, {datetime.now(UTC):%Y-%m-%d}.",
+    )
 
 
 def main() -> None:
@@ -158,7 +183,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer samples")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
     given = parser.parse_args()
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    print(*heading(sys.argv[1:]), sep="\n", flush=True)
     for line in tables(given.only, quick=given.quick):
         print(line, flush=True)
 

@@ -6,9 +6,9 @@ two, each half of a split backward one.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -86,14 +86,18 @@ def make_plan(name: str, stages: int, microbatches: int = MICROBATCHES) -> Plan:
     return verify(spec, schedule.actions(spec))
 
 
-def over_ideal(plan: Plan, units: float) -> float:
-    """How much longer than without any bubble a step of ``units`` takes: 0.375 is 37.5% longer."""
-    ideal = plan.chunks * plan.microbatches * (plan.costs["F"] + plan.costs["B"])
-    return units / ideal - 1
+def makespan(plan: Plan) -> float:
+    """How long a step takes as planned, in units."""
+    return max(ends[-1] for ends in plan.ends)
+
+
+def ideal(plan: Plan) -> float:
+    """How long it would take without any bubble, in units."""
+    return plan.chunks * plan.microbatches * (plan.costs["F"] + plan.costs["B"])
 
 
 def measure_sleep(unit: float, samples: int) -> list[dict[str, Any]]:
-    """Per schedule: the step as planned and as measured (median), in seconds, and each over the ideal time."""
+    """Per schedule: a step without a bubble and as planned, in seconds, and the samples taken."""
     rank, world, found = dist.get_rank(), dist.get_world_size(), []
     groups = create_groups(Topology(Sizes(pipeline=world), rank), dist.default_pg_timeout)
     inputs = StepInputs(
@@ -109,15 +113,6 @@ def measure_sleep(unit: float, samples: int) -> list[dict[str, Any]]:
         executor = Executor(chunks, gradients, Messenger(groups.channels, range(world), torch.device("cpu")))
         program = lower(plan, rank, LOOKAHEAD)
         taken = [take_sample(partial(executor.run, program, inputs)) for _ in range(samples + 1)][1:]
-        planned, seconds = max(ends[-1] for ends in plan.ends), statistics.median(s.seconds for s in taken)
-        found.append(
-            {
-                "schedule": name,
-                "planned": planned * unit,
-                "measured": seconds,
-                "least": min(sample.seconds for sample in taken),
-                "planned_over_ideal": over_ideal(plan, planned),
-                "measured_over_ideal": over_ideal(plan, seconds / unit),
-            }
-        )
+        described = {"schedule": name, "ideal": ideal(plan) * unit, "planned": makespan(plan) * unit}
+        found.append({**described, "samples": [asdict(sample) for sample in taken]})
     return found
