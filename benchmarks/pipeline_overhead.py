@@ -40,7 +40,7 @@ class Scale(nn.Module):
 
     def __init__(self, *, last: bool) -> None:
         super().__init__()
-        self.last, self.weight = last, nn.Parameter(torch.ones(BOUNDARY.shape))
+        self.last, self.weight = last, nn.Parameter(torch.ones(BOUNDARY.resolve()))
         self.one = torch.ones(())
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> ChunkOut:
@@ -118,7 +118,7 @@ def _with_messages(channels: Channels, microbatches: int, samples: int) -> float
 
 def _exchange(channels: Channels, microbatches: int, samples: int) -> float:
     """Seconds of sending a tensor there and another one back, ``microbatches`` times."""
-    rank, tensor = dist.get_rank(), torch.zeros(BOUNDARY.shape)
+    rank, tensor = dist.get_rank(), torch.zeros(BOUNDARY.resolve())
 
     def exchange() -> None:
         for _ in range(microbatches):

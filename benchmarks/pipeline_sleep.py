@@ -68,7 +68,7 @@ class Sleeper(nn.Module):
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> ChunkOut:
         """Sleep, and hand on one number."""
-        x = torch.zeros(BOUNDARY.shape, requires_grad=torch.is_grad_enabled()) if x is None else x
+        x = torch.zeros(BOUNDARY.resolve(), requires_grad=torch.is_grad_enabled()) if x is None else x
         y: Tensor = _Sleep.apply(x, self.seconds, self.gradients)  # type: ignore[no-untyped-call]  # torch's
         return ChunkOut(None, {"lm": (y.sum(), torch.ones(()))}) if self.last else ChunkOut(y)
 

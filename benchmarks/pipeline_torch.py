@@ -97,7 +97,7 @@ class TorchStep:
     def _piece(self, chunk: DecoderChunk, position: int) -> PipelineStage:
         """The stage object of one chunk. With examples torch need not run the chunk to learn its shapes."""
         tokens, count = self._stage.tokens[: self._stage.shape.micro_batch], len(self._stage.layout)
-        x = torch.empty(self._stage.boundary.shape, requires_grad=True)
+        x = torch.empty(self._stage.boundary.resolve(), requires_grad=True)
         logits = torch.empty(*x.shape[:2], self._stage.shape.vocab, requires_grad=True)
         return PipelineStage(
             Piece(chunk),
