@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")  # forks from a process that has torch loaded but never used
-_CONTEXT.set_forkserver_preload(["torch.distributed", "megatron_run.pipeline.execute"])
+#: ``torch._inductor.config`` is what asking for deterministic kernels imports: seconds, in every rank.
+_PRELOADED = ["torch.distributed", "torch._inductor.config", "megatron_run.resolve", "megatron_run.trainer"]
+_CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
 class RankFailed(AssertionError):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,22 +18,85 @@ from tests.support.ranks import run_ranks
 
 @dataclass
 class Seen:
-    """What one rank saw: losses and gradient norms by step (rank 0), first gradients by name, actions, memory."""
+    """What one rank saw: losses and gradient norms by step (rank 0), first gradients by name, actions, memory.
+
+    By step: ``executed`` actions, ``peaks`` of activations in flight, the most sent tensors ``held`` at once, and the
+    messages ``left`` when the step had ended. ``plan`` is what was planned, for this rank's ``stage``.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     validation: list[float] = field(default_factory=list)
     gradients: dict[str, Any] = field(default_factory=dict)
     executed: list[list[str]] = field(default_factory=list)
-    planned: list[str] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
-    planned_peak: int = 0
+    held: list[int] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+    plan: Any = None
+    stage: int = 0
+
+    @property
+    def planned(self) -> list[str]:
+        """The actions that the plan has for this rank."""
+        return [str(action) for action in self.plan.lists[self.stage]]
 
 
 def train(world: int, *, sets: tuple[str, ...] = (), plugins: tuple[str, ...] = (), timeout: float = 90) -> list[Seen]:
     """Train ``preset:tiny`` with these settings on ``world`` ranks; one :class:`Seen` a rank."""
     request = Request(configs=("preset:tiny",), sets=sets, plugins=plugins, nproc=world)
     return run_ranks(train_here, world, request.to_json(), timeout=timeout)
+
+
+def train_many(world: int, requests: Sequence[Request], *, timeout: float = 110) -> list[list[Seen]]:
+    """Train each request on ``world`` ranks, one after the other in the same processes: for each, one :class:`Seen` a
+    rank. What needs no world is shared between two processes.
+    """
+    texts = [request.to_json() for request in requests]
+    if world == 1:
+        halves = run_ranks(_train_alone, 2, texts, timeout=timeout)
+        return [[halves[index % 2][index // 2]] for index in range(len(texts))]
+    with tempfile.TemporaryDirectory() as folder:
+        by_rank = run_ranks(_train_in_turn, world, texts, folder, timeout=timeout)
+    return [list(ranks) for ranks in zip(*by_rank, strict=True)]
+
+
+def _train_alone(rank: int, world: int, requests: list[str]) -> list[Seen]:
+    with found_once():
+        return [train_here(0, 1, request) for request in requests[rank::world]]
+
+
+def _train_in_turn(rank: int, world: int, requests: list[str], folder: str) -> list[Seen]:
+    """A new world for each request, as each run has one of its own."""
+    import torch.distributed as dist
+
+    seen = []
+    with found_once():
+        for index, request in enumerate(requests):
+            dist.barrier()
+            dist.destroy_process_group()
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/{index}",
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=30),
+            )
+            seen.append(train_here(rank, world, request))
+    return seen
+
+
+@contextmanager
+def found_once() -> Iterator[None]:
+    """Within: what is installed is looked up once, and each plugin is loaded once: resolving is four times as fast."""
+    from megatron_run.registry.discover import scan
+    from megatron_run.registry.load import load
+
+    loaded = cache(load)
+    with (
+        mock.patch("megatron_run.resolve.resolver.scan", cache(scan)),
+        mock.patch("megatron_run.resolve.choosing.load", lambda entry, origin, digests: loaded(entry, origin)),
+    ):
+        yield
 
 
 def train_here(rank: int, world: int, request: str) -> Seen:
@@ -54,9 +121,7 @@ def train_here(rank: int, world: int, request: str) -> Seen:
 
     def watched_build(*arguments: Any) -> Any:
         assembly = build(*arguments)
-        plan = run.plans[max(run.plans)]
-        seen.planned = [str(action) for action in plan.lists[assembly.context.topology.stage]]
-        seen.planned_peak = plan.peak_in_flight[assembly.context.topology.stage]
+        seen.plan, seen.stage = run.plans[max(run.plans)], assembly.context.topology.stage
         _record_actions(assembly, seen)
         _record_first_gradients(assembly, seen)
         return assembly
@@ -70,17 +135,26 @@ def train_here(rank: int, world: int, request: str) -> Seen:
 
 
 def _record_actions(assembly: Any, seen: Seen) -> None:
-    """Keep what the executor really ran in each training step."""
-    execute = assembly.executor.run
+    """Keep what the executor really ran in each training step, and what its messenger held."""
+    execute, messenger = assembly.executor.run, assembly.executor._messenger
+    send = messenger.send
+    held = [0]
+
+    def counted_send(*arguments: Any) -> None:
+        send(*arguments)
+        held.append(messenger.unretired)
 
     def run(program: Any, inputs: Any, clock: Any = None) -> Any:
+        del held[1:]
         record = execute(program, inputs, clock)
         if inputs.seed is not None:
             seen.executed.append([str(action) for action in record.executed])
             seen.peaks.append(record.peak_in_flight)
+            seen.held.append(max(held))
+        seen.left.append(sum(map(len, (messenger._sent, messenger._posted, messenger._local))))
         return record
 
-    assembly.executor.run = run
+    messenger.send, assembly.executor.run = counted_send, run
 
 
 def _record_first_gradients(assembly: Any, seen: Seen) -> None:

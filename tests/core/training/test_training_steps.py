@@ -12,19 +12,21 @@ import pytest
 import torch
 
 from megatron_run.batch_size import BatchSizes
-from megatron_run.contracts import EvalMetrics, Microbatch, Observer, StepMetrics
+from megatron_run.contracts import EvalMetrics, Microbatch, Observer, ParamInfo, StepMetrics
 from megatron_run.errors import DataError, ExitCode, GuardError, InputError, PluginError
 from megatron_run.gradients import main_grad
 from megatron_run.learning_rate import LearningRate
 from megatron_run.metrics import Metrics
 from megatron_run.resolve import load_config
 from megatron_run.run_folder import RunFolder
+from megatron_run.testing.context import logical_gradients, logical_values
 from megatron_run.trainer import Trainer
 from megatron_run.training.build import build
 from megatron_run.training.evaluate import Evaluator
 from megatron_run.training.losses import make_meters, report_loss
 from megatron_run.training.observing import Observers
 from megatron_run.world import StopRequest, World
+from tests.support import plain_gpt
 
 
 class Watch(Observer):
@@ -57,6 +59,10 @@ class Bench:
 
     def train(self) -> ExitCode:
         return self.trainer.train(Observers([("watch", self.watch)], mock.Mock()))
+
+    @property
+    def infos(self) -> dict[torch.nn.Parameter, ParamInfo]:
+        return {parameter: info for infos in self.assembly.infos for parameter, info in infos.items()}
 
     def weights(self) -> torch.Tensor:
         parameters = [p for infos in self.assembly.infos for p in infos]
@@ -236,3 +242,31 @@ def test_an_undeclared_loss_and_a_missing_one_are_the_models_fault() -> None:
         report_loss({"lm": metrics.scalar("lm")}, "aux", torch.ones(()), torch.ones(()))
     with pytest.raises(PluginError, match="the model declares the losses aux"):
         make_meters(cast("Any", SimpleNamespace(metric_names=("aux",))), metrics)
+
+
+def test_the_first_gradients_are_those_of_plain_autograd_in_float64(tmp_path: Path) -> None:
+    """Of the mean over microbatches of the mean over tokens: scale and all, with nothing shared but the samples."""
+    bench = Bench(tmp_path, "train.steps=1", "eval.interval=0")
+    options: Any = bench.run.one("model").with_options(bench.assembly.context.model).options
+    weights = {name: w.double().requires_grad_() for name, w in logical_values(bench.infos).items()}
+    microbatch = bench.trainer._feed.training(bench.trainer._dataset, 1, 0)
+    count = bench.run.config.train.global_batch_size // bench.run.config.train.micro_batch_size
+    for fields in (microbatch(index).fields for index in range(count)):
+        total = plain_gpt.loss(weights, fields["tokens"], fields["labels"], fields["loss_mask"], options)
+        (total / fields["loss_mask"].sum() / count).backward()
+
+    found: dict[str, torch.Tensor] = {}
+    unscale = bench.assembly.optimizer.unscale_
+
+    def watched(factor: torch.Tensor) -> torch.Tensor:
+        found.update(logical_gradients(bench.infos))
+        return unscale(factor)
+
+    cast("Any", bench.assembly.optimizer).unscale_ = watched
+    bench.train()
+    assert found.keys() == weights.keys()
+    for name, gradient in found.items():
+        expected = weights[name].grad
+        assert expected is not None
+        error = (gradient - expected).norm() / expected.norm().clamp(min=1e-3)  # a key's bias moves nothing
+        assert error < 1e-5, f"{name}: off by {error:.1e} of its norm"

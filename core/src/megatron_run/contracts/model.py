@@ -78,7 +78,7 @@ class Boundary:
         """The sizes of ``x`` that only its sender knows, in the order of its dimensions."""
         return [size for size, declared in zip(x.shape, self.shape, strict=True) if declared is None]
 
-    def resolve(self, sizes: Iterable[int]) -> tuple[int, ...]:
+    def resolve(self, sizes: Iterable[int] = ()) -> tuple[int, ...]:
         """The whole shape, with ``sizes`` for the dimensions that only the sender knows."""
         told = iter(sizes)
         return tuple([next(told) if size is None else size for size in self.shape])

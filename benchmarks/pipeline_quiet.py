@@ -1,0 +1,52 @@
+"""How much of the machine something else used while a sample was taken: reason to drop it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def busy_seconds(stat: str) -> float:
+    """Processor seconds, of all cores, that the first line of ``/proc/stat`` counts as not idle, stolen ones too."""
+    user, nice, system, idle, io, irq, soft, steal = map(int, stat.split("\n", 1)[0].split()[1:9])
+    del idle, io  # nobody used these
+    return (user + nice + system + irq + soft + steal) / _TICKS
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One timed call on every rank.
+
+    ``seconds`` of the slowest rank, ``processor`` seconds of all ranks together, and the share of the cores that was
+    ``foreign``: used by something else.
+    """
+
+    seconds: float
+    processor: float
+    foreign: float
+
+
+def take_sample(call: Callable[[], object]) -> Sample:
+    """Run ``call`` on all ranks at once, from one barrier on."""
+    stat = Path("/proc/stat")
+    dist.barrier()
+    busy, used, start = busy_seconds(stat.read_text("ascii")), time.process_time(), time.perf_counter()
+    call()
+    wall, used = time.perf_counter() - start, time.process_time() - used
+    dist.barrier()
+    everything = time.perf_counter() - start
+    busy = busy_seconds(stat.read_text("ascii")) - busy
+    total, slowest = torch.tensor([used], dtype=torch.float64), torch.tensor([wall, busy, everything])
+    dist.all_reduce(total)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    wall, busy, everything = slowest.tolist()
+    foreign = max(0.0, busy - total.item()) / (everything * (os.cpu_count() or 1))
+    return Sample(wall, total.item(), foreign)

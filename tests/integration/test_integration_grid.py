@@ -1,0 +1,133 @@
+"""Every schedule in every shape trains what a single process trains, and runs exactly what was planned.
+
+``tests/support/grid.py`` says which shapes there are; here each runs in one variant, and each schedule in all of them.
+``python -m benchmarks.whole_grid`` runs every shape in every variant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from tests.support.grid import RULES, VARIANTS, Case, Shape, Variant, selection, shapes
+from tests.support.grid_checks import (
+    Trained,
+    gradient_faults,
+    loss_faults,
+    message_faults,
+    order_faults,
+    peak_faults,
+    refusal_faults,
+)
+from tests.support.plugin_file import schedule_file
+from tests.support.training import Seen, found_once, train_many
+
+#: Seconds for a batch of runs: far more than an idle machine needs.
+PATIENCE = 500.0
+CHECKS = (order_faults, gradient_faults, loss_faults, peak_faults, message_faults)
+SELECTION = selection()
+#: A schedule of someone else's that is not ascending: gradients are added up from the last microbatch to the first.
+LAST_FIRST = """
+forwards = [Action("F", m, 0) for m in range(spec.microbatches)]
+backwards = [Action("B", m, 0) for m in reversed(range(spec.microbatches))]
+return [forwards + backwards] * spec.stages
+"""
+INTERLEAVED, V = Shape("interleaved", 2, 2, 4), Shape("zero-bubble,variant=v", 2, 2, 3)
+SPECIAL = {
+    "empty stage": Case(Shape("1f1b", 4, 1, 3), Variant(dropout=True), layers=6, counts=(3, 0, 0, 3)),
+    "only the embedding, only the loss": Case(Shape("gpipe", 2, 3, 2), Variant(tied=False), counts=(0, 3, 0, 1, 2, 0)),
+    "empty chunks": Case(Shape("interleaved", 4, 2, 4), layers=6, counts=(1, 0, 2, 0, 0, 2, 0, 1)),
+    "an empty fold": Case(Shape("zero-bubble,variant=v", 4, 2, 3), layers=6, counts=(2, 1, 0, 0, 0, 0, 1, 2)),
+    "interleaved, data 2": Case(INTERLEAVED, Variant(recompute=True), data=2),
+    "zero-bubble v, data 2": Case(V, Variant(tied=False, dropout=True), data=2),
+    "not ascending": Case(Shape("gpipe", 2, 1, 5), Variant(tied=False, dropout=True)),
+}
+
+
+pytestmark = pytest.mark.timeout(2 * PATIENCE)
+
+
+@cache
+def single_processes() -> dict[Case, Seen]:
+    """Every reference of the selection, and of the special cases, that is one process."""
+    cases = [case for case in (*SELECTION, *SPECIAL.values()) if case.data == 1]
+    references = sorted({case.reference for case in cases})
+    trained = train_many(1, [case.request for case in references], timeout=PATIENCE)
+    return {case: seen for case, (seen,) in zip(references, trained, strict=True)}
+
+
+@cache
+def selected(stages: int) -> list[Trained]:
+    """The selection's cases of this many stages; for sequential the reference is the run."""
+    alone = single_processes()
+    mine = [case for case in SELECTION if case.world == stages]
+    piped = [case for case in mine if case.shape.schedule != "sequential"]
+    trained = train_many(stages, [case.request for case in piped], timeout=PATIENCE)
+    runs = [Trained(case, ranks, alone[case.reference]) for case, ranks in zip(piped, trained, strict=True)]
+    return runs + [Trained(case, [seen], seen) for case, seen in alone.items() if stages == 1]
+
+
+@pytest.fixture(scope="module")
+def special(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
+    """The special cases; with data parallelism compared with the same data parallelism without a pipeline."""
+    file = schedule_file(tmp_path_factory.mktemp("mine") / "last_first.py", actions=LAST_FIRST)
+    cases = SPECIAL | {"not ascending": replace(SPECIAL["not ascending"], plugin=f"schedule={file}")}
+    asked = sorted({*cases.values(), *(case.reference for case in cases.values() if case.data > 1)})
+    done: dict[Case, list[Seen]] = {}
+    for world in sorted({case.world for case in asked}):
+        mine = [case for case in asked if case.world == world]
+        done |= dict(zip(mine, train_many(world, [case.request for case in mine], timeout=PATIENCE), strict=True))
+    alone = {**single_processes(), **{case: ranks[0] for case, ranks in done.items()}}
+    return {name: Trained(case, done[case], alone[case.reference]) for name, case in cases.items()}
+
+
+def faults(check: Callable[[Trained], Iterator[str]], trained: Iterable[Trained]) -> list[str]:
+    return [fault for each in trained for fault in check(each)]
+
+
+def test_every_accepted_shape_is_selected_and_each_schedule_in_every_variant() -> None:
+    assert [case.shape for case in SELECTION] == [shape for shape in shapes() if shape.accepted]
+    for schedule in RULES:  # sequential runs as the reference of all the others
+        cases = SELECTION if schedule == "sequential" else [c for c in SELECTION if c.shape.schedule == schedule]
+        assert {case.reference.variant for case in cases} == set(VARIANTS)
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removesuffix("_faults"))
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_a_schedule_runs_its_plan_and_trains_what_a_single_process_trains(
+    stages: int, check: Callable[[Trained], Iterator[str]]
+) -> None:
+    assert not faults(check, selected(stages))
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removesuffix("_faults"))
+@pytest.mark.parametrize("name", SPECIAL)
+def test_so_does_a_special_case(
+    special: dict[str, Trained], name: str, check: Callable[[Trained], Iterator[str]]
+) -> None:
+    assert not faults(check, [special[name]])
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_gradients_are_exact_wherever_the_plan_is_ascending(special: dict[str, Trained]) -> None:
+    for trained in special.values():
+        ascending = trained.ranks[0].plan.ascending
+        assert ascending is (trained is not special["not ascending"])
+        if not trained.case.variant.tied:
+            assert trained.bit_equal is ascending
+
+
+@pytest.mark.parametrize("schedule", RULES)
+def test_every_other_shape_is_refused_with_what_to_type(schedule: str) -> None:
+    refused = [shape for shape in shapes() if shape.schedule == schedule and not shape.accepted]
+    assert refused or schedule == "gpipe"
+    with found_once():
+        assert not [fault for shape in refused for fault in refusal_faults(shape)]

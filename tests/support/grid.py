@@ -1,0 +1,187 @@
+"""Every way to run one small model through a pipeline: schedules, shapes, variants, and which shapes are refused.
+
+P stages, V chunks a stage, M microbatches, G the size of a microbatch group. The rules are written from what the
+schedules promise, not from their code.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+
+from megatron_run.config.request import Request
+
+STEPS = 20
+#: Little of everything: 20 steps take about a second.
+MODEL = (
+    "model.hidden_size=16",
+    "model.num_heads=2",
+    "train.sequence_length=8",
+    "train.micro_batch_size=1",
+    "train.lr=1e-3",
+    "eval.batches=1",
+    f"train.steps={STEPS}",
+)
+#: P -> the M that are tried: one, fewer than the stages, as many, one more, and twice as many.
+MICROBATCHES = {1: (1, 3), 2: (1, 2, 3, 4, 5), 4: (1, 3, 4, 5, 8)}
+CHUNKS = (1, 2, 3)
+#: Group sizes that are tried besides the default: too small, with and without a remainder, the whole step, too large.
+GROUPS = (1, 3, 4, 5, 6, 8, 9)
+
+
+@dataclass(frozen=True, order=True)
+class Variant:
+    """What changes the arithmetic of a step: tied embeddings, dropout, activation checkpointing."""
+
+    tied: bool = True
+    dropout: bool = False
+    recompute: bool = False
+
+    def __str__(self) -> str:
+        return " ".join(
+            ["tied" if self.tied else "untied", *["dropout"] * self.dropout, *["recompute"] * self.recompute]
+        )
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """As settings."""
+        return (
+            f"model.tie_embeddings={str(self.tied).lower()}",
+            f"model.dropout={0.1 if self.dropout else 0.0}",
+            f"train.recompute={'full' if self.recompute else 'none'}",
+        )
+
+
+VARIANTS = tuple(Variant(*switches) for switches in product((True, False), repeat=3))
+
+
+@dataclass(frozen=True, order=True)
+class Shape:
+    """A schedule over P stages, V chunks and M microbatches; ``group`` is interleaved's G, 0 the default."""
+
+    schedule: str
+    stages: int
+    chunks: int
+    microbatches: int
+    group: int = 0
+
+    def __str__(self) -> str:
+        group = f" G{self.group}" if self.group else ""
+        return f"{self.schedule} P{self.stages} V{self.chunks} M{self.microbatches}{group}"
+
+    @property
+    def plugin(self) -> str:
+        """The choice of the schedule, as a user types it."""
+        return f"schedule={self.schedule}" + (f",group_size={self.group}" if self.group else "")
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the schedule promises to run this shape."""
+        return RULES[self.schedule](self)
+
+
+def whole_groups(shape: Shape) -> bool:
+    """Interleaved: several stages and chunks; no group of microbatches, the last one too, smaller than the stages."""
+    group = shape.group or shape.stages
+    groups = [range(shape.microbatches)[first : first + group] for first in range(0, shape.microbatches, group)]
+    enough = all(len(each) >= shape.stages for each in groups)
+    return shape.stages > 1 and shape.chunks > 1 and len(groups[0]) == group and enough
+
+
+#: Schedule -> whether it runs a shape.
+RULES: Mapping[str, Callable[[Shape], bool]] = {
+    "sequential": lambda shape: shape.stages == shape.chunks == 1,
+    "gpipe": lambda shape: True,
+    "1f1b": lambda shape: shape.chunks == 1,
+    "interleaved": whole_groups,
+    "zero-bubble,variant=h1": lambda shape: shape.chunks == 1,
+    "zero-bubble,variant=v": lambda shape: shape.chunks == 2,
+}
+
+
+def shapes() -> Iterator[Shape]:
+    """Every shape, accepted or not."""
+    for schedule in RULES:
+        for stages, chunks in product(MICROBATCHES, CHUNKS):
+            grouped = schedule == "interleaved" and stages > 1 and chunks > 1
+            for microbatches, group in product(MICROBATCHES[stages], (0, *GROUPS) if grouped else (0,)):
+                yield Shape(schedule, stages, chunks, microbatches, group)
+
+
+@dataclass(frozen=True, order=True)
+class Case:
+    """One training run: ``counts`` are parallel.layers when not as even as can be, ``data`` the data-parallel size.
+
+    ``plugin`` replaces the choice of the schedule.
+    """
+
+    shape: Shape
+    variant: Variant = Variant()
+    layers: int = 0
+    counts: tuple[int, ...] = ()
+    data: int = 1
+    plugin: str = ""
+
+    def __str__(self) -> str:
+        counts = f" layers {','.join(map(str, self.counts))}" if self.counts else ""
+        data = f" data {self.data}" if self.data > 1 else ""
+        return f"{self.shape}{counts}{data}, {self.variant}"
+
+    @property
+    def world(self) -> int:
+        """Ranks that it needs."""
+        return self.shape.stages * self.data
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model: at least one for each place."""
+        return self.layers or (12 if self.shape.stages == 4 else 6)
+
+    @property
+    def reference(self) -> Case:
+        """The same training without a pipeline: equal data-parallel size, batch and variant."""
+        alone = Shape("sequential", 1, 1, self.shape.microbatches)
+        return Case(alone, self.variant, layers=self.num_layers, data=self.data)
+
+    @property
+    def request(self) -> Request:
+        """What a user would type."""
+        shape, layers, places = self.shape, self.num_layers, self.shape.stages * self.shape.chunks
+        counts = self.counts or tuple(layers * (k + 1) // places - layers * k // places for k in range(places))
+        sets = (
+            *MODEL,
+            *self.variant.sets,
+            f"model.num_layers={layers}",
+            f"train.global_batch_size={shape.microbatches * self.data}",
+            f"parallel.pipeline={shape.stages}",
+            f"parallel.chunks={shape.chunks}",
+            *([f"parallel.layers={','.join(map(str, counts))}"] if len(set(counts)) > 1 else []),
+        )
+        plugins = (self.plugin or shape.plugin,)
+        return Request(configs=("preset:tiny",), sets=sets, plugins=plugins, nproc=self.world)
+
+
+def selection() -> list[Case]:
+    """Every accepted shape once. Equal M mostly means an equal variant, hence one reference; each schedule sees all."""
+    chosen: list[Case] = []
+    turns: dict[Case, Variant] = {}
+    for schedule in RULES:
+        mine = []
+        for shape in (shape for shape in shapes() if shape.schedule == schedule and shape.accepted):
+            plain = Case(shape)
+            turns.setdefault(plain.reference, VARIANTS[len(turns) % len(VARIANTS)])
+            mine.append(replace(plain, variant=turns[plain.reference]))
+        for variant in sorted(set(VARIANTS) - {case.variant for case in mine}):
+            counts = Counter(case.variant for case in mine)
+            spare = next((index for index, case in enumerate(mine) if counts[case.variant] > 1), None)
+            if spare is not None:
+                mine[spare] = replace(mine[spare], variant=variant)
+        chosen += mine
+    return chosen
+
+
+def whole_product() -> list[Case]:
+    """Every accepted shape in every variant."""
+    return [Case(shape, variant) for shape in shapes() if shape.accepted for variant in VARIANTS]
