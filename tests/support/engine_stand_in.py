@@ -89,7 +89,7 @@ class _Product(_Base):
         assert isinstance(options["device"], str), 'the real module compares it with "meta"'
         self.mode, self.sequence = options["parallel_mode"], options["sequence_parallel"] and self.peers.size > 1
         self.fused, self.delayed = options["fuse_wgrad_accumulation"], options["delay_wgrad_compute"]
-        self.waiting: deque[Callable[[], Tensor]] = deque()
+        self.waiting: deque[Callable[[], tuple[Tensor, Tensor]]] = deque()
         self.ran_in: list[Any] = []
         outputs, inputs = self._part("column", out_features), self._part("row", in_features)
         place = {"device": options["device"], "dtype": options["params_dtype"]}
@@ -116,22 +116,25 @@ class _Product(_Base):
 
     def backward_dw(self) -> None:
         if self.delayed:
-            gradient = self.waiting.popleft()()
+            gradient, bias_gradient = self.waiting.popleft()()
             if not self.fused:
                 self.weight.grad = gradient
+            if isinstance(self.bias, Parameter) and self.bias.grad is None:
+                self.bias.grad = bias_gradient
 
-    def finish(self, compute: Callable[[], Tensor]) -> Tensor | None:
-        """What the backward returns for the weight."""
+    def finish(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor | None, Tensor | None]:
+        """What the backward returns for weight and bias; in the precision of the weights both are delayed."""
+        gradients: tuple[Tensor | None, Tensor | None] = (None, None)
         if self.delayed:
             self.waiting.append(compute)
         else:
-            gradient = compute()
-            if not self.fused:
-                return gradient
+            gradient, bias_gradient = compute()
+            gradients = (None if self.fused else gradient, bias_gradient)
         if self.fused and hasattr(self.weight, "grad_added_to_main_grad"):
             self.weight.grad_added_to_main_grad = True
-            return torch.full_like(self.weight, torch.nan)  # a dummy, in the real module whatever memory held
-        return None
+            dummy = torch.full_like(self.weight, torch.nan)  # in the real module whatever memory held
+            return dummy, gradients[1]
+        return gradients
 
 
 class _Multiply(torch.autograd.Function):
@@ -156,12 +159,13 @@ class _Multiply(torch.autograd.Function):
             dx = peers.scatter_sum(dx) if module.sequence else peers.sum_(dx)
             x = peers.gather(x) if module.sequence else x
 
-        def compute() -> Tensor:
-            gradient = grad.flatten(0, -2).t() @ x.flatten(0, -2)
-            total: Tensor = module.weight.main_grad.add_(gradient) if module.fused else gradient
-            return total
+        def compute() -> tuple[Tensor, Tensor]:
+            rows = grad.flatten(0, -2)  # [s*b, o]
+            gradient = rows.t() @ x.flatten(0, -2)
+            return module.weight.main_grad.add_(gradient) if module.fused else gradient, rows.sum(0)
 
-        return dx, module.finish(compute), None if ctx.bias is None else grad.flatten(0, -2).sum(0), None
+        dw, db = module.finish(compute)
+        return dx, dw, None if ctx.bias is None else db, None
 
 
 class Linear(_Product):
