@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import distribution, distributions
+from itertools import chain
 
 import pytest
 from packaging.requirements import Requirement
@@ -30,7 +31,8 @@ def test_installed_metadata_is_the_tree(member: Member) -> None:
     assert found.metadata["Summary"] == member.project["description"]
     assert found.metadata["Requires-Python"] == member.project["requires-python"]
     assert {(point.group, point.name, point.value) for point in found.entry_points} == declared_points(member)
-    assert requirements(found.requires) == requirements(member.project["dependencies"])
+    extras = member.project.get("optional-dependencies", {}).values()
+    assert requirements(found.requires) == requirements([*member.project["dependencies"], *chain(*extras)])
 
 
 def test_nothing_else_of_ours_is_installed() -> None:

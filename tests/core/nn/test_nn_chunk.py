@@ -1,13 +1,18 @@
 """A chunk and how it runs its segments."""
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_run.actions import Place
 from megatron_run.builtin.model.gpt import Gpt, GptOptions
+from megatron_run.builtin.parallel_layer.dense import DenseLayers
+from megatron_run.contracts import StackedLayers
 from megatron_run.errors import InputError
 from megatron_run.testing.context import example_microbatch, logical_gradients, single_process_context
 from megatron_run.testing.model import Built, build_model
@@ -36,6 +41,31 @@ def test_segments_run_in_forward_order() -> None:
     blocks = [("attn", 0, 0), ("mlp", 0, 1), ("attn", 1, 0), ("mlp", 1, 1)]
     assert order == [("embedding", -1, 0), *blocks, ("head", 2, 0), ("loss", 2, 1)]
     assert {segment.why_eager for segment in chunk.segments()} == {""}
+
+
+def test_a_forward_runs_within_what_the_layers_say() -> None:
+    happened: list[str] = []
+
+    class Within(StackedLayers):
+        @contextmanager
+        def forward_pass(self) -> Iterator[None]:
+            happened.append("enter")
+            yield
+            happened.append("leave")
+
+    context = single_process_context(OPTIONS)
+    run = context.segments.run
+
+    def noted(segments: Any, microbatch: Any, environment: Any) -> None:
+        happened.append(segments[0].name)
+        run(segments, microbatch, environment)
+
+    context.segments.run = noted  # type: ignore[method-assign]  # the chunk holds this very runner
+    layers = StackedLayers(Within(DenseLayers(context)))
+    chunk = Gpt(context, OPTIONS).build_chunk(0, (Place(0, 0, range(2)),), layers, {})
+    for _ in range(2):
+        chunk(None, MICROBATCH)
+    assert happened == 2 * ["enter", "embedding", "attn", "attn", "head", "leave"]
 
 
 def test_segments_are_made_once() -> None:

@@ -252,3 +252,38 @@ def test_a_file_that_fails_names_its_path(tmp_path: Path) -> None:
         load(choose(Catalog(()), "schedule", str(file), "test"), "test")
     assert str(caught.value).startswith(f"plugin schedule=mine of {file} cannot be imported: SystemExit: stop")
     assert not [name for name, module in sys.modules.items() if getattr(module, "__file__", None) == str(file)]
+
+
+CHECKED = """
+def check(device):
+    if device != "cuda:0":
+        raise {error}
+"""
+
+
+def checked(site: FakeSite, error: str) -> Plugin:
+    source = GOOD.replace(f"{INFO})", f"{INFO}, check_device=check)")
+    imports = "from megatron_run.errors import PluginError\n"
+    return loaded(site, imports + source + CHECKED.replace("{error}", error))
+
+
+def test_a_plugin_without_a_check_runs_on_any_device(site: FakeSite) -> None:
+    loaded(site).check_device("cpu")
+
+
+def test_a_plugin_may_refuse_a_device(site: FakeSite) -> None:
+    plugin = checked(site, 'PluginError("zigzag needs a GPU", fix="choose 1f1b")')
+    plugin.check_device("cuda:0")
+    with pytest.raises(PluginError) as refused:
+        plugin.check_device("cpu")
+    assert str(refused.value) == "zigzag needs a GPU (from --plugin schedule=zigzag); choose 1f1b"
+
+
+def test_a_check_that_crashes_is_an_error_of_the_plugin(site: FakeSite) -> None:
+    with pytest.raises(PluginError, match=r"acme-zigzag 1\.0: check_device failed: ZeroDivisionError: oops"):
+        checked(site, 'ZeroDivisionError("oops")').check_device("cpu")
+
+
+def test_a_check_that_cannot_be_called_breaks_the_contract(site: FakeSite) -> None:
+    source = GOOD.replace(f"{INFO})", f"{INFO}, check_device=3)")
+    assert "says check_device=3, which must be a function of the device, or None" in str(refusal(site, source))

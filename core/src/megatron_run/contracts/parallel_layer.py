@@ -7,6 +7,7 @@ size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -105,6 +106,13 @@ class ParallelLayers(ABC):
         et al. 2016, as PyTorch defines it); an evaluation scores the plain loss.
         """
 
+    def forward_pass(self) -> AbstractContextManager[object]:
+        """What the forward of a whole chunk runs in, asked for anew each time; by default nothing.
+
+        A layer that is computed again in the backward is not in it.
+        """
+        return nullcontext()
+
 
 class StackedLayers(ParallelLayers):
     """Passes everything to ``base``; a plugin that changes one layer derives from it."""
@@ -151,3 +159,7 @@ class StackedLayers(ParallelLayers):
     def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
         """As ``base``."""
         return self.base.cross_entropy(vocab, label_smoothing)
+
+    def forward_pass(self) -> AbstractContextManager[object]:
+        """As ``base``."""
+        return self.base.forward_pass()

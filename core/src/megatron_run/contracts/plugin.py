@@ -54,6 +54,10 @@ class PluginInfo:
     like where the user said nothing (interleaved: two stages with two chunks each); ``suggests_with`` adds some where
     an option of the plugin has a certain value: ``{"variant=v": {"parallel.chunks": 2}}``.
 
+    ``check_device`` is called with the device of a rank, ``cpu`` or ``cuda:N``, before there is a process group; it
+    raises a :class:`megatron_run.errors.RunError` when the plugin cannot run there. A library that not every machine
+    has is looked for here: the plugin can then be listed and explained without it.
+
     Example::
 
         PluginInfo("schedule", "mine", provides=frozenset({"parallel.pipeline"}), suggests={"parallel.pipeline": 2})
@@ -68,5 +72,6 @@ class PluginInfo:
     conflicts: frozenset[str] = frozenset()
     suggests: Mapping[str, Any] = field(default_factory=dict)
     suggests_with: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    check_device: Callable[[str], None] | None = None
     state_version: int = 1
     upgrade_state: Callable[[Mapping[str, Any], int], Mapping[str, Any]] | None = None

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,12 +23,17 @@ _CUBLAS = frozenset(deterministic_environment(True, "cuda"))
 
 
 def assign_device(run: ResolvedRun, world: World) -> World:
-    """``world`` with its device chosen; rank 0 says so when it trains on the CPU for want of GPUs."""
+    """``world`` with its device chosen; rank 0 says so when it trains on the CPU for want of GPUs.
+
+    Raises :class:`megatron_run.errors.RunError` when there is no such device, or a chosen plugin cannot run on it.
+    """
     gpus = torch.cuda.device_count()
     device = choose_device(run.config.run.device, world, gpus)
     notice = explain_device(run.config.run.device, world, gpus)
     if notice and world.rank == 0:
         print(notice, flush=True)  # noqa: T201  # standard output of rank 0 is what the terminal shows
+    for plugin in chain.from_iterable(run.plugins.values()):
+        plugin.check_device(device)
     return replace(world, device=device)
 
 

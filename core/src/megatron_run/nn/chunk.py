@@ -50,7 +50,7 @@ class DecoderChunk(nn.Module):
         self.output = output
         self.cross_entropy = layers.cross_entropy(spec.vocab, spec.label_smoothing) if output is not None else None
 
-        self._runner = context.segments
+        self._runner, self._forward_pass = context.segments, layers.forward_pass
         self._recompute = context.train.recompute == "full"
         # Built once: graph capture recognises a segment by its identity.
         self._embedding_segments = () if embedding is None else (embedding.segment(),)
@@ -68,12 +68,13 @@ class DecoderChunk(nn.Module):
 
         The last position gives losses when the microbatch has labels and logits when it has none.
         """
-        if self.embedding is not None:
-            x = self._run_embedding(microbatch)
-        assert x is not None  # only the first position starts from tokens
-        for segments in self._block_segments:
-            x = self._run_block(segments, x, microbatch)
-        return self._run_head(x, microbatch) if self.output is not None else ChunkOut(x)
+        with self._forward_pass():
+            if self.embedding is not None:
+                x = self._run_embedding(microbatch)
+            assert x is not None  # only the first position starts from tokens
+            for segments in self._block_segments:
+                x = self._run_block(segments, x, microbatch)
+            return self._run_head(x, microbatch) if self.output is not None else ChunkOut(x)
 
     def _run_embedding(self, microbatch: Microbatch) -> Tensor:
         environment = {"tokens": microbatch.fields["tokens"]}

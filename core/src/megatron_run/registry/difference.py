@@ -55,6 +55,8 @@ def info_difference(info: object, kind: str, name: str) -> str:
     for field, wanted in _INFO_TYPES.items():
         if not isinstance(getattr(info, field), wanted):
             return f"says {field}={getattr(info, field)!r}, which must be a {wanted.__name__}"
+    if info.check_device is not None and not callable(info.check_device):
+        return f"says check_device={info.check_device!r}, which must be a function of the device, or None"
     if (info.kind, info.name) != (kind, name):
         return f"says {info.kind}={info.name}, and it was chosen as {kind}={name}"
     if info.api > KINDS[kind]:

@@ -41,7 +41,7 @@ KNOWN: tuple[Known, ...] = (
     Known("schedule", "gpipe", available=True, provides=_CHUNKED),
     Known("schedule", "zero-bubble", available=True, provides=_CHUNKED),
     Known("parallel-layer", "tensor", available=True, provides=_TENSOR),
-    Known("parallel-layer", "te", provides=_TENSOR),
+    Known("parallel-layer", "te", available=True, provides=_TENSOR),
     Known("graph-capture", "partial"),
     Known("graph-capture", "te"),
     Known("model", "bert"),

@@ -110,6 +110,18 @@ class Plugin:
             raise self.failed(hook, f"it returned {said_type(made)}, and must return a {wanted}")
         return made
 
+    def check_device(self, device: str) -> None:
+        """Raise a :class:`RunError` when the plugin cannot run on ``device``, as ``cpu`` or ``cuda:0``."""
+        if self.info.check_device is None:
+            return
+        try:
+            self.info.check_device(device)
+        except RunError as error:
+            error.origin = error.origin or self.origin
+            raise
+        except Exception as cause:
+            raise self.failed("check_device", in_one_line(cause)) from cause
+
     def failed(self, what: str, why: str) -> PluginError:
         """The error of ``what`` this plugin did: a hook or a method of its object."""
         return PluginError(

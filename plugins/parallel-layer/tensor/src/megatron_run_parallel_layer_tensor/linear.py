@@ -10,23 +10,17 @@ Legend: s sequence, b micro batch, i inputs, o outputs, t tensor-parallel size; 
 
 from __future__ import annotations
 
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from megatron_run.contracts import Init, ParameterSpec, Part
-from megatron_run.nn import empty_parameter, linear, submit_gradients
-from megatron_run_parallel_layer_tensor.regions import f, g, gather_sequence, scatter_sequence
+from megatron_run.contracts import Init, ParameterSpec
+from megatron_run.nn import empty_parameter, linear
+from megatron_run.nn.parallel import column_linear, g, scatter_sequence
 
 if TYPE_CHECKING:
-    from torch.nn import Parameter
-
     from megatron_run.contracts import BuildContext, LinearPart
-    from megatron_run.gradients import Gradients
-    from megatron_run_parallel_layer_tensor.split import Split
+    from megatron_run.nn.parallel import Split
 
 
 class ColumnLinear(nn.Module):
@@ -45,12 +39,12 @@ class ColumnLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.gradients, self.split, self.norm = context.gradients, split, norm
-        features = [split.part(part.features, f"features of {part.name}") for part in parts]
-        self.weight = empty_parameter(context, sum(features), inputs)
-        self.bias = empty_parameter(context, sum(features)) if bias else None
+        rows = split.features(parts)
+        self.weight = empty_parameter(context, rows, inputs)
+        self.bias = empty_parameter(context, rows) if bias else None
         self.parameter_specs = {
-            "weight": ParameterSpec(init, _rows("weight", parts, features, split.peers.index, (inputs,))),
-            "bias": ParameterSpec(Init("zeros"), _rows("bias", parts, features, split.peers.index, ())),
+            "weight": ParameterSpec(init, split.rows_of("weight", parts, (inputs,))),
+            "bias": ParameterSpec(Init("zeros"), split.rows_of("bias", parts)),
         }
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,13 +61,11 @@ class RowLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.gradients, self.split = context.gradients, split
-        columns = split.part(inputs, "input features")
-        self.weight = empty_parameter(context, outputs, columns)
+        self.weight = empty_parameter(context, outputs, split.part(inputs, "input features"))
         self.bias = empty_parameter(context, outputs) if bias else None
-        part = Part("weight", (outputs, inputs), range(outputs), column=split.peers.index * columns)
         self.parameter_specs = {
-            "weight": ParameterSpec(init, (part,)),
-            "bias": ParameterSpec(Init("zeros"), partial_over="tensor" if split.sequence else None),
+            "weight": ParameterSpec(init, split.columns_of("weight", inputs, outputs)),
+            "bias": split.whole(ParameterSpec(Init("zeros"))),
         }
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,51 +74,3 @@ class RowLinear(nn.Module):
         leave = scatter_sequence if self.split.sequence else g
         y = leave(partial, self.split.peers)
         return y if self.bias is None else y + self.bias
-
-
-def column_linear(x: Tensor, weight: Parameter, bias: Parameter | None, gradients: Gradients, split: Split) -> Tensor:
-    """Enter the region and multiply: x [s, b, i] or [s/t, b, i], weight [o/t, i], bias [o/t] -> [s, b, o/t]."""
-    if not split.overlap:
-        enter = gather_sequence if split.sequence else f
-        return linear(enter(x, split.peers), weight, bias, gradients)
-    result: Tensor = _ColumnLinear.apply(x, weight, bias, gradients, split)  # type: ignore[no-untyped-call]  # torch's
-    return result
-
-
-class _ColumnLinear(torch.autograd.Function):
-    """``f`` (or ``gather_sequence``) and the product in one, so that their backwards can overlap.
-
-    What must be kept is this rank's part of x: under sequence parallelism the whole is gathered again.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, gradients: Gradients, split: Split
-    ) -> Tensor:
-        ctx.save_for_backward(x)
-        # The parameters themselves, which know their main_grad: saved tensors may come back as copies.
-        ctx.weight, ctx.bias, ctx.gradients, ctx.split = weight, bias, gradients, split
-        return F.linear(split.peers.gather(x) if split.sequence else x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Each collective is in flight during one matrix product: the input's gradient, then the weight's."""
-        (x,), (grad,), peers, sequence = ctx.saved_tensors, grads, ctx.split.peers, ctx.split.sequence
-        gathering = peers.start_gather(x) if sequence else None
-        partial = grad @ ctx.weight  # [s, b, i]: this rank's share of the input's gradient
-        x = gathering.wait() if gathering else x
-        summing = peers.start_scatter_sum(partial) if sequence else peers.start_sum(partial)
-        if ctx.weight.requires_grad:
-            submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad)
-        return summing.wait(), None, None, None, None
-
-
-def _rows(
-    name: str, parts: tuple[LinearPart, ...], features: list[int], index: int, columns: tuple[int, ...]
-) -> tuple[Part, ...]:
-    """Where rank ``index``'s rows of the logical tensors ``<part>.<name>`` lie; ``features`` are its rows of each."""
-    stops = accumulate(features)
-    return tuple(
-        Part(f"{part.name}.{name}", (part.features, *columns), range(stop - mine, stop), start=index * mine)
-        for part, mine, stop in zip(parts, features, stops, strict=True)
-    )

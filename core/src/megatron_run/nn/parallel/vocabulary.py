@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from megatron_run.contracts import ParameterSpec, Part
-from megatron_run.nn import embed, empty_parameter
-from megatron_run_parallel_layer_tensor.linear import column_linear
-from megatron_run_parallel_layer_tensor.regions import g, scatter_sequence
+from megatron_run.nn.embedding import embed
+from megatron_run.nn.parallel.column import column_linear
+from megatron_run.nn.parallel.regions import g, scatter_sequence
+from megatron_run.nn.parameter import empty_parameter
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import BuildContext, Init
-    from megatron_run_parallel_layer_tensor.split import Split
+    from megatron_run.nn.parallel.split import Split
 
 #: Every rank holds a multiple of this many rows, as in Megatron-LM: fast matrix products want round sizes.
 ROWS_MULTIPLE = 128

@@ -1,0 +1,59 @@
+"""The column-parallel product: enter the region and multiply, in one autograd function, so that its backward overlaps.
+
+Legend: s sequence, b micro batch, i inputs, o outputs, t tensor-parallel size; x is [s, b, *] inside the region and
+[s/t, b, *] outside under sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron_run.nn.linear import linear, submit_gradients
+from megatron_run.nn.parallel.regions import f, gather_sequence
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from megatron_run.gradients import Gradients
+    from megatron_run.nn.parallel.split import Split
+
+
+def column_linear(x: Tensor, weight: Parameter, bias: Parameter | None, gradients: Gradients, split: Split) -> Tensor:
+    """Enter the region and multiply: x [s, b, i] or [s/t, b, i], weight [o/t, i], bias [o/t] -> [s, b, o/t]."""
+    if not split.overlap:
+        enter = gather_sequence if split.sequence else f
+        return linear(enter(x, split.peers), weight, bias, gradients)
+    result: Tensor = _ColumnLinear.apply(x, weight, bias, gradients, split)  # type: ignore[no-untyped-call]  # torch's
+    return result
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """``f`` (or ``gather_sequence``) and the product in one, so that their backwards can overlap.
+
+    What must be kept is this rank's part of x: under sequence parallelism the whole is gathered again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, gradients: Gradients, split: Split
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        # The parameters themselves, which know their main_grad: saved tensors may come back as copies.
+        ctx.weight, ctx.bias, ctx.gradients, ctx.split = weight, bias, gradients, split
+        return F.linear(split.peers.gather(x) if split.sequence else x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Each collective is in flight during one matrix product: the input's gradient, then the weight's."""
+        (x,), (grad,), peers, sequence = ctx.saved_tensors, grads, ctx.split.peers, ctx.split.sequence
+        gathering = peers.start_gather(x) if sequence else None
+        partial = grad @ ctx.weight  # [s, b, i]: this rank's share of the input's gradient
+        x = gathering.wait() if gathering else x
+        summing = peers.start_scatter_sum(partial) if sequence else peers.start_sum(partial)
+        if ctx.weight.requires_grad:
+            submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad)
+        return summing.wait(), None, None, None, None

@@ -1,0 +1,48 @@
+"""What factories of split layers share: everything but the linear layers, the norms and the core of attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from megatron_run.contracts import ParallelLayers
+from megatron_run.nn.cross_entropy import CrossEntropy
+from megatron_run.nn.parallel.dropout import ReplicatedDropout
+from megatron_run.nn.parallel.vocabulary import OutputLayer, VocabEmbedding
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from megatron_run.contracts import AttentionShape, BuildContext, Init
+    from megatron_run.nn.parallel.split import Split
+
+
+class SplitLayers(ParallelLayers):
+    """A factory whose layers the ranks of one axis share: the ends of a model, dropout and the loss."""
+
+    def __init__(self, context: BuildContext, split: Split) -> None:
+        self.context, self.split = context, split
+        if split.sequence:
+            split.part(context.train.sequence_length, "tokens of train.sequence_length")
+
+    def vocab_embedding(self, vocab: int, hidden: int, *, init: Init) -> nn.Module:
+        """Its rows are split."""
+        return VocabEmbedding(self.context, self.split, vocab, hidden, init)
+
+    def output_layer(self, vocab: int, hidden: int, *, init: Init, weight: Parameter | None = None) -> nn.Module:
+        """Its rows are split as the embedding's, whose weight it may share."""
+        return OutputLayer(self.context, self.split, vocab, hidden, init, weight)
+
+    def dropout(self, p: float) -> nn.Module:
+        """Alike on every rank, or, under sequence parallelism, of each rank's own tokens."""
+        return nn.Dropout(p) if self.split.sequence else ReplicatedDropout(p, self.context.rng)
+
+    def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
+        """Only scalars of each token cross ranks, never logits."""
+        return CrossEntropy(vocab, label_smoothing, self.split.peers)
+
+    def check_heads(self, shape: AttentionShape) -> None:
+        """Raise :class:`InputError` with the arithmetic unless heads and key-value heads both split evenly."""
+        self.split.part(shape.heads, "attention heads (model.num_heads)")
+        self.split.part(shape.kv_heads, "key-value heads (model.num_kv_heads)")

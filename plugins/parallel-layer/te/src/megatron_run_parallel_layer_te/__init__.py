@@ -1,0 +1,92 @@
+"""Parallel layers ``te``: those of plugin ``tensor``, computed by NVIDIA Transformer Engine.
+
+The same split, the same names of weights, other kernels: norm and product in one, fused attention, FP8. The ends of the
+model, the loss and dropout are the kernel's own. Transformer Engine is imported when layers are made, never before.
+
+Reading order: ``engine`` (finding the library), ``options``, ``precision`` (FP8), ``linear``, ``weight_gradients``.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Literal
+
+from megatron_run.contracts import ParallelLayers, PluginInfo
+from megatron_run.hookspecs import hookimpl
+from megatron_run.nn.parallel import Split, SplitLayers
+from megatron_run_parallel_layer_te.attention import CoreAttention
+from megatron_run_parallel_layer_te.engine import Engine, check_device, find_engine
+from megatron_run_parallel_layer_te.linear import ColumnLinear, RowLinear
+from megatron_run_parallel_layer_te.norm import Norm
+from megatron_run_parallel_layer_te.options import Options
+from megatron_run_parallel_layer_te.precision import Precision
+from megatron_run_parallel_layer_te.tools import Tools
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megatron_run.contracts import AttentionShape, BuildContext, Init, LinearPart
+
+
+class EngineLayers(SplitLayers):
+    """Makes layers of Transformer Engine's modules."""
+
+    def __init__(self, context: BuildContext, split: Split, engine: Engine, options: Options) -> None:
+        super().__init__(context, split)
+        self._tools = Tools(context, split, engine, options, Precision(engine, options, split, context.train))
+
+    def column_linear(
+        self,
+        inputs: int,
+        parts: tuple[LinearPart, ...],
+        *,
+        bias: bool,
+        init: Init,
+        norm: nn.Module | None = None,
+    ) -> nn.Module:
+        """Its outputs are split, part by part; a norm of this factory becomes part of the product."""
+        return ColumnLinear(self._tools, inputs, parts, bias=bias, init=init, norm=norm)
+
+    def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
+        """Its inputs are split."""
+        return RowLinear(self._tools, inputs, outputs, bias=bias, init=init)
+
+    def norm(self, kind: Literal["layernorm", "rmsnorm"], size: int, eps: float = 1e-5) -> nn.Module:
+        """Whole on every rank."""
+        return Norm(self._tools, kind, size, eps)
+
+    def core_attention(self, shape: AttentionShape, dropout: float) -> nn.Module:
+        """This rank's heads."""
+        self.check_heads(shape)
+        return CoreAttention(self._tools, shape, dropout)
+
+    def forward_pass(self) -> AbstractContextManager[object]:
+        """One region of FP8 with delayed scaling; nothing else needs one."""
+        return self._tools.precision.forward_pass()
+
+    def check_gpu(self) -> None:
+        """Raise :class:`megatron_run.errors.PluginError` when this GPU cannot compute what the options ask for."""
+        self._tools.precision.check_gpu()
+
+
+@hookimpl
+def megatron_run_plugin_info() -> PluginInfo:
+    """Serves tensor and sequence parallelism, on a GPU with Transformer Engine."""
+    return PluginInfo(
+        "parallel-layer",
+        "te",
+        options=Options,
+        provides=frozenset({"parallel.tensor", "parallel.sequence"}),
+        check_device=check_device,
+    )
+
+
+@hookimpl
+def megatron_run_create_parallel_layer(context: BuildContext, options: Options) -> ParallelLayers:
+    """Make the factory for the tensor-parallel ranks of ``context``."""
+    engine = find_engine(context.device)
+    split = Split(context.groups.peers(context.topology, "tensor"), context.sequence_shards > 1)
+    layers = EngineLayers(context, split, engine, options)
+    if context.device.type == "cuda":
+        layers.check_gpu()
+    return layers

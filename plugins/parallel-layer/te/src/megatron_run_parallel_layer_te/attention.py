@@ -1,0 +1,44 @@
+"""The core of attention, by the kernels that Transformer Engine chooses.
+
+Legend: s sequence, b micro batch, n heads, k key-value heads, d head size, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from megatron_run.contracts import AttentionShape
+    from megatron_run_parallel_layer_te.tools import Tools
+
+
+class CoreAttention(nn.Module):
+    """softmax(q k^T / sqrt(d)) v on this rank's heads; dropout acts on the probabilities while training."""
+
+    def __init__(self, tools: Tools, shape: AttentionShape, dropout: float) -> None:
+        super().__init__()
+        self.module = tools.engine.pytorch.DotProductAttention(
+            num_attention_heads=shape.heads,
+            kv_channels=shape.head_size,
+            num_gqa_groups=shape.kv_heads,
+            attention_dropout=dropout,
+            qkv_format="sbhd",
+            attn_mask_type="causal",
+            layer_number=shape.layer + 1,
+            **tools.splitting(),
+        )
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Query [s, b, n/t, d], key and value [s, b, k/t, d] -> [s, b, n/t * d].
+
+        ``mask`` is boolean, [b, 1, s, s] or what broadcasts to it, true where a query may look; None is causal.
+        """
+        if mask is None:
+            result: Tensor = self.module(query, key, value, attn_mask_type="causal")
+            return result
+        whole = torch.broadcast_to(mask, (query.shape[1], 1, query.shape[0], key.shape[0]))  # [b, 1, s, s]
+        masked: Tensor = self.module(query, key, value, attention_mask=~whole, attn_mask_type="arbitrary")
+        return masked

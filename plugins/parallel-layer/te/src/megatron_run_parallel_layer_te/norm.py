@@ -1,0 +1,48 @@
+"""Norms of Transformer Engine, alone or inside the product that follows.
+
+Legend: h features.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor, nn
+
+from megatron_run.contracts import Init, ParameterSpec
+
+if TYPE_CHECKING:
+    from megatron_run_parallel_layer_te.tools import Tools
+
+
+class Norm(nn.Module):
+    """Layer norm or root-mean-square norm over the last dimension.
+
+    Once it is fused into a product it computes nothing, and gives the product's norm parameters their names.
+    """
+
+    def __init__(self, tools: Tools, kind: Literal["layernorm", "rmsnorm"], size: int, eps: float) -> None:
+        super().__init__()
+        self.normalization, self.eps = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[kind], eps
+        make = getattr(tools.engine.pytorch, self.normalization)
+        module = make(size, eps=eps, dtype=tools.context.dtypes.param, device=tools.device)
+        self._hold(module.weight, module.bias if kind == "layernorm" else None)
+        self.module: nn.Module | None = module
+        self.parameter_specs = {
+            "weight": tools.split.whole(ParameterSpec(Init("ones"))),
+            "bias": tools.split.whole(ParameterSpec(Init("zeros"))),
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[*, h] -> [*, h]."""
+        assert self.module is not None, "this norm is computed by the product that it was fused into"
+        result: Tensor = self.module(x)
+        return result
+
+    def fuse_into(self, product: Any) -> None:
+        """Let ``product``, a LayerNormLinear, compute this norm from now on."""
+        self._hold(product.layer_norm_weight, product.layer_norm_bias if self.bias is not None else None)
+        self.module = None
+
+    def _hold(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        self.weight, self.bias = weight, bias

@@ -1,0 +1,27 @@
+"""What a user may set in the section ``parallel-layer``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Fp8 = Literal["none", "delayed", "current", "mxfp8", "block"]
+
+
+class Options(BaseModel):
+    """Precision of the matrix products, and who computes weight gradients when."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    fp8: Fp8 = Field("none", description="how matrix products are scaled to FP8")
+    fp8_format: Literal["auto", "hybrid", "e4m3"] = Field(
+        "auto", description="hybrid has gradients in E5M2; auto is hybrid with delayed and current, else e4m3"
+    )
+    fp8_margin: int = Field(0, ge=0, description="delayed: scales leave this many powers of two of room")
+    fp8_amax_history: int = Field(1024, ge=1, description="delayed: microbatches whose largest value is remembered")
+    fp8_amax: Literal["max", "most_recent"] = Field("max", description="delayed: which remembered value sets the scale")
+    fuse_weight_gradients: bool = Field(True, description="products add weight gradients to main_grad themselves")
+    delay_weight_gradients: bool = Field(
+        False, description="weight gradients wait for action W of a schedule that splits the backward"
+    )

@@ -1,0 +1,140 @@
+"""FP8: the recipe that the options ask for, the sizes that it needs, and the regions in which it holds.
+
+Legend: s sequence, b micro batch, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron_run.errors import InputError, PluginError, nearest_multiples
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_run.config.schema import TrainSection
+    from megatron_run.nn.parallel import Split
+    from megatron_run_parallel_layer_te.engine import Engine
+    from megatron_run_parallel_layer_te.options import Options
+
+
+class _Kind(NamedTuple):
+    """The class of a recipe, what asks whether the GPU can, and the multiple that every matrix size must be of.
+
+    Tensor cores take FP8 sixteen values at a time; MXFP8 scales blocks of 32 values, block scaling blocks of 128.
+    """
+
+    recipe: str
+    available: str
+    multiple: int
+
+
+_KINDS = {
+    "delayed": _Kind("DelayedScaling", "is_fp8_available", 16),
+    "current": _Kind("Float8CurrentScaling", "is_fp8_available", 16),
+    "mxfp8": _Kind("MXFP8BlockScaling", "is_mxfp8_available", 32),
+    "block": _Kind("Float8BlockScaling", "is_fp8_block_scaling_available", 128),
+}
+
+
+class Precision:
+    """In what precision matrix products run; with ``fp8: none`` in that of the parameters."""
+
+    def __init__(self, engine: Engine, options: Options, split: Split, train: TrainSection) -> None:
+        self._engine, self._options, self._split = engine, options, split
+        self._kind = _KINDS.get(options.fp8)
+        self._recipe = make_recipe(engine, options, split) if self._kind else None
+        if self._kind:
+            self._check_tokens(train)
+            self._check_recompute(train)
+
+    def region(self, x: torch.Tensor) -> AbstractContextManager[object]:
+        """In which one product of x [*, i] runs.
+
+        Text is generated at any length: a product whose tokens FP8 cannot take runs without it.
+        """
+        if self._kind is None:
+            return nullcontext()
+        return self._autocast(enabled=x.shape[:-1].numel() % self._kind.multiple == 0)
+
+    def forward_pass(self) -> AbstractContextManager[object]:
+        """In which all products of a chunk's forward run, so that delayed scales are renewed once, after them all.
+
+        Leaving an outermost region renews the scales of every layer there is, not of the one that just ran.
+        """
+        return self._autocast(enabled=True) if self._options.fp8 == "delayed" else nullcontext()
+
+    def check(self, size: int, what: str) -> int:
+        """``size``, a side of a matrix. Raises :class:`InputError` with the arithmetic when FP8 cannot take it."""
+        if self._kind and size % self._kind.multiple:
+            raise InputError(
+                f"{size} {what} do not fit parallel-layer.fp8={self._options.fp8}",
+                why=self._arithmetic(size),
+                fix=f"make them {nearest_multiples(size, self._kind.multiple)}, or set parallel-layer.fp8=none",
+            )
+        return size
+
+    def check_gpu(self) -> None:
+        """Raise :class:`PluginError` when this GPU cannot compute what was asked for."""
+        if self._kind:
+            able, reason = getattr(self._engine.pytorch, self._kind.available)(return_reason=True)
+            if not able:
+                raise PluginError(
+                    f"this GPU cannot compute with parallel-layer.fp8={self._options.fp8}",
+                    why=reason,
+                    fix="choose another fp8, or set parallel-layer.fp8=none",
+                )
+
+    def _autocast(self, *, enabled: bool) -> AbstractContextManager[object]:
+        group = self._split.peers.group
+        region: AbstractContextManager[object] = self._engine.pytorch.autocast(
+            enabled=enabled, recipe=self._recipe, amax_reduction_group=group
+        )
+        return region
+
+    def _check_tokens(self, train: TrainSection) -> None:
+        """Every rank quantises its own tokens, s/t of each sample under sequence parallelism."""
+        assert self._kind is not None
+        shards = self._split.peers.size if self._split.sequence else 1
+        tokens, wanted = train.micro_batch_size * train.sequence_length, self._kind.multiple * shards
+        if tokens % wanted:
+            shared = f" on each of {shards} tensor-parallel ranks" if shards > 1 else ""
+            raise InputError(
+                f"train.micro_batch_size={train.micro_batch_size} x train.sequence_length={train.sequence_length} = "
+                f"{tokens} tokens do not fit parallel-layer.fp8={self._options.fp8}",
+                why=f"{self._arithmetic(tokens / shards)}{shared}",
+                fix=f"make their product {nearest_multiples(tokens, wanted)}, or set parallel-layer.fp8=none",
+            )
+
+    def _check_recompute(self, train: TrainSection) -> None:
+        if self._options.fp8 == "delayed" and train.recompute == "full":
+            raise InputError(
+                "parallel-layer.fp8=delayed does not go with train.recompute=full",
+                why="scales have changed when a layer is computed again",
+                fix="set parallel-layer.fp8=current, or train.recompute=none",
+            )
+
+    def _arithmetic(self, size: float) -> str:
+        assert self._kind is not None
+        multiple = self._kind.multiple
+        return f"matrix sizes must be multiples of {multiple}: {size:g} / {multiple} = {size / multiple:g}"
+
+
+def make_recipe(engine: Engine, options: Options, split: Split) -> Any:
+    """The recipe of ``transformer_engine.common.recipe`` that ``options`` ask for, which is not none.
+
+    Delayed scales agree over the tensor-parallel ranks. Without a group the library would take the whole world, of
+    which other pipeline stages have other layers: then every rank keeps its own.
+    """
+    arguments: dict[str, object] = {}
+    if options.fp8_format != "auto":
+        arguments["fp8_format"] = engine.recipe.Format[options.fp8_format.upper()]
+    if options.fp8 == "delayed":
+        arguments |= {
+            "margin": options.fp8_margin,
+            "amax_history_len": options.fp8_amax_history,
+            "amax_compute_algo": options.fp8_amax,
+            "reduce_amax": split.peers.group is not None,
+        }
+    return getattr(engine.recipe, _KINDS[options.fp8].recipe)(**arguments)

@@ -1,0 +1,20 @@
+"""Layers of plugin parallel-layer=te, made of the stand-in for Transformer Engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_run.contracts import BuildContext
+from megatron_run.nn.parallel import Split
+from megatron_run_parallel_layer_te import EngineLayers
+from megatron_run_parallel_layer_te.engine import Engine
+from megatron_run_parallel_layer_te.options import Options
+from tests.support import engine_recipes, engine_stand_in
+
+STAND_IN = Engine(engine_stand_in, engine_recipes, "2.20")
+
+
+def engine_layers(context: BuildContext, **options: Any) -> EngineLayers:
+    """The factory for the ranks of ``context``, as the plugin makes it on a GPU."""
+    split = Split(context.groups.peers(context.topology, "tensor"), context.sequence_shards > 1)
+    return EngineLayers(context, split, STAND_IN, Options(**options))

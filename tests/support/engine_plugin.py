@@ -1,0 +1,19 @@
+"""A plugin file: parallel-layer=te with the stand-in in the place of Transformer Engine, so that it runs on the CPU."""
+
+from __future__ import annotations
+
+from megatron_run.contracts import BuildContext, ParallelLayers, PluginInfo
+from megatron_run.hookspecs import hookimpl
+from megatron_run_parallel_layer_te.options import Options
+from tests.support.engine_layers import engine_layers
+
+
+@hookimpl
+def megatron_run_plugin_info() -> PluginInfo:
+    served = frozenset({"parallel.tensor", "parallel.sequence"})
+    return PluginInfo("parallel-layer", "engine_plugin", options=Options, provides=served)
+
+
+@hookimpl
+def megatron_run_create_parallel_layer(context: BuildContext, options: Options) -> ParallelLayers:
+    return engine_layers(context, **options.model_dump())
