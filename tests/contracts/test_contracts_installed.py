@@ -28,6 +28,7 @@ FIRST_PARTY = {
     "schedule=interleaved",
     "schedule=zero-bubble",
     "observer=tensorboard",
+    "parallel-layer=tensor",
 }
 
 
