@@ -33,7 +33,8 @@ GPT: Mapping[str, Any] = {
 def tensor_layers(context: BuildContext, **options: object) -> ParallelLayers:
     """The factory of the plugin ``parallel-layer=tensor``."""
     plugin = load(choose(scan(), "parallel-layer", "tensor", "a test"), "a test")
-    made: ParallelLayers = plugin.with_options(plugin.options_model.model_validate(options)).create(context=context)
+    plugin = plugin.with_options(plugin.options_model.model_validate(options))
+    made: ParallelLayers = plugin.create(context=context, base=None)
     return made
 
 
