@@ -36,6 +36,7 @@ FIRST_PARTY = {
     "schedule=zero-bubble",
     "observer=tensorboard",
     "observer=trace",
+    "parallel-layer=tensor",
 }
 
 

@@ -1,15 +1,22 @@
-"""The suite of kind parallel-layer sees what a wrong factory of layers does."""
+"""The suite of kind parallel-layer sees what a wrong factory of layers does, on one rank and on several."""
 
-from typing import Literal
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from megatron_run.builtin.parallel_layer.dense import DenseLayers
-from megatron_run.contracts import AttentionShape, Init, StackedLayers
+from megatron_run.contracts import AttentionShape, BuildContext, Init, ParallelLayers, StackedLayers
 from megatron_run.testing.parallel_layer import parallel_layer_checks
 from tests.support.conformance import failures
+from tests.support.tensor_layers import tensor_layers
 
 
 class WrongEps(StackedLayers):
@@ -27,17 +34,42 @@ class OtherStart(StackedLayers):
         return self.base.row_linear(inputs, outputs, bias=bias, init=Init("normal", init.std / 2))
 
 
+class OtherDecay(StackedLayers):
+    def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
+        layer: Any = self.base.row_linear(inputs, outputs, bias=bias, init=init)
+        layer.parameter_specs["weight"] = replace(layer.parameter_specs["weight"], decay=False)
+        made: nn.Module = layer
+        return made
+
+
 class SeesTheFuture(StackedLayers):
     def core_attention(self, shape: AttentionShape, dropout: float) -> nn.Module:
         core = self.base.core_attention(shape, dropout)
-        everything = torch.ones(6, 6, dtype=torch.bool)
-        core.forward = lambda q, k, v, mask: type(core).forward(core, q, k, v, everything if mask is None else mask)
+        forward = core.forward
+        core.forward = lambda q, k, v, mask: forward(
+            q, k, v, torch.ones(len(q), len(q), dtype=torch.bool) if mask is None else mask
+        )
+        return core
+
+
+class IgnoresTheMask(StackedLayers):
+    def core_attention(self, shape: AttentionShape, dropout: float) -> nn.Module:
+        core = self.base.core_attention(shape, dropout)
+        forward = core.forward
+        core.forward = lambda q, k, v, _: forward(q, k, v, None)
         return core
 
 
 class PaddingIsAClass(StackedLayers):
     def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
         return self.base.cross_entropy(-(-vocab // 128) * 128, label_smoothing)
+
+
+class SmoothsEvaluations(StackedLayers):
+    def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
+        loss = self.base.cross_entropy(vocab, label_smoothing)
+        setattr(loss, "train", lambda mode=True: loss)  # noqa: B010  # a method is no attribute to mypy
+        return loss
 
 
 class KeepsItsWeight(StackedLayers):
@@ -59,13 +91,16 @@ class WrongSign(StackedLayers):
 
 
 WRONG = {
-    WrongEps: ("layer norm", "output"),
-    OtherNames: ("row linear", "logical tensors"),
-    OtherStart: ("row linear", "initial layer.weight"),
+    WrongEps: ("layer norm", "output on one rank"),
+    OtherNames: ("row linear", "logical tensors on one rank"),
+    OtherStart: ("row linear", "initial layer.weight on one rank"),
+    OtherDecay: ("row linear", "layer.weight on one rank: shape (12, 8), decay False, expected (12, 8), True"),
     SeesTheFuture: ("attention is causal without a mask", "mask"),
+    IgnoresTheMask: ("attention core with padded keys", "output"),
     PaddingIsAClass: ("padding is no class", "loss with padding"),
+    SmoothsEvaluations: ("cross entropy of an evaluation, which smoothes nothing", "output"),
     KeepsItsWeight: ("an output layer shares the weight it is given", "does not hold"),
-    DropsNothing: ("dropout drops and rescales", "dropped 0.0%"),
+    DropsNothing: ("dropout drops and rescales", "drops the same values in another segment"),
     WrongSign: ("vocabulary embedding", "output"),
 }
 
@@ -75,3 +110,144 @@ def test_the_suite_sees_a_wrong_layer(wrong: type[StackedLayers]) -> None:
     name, message = WRONG[wrong]
     checks = parallel_layer_checks(lambda context: wrong(DenseLayers(context)))
     assert message in failures(check for check in checks if check.name == name)[name]
+
+
+def _changed(context: BuildContext, method: str, change: Callable[[Any], None]) -> ParallelLayers:
+    """The tensor plugin's factory, whose ``method`` makes layers that ``change`` has changed."""
+    layers = tensor_layers(context)
+    make = getattr(layers, method)
+
+    def made(*arguments: Any, **keywords: Any) -> nn.Module:
+        layer: nn.Module = make(*arguments, **keywords)
+        change(layer)
+        return layer
+
+    setattr(layers, method, made)
+    return layers
+
+
+def forgets_the_sum_in_the_backward(context: BuildContext) -> ParallelLayers:
+    def change(layer: Any) -> None:
+        layer.forward = lambda x: F.linear(x, layer.weight, layer.bias)
+
+    return _changed(context, "column_linear", change)
+
+
+def adds_the_bias_on_every_rank(context: BuildContext) -> ParallelLayers:
+    def change(layer: Any) -> None:
+        forward = layer.forward
+        layer.forward = lambda x: forward(x) + (context.topology.sizes.tensor - 1) * layer.bias
+
+    return _changed(context, "row_linear", change)
+
+
+def holds_the_parts_of_another_rank(context: BuildContext) -> ParallelLayers:
+    def change(layer: Any) -> None:
+        specs = layer.parameter_specs
+        moved = [replace(part, start=len(part.local) - part.start) for part in specs["weight"].parts]
+        specs["weight"] = replace(specs["weight"], parts=tuple(moved))
+
+    return _changed(context, "column_linear", change)
+
+
+def holds_everything_twice(context: BuildContext) -> ParallelLayers:
+    return DenseLayers(context)
+
+
+def forgets_that_norms_see_few_tokens(context: BuildContext) -> ParallelLayers:
+    def change(layer: Any) -> None:
+        layer.parameter_specs = {name: replace(spec, partial_over=None) for name, spec in layer.parameter_specs.items()}
+
+    return _changed(context, "norm", change)
+
+
+def sums_what_is_no_part_of_a_sum(context: BuildContext) -> ParallelLayers:
+    def change(layer: Any) -> None:
+        specs = layer.parameter_specs
+        specs["weight"] = replace(specs["weight"], partial_over="tensor")
+
+    return _changed(context, "column_linear", change)
+
+
+def drops_alike_inside(context: BuildContext) -> ParallelLayers:
+    def change(core: Any) -> None:
+        forward = core.forward
+
+        def alike(*arguments: Tensor) -> Any:
+            torch.default_generator.set_state(context.rng.replicated.get_state())
+            return forward(*arguments)
+
+        core.forward = alike
+
+    return _changed(context, "core_attention", change)
+
+
+def drops_differently_outside(context: BuildContext) -> ParallelLayers:
+    layers = tensor_layers(context)
+    setattr(layers, "dropout", nn.Dropout)  # noqa: B010  # a method is no attribute to mypy
+    return layers
+
+
+def raises_on_the_second_rank(context: BuildContext) -> ParallelLayers:
+    def change(layer: nn.Module) -> None:
+        if context.topology.rank == 1:
+            raise ValueError("no rows here")
+
+    return _changed(context, "row_linear", change)
+
+
+def dies_on_the_second_rank(context: BuildContext) -> ParallelLayers:
+    def change(layer: nn.Module) -> None:
+        if context.topology.rank == 1:
+            os._exit(7)
+
+    return _changed(context, "row_linear", change)
+
+
+SPLIT_WRONG: dict[Callable[[BuildContext], ParallelLayers], tuple[str, str]] = {
+    forgets_the_sum_in_the_backward: ("column linear of three parts", "gradient of input 0 on rank 0 of 2: "),
+    adds_the_bias_on_every_rank: ("row linear", "output on rank 0 of 2: "),
+    holds_the_parts_of_another_rank: ("column linear of three parts", "output of query on rank 0 of 2: "),
+    holds_everything_twice: ("column linear of three parts", "output is [8, 2, 32], expected [8, 2, 16]"),
+    forgets_that_norms_see_few_tokens: ("layer norm", "gradient of layer.bias on rank 0 of 2, sequence split: "),
+    sums_what_is_no_part_of_a_sum: (
+        "column linear without bias",
+        "layer.up.weight says that its gradient is partial over tensor, and rank 1 of 2 holds another piece",
+    ),
+    drops_alike_inside: (
+        "attention drops probabilities, on every rank others",
+        "attention with dropout drops the same values on rank 0 of 2 and rank 1 of 2, expected different ones",
+    ),
+    drops_differently_outside: (
+        "dropout drops and rescales",
+        "dropout drops different values on rank 0 of 2 and rank 1 of 2, expected the same ones",
+    ),
+    raises_on_the_second_rank: ("row linear", "on 2 ranks: rank 1: ValueError: no rows here (test_contracts_parallel_"),
+    dies_on_the_second_rank: ("row linear", "on 2 ranks: rank 1: the process ended without a word"),
+}
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("wrong", SPLIT_WRONG, ids=lambda wrong: wrong.__name__)
+def test_the_suite_sees_a_wrong_split(wrong: Callable[[BuildContext], ParallelLayers]) -> None:
+    name, message = SPLIT_WRONG[wrong]
+    checks = parallel_layer_checks(wrong, ranks=(2,), sequence="sequence" in message)
+    found = failures(check for check in checks if check.name == name)[name]
+    assert found.startswith(f"{name}: ")
+    assert message in found
+
+
+@pytest.mark.multiproc
+def test_what_comes_after_a_failure_is_tried_all_the_same() -> None:
+    checks = parallel_layer_checks(raises_on_the_second_rank, ranks=(2,), sequence=False)
+    assert set(failures(checks)) == {"row linear", "row linear without bias"}
+
+
+def test_a_factory_that_no_other_process_can_name_is_refused() -> None:
+    def create(context: BuildContext) -> ParallelLayers:
+        return DenseLayers(context)
+
+    (first, *_) = parallel_layer_checks(create, ranks=(2,))
+    (found,) = failures([first]).values()
+    assert "cannot be sent to another rank" in found
+    assert found.endswith("give a module's function, or PluginLayers")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_run.comm import Groups, create_groups
+from megatron_run.comm import Groups, Peers, create_groups
 from megatron_run.topology import Sizes, Topology
 from tests.support.ranks import run_ranks
 
@@ -35,3 +35,51 @@ def test_each_axis_reduces_over_its_own_ranks() -> None:
         {"tensor": 100, "data": 1100, "pipeline": 101, "tie": 101, "world": 1111, "channels": True, "max": 3},
         {"tensor": 1000, "data": 1100, "pipeline": 1010, "tie": 1010, "world": 1111, "channels": True, "max": 3},
     ]
+
+
+def test_a_peer_alone_gives_back_what_it_is_given() -> None:
+    alone, tensor = Peers(), torch.tensor([3.0, 4.0])
+    pending = [alone.start_sum(tensor), alone.start_gather(tensor), alone.start_scatter_sum(tensor)]
+    assert all(each.wait() is tensor for each in pending)
+    assert alone.sum_(tensor) is alone.max_(tensor) is alone.gather(tensor) is alone.scatter_sum(tensor) is tensor
+    assert tensor.tolist() == [3.0, 4.0]
+
+
+def peers_at_work(rank: int, world: int) -> dict[str, Any]:
+    topology = Topology(Sizes(tensor=2, data=world // 2), rank)
+    peers = create_groups(topology, timedelta(seconds=20)).peers(topology, "tensor")
+    column = torch.tensor([[10.0**rank], [2 * 10.0**rank]])  # [2, 1]
+    strided = torch.arange(4.0).view(2, 2).t() + rank  # collectives want contiguous memory, layers need not know
+    started = {
+        "sum": peers.start_sum(column.clone()),
+        "gather": peers.start_gather(column.clone()),
+        "scatter_sum": peers.start_scatter_sum(column.clone()),
+    }
+    return {
+        "index": (peers.index, peers.size),
+        "sum": peers.sum_(column.clone()).flatten().tolist(),
+        "max": peers.max_(column.clone()).flatten().tolist(),
+        "gather": peers.gather(column).flatten().tolist(),
+        "scatter_sum": peers.scatter_sum(column).flatten().tolist(),
+        "started": {name: pending.wait().flatten().tolist() for name, pending in reversed(started.items())},
+        "strided": (peers.gather(strided).tolist(), peers.scatter_sum(strided).tolist()),
+        "input": column.flatten().tolist(),
+    }
+
+
+@pytest.mark.multiproc
+def test_peers_sum_gather_and_scatter_among_themselves_alone() -> None:
+    for rank, found in enumerate(run_ranks(peers_at_work, 4)):
+        index, pair = rank % 2, (rank - rank % 2, rank - rank % 2 + 1)
+        low, high = 10.0 ** pair[0], 10.0 ** pair[1]
+        both = low + high
+        assert found["index"] == (index, 2)
+        assert found["sum"] == [both, 2 * both]
+        assert found["max"] == [high, 2 * high]
+        assert found["gather"] == [low, 2 * low, high, 2 * high]
+        assert found["scatter_sum"] == [[both], [2 * both]][index]
+        assert found["started"] == {name: found[name] for name in ("sum", "gather", "scatter_sum")}
+        rows = [[0.0, 2.0], [1.0, 3.0]]
+        gathered = [[value + peer for value in row] for peer in pair for row in rows]
+        assert found["strided"] == (gathered, [[2 * value + sum(pair) for value in rows[index]]])
+        assert found["input"] == [10.0**rank, 2 * 10.0**rank]

@@ -56,3 +56,21 @@ def test_shards_are_cut_out_of_the_same_initial_values_and_padding_is_zero() -> 
 def test_a_matrix_without_a_spec_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"inner.weight has no parameter_specs entry"):
         describe_parameters(nn.ModuleDict({"inner": nn.Linear(2, 2)}))  # type: ignore[arg-type]  # as above
+
+
+def test_what_every_rank_holds_whole_is_counted_on_the_first_and_a_shard_everywhere() -> None:
+    for rank in range(3):
+        infos = describe_parameters(Model(), tensor_rank=rank)  # type: ignore[arg-type]  # as above
+        counted = {info.name: info.counted for info in infos.values()}
+        assert counted == {"attention.weight": True, "norm.weight": rank == 0, "norm.bias": rank == 0}
+
+
+def test_columns_of_a_matrix_are_a_shard_too() -> None:
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.empty(6, 4))
+    specs = {"weight": ParameterSpec(Init("normal", 0.5), (Part("weight", (6, 8), range(6), column=4),))}
+    layer.parameter_specs = specs  # type: ignore[assignment]  # no module
+    (info,) = describe_parameters(nn.ModuleDict({"layer": layer}), tensor_rank=1).values()  # type: ignore[arg-type]  # as above
+    assert info.counted
+    assert info.parts[0].name == "layer.weight"
+    assert count_parameters([info]) == 6 * 8

@@ -55,3 +55,28 @@ def test_initial_values_depend_on_seed_and_name() -> None:
     assert torch.equal(values(1, "a"), values(1, "a"))
     assert not torch.equal(values(1, "a"), values(1, "b"))
     assert not torch.equal(values(1, "a"), values(2, "a"))
+
+
+def test_one_stream_is_equal_on_all_shards_and_the_other_is_each_ones_own() -> None:
+    """Appendix B.2 of the Megatron-LM paper: what is whole is dropped alike, what is split is not."""
+    microbatch, replicated, sharded = Microbatch(0, 1, 0, {}), [], []
+    for shard in range(4):
+        streams = RandomStreams(7, torch.device("cpu"), shard=shard)
+        sharded.append(tuple(draw(streams, microbatch).tolist()))
+        replicated.append(tuple(torch.rand(4, generator=streams.replicated).tolist()))
+    assert len(set(replicated)) == 1
+    assert len({*sharded, *replicated}) == 5, "no shard draws what another does, nor what all do"
+
+
+def test_the_stream_of_all_shards_depends_on_the_place_alone_and_not_on_the_other() -> None:
+    streams, here = RandomStreams(7, torch.device("cpu")), Microbatch(0, 1, 0, {})
+
+    def draw_replicated(microbatch: Microbatch, layer: int = 0, segment: int = 0) -> tuple[float, ...]:
+        streams.position(microbatch, layer, segment)
+        torch.rand(3)  # as attention does, inside the same segment
+        return tuple(torch.rand(4, generator=streams.replicated).tolist())
+
+    places = [(here, 0, 0), (replace(here, step=2), 0, 0), (replace(here, sample0=1), 0, 0), (here, 1, 0), (here, 0, 1)]
+    seen = [draw_replicated(*place) for place in places]
+    assert len(set(seen)) == len(places)
+    assert [draw_replicated(*place) for place in places] == seen

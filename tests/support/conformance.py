@@ -19,7 +19,8 @@ VARIANTS: Mapping[str, Mapping[str, Options]] = {
     "model=gpt": {
         "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "bias": False},
         "untied, three layers": {"tie_embeddings": False, "num_layers": 3},
-    }
+    },
+    "parallel-layer=tensor": {"without overlap": {"overlap": False}},
 }
 
 

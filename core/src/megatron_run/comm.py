@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_run.topology import Axis
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -70,7 +70,7 @@ class Peers:
         if self.size == 1:
             return Pending(part)
         whole = part.new_empty((self.size * part.shape[0], *part.shape[1:]))
-        return Pending(whole, dist.all_gather_into_tensor(whole, part.contiguous(), group=self.group, async_op=True))
+        return Pending(whole, _collective("all_gather")(whole, part.contiguous(), group=self.group, async_op=True))
 
     def scatter_sum(self, whole: Tensor) -> Tensor:
         """This rank's part of the sum over the peers, a reduce-scatter: [size * n, ...] -> [n, ...]."""
@@ -81,7 +81,15 @@ class Peers:
         if self.size == 1:
             return Pending(whole)
         part = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
-        return Pending(part, dist.reduce_scatter_tensor(part, whole.contiguous(), group=self.group, async_op=True))
+        return Pending(part, _collective("reduce_scatter")(part, whole.contiguous(), group=self.group, async_op=True))
+
+
+def _collective(name: Literal["all_gather", "reduce_scatter"]) -> Callable[..., dist.Work | None]:
+    """The collective of one tensor into one: torch 2.13 renamed both, and warns about the names that 2.9 has."""
+    found: Callable[..., dist.Work | None] | None = getattr(dist, f"{name}_single", None)
+    return found or getattr(
+        dist, {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}[name]
+    )
 
 
 #: Where a collective runs: along one axis, or over every rank.

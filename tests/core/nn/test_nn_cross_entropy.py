@@ -1,11 +1,19 @@
-"""Cross entropy over a padded vocabulary."""
+"""Cross entropy over a padded vocabulary, of one rank or shared by several."""
+
+from __future__ import annotations
 
 import math
+from datetime import timedelta
 
+import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_run.comm import create_groups
 from megatron_run.nn.cross_entropy import cross_entropy
+from megatron_run.topology import Sizes, Topology
+from tests.support.ranks import run_ranks
 
 
 def test_loss_and_gradient_are_those_of_the_real_columns() -> None:
@@ -44,3 +52,57 @@ def test_16_bit_logits_give_a_loss_in_fp32_and_a_gradient_in_their_own_dtype() -
     loss.sum().backward()
     assert logits.grad is not None
     assert logits.grad.dtype == torch.bfloat16
+
+
+VOCAB, COLUMNS, TOKENS = 21, 8, 12
+
+
+def shared_logits(kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [N, v], labels [N] that name every rank's columns, and a weight for each token's loss."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(TOKENS, VOCAB, dtype=torch.float64, generator=generator)
+    if kind == "extreme":  # the largest logit lies on another rank than the label, and far away
+        logits[:, ::5] += 1e4
+        logits[::2, 1::7] -= 1e4
+    return logits, torch.arange(TOKENS) * 5 % VOCAB, torch.rand(TOKENS, dtype=torch.float64, generator=generator)
+
+
+def share_losses(rank: int, world: int) -> dict[tuple[str, float], tuple[list[float], list[list[float]]]]:
+    """Losses and the gradient of this rank's columns, of which four ranks hold 8, 8, 5 and no real one."""
+    topology = Topology(Sizes(tensor=world), rank)
+    peers = create_groups(topology, timedelta(seconds=20)).peers(topology, "tensor")
+    columns = -(-VOCAB // world) if world < 4 else COLUMNS
+    found = {}
+    for kind in ("plain", "extreme"):
+        for smoothing in (0.0, 0.2):
+            logits, labels, weights = shared_logits(kind)
+            padded = F.pad(logits, (0, columns * world - VOCAB), value=5e4)
+            mine = padded[:, rank * columns : (rank + 1) * columns].clone().requires_grad_()
+            loss = cross_entropy(mine, labels, VOCAB, smoothing, peers)
+            loss.backward(weights)
+            assert mine.grad is not None
+            found[kind, smoothing] = loss.tolist(), mine.grad.tolist()
+    return found
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_shared_by_ranks_it_is_that_of_one(world: int) -> None:
+    ranks = run_ranks(share_losses, world)
+    for kind, smoothing in ranks[0]:
+        logits, labels, weights = shared_logits(kind)
+        expected = F.cross_entropy(logits.requires_grad_(), labels, reduction="none", label_smoothing=smoothing)
+        expected.backward(weights)
+        for found in ranks:
+            assert found[kind, smoothing][0] == ranks[0][kind, smoothing][0]  # to the last bit, on every rank
+            torch.testing.assert_close(torch.tensor(found[kind, smoothing][0]).double(), expected.float().double())
+        gradient = torch.cat([torch.tensor(found[kind, smoothing][1], dtype=torch.float64) for found in ranks], 1)
+        torch.testing.assert_close(gradient[:, :VOCAB], logits.grad)
+        assert not gradient[:, VOCAB:].any()
+
+
+def test_smoothed_it_is_pytorchs_and_its_gradient_the_slope() -> None:
+    logits, labels = torch.randn(3, 8).double().requires_grad_(), torch.tensor([0, 4, 2])
+    found = cross_entropy(logits, labels, 5, 0.3)
+    torch.testing.assert_close(found, F.cross_entropy(logits[:, :5], labels, reduction="none", label_smoothing=0.3))
+    assert torch.autograd.gradcheck(lambda x: cross_entropy(x, labels, 5, 0.3), (logits,))

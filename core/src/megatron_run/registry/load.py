@@ -65,6 +65,7 @@ def load(entry: Entry, origin: str, digests: SourceDigests | None = None) -> Plu
         digest=(digests or SourceDigests()).of(module),
         location=getattr(module, "__file__", None) or entry.location,
         factory=factory,
+        entry=entry,
     )
 
 

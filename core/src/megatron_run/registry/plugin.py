@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -22,6 +22,9 @@ from megatron_run.contracts import (
 )
 from megatron_run.errors import PluginError, RunError
 from megatron_run.registry.difference import in_one_line, said_type
+
+if TYPE_CHECKING:
+    from megatron_run.registry.discover import Entry
 
 #: What the factory of each kind must return.
 CONTRACTS: Mapping[str, type] = MappingProxyType(
@@ -55,7 +58,7 @@ class Plugin:
 
     ``origin`` says why it won. ``options`` are set by :meth:`with_options` once the configuration is resolved.
     ``digest`` is the SHA-256 of its source files, which all ranks compare. ``location`` is the file it was imported
-    from. ``factory`` is its hook.
+    from. ``factory`` is its hook. ``entry`` is what it was loaded by, None for an object of the caller's.
     """
 
     kind: str
@@ -68,6 +71,7 @@ class Plugin:
     location: str
     factory: Callable[..., object] = field(repr=False, compare=False)
     options: BaseModel | None = None
+    entry: Entry | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.kind}={self.name}"

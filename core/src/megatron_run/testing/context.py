@@ -1,4 +1,4 @@
-"""What a plugin needs to live on one process: a real context, and chunks with initialised parameters and gradients."""
+"""What a plugin needs to live in a test: a real context, and chunks with initialised parameters and gradients."""
 
 from __future__ import annotations
 
@@ -35,14 +35,32 @@ def single_process_context(
     ``model`` are the model plugin's options with the vocabulary filled in, ``dtype`` that of parameters and gradients;
     ``train`` overrides keys of the train section (a sequence of 16 tokens, two samples a microbatch).
     """
+    return context_at(Topology(Sizes(), 0), Groups(), model, dtype=dtype, device=device, train=train)
+
+
+def context_at(
+    topology: Topology,
+    groups: Groups,
+    model: BaseModel | None = None,
+    *,
+    sequence: bool = False,
+    dtype: torch.dtype = torch.float64,
+    device: str | torch.device = "cpu",
+    train: Mapping[str, Any] | None = None,
+) -> BuildContext:
+    """The context of the rank at ``topology``, otherwise as :func:`single_process_context`.
+
+    ``sequence`` is ``parallel.sequence``; ``groups``, from :func:`megatron_run.comm.create_groups`, are made once a
+    process.
+    """
     section = TrainSection.model_validate(
         {"steps": 1, "global_batch_size": 2, "micro_batch_size": 2, "sequence_length": 16, **(train or {})}
     )
     device = torch.device(device)
-    rng = RandomStreams(section.seed, device)
+    rng = RandomStreams(section.seed, device, shard=topology.tensor_rank)
     return BuildContext(
-        topology=Topology(Sizes(), 0),
-        groups=Groups(),
+        topology=topology,
+        groups=groups,
         device=device,
         dtypes=Dtypes(param=dtype, grad=dtype),
         model=model or NoOptions(),
@@ -53,12 +71,13 @@ def single_process_context(
         metrics=Metrics(device),
         segments=SegmentRunner(rng),
         log=logging.getLogger("megatron_run.testing"),
+        sequence_shards=topology.sizes.tensor if sequence else 1,
     )
 
 
 def prepare(context: BuildContext, chunks: Sequence[Chunk]) -> dict[Parameter, ParamInfo]:
     """Fill the parameters of one stage's ``chunks`` and give them gradients, as a run does; returns their infos."""
-    infos = [describe_parameters(chunk) for chunk in chunks]
+    infos = [describe_parameters(chunk, context.topology.tensor_rank) for chunk in chunks]
     described = {parameter: info for each in infos for parameter, info in each.items()}
     initialise(described, context.train.seed)
     for parameter, info in described.items():

@@ -34,10 +34,15 @@ def _schedule(plugin: Plugin) -> tuple[Check, ...]:
 
 
 def _parallel_layer(plugin: Plugin) -> tuple[Check, ...]:
-    from megatron_run.builtin.parallel_layer.dense import DenseLayers
-    from megatron_run.testing.parallel_layer import parallel_layer_checks
+    from megatron_run.testing.parallel_layer import PluginLayers, parallel_layer_checks
 
-    return parallel_layer_checks(lambda context: plugin.create(context=context, base=DenseLayers(context)))
+    assert plugin.entry is not None  # what is checked is installed, or a file
+    options = {} if plugin.options is None else plugin.options.model_dump()
+    return parallel_layer_checks(
+        PluginLayers(plugin.entry, options),
+        ranks=(1, 2, 4) if "parallel.tensor" in plugin.provides else (1,),
+        sequence="parallel.sequence" in plugin.provides,
+    )
 
 
 def _model(plugin: Plugin) -> tuple[Check, ...]:
