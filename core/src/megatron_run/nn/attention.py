@@ -26,11 +26,11 @@ class SelfAttention(nn.Module):
         width, kv_width = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
         parts = (LinearPart("query", width), LinearPart("key", kv_width), LinearPart("value", kv_width))
         self.features = [part.features for part in parts]
+        shape = AttentionShape(spec.heads, spec.kv_heads, spec.head_size, layer)
+        self.core = layers.core_attention(shape, spec.dropout)  # first, to refuse heads rather than features
         norm = layers.norm(spec.norm, spec.hidden)
         self.qkv = layers.column_linear(spec.hidden, parts, bias=spec.bias, init=spec.init, norm=norm)
         self.rotary = rotary
-        shape = AttentionShape(spec.heads, spec.kv_heads, spec.head_size, layer)
-        self.core = layers.core_attention(shape, spec.dropout)
         self.output = layers.row_linear(width, spec.hidden, bias=spec.bias, init=spec.residual_init)
 
     def forward(self, x: Tensor) -> Tensor:
