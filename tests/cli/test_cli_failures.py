@@ -257,7 +257,7 @@ TOPOLOGY = {
     "tensor unserved": Mistake(
         f"{PLAIN} --set parallel.tensor=2",
         2,
-        ("parallel.tensor=2 needs a plugin", "parallel-layer=dense does not", "megatron-run-parallel-layer-tensor"),
+        ("parallel.tensor=2 needs a plugin", "parallel-layer=dense does not", "choose --plugin parallel-layer=tensor"),
     ),
     "sequence unserved": Mistake(
         f"{PLAIN} --set parallel.sequence=true",
@@ -265,7 +265,7 @@ TOPOLOGY = {
         (
             "parallel.sequence=true needs a plugin",
             "parallel-layer=dense does not",
-            "megatron-run-parallel-layer-tensor",
+            "choose --plugin parallel-layer=tensor",
         ),
     ),
     "expert unserved": Mistake(

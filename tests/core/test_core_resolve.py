@@ -37,6 +37,42 @@ def test_a_suggestion_covers_a_default_and_nothing_else() -> None:
     assert run.notices == ()
 
 
+SCATTER = "parallel.scatter_messages=true"
+STAGES = ["schedule=1f1b", "parallel-layer=tensor"]
+
+
+@pytest.mark.parametrize(
+    ("plugins", "sets", "notices"),
+    [
+        (
+            STAGES[1:],
+            ["parallel.tensor=1", "parallel.sequence=true"],
+            ["parallel.sequence=true splits nothing over one rank; set parallel.tensor to 2 or more"],
+        ),
+        (
+            STAGES[1:],
+            [SCATTER],
+            [f"{SCATTER} changes nothing: one pipeline stage sends no messages"],
+        ),
+        (
+            STAGES[:1],
+            [SCATTER],
+            [f"{SCATTER} changes nothing: one tensor-parallel rank has nobody to share a message with"],
+        ),
+        (
+            STAGES,
+            [SCATTER, "parallel.sequence=true"],
+            [f"{SCATTER} changes nothing: with parallel.sequence=true each rank's messages are parts already"],
+        ),
+        (STAGES, [SCATTER], []),
+        (STAGES, ["parallel.sequence=true"], []),
+    ],
+)
+def test_a_key_that_changes_nothing_gets_a_notice(plugins: list[str], sets: list[str], notices: list[str]) -> None:
+    said = resolved(plugins=plugins, sets=sets).notices
+    assert [notice for notice in said if " suggests " not in notice] == notices
+
+
 @pytest.mark.parametrize(("nproc", "data"), [(None, 1), (2, 1), (4, 2), (8, 4)])
 def test_the_data_axis_is_what_is_left_of_the_world(nproc: int | None, data: int) -> None:
     run = resolved(plugins=["schedule=1f1b"], nproc=nproc)

@@ -104,6 +104,47 @@ def test_a_header_is_sent_only_before_a_tensor_whose_shape_is_unknown() -> None:
     assert activations == gradients == [[2 * 3, 2 * 3], [1, 8 * 3, 2 * 3]]
 
 
+#: What crosses from stage 0 to stage 1: odd, even, and none at all; the second of each two rows is the sender's secret.
+CROSSING = [(shape, secret) for shape in [(3, 1), (2, 3), (5, 4), (0, 2)] for secret in (False, True)]
+
+
+def share_messages(rank: int, world: int) -> tuple[list[int], list[Any]]:
+    """Two ranks on each of two stages: the numbers of values that this one sends, and what it receives."""
+    topology = Topology(Sizes(tensor=2, pipeline=2), rank)
+    groups, isend = create_groups(topology, timedelta(seconds=20)), dist.isend
+    sharers = groups.peers(topology, "tensor")
+    messenger = Messenger(groups.channels, topology.peers("pipeline"), CPU, sharers=sharers)
+    sent: list[int] = []
+
+    def counted(tensor: Tensor, *arguments: Any, **named: Any) -> dist.Work | None:
+        sent.append(tensor.numel())
+        return isend(tensor, *arguments, **named)
+
+    dist.isend = counted
+    received = []
+    messages = [Message("x", index, 0, 1, 1) for index in range(len(CROSSING))]
+    boundaries = [Boundary((None, shape[1]) if secret else shape, torch.float32) for shape, secret in CROSSING]
+    if topology.stage == 0:
+        for message, boundary, (shape, _) in zip(messages, boundaries, CROSSING, strict=True):
+            values = torch.arange(shape[0] * shape[1], dtype=torch.float32).view(shape[1], shape[0]).t()
+            messenger.send(message, values, boundary)
+        messenger.flush()
+    else:
+        for message, boundary in zip(messages, boundaries, strict=True):
+            messenger.post(message, boundary)
+        received = [messenger.wait(message) for message in messages]
+    return sent, [[list(tensor.shape), tensor.tolist()] for tensor in received]
+
+
+@pytest.mark.multiproc
+def test_peers_send_equal_parts_of_a_message_and_all_of_one_that_they_do_not_divide() -> None:
+    first, second, *receivers = run_ranks(share_messages, 4)
+    assert first[0] == second[0] == [3, 1, 3, 3, 1, 3, 10, 1, 10, 0, 1, 0]
+    whole = [torch.arange(rows * columns).view(columns, rows).t() for (rows, columns), _ in CROSSING]
+    for _, received in receivers:
+        assert received == [[list(tensor.shape), tensor.tolist()] for tensor in whole]
+
+
 class OpenEnded(ToyChunk):
     """A chunk whose output no backward reads: only the executor could keep it."""
 

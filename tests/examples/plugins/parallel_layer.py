@@ -17,7 +17,9 @@ class PreciseRmsNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = empty_parameter(context, size)
-        self.parameter_specs = {"weight": ParameterSpec(Init("ones"))}
+        own_tokens = context.sequence_shards > 1  # then this rank's gradient is one part of a sum
+        spec = ParameterSpec(Init("ones"), partial_over="tensor" if own_tokens else None)
+        self.parameter_specs = {"weight": spec}
 
     def forward(self, x: Tensor) -> Tensor:
         """[*, h] -> [*, h]."""

@@ -115,6 +115,9 @@ class ParallelSection(Section):
     expert: int = Field(1, ge=1, description="data-parallel ranks that split the experts")
     data: int | None = Field(None, ge=1, description="copies of the model; unset: world / (tensor x pipeline)")
     sequence: bool = Field(False, description="sequence parallelism: split norms and dropout over the tensor ranks")
+    scatter_messages: bool = Field(
+        False, description="between stages each tensor rank sends 1 / tensor of a message, and its receivers gather it"
+    )
     layers: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (), description="layers of each stage and chunk in model order; empty: even"
     )

@@ -19,10 +19,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LinearPart:
-    """One of the logical matrices that a fused linear layer computes at once: q, k, v, or gate and up."""
+    """One of the logical matrices that a fused linear layer computes at once: q, k, v, or gate and up.
+
+    ``key`` is the configuration key that sets ``features``, where there is one: an error names it.
+    """
 
     name: str
     features: int
+    key: str = ""
+
+    def __str__(self) -> str:
+        return f"features of {self.name}" + (f" ({self.key})" if self.key else "")
 
 
 @dataclass(frozen=True)

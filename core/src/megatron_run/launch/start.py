@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -57,14 +58,14 @@ def launch(request: Request, terms: Terms, how: How = "auto") -> Ending:
     from megatron_run.resolve import resolve
 
     if world is None:
-        return _start_local(resolve(request), request, terms)
+        return _start_local(_splitting(resolve(request)), request, terms)
     if request.nproc not in (None, world.size):
         raise InputError(
             f"--nproc {request.nproc} in a world of {world.size} ranks",
             why=f"{world.launcher} has started {world.size}",
             fix="leave --nproc out",
         )
-    return _join(lambda: resolve(replace(request, nproc=world.size)), world, terms)
+    return _join(lambda: _splitting(resolve(replace(request, nproc=world.size))), world, terms)
 
 
 def train(run: ResolvedRun) -> Ending:
@@ -75,11 +76,11 @@ def train(run: ResolvedRun) -> Ending:
     """
     world = find_world(os.environ)
     if world is not None:
-        ending = _join(lambda: _fitting(run, world), world, Terms())
+        ending = _join(lambda: _splitting(_fitting(run, world)), world, Terms())
     elif run.sizes.world == 1:
         return _train_here(run)
     else:
-        ending = _start_local(run, _as_request(run), Terms())
+        ending = _start_local(_splitting(run), _as_request(run), Terms())
     if ending.code == ExitCode.SIGINT:
         raise KeyboardInterrupt
     if ending.code:
@@ -94,6 +95,23 @@ def _fitting(run: ResolvedRun, world: World) -> ResolvedRun:
             why=f"{world.launcher} has started {world.size}",
             fix=f"resolve it with nproc={world.size}",
         )
+    return run
+
+
+def _splitting(run: ResolvedRun) -> ResolvedRun:
+    """``run``, once its layers are known to split over its ranks: a refusal comes before anything is written.
+
+    Only the layers know what they divide, so they are made, without memory. What fails otherwise is left to the ranks.
+    """
+    if run.sizes.tensor > 1:  # a rank that shares its layers with nobody divides nothing
+        from megatron_run.training.size import model_size
+
+        try:
+            model_size(run)
+        except RunError:
+            raise
+        except Exception as unknown:  # a model that needs its device to be built
+            logging.getLogger("megatron_run").debug("the layers were not made in advance", exc_info=unknown)
     return run
 
 

@@ -25,7 +25,7 @@ class Mlp(nn.Module):
     def __init__(self, layers: ParallelLayers, spec: TransformerSpec) -> None:
         super().__init__()
         names = ("gate", "up") if spec.activation == "swiglu" else ("up",)
-        parts = tuple(LinearPart(name, spec.ffn) for name in names)
+        parts = tuple(LinearPart(name, spec.ffn, "model.ffn_size") for name in names)
         norm = layers.norm(spec.norm, spec.hidden)
         self.input = layers.column_linear(spec.hidden, parts, bias=spec.bias, init=spec.init, norm=norm)
         self.activation = _activation(spec.activation)

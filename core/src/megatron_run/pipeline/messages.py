@@ -6,6 +6,11 @@ which its sender sends; receives are posted in that order, so nothing depends on
 A message of which only the sender knows the shape is preceded, on the same channel, by a header: the unknown sizes.
 Its own receive cannot be posted before the header is here, and nothing that follows on the channel may overtake it, so
 posts queue up behind it in the sender's order. Where every shape is known there is no header and no queue.
+
+Ranks of one stage that hold the same tensors, the tensor-parallel ones, may share a message: each sends one equal part
+of it to its counterpart on the other stage, whose peers put the parts together again. That is the scatter/gather
+optimization of Narayanan et al. 2021 ("Efficient Large-Scale Language Model Training"), section 4.1: between hosts the
+bytes of each rank's link shrink, and the gather runs over the faster links within a host.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_run.comm import Peers
 from megatron_run.errors import PluginError, RankLostError
 
 if TYPE_CHECKING:
@@ -31,13 +37,16 @@ if TYPE_CHECKING:
 
 #: What gloo says when a peer is silent, and not gone.
 _SILENT = re.compile(r"timed? ?out", re.IGNORECASE)
+#: Nobody else holds what this rank sends.
+ALONE = Peers()
 
 
 class _Transfer(NamedTuple):
-    """A tensor on its way, and the handle to wait for."""
+    """A tensor on its way, and the handle to wait for. ``shape`` is that of the message of which it is a part."""
 
     tensor: Tensor
     work: dist.Work
+    shape: torch.Size | None = None
 
 
 @dataclass
@@ -53,7 +62,8 @@ class Messenger:
     """Carries the messages of one stage. ``ranks`` maps a stage to the rank that this one talks to there.
 
     ``one_order``: each message is issued at its place in one global order, so no receive may be put off. ``model`` is
-    what errors call the one who declares the boundaries.
+    what errors call the one who declares the boundaries. ``sharers`` are the ranks of this stage that hold the same
+    tensors and send a part each; a message that they do not divide is sent whole by each of them.
     """
 
     def __init__(
@@ -64,9 +74,10 @@ class Messenger:
         *,
         one_order: bool = False,
         model: str = "the model",
+        sharers: Peers = ALONE,
     ) -> None:
         self._channels, self._ranks, self._device = channels, ranks, device
-        self._one_order, self._model = one_order, model
+        self._one_order, self._model, self._sharers = one_order, model, sharers
         self._local: dict[Message, Tensor] = {}
         self._awaited: defaultdict[int, deque[_Awaited]] = defaultdict(deque)
         self._posted: dict[Message, _Transfer] = {}
@@ -104,7 +115,9 @@ class Messenger:
             self._take_header(self._awaited[message.source])
         transfer = self._posted.pop(message)
         self._finish(message, transfer, message.source)
-        return transfer.tensor
+        if transfer.shape is None:
+            return transfer.tensor
+        return self._sharers.gather(transfer.tensor).view(transfer.shape)
 
     def send(self, message: Message, tensor: Tensor, boundary: Boundary) -> None:
         """Start sending ``tensor``, which belongs to the messenger until it is retired.
@@ -121,7 +134,7 @@ class Messenger:
             self._local[message] = tensor
             return
         header = () if boundary.known else (self._send_sizes(message, boundary.unknown(tensor)),)
-        transfer = self._start(dist.isend, message, tensor.contiguous(), message.target)
+        transfer = self._start(dist.isend, message, self._part_of(tensor), message.target)
         self._sent[message] = (*header, transfer)
 
     def retire(self, messages: Iterable[Message]) -> None:
@@ -158,8 +171,23 @@ class Messenger:
         return self._start(dist.isend, message, header, message.target)
 
     def _receive(self, message: Message, boundary: Boundary, sizes: Sequence[int] = ()) -> None:
-        tensor = torch.empty(boundary.resolve(sizes), dtype=boundary.dtype, device=self._device)
-        self._posted[message] = self._start(dist.irecv, message, tensor, message.source)
+        shape = torch.Size(boundary.resolve(sizes))
+        shared = self._is_shared(shape)
+        size = (shape.numel() // self._sharers.size,) if shared else shape
+        tensor = torch.empty(size, dtype=boundary.dtype, device=self._device)
+        transfer = self._start(dist.irecv, message, tensor, message.source)
+        self._posted[message] = transfer._replace(shape=shape if shared else None)
+
+    def _is_shared(self, shape: torch.Size) -> bool:
+        """Whether a message of ``shape`` crosses in parts; both ends must find the same."""
+        return self._sharers.size > 1 and shape.numel() > 0 and shape.numel() % self._sharers.size == 0
+
+    def _part_of(self, tensor: Tensor) -> Tensor:
+        """What this rank sends of ``tensor`` [*]: all of it, or its part [numel / sharers]."""
+        if not self._is_shared(tensor.shape):
+            return tensor.contiguous()
+        # A copy: a view would keep all of the tensor until it is retired.
+        return tensor.reshape(-1).chunk(self._sharers.size)[self._sharers.index].clone()
 
     def _start(self, operation: _Operation, message: Message, tensor: Tensor, stage: int) -> _Transfer:
         if self._channels is None:

@@ -38,7 +38,7 @@ from megatron_run.resolve.choosing import apply_suggestions, choose_plugins
 from megatron_run.resolve.options import kind_section, with_options
 from megatron_run.resolve.planning import layers_of, microbatch_counts, plan_run
 from megatron_run.resolve.run import ResolvedRun
-from megatron_run.resolve.topology import attribute, infer_sizes
+from megatron_run.resolve.topology import attribute, idle_keys, infer_sizes
 from megatron_run.topology import Sizes
 
 Part = TypeVar("Part")
@@ -143,6 +143,7 @@ class _Resolver:
 
     def _sizes(self, parallel: ParallelSection | None) -> Sizes | None:
         if parallel is not None:
+            self._notices += idle_keys(parallel)
             with self._findings.collect():
                 return infer_sizes(parallel, self._request.nproc)
         return None

@@ -39,6 +39,24 @@ def infer_sizes(parallel: ParallelSection, nproc: int | None) -> Sizes:
     return Sizes(tensor=tensor, pipeline=pipeline, data=world // unit, expert=parallel.expert)
 
 
+def idle_keys(parallel: ParallelSection) -> list[str]:
+    """A notice for every key that was asked for and changes nothing in this topology."""
+    notices = []
+    if parallel.sequence and parallel.tensor == 1:
+        notices.append("parallel.sequence=true splits nothing over one rank; set parallel.tensor to 2 or more")
+    if parallel.scatter_messages and (reason := _nothing_to_scatter(parallel)):
+        notices.append(f"parallel.scatter_messages=true changes nothing: {reason}")
+    return notices
+
+
+def _nothing_to_scatter(parallel: ParallelSection) -> str:
+    if parallel.pipeline == 1:
+        return "one pipeline stage sends no messages"
+    if parallel.tensor == 1:
+        return "one tensor-parallel rank has nobody to share a message with"
+    return "with parallel.sequence=true each rank's messages are parts already" if parallel.sequence else ""
+
+
 def attribute(error: RunError, origins: Mapping[Key, Origin]) -> None:
     """Add where the keys that ``error`` names came from, when it does not say."""
     if not error.origin:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from megatron_run.comm import Groups, create_groups
+from megatron_run.comm import Groups, Peers, create_groups
 from megatron_run.contracts import BuildContext, Dtypes
 from megatron_run.errors import InputError
 from megatron_run.gradients import Gradients
@@ -81,6 +81,7 @@ def build(run: ResolvedRun, world: World) -> Assembly:
         context.device,
         one_order=programs.one_order,
         model=f"plugin {run.one('model')} of {run.one('model').source}",
+        sharers=_sharers(run, topology, groups),
     )
     return Assembly(
         context=context,
@@ -95,6 +96,12 @@ def build(run: ResolvedRun, world: World) -> Assembly:
         executor=Executor(chunks, context.gradients, messenger, world.rank),
         programs=programs,
     )
+
+
+def _sharers(run: ResolvedRun, topology: Topology, groups: Groups) -> Peers:
+    """The ranks that send equal parts of the same messages; under sequence parallelism messages are parts already."""
+    parallel = run.config.parallel
+    return groups.peers(topology, "tensor") if parallel.scatter_messages and not parallel.sequence else Peers()
 
 
 def with_vocabulary(run: ResolvedRun, data: DataSource) -> BaseModel:

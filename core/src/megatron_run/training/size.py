@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from megatron_run.comm import Groups
+from megatron_run.errors import RunError
 from megatron_run.parameters import count_parameters, describe_parameters
+from megatron_run.resolve.topology import attribute
 from megatron_run.topology import Topology
 from megatron_run.training.build import build_chunks, make_context, with_vocabulary
 
@@ -41,7 +43,18 @@ class ModelSize(NamedTuple):
 
 
 def model_size(run: ResolvedRun) -> ModelSize:
-    """Build every stage's chunks on the meta device and count. Raises what building the model raises."""
+    """Build every stage's chunks on the meta device and count.
+
+    Raises what building the model raises, an error of the user's with where the keys that it names came from.
+    """
+    try:
+        return _model_size(run)
+    except RunError as error:
+        attribute(error, run.origins)
+        raise
+
+
+def _model_size(run: ResolvedRun) -> ModelSize:
     options = with_vocabulary(run, run.one("data").create())
     meta, total, stages, padded = torch.device("meta"), 0, [], 0
     for stage in range(run.sizes.pipeline):

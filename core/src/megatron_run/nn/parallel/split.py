@@ -66,4 +66,4 @@ class Split:
         return replace(spec, partial_over="tensor") if self.sequence else spec
 
     def _rows(self, parts: tuple[LinearPart, ...]) -> list[int]:
-        return [self.part(part.features, f"features of {part.name}") for part in parts]
+        return [self.part(part.features, str(part)) for part in parts]

@@ -1,0 +1,73 @@
+"""Tensor-parallel ranks that send a part of each pipeline message train as those that send all of it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from tests.support.pieces import Case, Ran, joined, run_cases
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
+
+SCATTER = "parallel.scatter_messages=true"
+SETS = ("model.num_heads=4", "train.steps=8", "eval.interval=4", "eval.batches=2")
+SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zero-bubble,variant=v")
+
+
+def cases() -> dict[tuple[str, bool], Case]:
+    made = {}
+    for schedule in SCHEDULES:
+        for scattered in (False, True):
+            sets = (*SETS, "model.dropout=0.1", *[SCATTER] * scattered)
+            made[schedule, scattered] = Case(sets, ("parallel-layer=tensor", f"schedule={schedule}"))
+    sequence = (*SETS, "parallel.sequence=true")
+    for scattered in (False, True):
+        made["sequence", scattered] = Case(
+            (*sequence, *[SCATTER] * scattered), ("parallel-layer=tensor", "schedule=1f1b")
+        )
+    return made
+
+
+@cache
+def ran() -> dict[tuple[str, bool], list[Ran]]:
+    """By schedule, whole and scattered: what each of two tensor ranks on each of two stages saw."""
+    made = cases()
+    return dict(zip(made, run_cases(4, list(made.values())), strict=True))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_losses_and_gradients_are_those_of_whole_messages_bit_for_bit(schedule: str) -> None:
+    whole, scattered = ran()[schedule, False], ran()[schedule, True]
+    assert len(whole[0].losses) == 8
+    assert scattered[0].losses == whole[0].losses
+    assert scattered[0].seen.norms == whole[0].seen.norms
+    assert scattered[0].seen.validation == whole[0].seen.validation
+    expected = joined(whole)
+    for name, gradient in joined(scattered).items():
+        np.testing.assert_array_equal(gradient, expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_rank_sends_half_the_bytes(schedule: str) -> None:
+    for whole, scattered in zip(ran()[schedule, False], ran()[schedule, True], strict=True):
+        assert whole.sent > 0
+        assert 2 * scattered.sent == whole.sent
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_tensor_ranks_of_a_stage_gather_each_message_in_one_order(schedule: str) -> None:
+    whole, scattered = ran()[schedule, False], ran()[schedule, True]
+    for rank in (0, 2):
+        assert scattered[rank].collectives == scattered[rank + 1].collectives
+        gathers = [shape for name, shape in scattered[rank].collectives if name.startswith("all_gather")]
+        received = whole[2 - rank].sent // 4  # what the other stage sends this one, in fp32 values
+        assert sum(np.prod(shape) for shape in gathers) == received
+
+
+def test_under_sequence_parallelism_nothing_changes_since_messages_are_parts_already() -> None:
+    whole, scattered = ran()["sequence", False], ran()["sequence", True]
+    assert scattered[0].losses == whole[0].losses
+    assert [rank.sent for rank in scattered] == [rank.sent for rank in whole]
+    assert 2 * whole[0].sent == ran()["1f1b", False][0].sent
