@@ -1,4 +1,6 @@
-"""Prove that action lists form a legal plan: complete, in order, free of deadlock. Pure Python, no torch.
+"""Prove that action lists form a legal plan: complete, in order, free of deadlock, each send paired with its receive.
+
+Pure Python, no torch.
 
 A fault is a :class:`~megatron_run.errors.ScheduleError` that says where: rank, index and action, and for a deadlock the
 cycle. The rank is the pipeline rank, that is the stage.
@@ -11,6 +13,7 @@ from itertools import accumulate, product
 
 from megatron_run.actions import Action, LayoutSpec, Op, Place, ScheduleSpec
 from megatron_run.errors import ScheduleError
+from megatron_run.pipeline.pairing import check_pairing
 from megatron_run.pipeline.plan import Plan, activations, positions
 from megatron_run.pipeline.simulate import completion_order, simulate, takes_time
 
@@ -79,7 +82,9 @@ def verify(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Plan:
 
     For every (microbatch, chunk): F, then B, or I and then W; R at most once between F and B or I; S at most once a
     chunk, after its last gradient. Raises :class:`ScheduleError` naming rank, index, action and, for a deadlock, who
-    waits for whom.
+    waits for whom. That the global order pairs every send with its receive is proven for all channels and any size
+    (:mod:`~megatron_run.pipeline.pairing`). The peaks are counted, not compared with anything: whoever promises a bound
+    has it checked by ``schedule_checks(in_flight=...)`` of :mod:`megatron_run.testing`.
     """
     _check_places(spec.layout, spec.stages, spec.chunks)
     if len(lists) != spec.stages:
@@ -91,14 +96,16 @@ def verify(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Plan:
     heads = [len(ends) for ends in simulation.ends]
     if heads != [len(actions) for actions in frozen]:
         raise _deadlock(spec, frozen, heads)
-    ordered = simulation if takes_time(spec.costs) else simulate(spec.layout, spec.microbatches, frozen)
+    ordered = simulation if takes_time(spec.costs, simulation) else simulate(spec.layout, spec.microbatches, frozen)
+    order = completion_order(ordered.ends)
+    check_pairing(spec.layout, spec.microbatches, frozen, order)
     return Plan(
         layout=tuple(spec.layout),
         stages=spec.stages,
         chunks=spec.chunks,
         microbatches=spec.microbatches,
         lists=frozen,
-        order=completion_order(ordered.ends),
+        order=order,
         peak_in_flight=tuple(_peak(activations(actions)) for actions in frozen),
         peak_pending_weights=tuple(_peak(_pending(actions)) for actions in frozen),
         ascending=all(map(_ascending, frozen)),
