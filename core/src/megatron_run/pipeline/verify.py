@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
 
-from megatron_run.actions import Action, LayoutSpec, Op, Place, ScheduleSpec
+from megatron_run.actions import Action, LayoutSpec, Op, Place, ScheduleSpec, check_counts
 from megatron_run.errors import ScheduleError
 from megatron_run.pipeline.pairing import check_pairing
 from megatron_run.pipeline.plan import Plan, activations, positions
@@ -45,8 +45,10 @@ _NEVER_AFTER: Mapping[str, str] = {"R": "BI", "B": "I", "I": "B", "W": "B"}
 def check_layout(spec: LayoutSpec, layout: Sequence[Place]) -> None:
     """Raise :class:`ScheduleError` unless ``layout`` uses every place once and holds every layer once, in order.
 
-    Where the user gave counts, each place must hold as many layers as they say.
+    Where the user gave counts, each place must hold as many layers as they say. Counts that are not one for each place
+    or do not add up are the user's :class:`~megatron_run.errors.InputError`, whatever the layout makes of them.
     """
+    check_counts(spec)
     _check_places(layout, spec.stages, spec.chunks)
     following = 0
     for position, place in enumerate(layout):
@@ -60,7 +62,8 @@ def check_layout(spec: LayoutSpec, layout: Sequence[Place]) -> None:
         raise ScheduleError(
             f"the layout ends after {following} layers", why=f"layers 0 to {spec.layers - 1} must have a place"
         )
-    for position, (place, count) in enumerate(zip(layout, spec.counts, strict=False)):
+    held = [len(place.layers) for place in layout]
+    for position, (place, count) in enumerate(zip(layout, spec.counts or held, strict=True)):
         if len(place.layers) != count:
             raise ScheduleError(
                 f"{_place(position, place)} holds {len(place.layers)} layers", why=f"the user asked for {count}"
@@ -108,7 +111,7 @@ def verify(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Plan:
         order=order,
         peak_in_flight=tuple(_peak(activations(actions)) for actions in frozen),
         peak_pending_weights=tuple(_peak(_pending(actions)) for actions in frozen),
-        ascending=all(map(_ascending, frozen)),
+        ascending=not any(map(first_descent, frozen)),
         ends=simulation.ends,
         costs=dict(spec.costs),
     )
@@ -237,17 +240,21 @@ def _peak(changes: Iterable[int]) -> int:
     return max(accumulate(changes), default=0)
 
 
-def _ascending(actions: Iterable[Action]) -> bool:
-    """Whether each chunk makes its input gradients, and its weight gradients, in microbatch order."""
-    inputs: dict[int, int] = {}
-    weights: dict[int, int] = {}
-    for op, microbatch, chunk in actions:
+def first_descent(actions: Sequence[Action]) -> tuple[int, Action] | None:
+    """Where a chunk first makes its input gradients, or its weight gradients, in another order than the microbatches'.
+
+    The index of that action, and the one of a later microbatch that stands before it; None where there is none.
+    """
+    inputs: dict[int, Action] = {}
+    weights: dict[int, Action] = {}
+    for index, action in enumerate(actions):
+        op, microbatch, chunk = action
         if op in "BI":
-            if inputs.get(chunk, -1) > microbatch:
-                return False
-            inputs[chunk] = microbatch
+            if inputs.get(chunk, action).microbatch > microbatch:
+                return index, inputs[chunk]
+            inputs[chunk] = action
         if op in "BW":
-            if weights.get(chunk, -1) > microbatch:
-                return False
-            weights[chunk] = microbatch
-    return True
+            if weights.get(chunk, action).microbatch > microbatch:
+                return index, weights[chunk]
+            weights[chunk] = action
+    return None
