@@ -30,6 +30,7 @@ from tests.support.broken_schedules import (
     Pipelined,
     PutsTwoInOnePlace,
     RefusesCosts,
+    RefusesCounts,
     RefusesTheSecondTime,
     Remembering,
     Repeating,
@@ -136,6 +137,11 @@ def test_a_good_schedule_passes_every_check() -> None:
             Silent,
             "a refusal says what to do",
             "P=1 V=1 M=1: the refusal 'no' has no fix that says what to do",
+        ),
+        (
+            RefusesCounts,
+            "a refusal says what to do",
+            "P=1 V=1 M=1: the refusal 'uneven' has no fix that says what to do",
         ),
         (
             DropsALayer,

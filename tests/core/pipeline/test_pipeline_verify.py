@@ -4,7 +4,7 @@ from random import Random
 import pytest
 
 from megatron_run.actions import Action, LayoutSpec, Place, ScheduleSpec, looped_layout
-from megatron_run.errors import ScheduleError
+from megatron_run.errors import InputError, ScheduleError
 from megatron_run.pipeline.plan import positions
 from megatron_run.pipeline.verify import check_layout, verify
 from tests.support.random_schedules import random_lists, random_plan, random_spec, vee_layout
@@ -188,6 +188,12 @@ def test_ascending_means_that_gradients_accumulate_in_microbatch_order(text: str
 def test_a_layout_that_loses_repeats_or_misplaces_layers_is_refused(layout: tuple[Place, ...], words: str) -> None:
     with pytest.raises(ScheduleError, match=words):
         check_layout(LayoutSpec(2, 1, 4), layout)
+
+
+@pytest.mark.parametrize("counts", [(4,), (2, 2, 0), (2, 3), (5, -1)])
+def test_counts_that_are_none_for_the_places_are_no_fault_of_the_layout(counts: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match=r"parallel\.layers (has|adds up to)"):
+        check_layout(LayoutSpec(2, 1, 4, counts), looped_layout(LayoutSpec(2, 1, 4)))
 
 
 def test_a_layout_may_have_empty_places() -> None:
