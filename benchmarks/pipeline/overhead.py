@@ -9,30 +9,27 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.pipeline_quiet import take_sample
+from benchmarks.pipeline.schedules import executed, make_plan, step_inputs
+from benchmarks.support.quiet import take_sample
+from benchmarks.support.ranks import on_ranks
+from benchmarks.support.report import table
 from megatron_run.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.comm import Channels, create_groups
 from megatron_run.contracts import Boundary, ChunkOut, Microbatch, Segment
 from megatron_run.gradients import Gradients, build_buckets
 from megatron_run.parameters import describe_parameters
-from megatron_run.pipeline.execute import Executor, StepInputs
-from megatron_run.pipeline.lower import lower
-from megatron_run.pipeline.messages import Messenger
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.verify import verify
 from megatron_run.topology import Sizes, Topology
-from megatron_run.training.programs import LOOKAHEAD
-from megatron_run_schedule_1f1b import OneForwardOneBackward
 
 CHUNKS = 4
 BOUNDARY = Boundary((8,), torch.float32)
-CPU = torch.device("cpu")
 
 
 class Scale(nn.Module):
@@ -79,7 +76,7 @@ def _alone(microbatches: int, samples: int) -> dict[str, float]:
     ]
     plan = verify(ScheduleSpec(layout, 1, CHUNKS, microbatches), [actions])
     gradients, chunks = _chunks(range(CHUNKS), CHUNKS - 1)
-    run = _runner(plan, 0, gradients, chunks, Messenger(None, [0], CPU))
+    run = _runner(plan, 0, gradients, chunks, None)
     bare: list[float] = []
     alone: list[float] = []
     for _ in range(samples + 1):
@@ -108,11 +105,9 @@ def _bare_loop(chunks: Sequence[Scale], microbatches: int) -> None:
 
 def _with_messages(channels: Channels, microbatches: int, samples: int) -> float:
     """Seconds of a step of 1F1B over two ranks."""
-    rank, layout = dist.get_rank(), looped_layout(LayoutSpec(2, 1, 2))
-    spec = ScheduleSpec(layout, 2, 1, microbatches)
-    plan = verify(spec, OneForwardOneBackward().actions(spec))
+    rank, plan = dist.get_rank(), make_plan("1f1b", 2, microbatches)
     gradients, chunks = _chunks([rank], 1)
-    run = _runner(plan, rank, gradients, chunks, Messenger(channels, [0, 1], CPU))
+    run = _runner(plan, rank, gradients, chunks, channels)
     return statistics.median([take_sample(run).seconds for _ in range(samples + 1)][1:])
 
 
@@ -142,19 +137,13 @@ def _chunks(positions: Sequence[int], last: int) -> tuple[Gradients, list[Scale]
 
 
 def _runner(
-    plan: Plan, stage: int, gradients: Gradients, chunks: Sequence[Scale], messenger: Messenger
+    plan: Plan, stage: int, gradients: Gradients, chunks: Sequence[Scale], channels: Channels | None
 ) -> Callable[[], None]:
-    executor, program = Executor(chunks, gradients, messenger), lower(plan, stage, LOOKAHEAD)
-    inputs = StepInputs(
-        microbatch=lambda m: Microbatch(m, 1, m, {}),
-        boundary=lambda _: BOUNDARY,
-        report=lambda *_: None,
-        seed=lambda _, weight: weight,
-    )
+    step = executed(plan, stage, chunks, gradients, channels, step_inputs(BOUNDARY))
 
     def run() -> None:
         gradients.start_step(plan.microbatches, lambda _: None)
-        executor.run(program, inputs)
+        step()
 
     return run
 
@@ -164,3 +153,15 @@ def _seconds(call: Callable[[], None]) -> float:
     start = time.process_time()
     call()
     return time.process_time() - start
+
+
+def report(*, quick: bool) -> Iterator[str]:
+    """Measure, and tell what was found: microseconds an action, with what a bare loop takes beside it."""
+    yield "\n## The executor's own time\n"
+    found = on_ranks(measure_overhead, 2, {"microbatches": 500, "samples": 5 if quick else 15})
+    measured = (
+        ("one stage, 4 chunks, no messages", found["alone"], found["bare"]),
+        ("two stages, 1f1b, a message an action", found["with_messages"], found["bare_exchange"]),
+    )
+    rows = ((name, f"{ours:.0f}", f"{bare:.0f}", f"{ours - bare:.0f}") for name, ours, bare in measured)
+    yield from table(("", "executor, us an action", "bare loop, us", "difference, us"), rows)
