@@ -291,3 +291,17 @@ def test_a_schedule_that_splits_otherwise_is_at_fault(layout: str, says: str, tm
     line, code = mistake(plugins=[f"schedule={mine}"], sets=["parallel.pipeline=2", "parallel.first_stage_layers=1"])
     assert says in line
     assert code == ExitCode.PLUGIN
+
+
+def test_counts_of_the_wrong_number_are_the_users_whatever_the_schedule_makes_of_them(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    actions = 'return [[Action(op, m, 0) for op in "FB" for m in range(spec.microbatches)]] * spec.stages'
+    schedule_file(mine, actions=actions)
+    head = "from dataclasses import replace\nfrom megatron_run.actions import looped_layout\n"
+    source = mine.read_text(encoding="utf-8")
+    method = f"    def layout(self, spec):\n        {IGNORES}\n\n    def actions"
+    mine.write_text(head + source.replace("    def actions", method, 1), encoding="utf-8")
+    for counts in ("4", "2,1,1"):
+        line, code = mistake(plugins=[f"schedule={mine}"], sets=["parallel.pipeline=2", f"parallel.layers={counts}"])
+        assert line.startswith(f"parallel.layers has {len(counts.split(','))} counts for 2 stages x 1 chunks (from ")
+        assert code == ExitCode.INPUT

@@ -162,6 +162,15 @@ class IgnoresCounts(Pipelined):
         return super().layout(LayoutSpec(spec.stages, spec.chunks, spec.layers))
 
 
+class RefusesCounts(Pipelined):
+    """Even splits only, and it does not say what to do instead."""
+
+    def layout(self, spec: LayoutSpec) -> tuple[Place, ...]:
+        if spec.counts:
+            raise ScheduleError("uneven")
+        return super().layout(spec)
+
+
 class LacksAPlace(Pipelined):
     def layout(self, spec: LayoutSpec) -> tuple[Place, ...]:
         return super().layout(spec)[: spec.stages]

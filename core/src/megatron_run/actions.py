@@ -73,28 +73,36 @@ class ScheduleSpec:
     costs: Mapping[str, float] = field(default_factory=lambda: dict(COSTS))
 
 
+def check_counts(spec: LayoutSpec) -> None:
+    """Raise :class:`InputError` where the user gave counts that are not one for each place or do not add up."""
+    places = spec.stages * spec.chunks
+    if not spec.counts:
+        return
+    if len(spec.counts) != places:
+        raise InputError(
+            f"parallel.layers has {len(spec.counts)} counts for {spec.stages} stages x {spec.chunks} chunks",
+            fix=f"give {places} counts, in model order",
+        )
+    if min(spec.counts) < 0 or sum(spec.counts) != spec.layers:
+        raise InputError(
+            f"parallel.layers adds up to {sum(spec.counts)}, the model has {spec.layers} layers",
+            fix=f"give {places} counts of at least 0 that add up to {spec.layers}",
+        )
+
+
 def split_layers(spec: LayoutSpec) -> tuple[range, ...]:
     """The layers of each of the ``stages * chunks`` places, in model order; never drops a layer.
 
     Raises :class:`InputError` when an even split leaves a remainder or the user's counts do not add up.
     """
     places = spec.stages * spec.chunks
+    check_counts(spec)
     counts = spec.counts or (spec.layers // places,) * places
     if not spec.counts and spec.layers % places:
         raise InputError(
             f"{spec.layers} layers do not divide over {spec.stages} stages x {spec.chunks} chunks = {places} places",
             fix=f"set model.num_layers to {nearest_multiples(spec.layers, places)}, "
             f"or give parallel.layers as {places} counts",
-        )
-    if len(counts) != places:
-        raise InputError(
-            f"parallel.layers has {len(counts)} counts for {spec.stages} stages x {spec.chunks} chunks",
-            fix=f"give {places} counts, in model order",
-        )
-    if min(counts) < 0 or sum(counts) != spec.layers:
-        raise InputError(
-            f"parallel.layers adds up to {sum(counts)}, the model has {spec.layers} layers",
-            fix=f"give {places} counts of at least 0 that add up to {spec.layers}",
         )
     starts = [sum(counts[:index]) for index in range(places)]
     return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))

@@ -11,10 +11,10 @@ from megatron_run.actions import Action, LayoutSpec, Place, ScheduleSpec, looped
 class Schedule(ABC):
     """Two pure functions; everything else is derived by the kernel.
 
-    Messages, gradient-sync points, memory in flight, the bubble, the timeline and the proof that nothing deadlocks
-    follow from the action lists. Refuse a shape you cannot serve with :class:`megatron_run.errors.ScheduleError`,
-    naming the nearest one you can: the user then reads it as a mistake of the configuration (exit code 2), while lists
-    that are no legal plan are a mistake of the plugin (exit code 3).
+    Messages, gradient-sync points, memory in flight, the bubble, the timeline and the proof that nothing deadlocks and
+    that every send meets its receive follow from the action lists. Refuse a shape you cannot serve with
+    :class:`megatron_run.errors.ScheduleError`, naming the nearest one you can: the user then reads it as a mistake of
+    the configuration (exit code 2), while lists that are no legal plan are a mistake of the plugin (exit code 3).
 
     A whole working plugin, all forwards and then all backwards::
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_run.actions import Action, Place
+from megatron_run.pipeline.pairing import check_pairing
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.simulate import completion_order, simulate
 
@@ -21,13 +22,15 @@ def forward_plan(layout: Sequence[Place], stages: int, chunks: int, microbatches
         lists[layout[position].stage].append(Action("F", microbatch, layout[position].chunk))
     frozen = tuple(tuple(actions) for actions in lists)
     ends = simulate(layout, microbatches, frozen).ends
+    order = completion_order(ends)
+    check_pairing(layout, microbatches, frozen, order)
     return Plan(
         layout=tuple(layout),
         stages=stages,
         chunks=chunks,
         microbatches=microbatches,
         lists=frozen,
-        order=completion_order(ends),
+        order=order,
         peak_in_flight=(0,) * stages,
         peak_pending_weights=(0,) * stages,
         ascending=True,

@@ -12,10 +12,11 @@ What makes any legal plan safe on transports that match messages in order and kn
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Literal, NamedTuple
 
 from megatron_run.actions import Action, Place
+from megatron_run.errors import ScheduleError
 from megatron_run.pipeline.plan import Plan, positions
 
 
@@ -42,6 +43,10 @@ class Message(NamedTuple):
         return f"the {name} of microbatch {self.microbatch} from stage {self.source} to stage {self.target}"
 
 
+#: By source, what it sends to one stage, in its order.
+_Channels = dict[int, list[Message]]
+
+
 class Instruction(NamedTuple):
     """One action with its messages, in the order in which an executor carries them out.
 
@@ -49,6 +54,7 @@ class Instruction(NamedTuple):
     or earlier), or take it over from the same stage when it is local. ``retire``: these earlier sends are now proven
     consumed, so that waiting for them cannot block. ``action``: compute. ``send``: send its result, or keep it for the
     same stage when it is local. ``sync``: the chunk's gradients are complete, start their synchronisation.
+    ``one_order``: each of ``post`` stands at its place in the plan's global message order, and none may be put off.
     """
 
     post: tuple[Message, ...]
@@ -57,6 +63,7 @@ class Instruction(NamedTuple):
     send: Message | None
     retire: tuple[Message, ...]
     sync: bool
+    one_order: bool
 
 
 def lower(plan: Plan, stage: int, lookahead: int | None = 1) -> tuple[Instruction, ...]:
@@ -65,14 +72,23 @@ def lower(plan: Plan, stage: int, lookahead: int | None = 1) -> tuple[Instructio
     Receives are posted at most ``lookahead`` actions before the action that needs them or a later one on the same
     channel. This is safe where each direction between two stages is a channel of its own (gloo). ``None`` posts each
     receive at its place in the plan's global message order instead, which is safe even where one stream carries all
-    messages of a stage, in both directions (NCCL).
+    messages of a stage, in both directions (NCCL); the instructions say so.
+
+    Either way the program is checked: on each channel into ``stage`` its posts are the sends, in order, and each comes
+    no later than its use. Raises :class:`ScheduleError` otherwise, which no plan that was verified meets.
     """
     wires = _Wires(plan.layout)
     actions = plan.lists[stage]
-    posts = _posts_in_order(plan, wires, stage) if lookahead is None else _posts_ahead(plan, wires, stage, lookahead)
+    one_order = lookahead is None
+    channels = _channels(plan, wires, stage)
+    posts = (
+        _posts_in_order(plan, wires, stage)
+        if lookahead is None
+        else _posts_ahead(wires, stage, actions, channels, lookahead)
+    )
     retired = _retired(plan, wires, stage)
     syncs = _sync_points(actions)
-    return tuple(
+    program = tuple(
         Instruction(
             posts[index],
             wires.received(stage, action),
@@ -80,9 +96,12 @@ def lower(plan: Plan, stage: int, lookahead: int | None = 1) -> tuple[Instructio
             wires.sent(stage, action),
             retired[index],
             index in syncs,
+            one_order,
         )
         for index, action in enumerate(actions)
     )
+    _check_posts(program, channels)
+    return program
 
 
 class _Wires:
@@ -119,13 +138,35 @@ class _Wires:
         return Message(kind, action.microbatch, self.layout[origin].stage, self.layout[position].stage, position)
 
 
-def _posts_ahead(plan: Plan, wires: _Wires, stage: int, lookahead: int) -> list[tuple[Message, ...]]:
-    """Per action, the receives to post: all that its channel sends up to the ones needed within ``lookahead``."""
-    actions = plan.lists[stage]
-    channels: dict[int, list[Message]] = {}
+def _channels(plan: Plan, wires: _Wires, stage: int) -> _Channels:
+    """By source, what each neighbour sends to ``stage``, in its order."""
+    channels: _Channels = {}
     for source in wires.neighbours(stage):
         sent = (wires.sent(source, action) for action in plan.lists[source])
         channels[source] = [message for message in sent if message and message.target == stage]
+    return channels
+
+
+def _check_posts(program: Sequence[Instruction], channels: _Channels) -> None:
+    """Raise :class:`ScheduleError` unless ``program`` posts what its ``channels`` bring, in order and in time."""
+    posted: dict[int, list[Message]] = {source: [] for source in channels}
+    known: set[Message] = set()
+    for step in program:
+        known.update(step.post)
+        for message in step.post:
+            posted[message.source].append(message)
+        if step.receive and not step.receive.local and step.receive not in known:
+            raise ScheduleError(f"{step.action} needs {step.receive}, which is not posted by then")
+    for source, sent in channels.items():
+        for turn, (post, send) in enumerate(zip_longest(posted[source], sent)):
+            if post != send:
+                raise ScheduleError(f"message {turn} from stage {source} is {send}, and the receive is for {post}")
+
+
+def _posts_ahead(
+    wires: _Wires, stage: int, actions: Sequence[Action], channels: _Channels, lookahead: int
+) -> list[tuple[Message, ...]]:
+    """Per action, the receives to post: all that its channel sends up to the ones needed within ``lookahead``."""
     turn = {message: index for channel in channels.values() for index, message in enumerate(channel)}
     posted = dict.fromkeys(channels, 0)
     posts = []

@@ -24,7 +24,9 @@ class Plan:
 
     ``peak_in_flight`` is, per stage, the most (microbatch, chunk) pairs at once between the F that makes their
     activations (R, where the forward is recomputed) and the B or I that frees them; ``peak_pending_weights`` the most
-    between I and W. A forward-only plan holds nothing: both are 0.
+    between I and W. A forward-only plan holds nothing: both are 0. A stage runs its list in order, so both are reached
+    and never exceeded however long its actions and messages take. They count pairs, not bytes; tensors that were sent
+    or received and wait for a neighbour are not among them.
 
     ``ascending`` says that each chunk accumulates its gradients in microbatch order, as sequential does: only then are
     gradients promised to be equal bit for bit.

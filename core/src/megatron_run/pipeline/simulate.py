@@ -72,9 +72,14 @@ def completion_order(ends: Sequence[Sequence[float]]) -> tuple[tuple[int, int], 
     return tuple([numbered[slot] for slot in sorted(range(len(times)), key=times.__getitem__)])
 
 
-def takes_time(costs: Mapping[str, float]) -> bool:
-    """Whether each operation for which another stage may wait costs something."""
-    return all(costs.get(op, 0.0) > 0 for op in "FBI")
+def takes_time(costs: Mapping[str, float], simulation: Simulation) -> bool:
+    """Whether each operation for which another stage may wait moved the clock, to the end of the step.
+
+    A cost that is rounded away beside the time that has passed is as good as none; half of it is asked to count, so
+    that the whole does whichever way a sum is rounded.
+    """
+    makespan = max((done[-1] for done in simulation.ends if done), default=0.0)
+    return all(makespan + costs.get(op, 0.0) / 2 > makespan for op in "FBI")
 
 
 def _edges(layout: Sequence[Place], microbatches: int, stages: int, costs: Mapping[str, float]) -> list[Edges]:

@@ -1,7 +1,9 @@
-"""Prove that action lists form a legal plan: complete, in order, free of deadlock. Pure Python, no torch.
+"""Prove that action lists form a legal plan: complete, in order, free of deadlock, each send paired with its receive.
 
-A fault is a :class:`~megatron_run.errors.ScheduleError` that says where: rank, index and action, and for a deadlock the
-cycle. The rank is the pipeline rank, that is the stage.
+Pure Python, no torch.
+
+A fault is a :class:`~megatron_run.errors.ScheduleError` that says where: stage, index and action, and for a deadlock
+the cycle.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
 
-from megatron_run.actions import Action, LayoutSpec, Op, Place, ScheduleSpec
+from megatron_run.actions import Action, LayoutSpec, Op, Place, ScheduleSpec, check_counts
 from megatron_run.errors import ScheduleError
+from megatron_run.pipeline.pairing import check_pairing
 from megatron_run.pipeline.plan import Plan, activations, positions
 from megatron_run.pipeline.simulate import completion_order, simulate, takes_time
 
@@ -42,8 +45,10 @@ _NEVER_AFTER: Mapping[str, str] = {"R": "BI", "B": "I", "I": "B", "W": "B"}
 def check_layout(spec: LayoutSpec, layout: Sequence[Place]) -> None:
     """Raise :class:`ScheduleError` unless ``layout`` uses every place once and holds every layer once, in order.
 
-    Where the user gave counts, each place must hold as many layers as they say.
+    Where the user gave counts, each place must hold as many layers as they say. Counts that are not one for each place
+    or do not add up are the user's :class:`~megatron_run.errors.InputError`, whatever the layout makes of them.
     """
+    check_counts(spec)
     _check_places(layout, spec.stages, spec.chunks)
     following = 0
     for position, place in enumerate(layout):
@@ -57,7 +62,8 @@ def check_layout(spec: LayoutSpec, layout: Sequence[Place]) -> None:
         raise ScheduleError(
             f"the layout ends after {following} layers", why=f"layers 0 to {spec.layers - 1} must have a place"
         )
-    for position, (place, count) in enumerate(zip(layout, spec.counts, strict=False)):
+    held = [len(place.layers) for place in layout]
+    for position, (place, count) in enumerate(zip(layout, spec.counts or held, strict=True)):
         if len(place.layers) != count:
             raise ScheduleError(
                 f"{_place(position, place)} holds {len(place.layers)} layers", why=f"the user asked for {count}"
@@ -78,8 +84,10 @@ def verify(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Plan:
     """Prove ``lists``, one per stage, and derive what follows from them.
 
     For every (microbatch, chunk): F, then B, or I and then W; R at most once between F and B or I; S at most once a
-    chunk, after its last gradient. Raises :class:`ScheduleError` naming rank, index, action and, for a deadlock, who
-    waits for whom.
+    chunk, after its last gradient. Raises :class:`ScheduleError` naming stage, index, action and, for a deadlock, who
+    waits for whom. That the global order pairs every send with its receive is proven for all channels and any size
+    (:mod:`~megatron_run.pipeline.pairing`). The peaks are counted, not compared with anything: whoever promises a bound
+    has it checked by ``schedule_checks(in_flight=...)`` of :mod:`megatron_run.testing`.
     """
     _check_places(spec.layout, spec.stages, spec.chunks)
     if len(lists) != spec.stages:
@@ -91,17 +99,19 @@ def verify(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Plan:
     heads = [len(ends) for ends in simulation.ends]
     if heads != [len(actions) for actions in frozen]:
         raise _deadlock(spec, frozen, heads)
-    ordered = simulation if takes_time(spec.costs) else simulate(spec.layout, spec.microbatches, frozen)
+    ordered = simulation if takes_time(spec.costs, simulation) else simulate(spec.layout, spec.microbatches, frozen)
+    order = completion_order(ordered.ends)
+    check_pairing(spec.layout, spec.microbatches, frozen, order)
     return Plan(
         layout=tuple(spec.layout),
         stages=spec.stages,
         chunks=spec.chunks,
         microbatches=spec.microbatches,
         lists=frozen,
-        order=completion_order(ordered.ends),
+        order=order,
         peak_in_flight=tuple(_peak(activations(actions)) for actions in frozen),
         peak_pending_weights=tuple(_peak(_pending(actions)) for actions in frozen),
-        ascending=all(map(_ascending, frozen)),
+        ascending=not any(map(first_descent, frozen)),
         ends=simulation.ends,
         costs=dict(spec.costs),
     )
@@ -181,11 +191,11 @@ def _missing(stage: int, states: Sequence[int], microbatches: int) -> ScheduleEr
     chunk, microbatch = divmod(slot, microbatches)
     more = sum(state != _DONE for state in states) - 1
     rest = f"; {more} more (microbatch, chunk) pairs are unfinished" if more else ""
-    return ScheduleError(f"rank {stage}: {op}{microbatch}.{chunk} is missing", why=why + rest)
+    return ScheduleError(f"stage {stage}: {op}{microbatch}.{chunk} is missing", why=why + rest)
 
 
 def _fault(stage: int, index: int, action: object, what: str, why: str) -> ScheduleError:
-    return ScheduleError(f"rank {stage}, action {index}: {action} {what}", why=why)
+    return ScheduleError(f"stage {stage}, action {index}: {action} {what}", why=why)
 
 
 def _deadlock(spec: ScheduleSpec, lists: Sequence[Sequence[Action]], heads: Sequence[int]) -> ScheduleError:
@@ -200,8 +210,8 @@ def _deadlock(spec: ScheduleSpec, lists: Sequence[Sequence[Action]], heads: Sequ
     waits = []
     for stage in cycle:
         peer, index = awaited(stage, heads[stage])
-        asks = f"rank {stage}, action {heads[stage]}: {lists[stage][heads[stage]]} waits for {lists[peer][index]}"
-        waits.append(f"{asks} of rank {peer} (action {index}, behind {lists[peer][heads[peer]]})")
+        asks = f"stage {stage}, action {heads[stage]}: {lists[stage][heads[stage]]} waits for {lists[peer][index]}"
+        waits.append(f"{asks} of stage {peer} (action {index}, behind {lists[peer][heads[peer]]})")
     return ScheduleError("the schedule deadlocks", why="; ".join(waits))
 
 
@@ -230,17 +240,21 @@ def _peak(changes: Iterable[int]) -> int:
     return max(accumulate(changes), default=0)
 
 
-def _ascending(actions: Iterable[Action]) -> bool:
-    """Whether each chunk makes its input gradients, and its weight gradients, in microbatch order."""
-    inputs: dict[int, int] = {}
-    weights: dict[int, int] = {}
-    for op, microbatch, chunk in actions:
+def first_descent(actions: Sequence[Action]) -> tuple[int, Action] | None:
+    """Where a chunk first makes its input gradients, or its weight gradients, in another order than the microbatches'.
+
+    The index of that action, and the one of a later microbatch that stands before it; None where there is none.
+    """
+    inputs: dict[int, Action] = {}
+    weights: dict[int, Action] = {}
+    for index, action in enumerate(actions):
+        op, microbatch, chunk = action
         if op in "BI":
-            if inputs.get(chunk, -1) > microbatch:
-                return False
-            inputs[chunk] = microbatch
+            if inputs.get(chunk, action).microbatch > microbatch:
+                return index, inputs[chunk]
+            inputs[chunk] = action
         if op in "BW":
-            if weights.get(chunk, -1) > microbatch:
-                return False
-            weights[chunk] = microbatch
-    return True
+            if weights.get(chunk, action).microbatch > microbatch:
+                return index, weights[chunk]
+            weights[chunk] = action
+    return None

@@ -9,7 +9,7 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import TypeVar
 
-from megatron_run.actions import LayoutSpec, Place, ScheduleSpec
+from megatron_run.actions import LayoutSpec, Place, ScheduleSpec, check_counts
 from megatron_run.batch_size import BatchSizes
 from megatron_run.config.schema import ParallelSection, TrainSection
 from megatron_run.contracts import Schedule
@@ -59,6 +59,7 @@ def _place_layers(schedule: Plugin, made: Schedule, layers: int, parallel: Paral
     """Where each of ``layers`` layers lives. Counts by stage need the stage of each place: one layer a place tells."""
 
     def ask(spec: LayoutSpec) -> tuple[Place, ...]:
+        check_counts(spec)
         layout = tuple(_ask(schedule, "layout", partial(made.layout, spec)))
         _prove(schedule, "layout", partial(check_layout, spec, layout))
         return layout

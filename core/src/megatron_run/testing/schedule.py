@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile, zip_longest
 
-from megatron_run.actions import Action, LayoutSpec, Place, ScheduleSpec
+from megatron_run.actions import LayoutSpec, Place, ScheduleSpec
 from megatron_run.contracts import Schedule
 from megatron_run.errors import ScheduleError
 from megatron_run.pipeline.lower import lower
 from megatron_run.pipeline.timeline import timeline
-from megatron_run.pipeline.verify import check_layout, check_same_places, verify
+from megatron_run.pipeline.verify import check_layout, check_same_places, first_descent, verify
 from megatron_run.testing.check import Check, CheckFailed
 from megatron_run.testing.ordered_channels import (
     SwappedMessageError,
@@ -91,24 +91,32 @@ def _accepts_a_shape(schedule: Schedule, shapes: Sequence[Shape]) -> None:
 
 
 def _refusals_teach(schedule: Schedule, shapes: Sequence[Shape]) -> None:
+    """Shapes that it refuses, and splits of layers over a shape."""
     for shape, answer in zip(shapes, answers(schedule, shapes), strict=True):
-        if isinstance(answer, ScheduleError) and not answer.fix:
-            raise CheckFailed(f"{shape}: the refusal {answer.what!r} has no fix that says what to do")
+        refusals = [answer, *(layout for _, layout in _splits(schedule, shape))]
+        for refusal in refusals:
+            if isinstance(refusal, ScheduleError) and not refusal.fix:
+                raise CheckFailed(f"{shape}: the refusal {refusal.what!r} has no fix that says what to do")
 
 
 def _layouts_are_whole(schedule: Schedule, shapes: Sequence[Shape]) -> None:
-    """Even splits and counts that the user gave: the first place one layer short, the last one over."""
     for shape in shapes:
-        counts = [2] * (shape.stages * shape.chunks)
-        counts[0] -= 1
-        counts[-1] += 1
-        for given in ((), tuple(counts)):
-            spec = LayoutSpec(shape.stages, shape.chunks, sum(counts), given)
-            try:
-                layout = ask_layout(schedule, spec, shape)
-            except ScheduleError:
-                continue  # a refusal, which another check reads
-            _proven(str(shape), partial(check_layout, spec, layout))
+        for spec, layout in _splits(schedule, shape):
+            if not isinstance(layout, ScheduleError):  # whether a refusal teaches is for the check before
+                _proven(str(shape), partial(check_layout, spec, layout))
+
+
+def _splits(schedule: Schedule, shape: Shape) -> Iterator[tuple[LayoutSpec, tuple[Place, ...] | ScheduleError]]:
+    """Layouts, or refusals, of an even split and of counts: the first place one layer short, the last one over."""
+    counts = [2] * (shape.stages * shape.chunks)
+    counts[0] -= 1
+    counts[-1] += 1
+    for given in ((), tuple(counts)):
+        spec = LayoutSpec(shape.stages, shape.chunks, sum(counts), given)
+        try:
+            yield spec, ask_layout(schedule, spec, shape)
+        except ScheduleError as refusal:
+            yield spec, refusal
 
 
 def _places_stay(schedule: Schedule, shapes: Sequence[Shape]) -> None:
@@ -161,12 +169,12 @@ def _is_pure(schedule: Schedule, shapes: Sequence[Shape]) -> None:
 def _check_same_lists(one: Answer, other: Answer) -> None:
     if one.lists == other.lists:
         return
-    for rank, (actions, others) in enumerate(zip_longest(one.lists, other.lists, fillvalue=())):
+    for stage, (actions, others) in enumerate(zip_longest(one.lists, other.lists, fillvalue=())):
         for index, (a, b) in enumerate(zip_longest(actions, others, fillvalue="nothing")):
             if a != b:
                 raise CheckFailed(
-                    f"{one.shape} rank {rank}, action {index}: two calls gave two action lists, with {a} and with {b}; "
-                    "a list follows from its spec alone"
+                    f"{one.shape} stage {stage}, action {index}: two calls gave two action lists, with {a} and with "
+                    f"{b}; a list follows from its spec alone"
                 )
 
 
@@ -190,7 +198,7 @@ def _warmup_equals(schedule: Schedule, shapes: Sequence[Shape], formula: Formula
             expected = min(warmup + 1, spec.microbatches * spec.chunks)
             if found != expected:
                 raise CheckFailed(
-                    f"{shape} rank {stage}: {found} forwards before the first backward, expected {expected} "
+                    f"{shape} stage {stage}: {found} forwards before the first backward, expected {expected} "
                     f"for a warm-up of {warmup}"
                 )
 
@@ -201,7 +209,7 @@ def _in_flight_keeps(schedule: Schedule, shapes: Sequence[Shape], formula: Formu
             bound = formula(stage, answer.spec)
             if found > bound:
                 raise CheckFailed(
-                    f"{answer.shape} rank {stage}: {found} chunk-microbatches in flight, at most {bound} promised"
+                    f"{answer.shape} stage {stage}: {found} chunk-microbatches in flight, at most {bound} promised"
                 )
 
 
@@ -220,20 +228,10 @@ def _bubble_equals(schedule: Schedule, shapes: Sequence[Shape], formula: BubbleF
 
 def _is_ascending(schedule: Schedule, shapes: Sequence[Shape]) -> None:
     for answer, plan in plans(schedule, shapes):
-        for stage, actions in enumerate(plan.lists if not plan.ascending else ()):
-            _check_ascending(answer.shape, stage, actions)
-
-
-def _check_ascending(shape: Shape, stage: int, actions: Sequence[Action]) -> None:
-    for ops in ("BI", "BW"):
-        before: dict[int, Action] = {}
-        for index, action in enumerate(actions):
-            if action.op not in ops:
-                continue
-            earlier = before.get(action.chunk, action)
-            if earlier.microbatch > action.microbatch:
+        for stage, actions in enumerate(plan.lists):
+            if fault := first_descent(actions):
+                index, earlier = fault
                 raise CheckFailed(
-                    f"{shape} rank {stage}, action {index}: {action} comes after {earlier}, and microbatch order is "
-                    "promised"
+                    f"{answer.shape} stage {stage}, action {index}: {actions[index]} comes after {earlier}, and "
+                    "microbatch order is promised"
                 )
-            before[action.chunk] = action
