@@ -144,7 +144,7 @@ def _chunks(positions: Sequence[int], last: int) -> tuple[Gradients, list[Scale]
 def _runner(
     plan: Plan, stage: int, gradients: Gradients, chunks: Sequence[Scale], messenger: Messenger
 ) -> Callable[[], None]:
-    executor, program = Executor(chunks, gradients, messenger), lower(plan, stage, LOOKAHEAD)
+    executor, program = Executor(chunks, gradients, messenger, stage), lower(plan, stage, LOOKAHEAD)
     inputs = StepInputs(
         microbatch=lambda m: Microbatch(m, 1, m, {}),
         boundary=lambda _: BOUNDARY,

@@ -110,7 +110,8 @@ def measure_sleep(unit: float, samples: int) -> list[dict[str, Any]]:
         plan, gradients = make_plan(name, world), Gradients()
         mine = sorted((place.chunk, index) for index, place in enumerate(plan.layout) if place.stage == rank)
         chunks = [Sleeper(unit, gradients, last=position == len(plan.layout) - 1) for _, position in mine]
-        executor = Executor(chunks, gradients, Messenger(groups.channels, range(world), torch.device("cpu")))
+        messenger = Messenger(groups.channels, range(world), torch.device("cpu"))
+        executor = Executor(chunks, gradients, messenger, rank)
         program = lower(plan, rank, LOOKAHEAD)
         taken = [take_sample(partial(executor.run, program, inputs)) for _ in range(samples + 1)][1:]
         described = {"schedule": name, "ideal": ideal(plan) * unit, "planned": makespan(plan) * unit}

@@ -138,7 +138,7 @@ class OurStep:
     def __init__(self, stage: Stage, plan: Plan, groups: Groups) -> None:
         self._stage, b = stage, stage.shape.micro_batch
         messenger = Messenger(groups.channels, range(STAGES), torch.device("cpu"))
-        self._executor = Executor(stage.chunks, stage.gradients, messenger)
+        self._executor = Executor(stage.chunks, stage.gradients, messenger, stage.rank)
         self._program = lower(plan, stage.rank, LOOKAHEAD)
         mask = torch.ones(b, stage.shape.sequence)
 

@@ -49,6 +49,7 @@ class Instruction(NamedTuple):
     or earlier), or take it over from the same stage when it is local. ``retire``: these earlier sends are now proven
     consumed, so that waiting for them cannot block. ``action``: compute. ``send``: send its result, or keep it for the
     same stage when it is local. ``sync``: the chunk's gradients are complete, start their synchronisation.
+    ``one_order``: each of ``post`` stands at its place in the plan's global message order, and none may be put off.
     """
 
     post: tuple[Message, ...]
@@ -57,6 +58,7 @@ class Instruction(NamedTuple):
     send: Message | None
     retire: tuple[Message, ...]
     sync: bool
+    one_order: bool
 
 
 def lower(plan: Plan, stage: int, lookahead: int | None = 1) -> tuple[Instruction, ...]:
@@ -65,10 +67,11 @@ def lower(plan: Plan, stage: int, lookahead: int | None = 1) -> tuple[Instructio
     Receives are posted at most ``lookahead`` actions before the action that needs them or a later one on the same
     channel. This is safe where each direction between two stages is a channel of its own (gloo). ``None`` posts each
     receive at its place in the plan's global message order instead, which is safe even where one stream carries all
-    messages of a stage, in both directions (NCCL).
+    messages of a stage, in both directions (NCCL); the instructions say so.
     """
     wires = _Wires(plan.layout)
     actions = plan.lists[stage]
+    one_order = lookahead is None
     posts = _posts_in_order(plan, wires, stage) if lookahead is None else _posts_ahead(plan, wires, stage, lookahead)
     retired = _retired(plan, wires, stage)
     syncs = _sync_points(actions)
@@ -80,6 +83,7 @@ def lower(plan: Plan, stage: int, lookahead: int | None = 1) -> tuple[Instructio
             wires.sent(stage, action),
             retired[index],
             index in syncs,
+            one_order,
         )
         for index, action in enumerate(actions)
     )
