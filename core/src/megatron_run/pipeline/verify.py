@@ -1,7 +1,7 @@
 """Prove that action lists form a legal plan: complete, in order, free of deadlock. Pure Python, no torch.
 
-A fault is a :class:`~megatron_run.errors.ScheduleError` that says where: rank, index and action, and for a deadlock the
-cycle. The rank is the pipeline rank, that is the stage.
+A fault is a :class:`~megatron_run.errors.ScheduleError` that says where: stage, index and action, and for a deadlock
+the cycle.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def verify(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Plan:
     """Prove ``lists``, one per stage, and derive what follows from them.
 
     For every (microbatch, chunk): F, then B, or I and then W; R at most once between F and B or I; S at most once a
-    chunk, after its last gradient. Raises :class:`ScheduleError` naming rank, index, action and, for a deadlock, who
+    chunk, after its last gradient. Raises :class:`ScheduleError` naming stage, index, action and, for a deadlock, who
     waits for whom.
     """
     _check_places(spec.layout, spec.stages, spec.chunks)
@@ -181,11 +181,11 @@ def _missing(stage: int, states: Sequence[int], microbatches: int) -> ScheduleEr
     chunk, microbatch = divmod(slot, microbatches)
     more = sum(state != _DONE for state in states) - 1
     rest = f"; {more} more (microbatch, chunk) pairs are unfinished" if more else ""
-    return ScheduleError(f"rank {stage}: {op}{microbatch}.{chunk} is missing", why=why + rest)
+    return ScheduleError(f"stage {stage}: {op}{microbatch}.{chunk} is missing", why=why + rest)
 
 
 def _fault(stage: int, index: int, action: object, what: str, why: str) -> ScheduleError:
-    return ScheduleError(f"rank {stage}, action {index}: {action} {what}", why=why)
+    return ScheduleError(f"stage {stage}, action {index}: {action} {what}", why=why)
 
 
 def _deadlock(spec: ScheduleSpec, lists: Sequence[Sequence[Action]], heads: Sequence[int]) -> ScheduleError:
@@ -200,8 +200,8 @@ def _deadlock(spec: ScheduleSpec, lists: Sequence[Sequence[Action]], heads: Sequ
     waits = []
     for stage in cycle:
         peer, index = awaited(stage, heads[stage])
-        asks = f"rank {stage}, action {heads[stage]}: {lists[stage][heads[stage]]} waits for {lists[peer][index]}"
-        waits.append(f"{asks} of rank {peer} (action {index}, behind {lists[peer][heads[peer]]})")
+        asks = f"stage {stage}, action {heads[stage]}: {lists[stage][heads[stage]]} waits for {lists[peer][index]}"
+        waits.append(f"{asks} of stage {peer} (action {index}, behind {lists[peer][heads[peer]]})")
     return ScheduleError("the schedule deadlocks", why="; ".join(waits))
 
 
