@@ -19,7 +19,7 @@ $(shell [ -x $(PY) ] || rm -f .venv/.runtime-* .venv/.dev-*)
 unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE PYTHONWARNINGS VIRTUAL_ENV
 unexport PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
-.PHONY: run test lint types unit gpu setup format docs wheels clean
+.PHONY: run test lint types unit gpu grid setup format docs wheels clean
 run: $(RUNTIME)
 	.venv/bin/megatron-run --plugin schedule=interleaved
 
@@ -34,6 +34,9 @@ unit: $(DEV)
 # The tests that need a CUDA device; elsewhere they are skipped, and say so.
 gpu: $(DEV)
 	$(PY) -m pytest -q -m gpu
+# Every schedule in every shape and variant, where `test` runs each shape once: minutes.
+grid: $(DEV)
+	$(PY) -m tests.integration.whole_grid
 
 setup: $(DEV)
 

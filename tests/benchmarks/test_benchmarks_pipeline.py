@@ -1,4 +1,4 @@
-"""The parts of the pipeline benchmark that decide whether its table can be believed; no time is asserted."""
+"""The parts of the pipeline benchmark that decide whether its tables can be believed; no time is asserted."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.pipeline import pair_rows, undisturbed
-from benchmarks.pipeline_pairs import PAIRS, difference, measure_pairs
-from benchmarks.pipeline_quiet import busy_seconds
-from benchmarks.pipeline_sleep import ideal, make_plan, makespan
+from benchmarks.pipeline.memory import measure_memory
+from benchmarks.pipeline.overhead import measure_overhead
+from benchmarks.pipeline.pairs import PAIRS, compare, measure_pairs, pair_table
+from benchmarks.pipeline.schedules import SCHEDULES, make_plan
+from benchmarks.pipeline.sides import loss_stage
+from benchmarks.pipeline.sleep import ideal, makespan, measure_sleep
 from tests.support.ranks import run_ranks
+
+NAN, INFINITE = float("nan"), float("inf")
 
 
 def sample(ours: float, theirs: float, foreign: float) -> dict[str, float]:
@@ -20,21 +24,25 @@ def sample(ours: float, theirs: float, foreign: float) -> dict[str, float]:
     return {**times, "ours_foreign": 0.0, "theirs_foreign": foreign}
 
 
-def test_samples_taken_while_something_else_ran_are_dropped() -> None:
+def test_a_row_names_both_splits_and_holds_the_medians_of_undisturbed_samples() -> None:
     samples = [sample(1, 1, 0.3), *(sample(1, 2, 0.01) for _ in range(3))]
-    assert undisturbed(samples) == (samples[1:], True)
-    found = [{"ours": "a", "theirs": "b", "apart": 0.0, "samples": samples}]
-    assert list(pair_rows(found))[2] == "| a | b | 1.000 | 2.000 | 0.500 | 0.500 | equal | 3 of 4 |"
+    row = list(pair_table([{"pair": 5, "apart": 0.0, "samples": samples}]))[2]
+    names = "zb-v | V 1, 2, 2, 1 | ScheduleInterleavedZeroBubble | loop 2, 1, 2, 1"
+    assert row == f"| {names} | 1.000 | 2.000 | 0.500 | 0.500 | equal | 3 of 4 |"
 
 
-def test_a_busy_machine_leaves_the_least_disturbed_half_and_says_so() -> None:
-    samples = [sample(1, 1, share) for share in (0.9, 0.2, 0.5, 0.3)]
-    assert undisturbed(samples) == ([samples[1], samples[3]], False)
+def test_where_the_splits_differ_it_is_said_why_that_is_fair() -> None:
+    assert [bool(pair.fair) for pair in PAIRS] == [SCHEDULES[pair.ours].split != pair.split for pair in PAIRS]
 
 
-def test_idle_and_waiting_time_is_not_busy() -> None:
-    stat = "cpu  100 20 30 4000 500 6 7 8 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n"
-    assert busy_seconds(stat) == pytest.approx((100 + 20 + 30 + 6 + 7 + 8) / 100)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_stage_with_the_head_computes_two_layers_and_the_other_four(name: str) -> None:
+    split = SCHEDULES[name].split
+    layout, layers = make_plan(name, 2, 8, split.counts).layout, [0, 0]
+    for place in layout:
+        layers[place.stage] += len(place.layers)
+    assert layout[-1].stage == loss_stage(split)
+    assert (layers[loss_stage(split)], layers[1 - loss_stage(split)]) == (2, 4)
 
 
 @pytest.mark.parametrize(
@@ -42,25 +50,62 @@ def test_idle_and_waiting_time_is_not_busy() -> None:
     [("gpipe", 3 / 8), ("1f1b", 3 / 8), ("interleaved", 3 / 16), ("zb-h1", 1 / 8), ("zb-v", 1 / 16)],
 )
 def test_planned_time_over_ideal_is_the_formula_of_the_papers(schedule: str, expected: float) -> None:
-    plan = make_plan(schedule, 4)
+    plan = make_plan(schedule, 4, 8)
     assert makespan(plan) / ideal(plan) - 1 == pytest.approx(expected)
 
 
-def test_a_wrong_or_missing_gradient_is_seen() -> None:
-    one = {"a": torch.tensor([1.0, 4.0]), "b": torch.ones(2)}
-    assert difference(one, one) == 0
-    assert difference({**one, "a": torch.tensor([1.0, 3.0])}, one) == 0.25
-    with pytest.raises(ValueError, match="'b'"):
-        difference({"a": one["a"]}, one)
+RIGHT = {"zero": torch.zeros(2), "a": torch.tensor([1.0, 4.0])}
 
 
-def compare(rank: int, world: int) -> list[dict[str, Any]]:
-    return measure_pairs("tiny", 1)
+def test_how_far_gradients_lie_apart_is_relative_to_the_largest_value_of_each() -> None:
+    assert compare(RIGHT, RIGHT) == 0
+    assert compare({**RIGHT, "a": torch.tensor([1.0, 4.0 - 2**-17])}, RIGHT) == 2**-19
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"a": torch.tensor([1.0, 3.0])}, "a differs by 2.5e-01"),
+        ({"a": torch.tensor([7.0, 28.0])}, r"a differs by 6.0e\+00"),  # after a tensor of which nothing can be told
+        ({"zero": torch.tensor([0.0, 1.0])}, "zero differs by"),
+        ({"a": torch.tensor([NAN, 4.0])}, "a is not finite"),
+        ({"a": torch.tensor([1.0, INFINITE])}, "a is not finite"),
+        ({"a": torch.tensor([[1.0, 4.0]])}, r"a is \(1, 2\) on our side and \(2,\) on theirs"),
+        ({"b": torch.zeros(1)}, r"the same tensors: \['b'\]"),
+    ],
+)
+def test_a_wrong_gradient_is_refused_on_either_side(wrong: dict[str, torch.Tensor], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        compare({**RIGHT, **wrong}, RIGHT)
+
+
+def test_a_gradient_of_theirs_that_is_not_finite_is_refused() -> None:
+    with pytest.raises(ValueError, match="a is not finite"):
+        compare(RIGHT, {**RIGHT, "a": torch.full((2,), NAN)})
+
+
+def measure_tiny(rank: int, world: int) -> dict[str, Any]:
+    peaks = [
+        measure_memory("tiny", "1f1b", None, 1),
+        measure_memory("tiny", "zb-v", "ScheduleZBVZeroBubble", 1, keep_outputs=True),
+    ]
+    return {
+        "pairs": measure_pairs("tiny", 1),
+        "peaks": peaks,
+        "overhead": measure_overhead(3, 1),
+        "sleep": measure_sleep(0.001, 1),
+    }
 
 
 @pytest.mark.multiproc
-def test_both_sides_of_every_pair_make_the_same_gradients() -> None:
-    found = run_ranks(compare, 2, timeout=110)[0]
-    assert [(pair["ours"], pair["theirs"]) for pair in found] == [(pair.ours, pair.theirs) for pair in PAIRS]
-    assert [pair["apart"] for pair in found] == [0.0] * len(PAIRS)
-    assert all(pair["samples"][0][f"{side}_seconds"] > 0 for pair in found for side in ("ours", "theirs"))
+def test_every_part_measures() -> None:
+    """In both sides of every pair the same gradients are made, bit for bit."""
+    found = run_ranks(measure_tiny, 2, timeout=110)[0]
+    assert [pair["pair"] for pair in found["pairs"]] == list(range(len(PAIRS)))
+    assert [pair["apart"] for pair in found["pairs"]] == [0.0] * len(PAIRS)
+    assert all(pair["samples"][0][f"{side}_seconds"] > 0 for pair in found["pairs"] for side in ("ours", "theirs"))
+    assert all(2**25 < peak < 2**33 for peak in found["peaks"])
+    (sample,) = found["overhead"]["samples"]
+    assert all(found["overhead"][each] > 0 and sample[f"{each}_seconds"] > 0 for each in ("executor", "bare"))
+    assert [row["schedule"] for row in found["sleep"]] == list(SCHEDULES)
+    assert all(row["samples"][0]["seconds"] > row["planned"] * 0.99 for row in found["sleep"])

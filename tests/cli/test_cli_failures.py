@@ -276,19 +276,19 @@ TOPOLOGY = {
             "no chosen plugin does (from --set parallel.expert); set parallel.expert=1",
         ),
     ),
-    "dropped": Mistake("--plugin schedule=./dropped.py", 3, ("rank 0: F1.0 is missing: every microbatch visits",)),
-    "duplicated": Mistake("--plugin schedule=./duplicated.py", 3, ("rank 0, action 2: B0.0 is repeated",)),
-    "out of order": Mistake("--plugin schedule=./disordered.py", 3, ("rank 0, action 0: B0.0 is too early", "F0.0")),
+    "dropped": Mistake("--plugin schedule=./dropped.py", 3, ("stage 0: F1.0 is missing: every microbatch visits",)),
+    "duplicated": Mistake("--plugin schedule=./duplicated.py", 3, ("stage 0, action 2: B0.0 is repeated",)),
+    "out of order": Mistake("--plugin schedule=./disordered.py", 3, ("stage 0, action 0: B0.0 is too early", "F0.0")),
     "deadlock": Mistake(
         "--plugin schedule=./deadlock.py --set parallel.pipeline=2",
         3,
-        ("the schedule deadlocks: rank 0, action 1: B0.0 waits for B0.0 of rank 1", "rank 1, action 1: F1.0 waits"),
+        ("the schedule deadlocks: stage 0, action 1: B0.0 waits for B0.0 of stage 1", "stage 1, action 1: F1.0 waits"),
     ),
     "illegal at one count of a ramp-up": Mistake(
         "--plugin schedule=./sometimes.py --set train.ramp_up.start=2 --set train.ramp_up.increment=2 "
         "--set train.ramp_up.samples=16",
         3,
-        ("rank 0: B0.0 is missing",),
+        ("stage 0: B0.0 is missing",),
     ),
     "a schedule that crashes": Mistake(
         "--plugin schedule=./crashes.py",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import COMMAND, run_command
+from tests.support.commands import COMMAND, TORCHRUN, run_command
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
 
@@ -53,18 +53,24 @@ def megatron_run_create_model(context, options):
 """
 SETS = ("run.threads=1", "run.folder=run", "train.steps=3", "eval.interval=0")
 WORDS = ("preset:tiny", "--plugin", "schedule=1f1b", "--plugin", "model=./tampered.py")
-#: Seconds that other ranks get to end by themselves, and some for a busy machine.
-GRACE = 5 + 10
+#: Seconds after which ranks that wait for ever would give up, and within which a run must have ended however busy the
+#: machine is: nobody waits for that.
+TIMEOUT, SOON = 100, 60
 
 
-def failure(folder: Path, tamper: str, *, rank: int, code: int, timeout: float = 30, within: float = GRACE) -> str:
+def words(timeout: float, stages: int) -> list[str]:
+    """What is typed after the command's name."""
+    sets = (*SETS, f"run.timeout={timeout}", f"parallel.pipeline={stages}")
+    return [*WORDS, *(word for each in sets for word in ("--set", each))]
+
+
+def failure(folder: Path, tamper: str, *, rank: int, code: int, timeout: float = TIMEOUT, stages: int = 2) -> str:
     """The last line of a run in whose second step ``rank`` does ``tamper`` in F1.0; it ends with ``code``, in time."""
     (folder / "tampered.py").write_text(MODEL.format(tamper=tamper, rank=rank))
-    sets = [word for each in (*SETS, f"run.timeout={timeout}") for word in ("--set", each)]
-    done = run_command((*COMMAND, *WORDS, *sets), folder)
+    done = run_command((*COMMAND, *words(timeout, stages)), folder)
     after_step_1 = time.time() - (folder / "run" / "metrics.jsonl").stat().st_mtime
     assert done.returncode == code, done.stderr
-    assert after_step_1 < within
+    assert after_step_1 < SOON
     status = json.loads((folder / "run" / "status.json").read_text())
     assert (status["state"], status["exit_code"], status["step"]) == ("failed", code, 1)
     line = done.stderr.splitlines()[-1].removeprefix("megatron-run: ")
@@ -72,7 +78,7 @@ def failure(folder: Path, tamper: str, *, rank: int, code: int, timeout: float =
     return re.sub(r"log: [^)]*/rank-0000(\d)\.log", r"log \1", line.replace(str(folder), "."))
 
 
-LOST = "while exchanging the gradient of microbatch 1 from stage 1 to stage 0 (from rank 0, action 5 of 8, B1.0)"
+LOST = "while exchanging the gradient of microbatch 1 from stage 1 to stage 0 (from rank 0, action 4, B1.0)"
 
 
 def test_a_stage_that_is_killed_is_named_with_the_action_that_waited_for_it(tmp_path: Path) -> None:
@@ -82,9 +88,35 @@ def test_a_stage_that_is_killed_is_named_with_the_action_that_waited_for_it(tmp_
 
 
 def test_a_stage_that_hangs_is_named_with_the_action_that_waited_and_the_time_limit(tmp_path: Path) -> None:
-    line = failure(tmp_path, "time.sleep(600)", rank=1, code=4, timeout=4, within=4 + GRACE)
+    line = failure(tmp_path, "time.sleep(600)", rank=1, code=4, timeout=4)
     lost = f"rank 1 (stage 1) is lost: it did not answer within 4 s {LOST}"
     assert line == f"{lost} (rank 0, log 0); rank 1 did not end and was killed"
+
+
+LAST = "while exchanging the gradient of microbatch 1 from stage 3 to stage 2 (from rank 2, action 4, B1.0)"
+
+
+def test_of_four_stages_the_one_that_is_killed_is_named_by_its_neighbour(tmp_path: Path) -> None:
+    line = failure(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", rank=3, code=4, stages=4)
+    assert (
+        line == f"a rank was killed by SIGKILL (rank 3, log 3); rank 3 (stage 3) is lost: its connection broke {LAST}"
+    )
+
+
+def test_of_four_stages_the_one_that_hangs_is_named_and_none_that_waited_in_vain(tmp_path: Path) -> None:
+    line = failure(tmp_path, "time.sleep(600)", rank=3, code=4, timeout=4, stages=4)
+    lost = f"rank 3 (stage 3) is lost: it did not answer within 4 s {LAST}"
+    assert line == f"{lost} (rank 2, log 2); rank 3 did not end and was killed"
+
+
+def test_under_torchrun_the_neighbour_speaks_and_nobody_blames_another(tmp_path: Path) -> None:
+    (tmp_path / "tampered.py").write_text(MODEL.format(tamper="os.kill(os.getpid(), signal.SIGKILL)", rank=3))
+    run = (*TORCHRUN, "--nproc-per-node", "4", "-m", "megatron_run_cli", *words(TIMEOUT, 4))
+    said = re.findall(r"^megatron-run: (.*)", run_command(run, tmp_path, timeout=90).stderr, re.MULTILINE)
+    assert [line.partition(" (rank 2, log: ")[0] for line in said] == [
+        f"rank 3 (stage 3) is lost: its connection broke {LAST}"
+    ]
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["message"].startswith("rank 3 (stage 3) is lost")
 
 
 @pytest.mark.parametrize(
@@ -97,12 +129,12 @@ def test_a_stage_that_would_send_what_its_model_did_not_declare(tampered: str, f
     assert line == (
         f"the activation of microbatch 1 from stage 0 to stage 1 is {found}, "
         "plugin model=tampered of ./tampered.py declared (32, 2, 32) torch.float32 "
-        "(from rank 0, action 2 of 8, F1.0); make Model.boundary and the chunk's output agree (rank 0, log 0)"
+        "(from rank 0, action 1, F1.0); make Model.boundary and the chunk's output agree (rank 0, log 0)"
     )
 
 
 def test_a_layer_that_raises_is_a_bug_with_its_line_and_action(tmp_path: Path) -> None:
     line = failure(tmp_path, "raise ValueError('a bad layer')", rank=1, code=1)
-    assert line == "ValueError: a bad layer (in ./tampered.py:11, rank 1, action 3 of 8, F1.0) (rank 1, log 1)"
+    assert line == "ValueError: a bad layer (in ./tampered.py:11, rank 1, action 2, F1.0) (rank 1, log 1)"
     traceback = (tmp_path / "run" / "logs" / "attempt-001" / "rank-00001.log").read_text()
-    assert "ValueError: a bad layer\nrank 1, action 3 of 8, F1.0\n" in traceback
+    assert "ValueError: a bad layer\nrank 1, action 2, F1.0\n" in traceback

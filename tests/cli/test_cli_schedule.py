@@ -184,7 +184,7 @@ def test_an_invalid_schedule_is_said_with_its_fault(tmp_path: Path, capsys: Outp
     (tmp_path / "stuck.py").write_text(STUCK)
     words = (*SHOW, "--plugin", f"schedule={tmp_path / 'stuck.py'}", "--stages", "2", "--microbatches", "1")
     said = refused(capsys, 3, *words)
-    assert "rank 0, action 0: B0.0 is too early" in said
+    assert "stage 0, action 0: B0.0 is too early" in said
     record = as_json(capsys, *words, code=3)
     assert record.pop("fault") in said
     assert record == {"stages": 2, "chunks": 1, "microbatches": 1, "valid": False}

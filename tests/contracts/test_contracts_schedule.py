@@ -86,18 +86,18 @@ def test_a_good_schedule_passes_every_check() -> None:
         (
             Forgetful,
             "the action lists are a legal plan",
-            "P=2 V=1 M=1: rank 1: B0.0 is missing: its forward has no backward (B, or I and then W)",
+            "P=2 V=1 M=1: stage 1: B0.0 is missing: its forward has no backward (B, or I and then W)",
         ),
         (
             Repeating,
             "the action lists are a legal plan",
-            "P=2 V=1 M=1: rank 1, action 2: F0.0 is repeated: it already stands at action 0",
+            "P=2 V=1 M=1: stage 1, action 2: F0.0 is repeated: it already stands at action 0",
         ),
         (
             BackwardFirst,
             "the action lists are a legal plan",
             (
-                "P=1 V=1 M=1: rank 0, action 0: B0.0 is too early: it needs F0.0 before it, which stands later, at "
+                "P=1 V=1 M=1: stage 0, action 0: B0.0 is too early: it needs F0.0 before it, which stands later, at "
                 "action 1"
             ),
         ),
@@ -105,8 +105,8 @@ def test_a_good_schedule_passes_every_check() -> None:
             Stuck,
             "the action lists are a legal plan",
             (
-                "P=2 V=1 M=2: the schedule deadlocks: rank 0, action 1: B0.0 waits for B0.0 of rank 1 (action 2, "
-                "behind F1.0); rank 1, action 1: F1.0 waits for F1.0 of rank 0 (action 2, behind B0.0)"
+                "P=2 V=1 M=2: the schedule deadlocks: stage 0, action 1: B0.0 waits for B0.0 of stage 1 (action 2, "
+                "behind F1.0); stage 1, action 1: F1.0 waits for F1.0 of stage 0 (action 2, behind B0.0)"
             ),
         ),
         (
@@ -118,7 +118,7 @@ def test_a_good_schedule_passes_every_check() -> None:
             ChunkFromOne,
             "the action lists are a legal plan",
             (
-                "P=1 V=1 M=1: rank 0, action 0: F0.1 is out of range: the stage has 1 chunk(s) and the step 1 "
+                "P=1 V=1 M=1: stage 0, action 0: F0.1 is out of range: the stage has 1 chunk(s) and the step 1 "
                 "microbatch(es), counted from 0"
             ),
         ),
@@ -212,8 +212,8 @@ def test_a_good_schedule_passes_every_check() -> None:
             SkipsTheCheap,
             "the action lists are legal at other costs",
             (
-                "P=1 V=1 M=1 at costs F 1, B 3, I 1.5, W 1.5: rank 0: B0.0 is missing: its forward has no backward (B, "
-                "or I and then W)"
+                "P=1 V=1 M=1 at costs F 1, B 3, I 1.5, W 1.5: stage 0: B0.0 is missing: its forward has no backward "
+                "(B, or I and then W)"
             ),
         ),
         (
@@ -228,7 +228,7 @@ def test_a_good_schedule_passes_every_check() -> None:
             Remembering,
             "equal calls give equal answers",
             (
-                "P=1 V=1 M=8 rank 0, action 7: two calls gave two action lists, with B0.0 and with F7.0; a list "
+                "P=1 V=1 M=8 stage 0, action 7: two calls gave two action lists, with B0.0 and with F7.0; a list "
                 "follows from its spec alone"
             ),
         ),
@@ -245,7 +245,7 @@ def test_a_broken_contract_is_named(schedule: Callable[[], Schedule], name: str,
 
 def test_a_list_that_can_be_read_only_once_is_refused() -> None:
     message = failures(Yielding)["it accepts a shape"]
-    assert message.startswith("P=1 V=1 M=1 rank 0: actions returned <list_iterator ")
+    assert message.startswith("P=1 V=1 M=1 stage 0: actions returned <list_iterator ")
     assert message.endswith("; it must return a list")
 
 
@@ -256,13 +256,13 @@ def test_a_list_that_can_be_read_only_once_is_refused() -> None:
             Greedy,
             "warmup",
             "the warm-up equals its formula",
-            "P=1 V=1 M=2 rank 0: 2 forwards before the first backward, expected 1 for a warm-up of 0",
+            "P=1 V=1 M=2 stage 0: 2 forwards before the first backward, expected 1 for a warm-up of 0",
         ),
         (
             Greedy,
             "in_flight",
             "memory in flight keeps its bound",
-            "P=1 V=1 M=2 rank 0: 2 chunk-microbatches in flight, at most 1 promised",
+            "P=1 V=1 M=2 stage 0: 2 chunk-microbatches in flight, at most 1 promised",
         ),
         (
             Lazy,
@@ -274,7 +274,7 @@ def test_a_list_that_can_be_read_only_once_is_refused() -> None:
             Descending,
             "ascending",
             "gradients add up in microbatch order",
-            "P=1 V=1 M=2 rank 0, action 3: B0.0 comes after B1.0, and microbatch order is promised",
+            "P=1 V=1 M=2 stage 0, action 3: B0.0 comes after B1.0, and microbatch order is promised",
         ),
     ],
 )
@@ -290,7 +290,7 @@ def test_a_bubble_may_be_promised_for_some_shapes_only() -> None:
 def test_a_split_backward_ascends_in_both_halves() -> None:
     assert "gradients add up in microbatch order" not in failures(WeightsLate, ascending=True)
     assert failures(WeightsLast, ascending=True)["gradients add up in microbatch order"] == (
-        "P=1 V=1 M=2 rank 0, action 5: W0.0 comes after W1.0, and microbatch order is promised"
+        "P=1 V=1 M=2 stage 0, action 5: W0.0 comes after W1.0, and microbatch order is promised"
     )
 
 
@@ -312,6 +312,6 @@ def test_messages_that_a_lowering_swaps_are_found(monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.setattr("megatron_run.testing.schedule.lower", without_receives)
     assert failures(Pipelined)[name] == (
-        "P=2 V=1 M=1: rank 0 waits at B0.0 for the gradient of microbatch 0 from stage 1 to stage 0; "
-        "rank 1 waits at F0.0 for the activation of microbatch 0 from stage 0 to stage 1"
+        "P=2 V=1 M=1: stage 0 waits at B0.0 for the gradient of microbatch 0 from stage 1 to stage 0; "
+        "stage 1 waits at F0.0 for the activation of microbatch 0 from stage 0 to stage 1"
     )

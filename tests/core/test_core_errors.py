@@ -24,10 +24,10 @@ def test_an_error_is_one_line_of_what_why_origin_and_fix() -> None:
 def test_an_exception_is_told_where_it_was_raised() -> None:
     bug, mine, foreign = ValueError("x"), PluginError("a"), PluginError("b", origin="data.paths")
     for error in (bug, mine, foreign):
-        locate(error, "rank 1, action 2 of 8, F1.0")
-    assert bug.__notes__ == ["rank 1, action 2 of 8, F1.0"]
-    assert str(mine) == "a (from rank 1, action 2 of 8, F1.0)"
-    assert str(foreign) == "b (from data.paths, rank 1, action 2 of 8, F1.0)"
+        locate(error, "rank 1, action 2, F1.0")
+    assert bug.__notes__ == ["rank 1, action 2, F1.0"]
+    assert str(mine) == "a (from rank 1, action 2, F1.0)"
+    assert str(foreign) == "b (from data.paths, rank 1, action 2, F1.0)"
 
 
 def test_several_problems_are_a_line_each_and_end_with_the_code_of_the_first() -> None:

@@ -162,10 +162,10 @@ return [alternating, forwards + backwards]
 @pytest.mark.parametrize(
     ("actions", "says"),
     [
-        (DROPPED, "rank 0: F1.0 is missing: every microbatch visits every chunk"),
-        (DUPLICATED, "rank 0, action 8: B3.0 is repeated: it already stands at action 7"),
-        (LATE_ON_STAGE_1, "the schedule deadlocks: rank 0, action 1: B0.0 waits for B0.0 of rank 1"),
-        ("return [[1]] * spec.stages", "rank 0, action 0: 1 is not an Action"),
+        (DROPPED, "stage 0: F1.0 is missing: every microbatch visits every chunk"),
+        (DUPLICATED, "stage 0, action 8: B3.0 is repeated: it already stands at action 7"),
+        (LATE_ON_STAGE_1, "the schedule deadlocks: stage 0, action 1: B0.0 waits for B0.0 of stage 1"),
+        ("return [[1]] * spec.stages", "stage 0, action 0: 1 is not an Action"),
         ("return [None, 3]", "it did not return a sequence of actions for each stage (TypeError: 'NoneType'"),
         ("print(end='')", "actions failed: it returned None, and must return a sequence: is its return missing?"),
         ("raise KeyError('lost')", "actions failed: KeyError: 'lost' (mine.py, line "),

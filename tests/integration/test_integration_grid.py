@@ -1,7 +1,7 @@
 """Every schedule in every shape trains what a single process trains, and runs exactly what was planned.
 
 ``tests/support/grid.py`` says which shapes there are; here each runs in one variant, and each schedule in all of them.
-``python -m benchmarks.whole_grid`` runs every shape in every variant.
+``make grid`` runs every shape in every variant.
 """
 
 from __future__ import annotations

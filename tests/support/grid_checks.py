@@ -29,9 +29,9 @@ class Trained:
 
     @property
     def loss_difference(self) -> float:
-        """The largest over all training steps and evaluations."""
+        """The largest over all training steps and evaluations; not a number where one of them is not."""
         pairs = [(self.ranks[0].losses, self.alone.losses), (self.ranks[0].validation, self.alone.validation)]
-        return max(float(np.max(np.abs(np.subtract(ours, theirs)))) for ours, theirs in pairs)
+        return float(np.max([np.max(np.abs(np.subtract(ours, theirs))) for ours, theirs in pairs]))
 
     @property
     def bit_equal(self) -> bool:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from megatron_run.actions import Action
 from megatron_run.contracts import Boundary, Microbatch
 from megatron_run.gradients import Gradients, build_buckets, main_grad
 from megatron_run.parameters import describe_parameters
 from megatron_run.pipeline.execute import Executor, StepInputs, StepRecord
-from megatron_run.pipeline.lower import lower
+from megatron_run.pipeline.lower import Instruction, lower
 from megatron_run.pipeline.messages import Messenger
 from megatron_run.pipeline.plan import Plan
 from tests.support.toy_chunks import BOUNDARY, ToyChunk, by_autograd, thinning_boundary
+from tests.support.witness import Witness
 
 
 def known_boundary(microbatch: Microbatch) -> Boundary:
@@ -22,7 +25,10 @@ def known_boundary(microbatch: Microbatch) -> Boundary:
 
 
 class Bench:
-    """One stage of the toy model with its executor."""
+    """One stage of the toy model with its executor, under the eyes of a witness.
+
+    ``synced``: for each gradient sync, how many actions had been computed when it was started, and its chunk.
+    """
 
     def __init__(
         self,
@@ -42,26 +48,35 @@ class Bench:
             for parameter, info in described.items():
                 gradients.adopt(parameter, info.name)
         gradients.start_step(plan.microbatches, lambda _: None)
-        self.executor, self.losses, self.synced = Executor(self.chunks, gradients, messenger, stage), [0.0], list[int]()
+        self.executor, self.witness = (
+            Executor(self.chunks, gradients, messenger, stage),
+            Witness(self.chunks, gradients),
+        )
+        self.losses, self.synced = [0.0], list[tuple[int, int]]()
 
-    def run(self, boundary: Callable[[Microbatch], Boundary] | None = None, lookahead: int | None = 1) -> StepRecord:
-        """One step; ``boundary`` declares something else than what the chunks return."""
+    def run(
+        self,
+        boundary: Callable[[Microbatch], Boundary] | None = None,
+        lookahead: int | None = 1,
+        alter: Callable[[Instruction], Instruction] = lambda instruction: instruction,
+    ) -> StepRecord:
+        """One step; ``boundary`` declares something else than what the chunks return, ``alter`` spoils the program."""
         inputs = StepInputs(
-            microbatch=lambda m: Microbatch(m, 1, m, {}),
+            microbatch=lambda m: Microbatch(m, 1, m, {"tokens": torch.zeros(1, 2)}),
             boundary=boundary or (thinning_boundary if self.thinning else known_boundary),
             report=lambda _, total, __: self.losses.append(total.item()),
             seed=lambda _, weight: weight.double(),
-            start_grad_sync=self.synced.append,
+            start_grad_sync=lambda chunk: self.synced.append((len(self.witness.actions), chunk)),
         )
-        return self.executor.run(lower(self.plan, self.stage, lookahead), inputs)
+        return self.executor.run([alter(each) for each in lower(self.plan, self.stage, lookahead)], inputs)
 
 
 def faults(
-    plan: Plan, stage: int, messenger: Messenger, lookahead: int | None = 1, *, thinning: bool = False
+    plan: Plan, stage: int, messenger: Messenger, lookahead: int | None = 1, *, thinning: bool = False, **spoiled: Any
 ) -> list[str]:
     """Run one plan on this stage and say what differs from plain autograd and from the plan."""
     bench, wrong = Bench(plan, stage, messenger, thinning=thinning), list[str]()
-    record = bench.run(lookahead=lookahead)
+    record = bench.run(lookahead=lookahead, **spoiled)
     losses, weights, shifts = by_autograd(len(plan.layout), plan.microbatches, thinning=thinning)
     for chunk in bench.chunks:
         for name, parameter, expected in (("A", chunk.weight, weights), ("shift", chunk.shift, shifts)):
@@ -69,12 +84,28 @@ def faults(
                 wrong.append(f"gradient of {name} at position {chunk.position}")
         if chunk.last and abs(sum(bench.losses) - sum(losses)) > 1e-12:
             wrong.append("losses")
-    if tuple(record.executed) != tuple(plan.lists[stage]):
+    if record.executed != list(plan.lists[stage]) or bench.witness.actions != computed(plan, stage):
         wrong.append("order")
     if record.peak_in_flight != plan.peak_in_flight[stage]:
         wrong.append(f"peak {record.peak_in_flight}, planned {plan.peak_in_flight[stage]}")
-    if sorted(bench.synced) != list(range(len(bench.chunks))):
+    if bench.synced != syncs(plan, stage):
         wrong.append(f"gradient syncs {bench.synced}")
     if messenger.unretired:
         wrong.append(f"{messenger.unretired} sends left")
     return wrong
+
+
+def computed(plan: Plan, stage: int) -> list[Action]:
+    """The planned actions that compute something."""
+    return [action for action in plan.lists[stage] if action.op != "S"]
+
+
+def syncs(plan: Plan, stage: int) -> list[tuple[int, int]]:
+    """When each chunk's gradients are to be synchronised, in order: right after its last one, or at its S."""
+    done, when = 0, dict[int, int]()
+    asked = {action.chunk for action in plan.lists[stage] if action.op == "S"}
+    for action in plan.lists[stage]:
+        done += action.op != "S"
+        if action.op in ("S" if action.chunk in asked else "BW"):
+            when[action.chunk] = done
+    return sorted((done, chunk) for chunk, done in when.items())

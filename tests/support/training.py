@@ -14,6 +14,7 @@ from unittest import mock
 
 from megatron_run.config.request import Request
 from tests.support.ranks import run_ranks
+from tests.support.witness import Witness
 
 
 @dataclass
@@ -37,8 +38,8 @@ class Seen:
 
     @property
     def planned(self) -> list[str]:
-        """The actions that the plan has for this rank."""
-        return [str(action) for action in self.plan.lists[self.stage]]
+        """The actions that the plan has for this rank, but S, which computes nothing."""
+        return [str(action) for action in self.plan.lists[self.stage] if action.op != "S"]
 
 
 def train(world: int, *, sets: tuple[str, ...] = (), plugins: tuple[str, ...] = (), timeout: float = 90) -> list[Seen]:
@@ -135,8 +136,9 @@ def train_here(rank: int, world: int, request: str) -> Seen:
 
 
 def _record_actions(assembly: Any, seen: Seen) -> None:
-    """Keep what the executor really ran in each training step, and what its messenger held."""
+    """Keep what was computed in each training step, not by the executor's word, and what its messenger held."""
     execute, messenger = assembly.executor.run, assembly.executor._messenger
+    witness = Witness(assembly.chunks, assembly.context.gradients)
     send = messenger.send
     held = [0]
 
@@ -145,10 +147,10 @@ def _record_actions(assembly: Any, seen: Seen) -> None:
         held.append(messenger.unretired)
 
     def run(program: Any, inputs: Any, clock: Any = None) -> Any:
-        del held[1:]
+        del held[1:], witness.actions[:]
         record = execute(program, inputs, clock)
         if inputs.seed is not None:
-            seen.executed.append([str(action) for action in record.executed])
+            seen.executed.append([str(action) for action in witness.actions])
             seen.peaks.append(record.peak_in_flight)
             seen.held.append(max(held))
         seen.left.append(sum(map(len, (messenger._sent, messenger._posted, messenger._local))))

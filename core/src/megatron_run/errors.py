@@ -73,9 +73,13 @@ class ScheduleError(PluginError):
 
 
 class RankLostError(RunError):
-    """A rank died or stopped answering."""
+    """A rank died or stopped answering: ``rank``, where it is known which."""
 
     exit_code = ExitCode.RANK_LOST
+
+    def __init__(self, what: str, *, why: str = "", origin: str = "", fix: str = "", rank: int | None = None) -> None:
+        super().__init__(what, why=why, origin=origin, fix=fix)
+        self.rank = rank
 
 
 class DataError(RunError):

@@ -57,6 +57,16 @@ def test_rank_0_gets_everybodys_note_by_rank_and_the_others_get_its(file: str, k
     assert [outcome.values for outcome in meet(place, 3, work)] == [([([1, 11, 21], 1)] * 2,), others, others]
 
 
+@pytest.mark.parametrize(
+    ("missed", "speakers"),
+    [([1, 2, 3], [2, 2, 2]), ([1, None], [1, 1]), ([1, 0], [1, 0]), ([None, None], [0, 1])],
+    ids=["the last is silent", "one knows", "they miss each other", "neither knows"],
+)
+def test_the_rank_speaks_that_knows_the_cause(file: str, missed: list[int | None], speakers: list[int]) -> None:
+    found = meet(file, len(missed), lambda rank, meeting: meeting.first_word(f"word of {rank}", missed[rank]))
+    assert [outcome.values[0] for outcome in found] == [(speaker, f"word of {speaker}") for speaker in speakers]
+
+
 def test_a_table_that_one_rank_keeps_another_recalls_by_its_name(file: str) -> None:
     def work(rank: int, meeting: Meeting) -> tuple[dict[str, str], ...]:
         settled = meeting.settle("phase", Outcome((rank,)), lambda _: {"name": meeting.keep({"odd": str(rank % 2)})})

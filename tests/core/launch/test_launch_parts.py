@@ -145,13 +145,13 @@ def test_what_was_noted_on_an_exception_is_part_of_its_line() -> None:
     for error, line in zip(
         errors,
         (
-            "ValueError: x (in rank 1, action 2 of 8, F1.0)",
-            "the host ran out of memory (from rank 1, action 2 of 8, F1.0); lower",
-            "another rank was lost: gloo: Connection closed by peer (from rank 1, action 2 of 8, F1.0)",
+            "ValueError: x (in rank 1, action 2, F1.0)",
+            "the host ran out of memory (from rank 1, action 2, F1.0); lower",
+            "another rank was lost: gloo: Connection closed by peer (from rank 1, action 2, F1.0)",
         ),
         strict=True,
     ):
-        error.add_note("rank 1, action 2 of 8, F1.0")
+        error.add_note("rank 1, action 2, F1.0")
         assert one_line(error).startswith(line)
 
 
@@ -176,10 +176,20 @@ def test_the_first_cause_is_never_what_another_rank_caused() -> None:
 
 
 def test_a_rank_that_said_nothing_is_described_by_the_first_that_missed_it() -> None:
-    missed = [Report(4, f"rank {rank} (stage {rank}) is lost", secondary=True) for rank in (2, 1)]
+    missed = [Report(4, f"rank {rank} (stage {rank}) is lost", secondary=True, lost=rank) for rank in (2, 1)]
     ends = [end(0, 4, 2, report=missed[1]), end(1, 4, 1, report=missed[0]), end(2, -9, 0)]
     assert describe(ends[2], ends) == "a rank was killed by SIGKILL (rank 2, log: 2.log); rank 2 (stage 2) is lost"
     assert describe(ends[2], ends[:1] + ends[2:]) == "a rank was killed by SIGKILL (rank 2, log: 2.log)"
+
+
+def test_of_ranks_that_miss_each_other_the_one_that_misses_a_silent_rank_knows_the_cause() -> None:
+    reports = [Report(4, f"rank {rank + 1} is lost", secondary=True, lost=rank + 1) for rank in range(3)]
+    ends = [end(rank, 4, rank, report=report) for rank, report in enumerate(reports)]
+    ends.append(end(3, -9, 3, killed=True))
+    assert first_cause(ends) is ends[2]
+    assert describe(ends[2], ends) == "rank 3 is lost (rank 2, log: 2.log); rank 3 did not end and was killed"
+    stuck = [*ends[:2], end(2, -9, 2, killed=True), ends[3]]
+    assert describe(stuck[1], stuck).endswith("; ranks 2, 3 did not end and were killed")
 
 
 def test_the_earlier_of_two_causes_is_the_first() -> None:

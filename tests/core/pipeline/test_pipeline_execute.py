@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -133,20 +134,20 @@ class Broken(ToyChunk):
         return super().forward(x, microbatch)
 
 
-def raised_by(chunk: type[ToyChunk]) -> Exception:
+def raised_by(chunk: type[ToyChunk], boundary: Callable[[Microbatch], Boundary] | None = None) -> Exception:
     """What two microbatches raise on rank 0, which has both positions, as such chunks."""
     spec = ScheduleSpec(looped_layout(LayoutSpec(1, 2, 2)), 1, 2, 2)
     words = "F0.0 F0.1 B0.1 B0.0 F1.0 F1.1 B1.1 B1.0"
     plan = verify(spec, [[Action.parse(word) for word in words.split()]])
     with pytest.raises(Exception) as caught:  # noqa: PT011  # which one is the caller's to say
-        Bench(plan, 0, Messenger(None, [0], CPU), make_chunk=chunk).run()
+        Bench(plan, 0, Messenger(None, [0], CPU), make_chunk=chunk).run(boundary)
     return caught.value
 
 
 def test_a_chunk_that_hands_nothing_on_is_told_so_with_rank_and_action() -> None:
     for chunk, says in (
-        (Mute, "the chunk returned no x (from rank 0, action 1 of 8, F0.0)"),
-        (Deaf, "what the chunk returned does not depend on its input x (from rank 0, action 3 of 8, B0.1)"),
+        (Mute, "the chunk returned no x (from rank 0, action 0, F0.0)"),
+        (Deaf, "what the chunk returned does not depend on its input x (from rank 0, action 2, B0.1)"),
     ):
         error = raised_by(chunk)
         assert isinstance(error, PluginError)
@@ -156,4 +157,13 @@ def test_a_chunk_that_hands_nothing_on_is_told_so_with_rank_and_action() -> None
 def test_an_exception_in_a_chunk_carries_rank_and_action_as_a_note() -> None:
     error = raised_by(Broken)
     assert isinstance(error, ZeroDivisionError)
-    assert error.__notes__ == ["rank 0, action 5 of 8, F1.0"]
+    assert error.__notes__ == ["rank 0, action 4, F1.0"]
+
+
+def test_a_boundary_that_looks_at_the_fields_of_its_stage_fails_at_once() -> None:
+    def boundary(microbatch: Microbatch) -> Boundary:
+        return Boundary((len(microbatch.fields["tokens"]), 3), torch.float64)
+
+    error = raised_by(ToyChunk, boundary)
+    assert isinstance(error, KeyError)
+    assert error.__notes__ == ["rank 0, action 0, F0.0"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_run.actions import LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.comm import Channels, create_groups
 from megatron_run.contracts import Boundary, ChunkOut, Microbatch
+from megatron_run.errors import RankLostError
 from megatron_run.pipeline.lower import Message
 from megatron_run.pipeline.messages import Messenger
 from megatron_run.pipeline.plan import Plan
@@ -69,8 +71,7 @@ def run_thinning_plans(rank: int, world: int, seeds: range, lookahead: int | Non
     for seed in seeds:
         plan = random_plan(seed)
         if rank < plan.stages:
-            messenger = Messenger(wires, range(world), CPU, one_order=lookahead is None)
-            found[seed] = faults(plan, rank, messenger, lookahead, thinning=True)
+            found[seed] = faults(plan, rank, Messenger(wires, range(world), CPU), lookahead, thinning=True)
     return {seed: wrong for seed, wrong in found.items() if wrong}
 
 
@@ -104,6 +105,18 @@ def test_a_header_is_sent_only_before_a_tensor_whose_shape_is_unknown() -> None:
     assert activations == gradients == [[2 * 3, 2 * 3], [1, 8 * 3, 2 * 3]]
 
 
+def test_a_sender_that_is_lost_is_named_where_its_header_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NCCL waiting does not stop the host: what is lost shows in the copy of the sizes."""
+    group = mock.Mock()
+    messenger = Messenger(Channels(group, group, timedelta(seconds=4)), [5, 6], CPU)
+    monkeypatch.setattr(dist, "irecv", mock.Mock())
+    message = Message("x", 0, 0, 1, 1)
+    messenger.post(message, Boundary((None, 2), torch.float64))
+    monkeypatch.setattr(Tensor, "tolist", mock.Mock(side_effect=RuntimeError("the watchdog found a time-out")))
+    with pytest.raises(RankLostError, match=r"rank 5 \(stage 0\) is lost: .* while exchanging the activation"):
+        messenger.wait(message)
+
+
 class OpenEnded(ToyChunk):
     """A chunk whose output no backward reads: only the executor could keep it."""
 
@@ -127,8 +140,8 @@ class Watched(Messenger):
         self.storages[message] = StorageWeakRef(tensor.untyped_storage())
         self.peak = max(self.peak, sum(not storage.expired() for storage in self.storages.values()))
 
-    def post(self, message: Message, boundary: Boundary) -> None:
-        super().post(message, boundary)
+    def post(self, message: Message, boundary: Boundary, *, one_order: bool = False) -> None:
+        super().post(message, boundary, one_order=one_order)
         self._watch(message, self._posted[message].tensor)
 
     def send(self, message: Message, tensor: Tensor, boundary: Boundary) -> None:

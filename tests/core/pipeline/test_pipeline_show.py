@@ -40,7 +40,7 @@ def test_weight_gradients_are_actions_but_not_in_the_order() -> None:
 
 
 def test_a_fault_is_said_instead_of_ranks() -> None:
-    record = fault_record(2, 1, 4, "rank 0: B0.0 is missing")
+    record = fault_record(2, 1, 4, "stage 0: B0.0 is missing")
     assert record["valid"] is False
     assert "ranks" not in record
 

@@ -23,22 +23,22 @@ def lists(texts: Sequence[str]) -> list[list[Action]]:
 @pytest.mark.parametrize(
     ("texts", "words"),
     [
-        (("F0.0 F1.0 B0.0 B1.0", "F0.0 B0.0 F1.0"), ("rank 1", "B1.0 is missing", "no backward")),
-        (("F0.0 B0.0", "F0.0 B0.0"), ("rank 0", "F1.0 is missing", "every microbatch")),
-        (("F0.0 F1.0 B0.0 B1.0", "F0.0 I0.0 F1.0 B1.0"), ("rank 1", "W0.0 is missing", "no weight gradient")),
-        (("F0.0 F1.0 B0.0 B1.0 B0.0", GOOD[1]), ("rank 0, action 4: B0.0 is repeated", "action 2")),
-        ((GOOD[0], "F0.0 F0.0 B0.0 F1.0 B1.0"), ("rank 1, action 1: F0.0 is repeated", "action 0")),
-        ((GOOD[0], "B0.0 F0.0 F1.0 B1.0"), ("rank 1, action 0: B0.0 is too early", "F0.0", "later, at action 1")),
-        ((GOOD[0], "B0.0 F1.0 B1.0"), ("rank 1, action 0: B0.0 is too early", "F0.0", "nowhere in the list")),
-        ((GOOD[0], "F0.0 W0.0 I0.0 F1.0 B1.0"), ("rank 1, action 1: W0.0 is too early", "I0.0", "at action 2")),
-        ((GOOD[0], "F0.0 I0.0 B0.0 F1.0 B1.0"), ("rank 1, action 2: B0.0 is too late", "I0.0 stands at action 1")),
-        ((GOOD[0], "F0.0 B0.0 W0.0 F1.0 B1.0"), ("rank 1, action 2: W0.0 is too late", "B0.0 stands at action 1")),
-        ((GOOD[0], "F0.0 B0.0 R0.0 F1.0 B1.0"), ("rank 1, action 2: R0.0 is too late", "B0.0 stands at action 1")),
-        ((GOOD[0], "F0.0 B0.0 S0.0 F1.0 B1.0"), ("rank 1, action 2: S0.0 is too early", "gradients to come")),
-        ((GOOD[0], "F0.0 B0.0 F1.0 B1.0 S0.0 S0.0"), ("rank 1, action 5: S0.0 is repeated", "action 4")),
-        ((GOOD[0], "F0.0 B0.0 F1.0 B1.0 S1.0"), ("rank 1, action 4: S1.0 has a microbatch", "write S0.0")),
-        ((GOOD[0], "F0.0 B0.0 F1.0 B1.0 F2.0"), ("rank 1, action 4: F2.0 is out of range", "2 microbatch(es)")),
-        ((GOOD[0], "F0.1 B0.0 F1.0 B1.0"), ("rank 1, action 0: F0.1 is out of range", "1 chunk(s)")),
+        (("F0.0 F1.0 B0.0 B1.0", "F0.0 B0.0 F1.0"), ("stage 1", "B1.0 is missing", "no backward")),
+        (("F0.0 B0.0", "F0.0 B0.0"), ("stage 0", "F1.0 is missing", "every microbatch")),
+        (("F0.0 F1.0 B0.0 B1.0", "F0.0 I0.0 F1.0 B1.0"), ("stage 1", "W0.0 is missing", "no weight gradient")),
+        (("F0.0 F1.0 B0.0 B1.0 B0.0", GOOD[1]), ("stage 0, action 4: B0.0 is repeated", "action 2")),
+        ((GOOD[0], "F0.0 F0.0 B0.0 F1.0 B1.0"), ("stage 1, action 1: F0.0 is repeated", "action 0")),
+        ((GOOD[0], "B0.0 F0.0 F1.0 B1.0"), ("stage 1, action 0: B0.0 is too early", "F0.0", "later, at action 1")),
+        ((GOOD[0], "B0.0 F1.0 B1.0"), ("stage 1, action 0: B0.0 is too early", "F0.0", "nowhere in the list")),
+        ((GOOD[0], "F0.0 W0.0 I0.0 F1.0 B1.0"), ("stage 1, action 1: W0.0 is too early", "I0.0", "at action 2")),
+        ((GOOD[0], "F0.0 I0.0 B0.0 F1.0 B1.0"), ("stage 1, action 2: B0.0 is too late", "I0.0 stands at action 1")),
+        ((GOOD[0], "F0.0 B0.0 W0.0 F1.0 B1.0"), ("stage 1, action 2: W0.0 is too late", "B0.0 stands at action 1")),
+        ((GOOD[0], "F0.0 B0.0 R0.0 F1.0 B1.0"), ("stage 1, action 2: R0.0 is too late", "B0.0 stands at action 1")),
+        ((GOOD[0], "F0.0 B0.0 S0.0 F1.0 B1.0"), ("stage 1, action 2: S0.0 is too early", "gradients to come")),
+        ((GOOD[0], "F0.0 B0.0 F1.0 B1.0 S0.0 S0.0"), ("stage 1, action 5: S0.0 is repeated", "action 4")),
+        ((GOOD[0], "F0.0 B0.0 F1.0 B1.0 S1.0"), ("stage 1, action 4: S1.0 has a microbatch", "write S0.0")),
+        ((GOOD[0], "F0.0 B0.0 F1.0 B1.0 F2.0"), ("stage 1, action 4: F2.0 is out of range", "2 microbatch(es)")),
+        ((GOOD[0], "F0.1 B0.0 F1.0 B1.0"), ("stage 1, action 0: F0.1 is out of range", "1 chunk(s)")),
     ],
 )
 def test_a_fault_is_named_with_rank_index_and_action(texts: tuple[str, str], words: tuple[str, ...]) -> None:
@@ -50,9 +50,9 @@ def test_a_fault_is_named_with_rank_index_and_action(texts: tuple[str, str], wor
 
 
 def test_something_that_is_no_action_is_refused() -> None:
-    with pytest.raises(ScheduleError, match=r"rank 0, action 0: 'F0.0' is not an Action"):
+    with pytest.raises(ScheduleError, match=r"stage 0, action 0: 'F0.0' is not an Action"):
         verify(spec(1, 1, 1), [["F0.0", "B0.0"]])  # type: ignore[list-item]  # the mistake under test
-    with pytest.raises(ScheduleError, match=r"rank 0, action 1: X0.0 is unknown"):
+    with pytest.raises(ScheduleError, match=r"stage 0, action 1: X0.0 is unknown"):
         verify(spec(1, 1, 1), [[Action("F", 0, 0), Action("X", 0, 0)]])  # type: ignore[arg-type]  # the same
     with pytest.raises(ScheduleError, match=r"2 action lists: there are 1 stages"):
         verify(spec(1, 1, 1), lists(("F0.0 B0.0", "F0.0 B0.0")))
@@ -63,14 +63,14 @@ def test_a_deadlock_names_the_whole_cycle() -> None:
         verify(spec(), lists(("F0.0 B0.0 F1.0 B1.0", "F0.0 F1.0 B0.0 B1.0")))
     assert str(fault.value) == (
         "the schedule deadlocks: "
-        "rank 0, action 1: B0.0 waits for B0.0 of rank 1 (action 2, behind F1.0); "
-        "rank 1, action 1: F1.0 waits for F1.0 of rank 0 (action 2, behind B0.0)"
+        "stage 0, action 1: B0.0 waits for B0.0 of stage 1 (action 2, behind F1.0); "
+        "stage 1, action 1: F1.0 waits for F1.0 of stage 0 (action 2, behind B0.0)"
     )
 
 
 def test_a_deadlock_within_one_stage_names_itself() -> None:
     with pytest.raises(
-        ScheduleError, match=r"rank 0, action 0: F0.1 waits for F0.0 of rank 0 \(action 1, behind F0.1\)"
+        ScheduleError, match=r"stage 0, action 0: F0.1 waits for F0.0 of stage 0 \(action 1, behind F0.1\)"
     ):
         verify(spec(1, 2, 1), lists(("F0.1 F0.0 B0.1 B0.0",)))
 
@@ -79,9 +79,9 @@ def test_the_cycle_leaves_out_stages_that_only_wait_for_it() -> None:
     stuck = ("F0.0 F1.0 B0.0 B1.0", "F0.0 B0.0 F1.0 B1.0", "F0.0 F1.0 B0.0 B1.0")
     with pytest.raises(ScheduleError) as fault:
         verify(spec(stages=3), lists(stuck))
-    assert "rank 1, action 1" in str(fault.value)
-    assert "rank 2, action 1" in str(fault.value)
-    assert "rank 0, action" not in str(fault.value)
+    assert "stage 1, action 1" in str(fault.value)
+    assert "stage 2, action 1" in str(fault.value)
+    assert "stage 0, action" not in str(fault.value)
 
 
 def test_recompute_and_sync_are_optional_parts_of_a_legal_list() -> None:
@@ -124,16 +124,16 @@ def test_dropping_repeating_or_moving_an_action_is_found(seed: int) -> None:
     random = Random(seed)
     asked = random_spec(random)
     legal = random_lists(asked, random)
-    rank = random.randrange(asked.stages)
-    index = random.randrange(len(legal[rank]))
-    action = legal[rank][index]
+    stage = random.randrange(asked.stages)
+    index = random.randrange(len(legal[stage]))
+    action = legal[stage][index]
 
     dropped = [list(actions) for actions in legal]
-    del dropped[rank][index]
+    del dropped[stage][index]
     repeated = [list(actions) for actions in legal]
-    repeated[rank].append(action)
+    repeated[stage].append(action)
     for broken in (dropped, repeated):
-        with pytest.raises(ScheduleError, match=rf"rank {rank}.*\d+\.{action.chunk}"):
+        with pytest.raises(ScheduleError, match=rf"stage {stage}.*\d+\.{action.chunk}"):
             verify(asked, broken)
 
 

@@ -50,8 +50,8 @@ class Boundary:
     """Shape and dtype of the tensor that crosses between stages for one microbatch.
 
     A size of None is known to the sender alone, and costs one small message more: the sizes travel before the tensor.
-    What follows from the microbatch needs no message, since every stage can compute it. A model that drops tokens on
-    the way, as many as its routing likes, says so for the microbatches that it thins out::
+    What follows from the microbatch's number and step needs no message, since every stage can compute it. A model that
+    drops tokens on the way, as many as its routing likes, says so for the microbatches that it thins out::
 
         tokens = sequence_length if not self._drops(microbatch) else None  # only the sender knows how many are left
         return Boundary((tokens, micro_batch_size, hidden_size), dtype)
@@ -150,9 +150,10 @@ class Model(ABC):
 
     @abstractmethod
     def boundary(self, microbatch: Microbatch, micro_batch_size: int, sequence_length: int) -> Boundary:
-        """Shape and dtype of what crosses between positions for ``microbatch``.
+        """Shape and dtype of what crosses between positions for ``microbatch``, which has no fields here.
 
-        It may differ from one microbatch to the next; a size that the microbatch does not tell is None.
+        Both ends of a message must say the same, and stages have different fields: it may differ from one microbatch
+        to the next, but only by ``index``, ``step``, ``sample0`` and ``train``. A size that these do not tell is None.
         """
 
     @abstractmethod

@@ -48,9 +48,19 @@ class RankEnd:
 
 
 def first_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
-    """The failed rank that brought down the others, or None when all went well."""
+    """The failed rank that brought down the others, or None when all went well.
+
+    Where all that failed miss another, as when one hangs, it is the one that misses a rank which said nothing: the
+    others miss ranks that ended because of it.
+    """
     failed = [end for end in ends if end.failed]
-    return min(failed, key=lambda end: (end.killed, end.secondary, end.order, end.rank), default=None)
+    silent = {end.rank for end in failed if end.report is None}
+
+    def precedence(end: RankEnd) -> tuple[bool, bool, bool, int, int]:
+        hearsay = end.secondary and _missed(end) not in silent
+        return end.killed, end.secondary, hearsay, end.order, end.rank
+
+    return min(failed, key=precedence, default=None)
 
 
 def describe(cause: RankEnd, ends: Sequence[RankEnd]) -> str:
@@ -61,7 +71,8 @@ def describe(cause: RankEnd, ends: Sequence[RankEnd]) -> str:
     alone = len(ends) == 1
     where = f"log: {cause.log}" if alone else f"rank {cause.rank}, log: {cause.log}"
     killed = [str(end.rank) for end in ends if end.killed]
-    silent = f"; rank {', '.join(killed)} did not end and was killed" if killed and cause.secondary else ""
+    many, were = ("s", "were") if len(killed) > 1 else ("", "was")
+    silent = f"; rank{many} {', '.join(killed)} did not end and {were} killed" if killed and cause.secondary else ""
     first, *others = _reason(cause).splitlines() or [""]
     return "\n".join([f"{first} ({where}){silent}{_testimony(cause, ends)}", *others])
 
@@ -77,9 +88,14 @@ def _reason(cause: RankEnd) -> str:
 
 def _testimony(cause: RankEnd, ends: Sequence[RankEnd]) -> str:
     """What the first rank that missed ``cause`` said of it, when that one could say nothing: what it was doing."""
-    said = [end.report.message for end in sorted(ends, key=lambda end: end.order) if end.report is not None]
-    missed = [message for message in said if message.startswith(f"rank {cause.rank} ")]
+    reports = [end.report for end in sorted(ends, key=lambda end: end.order) if end.report is not None]
+    missed = [report.message for report in reports if report.lost == cause.rank]
     return f"; {missed[0]}" if missed and cause.report is None else ""
+
+
+def _missed(end: RankEnd) -> int | None:
+    """The rank whose loss ended this one, where it could say."""
+    return None if end.report is None else end.report.lost
 
 
 def _signal_name(number: int) -> str:

@@ -48,11 +48,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """How a rank says that it failed: exit code and one line. ``secondary``: because another rank failed before."""
+    """How a rank says that it failed: exit code and one line.
+
+    ``secondary``: because another rank failed before, ``lost`` where it is known which.
+    """
 
     code: int
     message: str
     secondary: bool = False
+    lost: int | None = None
 
     @staticmethod
     def path(job: Path, rank: int) -> Path:

@@ -105,6 +105,21 @@ class Meeting:
         table: dict[str, str] = json.loads(self._store.get(f"table/{name}"))
         return table
 
+    def first_word(self, message: str, lost: int | None) -> tuple[int, str]:
+        """The rank that knows why this one fails, and what it says.
+
+        It is this one, which has ``message`` to say, unless that says that rank ``lost`` is lost and ``lost`` has
+        something to say itself: then it is that one, and so on.
+        """
+        speaker, heard = self._world.rank, {self._world.rank}
+        with suppress(RuntimeError):  # who is lost has said nothing, and the store may be gone with it
+            self._store.set(f"word/{speaker}", json.dumps([message, lost]))
+            while lost is not None and lost not in heard:
+                heard.add(lost)
+                self._store.wait([f"word/{lost}"], timedelta(seconds=_SLACK))
+                speaker, (message, lost) = lost, json.loads(self._store.get(f"word/{lost}"))
+        return speaker, message
+
     def leave(self) -> None:
         """Say that this rank needs the store no more. Where it lives in this rank, the others are waited for."""
         with suppress(RuntimeError):
@@ -152,6 +167,7 @@ class Meeting:
             f"rank {', '.join(missing) or '0'} of {self._world.size} did not join within {self._timeout:g} s",
             why=f"phase {phase!r}",
             fix="see the log of that rank, or raise run.timeout",
+            rank=int((missing or ["0"])[0]),
         )
 
     def _came(self, phase: str, rank: int) -> bool:

@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,11 +34,16 @@ _DEFAULT_TIMEOUT = 600.0
 
 @dataclass(frozen=True)
 class MemberEnd:
-    """How a rank ended. ``secondary``: only because another rank had failed; ``message`` may be empty."""
+    """How a rank ended. ``secondary``: only because another rank had failed, ``lost`` where it is known which.
+
+    ``message`` may be empty. ``speaker`` is the rank whose message it is, since that one knew better.
+    """
 
     code: ExitCode
     message: str = ""
     secondary: bool = False
+    lost: int | None = None
+    speaker: int | None = None
 
 
 class Member:
@@ -74,6 +79,10 @@ class Member:
         except BaseException as error:
             end = self._describe(error)
         if self._meeting is not None:
+            if end.message and self._world.launcher != "local":  # our launcher hears all ranks, and compares
+                with stopping_on_signals(StopRequest()):  # torchrun stops the ranks as soon as one is gone
+                    speaker, message = self._meeting.first_word(end.message, end.lost)
+                end = replace(end, message=message, speaker=speaker)
             self._meeting.leave()
         if self._opened is not None:
             if not self._opened.finished:
@@ -121,8 +130,9 @@ class Member:
         code, peer = exit_code(error), isinstance(error, PeerError)
         if self._debug or (code == ExitCode.BUG and not peer):
             traceback.print_exception(error)
-        secondary = peer or isinstance(classify(error), RankLostError)
-        return MemberEnd(code, "" if peer else one_line(error), secondary)
+        known = classify(error)
+        lost = known.rank if isinstance(known, RankLostError) else None
+        return MemberEnd(code, "" if peer else one_line(error), peer or isinstance(known, RankLostError), lost)
 
 
 def train_in_folder(run: ResolvedRun, world: World, folder: RunFolder) -> ExitCode:

@@ -29,7 +29,7 @@ def main(path: Path) -> int:
     request = replace(job.request, nproc=world.size)
     end = Member(lambda: resolve(request), world, print, folder=folder, debug=job.debug).run()
     if end.code:
-        Report(int(end.code), end.message, end.secondary).write(path, world.rank)
+        Report(int(end.code), end.message, end.secondary, end.lost).write(path, world.rank)
     return int(end.code)
 
 

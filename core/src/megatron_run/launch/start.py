@@ -191,7 +191,8 @@ def _join(resolve_run: Callable[[], ResolvedRun], world: World, terms: Terms) ->
         member = Member(resolve_run, world, terms.tell, arguments=terms.arguments, quiet=terms.quiet, debug=terms.debug)
         end = member.run()
     folder = member.folder
-    message = "" if end.secondary and world.rank > 0 else end.message
+    knows = world.rank == 0 or not end.secondary or end.lost is not None
+    message = end.message if knows and end.speaker in (None, world.rank) else ""
     if message and folder is not None and world.rank > 0:
         first, newline, others = message.partition("\n")
         message = f"{first} (rank {world.rank}, log: {folder.log(world.rank)}){newline}{others}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from megatron_run.pipeline.lower import Instruction, Message
     from megatron_run.pipeline.messages import Messenger
 
+#: The fields of a microbatch for whoever must not look at them, since another stage has others.
+_NO_FIELDS: Mapping[str, Tensor] = MappingProxyType({})
 #: (microbatch, chunk)
 Key = tuple[int, int]
 
@@ -28,8 +31,9 @@ Key = tuple[int, int]
 class StepInputs:
     """What the trainer hands to the executor for one step or one evaluation.
 
-    ``microbatch`` makes microbatch m for this stage; ``boundary`` is the shape and dtype of its messages; ``seed``
-    maps (loss name, weight) to the gradient with which that loss starts its backward, None without a backward;
+    ``microbatch`` makes microbatch m for this stage; ``boundary`` is the shape and dtype of its messages, on every
+    stage the same, and gets no fields; ``seed`` maps (loss name, weight) to the gradient with which that loss starts
+    its backward, None without a backward;
     ``report`` takes (loss name, sum, weight) as scalars; ``start_grad_sync`` is called with a chunk after its last
     backward.
     """
@@ -69,7 +73,7 @@ class _InFlight:
 class Executor:
     """Interprets instructions over the chunks of one stage, which ``rank`` holds: errors name it."""
 
-    def __init__(self, chunks: Sequence[Chunk], gradients: Gradients, messenger: Messenger, rank: int = 0) -> None:
+    def __init__(self, chunks: Sequence[Chunk], gradients: Gradients, messenger: Messenger, rank: int) -> None:
         self._chunks, self._gradients, self._messenger, self._rank = chunks, gradients, messenger, rank
         self._handlers: dict[str, Callable[[Action, Tensor | None], Tensor | None]] = {
             "F": self._forward,
@@ -91,6 +95,7 @@ class Executor:
         """
         self._inputs, self._record, self._clock = inputs, StepRecord(), clock
         self._microbatches: dict[int, Microbatch] = {}
+        self._boundaries: dict[int, Boundary] = {}
         self._in_flight: dict[Key, _InFlight] = {}
         self._to_recompute: dict[Key, Tensor | None] = {}
         self._recomputed = {(a.microbatch, a.chunk) for a in (i.action for i in program) if a.op == "R"}
@@ -109,11 +114,11 @@ class Executor:
         """Post receives, take the input, compute, send the output, start a gradient sync: in this order."""
         action = instruction.action
         for message in instruction.post:
-            self._messenger.post(message, self._boundary(message.microbatch))
+            self._messenger.post(message, self._boundary(message.microbatch), one_order=instruction.one_order)
         received = self._messenger.wait(instruction.receive) if instruction.receive else None
         self._messenger.retire(instruction.retire)
-        self._record.executed.append(action)
         result = self._compute(action, received)
+        self._record.executed.append(action)
         if instruction.send:
             if result is None:
                 raise _missing(instruction.send)
@@ -187,14 +192,16 @@ class Executor:
         return self._microbatches[index]
 
     def _boundary(self, index: int) -> Boundary:
-        return self._inputs.boundary(self._microbatch(index))
+        if index not in self._boundaries:
+            self._boundaries[index] = self._inputs.boundary(replace(self._microbatch(index), fields=_NO_FIELDS))
+        return self._boundaries[index]
 
 
 def _place(program: Sequence[Instruction], index: int) -> str:
-    """What errors call the instruction at ``index``: counted from 1."""
+    """What errors call the instruction at ``index``: counted from 0, as the verifier counts."""
     if index == len(program):
         return "the end of its actions"
-    return f"action {index + 1} of {len(program)}, {program[index].action}"
+    return f"action {index}, {program[index].action}"
 
 
 def _missing(message: Message) -> PluginError:

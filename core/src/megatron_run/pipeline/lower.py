@@ -54,6 +54,7 @@ class Instruction(NamedTuple):
     or earlier), or take it over from the same stage when it is local. ``retire``: these earlier sends are now proven
     consumed, so that waiting for them cannot block. ``action``: compute. ``send``: send its result, or keep it for the
     same stage when it is local. ``sync``: the chunk's gradients are complete, start their synchronisation.
+    ``one_order``: each of ``post`` stands at its place in the plan's global message order, and none may be put off.
     """
 
     post: tuple[Message, ...]
@@ -62,6 +63,7 @@ class Instruction(NamedTuple):
     send: Message | None
     retire: tuple[Message, ...]
     sync: bool
+    one_order: bool
 
 
 def lower(plan: Plan, stage: int, lookahead: int | None = 1) -> tuple[Instruction, ...]:
@@ -70,13 +72,14 @@ def lower(plan: Plan, stage: int, lookahead: int | None = 1) -> tuple[Instructio
     Receives are posted at most ``lookahead`` actions before the action that needs them or a later one on the same
     channel. This is safe where each direction between two stages is a channel of its own (gloo). ``None`` posts each
     receive at its place in the plan's global message order instead, which is safe even where one stream carries all
-    messages of a stage, in both directions (NCCL).
+    messages of a stage, in both directions (NCCL); the instructions say so.
 
     Either way the program is checked: on each channel into ``stage`` its posts are the sends, in order, and each comes
     no later than its use. Raises :class:`ScheduleError` otherwise, which no plan that was verified meets.
     """
     wires = _Wires(plan.layout)
     actions = plan.lists[stage]
+    one_order = lookahead is None
     channels = _channels(plan, wires, stage)
     posts = (
         _posts_in_order(plan, wires, stage)
@@ -93,6 +96,7 @@ def lower(plan: Plan, stage: int, lookahead: int | None = 1) -> tuple[Instructio
             wires.sent(stage, action),
             retired[index],
             index in syncs,
+            one_order,
         )
         for index, action in enumerate(actions)
     )

@@ -21,13 +21,15 @@ import torch.distributed as dist
 from megatron_run.errors import PluginError, RankLostError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
     from megatron_run.comm import Channels
     from megatron_run.contracts import Boundary
     from megatron_run.pipeline.lower import Message
+
+    _Operation = Callable[..., dist.Work | None]
 
 #: What gloo says when a peer is silent, and not gone.
 _SILENT = re.compile(r"timed? ?out", re.IGNORECASE)
@@ -52,8 +54,7 @@ class _Awaited:
 class Messenger:
     """Carries the messages of one stage. ``ranks`` maps a stage to the rank that this one talks to there.
 
-    ``one_order``: each message is issued at its place in one global order, so no receive may be put off. ``model`` is
-    what errors call the one who declares the boundaries.
+    ``model`` is what errors call the one who declares the boundaries.
     """
 
     def __init__(
@@ -62,11 +63,9 @@ class Messenger:
         ranks: Sequence[int],
         device: torch.device,
         *,
-        one_order: bool = False,
         model: str = "the model",
     ) -> None:
-        self._channels, self._ranks, self._device = channels, ranks, device
-        self._one_order, self._model = one_order, model
+        self._channels, self._ranks, self._device, self._model = channels, ranks, device, model
         self._local: dict[Message, Tensor] = {}
         self._awaited: defaultdict[int, deque[_Awaited]] = defaultdict(deque)
         self._posted: dict[Message, _Transfer] = {}
@@ -77,15 +76,16 @@ class Messenger:
         """Number of sent messages that are still held for their receivers."""
         return len(self._sent)
 
-    def post(self, message: Message, boundary: Boundary) -> None:
+    def post(self, message: Message, boundary: Boundary, *, one_order: bool = False) -> None:
         """Start receiving ``message`` into a fresh tensor of its boundary's shape and dtype.
 
-        Behind a shape that is still unknown it waits for its turn. With ``one_order`` it cannot, since its place would
-        be taken: this blocks until the header is here. That cannot deadlock, by induction over the messages in the
-        global order, a linear extension of all actions. Let all before this one arrive: then its sender gets as far as
-        its send and its receiver as far as this post, for whatever either needs before was sent earlier in the order,
-        and nothing unfinished stands before it on their streams; so it arrives too. Where posts run ahead of their
-        place (a lookahead) blocking would deadlock: the gradient that 1F1B's first stage posts before F1 answers F1.
+        Behind a shape that is still unknown it waits for its turn. With ``one_order``, as in the instruction, it
+        cannot, since its place would be taken: this blocks until the header is here. That cannot deadlock, by induction
+        over the messages in the global order, a linear extension of all actions. Let all before this one arrive: then
+        its sender gets as far as its send and its receiver as far as this post, for whatever either needs before was
+        sent earlier in the order, and nothing unfinished stands before it on their streams; so it arrives too. Where
+        posts run ahead of their place (a lookahead) blocking would deadlock: the gradient that 1F1B's first stage posts
+        before F1 answers F1.
         """
         queue = self._awaited[message.source]
         if boundary.known and not queue:
@@ -93,7 +93,7 @@ class Messenger:
             return
         queue.append(_Awaited(message, boundary))
         self._advance(queue)
-        while self._one_order and queue:
+        while one_order and queue:
             self._take_header(queue)
 
     def wait(self, message: Message) -> Tensor:
@@ -149,8 +149,8 @@ class Messenger:
         """Wait for the header at the head of ``queue``; post the receive of its tensor, then what queued behind it."""
         awaited = queue.popleft()
         assert awaited.header is not None  # whoever waits has posted, and what has no header is not left at the head
-        self._finish(awaited.message, awaited.header, awaited.message.source)
-        self._receive(awaited.message, awaited.boundary, awaited.header.tensor.tolist())
+        sizes = self._read(awaited.message, awaited.header)
+        self._receive(awaited.message, awaited.boundary, sizes)
         self._advance(queue)
 
     def _send_sizes(self, message: Message, sizes: Sequence[int]) -> _Transfer:
@@ -178,6 +178,15 @@ class Messenger:
         except RuntimeError as error:
             raise self._lost(message, stage, error) from error
 
+    def _read(self, message: Message, header: _Transfer) -> list[int]:
+        """The sizes in ``header``. On NCCL it is this copy to the host that waits, and fails, not the wait before."""
+        try:
+            header.work.wait()
+            sizes: list[int] = header.tensor.tolist()
+        except RuntimeError as error:
+            raise self._lost(message, message.source, error) from error
+        return sizes
+
     def _lost(self, message: Message, stage: int, error: RuntimeError) -> RankLostError:
         assert self._channels is not None  # it was talked to
         silent = _SILENT.search(str(error)) is not None
@@ -185,10 +194,5 @@ class Messenger:
         return RankLostError(
             f"rank {self._ranks[stage]} (stage {stage}) is lost",
             why=f"{limit if silent else 'its connection broke'} while exchanging {message}",
+            rank=self._ranks[stage],
         )
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    _Operation = Callable[..., dist.Work | None]

@@ -2,8 +2,8 @@
 
 Pure Python, no torch.
 
-A fault is a :class:`~megatron_run.errors.ScheduleError` that says where: rank, index and action, and for a deadlock the
-cycle. The rank is the pipeline rank, that is the stage.
+A fault is a :class:`~megatron_run.errors.ScheduleError` that says where: stage, index and action, and for a deadlock
+the cycle.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def verify(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Plan:
     """Prove ``lists``, one per stage, and derive what follows from them.
 
     For every (microbatch, chunk): F, then B, or I and then W; R at most once between F and B or I; S at most once a
-    chunk, after its last gradient. Raises :class:`ScheduleError` naming rank, index, action and, for a deadlock, who
+    chunk, after its last gradient. Raises :class:`ScheduleError` naming stage, index, action and, for a deadlock, who
     waits for whom. That the global order pairs every send with its receive is proven for all channels and any size
     (:mod:`~megatron_run.pipeline.pairing`). The peaks are counted, not compared with anything: whoever promises a bound
     has it checked by ``schedule_checks(in_flight=...)`` of :mod:`megatron_run.testing`.
@@ -191,11 +191,11 @@ def _missing(stage: int, states: Sequence[int], microbatches: int) -> ScheduleEr
     chunk, microbatch = divmod(slot, microbatches)
     more = sum(state != _DONE for state in states) - 1
     rest = f"; {more} more (microbatch, chunk) pairs are unfinished" if more else ""
-    return ScheduleError(f"rank {stage}: {op}{microbatch}.{chunk} is missing", why=why + rest)
+    return ScheduleError(f"stage {stage}: {op}{microbatch}.{chunk} is missing", why=why + rest)
 
 
 def _fault(stage: int, index: int, action: object, what: str, why: str) -> ScheduleError:
-    return ScheduleError(f"rank {stage}, action {index}: {action} {what}", why=why)
+    return ScheduleError(f"stage {stage}, action {index}: {action} {what}", why=why)
 
 
 def _deadlock(spec: ScheduleSpec, lists: Sequence[Sequence[Action]], heads: Sequence[int]) -> ScheduleError:
@@ -210,8 +210,8 @@ def _deadlock(spec: ScheduleSpec, lists: Sequence[Sequence[Action]], heads: Sequ
     waits = []
     for stage in cycle:
         peer, index = awaited(stage, heads[stage])
-        asks = f"rank {stage}, action {heads[stage]}: {lists[stage][heads[stage]]} waits for {lists[peer][index]}"
-        waits.append(f"{asks} of rank {peer} (action {index}, behind {lists[peer][heads[peer]]})")
+        asks = f"stage {stage}, action {heads[stage]}: {lists[stage][heads[stage]]} waits for {lists[peer][index]}"
+        waits.append(f"{asks} of stage {peer} (action {index}, behind {lists[peer][heads[peer]]})")
     return ScheduleError("the schedule deadlocks", why="; ".join(waits))
 
 

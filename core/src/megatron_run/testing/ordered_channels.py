@@ -57,11 +57,11 @@ def carry_out(programs: Sequence[Sequence[Instruction]], streams: Streams = per_
         raise TransportDeadlockError("; ".join(map(_where, range(len(stages)), stages)))
 
 
-def _where(rank: int, stage: _Stage) -> str:
+def _where(number: int, stage: _Stage) -> str:
     """What a stage that cannot go on waits for."""
     if not stage.program:
-        return f"rank {rank} has computed everything"
-    return f"rank {rank} waits at {stage.program[0].action} for {stage.program[0].receive}"
+        return f"stage {number} has computed everything"
+    return f"stage {number} waits at {stage.program[0].action} for {stage.program[0].receive}"
 
 
 def _compute(stage: _Stage, streams: Streams) -> bool:

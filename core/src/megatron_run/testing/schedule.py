@@ -169,12 +169,12 @@ def _is_pure(schedule: Schedule, shapes: Sequence[Shape]) -> None:
 def _check_same_lists(one: Answer, other: Answer) -> None:
     if one.lists == other.lists:
         return
-    for rank, (actions, others) in enumerate(zip_longest(one.lists, other.lists, fillvalue=())):
+    for stage, (actions, others) in enumerate(zip_longest(one.lists, other.lists, fillvalue=())):
         for index, (a, b) in enumerate(zip_longest(actions, others, fillvalue="nothing")):
             if a != b:
                 raise CheckFailed(
-                    f"{one.shape} rank {rank}, action {index}: two calls gave two action lists, with {a} and with {b}; "
-                    "a list follows from its spec alone"
+                    f"{one.shape} stage {stage}, action {index}: two calls gave two action lists, with {a} and with "
+                    f"{b}; a list follows from its spec alone"
                 )
 
 
@@ -198,7 +198,7 @@ def _warmup_equals(schedule: Schedule, shapes: Sequence[Shape], formula: Formula
             expected = min(warmup + 1, spec.microbatches * spec.chunks)
             if found != expected:
                 raise CheckFailed(
-                    f"{shape} rank {stage}: {found} forwards before the first backward, expected {expected} "
+                    f"{shape} stage {stage}: {found} forwards before the first backward, expected {expected} "
                     f"for a warm-up of {warmup}"
                 )
 
@@ -209,7 +209,7 @@ def _in_flight_keeps(schedule: Schedule, shapes: Sequence[Shape], formula: Formu
             bound = formula(stage, answer.spec)
             if found > bound:
                 raise CheckFailed(
-                    f"{answer.shape} rank {stage}: {found} chunk-microbatches in flight, at most {bound} promised"
+                    f"{answer.shape} stage {stage}: {found} chunk-microbatches in flight, at most {bound} promised"
                 )
 
 
@@ -232,6 +232,6 @@ def _is_ascending(schedule: Schedule, shapes: Sequence[Shape]) -> None:
             if fault := first_descent(actions):
                 index, earlier = fault
                 raise CheckFailed(
-                    f"{answer.shape} rank {stage}, action {index}: {actions[index]} comes after {earlier}, and "
+                    f"{answer.shape} stage {stage}, action {index}: {actions[index]} comes after {earlier}, and "
                     "microbatch order is promised"
                 )

@@ -89,7 +89,7 @@ def ask_actions(schedule: Schedule, spec: ScheduleSpec, shape: Shape) -> tuple[t
     with _only_schedule_errors(shape, "actions"):
         answer = schedule.actions(spec)
     lists = _sequence(answer, f"{shape}: actions", "a list of actions for each stage")
-    return tuple(_sequence(each, f"{shape} rank {stage}: actions", "a list") for stage, each in enumerate(lists))
+    return tuple(_sequence(each, f"{shape} stage {stage}: actions", "a list") for stage, each in enumerate(lists))
 
 
 def _sequence(answer: Sequence[Item], where: str, must: str) -> tuple[Item, ...]:

@@ -74,12 +74,10 @@ def build(run: ResolvedRun, world: World) -> Assembly:
     optimizer = cast("Optimizer", run.one("optimizer").create(context=context))
     optimizer.attach(chunks, infos, grad_scale=1 / run.sizes.data)
     context.segments.read_parameters_after(optimizer.ensure_ready)
-    programs = Programs(run, topology.stage, context.device)
     messenger = Messenger(
         groups.channels,
         topology.peers("pipeline"),
         context.device,
-        one_order=programs.one_order,
         model=f"plugin {run.one('model')} of {run.one('model').source}",
     )
     return Assembly(
@@ -93,7 +91,7 @@ def build(run: ResolvedRun, world: World) -> Assembly:
         scaler=cast("Scaler", run.one("scaler").create(context=context)),
         graph_capture=cast("GraphCapture", run.one("graph-capture").create(context=context)),
         executor=Executor(chunks, context.gradients, messenger, world.rank),
-        programs=programs,
+        programs=Programs(run, topology.stage, context.device),
     )
 
 

@@ -27,11 +27,6 @@ class Programs:
         self._training: dict[int, tuple[Instruction, ...]] = {}
         self._forward_only: dict[int, tuple[Instruction, ...]] = {}
 
-    @property
-    def one_order(self) -> bool:
-        """Whether every message is issued at its place in the global order, never early and never late."""
-        return self._lookahead is None
-
     def training(self, microbatches: int) -> tuple[Instruction, ...]:
         """A step of ``microbatches``, as the schedule planned it."""
         if microbatches not in self._training:

@@ -1,10 +1,10 @@
-"""How much of the machine something else used while a sample was taken: reason to drop it."""
+"""Timed calls, and how much of the machine something else used meanwhile: reason to drop a sample."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,10 @@ import torch
 import torch.distributed as dist
 
 _TICKS = os.sysconf("SC_CLK_TCK")
+#: The share of the cores that something else may use during a sample.
+FOREIGN = 0.05
+#: With fewer undisturbed samples than this the least disturbed half is used, and the table says so.
+ENOUGH = 3
 
 
 def busy_seconds(stat: str) -> float:
@@ -50,3 +54,30 @@ def take_sample(call: Callable[[], object]) -> Sample:
     wall, busy, everything = slowest.tolist()
     foreign = max(0.0, busy - total.item()) / (everything * (os.cpu_count() or 1))
     return Sample(wall, total.item(), foreign)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The samples that count, out of ``taken``; ``quiet`` says whether they can be taken at their word."""
+
+    samples: Sequence[Mapping[str, float]]
+    taken: int
+    quiet: bool
+
+    def __str__(self) -> str:
+        return f"{len(self.samples)} of {self.taken}" + ("" if self.quiet else ", disturbed")
+
+
+def undisturbed(samples: Sequence[Mapping[str, float]]) -> Kept:
+    """The samples during which the machine was ours; where there are too few, the least disturbed half stands in.
+
+    Every key of a sample that ends in ``foreign`` is a share of the cores that something else used.
+    """
+
+    def disturbance(sample: Mapping[str, float]) -> float:
+        return max(value for key, value in sample.items() if key.endswith("foreign"))
+
+    quiet = [sample for sample in samples if disturbance(sample) <= FOREIGN]
+    if len(quiet) >= ENOUGH:
+        return Kept(quiet, len(samples), True)
+    return Kept(sorted(samples, key=disturbance)[: max(1, len(samples) // 2)], len(samples), False)

@@ -6,42 +6,29 @@ two, each half of a split backward one.
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.pipeline_quiet import take_sample
-from megatron_run.actions import LayoutSpec, ScheduleSpec
+from benchmarks.pipeline.schedules import SCHEDULES, executed, make_plan, step_inputs
+from benchmarks.support.quiet import take_sample, undisturbed
+from benchmarks.support.ranks import on_ranks
+from benchmarks.support.report import table
 from megatron_run.comm import create_groups
-from megatron_run.contracts import Boundary, ChunkOut, Microbatch, Schedule, Segment
+from megatron_run.contracts import Boundary, ChunkOut, Microbatch, Segment
 from megatron_run.gradients import Gradients
-from megatron_run.pipeline.execute import Executor, StepInputs
-from megatron_run.pipeline.lower import lower
-from megatron_run.pipeline.messages import Messenger
 from megatron_run.pipeline.plan import Plan
-from megatron_run.pipeline.verify import verify
 from megatron_run.topology import Sizes, Topology
-from megatron_run.training.programs import LOOKAHEAD
-from megatron_run_schedule_1f1b import OneForwardOneBackward
-from megatron_run_schedule_gpipe import GPipe
-from megatron_run_schedule_interleaved import Interleaved
-from megatron_run_schedule_zero_bubble import ZeroBubbleH1, ZeroBubbleV
 
 MICROBATCHES = 8
-#: What is run: the schedule and its chunks a stage.
-SCHEDULES: dict[str, tuple[Callable[[], Schedule], int]] = {
-    "gpipe": (GPipe, 1),
-    "1f1b": (OneForwardOneBackward, 1),
-    "interleaved": (Interleaved, 2),
-    "zb-h1": (ZeroBubbleH1, 1),
-    "zb-v": (ZeroBubbleV, 2),
-}
+#: Seconds of a unit: long beside what a message and an action cost.
+UNIT = 0.04
 BOUNDARY = Boundary((1,), torch.float32)
 
 
@@ -77,15 +64,6 @@ class Sleeper(nn.Module):
         return ()
 
 
-def make_plan(name: str, stages: int, microbatches: int = MICROBATCHES) -> Plan:
-    """The plan of schedule ``name``, one layer a place."""
-    make, chunks = SCHEDULES[name]
-    schedule = make()
-    layout = schedule.layout(LayoutSpec(stages, chunks, stages * chunks))
-    spec = ScheduleSpec(layout, stages, chunks, microbatches)
-    return verify(spec, schedule.actions(spec))
-
-
 def makespan(plan: Plan) -> float:
     """How long a step takes as planned, in units."""
     return max(ends[-1] for ends in plan.ends)
@@ -100,19 +78,28 @@ def measure_sleep(unit: float, samples: int) -> list[dict[str, Any]]:
     """Per schedule: a step without a bubble and as planned, in seconds, and the samples taken."""
     rank, world, found = dist.get_rank(), dist.get_world_size(), []
     groups = create_groups(Topology(Sizes(pipeline=world), rank), dist.default_pg_timeout)
-    inputs = StepInputs(
-        microbatch=lambda m: Microbatch(m, 1, m, {}),
-        boundary=lambda _: BOUNDARY,
-        report=lambda *_: None,
-        seed=lambda _, weight: weight,
-    )
     for name in SCHEDULES:
-        plan, gradients = make_plan(name, world), Gradients()
+        plan, gradients = make_plan(name, world, MICROBATCHES), Gradients()
         mine = sorted((place.chunk, index) for index, place in enumerate(plan.layout) if place.stage == rank)
         chunks = [Sleeper(unit, gradients, last=position == len(plan.layout) - 1) for _, position in mine]
-        executor = Executor(chunks, gradients, Messenger(groups.channels, range(world), torch.device("cpu")))
-        program = lower(plan, rank, LOOKAHEAD)
-        taken = [take_sample(partial(executor.run, program, inputs)) for _ in range(samples + 1)][1:]
+        step = executed(plan, rank, chunks, gradients, groups.channels, step_inputs(BOUNDARY))
+        taken = [take_sample(step) for _ in range(samples + 1)][1:]
         described = {"schedule": name, "ideal": ideal(plan) * unit, "planned": makespan(plan) * unit}
         found.append({**described, "samples": [asdict(sample) for sample in taken]})
     return found
+
+
+def report(*, quick: bool) -> Iterator[str]:
+    """Measure every schedule, and tell what was found."""
+    yield f"\n## Sleeping {UNIT * 1000:.0f} ms a unit, P 4, M {MICROBATCHES}\n"
+    found = on_ranks(measure_sleep, 4, {"unit": UNIT, "samples": 3 if quick else 10})
+    columns = ("schedule", "planned, s", "measured, s", "ratio", "planned over ideal", "measured over ideal")
+    yield from table((*columns, "samples used"), map(_row, found))
+
+
+def _row(found: Mapping[str, Any]) -> tuple[str, ...]:
+    """Planned and measured step, and how much longer than without a bubble each is."""
+    kept, planned, least = undisturbed(found["samples"]), found["planned"], found["ideal"]
+    measured = statistics.median(sample["seconds"] for sample in kept.samples)
+    times = (f"{number:.3f}" for number in (planned, measured, measured / planned))
+    return found["schedule"], *times, f"{planned / least - 1:.4f}", f"{measured / least - 1:.4f}", str(kept)

@@ -13,24 +13,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatron_run.actions import LayoutSpec, Place, ScheduleSpec
+from benchmarks.pipeline.schedules import executed, step_inputs
+from megatron_run.actions import Place
 from megatron_run.builtin.model.gpt import Gpt, GptOptions
 from megatron_run.builtin.parallel_layer.dense import DenseLayers
 from megatron_run.comm import Groups
-from megatron_run.contracts import Microbatch, Schedule
+from megatron_run.contracts import Microbatch
 from megatron_run.gradients import main_grad
 from megatron_run.nn import DecoderChunk
-from megatron_run.pipeline.execute import Executor, StepInputs
-from megatron_run.pipeline.lower import lower
-from megatron_run.pipeline.messages import Messenger
 from megatron_run.pipeline.plan import Plan
-from megatron_run.pipeline.verify import verify
 from megatron_run.testing.context import logical_gradients, prepare, single_process_context
-from megatron_run.training.programs import LOOKAHEAD
-from megatron_run_schedule_1f1b import OneForwardOneBackward
-from megatron_run_schedule_gpipe import GPipe
-from megatron_run_schedule_interleaved import Interleaved
-from megatron_run_schedule_zero_bubble import ZeroBubbleH1, ZeroBubbleV
 
 STAGES = 2
 
@@ -48,38 +40,8 @@ class Shape:
 
 
 SMALL = Shape(hidden=384, heads=6, sequence=256, vocab=8192, micro_batch=4, microbatches=8)
-HALF = Shape(hidden=192, heads=6, sequence=128, vocab=4096, micro_batch=4, microbatches=8)
 TINY = Shape(hidden=16, heads=2, sequence=8, vocab=128, micro_batch=2, microbatches=4)
-
-
-@dataclass(frozen=True)
-class Ours:
-    """A schedule of this project and how it splits the layers.
-
-    ``counts`` are the layers of each place. The head weighs about as much as two layers, so the last place gets fewer
-    and the two stages have about the same work.
-    """
-
-    schedule: Callable[[], Schedule]
-    counts: tuple[int, ...]
-
-
-ONE_CHUNK, LOOPED, FOLDED = (4, 2), (2, 1, 2, 1), (1, 2, 2, 1)
-SCHEDULES = {
-    "gpipe": Ours(GPipe, ONE_CHUNK),
-    "1f1b": Ours(OneForwardOneBackward, ONE_CHUNK),
-    "interleaved": Ours(Interleaved, LOOPED),
-    "zb-h1": Ours(ZeroBubbleH1, ONE_CHUNK),
-    "zb-v": Ours(ZeroBubbleV, FOLDED),
-}
-
-
-def make_plan(ours: Ours, microbatches: int) -> Plan:
-    """The proven plan of ``ours`` over two stages."""
-    schedule, chunks = ours.schedule(), len(ours.counts) // STAGES
-    layout = schedule.layout(LayoutSpec(STAGES, chunks, sum(ours.counts), ours.counts))
-    spec = ScheduleSpec(layout, STAGES, chunks, microbatches)
-    return verify(spec, schedule.actions(spec))
+SHAPES = {"small": SMALL, "tiny": TINY}
 
 
 class Stage:
@@ -132,28 +94,19 @@ class Stage:
         return logical_gradients(self.infos) | losses
 
 
-class OurStep:
+def our_step(stage: Stage, plan: Plan, groups: Groups) -> Callable[[], object]:
     """A step of ``stage`` under ``plan`` by the executor, over the process groups ``groups``."""
+    b, mask = stage.shape.micro_batch, torch.ones(stage.shape.micro_batch, stage.shape.sequence)
 
-    def __init__(self, stage: Stage, plan: Plan, groups: Groups) -> None:
-        self._stage, b = stage, stage.shape.micro_batch
-        messenger = Messenger(groups.channels, range(STAGES), torch.device("cpu"))
-        self._executor = Executor(stage.chunks, stage.gradients, messenger)
-        self._program = lower(plan, stage.rank, LOOKAHEAD)
-        mask = torch.ones(b, stage.shape.sequence)
+    def microbatch(index: int) -> Microbatch:
+        samples = slice(index * b, (index + 1) * b)
+        fields = {"tokens": stage.tokens[samples], "labels": stage.labels[samples], "loss_mask": mask}
+        return Microbatch(index, 1, index * b, fields)
 
-        def microbatch(index: int) -> Microbatch:
-            samples = slice(index * b, (index + 1) * b)
-            fields = {"tokens": stage.tokens[samples], "labels": stage.labels[samples], "loss_mask": mask}
-            return Microbatch(index, 1, index * b, fields)
-
-        self._inputs = StepInputs(
-            microbatch=microbatch,
-            boundary=lambda _: stage.boundary,
-            report=lambda _, total, __: stage.losses.append(total * stage.loss_scale),
-            seed=lambda _, __: stage.loss_scale,
-        )
-
-    def __call__(self) -> None:
-        """Accumulate the gradients of one step."""
-        self._executor.run(self._program, self._inputs)
+    inputs = step_inputs(
+        stage.boundary,
+        microbatch,
+        report=lambda _, total, __: stage.losses.append(total * stage.loss_scale),
+        seed=lambda _, __: stage.loss_scale,
+    )
+    return executed(plan, stage.rank, stage.chunks, stage.gradients, groups.channels, inputs)

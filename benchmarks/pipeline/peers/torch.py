@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from megatron_run.contracts import Microbatch
 
 if TYPE_CHECKING:
-    from benchmarks.pipeline_small import Stage
+    from benchmarks.pipeline.model import Stage
     from megatron_run.gradients import Gradients
     from megatron_run.nn import DecoderChunk
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.pipeline_torch import Piece
+from benchmarks.pipeline.peers.torch import Piece
 
 if TYPE_CHECKING:
-    from benchmarks.pipeline_small import Stage
+    from benchmarks.pipeline.model import Stage
 
 NAME = "megatron-core"
 

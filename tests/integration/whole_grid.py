@@ -1,11 +1,11 @@
 """Does every schedule train what a single process trains? In every shape and every variant, with every refusal.
 
-    python -m benchmarks.whole_grid
+    make grid
 
 Each accepted shape of tests/support/grid.py, with and without tied embeddings, dropout and activation checkpointing:
 the order that ran, first gradients, losses of 20 steps, activations in flight and messages; and each refusal. The test
-suite runs every shape in one variant; this is the whole product. Prints a table, and exits with 1 when something is
-wrong. Two cores need some minutes.
+suite runs every shape in one variant; this is the whole product, ``python -m tests.integration.whole_grid``. Prints a
+table, and exits with 1 when something is wrong. Two cores need some minutes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from tests.support.grid import RULES, Case, shapes, whole_product
+import numpy as np
+
+from tests.support.grid import RULES, Case, Shape, shapes, whole_product
 from tests.support.grid_checks import Trained, gradient_faults, plan_faults, refusal_faults
 from tests.support.training import Seen, found_once, train_many
 
@@ -28,21 +30,20 @@ HEAD = (
 )
 
 
-def main() -> int:
-    """Train everything, print the table, and return the exit code."""
-    os.environ["OMP_NUM_THREADS"] = "1"
+def run(product: Sequence[Case], every: Sequence[Shape]) -> int:
+    """Train ``product`` and its references, ask for each refused shape of ``every``; returns the exit code."""
     start = time.perf_counter()
-    cases = [case for case in whole_product() if case.shape.schedule != "sequential"]
+    cases = [case for case in product if case.shape.schedule != "sequential"]
     references = sorted({case.reference for case in cases})
     alone = {case: ranks[0] for case, ranks in trained(references)}
     done = [Trained(case, ranks, alone[case.reference]) for case, ranks in trained(cases)]
     done += [Trained(case, [seen], seen) for case, seen in alone.items()]
     faults = [fault for each in done for fault in each.faults()]
     with found_once():
-        refused = [shape for shape in shapes() if not shape.accepted]
+        refused = [shape for shape in every if not shape.accepted]
         faults += [fault for shape in refused for fault in refusal_faults(shape)]
-    print_table(done)
-    print("\n".join(["", *summary(done, faults), f"- wall time: {time.perf_counter() - start:.0f} s"]))
+    print_table(done, every)
+    print("\n".join(["", *summary(done, len(refused), faults), f"- wall time: {time.perf_counter() - start:.0f} s"]))
     print("\n".join(faults), file=sys.stderr)
     return 1 if faults else 0
 
@@ -59,11 +60,10 @@ def trained(cases: Sequence[Case]) -> Iterator[tuple[Case, list[Seen]]]:
         yield from zip(members, train_many(key[0], [case.request for case in members], timeout=PATIENCE), strict=True)
 
 
-def print_table(done: Sequence[Trained]) -> None:
+def print_table(done: Sequence[Trained], every: Sequence[Shape]) -> None:
     """One line for each schedule and number of stages."""
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
     print(HEAD + "\n" + "|---" * HEAD.count(" | ") + "|---|")
-    every = list(shapes())
     for schedule in RULES:
         for stages in sorted({shape.stages for shape in every}):
             mine = [each for each in done if (each.case.shape.schedule, each.case.shape.stages) == (schedule, stages)]
@@ -79,19 +79,18 @@ def figures(done: Sequence[Trained]) -> str:
     planned = sum(not any(plan_faults(each)) for each in done)
     gradients = sum(not any(gradient_faults(each)) for each in done)
     equal = sum(each.bit_equal for each in done)
-    return f"{planned} | {gradients} | {equal} | {max(each.loss_difference for each in done):.1e}"
+    return f"{planned} | {gradients} | {equal} | {np.max([each.loss_difference for each in done]):.1e}"
 
 
-def summary(done: Sequence[Trained], faults: Sequence[str]) -> list[str]:
+def summary(done: Sequence[Trained], refused: int, faults: Sequence[str]) -> list[str]:
     """What the table adds up to."""
     pipelines = [each for each in done if each.case.shape.schedule != "sequential"]
     untied = [each for each in pipelines if not each.case.variant.tied]
-    refused = sum(not shape.accepted for shape in shapes())
     everywhere, tied_apart = (sum(each.bit_equal for each in some) for some in (pipelines, untied))
     return [
         f"- combinations trained: {len(done)}, of which {len(done) - len(pipelines)} sequential references",
         f"- shapes refused, with what to type instead: {refused}",
-        f"- largest difference of a loss: {max(each.loss_difference for each in pipelines):.2e}",
+        f"- largest difference of a loss: {np.max([0.0, *(each.loss_difference for each in pipelines)]):.2e}",
         f"- first gradients equal bit for bit without tied embeddings: {tied_apart} of {len(untied)} pipelines",
         f"- first gradients equal bit for bit, a tied embedding's too: {everywhere} of {len(pipelines)} pipelines",
         f"- faults: {len(faults)}",
@@ -99,4 +98,5 @@ def summary(done: Sequence[Trained], faults: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sys.exit(run(whole_product(), list(shapes())))

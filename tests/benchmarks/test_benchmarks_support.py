@@ -1,0 +1,64 @@
+"""What all benchmarks share: ranks that end together, samples that count, tables."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks.support.quiet import busy_seconds, undisturbed
+from benchmarks.support.ranks import on_ranks
+from benchmarks.support.report import heading, table
+
+
+def sum_of_ranks(factor: int) -> int:
+    ranks: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, factor * dist.get_rank())
+    return sum(rank or 0 for rank in ranks)
+
+
+def rank_1_dies() -> None:
+    if dist.get_rank() == 1:
+        os._exit(7)
+    time.sleep(600)
+
+
+@pytest.mark.multiproc
+def test_rank_0_hands_back_what_it_found() -> None:
+    assert on_ranks(sum_of_ranks, 2, {"factor": 3}) == 3
+
+
+@pytest.mark.multiproc
+def test_all_ranks_end_when_one_fails() -> None:
+    with pytest.raises(SystemExit, match=r"^rank_1_dies: rank 1 ended with 7$"):
+        on_ranks(rank_1_dies, 2, {})
+
+
+def test_samples_taken_while_something_else_ran_are_dropped() -> None:
+    samples = [{"ours_foreign": share, "theirs_foreign": 0.0} for share in (0.3, 0.01, 0.02, 0.0)]
+    kept = undisturbed(samples)
+    assert (kept.samples, kept.quiet, str(kept)) == (samples[1:], True, "3 of 4")
+
+
+def test_a_busy_machine_leaves_the_least_disturbed_half_and_says_so() -> None:
+    samples = [{"foreign": share} for share in (0.9, 0.2, 0.5, 0.3)]
+    kept = undisturbed(samples)
+    assert (kept.samples, kept.quiet, str(kept)) == ([samples[1], samples[3]], False, "2 of 4, disturbed")
+
+
+def test_idle_and_waiting_time_is_not_busy() -> None:
+    stat = "cpu  100 20 30 4000 500 6 7 8 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n"
+    assert busy_seconds(stat) == pytest.approx((100 + 20 + 30 + 6 + 7 + 8) / 100)
+
+
+def test_results_say_what_ran_where() -> None:
+    title, command, environment = heading("Pipelines", ("python", "-m", "benchmarks.pipeline"))
+    assert (title, command) == ("# Pipelines\n", "    python -m benchmarks.pipeline\n")
+    for part in (f"{os.cpu_count()} cores of ", "torch 2.", "commit "):
+        assert part in environment
+
+
+def test_a_table_is_markdown() -> None:
+    assert list(table(("a", "b"), [(1, "two")])) == ["| a | b |", "|---|---|", "| 1 | two |"]
