@@ -27,6 +27,11 @@ class NeedsAStep(Observer):
         1 / self.steps  # fails without a step
 
 
+class NeedsAStepToCome(Observer):
+    def on_train_start(self, run: RunSummary) -> None:
+        1 / (run.steps - run.first_step + 1)  # fails where nothing is left to do
+
+
 class NeedsAFiniteLoss(Observer):
     def on_eval_end(self, metrics: EvalMetrics) -> None:
         int(metrics.loss)
@@ -74,6 +79,7 @@ def test_an_observer_that_does_nothing_conforms() -> None:
     [
         (NeedsALoss, "it bears a run that fails", "no loss"),
         (NeedsAStep, "it bears a run of no steps", "ZeroDivisionError"),
+        (NeedsAStepToCome, "it bears a run of no steps", "at step 5 of 4: it raised ZeroDivisionError"),
         (NeedsAFiniteLoss, "it bears a whole run", "OverflowError"),
         (Overwrites, "what an attempt wrote outlives the next", "changed what the first wrote to best.txt"),
         (CountsFromZero, "it asks for steps that can be counted", "traced_steps gave 0"),

@@ -143,6 +143,7 @@ def test_a_model_of_which_nobody_says_the_size_gets_one_that_splits() -> None:
         if layers == 1 and not nothing_left and not any((end or 0) % parallel.chunks for end in ends):
             split(natural_layers(parallel), parallel, looped_layout)
     assert natural_layers(ParallelSection(pipeline=4, chunks=2)) == 8
+    assert natural_layers(ParallelSection(pipeline=1, first_stage_layers=0, last_stage_layers=0)) == 1
     assert natural_layers(ParallelSection(pipeline=2, layers=(3, 4))) == 7
     assert natural_layers(ParallelSection(pipeline=4, first_stage_layers=3)) == 6
     assert natural_layers(ParallelSection(pipeline=4, embedding_as_layer=True, loss_as_layer=True)) == 2
@@ -175,7 +176,8 @@ def test_a_run_counts_the_embedding_and_the_loss_as_layers() -> None:
                 "parallel.first_stage_layers=3 and parallel.last_stage_layers=3 are more than the model has: 6 of 4 "
                 "layers (from preset:tiny line 5 column 3 and --set parallel.first_stage_layers and --set "
                 "parallel.last_stage_layers); set parallel.first_stage_layers to 1, or set parallel.last_stage_layers "
-                "to 1, or set model.num_layers to 6, or give parallel.layers as 3 counts instead"
+                "to 1, or set model.num_layers to 6, or give parallel.layers as 3 counts instead, with --set "
+                "parallel.first_stage_layers=null --set parallel.last_stage_layers=null"
             ),
         ),
         (
@@ -184,7 +186,7 @@ def test_a_run_counts_the_embedding_and_the_loss_as_layers() -> None:
                 "parallel.last_stage_layers=2 leaves 2 of 4 layers: they do not divide over the places of the other "
                 "stages, 3 (from preset:tiny line 5 column 3 and --set parallel.last_stage_layers); set "
                 "parallel.last_stage_layers to 1 or 4, or set model.num_layers to 2 or 5, or give parallel.layers as 4 "
-                "counts instead"
+                "counts instead, with --set parallel.last_stage_layers=null"
             ),
         ),
         (
@@ -194,7 +196,7 @@ def test_a_run_counts_the_embedding_and_the_loss_as_layers() -> None:
                 "between the first and the last (from preset:tiny line 5 column 3 and --set "
                 "parallel.first_stage_layers and --set parallel.last_stage_layers); set parallel.first_stage_layers to "
                 "2, or set parallel.last_stage_layers to 3, or set model.num_layers to 3, or give parallel.layers as 2 "
-                "counts instead"
+                "counts instead, with --set parallel.first_stage_layers=null --set parallel.last_stage_layers=null"
             ),
         ),
         (
@@ -210,16 +212,17 @@ def test_a_run_counts_the_embedding_and_the_loss_as_layers() -> None:
             (
                 "5 layers do not divide over 2 stages x 1 chunks = 2 places: 4 of the model, and one for "
                 "parallel.loss_as_layer (from preset:tiny line 5 column 3 and --set parallel.loss_as_layer); set "
-                "model.num_layers to 3 or 5, or give parallel.layers as 2 counts instead"
+                "model.num_layers to 3 or 5, or give parallel.layers as 2 counts instead, with --set "
+                "parallel.loss_as_layer=false"
             ),
         ),
         (
             "layers=3,1 first_stage_layers=3",
             (
                 "parallel.layers and parallel.first_stage_layers exclude each other: each says in its own way how the "
-                "layers are split (from --set parallel.layers and --set parallel.first_stage_layers); keep "
-                "parallel.layers or parallel.first_stage_layers, and unset the rest: --set parallel.layers= --set "
-                "parallel.first_stage_layers=null"
+                "layers are split (from --set parallel.layers and --set parallel.first_stage_layers); to "
+                "keep parallel.layers: --set parallel.first_stage_layers=null; to keep parallel.first_stage_layers: "
+                "--set parallel.layers="
             ),
         ),
     ],
@@ -234,7 +237,7 @@ def test_a_stages_layers_divide_over_its_chunks() -> None:
     assert line == (
         "parallel.first_stage_layers=3 does not divide over the chunks of a stage: parallel.chunks is 2 (from the "
         "suggestion of schedule=interleaved and --set parallel.first_stage_layers); set parallel.first_stage_layers to "
-        "2 or 4, or give parallel.layers as 4 counts instead"
+        "2 or 4, or give parallel.layers as 4 counts instead, with --set parallel.first_stage_layers=null"
     )
     assert code == ExitCode.INPUT
 
@@ -249,6 +252,27 @@ def test_two_ways_of_splitting_are_refused_and_named(left_out: tuple[str, ...]) 
     said = " and ".join(f"parallel.{key}" for key in WAYS if key not in left_out)
     assert line.startswith(f"{said} exclude each other: ")
     assert code == ExitCode.INPUT
+    kept = re.findall(r"to keep parallel\.(\w+): ((?:--set \S+ ?)+)", line.replace(";", " "))
+    assert [key for key, _ in kept] == [key for key in WAYS if key not in left_out]
+    file = {"parallel": {key: value for key, value in WAYS.items() if key not in left_out}}
+    file["parallel"] |= {"layers": [1, 3]} if "layers" in file["parallel"] else {}
+    for key, unset in kept:
+        layers = ["model.num_layers=5"] if key == "embedding_as_layer" else []
+        sets = [*unset.replace("--set ", "").split(), *layers]
+        places = [len(layers) for _, layers in held("preset:tiny", file, plugins=["schedule=1f1b"], sets=sets)]
+        assert places == ([2, 3] if layers else [1, 3])
+
+
+@pytest.mark.parametrize(
+    "wish", [{"pipeline": 4, LAST: 2}, {"pipeline": 2, LOSS: True}, {"pipeline": 2, FIRST: 1, LAST: 2}]
+)
+def test_counts_may_replace_what_cannot_be_split_as_the_refusal_says(wish: dict[str, int | bool]) -> None:
+    file = {"parallel": wish}
+    line, _ = mistake("preset:tiny", file, plugins=["schedule=1f1b"])
+    counts, unset = re.findall(r"give parallel\.layers as (\d) counts instead, with ((?:--set \S+ ?)+)$", line)[0]
+    given = [0] * (int(counts) - 1) + [4]
+    sets = [*unset.replace("--set ", "").split(), f"parallel.layers={','.join(map(str, given))}"]
+    assert [len(layers) for _, layers in held("preset:tiny", file, plugins=["schedule=1f1b"], sets=sets)] == given
 
 
 def test_unsetting_a_files_way_makes_room_for_another() -> None:

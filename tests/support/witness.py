@@ -47,8 +47,8 @@ class Witness:
         self.actions.append(Action("R" if again else "F", microbatch, chunk))
         roots = [out.x] if out.x is not None else [total for total, _ in out.losses.values()]
         for root in roots[:1]:
-            if torch.is_grad_enabled() and root.grad_fn is not None:
-                root.grad_fn.register_prehook(lambda _: self._back(microbatch, chunk))
+            if torch.is_grad_enabled() and root.requires_grad:
+                root.register_hook(lambda _: self._back(microbatch, chunk))
 
     def _back(self, microbatch: int, chunk: int) -> None:
         op: Op = "I" if self._split else "B"

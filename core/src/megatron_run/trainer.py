@@ -60,7 +60,6 @@ class Trainer:
         self._learning_rate = LearningRate.from_config(train)
         self._weight_decay = WeightDecay.from_config(train)
         self._progress = Progress()
-        self._times: list[tuple[float, float]] = []  # of the last step's actions, where it was traced
         self._meters = make_meters(assembly.model, self._context.metrics)
         self._stop_meter = self._context.metrics.scalar("stop")  # reported by each rank that wants to stop
         self._boundary = partial(
@@ -83,12 +82,12 @@ class Trainer:
         tracing = start_tracing(self._run.plans, self._context, observers, last)
         while self._progress.step < last:
             clock = tracing.clock(self._progress.step + 1)
-            metrics, stop_wanted = self._step(clock)
+            metrics, times, stop_wanted = self._step(clock)
             step = metrics.step
             self._folder.heartbeat(step)
             observers.on_step_end(metrics)
             if clock is not None:
-                tracing.report(step, metrics.microbatches, self._times, observers)
+                tracing.report(step, metrics.microbatches, times, observers)
             self._guard_skips()
             if step == self._assembly.graph_capture.capture_after:
                 self._capture()
@@ -102,18 +101,18 @@ class Trainer:
                 observers.on_sample(text)
         return ExitCode.DONE
 
-    def _step(self, clock: Callable[[], float] | None) -> tuple[StepMetrics, bool]:
-        """One step, timed by ``clock`` if there is one: its metrics, and whether any rank wants to stop."""
+    def _step(self, clock: Callable[[], float] | None) -> tuple[StepMetrics, list[tuple[float, float]], bool]:
+        """One step: its metrics, the times of its actions by ``clock`` if there is one, and whether any rank stops."""
         start, progress = time.perf_counter(), self._progress
         batch = self._batches.at(progress.samples)
         microbatches = self._batches.microbatches(batch)
         lr, weight_decay = self._learning_rate.at(progress.scheduled), self._weight_decay.at(progress.scheduled)
-        self._times = self._accumulate(microbatches, clock).times
+        times = self._accumulate(microbatches, clock).times
         numbers = self._update(lr, weight_decay).to_host(self._context.metrics)
         progress.count(batch, skipped=numbers.skipped)
         facts = StepFacts(batch, microbatches, lr, time.perf_counter() - start)
         metrics = step_metrics(self._run, self._assembly.model, progress, facts, numbers, self._context.device)
-        return metrics, "stop" in numbers.means
+        return metrics, times, "stop" in numbers.means
 
     def _accumulate(self, microbatches: int, clock: Callable[[], float] | None) -> StepRecord:
         """Forward and backward of every microbatch, in the schedule's order, into ``main_grad``."""

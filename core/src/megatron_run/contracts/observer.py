@@ -80,7 +80,8 @@ class StepTrace:
     action's start; waiting and messages are the gaps. ``planned`` is the verified plan with the mean time that each
     operation took in this step. Both hold the same actions and the same work in total, so ``ran.makespan /
     planned.makespan`` says what messages, waiting for them and unequal stages cost. ``layout`` is the plan's, in model
-    order. ``clock_error``: the bars of a stage are placed right among those of stage 0 to within this many seconds.
+    order. ``clock_error``: when the step was done, the clock of each stage was aligned with that of stage 0 to within
+    this many seconds; what they drift apart during the step comes on top.
     """
 
     step: int

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from megatron_run.config.schema import ParallelSection
@@ -46,7 +46,8 @@ def natural_layers(parallel: ParallelSection) -> int:
     if extra:
         return -(-(1 + extra) // places) * places - extra
     ends = _fixed_ends(parallel)
-    return sum(parallel.layers) or sum(ends.values()) + (parallel.pipeline - len(ends)) * parallel.chunks or places
+    others = max(parallel.pipeline - len(ends), 0) * parallel.chunks  # one stage is the first and the last
+    return sum(parallel.layers) or sum(ends.values()) + others or places
 
 
 def _fixed_ends(parallel: ParallelSection) -> dict[str, int]:
@@ -60,12 +61,19 @@ def _counted_ends(parallel: ParallelSection) -> dict[str, bool]:
 
 
 def _several_ways(asked: Sequence[Sequence[str]]) -> InputError:
-    unset = " ".join(f"--set {key}={_UNSET[key]}" for keys in asked for key in keys)
+    keep = [
+        f"to keep {' with '.join(keys)}: {_unset(key for other in asked if other is not keys for key in other)}"
+        for keys in asked
+    ]
     return InputError(
         f"{' and '.join(keys[0] for keys in asked)} exclude each other",
         why="each says in its own way how the layers are split",
-        fix=f"keep {' or '.join(' with '.join(keys) for keys in asked)}, and unset the rest: {unset}",
+        fix="; ".join(keep),
     )
+
+
+def _unset(keys: Iterable[str]) -> str:
+    return " ".join(f"--set {key}={_UNSET[key]}" for key in keys)
 
 
 class _Pipeline(NamedTuple):
@@ -104,7 +112,7 @@ def _with_fixed_ends(layers: int, parallel: ParallelSection, stages: Sequence[in
         raise InputError(
             f"{' and '.join(ends)} {'need' if len(ends) > 1 else 'needs'} at least two stages",
             why="with parallel.pipeline=1 the first stage is the last one too",
-            fix=f"leave it to the even split: {' '.join(f'--set {key}=null' for key in ends)}",
+            fix=f"leave it to the even split: {_unset(ends)}",
         )
     wanted = _Pipeline(
         parallel.pipeline, parallel.chunks, layers, parallel.first_stage_layers, parallel.last_stage_layers
@@ -127,7 +135,7 @@ def _no_fit(wanted: _Pipeline, ends: dict[str, int]) -> InputError:
     )
     near = [(key, _nearest(count, among, fits)) for key, count, among, fits in tried if count is not None]
     fixes = [f"set {key} to {numbers}" for key, numbers in near if numbers]
-    return InputError(what, why=why, fix=_or_counts(fixes, wanted.stages * wanted.chunks))
+    return InputError(what, why=why, fix=_or_counts(fixes, wanted.stages * wanted.chunks, ends))
 
 
 def _arithmetic(wanted: _Pipeline, ends: dict[str, int]) -> tuple[str, str]:
@@ -153,7 +161,7 @@ def _with_counted_ends(layers: int, parallel: ParallelSection, places: int) -> t
         raise InputError(
             f"{total} layers do not divide over {stages} stages x {chunks} chunks = {places} places",
             why=f"{layers} of the model, and one for {' and one for '.join(counted)}",
-            fix=_or_counts([f"set model.num_layers to {numbers}"], places),
+            fix=_or_counts([f"set model.num_layers to {numbers}"], places, counted),
         )
     counts = [total // places] * places
     counts[0] -= parallel.embedding_as_layer  # a place that is not the only one holds at least one layer to give up
@@ -168,5 +176,6 @@ def _nearest(number: int, among: range, fits: Callable[[int], bool]) -> str:
     return " or ".join(str(each) for each in (below, above) if each is not None)
 
 
-def _or_counts(fixes: Sequence[str], places: int) -> str:
-    return ", or ".join([*fixes, f"give {_COUNTS} as {places} counts instead"])
+def _or_counts(fixes: Sequence[str], places: int, keys: Iterable[str]) -> str:
+    """``fixes``, or counts in the place of ``keys``, which exclude them."""
+    return ", or ".join([*fixes, f"give {_COUNTS} as {places} counts instead, with {_unset(keys)}"])

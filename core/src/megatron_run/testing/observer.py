@@ -140,10 +140,13 @@ def _bears_a_failure(make: Make) -> None:
 
 
 def _bears_no_steps(make: Make) -> None:
-    with _called("a run that ends at once") as folder:
-        observer = make()
-        observer.on_train_start(example_run(folder))
-        observer.on_train_end("stopped")
+    """A run that is stopped before its first step, and an attempt that finds nothing left to do."""
+    for first, reason in ((1, "stopped"), (STEPS + 1, "finished")):
+        with _called(f"a run that ends at once, at step {first} of {STEPS}") as folder:
+            observer = make()
+            observer.on_train_start(example_run(folder, first_step=first))
+            list(observer.traced_steps())
+            observer.on_train_end(reason)
 
 
 def _asks_for_steps(make: Make) -> None:

@@ -42,6 +42,8 @@ def names(folder: Path) -> list[str]:
         (None, {}, [10]),
         (None, {"first_step": 21}, [30]),
         (None, {"steps": 3}, [3]),
+        (None, {"steps": 0}, []),
+        (None, {"first_step": 41}, []),
     ],
 )
 def test_it_asks_for_the_steps_that_the_attempt_runs(
@@ -83,6 +85,11 @@ def test_steps_that_the_run_never_comes_to_are_said(tmp_path: Path, caplog: pyte
     assert "observer trace failed in on_train_start" in message
     assert "steps=41-50: this attempt has the steps 1 to 40" in message
     assert observers.traced_steps() == frozenset()
+
+
+def test_steps_of_an_attempt_that_has_none_left_are_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="steps=5: this attempt has no steps left"):
+        traced(tmp_path, "5", first_step=41)
 
 
 def test_a_file_holds_the_step_as_it_ran_and_as_planned(tmp_path: Path) -> None:

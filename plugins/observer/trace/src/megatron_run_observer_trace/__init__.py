@@ -61,18 +61,19 @@ class Trace(Observer):
         self._run: RunSummary | None = None
 
     def on_train_start(self, run: RunSummary) -> None:
-        """Remember the folder. Raises ValueError when no step of the run will be traced."""
+        """Remember the folder. Raises ValueError when none of the steps that the options name will be traced."""
         self._run = run
-        if not self.traced_steps():
-            raise ValueError(f"steps={self._options.steps}: this attempt has the steps {run.first_step} to {run.steps}")
+        if self._options.steps and not self.traced_steps():
+            left = f"the steps {run.first_step} to {run.steps}" if run.first_step <= run.steps else "no steps left"
+            raise ValueError(f"steps={self._options.steps}: this attempt has {left}")
 
     def traced_steps(self) -> Collection[int]:
-        """The steps that the options name, as far as this attempt runs them."""
+        """The steps that the options name, as far as this attempt runs them; else one of its own, if it has any."""
         if self._run is None:
             return ()
         first, last = self._run.first_step, self._run.steps
         settled = min(first + SETTLED - 1, last)
-        wanted = read_steps(self._options.steps or str(settled))
+        wanted = read_steps(self._options.steps) if self._options.steps else range(settled, settled + 1)
         return range(max(first, wanted.start), min(last + 1, wanted.stop))
 
     def on_trace(self, trace: StepTrace) -> None:
