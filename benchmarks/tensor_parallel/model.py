@@ -24,6 +24,12 @@ class Shape:
     micro_batch: int
     microbatches: int
 
+    def __str__(self) -> str:
+        return (
+            f"{self.layers} layers, hidden {self.hidden}, {self.heads} heads, vocabulary {self.vocab}, "
+            f"{self.microbatches} microbatches of {self.micro_batch} sequences of {self.sequence}"
+        )
+
 
 SMALL = Shape(layers=6, hidden=384, heads=6, sequence=256, vocab=8192, micro_batch=4, microbatches=4)
 TINY = Shape(layers=2, hidden=64, heads=2, sequence=8, vocab=256, micro_batch=2, microbatches=2)

@@ -88,13 +88,15 @@ def report(*, quick: bool) -> Iterator[str]:
     """Measure every side, and tell what was found."""
     found = on_ranks(measure, RANKS, {"shape": "small", "samples": 11 if quick else 41}, keeping=True)
     yield "\n## Time of a forward and backward\n"
+    shape = SHAPES["small"]
+    yield f"{shape}, fp32, dropout 0, untied, {RANKS} ranks of one thread. Peers begin a step without gradients.\n"
     yield from time_table(found)
     if MEGATRON not in found["sent"]:
         yield "\nmegatron-core is not installed here, and left out."
     yield "\n## Goals\n"
     yield from goal_table(found)
     yield "\n## Bytes that a rank sends in a step\n"
-    yield from traffic_table(found, SHAPES["small"])
+    yield from traffic_table(found, shape)
 
 
 def time_table(found: Mapping[str, Any]) -> Iterator[str]:
@@ -106,7 +108,8 @@ def time_table(found: Mapping[str, Any]) -> Iterator[str]:
 def _time_row(found: Mapping[str, Any], name: str) -> tuple[str, ...]:
     kept, speed_up = ratio(found["samples"], ONE_RANK, name)
     seconds = statistics.median(sample[f"{name} seconds"] for sample in kept.samples)
-    return name, f"{seconds:.3f}", f"{speed_up:.3f}", f"{found['apart'][name]:.0e}", str(kept)
+    apart = found["apart"][name]
+    return name, f"{seconds:.3f}", f"{speed_up:.3f}", f"{apart:.0e}" if apart else "equal", str(kept)
 
 
 def ratio(samples: Sequence[Mapping[str, float]], one: str, other: str) -> tuple[Kept, float]:
