@@ -12,22 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from benchmarks.pipeline.model import SHAPES
-from benchmarks.pipeline.peers.megatron import NAME as MEGATRON
-from benchmarks.pipeline.peers.megatron import installed
 from benchmarks.pipeline.schedules import BLOCKS, FOLD, LOOP, SCHEDULES, Split
 from benchmarks.pipeline.sides import Side, Sides
+from benchmarks.support.compare import compare
+from benchmarks.support.megatron import NAME as MEGATRON
+from benchmarks.support.megatron import installed
 from benchmarks.support.quiet import take_sample, undisturbed
 from benchmarks.support.ranks import on_ranks
 from benchmarks.support.report import table
 
 #: Steps of each side whose time is discarded, besides the one whose gradients are compared.
 WARM_UP = 1
-#: How far the two sides' gradients may lie apart, relative to the largest value of each tensor.
-TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -88,29 +84,6 @@ def _in_turn(ours: Side, theirs: Side) -> dict[str, float]:
         side.stage.clear()
         both |= {f"{name}_{key}": value for key, value in asdict(take_sample(side.step)).items()}
     return both
-
-
-def compare(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
-    """How far the tensors of two sides lie apart at most, each relative to its largest value.
-
-    Raises :class:`ValueError` when that is more than ``TOLERANCE``, and for anything that no difference can be told
-    of: a tensor that one side lacks, another shape, a value that is not finite.
-    """
-    if ours.keys() != theirs.keys():
-        raise ValueError(f"the two sides do not hold the same tensors: {sorted(ours.keys() ^ theirs.keys())}")
-    farthest = 0.0
-    for name, one in ours.items():
-        other = theirs[name]
-        if one.shape != other.shape:
-            raise ValueError(f"{name} is {tuple(one.shape)} on our side and {tuple(other.shape)} on theirs")
-        if not (one.isfinite().all() and other.isfinite().all()):
-            raise ValueError(f"{name} is not finite")
-        largest = max(other.abs().max().item(), torch.finfo(other.dtype).tiny)  # a tensor may be zero on both sides
-        apart = (one - other).abs().max().item() / largest
-        if not apart <= TOLERANCE:
-            raise ValueError(f"{name} differs by {apart:.1e} of its largest value")
-        farthest = max(farthest, apart)
-    return farthest
 
 
 def report(*, quick: bool) -> Iterator[str]:

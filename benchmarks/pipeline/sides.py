@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.pipeline.model import STAGES, Shape, Stage, our_step
-from benchmarks.pipeline.peers.megatron import NAME as MEGATRON
 from benchmarks.pipeline.peers.megatron import MegatronStep
 from benchmarks.pipeline.peers.torch import TorchStep
 from benchmarks.pipeline.schedules import FOLD, SCHEDULES, Split, make_plan
+from benchmarks.support.megatron import NAME as MEGATRON
 from megatron_run.comm import create_groups
 from megatron_run.pipeline.plan import Plan
 from megatron_run.topology import Sizes, Topology

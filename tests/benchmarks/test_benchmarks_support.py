@@ -6,11 +6,15 @@ import os
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from benchmarks.support.compare import compare
 from benchmarks.support.quiet import busy_seconds, undisturbed
 from benchmarks.support.ranks import on_ranks
 from benchmarks.support.report import heading, table
+
+NAN, INFINITE = float("nan"), float("inf")
 
 
 def sum_of_ranks(factor: int) -> int:
@@ -62,3 +66,40 @@ def test_results_say_what_ran_where() -> None:
 
 def test_a_table_is_markdown() -> None:
     assert list(table(("a", "b"), [(1, "two")])) == ["| a | b |", "|---|---|", "| 1 | two |"]
+
+
+RIGHT = {"zero": torch.zeros(2), "a": torch.tensor([1.0, 4.0])}
+
+
+def test_how_far_gradients_lie_apart_is_relative_to_the_largest_value_of_each() -> None:
+    assert compare(RIGHT, RIGHT) == 0
+    assert compare({**RIGHT, "a": torch.tensor([1.0, 4.0 - 2**-17])}, RIGHT) == 2**-19
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"a": torch.tensor([1.0, 3.0])}, "a differs by 2.5e-01"),
+        ({"a": torch.tensor([7.0, 28.0])}, r"a differs by 6.0e\+00"),  # after a tensor of which nothing can be told
+        ({"zero": torch.tensor([0.0, 1.0])}, "zero differs by"),
+        ({"a": torch.tensor([NAN, 4.0])}, "a is not finite"),
+        ({"a": torch.tensor([1.0, INFINITE])}, "a is not finite"),
+        ({"a": torch.tensor([[1.0, 4.0]])}, r"a is \(1, 2\) on our side and \(2,\) on theirs"),
+        ({"b": torch.zeros(1)}, r"the same tensors: \['b'\]"),
+    ],
+)
+def test_a_wrong_gradient_is_refused_on_either_side(wrong: dict[str, torch.Tensor], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        compare({**RIGHT, **wrong}, RIGHT)
+
+
+def test_a_gradient_of_theirs_that_is_not_finite_is_refused() -> None:
+    with pytest.raises(ValueError, match="a is not finite"):
+        compare(RIGHT, {**RIGHT, "a": torch.full((2,), NAN)})
+
+
+def test_what_is_zero_but_for_rounding_is_measured_against_the_least_scale() -> None:
+    noise = {"noise": torch.tensor([1e-9, -2e-9])}, {"noise": torch.tensor([-1e-9, 1e-9])}
+    with pytest.raises(ValueError, match="noise differs"):
+        compare(*noise)
+    assert compare(*noise, least=1.0) == pytest.approx(3e-9)

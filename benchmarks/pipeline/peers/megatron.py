@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,29 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.pipeline.peers.torch import Piece
+from benchmarks.support.megatron import TorchOnCpu
 
 if TYPE_CHECKING:
     from benchmarks.pipeline.model import Stage
-
-NAME = "megatron-core"
-
-
-def installed() -> bool:
-    """Whether megatron-core can be imported."""
-    return find_spec("megatron") is not None and find_spec("megatron.core") is not None
-
-
-class _TorchOnCpu:
-    """The module ``torch`` for code that names GPUs: the same, with the CPU in their place."""
-
-    cuda = SimpleNamespace(current_device=lambda: torch.device("cpu"), synchronize=lambda: None)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def zeros(self, *size: Any, device: object = None, **rest: Any) -> Tensor:
-        """As ``torch.zeros``, wherever it was meant to be."""
-        return torch.zeros(*size, **rest)
 
 
 class _Model(nn.Module):
@@ -67,7 +47,7 @@ class MegatronStep:
         self._schedules = import_module(f"{pipelines}.schedules")
         messages = import_module(f"{pipelines}.p2p_communication")
         for module in (self._schedules, messages):
-            vars(module)["torch"] = _TorchOnCpu()
+            vars(module)["torch"] = TorchOnCpu()
         config = import_module("megatron.core.transformer.transformer_config").TransformerConfig(
             num_layers=dist.get_world_size(),  # the chunk is ours: of the network its schedule reads the width only
             hidden_size=stage.shape.hidden,
