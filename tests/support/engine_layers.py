@@ -18,3 +18,8 @@ def engine_layers(context: BuildContext, **options: Any) -> EngineLayers:
     """The factory for the ranks of ``context``, as the plugin makes it on a GPU."""
     split = Split(context.groups.peers(context.topology, "tensor"), context.sequence_shards > 1)
     return EngineLayers(context, split, STAND_IN, Options(**options))
+
+
+def delayed_layers(context: BuildContext) -> EngineLayers:
+    """The factory whose products return their weight gradients late, and do not add them up themselves."""
+    return engine_layers(context, fuse_weight_gradients=False, delay_weight_gradients=True)

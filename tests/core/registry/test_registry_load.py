@@ -255,7 +255,7 @@ def test_a_file_that_fails_names_its_path(tmp_path: Path) -> None:
 
 
 CHECKED = """
-def check(device):
+def check(device, options):
     if device != "cuda:0":
         raise {error}
 """
@@ -279,11 +279,20 @@ def test_a_plugin_may_refuse_a_device(site: FakeSite) -> None:
     assert str(refused.value) == "zigzag needs a GPU (from --plugin schedule=zigzag); choose 1f1b"
 
 
+def test_a_check_is_given_the_options(site: FakeSite) -> None:
+    plugin = checked(site, "PluginError(type(options).__name__)")
+    with pytest.raises(PluginError, match="NoOptions"):
+        plugin.check_device("cpu")
+
+
 def test_a_check_that_crashes_is_an_error_of_the_plugin(site: FakeSite) -> None:
     with pytest.raises(PluginError, match=r"acme-zigzag 1\.0: check_device failed: ZeroDivisionError: oops"):
         checked(site, 'ZeroDivisionError("oops")').check_device("cpu")
 
 
-def test_a_check_that_cannot_be_called_breaks_the_contract(site: FakeSite) -> None:
-    source = GOOD.replace(f"{INFO})", f"{INFO}, check_device=3)")
-    assert "says check_device=3, which must be a function of the device, or None" in str(refusal(site, source))
+@pytest.mark.parametrize("check", ["3", "lambda device: None"])
+def test_a_check_that_cannot_be_called_breaks_the_contract(site: FakeSite, check: str) -> None:
+    source = GOOD.replace(f"{INFO})", f"{INFO}, check_device={check})")
+    message = str(refusal(site, source))
+    assert "says check_device=" in message
+    assert "which must be a function of the device and the options, or None" in message

@@ -54,9 +54,14 @@ class PluginInfo:
     like where the user said nothing (interleaved: two stages with two chunks each); ``suggests_with`` adds some where
     an option of the plugin has a certain value: ``{"variant=v": {"parallel.chunks": 2}}``.
 
-    ``check_device`` is called with the device of a rank, ``cpu`` or ``cuda:N``, before there is a process group; it
-    raises a :class:`megatron_run.errors.RunError` when the plugin cannot run there. A library that not every machine
-    has is looked for here: the plugin can then be listed and explained without it.
+    Layers that provide ``parallel.tensor`` are made once on the meta device, whatever its value, before anything is
+    started or written: what they refuse is said then.
+
+    ``check_device`` is called with the device of a rank, ``cpu`` or ``cuda:N``, and the options; it raises a
+    :class:`megatron_run.errors.RunError` when the plugin cannot run there as they ask. A library that not every machine
+    has is looked for here: the plugin can then be listed and explained without it. Each rank calls it before there is a
+    process group, and our launcher, for the ranks that it will start, before a run folder is made: it may ask a GPU
+    what it can do, and must allocate nothing there.
 
     Example::
 
@@ -72,6 +77,6 @@ class PluginInfo:
     conflicts: frozenset[str] = frozenset()
     suggests: Mapping[str, Any] = field(default_factory=dict)
     suggests_with: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    check_device: Callable[[str], None] | None = None
+    check_device: Callable[[str, Any], None] | None = None
     state_version: int = 1
     upgrade_state: Callable[[Mapping[str, Any], int], Mapping[str, Any]] | None = None

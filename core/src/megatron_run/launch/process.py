@@ -13,13 +13,24 @@ import torch
 
 from megatron_run.launch.device import choose_device, deterministic_environment, explain_device
 from megatron_run.launch.threads import threads_per_rank
+from megatron_run.world import World
 
 if TYPE_CHECKING:
     from megatron_run.resolve import ResolvedRun
-    from megatron_run.world import World
 
 #: Variables that training may set.
 _CUBLAS = frozenset(deterministic_environment(True, "cuda"))
+
+
+def check_local_devices(run: ResolvedRun) -> None:
+    """Raise what :func:`assign_device` would on the ranks that are about to be started here, the lowest one's first.
+
+    Nothing is allocated on a GPU: the launcher holds none.
+    """
+    gpus, size = torch.cuda.device_count(), run.sizes.world
+    worlds = (World(rank, size, rank, size, launcher="local") for rank in range(size))
+    for device in dict.fromkeys(choose_device(run.config.run.device, world, gpus) for world in worlds):
+        _check_plugins(run, device)
 
 
 def assign_device(run: ResolvedRun, world: World) -> World:
@@ -32,8 +43,7 @@ def assign_device(run: ResolvedRun, world: World) -> World:
     notice = explain_device(run.config.run.device, world, gpus)
     if notice and world.rank == 0:
         print(notice, flush=True)  # noqa: T201  # standard output of rank 0 is what the terminal shows
-    for plugin in chain.from_iterable(run.plugins.values()):
-        plugin.check_device(device)
+    _check_plugins(run, device)
     return replace(world, device=device)
 
 
@@ -82,6 +92,11 @@ def borrowed_process(run: ResolvedRun, world: World) -> Iterator[None]:
             torch.cuda.set_device(current)
         for name in _CUBLAS - variables:
             os.environ.pop(name, None)
+
+
+def _check_plugins(run: ResolvedRun, device: str) -> None:
+    for plugin in chain.from_iterable(run.plugins.values()):
+        plugin.check_device(device)
 
 
 def _tell_cublas(run: ResolvedRun, device: str) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from megatron_run.config.request import Request
@@ -78,7 +79,7 @@ def train(run: ResolvedRun) -> Ending:
     if world is not None:
         ending = _join(lambda: _splitting(_fitting(run, world)), world, Terms())
     elif run.sizes.world == 1:
-        return _train_here(run)
+        return _train_here(_splitting(run))
     else:
         ending = _start_local(_splitting(run), _as_request(run), Terms())
     if ending.code == ExitCode.SIGINT:
@@ -101,9 +102,10 @@ def _fitting(run: ResolvedRun, world: World) -> ResolvedRun:
 def _splitting(run: ResolvedRun) -> ResolvedRun:
     """``run``, once its layers are known to split over its ranks: a refusal comes before anything is written.
 
-    Only the layers know what they divide, so they are made, without memory. What fails otherwise is left to the ranks.
+    Only the layers know what they divide, so they are made, without memory; those that do not serve
+    ``parallel.tensor`` divide nothing. What fails otherwise is left to the ranks.
     """
-    if run.sizes.tensor > 1:  # a rank that shares its layers with nobody divides nothing
+    if any("parallel.tensor" in plugin.provides for plugin in chain.from_iterable(run.plugins.values())):
         from megatron_run.training.size import model_size
 
         try:
@@ -156,10 +158,12 @@ def _train_in_own_folder(run: ResolvedRun, world: World) -> Ending:
 
 def _start_local(run: ResolvedRun, request: Request, terms: Terms) -> Ending:
     from megatron_run.launch.local import LocalPlan, run_local
+    from megatron_run.launch.process import check_local_devices
     from megatron_run.launch.relay import terminal_writer
     from megatron_run.launch.threads import threads_per_rank
     from megatron_run.run_folder import open_run_folder
 
+    check_local_devices(run)
     for notice in run.notices:
         terms.tell(notice)
     opened = open_run_folder(run, terms.arguments)

@@ -55,8 +55,10 @@ def info_difference(info: object, kind: str, name: str) -> str:
     for field, wanted in _INFO_TYPES.items():
         if not isinstance(getattr(info, field), wanted):
             return f"says {field}={getattr(info, field)!r}, which must be a {wanted.__name__}"
-    if info.check_device is not None and not callable(info.check_device):
-        return f"says check_device={info.check_device!r}, which must be a function of the device, or None"
+    if info.check_device is not None and not _takes_two(info.check_device):
+        return (
+            f"says check_device={info.check_device!r}, which must be a function of the device and the options, or None"
+        )
     if (info.kind, info.name) != (kind, name):
         return f"says {info.kind}={info.name}, and it was chosen as {kind}={name}"
     if info.api > KINDS[kind]:
@@ -85,3 +87,11 @@ def _implementations(holder: object) -> Iterator[tuple[str, object]]:
 
 def _arguments(function: object) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters) if callable(function) else ()
+
+
+def _takes_two(function: object) -> bool:
+    try:
+        inspect.signature(function).bind(None, None)  # type: ignore[arg-type]  # what is no function raises
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -101,7 +101,7 @@ class Plugin:
         ``arguments`` are those of the hook (``context``, ``base``) besides the options. Raises :class:`PluginError`
         naming plugin, hook and difference; a :class:`RunError` of the plugin's own passes unchanged.
         """
-        options, hook = self._default_options() if self.options is None else self.options, factory_hook(self.kind)
+        options, hook = self._options(), factory_hook(self.kind)
         try:
             made = self.factory(options=options, **arguments)
         except (RunError, KeyboardInterrupt):
@@ -115,11 +115,11 @@ class Plugin:
         return made
 
     def check_device(self, device: str) -> None:
-        """Raise a :class:`RunError` when the plugin cannot run on ``device``, as ``cpu`` or ``cuda:0``."""
+        """Raise a :class:`RunError` when the plugin, as it is set, cannot run on ``device``: ``cpu`` or ``cuda:0``."""
         if self.info.check_device is None:
             return
         try:
-            self.info.check_device(device)
+            self.info.check_device(device, self._options())
         except RunError as error:
             error.origin = error.origin or self.origin
             raise
@@ -135,7 +135,9 @@ class Plugin:
             fix=f"choose another {self.kind}, or see the whole cause with --debug",
         )
 
-    def _default_options(self) -> BaseModel:
+    def _options(self) -> BaseModel:
+        if self.options is not None:
+            return self.options
         try:
             return self.options_model()
         except ValidationError as cause:

@@ -20,7 +20,7 @@ from megatron_run.testing.context import logical_gradients, logical_values, prep
 from megatron_run.testing.parallel_layer import parallel_layer_checks
 from megatron_run_parallel_layer_te.weight_gradients import after_backward
 from tests.support import engine_stand_in
-from tests.support.engine_layers import engine_layers
+from tests.support.engine_layers import delayed_layers, engine_layers
 
 INIT = Init("normal", 0.5)
 QKV = (LinearPart("query", 8), LinearPart("key", 4), LinearPart("value", 4))
@@ -33,6 +33,12 @@ CHECKS = {
     f"{name}: {check.name}": check
     for name, options in WAYS.items()
     for check in parallel_layer_checks(lambda context, options=options: engine_layers(context, **options))  # type: ignore[misc]  # mypy cannot infer a default
+}
+#: The same over ranks; those of one variant share their ranks.
+SPLIT_CHECKS = {
+    f"{make.__name__}: {check.name}": check
+    for make in (engine_layers, delayed_layers)
+    for check in parallel_layer_checks(make, ranks=(2, 4))
 }
 
 
@@ -68,6 +74,12 @@ def trained(context: BuildContext, layer: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS.keys())
 def test_the_layers_conform(check: Check) -> None:
+    check.run()
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("check", SPLIT_CHECKS.values(), ids=SPLIT_CHECKS.keys())
+def test_the_layers_conform_split_over_two_and_four_ranks(check: Check) -> None:
     check.run()
 
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megatron_run import load_config, train
+from megatron_run.errors import InputError
+from megatron_run.launch import local
 from megatron_run_cli.main import main
-from tests.support.commands import COMMAND, run_command
+from megatron_run_parallel_layer_te import shapes
+from tests.support import engine_stand_in
 from tests.support.engine_site import engine_site
 
 CHOSEN = "preset:tiny --plugin parallel-layer=te"
@@ -18,7 +24,7 @@ INSTEAD = "choose --plugin parallel-layer=tensor"
 EMPTY = "the transformer-engine that is installed is its empty meta package"
 INSTALL = "type: pip install --no-build-isolation "
 
-#: How the library is installed -> what a dry run says on a machine with a GPU: its beginning and its end.
+#: How the library is installed -> what a run says on a machine with a GPU: its beginning and its end.
 MESSAGES = {
     "missing": (
         "parallel-layer=te needs Transformer Engine, which is not installed",
@@ -43,63 +49,151 @@ MESSAGES = {
 }
 
 
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder, in which no rank may be started."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(local, "run_local", lambda plan: pytest.fail("ranks were started"))
+    return folder
+
+
+def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def refused(words: str, code: int, work: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What is said, in one line, of a run that ends with ``code`` and has written nothing."""
+    assert main(words.split()) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert list(work.iterdir()) == []
+    return captured.err.rstrip()
 
 
 @pytest.mark.parametrize("state", MESSAGES)
 def test_a_library_that_cannot_be_used_is_named_with_what_to_type(
-    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    state: str, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    on_a_gpu(monkeypatch)
-    with engine_site(tmp_path, state).importable():
-        code = main([*CHOSEN.split(), "--dry-run"])
+    on_gpus(monkeypatch, 1)
+    with engine_site(tmp_path / "site", state).importable():
+        said = refused(CHOSEN, 3, work, capsys)
     what, fix = MESSAGES[state]
-    captured = capsys.readouterr()
-    assert code == 3
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert captured.err.startswith(f"megatron-run: {what}")
-    assert captured.err.rstrip().endswith(fix)
+    assert said.startswith(f"megatron-run: {what}")
+    assert said.endswith(fix)
 
 
+@pytest.mark.parametrize("words", ["", " --set parallel.tensor=2"])
 @pytest.mark.parametrize("state", ["missing", "whole"])
 def test_without_a_gpu_the_library_is_not_asked_for(
-    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    state: str,
+    words: str,
+    work: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with engine_site(tmp_path, state).importable():
-        assert main([*CHOSEN.split(), "--dry-run"]) == 3
-    assert capsys.readouterr().err == (
-        f"megatron-run: parallel-layer=te needs an NVIDIA GPU: there is none on this machine; {INSTEAD}\n"
-    )
+    on_gpus(monkeypatch, 0)
+    with engine_site(tmp_path / "site", state).importable():
+        assert refused(CHOSEN + words, 3, work, capsys) == (
+            "megatron-run: parallel-layer=te needs an NVIDIA GPU: there is none on this machine "
+            f"(from --plugin parallel-layer=te); {INSTEAD}"
+        )
 
 
-@pytest.mark.parametrize("state", ["whole", "on a path without metadata"])
-def test_with_the_library_a_run_is_planned_as_with_dense_layers(
-    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+#: Words after ``parallel-layer=te`` on a GPU with the library -> exit code and the beginning of what is said.
+REFUSALS = {
+    ",fp8=current --set model.hidden_size=40": (
+        2,
+        "120 output features of a rank do not fit parallel-layer.fp8=current: ",
+    ),
+    ",fp8=current --set train.sequence_length=20": (
+        2,
+        "train.micro_batch_size=2 x train.sequence_length=20 = 40 tokens",
+    ),
+    ",fp8=delayed --set train.recompute=full": (2, "parallel-layer.fp8=delayed does not go with train.recompute=full"),
+    ",fp8=mxfp8": (
+        3,
+        "this GPU cannot compute with parallel-layer.fp8=mxfp8: Device compute capability 10.0 or higher",
+    ),
+    " --set run.device=cpu": (3, "parallel-layer=te needs an NVIDIA GPU: this run is on the CPU"),
+    " --set run.device=cuda --set parallel.tensor=2": (2, "run.device=cuda needs 2 GPUs on "),
+}
+
+
+@pytest.mark.parametrize("words", REFUSALS)
+def test_what_a_gpu_or_its_products_cannot_do_is_said_before_anything_is_written(
+    words: str, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    on_a_gpu(monkeypatch)
+    on_gpus(monkeypatch, 1)
+    code, beginning = REFUSALS[words]
+    with engine_site(tmp_path / "site", "whole").importable():
+        assert refused(CHOSEN + words, code, work, capsys).startswith(f"megatron-run: {beginning}")
+
+
+def test_python_is_told_before_anything_is_written(work: Path) -> None:
+    run = load_config("preset:tiny", plugins=["parallel-layer=te,fp8=current"], sets=["model.hidden_size=40"])
+    with pytest.raises(InputError, match="120 output features of a rank do not fit"):
+        train(run)
+    assert list(work.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ("dense", ""),
+        ("tensor", "--set parallel.tensor=2 --set model.norm=rmsnorm"),
+        ("tensor", "--set parallel.tensor=2 --set parallel.sequence=true --set model.bias=false"),
+    ],
+)
+def test_a_run_is_planned_without_a_gpu_and_without_the_library(
+    layers: str,
+    words: str,
+    work: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    on_gpus(monkeypatch, 0)
     counts = []
-    with engine_site(tmp_path, state).importable():
-        for layers in ("te", "dense"):
-            assert main(["preset:tiny", "--plugin", f"parallel-layer={layers}", "--dry-run"]) == 0
-            counts += [line for line in capsys.readouterr().out.splitlines() if "parameters" in line]
-    assert counts
-    assert counts[: len(counts) // 2] == counts[len(counts) // 2 :]
+    with engine_site(tmp_path / "site", "broken").importable():
+        for name in ("te", layers):
+            assert main(["preset:tiny", "--plugin", f"parallel-layer={name}", *words.split(), "--dry-run"]) == 0
+            counts.append([line for line in capsys.readouterr().out.splitlines() if "parameters" in line])
+    assert len(counts[0]) >= 2
+    assert counts[0] == counts[1]
+    assert list(work.iterdir()) == []
 
 
-@pytest.mark.multiproc
-def test_two_ranks_without_a_gpu_stop_before_they_build_anything(tmp_path: Path) -> None:
-    sets = ("--set", "parallel.tensor=2", "--set", f"run.folder={tmp_path / 'run'}", "--set", "run.device=cpu")
-    done = run_command((*COMMAND, *CHOSEN.split(), *sets), tmp_path)
-    assert done.returncode == 3
-    lines = [line for line in done.stderr.splitlines() if line.startswith("megatron-run: ")]
-    assert len(lines) == 1
-    assert "parallel-layer=te needs an NVIDIA GPU" in lines[0]
-    assert "(from --plugin parallel-layer=te)" in lines[0]
-    assert INSTEAD in lines[0]
-    assert "Traceback" not in done.stderr
+SHARED: Mapping[str, Any] = {"tp_size": 2, "params_dtype": torch.bfloat16, "device": "meta"}
+ALONE: Mapping[str, Any] = {"eps": 1e-3, "dtype": torch.bfloat16, "device": "meta"}
+#: Module, its sizes, its arguments.
+MADE: tuple[tuple[str, tuple[int, ...], Mapping[str, Any]], ...] = (
+    ("Linear", (8, 6), {**SHARED, "parallel_mode": "column", "bias": True}),
+    ("Linear", (8, 6), {**SHARED, "parallel_mode": "row", "bias": False}),
+    ("LayerNormLinear", (8, 6), {**SHARED, "parallel_mode": "column", "bias": True, "normalization": "LayerNorm"}),
+    ("LayerNormLinear", (8, 6), {**SHARED, "parallel_mode": "column", "bias": False, "normalization": "RMSNorm"}),
+    ("LayerNorm", (8,), ALONE),
+    ("RMSNorm", (8,), ALONE),
+)
+
+
+@pytest.mark.parametrize(("module", "sizes", "arguments"), MADE)
+def test_a_plan_holds_the_parameters_of_the_modules(
+    module: str, sizes: tuple[int, ...], arguments: Mapping[str, Any]
+) -> None:
+    planned, real = (
+        {
+            name: (p.shape, p.dtype, p.device)
+            for name, p in getattr(library, module)(*sizes, **arguments).named_parameters()
+        }
+        for library in (shapes, engine_stand_in)
+    )
+    assert planned == real
+    assert planned
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -17,6 +19,17 @@ from tests.support.conformance import failures
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # the library has warnings of its own
 
 CUDA = "cuda:0"
+
+#: What a launcher asks; then whether the driver has a context of this process on the GPU, 1 or 0.
+ASKING = """
+import ctypes
+from megatron_run_parallel_layer_te import Options, check_device
+check_device("cuda:0", Options(fp8="current"))
+driver, flags, active = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint(), ctypes.c_int()
+assert driver.cuInit(0) == 0
+assert driver.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active)) == 0
+print(active.value)
+"""
 
 
 def layers(context: BuildContext, **options: Any) -> ParallelLayers:
@@ -34,6 +47,12 @@ def test_the_real_layers_conform(fused: bool, delayed: bool) -> None:
         lambda context: layers(context, **options), dtype=torch.bfloat16, device=CUDA, tolerance=5e-2
     )
     assert failures(checks) == {}
+
+
+def test_a_launcher_that_has_asked_holds_no_context_on_the_gpu() -> None:
+    pytest.importorskip("transformer_engine.pytorch")
+    done = subprocess.run([sys.executable, "-c", ASKING], check=True, timeout=120, capture_output=True, text=True)
+    assert done.stdout.split()[-1] == "0"
 
 
 @pytest.mark.parametrize("fp8", ["delayed", "current"])

@@ -15,7 +15,7 @@ from megatron_run.nn.parallel import Split
 from megatron_run.testing.context import prepare, single_process_context
 from megatron_run_parallel_layer_te import EngineLayers
 from megatron_run_parallel_layer_te.options import Options
-from megatron_run_parallel_layer_te.precision import Precision, make_recipe
+from megatron_run_parallel_layer_te.precision import Precision, check_gpu, make_recipe
 from tests.support import engine_recipes as recipes
 from tests.support.engine_layers import STAND_IN, engine_layers
 from tests.support.engine_stand_in import REGIONS
@@ -144,9 +144,9 @@ def test_delayed_scaling_refuses_recomputation() -> None:
 
 
 def test_a_gpu_that_cannot_compute_it_is_named_with_the_librarys_reason() -> None:
-    precision("delayed").check_gpu()
+    check_gpu(STAND_IN, Options(fp8="delayed"))
     with pytest.raises(PluginError) as refusal:
-        precision("mxfp8").check_gpu()
+        check_gpu(STAND_IN, Options(fp8="mxfp8"))
     assert str(refusal.value) == (
         "this GPU cannot compute with parallel-layer.fp8=mxfp8: Device compute capability 10.0 or higher required for "
         "MXFP8 execution.; choose another fp8, or set parallel-layer.fp8=none"

@@ -1,9 +1,10 @@
 """Parallel layers ``te``: those of plugin ``tensor``, computed by NVIDIA Transformer Engine.
 
 The same split, the same names of weights, other kernels: norm and product in one, fused attention, FP8. The ends of the
-model, the loss and dropout are the kernel's own. Transformer Engine is imported when layers are made, never before.
+model, the loss and dropout are the kernel's own. Transformer Engine is imported when a run starts, never before.
 
-Reading order: ``engine`` (finding the library), ``options``, ``precision`` (FP8), ``linear``, ``weight_gradients``.
+Reading order: ``engine`` (finding the library), ``shapes`` (planning without it), ``options``, ``precision`` (FP8),
+``linear``, ``weight_gradients``.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from megatron_run.contracts import ParallelLayers, PluginInfo
 from megatron_run.hookspecs import hookimpl
 from megatron_run.nn.parallel import Split, SplitLayers
 from megatron_run_parallel_layer_te.attention import CoreAttention
-from megatron_run_parallel_layer_te.engine import Engine, check_device, find_engine
+from megatron_run_parallel_layer_te.engine import Engine, find_engine
 from megatron_run_parallel_layer_te.linear import ColumnLinear, RowLinear
 from megatron_run_parallel_layer_te.norm import Norm
 from megatron_run_parallel_layer_te.options import Options
-from megatron_run_parallel_layer_te.precision import Precision
+from megatron_run_parallel_layer_te.precision import Precision, check_gpu
 from megatron_run_parallel_layer_te.tools import Tools
 
 if TYPE_CHECKING:
@@ -64,9 +67,10 @@ class EngineLayers(SplitLayers):
         """One region of FP8 with delayed scaling; nothing else needs one."""
         return self._tools.precision.forward_pass()
 
-    def check_gpu(self) -> None:
-        """Raise :class:`megatron_run.errors.PluginError` when this GPU cannot compute what the options ask for."""
-        self._tools.precision.check_gpu()
+
+def check_device(device: str, options: Options) -> None:
+    """Raise :class:`megatron_run.errors.PluginError` unless ``device`` can compute what ``options`` ask for."""
+    check_gpu(find_engine(torch.device(device)), options)
 
 
 @hookimpl
@@ -86,7 +90,6 @@ def megatron_run_create_parallel_layer(context: BuildContext, options: Options) 
     """Make the factory for the tensor-parallel ranks of ``context``."""
     engine = find_engine(context.device)
     split = Split(context.groups.peers(context.topology, "tensor"), context.sequence_shards > 1)
-    layers = EngineLayers(context, split, engine, options)
     if context.device.type == "cuda":
-        layers.check_gpu()
-    return layers
+        check_gpu(engine, options)  # of this rank: in check_device another may have been current
+    return EngineLayers(context, split, engine, options)

@@ -1,4 +1,4 @@
-"""Finding Transformer Engine, and saying what is missing. It is imported only when layers are about to be made."""
+"""Finding Transformer Engine, and saying what is missing. It is imported only when a run is about to start."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from packaging.version import Version
 
 from megatron_run.errors import PluginError
+from megatron_run_parallel_layer_te import shapes
 
 #: The oldest release with everything that is used: ``autocast``, all four FP8 recipes and ``backward_dw``.
 MINIMUM = "2.9"
@@ -31,16 +32,13 @@ class Engine:
     version: str
 
 
-def check_device(device: str) -> None:
-    """Raise :class:`PluginError` unless layers of Transformer Engine can run on ``device``."""
-    find_engine(torch.device(device))
-
-
 def find_engine(device: torch.device) -> Engine:
-    """Import Transformer Engine for a run on ``device``; the meta device stands for a GPU of this machine.
+    """Import Transformer Engine for a run on ``device``; for the meta device, its shapes alone, which are always there.
 
     Raises :class:`PluginError` without a GPU, without the library, with its empty meta package, and when it is too old.
     """
+    if device.type == "meta":
+        return Engine(shapes, None, "of shapes alone")
     _need_gpu(device)
     found = _installed_version()
     if found is not None and Version(found) < Version(MINIMUM):
@@ -65,9 +63,9 @@ def find_engine(device: torch.device) -> Engine:
 
 
 def _need_gpu(device: torch.device) -> None:
-    here = torch.cuda.is_available()
-    if device.type == "cuda" or (device.type == "meta" and here):
+    if device.type == "cuda":
         return
+    here = torch.cuda.is_available()
     raise PluginError(
         "parallel-layer=te needs an NVIDIA GPU",
         why="this run is on the CPU" if here else "there is none on this machine",

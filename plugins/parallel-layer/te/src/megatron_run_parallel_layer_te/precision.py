@@ -6,6 +6,7 @@ Legend: s sequence, b micro batch, t tensor-parallel size.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_run.errors import InputError, PluginError, nearest_multiples
@@ -44,7 +45,6 @@ class Precision:
     def __init__(self, engine: Engine, options: Options, split: Split, train: TrainSection) -> None:
         self._engine, self._options, self._split = engine, options, split
         self._kind = _KINDS.get(options.fp8)
-        self._recipe = make_recipe(engine, options, split) if self._kind else None
         if self._kind:
             self._check_tokens(train)
             self._check_recompute(train)
@@ -75,16 +75,10 @@ class Precision:
             )
         return size
 
-    def check_gpu(self) -> None:
-        """Raise :class:`PluginError` when this GPU cannot compute what was asked for."""
-        if self._kind:
-            able, reason = getattr(self._engine.pytorch, self._kind.available)(return_reason=True)
-            if not able:
-                raise PluginError(
-                    f"this GPU cannot compute with parallel-layer.fp8={self._options.fp8}",
-                    why=reason,
-                    fix="choose another fp8, or set parallel-layer.fp8=none",
-                )
+    @cached_property
+    def _recipe(self) -> Any:
+        """Made when a product first needs it: a plan has no library."""
+        return make_recipe(self._engine, self._options, self._split) if self._kind else None
 
     def _autocast(self, *, enabled: bool) -> AbstractContextManager[object]:
         group = self._split.peers.group
@@ -119,6 +113,19 @@ class Precision:
         assert self._kind is not None
         multiple = self._kind.multiple
         return f"matrix sizes must be multiples of {multiple}: {size:g} / {multiple} = {size / multiple:g}"
+
+
+def check_gpu(engine: Engine, options: Options) -> None:
+    """Raise :class:`PluginError` when the current GPU cannot compute what ``options`` ask for."""
+    if options.fp8 == "none":
+        return
+    able, reason = getattr(engine.pytorch, _KINDS[options.fp8].available)(return_reason=True)
+    if not able:
+        raise PluginError(
+            f"this GPU cannot compute with parallel-layer.fp8={options.fp8}",
+            why=reason,
+            fix="choose another fp8, or set parallel-layer.fp8=none",
+        )
 
 
 def make_recipe(engine: Engine, options: Options, split: Split) -> Any:
