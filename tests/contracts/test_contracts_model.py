@@ -28,6 +28,14 @@ class WrongBoundary(Gpt):
         return replace(right, dtype=torch.bfloat16)
 
 
+class WholeSequence(Gpt):
+    """Forgets that ranks may split the sequence."""
+
+    def boundary(self, microbatch: Microbatch, micro_batch_size: int, sequence_length: int) -> Boundary:
+        right = super().boundary(microbatch, micro_batch_size, sequence_length)
+        return replace(right, shape=(sequence_length, *right.shape[1:]))
+
+
 class ForgetsTokens(Gpt):
     def fields(self, position: int, layout: tuple[Place, ...]) -> tuple[str, ...]:
         return tuple(name for name in super().fields(position, layout) if name != "loss_mask")
@@ -85,6 +93,10 @@ class CountsNothing(Gpt):
 
 WRONG = {
     WrongBoundary: ("what crosses is what boundary says", "bfloat16"),
+    WholeSequence: (
+        "a part of the sequence crosses where ranks split it",
+        r"sequence_shards is 2, position 0 sends \(8, 2, 16\) torch.float64, boundary says \(16, 2, 16\)",
+    ),
     ForgetsTokens: ("it asks for known fields", "fields by position"),
     NumbersLayersByChunk: ("initial weights do not depend on the layout", "layers.2"),
     TiesNothing: ("chunks of one stage share tied parameters", "two copies of .*embedding.word.weight"),

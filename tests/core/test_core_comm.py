@@ -45,6 +45,13 @@ def test_a_peer_alone_gives_back_what_it_is_given() -> None:
     assert tensor.tolist() == [3.0, 4.0]
 
 
+def test_peers_without_a_group_never_talk_to_the_whole_world() -> None:
+    planned, tensor = Peers(1, 2), torch.ones(4)
+    for start in (planned.start_sum, planned.start_gather, planned.start_scatter_sum, planned.max_):
+        with pytest.raises(AssertionError, match="2 ranks share this layer, and have no group"):
+            start(tensor)
+
+
 def peers_at_work(rank: int, world: int) -> dict[str, Any]:
     topology = Topology(Sizes(tensor=2, data=world // 2), rank)
     peers = create_groups(topology, timedelta(seconds=20)).peers(topology, "tensor")

@@ -39,8 +39,8 @@ class Pending:
 class Peers:
     """The ranks that share one layer: this rank's ``index`` among ``size`` of them, and what they do together.
 
-    A layer that is split takes them as an argument, so that it can be split over any axis. One rank alone is no group:
-    its collectives do nothing.
+    A layer that is split takes them as an argument, and looks up no group. One rank alone is no group: its collectives
+    do nothing. Several without a ``group`` know their places alone, as while a model is planned, and cannot talk.
     """
 
     index: int = 0
@@ -53,11 +53,11 @@ class Peers:
 
     def start_sum(self, tensor: Tensor) -> Pending:
         """Start to sum ``tensor`` over the peers, in place."""
-        return Pending(tensor, dist.all_reduce(tensor, group=self.group, async_op=True) if self.size > 1 else None)
+        return Pending(tensor, dist.all_reduce(tensor, group=self.group, async_op=True) if self._several else None)
 
     def max_(self, tensor: Tensor) -> Tensor:
         """Take the maximum of ``tensor`` over the peers, in place."""
-        if self.size > 1:
+        if self._several:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor
 
@@ -67,7 +67,7 @@ class Peers:
 
     def start_gather(self, part: Tensor) -> Pending:
         """Start to :meth:`gather`; ``part`` must not change meanwhile."""
-        if self.size == 1:
+        if not self._several:
             return Pending(part)
         whole = part.new_empty((self.size * part.shape[0], *part.shape[1:]))
         return Pending(whole, _collective("all_gather")(whole, part.contiguous(), group=self.group, async_op=True))
@@ -78,10 +78,20 @@ class Peers:
 
     def start_scatter_sum(self, whole: Tensor) -> Pending:
         """Start to :meth:`scatter_sum`; ``whole`` must not change meanwhile."""
-        if self.size == 1:
+        if not self._several:
             return Pending(whole)
         part = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
         return Pending(part, _collective("reduce_scatter")(part, whole.contiguous(), group=self.group, async_op=True))
+
+    @property
+    def _several(self) -> bool:
+        """Whether there is anybody to talk to. Torch would take a missing group for the whole world."""
+        assert self.size == 1 or self.group is not None, f"{self.size} ranks share this layer, and have no group"
+        return self.size > 1
+
+
+#: One rank that shares with nobody.
+ALONE = Peers()
 
 
 def _collective(name: Literal["all_gather", "reduce_scatter"]) -> Callable[..., dist.Work | None]:

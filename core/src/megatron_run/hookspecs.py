@@ -1,8 +1,9 @@
 """Every hook of megatron-run, on one screen.
 
 A plugin is a module. It says what it is (`megatron_run_plugin_info`) and, for its kind, makes one object
-(`megatron_run_create_<kind>`). A hook is a factory called once at start-up; the object's methods, whose contract is in
-`megatron_run.contracts`, are what the training loop calls. An implementation may leave out arguments it does not need.
+(`megatron_run_create_<kind>`). A hook is a factory called at start-up, in every rank and perhaps before, while the run
+is planned; the object's methods, whose contract is in `megatron_run.contracts`, are what the training loop calls. An
+implementation may leave out arguments it does not need.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_run.builtin.parallel_layer.dense import DenseLayers, padded
+from megatron_run.builtin.parallel_layer.dense import DenseLayers
 from megatron_run.contracts import AttentionShape, Init, LinearPart, ParameterSpec
 from megatron_run.registry.plugin import NoOptions
 from megatron_run.testing.context import single_process_context
@@ -46,7 +46,6 @@ def test_parts_of_a_fused_layer_cover_its_rows_in_order(layers: DenseLayers) -> 
 def test_the_vocabulary_is_padded_and_padding_belongs_to_no_logical_tensor(
     layers: DenseLayers, vocab: int, rows: int
 ) -> None:
-    assert padded(vocab) == rows
     embedding = layers.vocab_embedding(vocab, 2, init=INIT)
     assert [tuple(parameter.shape) for parameter in embedding.parameters()] == [(rows, 2)]
     (part,) = specs(embedding)["weight"].parts

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_run.comm import create_groups
+from megatron_run.comm import Peers, create_groups
 from megatron_run.nn.cross_entropy import cross_entropy
 from megatron_run.topology import Sizes, Topology
 from tests.support.ranks import run_ranks
@@ -57,13 +57,26 @@ def test_16_bit_logits_give_a_loss_in_fp32_and_a_gradient_in_their_own_dtype() -
 VOCAB, COLUMNS, TOKENS = 21, 8, 12
 
 
+#: Logits by kind, and the dtype in which ranks are given them.
+KINDS = {
+    "plain": torch.float64,
+    "extreme": torch.float64,
+    "ruled out": torch.float64,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
 def shared_logits(kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [N, v], labels [N] that name every rank's columns, and a weight for each token's loss."""
+    """Logits [N, v] in float64, labels [N] that name every rank's columns, and a weight for each token's loss."""
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(TOKENS, VOCAB, dtype=torch.float64, generator=generator)
     if kind == "extreme":  # the largest logit lies on another rank than the label, and far away
         logits[:, ::5] += 1e4
         logits[::2, 1::7] -= 1e4
+    if kind == "ruled out":  # a class of each rank that no label names, and where labels of other ranks may lie
+        logits[:, [1, 2, 9, 12, 19]] = -torch.inf
+    logits = logits.to(KINDS[kind]).double()  # the oracle sees what the ranks see
     return logits, torch.arange(TOKENS) * 5 % VOCAB, torch.rand(TOKENS, dtype=torch.float64, generator=generator)
 
 
@@ -73,14 +86,15 @@ def share_losses(rank: int, world: int) -> dict[tuple[str, float], tuple[list[fl
     peers = create_groups(topology, timedelta(seconds=20)).peers(topology, "tensor")
     columns = -(-VOCAB // world) if world < 4 else COLUMNS
     found = {}
-    for kind in ("plain", "extreme"):
+    for kind, dtype in KINDS.items():
         for smoothing in (0.0, 0.2):
             logits, labels, weights = shared_logits(kind)
             padded = F.pad(logits, (0, columns * world - VOCAB), value=5e4)
-            mine = padded[:, rank * columns : (rank + 1) * columns].clone().requires_grad_()
+            mine = padded[:, rank * columns : (rank + 1) * columns].to(dtype, copy=True).requires_grad_()
             loss = cross_entropy(mine, labels, VOCAB, smoothing, peers)
-            loss.backward(weights)
+            loss.backward(weights.to(loss.dtype))
             assert mine.grad is not None
+            assert (loss.dtype, mine.grad.dtype) == (torch.promote_types(dtype, torch.float32), dtype)
             found[kind, smoothing] = loss.tolist(), mine.grad.tolist()
     return found
 
@@ -95,10 +109,25 @@ def test_shared_by_ranks_it_is_that_of_one(world: int) -> None:
         expected.backward(weights)
         for found in ranks:
             assert found[kind, smoothing][0] == ranks[0][kind, smoothing][0]  # to the last bit, on every rank
-            torch.testing.assert_close(torch.tensor(found[kind, smoothing][0]).double(), expected.float().double())
+            losses = torch.tensor(found[kind, smoothing][0]).double()
+            torch.testing.assert_close(losses, expected.float().double(), rtol=1e-6, atol=1e-6)
         gradient = torch.cat([torch.tensor(found[kind, smoothing][1], dtype=torch.float64) for found in ranks], 1)
-        torch.testing.assert_close(gradient[:, :VOCAB], logits.grad)
+        rounding = max(torch.finfo(KINDS[kind]).eps, 1e-7)
+        torch.testing.assert_close(gradient[:, :VOCAB], logits.grad, rtol=rounding, atol=1e-7)
         assert not gradient[:, VOCAB:].any()
+
+
+@pytest.mark.parametrize("label", [-1, 21, 24])
+def test_a_label_that_is_no_class_is_refused(label: int) -> None:
+    with pytest.raises(RuntimeError, match=f"index {label} is out of bounds"):
+        cross_entropy(torch.randn(2, 24), torch.tensor([3, label]), VOCAB)
+
+
+@pytest.mark.parametrize("label", [-1, 21, 24])  # the last two would be columns of padding
+@pytest.mark.parametrize("rank", range(3))
+def test_every_rank_that_shares_the_vocabulary_refuses_it_before_it_talks_to_others(rank: int, label: int) -> None:
+    with pytest.raises(RuntimeError, match=f"index {label} is out of bounds"):
+        cross_entropy(torch.randn(2, 8), torch.tensor([3, label]), VOCAB, peers=Peers(rank, 3))
 
 
 def test_smoothed_it_is_pytorchs_and_its_gradient_the_slope() -> None:

@@ -2,10 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import pytest
+
 from megatron_run.contracts import PluginInfo
 from megatron_run.errors import ExitCode
+from megatron_run.registry import compatibility
 from megatron_run.registry.compatibility import misfits, unserved
 from megatron_run.registry.discover import KERNEL, Catalog, Entry
+from megatron_run.registry.known import Known
 from megatron_run.registry.plugin import Plugin
 
 NOTHING = Catalog(())
@@ -98,15 +102,28 @@ def test_an_unserved_size_names_the_package_to_install() -> None:
     )
 
 
-def test_a_size_that_only_planned_plugins_serve_promises_no_installation() -> None:
+def test_a_switch_is_served_or_set_back_like_a_size() -> None:
     problems = unserved({"parallel.tensor": 2, "parallel.sequence": True}, [plugin("parallel-layer", "dense")], NOTHING)
+    install = (
+        "pip install megatron-run-parallel-layer-tensor and choose --plugin parallel-layer=tensor "
+        "or pip install megatron-run-parallel-layer-te and choose --plugin parallel-layer=te"
+    )
     assert "\n".join(map(str, problems)) == (
-        "parallel.tensor=2 needs a plugin that serves it: parallel-layer=dense does not; "
-        "megatron-run-parallel-layer-tensor is planned, not yet released; "
-        "megatron-run-parallel-layer-te is planned, not yet released; or set parallel.tensor=1\n"
-        "parallel.sequence=true needs a plugin that serves it: parallel-layer=dense does not; "
-        "megatron-run-parallel-layer-tensor is planned, not yet released; "
-        "megatron-run-parallel-layer-te is planned, not yet released; or set parallel.sequence=false"
+        f"parallel.tensor=2 needs a plugin that serves it: parallel-layer=dense does not; {install}; "
+        "or set parallel.tensor=1\n"
+        f"parallel.sequence=true needs a plugin that serves it: parallel-layer=dense does not; {install}; "
+        "or set parallel.sequence=false"
+    )
+
+
+def test_a_size_that_only_planned_plugins_serve_promises_no_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = (Known("parallel-layer", "sparse"), Known("parallel-layer", "expert"))
+    monkeypatch.setattr(compatibility, "known_providers", lambda _: planned)
+    (problem,) = unserved({"parallel.expert": 2}, [plugin("parallel-layer", "dense")], NOTHING)
+    assert str(problem) == (
+        "parallel.expert=2 needs a plugin that serves it: parallel-layer=dense does not; "
+        "megatron-run-parallel-layer-sparse is planned, not yet released; "
+        "megatron-run-parallel-layer-expert is planned, not yet released; or set parallel.expert=1"
     )
 
 

@@ -46,7 +46,7 @@ def test_a_new_packages_own_test_passes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=package.folder, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout
-    assert "7 passed" in done.stdout
+    assert "10 passed" in done.stdout
 
 
 def test_new_packages_are_clean_code(tmp_path: Path) -> None:

@@ -108,7 +108,8 @@ class TokenByToken(Model):
         return first + (("labels", "loss_mask") if position == len(layout) - 1 else ())
 
     def boundary(self, microbatch: Microbatch, micro_batch_size: int, sequence_length: int) -> Boundary:
-        return Boundary((sequence_length, micro_batch_size, self._options.hidden_size), self._context.dtypes.param)
+        length = sequence_length // self._context.sequence_shards  # ranks may split the sequence between layers
+        return Boundary((length, micro_batch_size, self._options.hidden_size), self._context.dtypes.param)
 
     def flops_per_token(self, sequence_length: int) -> float:
         hidden = self._options.hidden_size

@@ -28,6 +28,10 @@ class GraphCapture(ABC):
     After ``capture_after`` steps the kernel asks for ``regions``, hands them to ``capture`` with the stage's actions,
     and from then on calls ``replay`` wherever a captured region would run. Slots are derived from the microbatch's
     identity and the order of the actions, never from a count of calls. A whole working plugin is the built-in none.
+
+    A segment draws from two random streams, which the kernel positions before each replay: the device's default
+    generator and, for what several ranks drop alike, ``context.rng.replicated``. On CUDA that is a generator of its
+    own, of which a graph must be told before it records (``torch.cuda.CUDAGraph.register_generator_state``).
     """
 
     #: Steps that run eagerly before capture.

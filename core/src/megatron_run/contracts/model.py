@@ -154,6 +154,8 @@ class Model(ABC):
 
         Both ends of a message must say the same, and stages have different fields: it may differ from one microbatch
         to the next, but only by ``index``, ``step``, ``sample0`` and ``train``. A size that these do not tell is None.
+        ``sequence_length`` is that of a whole sample, of which a rank holds ``1 / context.sequence_shards`` between
+        layers.
         """
 
     @abstractmethod

@@ -45,8 +45,9 @@ class AttentionShape:
 class ParallelLayers(ABC):
     """A factory of layers. x is [s, b, h] everywhere ([s/t, b, h] between blocks with sequence parallelism).
 
-    Layers that split over tensor-parallel ranks get those ranks as an argument (:class:`megatron_run.comm.Peers`), so
-    that the same layer can split over another axis.
+    Layers that split get the ranks that share them as an argument (:class:`megatron_run.comm.Peers`), so that the same
+    layer can split over another axis. What the kernel itself knows of splitting is bound to the tensor-parallel ranks:
+    ``context.sequence_shards``, learned positions, random streams, and which rank's copy of a whole parameter counts.
 
     Parameters are created uninitialised, with ``parameter_specs`` on their module saying how they start and which
     logical tensors they hold; the names of parameters and parts are the canonical ones (``weight``, ``bias``,

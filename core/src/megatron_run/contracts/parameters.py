@@ -39,6 +39,9 @@ class ParameterSpec:
     defaults; names in ``parts`` are relative to the module, as ``"query.weight"``. No parts: the parameter is one whole
     logical tensor. ``name``, when set, is the absolute canonical name, for a parameter that lives elsewhere in the tree
     than it is named (a tied embedding).
+
+    What is whole by its ``parts`` is taken for a copy that every tensor-parallel rank holds, and ``counted`` on the
+    first alone. So a logical tensor that only another of them holds, as an expert of its own, cannot be said yet.
     """
 
     init: Init

@@ -1,4 +1,7 @@
-"""Cross entropy over a vocabulary that ranks may share: one copy of the logits, and one for their gradient.
+"""Cross entropy over a vocabulary that ranks may share.
+
+Of the logits' size nothing but the logits is kept for the backward. Forward and backward each work in one fp32 buffer
+of that size, and on 16-bit logits in a second one, their copy in fp32.
 
 Legend: s sequence, b micro batch, N = s*b tokens, v vocabulary, p padded vocabulary, t ranks that share it, q = p/t
 columns of this rank, r <= q of them real.
@@ -6,15 +9,16 @@ columns of this rank, r <= q of them real.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_run.comm import Peers
+from megatron_run.comm import ALONE
+from megatron_run.nn.ownership import owned
 
-#: One rank with the whole vocabulary.
-ALONE = Peers()
+if TYPE_CHECKING:
+    from megatron_run.comm import Peers
 
 
 def cross_entropy(
@@ -25,7 +29,7 @@ def cross_entropy(
     Rank i of ``peers`` holds columns ``i*q`` to ``(i+1)*q - 1`` of the padded vocabulary. Columns from ``vocab`` on are
     padding: they are no class and get no gradient. Only scalars per token cross ranks: the maximum, and the sums that
     the loss is made of (Shoeybi et al. 2019, section 3). ``label_smoothing`` e gives
-    ``(1 - e) * nll + e * mean over v of -log p``.
+    ``(1 - e) * nll + e * mean over v of -log p``. A label that is no class is an error, as in :func:`owned`.
     """
     result: Tensor = _CrossEntropy.apply(logits, labels, vocab, label_smoothing, peers)  # type: ignore[no-untyped-call]  # torch's
     return result
@@ -51,15 +55,16 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab: int, smoothing: float, peers: Peers) -> Tensor:
         first = peers.index * logits.shape[1]
         real = _real(logits, vocab - first)  # [N, r]
+        column, mine = owned(labels, first, real.shape[1], vocab)
         # Differences to the largest logit neither overflow nor lose digits. [N]; a rank may hold padding only.
         largest = peers.max_(real.amax(1) if real.shape[1] else real.new_full((len(real),), -torch.inf))
         shifted = real - largest[:, None]
-        column, mine = _column_of(labels, first, real.shape[1])
-        target = shifted.gather(1, column[:, None]).squeeze(1) * mine if real.shape[1] else largest.new_zeros(len(real))
+        found = shifted.gather(1, column[:, None]).squeeze(1) if real.shape[1] else largest
+        target = torch.where(mine, found, 0.0)
         spread = [shifted.sum(1)] if smoothing else []
         total, target, *spread = peers.sum_(torch.stack([shifted.exp_().sum(1), target, *spread]))  # each [N]
-        ctx.save_for_backward(logits, labels, largest, total)
-        ctx.vocab, ctx.first, ctx.smoothing = vocab, first, smoothing
+        ctx.save_for_backward(logits, column, mine, largest, total)
+        ctx.columns, ctx.vocab, ctx.smoothing = real.shape[1], vocab, smoothing
         likely = (1 - smoothing) * target + smoothing * spread[0] / vocab if smoothing else target
         loss: Tensor = total.log() - likely
         return loss
@@ -67,27 +72,21 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         """``(softmax - (1 - e) * one_hot(label) - e / v) * grad``, built in place in one buffer."""
-        (logits, labels, largest, total), (grad,) = ctx.saved_tensors, grads
-        real = _real(logits, ctx.vocab - ctx.first)
+        (logits, column, mine, largest, total), (grad,) = ctx.saved_tensors, grads
+        real = _real(logits, ctx.columns)
         padded = torch.empty(logits.shape, dtype=real.dtype, device=real.device)
-        padded[:, real.shape[1] :] = 0
-        result = padded[:, : real.shape[1]]
+        padded[:, ctx.columns :] = 0
+        result = padded[:, : ctx.columns]
         torch.sub(real, largest[:, None], out=result).exp_().mul_((grad / total)[:, None])
         if ctx.smoothing:
             result -= (ctx.smoothing / ctx.vocab * grad)[:, None]
-        if real.shape[1]:
-            column, mine = _column_of(labels, ctx.first, real.shape[1])
-            rows = torch.arange(len(labels), device=labels.device)
-            result[rows, column] -= grad * mine * (1 - ctx.smoothing)  # deterministic, unlike scatter_add
+        if ctx.columns:
+            rows = torch.arange(len(column), device=column.device)
+            likely = torch.where(mine, grad * (1 - ctx.smoothing), 0.0)
+            result[rows, column] -= likely  # deterministic, unlike scatter_add
         return padded.to(logits.dtype), None, None, None, None
 
 
-def _real(logits: Tensor, vocab: int) -> Tensor:
+def _real(logits: Tensor, classes: int) -> Tensor:
     """The columns that are classes, in at least fp32: [N, q] -> [N, r]."""
-    return logits[:, : max(vocab, 0)].to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _column_of(labels: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
-    """This rank's column of each label, and whether it is this rank's at all: both [N]; any column where it is not."""
-    column = labels - first
-    return column.clamp(0, max(columns - 1, 0)), (column >= 0) & (column < columns)
+    return logits[:, : max(classes, 0)].to(torch.promote_types(logits.dtype, torch.float32))

@@ -57,7 +57,8 @@ class _Embed(torch.autograd.Function):
 class Positions(nn.Module):
     """Learned positions: one row of ``weight`` [s, h] for each place in the sequence.
 
-    Under sequence parallelism x holds this rank's places, and the gradient of the others comes from the other ranks.
+    Under sequence parallelism x holds this rank's places, and the gradient of the others comes from the other
+    tensor-parallel ranks.
     """
 
     def __init__(self, context: BuildContext, spec: TransformerSpec) -> None:

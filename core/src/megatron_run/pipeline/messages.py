@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_run.comm import Peers
+from megatron_run.comm import ALONE
 from megatron_run.errors import PluginError, RankLostError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from megatron_run.comm import Channels
+    from megatron_run.comm import Channels, Peers
     from megatron_run.contracts import Boundary
     from megatron_run.pipeline.lower import Message
 
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 #: What gloo says when a peer is silent, and not gone.
 _SILENT = re.compile(r"timed? ?out", re.IGNORECASE)
-#: Nobody else holds what this rank sends.
-ALONE = Peers()
 
 
 class _Transfer(NamedTuple):

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from megatron_run.actions import LayoutSpec, Place, looped_layout
 from megatron_run.builtin.parallel_layer.dense import DenseLayers
-from megatron_run.contracts import BuildContext, Chunk, ChunkOut, Microbatch, Model, ParamInfo
+from megatron_run.contracts import BuildContext, Chunk, ChunkOut, Microbatch, Model, ParallelLayers, ParamInfo
 from megatron_run.testing.check import Check, CheckFailed
 from megatron_run.testing.context import (
     example_microbatch,
@@ -24,6 +24,7 @@ from megatron_run.testing.context import (
     prepare,
     single_process_context,
 )
+from megatron_run.testing.layers.half_sequence import HalfSequence
 
 #: Makes the model under test from a context and its options, as its factory hook does.
 CreateModel = Callable[[BuildContext, BaseModel], Model]
@@ -48,6 +49,7 @@ def model_checks(create: CreateModel, options: BaseModel) -> tuple[Check, ...]:
         "without labels it gives logits": bench.gives_logits,
         "it asks for known fields": bench.asks_known_fields,
         "what crosses is what boundary says": bench.boundary_holds,
+        "a part of the sequence crosses where ranks split it": bench.boundary_splits,
         "segments cover every parameter": bench.segments_cover,
         "chunks of one stage share tied parameters": bench.shares_tied,
         "flops do not shrink with the sequence": bench.flops_grow,
@@ -97,13 +99,19 @@ class Built:
 
 
 def build_model(
-    create: CreateModel, context: BuildContext, options: BaseModel, stages: int = 1, chunks: int = 1
+    create: CreateModel,
+    context: BuildContext,
+    options: BaseModel,
+    stages: int = 1,
+    chunks: int = 1,
+    layers: ParallelLayers | None = None,
 ) -> Built:
-    """Build every chunk of a ``stages`` x ``chunks`` cut from dense layers, initialised and with gradients.
+    """Build every chunk of a ``stages`` x ``chunks`` cut from ``layers``, initialised and with gradients.
 
-    Layers are spread as evenly as they can be; each stage has its own tied parameters.
+    Without ``layers`` they are dense. The model's are spread as evenly as they can be; each stage has its own tied
+    parameters.
     """
-    model, layers = create(context, options), DenseLayers(context)
+    model, layers = create(context, options), layers or DenseLayers(context)
     layers_of_model: int = getattr(options, "num_layers")  # noqa: B009  # unknown to types
     share, over = divmod(layers_of_model, stages * chunks)
     counts = tuple(share + (place < over) for place in range(stages * chunks))  # a place may be empty
@@ -206,7 +214,19 @@ class _Bench:
 
     def boundary_holds(self) -> None:
         """Shape and dtype of every tensor between two positions."""
-        built, microbatch = self.built(4), self.microbatch()
+        self._compare_boundary(self.built(4))
+
+    def boundary_splits(self) -> None:
+        """The same on the first of two ranks that split the sequence."""
+        context = replace(single_process_context(self.options), sequence_shards=2)
+        layers = HalfSequence(DenseLayers(context))
+        try:
+            self._compare_boundary(build_model(self.create, context, self.options, 4, layers=layers))
+        except CheckFailed as failure:
+            raise CheckFailed(f"where context.sequence_shards is 2, {failure}") from None
+
+    def _compare_boundary(self, built: Built) -> None:
+        microbatch = self.microbatch()
         boundary = built.model.boundary(replace(microbatch, fields={}), 2, 16)  # as the kernel asks
         for position, x in enumerate(built.forward(microbatch)[1]):
             if not boundary.fits(x):

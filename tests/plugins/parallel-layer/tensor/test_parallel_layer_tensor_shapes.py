@@ -115,8 +115,8 @@ REFUSED = {
     "feed-forward features": Refused(
         {"ffn_size": 50},
         4,
-        "50 features of up do not split over 4 tensor-parallel ranks: 50 / 4 = 12.5; "
-        "set parallel.tensor to 2 or 5, or choose 48 or 52 features of up",
+        "50 features of up (model.ffn_size) do not split over 4 tensor-parallel ranks: 50 / 4 = 12.5; "
+        "set parallel.tensor to 2 or 5, or choose 48 or 52 features of up (model.ffn_size)",
         ({"ranks": 2}, {"ffn_size": 48}, {"ffn_size": 52}),
     ),
     "tokens": Refused(

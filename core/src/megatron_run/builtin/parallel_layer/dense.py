@@ -13,16 +13,12 @@ from torch import Tensor, nn
 from megatron_run.contracts import Init, ParallelLayers, ParameterSpec, Part, PluginInfo
 from megatron_run.hookspecs import hookimpl
 from megatron_run.nn import CoreAttention, CrossEntropy, LayerNorm, RmsNorm, embed, empty_parameter, linear
+from megatron_run.nn.parallel import rows_of_a_rank, vocabulary_spec
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import AttentionShape, BuildContext, LinearPart
-
-#: The vocabulary is padded to a multiple of this per tensor-parallel rank, as in Megatron-LM: a matrix product over
-#: 50304 columns is markedly faster than over 50257. Padding rows start at zero, are no class in the cross entropy and
-#: so stay at zero; names, initial values, checkpoints and counts know the real rows only.
-VOCAB_MULTIPLE = 128
 
 
 class Linear(nn.Module):
@@ -65,8 +61,8 @@ class VocabEmbedding(nn.Module):
     def __init__(self, context: BuildContext, vocab: int, hidden: int, init: Init) -> None:
         super().__init__()
         self.gradients = context.gradients
-        self.weight = empty_parameter(context, padded(vocab), hidden)
-        self.parameter_specs = {"weight": _vocab_spec(vocab, hidden, init)}
+        self.weight = empty_parameter(context, rows_of_a_rank(vocab), hidden)
+        self.parameter_specs = {"weight": vocabulary_spec(vocab, hidden, init)}
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, s] -> [s, b, h]."""
@@ -81,8 +77,8 @@ class OutputLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.gradients = context.gradients
-        self.weight = empty_parameter(context, padded(vocab), hidden) if weight is None else weight
-        self.parameter_specs = {"weight": _vocab_spec(vocab, hidden, init)}
+        self.weight = empty_parameter(context, rows_of_a_rank(vocab), hidden) if weight is None else weight
+        self.parameter_specs = {"weight": vocabulary_spec(vocab, hidden, init)}
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, p]."""
@@ -137,11 +133,6 @@ class DenseLayers(ParallelLayers):
         return CrossEntropy(vocab, label_smoothing)
 
 
-def padded(vocab: int) -> int:
-    """``vocab`` rounded up to a multiple of :data:`VOCAB_MULTIPLE`."""
-    return -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
-
 def _stacked(name: str, parts: tuple[LinearPart, ...], columns: tuple[int, ...]) -> tuple[Part, ...]:
     """Where the logical tensors ``<part>.<name>`` lie in the rows of a fused parameter."""
     stops = list(accumulate(part.features for part in parts))
@@ -149,10 +140,6 @@ def _stacked(name: str, parts: tuple[LinearPart, ...], columns: tuple[int, ...])
         Part(f"{part.name}.{name}", (part.features, *columns), range(stop - part.features, stop))
         for part, stop in zip(parts, stops, strict=True)
     )
-
-
-def _vocab_spec(vocab: int, hidden: int, init: Init) -> ParameterSpec:
-    return ParameterSpec(init, (Part("weight", (vocab, hidden), range(vocab)),))
 
 
 @hookimpl

@@ -9,7 +9,7 @@ from megatron_run.nn.parallel.dropout import ReplicatedDropout
 from megatron_run.nn.parallel.layers import SplitLayers
 from megatron_run.nn.parallel.regions import f, g, gather_sequence, scatter_sequence
 from megatron_run.nn.parallel.split import Split
-from megatron_run.nn.parallel.vocabulary import OutputLayer, VocabEmbedding, rows_of_a_rank
+from megatron_run.nn.parallel.vocabulary import OutputLayer, VocabEmbedding, rows_of_a_rank, vocabulary_spec
 
 __all__ = [
     "OutputLayer",
@@ -23,4 +23,5 @@ __all__ = [
     "gather_sequence",
     "rows_of_a_rank",
     "scatter_sequence",
+    "vocabulary_spec",
 ]

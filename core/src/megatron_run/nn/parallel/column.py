@@ -34,7 +34,9 @@ def column_linear(x: Tensor, weight: Parameter, bias: Parameter | None, gradient
 class _ColumnLinear(torch.autograd.Function):
     """``f`` (or ``gather_sequence``) and the product in one, so that their backwards can overlap.
 
-    What must be kept is this rank's part of x: under sequence parallelism the whole is gathered again.
+    What a forward keeps is this rank's part of x: under sequence parallelism the backward gathers the whole again. In a
+    split backward that happens with the input's gradient, so from then to the weight's (from ``I`` to ``W``) all of x
+    [s, b, i] is held, as it is from the forward on without sequence parallelism.
     """
 
     @staticmethod
@@ -47,13 +49,16 @@ class _ColumnLinear(torch.autograd.Function):
         return F.linear(split.peers.gather(x) if split.sequence else x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         """Each collective is in flight during one matrix product: the input's gradient, then the weight's."""
         (x,), (grad,), peers, sequence = ctx.saved_tensors, grads, ctx.split.peers, ctx.split.sequence
-        gathering = peers.start_gather(x) if sequence else None
-        partial = grad @ ctx.weight  # [s, b, i]: this rank's share of the input's gradient
+        trains, summing = ctx.weight.requires_grad, None
+        gathering = peers.start_gather(x) if sequence and trains else None
+        # [s, b, i]: this rank's share of the input's gradient
+        partial = grad @ ctx.weight if ctx.needs_input_grad[0] else None
         x = gathering.wait() if gathering else x
-        summing = peers.start_scatter_sum(partial) if sequence else peers.start_sum(partial)
-        if ctx.weight.requires_grad:
+        if partial is not None:
+            summing = peers.start_scatter_sum(partial) if sequence else peers.start_sum(partial)
+        if trains:
             submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad)
-        return summing.wait(), None, None, None, None
+        return (summing.wait() if summing else None), None, None, None, None

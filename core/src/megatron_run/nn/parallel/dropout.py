@@ -6,7 +6,7 @@ positions differently on every rank (Shoeybi et al. 2019, appendix B.2).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class ReplicatedDropout(nn.Module):
-    """Draws from the replicated stream, which the kernel positions alike on every tensor-parallel rank."""
+    """Draws from the replicated stream, which the kernel positions alike on every tensor-parallel rank.
+
+    Like torch's own it keeps one byte a value for the backward.
+    """
 
     def __init__(self, p: float, streams: RandomStreams) -> None:
         super().__init__()
@@ -26,9 +29,28 @@ class ReplicatedDropout(nn.Module):
         """[*] -> [*]: zeros with probability p, the rest grown by 1 / (1 - p); x itself in evaluation."""
         if not self.training or not self.p:
             return x
-        kept = torch.empty_like(x).bernoulli_(1 - self.p, generator=self.streams.replicated)
-        return x * kept.div_(1 - self.p)
+        result: Tensor = _Dropout.apply(x, self.p, self.streams.replicated)  # type: ignore[no-untyped-call]  # torch's
+        return result
 
     def extra_repr(self) -> str:
         """As torch's own dropout shows itself."""
         return f"p={self.p}"
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, generator: torch.Generator) -> Tensor:
+        kept = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - p, generator=generator)
+        ctx.save_for_backward(kept)
+        ctx.p = p
+        return _keep(x, kept, p)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (kept,) = ctx.saved_tensors
+        return _keep(grads[0], kept, ctx.p), None, None
+
+
+def _keep(x: Tensor, kept: Tensor, p: float) -> Tensor:
+    """What is ``kept`` of x, grown; in 16 bit it is rounded once, after the product with the exact factor."""
+    return (x * kept).mul_(1 / (1 - p))

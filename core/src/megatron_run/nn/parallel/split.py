@@ -12,26 +12,29 @@ from megatron_run.errors import InputError, nearest_divisors, nearest_multiples
 
 if TYPE_CHECKING:
     from megatron_run.contracts import LinearPart, ParameterSpec
+    from megatron_run.topology import Axis
 
 
 @dataclass(frozen=True)
 class Split:
     """``peers`` share the layer. ``sequence``: between layers each holds its part of the sequence, not all of it.
 
-    ``overlap``: the collectives of a backward run while weight gradients are computed.
+    ``overlap``: the collectives of a backward run while weight gradients are computed. ``axis`` is that of the peers.
     """
 
     peers: Peers
     sequence: bool = False
     overlap: bool = True
+    axis: Axis = "tensor"
 
     def part(self, size: int, what: str) -> int:
         """An equal part of ``size``. Raises :class:`InputError` with the arithmetic when it does not divide."""
         ranks = self.peers.size
         if size % ranks:
             raise InputError(
-                f"{size} {what} do not split over {ranks} tensor-parallel ranks: {size} / {ranks} = {size / ranks:g}",
-                fix=f"set parallel.tensor to {nearest_divisors(size, ranks)}, "
+                f"{size} {what} do not split over {ranks} {self.axis}-parallel ranks: "
+                f"{size} / {ranks} = {size / ranks:g}",
+                fix=f"set parallel.{self.axis} to {nearest_divisors(size, ranks)}, "
                 f"or choose {nearest_multiples(size, ranks)} {what}",
             )
         return size // ranks
@@ -63,7 +66,7 @@ class Split:
 
         Under sequence parallelism each rank sees s/t tokens, so its gradient is one part of a sum.
         """
-        return replace(spec, partial_over="tensor") if self.sequence else spec
+        return replace(spec, partial_over=self.axis) if self.sequence else spec
 
     def _rows(self, parts: tuple[LinearPart, ...]) -> list[int]:
         return [self.part(part.features, str(part)) for part in parts]

@@ -1,0 +1,62 @@
+"""Layers of one rank that behave, in shape, like those of the first of two ranks that split the sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from megatron_run.contracts import Init, LinearPart, StackedLayers
+
+
+class HalfSequence(StackedLayers):
+    """Between layers x is [s/2, b, h]; the layers that ranks share see [s, b, h], the missing half made up.
+
+    A model that is built from them can be tried without another rank; only its shapes mean something.
+    """
+
+    def column_linear(
+        self,
+        inputs: int,
+        parts: tuple[LinearPart, ...],
+        *,
+        bias: bool,
+        init: Init,
+        norm: nn.Module | None = None,
+    ) -> nn.Module:
+        """Enters the region."""
+        return _entering(super().column_linear(inputs, parts, bias=bias, init=init, norm=norm))
+
+    def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
+        """Leaves it."""
+        return _leaving(super().row_linear(inputs, outputs, bias=bias, init=init))
+
+    def vocab_embedding(self, vocab: int, hidden: int, *, init: Init) -> nn.Module:
+        """Leaves it: every rank has all tokens."""
+        return _leaving(super().vocab_embedding(vocab, hidden, init=init))
+
+    def output_layer(self, vocab: int, hidden: int, *, init: Init, weight: Parameter | None = None) -> nn.Module:
+        """Enters it."""
+        return _entering(super().output_layer(vocab, hidden, init=init, weight=weight))
+
+
+def _entering(layer: nn.Module) -> nn.Module:
+    """``layer``, which is given [s/2, ...] and sees [s, ...]."""
+
+    def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return torch.cat([inputs[0], inputs[0]]), *inputs[1:]
+
+    layer.register_forward_pre_hook(enter)
+    return layer
+
+
+def _leaving(layer: nn.Module) -> nn.Module:
+    """``layer``, which makes [s, ...] and gives [s/2, ...]."""
+
+    def leave(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
+        return y[: len(y) // 2]
+
+    layer.register_forward_hook(leave)
+    return layer
