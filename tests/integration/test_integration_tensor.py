@@ -14,8 +14,14 @@ from tests.support.pieces import Array, Case, Ran, joined, run_cases
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
 
 #: Few steps are the first of many, as the learning rate does not know where it ends.
-MANY, FEW = 20, 5
-SETS = ("train.lr_shape=constant", "train.lr_warmup=2", f"eval.interval={FEW}", "eval.batches=1")
+MANY, FEW, BATCH = 20, 5, 8
+SETS = (
+    f"train.global_batch_size={BATCH}",
+    "train.lr_shape=constant",
+    "train.lr_warmup=2",
+    f"eval.interval={FEW}",
+    "eval.batches=1",
+)
 #: The vocabulary leaves some ranks with little but padding, or with nothing else.
 MODELS: dict[str, tuple[str, ...]] = {
     "gpt2": ("model.num_heads=4", "data.vocab_size=130"),
@@ -30,7 +36,6 @@ MODELS: dict[str, tuple[str, ...]] = {
         "model.bias=false",
         "model.tie_embeddings=false",
         "model.label_smoothing=0.1",
-        "train.global_batch_size=4",
         "data.vocab_size=101",
     ),
 }
@@ -46,6 +51,7 @@ class Split(NamedTuple):
     sequence: bool = False
     schedule: str = "1f1b"
     steps: int = FEW
+    microbatches: int = 2
 
     @property
     def world(self) -> int:
@@ -56,6 +62,7 @@ class Split(NamedTuple):
         sizes = {axis: getattr(self, axis) for axis in ("tensor", "pipeline", "data")}
         sets = [f"parallel.{axis}={size}" for axis, size in sizes.items()]
         sets += [f"parallel.sequence={str(self.sequence).lower()}", f"train.steps={self.steps}"]
+        sets += [f"train.micro_batch_size={BATCH // self.data // self.microbatches}"]
         plugins = ("parallel-layer=tensor", *[f"schedule={self.schedule}"] * (self.pipeline > 1))
         return Case((*SETS, *MODELS[self.model], *sets), plugins)
 
@@ -73,15 +80,15 @@ TABLE = [
 #: Every schedule, and other models.
 OTHERS = [
     *(
-        Split("gpt2", 2, 2, 1, sequence, schedule)
+        Split("gpt2", 2, 2, 1, sequence, schedule, microbatches=4)
         for schedule in ("gpipe", "interleaved", "zero-bubble", "zero-bubble,variant=v")
         for sequence in (False, True)
     ),
     *(Split("untied", tensor, sequence=sequence) for tensor, sequence in ((2, False), (2, True), (4, False))),
     *(Split("llama", tensor, sequence=sequence) for tensor, sequence in ((1, False), (2, True), (4, True))),
     Split("llama", 2, 1, 2),
-    *(Split("llama", 2, 2, 1, True, schedule) for schedule in ("interleaved", "zero-bubble")),
-    *(Split("llama", 2, 2, 1, False, schedule) for schedule in ("1f1b", "zero-bubble,variant=v")),
+    *(Split("llama", 2, 2, 1, True, schedule, microbatches=4) for schedule in ("interleaved", "zero-bubble")),
+    *(Split("llama", 2, 2, 1, False, schedule, microbatches=4) for schedule in ("1f1b", "zero-bubble,variant=v")),
 ]
 each_split = pytest.mark.parametrize("split", [*TABLE, *OTHERS], ids=str)
 
