@@ -14,8 +14,8 @@ from tests.support.pieces import Case, Ran, Where, joined, run_cases
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
 
-SETS = ("model.num_heads=4", "model.dropout=0.1", "train.steps=6", "eval.interval=0", "eval.batches=1")
-SEQUENCE, RECOMPUTE = ("parallel.sequence=true",), ("train.recompute=full",)
+SETS = ("model.num_heads=4", "model.dropout=0.1", "train.steps=4", "eval.interval=0", "eval.batches=1")
+ONE, SEQUENCE, RECOMPUTE = ("parallel.tensor=1",), ("parallel.sequence=true",), ("train.recompute=full",)
 
 
 def case(schedule: tuple[str, ...] = (), *sets: str) -> Case:
@@ -23,6 +23,11 @@ def case(schedule: tuple[str, ...] = (), *sets: str) -> Case:
 
 
 CASES: dict[int, dict[str, Case]] = {
+    1: {
+        "t1": case((), *ONE),
+        "t1 again": case((), *ONE),
+        "t1 recompute": case((), *ONE, *RECOMPUTE),
+    },
     2: {
         "t2": case(),
         "t2 again": case(),
@@ -59,6 +64,8 @@ def started(world: int) -> list[list[Ran]]:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
+        ("t1", "t1 again"),
+        ("t1", "t1 recompute"),
         ("t2", "t2 again"),
         ("t2", "t2 recompute"),
         ("t2 sequence", "t2 sequence recompute"),

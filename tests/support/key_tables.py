@@ -18,7 +18,7 @@ from tests.support.checkout import MEMBERS, ROOT
 REFERENCE = ROOT / "docs" / "configuration.md"
 
 _HEAD = "| key | type | default | meaning |\n|---|---|---|---|\n"
-_TABLE = re.compile(r"<!-- keys: (?P<name>\S+) -->\n\n(?:\|.*\n)*", re.MULTILINE)
+_TABLE = re.compile(r"<!-- keys: (?P<name>\S+) -->\n\n(?:\|.*\n)*\n*(?P<last>\Z)?")
 
 
 def tables() -> dict[str, list[KeyInfo]]:
@@ -41,8 +41,16 @@ def names(page: str) -> list[str]:
 
 
 def refreshed(page: str, known: Mapping[str, Iterable[KeyInfo]]) -> str:
-    """``page`` with every table as the models are now. Raises KeyError for a table that is not in ``known``."""
-    return _TABLE.sub(lambda match: f"<!-- keys: {match['name']} -->\n\n{_table(known[match['name']])}", page)
+    """``page`` with every table as the models are now, and an empty line after each but the last.
+
+    Raises KeyError for a table that is not in ``known``.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        after = "\n" if match["last"] is None else ""
+        return f"<!-- keys: {match['name']} -->\n\n{_table(known[match['name']])}{after}"
+
+    return _TABLE.sub(table, page)
 
 
 def _table(keys: Iterable[KeyInfo]) -> str:

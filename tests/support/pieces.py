@@ -73,9 +73,9 @@ class Ran:
         return self.seen.losses
 
 
-def run_cases(world: int, cases: Sequence[Case], timeout: float = 300) -> list[list[Ran]]:
+def run_cases(world: int, cases: Sequence[Case]) -> list[list[Ran]]:
     """Run every case on the same ``world`` ranks, one after the other: by case, by rank."""
-    by_rank = run_ranks(_run_cases, world, tuple(cases), timeout=timeout)
+    by_rank = run_ranks(_run_cases, world, tuple(cases), timeout=30 + 15 * len(cases))  # of a slow machine
     return [list(ranks) for ranks in zip(*by_rank, strict=True)]
 
 

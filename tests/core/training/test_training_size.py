@@ -49,6 +49,7 @@ WEAK_SCALING = {
     "4.2b": (2304, 24, 64, 4.2, 4),
     "8.3b": (3072, 32, 72, 8.3, 8),
 }
+PRINTED = ("parameters", "parameters_by_stage", "padding_by_stage", "padded_vocab")
 
 
 @pytest.mark.parametrize("name", WEAK_SCALING)
@@ -67,7 +68,16 @@ def test_the_models_of_the_megatron_paper_have_its_sizes(name: str) -> None:
     assert size.parameters == layers * (split + whole) + 50257 * hidden + ends
     assert round(size.parameters / 1e9, 1) == billions
 
-    assert size.padded_vocab == {1: 50_304, 2: 50_432, 4: 50_688, 8: 51_200}[ranks]
-    first = layers * (split // ranks + whole) + size.padded_vocab // ranks * hidden + ends
-    assert size.stages[0].parameters + size.stages[0].padding == first
-    assert f"parameters of the model: {size.parameters:,}" in dry_run_text(run)
+    padded = {1: 50_304, 2: 50_432, 4: 50_688, 8: 51_200}[ranks]
+    rows = min(padded // ranks, 50257)  # of the embedding on the first rank: words, before any padding
+    padding = (padded - 50257) * hidden if ranks == 1 else 0
+    first = layers * (split // ranks + whole) + rows * hidden + ends
+    assert size[1:] == (((first, padding),), 50257, padded)
+
+    told = dry_run_text(run)
+    assert f"parameters of the model: {size.parameters:,}\n" in told
+    held = f"{first:,} on stage 0" + (f" (and {padding:,} of padding)" if padding else "")
+    assert f"parameters of a rank: {held}\n" in told
+    assert told.endswith(f"vocabulary: 50,257, padded to {padded:,}")
+    as_data = dry_run_json(run)
+    assert [as_data[key] for key in PRINTED] == [size.parameters, [first], [padding], padded]

@@ -1,51 +1,18 @@
-"""Split layers in whole runs: norms and losses of one rank, and other layers stacked on them."""
+"""Split layers under the command: other layers stacked on them, and their check."""
 
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.support.commands import COMMAND, run_command
-from tests.support.training import Seen, train
 
 SETS = ("train.steps=4", "train.lr=1e-2", "model.dropout=0.0", "eval.interval=0", "model.num_heads=4")
-SPLITS = {
-    "two ranks": (2, ("parallel.tensor=2",)),
-    "four ranks": (4, ("parallel.tensor=4",)),
-    "two ranks, sequence split": (2, ("parallel.tensor=2", "parallel.sequence=true")),
-}
-MODELS = {
-    "gpt2, tied": (),
-    "untied": ("model.tie_embeddings=false",),
-    "llama": (
-        "model.position=rope",
-        "model.norm=rmsnorm",
-        "model.activation=swiglu",
-        "model.bias=false",
-        "model.num_kv_heads=4",
-    ),
-}
 
 pytestmark = pytest.mark.multiproc
-
-
-@cache
-def trained(world: int, sets: tuple[str, ...], plugins: tuple[str, ...] = ()) -> Seen:
-    return train(world, sets=SETS + sets, plugins=plugins)[0]
-
-
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("model", MODELS)
-def test_the_gradient_norm_is_that_of_one_rank(model: str, split: str) -> None:
-    world, sets = SPLITS[split]
-    alone, shared = trained(1, MODELS[model]), trained(world, MODELS[model] + sets, ("parallel-layer=tensor",))
-    np.testing.assert_allclose(shared.norms, alone.norms, rtol=1e-4)
-    np.testing.assert_allclose(shared.losses, alone.losses, rtol=0, atol=1e-5)
-
 
 #: A plugin in one file: attention written out, on top of whatever else the layers are.
 MY_ATTENTION = """
