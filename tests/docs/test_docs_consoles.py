@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_run_cli.main import program
 from tests.support.checkout import ROOT
 from tests.support.consoles import Shown, printed, run, shown
-from tests.support.engine_site import engine_site
 from tests.support.quoted import pages
 
 PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in pages()}
 SHOWN = {f"{name}: {each.command}": each for name, page in PAGES.items() for each in shown(page)}
 BLOCKS = [block for page in PAGES.values() for block in re.findall(r"^```\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)]
 TYPED = sorted({line for block in BLOCKS for line in re.findall(r"^megatron-run(?: .*)?$", block, re.MULTILINE)})
-NEEDS_GPU = re.compile(r"parallel-layer=te\b")
 
 
 @pytest.mark.parametrize("where", SHOWN)
@@ -28,23 +24,11 @@ def test_a_command_prints_what_the_page_shows(where: str) -> None:
     assert SHOWN[where].agrees(output), output
 
 
-@pytest.mark.parametrize("line", [line for line in TYPED if not NEEDS_GPU.search(line)])
+@pytest.mark.parametrize("line", TYPED)
 def test_a_command_can_be_typed_as_it_stands(line: str) -> None:
     """One that would train says what it would train instead."""
     code, output = typed(line)
     assert code == 0, output
-
-
-@pytest.mark.parametrize("line", [line for line in TYPED if NEEDS_GPU.search(line)])
-def test_a_command_for_a_gpu_can_be_typed_where_one_is(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What needs one is planned with a stand-in for its library, as if this machine had one."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with engine_site(tmp_path, "whole").importable():
-        code, output = typed(line)
-    assert code == 0, output
-    assert "parallel-layer  te " in output
 
 
 def typed(line: str) -> tuple[int, str]:

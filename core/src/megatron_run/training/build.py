@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from megatron_run.comm import Groups, Peers, create_groups
+from megatron_run.comm import ALONE, Groups, Peers, create_groups
 from megatron_run.contracts import BuildContext, Dtypes
 from megatron_run.errors import InputError
 from megatron_run.gradients import Gradients
@@ -99,7 +99,7 @@ def build(run: ResolvedRun, world: World) -> Assembly:
 def _sharers(run: ResolvedRun, topology: Topology, groups: Groups) -> Peers:
     """The ranks that send equal parts of the same messages; under sequence parallelism messages are parts already."""
     parallel = run.config.parallel
-    return groups.peers(topology, "tensor") if parallel.scatter_messages and not parallel.sequence else Peers()
+    return groups.peers(topology, "tensor") if parallel.scatter_messages and not parallel.sequence else ALONE
 
 
 def with_vocabulary(run: ResolvedRun, data: DataSource) -> BaseModel:
