@@ -111,6 +111,7 @@ def test_ctrl_c_ends_quickly(tmp_path: Path) -> None:
 def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
     with training(tmp_path) as process:
         ranks = ranks_of(process.pid)
+        assert len(ranks) >= 2
         process.kill()
         wait_until(lambda: not any(alive(rank) for rank in ranks), seconds=5)
 
