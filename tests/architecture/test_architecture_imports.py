@@ -20,7 +20,7 @@ ORDER = (
     ("config", "comm"),
     ("registry",),
     ("pipeline", "gradients", "rng", "metrics", "segments", "parameters", "learning_rate", "batch_size", "observing"),
-    ("nn", "data"),
+    ("nn", "data", "optim"),
     ("builtin",),
     ("resolve",),
     ("run_folder", "training"),

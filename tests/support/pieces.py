@@ -124,7 +124,7 @@ def _run_case(rank: int, world: int, case: Case) -> Ran:
     with ExitStack() as patches:
         for target, replacement in {
             "megatron_run.training.build.build": watched_build,
-            "megatron_run.training.build.Dtypes": lambda **_: Dtypes(param=dtype, grad=dtype),
+            "megatron_run.training.build.Dtypes": lambda **_: Dtypes(param=dtype, main=dtype),
             "megatron_run.trainer.generate_text": written,
         }.items():
             patches.enter_context(mock.patch(target, replacement))

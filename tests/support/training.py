@@ -161,6 +161,8 @@ def _record_actions(assembly: Any, seen: Seen) -> None:
 
 def _record_first_gradients(assembly: Any, seen: Seen) -> None:
     """Keep the reduced gradients of the first step, by the logical tensors' names."""
+    import torch
+
     from megatron_run.gradients import main_grad
 
     unscale = assembly.optimizer.unscale_
@@ -171,7 +173,7 @@ def _record_first_gradients(assembly: Any, seen: Seen) -> None:
                 for parameter, info in described.items():
                     for part in info.parts:
                         rows = main_grad(parameter)[part.local.start : part.local.stop]
-                        seen.gradients[part.name] = rows.clone().numpy()
+                        seen.gradients[part.name] = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True).numpy()
         return unscale(factor)
 
     assembly.optimizer.unscale_ = record

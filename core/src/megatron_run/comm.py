@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_run.topology import Axis
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -83,6 +83,30 @@ class Peers:
         part = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
         return Pending(part, _collective("reduce_scatter")(part, whole.contiguous(), group=self.group, async_op=True))
 
+    def start_sum_shares(self, flat: Tensor, shares: Sequence[range]) -> Pending:
+        """Start to sum ``flat`` over the peers: peer r ends up with the sum of its ``shares[r]``, in place.
+
+        The shares are equal, in order (a reduce-scatter), or one peer's is all of it. What a peer finds outside its own
+        share is undefined.
+        """
+        if not self._several:
+            return Pending(flat)
+        owner = _owner(shares)
+        if owner is not None:
+            return Pending(flat, dist.reduce(flat, group_dst=owner, group=self.group, async_op=True))
+        mine = flat[shares[self.index].start : shares[self.index].stop]
+        return Pending(flat, _collective("reduce_scatter")(mine, flat, group=self.group, async_op=True))
+
+    def start_gather_shares(self, flat: Tensor, shares: Sequence[range]) -> Pending:
+        """Start to fill ``flat``, of which peer r holds ``shares[r]``, on every peer; shares as above."""
+        if not self._several:
+            return Pending(flat)
+        owner = _owner(shares)
+        if owner is not None:
+            return Pending(flat, dist.broadcast(flat, group_src=owner, group=self.group, async_op=True))
+        mine = flat[shares[self.index].start : shares[self.index].stop]
+        return Pending(flat, _collective("all_gather")(flat, mine, group=self.group, async_op=True))
+
     @property
     def _several(self) -> bool:
         """Whether there is anybody to talk to. Torch would take a missing group for the whole world."""
@@ -92,6 +116,12 @@ class Peers:
 
 #: One rank that shares with nobody.
 ALONE = Peers()
+
+
+def _owner(shares: Sequence[range]) -> int | None:
+    """The one peer whose share is not empty; None where the shares are equal."""
+    holders = [index for index, share in enumerate(shares) if share]
+    return holders[0] if len(holders) == 1 else None
 
 
 def _collective(name: Literal["all_gather", "reduce_scatter"]) -> Callable[..., dist.Work | None]:

@@ -139,12 +139,14 @@ class Trainer:
         scale = scaler.scale.clone()
         found_inf = optimizer.unscale_(scaler.inv_scale)
         scaler.update(found_inf)
-        norm = torch.full_like(found_inf, torch.nan)
+        norm = zeros = torch.full_like(found_inf, torch.nan)
         if not found_inf.item():  # the host must know: a step that is skipped changes nothing at all
             norm = optimizer.clip_(self._run.config.train.clip_norm)
+            if self._run.config.train.count_zeros:
+                zeros = optimizer.count_zeros()
             optimizer.step(lr, weight_decay)
             optimizer.start_param_sync()
-        return StepNumbers(sums, norm, scale, found_inf)
+        return StepNumbers(sums, norm, zeros, scale, found_inf)
 
     def _seed(self, microbatches: int, name: str, weight: Tensor) -> Tensor:
         """The gradient with which a loss starts its backward: it is scaled where it is produced.

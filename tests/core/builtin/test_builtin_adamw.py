@@ -1,18 +1,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from megatron_run.builtin.optimizer.adamw import AdamW, AdamWOptions
+from megatron_run.builtin.optimizer.adamw import megatron_run_create_optimizer
 from megatron_run.comm import Groups, create_groups
-from megatron_run.contracts import ChunkOut, Init, ParamInfo
+from megatron_run.contracts import ChunkOut, Init, Optimizer, ParamInfo
 from megatron_run.gradients import main_grad
+from megatron_run.optim import UpdateOptions
 from megatron_run.testing.context import single_process_context
 from megatron_run.testing.optimizer import Bench
 from megatron_run.topology import Sizes, Topology
@@ -21,8 +26,8 @@ from tests.support.ranks import run_ranks
 
 def test_updates_are_those_of_adamw_written_out() -> None:
     """Loshchilov and Hutter 2019, algorithm 2, in float64: bias-corrected moments, decoupled decay."""
-    options = AdamWOptions(betas=(0.8, 0.95), eps=1e-6)
-    bench = Bench(lambda context: AdamW(context, options))
+    options = UpdateOptions(betas=(0.8, 0.95), eps=1e-6)
+    bench = Bench(lambda context: megatron_run_create_optimizer(context, options))
     generator = torch.Generator().manual_seed(0)
     expected = {name: p.detach().double().numpy() for name, p in (("weight", bench.weight), ("bias", bench.bias))}
     first = {name: np.zeros_like(value) for name, value in expected.items()}
@@ -56,15 +61,25 @@ class Parts(nn.Module):
         return ()
 
 
-def attached(groups: Groups, topology: Topology, *sizes: int, **info: object) -> tuple[AdamW, list[nn.Parameter]]:
+def attached(groups: Groups, topology: Topology, *sizes: int, **info: object) -> tuple[Optimizer, list[nn.Parameter]]:
     chunk = Parts(*sizes)
     parameters = list(chunk.members)
     infos = {p: ParamInfo(f"p{i}", (), Init("ones"), decay=True, **info) for i, p in enumerate(parameters)}  # type: ignore[arg-type]
     context = replace(single_process_context(dtype=torch.float32), groups=groups, topology=topology)
-    optimizer = AdamW(context, AdamWOptions())
+    optimizer = megatron_run_create_optimizer(context, UpdateOptions())
     optimizer.attach([chunk], [infos], grad_scale=1 / topology.sizes.data)
     optimizer.zero_grad()
     return optimizer, parameters
+
+
+def noting(traffic: list[int], collective: Callable[..., Any]) -> Callable[..., Any]:
+    """``collective``, which notes how many values it is given."""
+
+    def noted(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        traffic.append(tensor.numel())
+        return collective(tensor, *arguments, **named)
+
+    return noted
 
 
 def data_parallel(rank: int, world: int) -> dict[str, object]:
@@ -74,11 +89,13 @@ def data_parallel(rank: int, world: int) -> dict[str, object]:
     optimizer, (last, first) = attached(groups, topology, 8, big)
     main_grad(first).fill_(float(rank))
     main_grad(last).fill_(10.0 * (rank + 1))
-    optimizer.grad_ready(last)  # lies in the second bucket: it may not leave before the first
-    early = [optimizer._buckets.index(bucket) for bucket in optimizer._sent]
-    optimizer.grad_ready(first)
-    then = [optimizer._buckets.index(bucket) for bucket in optimizer._sent]
-    optimizer.finish_grad_sync()
+    traffic: list[int] = []
+    with mock.patch("torch.distributed.all_reduce", noting(traffic, dist.all_reduce)):
+        optimizer.grad_ready(last)  # lies in the second bucket: it may not leave before the first
+        early = list(traffic)
+        optimizer.grad_ready(first)
+        then = list(traffic)
+        optimizer.finish_grad_sync()
     means = main_grad(first)[0].item(), main_grad(last)[0].item()
     norm = optimizer.clip_(0.0).item()
     main_grad(last)[3] = math.inf if rank == 1 else 0.0
@@ -89,7 +106,7 @@ def data_parallel(rank: int, world: int) -> dict[str, object]:
 def test_data_parallel_ranks_average_in_a_fixed_sequence_and_agree_on_norm_and_overflow() -> None:
     for seen in run_ranks(data_parallel, 2):
         assert seen["early"] == []
-        assert seen["then"] == [0, 1]
+        assert seen["then"] == [2**22, 128]  # the smaller bucket is padded to two shares
         assert seen["means"] == (0.5, 15.0)
         assert seen["norm"] == pytest.approx(math.sqrt(2**22 * 0.25 + 8 * 225), rel=1e-6)
         assert seen["inf"] > 0

@@ -5,16 +5,21 @@ import pytest
 from megatron_run.resolve import load_config
 from megatron_run.topology import Sizes
 from megatron_run.training.dry_run import dry_run_json, dry_run_text
-from megatron_run.training.size import model_size
+from megatron_run.training.size import ModelSize, model_size
 
 LAYER = 12 * 32 * 32 + 13 * 32  # attention and feed-forward matrices, their biases and two norms of hidden size 32
 WORDS, POSITIONS, NORM = 128 * 32, 32 * 32, 2 * 32
 
 
+def counts(size: ModelSize) -> tuple[int, tuple[tuple[int, int], ...], int, int]:
+    """Everything but the memory."""
+    return size.parameters, tuple(stage[:2] for stage in size.stages), size.vocab, size.padded_vocab
+
+
 def test_one_stage_holds_everything_once() -> None:
     size = model_size(load_config("preset:tiny"))
     whole = 4 * LAYER + WORDS + POSITIONS + NORM
-    assert size == (whole, ((whole, 0),), 128, 128)
+    assert counts(size) == (whole, ((whole, 0),), 128, 128)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
@@ -28,7 +33,7 @@ def test_two_stages_share_the_layers_and_both_hold_the_tied_embedding(schedule: 
 def test_the_124_million_of_gpt2() -> None:
     run = load_config("preset:gpt2-small", sets=["model.vocab_size=50257", "parallel.pipeline=1"])
     size = model_size(run)
-    assert size == (124_439_808, ((124_439_808, (50304 - 50257) * 768),), 50257, 50304)
+    assert counts(size) == (124_439_808, ((124_439_808, (50304 - 50257) * 768),), 50257, 50304)
 
 
 def test_a_dry_run_tells_winner_topology_parameters_and_picture() -> None:
@@ -72,7 +77,7 @@ def test_the_models_of_the_megatron_paper_have_its_sizes(name: str) -> None:
     rows = min(padded // ranks, 50257)  # of the embedding on the first rank: words, before any padding
     padding = (padded - 50257) * hidden if ranks == 1 else 0
     first = layers * (split // ranks + whole) + rows * hidden + ends
-    assert size[1:] == (((first, padding),), 50257, padded)
+    assert counts(size)[1:] == (((first, padding),), 50257, padded)
 
     told = dry_run_text(run)
     assert f"parameters of the model: {size.parameters:,}\n" in told

@@ -60,7 +60,7 @@ class TrainSection(Section):
     micro_batch_size: int = Field(1, ge=1, description="samples that go through the model at once, on one rank")
     global_batch_size: int = Field(ge=1, description="samples of one optimizer step; accumulation is derived")
     ramp_up: RampUp | None = Field(None, description="grow the global batch at the start")
-    precision: Literal["fp32"] = Field("fp32", description="type of parameters and activations")
+    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="type of parameters and activations")
     seed: int = Field(1234, ge=0, lt=2**63, description="fixes initial weights, sample order and dropout")
     lr: float = Field(1.5e-4, gt=0, description="highest learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
@@ -78,6 +78,7 @@ class TrainSection(Section):
     weight_decay_shape: Shape = Field("constant", description="shape of the ramp to train.weight_decay_end")
     clip_norm: float = Field(1.0, ge=0, description="largest norm of the gradient; 0 is off")
     recompute: Literal["none", "full"] = Field("none", description="full: recompute each layer in the backward")
+    count_zeros: bool = Field(False, description="count the zeros in the gradient each step, and report them")
     max_skips: int = Field(50, ge=1, description="consecutive skipped steps after which the run stops")
 
     @field_validator("samples")

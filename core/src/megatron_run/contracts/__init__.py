@@ -11,9 +11,11 @@ from megatron_run.contracts.parameters import Init, ParameterSpec, ParamInfo, Pa
 from megatron_run.contracts.plugin import KINDS, PluginInfo, entry_point_group
 from megatron_run.contracts.scaler import Scaler
 from megatron_run.contracts.schedule import Schedule
+from megatron_run.contracts.state import MASTER, ReadState, StatePiece
 
 __all__ = [
     "KINDS",
+    "MASTER",
     "AttentionShape",
     "Boundary",
     "BuildContext",
@@ -35,6 +37,7 @@ __all__ = [
     "ParameterSpec",
     "Part",
     "PluginInfo",
+    "ReadState",
     "Region",
     "RunSummary",
     "Scaler",
@@ -42,6 +45,7 @@ __all__ = [
     "Segment",
     "Split",
     "StackedLayers",
+    "StatePiece",
     "StepMetrics",
     "StepTrace",
     "entry_point_group",

@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Precision of parameters and activations, and of gradients in ``main_grad``."""
+    """``param``: type of parameters and activations. ``main``: type of master weights and of their update, fp32.
+
+    The type of ``main_grad`` is ``main`` unless the optimizer's option ``grad_dtype`` says otherwise.
+    """
 
     param: torch.dtype
-    grad: torch.dtype
+    main: torch.dtype
 
 
 @dataclass(frozen=True)

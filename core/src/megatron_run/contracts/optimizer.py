@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts.model import Chunk
     from megatron_run.contracts.parameters import ParamInfo
+    from megatron_run.contracts.state import ReadState, StatePiece
 
 
 class Optimizer(ABC):
@@ -21,9 +22,31 @@ class Optimizer(ABC):
     a step and in this order: ``zero_grad``; ``grad_ready`` for each parameter at its last gradient of the step and
     ``start_grad_sync`` for each chunk after its last backward; ``finish_grad_sync``; ``unscale_``; and, when all
     gradients are finite, ``clip_``, ``step`` and ``start_param_sync``. ``ensure_ready`` is called before any segment
-    reads its parameters. Nobody else reads ``main_grad`` after ``unscale_``.
+    reads its parameters. Nobody else reads ``main_grad`` after ``unscale_``, and after ``finish_grad_sync`` it need be
+    right only where this rank updates the parameter.
 
     Communication leaves in one sequence that is fixed in advance and equal on every rank, never by arrival.
+
+    Parameters are in ``context.dtypes.param``; they are updated in ``context.dtypes.main`` and rounded, so that small
+    updates are not lost. :class:`megatron_run.optim.FlatOptimizer` is all of this but one question, how the
+    data-parallel ranks share the work. A whole working plugin that halves what its all-reduce sends::
+
+        class HalfTheBytes(Sharing):
+            def __init__(self, peers):
+                self._peers = peers
+
+            def updated(self, bucket):
+                return range(len(bucket.grad))
+
+            def start_reduce(self, bucket):
+                return Pending(bucket.grad.copy_(self._peers.sum_(bucket.grad.bfloat16())))
+
+            def start_gather(self, values, bucket):
+                return Pending(values)
+
+        @hookimpl
+        def megatron_run_create_optimizer(context, options):
+            return FlatOptimizer(context, options, HalfTheBytes(context.groups.peers(context.topology, "data")))
     """
 
     @abstractmethod
@@ -63,6 +86,13 @@ class Optimizer(ABC):
         """
 
     @abstractmethod
+    def count_zeros(self) -> Tensor:
+        """Zeros among the gradients, over all ranks, fp32 [1]; asked for after ``clip_`` (``train.count_zeros``).
+
+        Every logical parameter counts once, padding never.
+        """
+
+    @abstractmethod
     def step(self, lr: float, weight_decay: float) -> None:
         """Update the parameters. ``weight_decay`` applies where ``ParamInfo.decay`` is true."""
 
@@ -73,3 +103,28 @@ class Optimizer(ABC):
     @abstractmethod
     def ensure_ready(self, parameters: Iterable[Parameter]) -> None:
         """Return once ``parameters`` hold their updated values. Cheap and idempotent."""
+
+    @abstractmethod
+    def memory(self) -> Mapping[str, int]:
+        """Bytes that this rank holds between steps, by role.
+
+        The roles are ``parameters``, ``gradients``, ``masters``, ``main_gradients`` (fp32 copies of 16-bit gradients)
+        and ``state``. On the meta device, where a run is planned, the same as after a first step elsewhere.
+        """
+
+    @abstractmethod
+    def iter_state(self) -> Iterator[StatePiece]:
+        """This rank's part of the state, without any communication.
+
+        Master weights (field :data:`~megatron_run.contracts.MASTER`, whatever the precision) and the rule's own fields,
+        as boxes of logical tensors. Over all ranks each value comes once: of data-parallel replicas one gives it, and
+        of copies (``ParamInfo.counted``) the one that counts.
+        """
+
+    @abstractmethod
+    def load_state(self, read: ReadState) -> None:
+        """Replace the state by what ``read`` looks up, box by box, and bring the parameters up to date.
+
+        Whoever wrote the state may have been laid out otherwise, and another optimizer with the same fields. Collective
+        over the data-parallel ranks.
+        """

@@ -5,6 +5,7 @@ Optimizers share this layout: on gloo a reduce-scatter of a bucket then equals a
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -37,23 +38,33 @@ class Bucket:
 
     ``grad`` is flat, of a length divisible by the number of shards; ``starts`` maps each parameter to its offset.
     ``parameter.main_grad`` is a view of ``grad`` for life. ``chunk`` is the chunk whose backward fills it, or None for
-    a tied parameter, which other chunks or stages add to.
+    a tied parameter, which other chunks or stages add to. ``shares[r]`` are the values that data-parallel rank r
+    answers for: together they are the whole bucket, each value once.
     """
 
     chunk: int | None
     grad: Tensor
     starts: dict[Parameter, int]
     infos: dict[Parameter, ParamInfo] = field(repr=False)
+    shares: tuple[range, ...]
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         """In the order of the buffer, which is the reverse of the model's."""
         return tuple(self.starts)
 
-    def view(self, parameter: Parameter) -> Tensor:
-        """The gradient of ``parameter``, in its shape."""
+    def view(self, flat: Tensor, parameter: Parameter) -> Tensor:
+        """The values of ``parameter`` in a buffer that is laid out as ``grad`` is, in its shape."""
         start = self.starts[parameter]
-        return self.grad[start : start + parameter.numel()].view(parameter.shape)
+        return flat[start : start + parameter.numel()].view(parameter.shape)
+
+    def flatten_parameters(self) -> Tensor:
+        """Move the parameters into one buffer, laid out as ``grad`` is; each keeps its values, as a view of it."""
+        flat = self.grad.new_zeros(len(self.grad), dtype=self.parameters[0].dtype)
+        for parameter in self.parameters:
+            view = self.view(flat, parameter)
+            parameter.data = view.copy_(parameter.data)
+        return flat
 
 
 def build_buckets(
@@ -61,24 +72,45 @@ def build_buckets(
     shards: int,
     dtype: torch.dtype = torch.float32,
     capacity: int = DEFAULT_CAPACITY,
+    *,
+    whole: bool = False,
 ) -> list[Bucket]:
     """Make the buckets of a stage and point every ``main_grad`` into them.
 
     ``infos[c]`` describes the parameters of chunk c. Within a chunk parameters lie in reverse order, since that is how
     a backward produces gradients, in buckets of their own per ``partial_over``. A tied parameter lies alone, so
-    that its buffer is laid out identically on every stage that holds it. ``shards`` is the data-parallel size.
+    that its buffer is laid out identically on every stage that holds it. ``shards`` is the data-parallel size: each
+    bucket is cut into as many equal shares or, to keep parameters ``whole``, belongs to one rank.
     """
     buckets: list[Bucket] = []
+    owners = _Owners(shards) if whole else None
     seen: set[Parameter] = set()
     for chunk, described in enumerate(infos):
         fresh = [(p, info) for p, info in reversed(described.items()) if p not in seen]
         seen.update(described)
-        buckets += [_bucket(None, [item], shards, dtype) for item in fresh if item[1].tie]
+        buckets += [_bucket(None, [item], shards, dtype, owners) for item in fresh if item[1].tie]
         untied = [item for item in fresh if not item[1].tie]
         for axis in dict.fromkeys(info.partial_over for _, info in untied):
             members = [item for item in untied if item[1].partial_over == axis]
-            buckets += [_bucket(chunk, part, shards, dtype) for part in _cut(members, capacity)]
+            buckets += [_bucket(chunk, part, shards, dtype, owners) for part in _cut(members, capacity)]
     return buckets
+
+
+class _Owners:
+    """Deals whole buckets out, each to the rank that has least so far."""
+
+    def __init__(self, shards: int) -> None:
+        self._load = [0] * shards
+
+    def shares(self, length: int, tie: str) -> tuple[range, ...]:
+        """The whole of a bucket of ``length`` for one rank, nothing for the others.
+
+        That of a tied parameter follows from the name of its tie: stages that hold a copy have different loads.
+        """
+        ranks = len(self._load)
+        owner = zlib.crc32(tie.encode()) % ranks if tie else self._load.index(min(self._load))
+        self._load[owner] += length
+        return tuple(range(length) if rank == owner else range(0) for rank in range(ranks))
 
 
 def _cut(members: list[tuple[Parameter, ParamInfo]], capacity: int) -> list[list[tuple[Parameter, ParamInfo]]]:
@@ -94,18 +126,30 @@ def _cut(members: list[tuple[Parameter, ParamInfo]], capacity: int) -> list[list
     return parts
 
 
-def _bucket(chunk: int | None, members: list[tuple[Parameter, ParamInfo]], shards: int, dtype: torch.dtype) -> Bucket:
+def _bucket(
+    chunk: int | None,
+    members: list[tuple[Parameter, ParamInfo]],
+    shards: int,
+    dtype: torch.dtype,
+    owners: _Owners | None,
+) -> Bucket:
     starts: dict[Parameter, int] = {}
     length = 0
     for parameter, _ in members:
         starts[parameter] = length
         length += _align(parameter.numel(), ALIGNMENT)
-    device = members[0][0].device
-    grad = torch.zeros(_align(length, ALIGNMENT * shards), dtype=dtype, device=device)
-    bucket = Bucket(chunk, grad, starts, dict(members))
+    first, info = members[0]
+    length = _align(length, ALIGNMENT * shards)
+    shares = owners.shares(length, info.tie) if owners else _equal_shares(length, shards)
+    bucket = Bucket(chunk, torch.zeros(length, dtype=dtype, device=first.device), starts, dict(members), shares)
     for parameter in starts:
-        setattr(parameter, _ATTRIBUTE, bucket.view(parameter))
+        setattr(parameter, _ATTRIBUTE, bucket.view(bucket.grad, parameter))
     return bucket
+
+
+def _equal_shares(length: int, shards: int) -> tuple[range, ...]:
+    size = length // shards
+    return tuple(range(rank * size, (rank + 1) * size) for rank in range(shards))
 
 
 def _align(length: int, multiple: int) -> int:

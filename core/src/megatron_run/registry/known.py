@@ -34,7 +34,7 @@ _TENSOR = frozenset({"parallel.tensor", "parallel.sequence"})
 KNOWN: tuple[Known, ...] = (
     Known("scaler", "constant"),
     Known("scaler", "dynamic"),
-    Known("optimizer", "zero1"),
+    Known("optimizer", "zero1", available=True),
     Known("optimizer", "deepspeed"),
     Known("schedule", "1f1b", available=True, provides=_PIPELINE),
     Known("schedule", "interleaved", available=True, provides=_CHUNKED),

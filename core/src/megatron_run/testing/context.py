@@ -32,8 +32,8 @@ def single_process_context(
 ) -> BuildContext:
     """The context of a run with one rank.
 
-    ``model`` are the model plugin's options with the vocabulary filled in, ``dtype`` that of parameters and gradients;
-    ``train`` overrides keys of the train section (a sequence of 16 tokens, two samples a microbatch).
+    ``model`` are the model plugin's options with the vocabulary filled in, ``dtype`` that of parameters; gradients have
+    fp32 at least. ``train`` overrides keys of the train section (a sequence of 16 tokens, two samples a microbatch).
     """
     return context_at(Topology(Sizes(), 0), Groups(), model, dtype=dtype, device=device, train=train)
 
@@ -62,7 +62,7 @@ def context_at(
         topology=topology,
         groups=groups,
         device=device,
-        dtypes=Dtypes(param=dtype, grad=dtype),
+        dtypes=Dtypes(param=dtype, main=torch.promote_types(dtype, torch.float32)),
         model=model or NoOptions(),
         train=section,
         run=RunSection(),
@@ -82,7 +82,7 @@ def prepare(context: BuildContext, chunks: Sequence[Chunk]) -> dict[Parameter, P
     initialise(described, context.train.seed)
     for parameter, info in described.items():
         context.gradients.adopt(parameter, info.name)
-    build_buckets(infos, 1, context.dtypes.grad)
+    build_buckets(infos, 1, context.dtypes.main)
     return described
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -24,7 +25,7 @@ from megatron_run.topology import Topology
 from megatron_run.training.programs import Programs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pydantic import BaseModel
 
@@ -40,6 +41,16 @@ if TYPE_CHECKING:
     )
     from megatron_run.resolve import ResolvedRun
     from megatron_run.world import World
+
+
+#: By ``train.precision``: 16-bit parameters are updated through fp32 masters.
+DTYPES: Mapping[str, Dtypes] = MappingProxyType(
+    {
+        "fp32": Dtypes(param=torch.float32, main=torch.float32),
+        "bf16": Dtypes(param=torch.bfloat16, main=torch.float32),
+        "fp16": Dtypes(param=torch.float16, main=torch.float32),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -130,7 +141,7 @@ def make_context(
         topology=topology,
         groups=groups,
         device=device,
-        dtypes=Dtypes(param=torch.float32, grad=torch.float32),
+        dtypes=DTYPES[run.config.train.precision],
         model=model,
         train=run.config.train,
         run=run.config.run,

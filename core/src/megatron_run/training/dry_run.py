@@ -9,7 +9,7 @@ from megatron_run.training.size import model_size
 
 if TYPE_CHECKING:
     from megatron_run.resolve import ResolvedRun
-    from megatron_run.training.size import ModelSize
+    from megatron_run.training.size import ModelSize, RankSize
 
 
 def dry_run_text(run: ResolvedRun) -> str:
@@ -37,6 +37,7 @@ def dry_run_json(run: ResolvedRun) -> dict[str, Any]:
         "parameters": size.parameters,
         "parameters_by_stage": [stage.parameters for stage in size.stages],
         "padding_by_stage": [stage.padding for stage in size.stages],
+        "memory_by_stage": [dict(stage.memory) for stage in size.stages],
         "padded_vocab": size.padded_vocab,
     }
 
@@ -46,10 +47,21 @@ def _parameters_text(size: ModelSize) -> str:
         f"{rank.parameters:,} on stage {stage}" + (f" (and {rank.padding:,} of padding)" if rank.padding else "")
         for stage, rank in enumerate(size.stages)
     ]
+    memory = [f"  stage {stage}: {_memory_text(rank)}" for stage, rank in enumerate(size.stages)]
     return "\n".join(
         (
             f"parameters of the model: {size.parameters:,}",
             f"parameters of a rank: {', '.join(held)}",
             f"vocabulary: {size.vocab:,}, padded to {size.padded_vocab:,}",
+            "memory of a rank, beside activations and messages:",
+            *memory,
         )
     )
+
+
+def _memory_text(size: RankSize) -> str:
+    """The bytes of a rank, and what each of its parameters takes."""
+    total = sum(size.memory.values())
+    roles = " + ".join(f"{role.replace('_', ' ')} {held / 2**20:,.1f}" for role, held in size.memory.items() if held)
+    each = f", {total / size.parameters:.2f} bytes a parameter" if size.parameters else ""
+    return f"{total / 2**20:,.1f} MiB{each} ({roles})"

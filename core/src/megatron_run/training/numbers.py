@@ -19,23 +19,28 @@ if TYPE_CHECKING:
     from megatron_run.resolve import ResolvedRun
 
 
+#: The name under which observers see the zeros in the gradient (``train.count_zeros``).
+ZEROS = "optimizer/zeros"
+
+
 class StepNumbers(NamedTuple):
     """While they are on the device.
 
-    ``sums`` [names, 2] are the metrics' (sum, weight); ``grad_norm`` (NaN when skipped), ``loss_scale`` and
-    ``found_inf`` are [1].
+    ``sums`` [names, 2] are the metrics' (sum, weight); ``grad_norm`` (NaN when skipped), ``zeros`` in the gradient (NaN
+    when not counted), ``loss_scale`` and ``found_inf`` are [1].
     """
 
     sums: Tensor
     grad_norm: Tensor
+    zeros: Tensor
     loss_scale: Tensor
     found_inf: Tensor
 
     def to_host(self, metrics: Metrics) -> HostNumbers:
         """Copy everything to the host at once."""
-        *flat, norm, scale, found_inf = torch.cat([number.flatten().double() for number in self]).tolist()
+        *flat, norm, zeros, scale, found_inf = torch.cat([number.flatten().double() for number in self]).tolist()
         sums = [flat[index : index + 2] for index in range(0, len(flat), 2)]
-        return HostNumbers(metrics.means(sums), None if math.isnan(norm) else norm, scale, found_inf > 0)
+        return HostNumbers(metrics.means(sums), _known(norm), _known(zeros), scale, found_inf > 0)
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class HostNumbers:
 
     means: dict[str, float]
     grad_norm: float | None
+    zeros: float | None
     loss_scale: float
     skipped: bool
 
@@ -100,5 +106,15 @@ def step_metrics(
         tflops_per_device=rate * model.flops_per_token(length) / run.sizes.world / 1e12,
         mfu=None,  # needs the device's measured peak, which is not known here
         memory_peak_gib=peak_memory_gib(device),
-        extra={name: mean for name, mean in numbers.means.items() if name not in ("lm", "stop")},
+        extra=_extra(numbers),
     )
+
+
+def _extra(numbers: HostNumbers) -> dict[str, float]:
+    reported = {name: mean for name, mean in numbers.means.items() if name not in ("lm", "stop")}
+    return reported if numbers.zeros is None else {**reported, ZEROS: numbers.zeros}
+
+
+def _known(number: float) -> float | None:
+    """What the device has no number for is NaN there."""
+    return None if math.isnan(number) else number

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -14,19 +15,23 @@ from megatron_run.topology import Topology
 from megatron_run.training.build import build_chunks, make_context, with_vocabulary
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
 
     from torch.nn import Parameter
 
-    from megatron_run.contracts import ParamInfo
+    from megatron_run.contracts import BuildContext, Chunk, Optimizer, ParamInfo
     from megatron_run.resolve import ResolvedRun
 
 
 class RankSize(NamedTuple):
-    """What a rank of one stage holds: ``parameters``, and ``padding`` values beside them that no model knows."""
+    """What a rank of one stage holds: ``parameters``, and ``padding`` values beside them that no model knows.
+
+    ``memory`` is in bytes, by role, as the optimizer says (``Optimizer.memory``).
+    """
 
     parameters: int
     padding: int
+    memory: Mapping[str, int]
 
 
 class ModelSize(NamedTuple):
@@ -61,16 +66,26 @@ def _model_size(run: ResolvedRun) -> ModelSize:
         topology = Topology(run.sizes, stage * (run.sizes.world // run.sizes.pipeline))
         context = make_context(run, topology, Groups(), meta, options)
         _, _, chunks = build_chunks(run, context)
-        held = {parameter: info for chunk in chunks for parameter, info in describe_parameters(chunk).items()}
+        infos = [describe_parameters(chunk) for chunk in chunks]
+        held = {parameter: info for described in infos for parameter, info in described.items()}
         total += count_parameters(held.values())
-        stages.append(_rank_size(held))
+        stages.append(_rank_size(held, _memory(run, context, chunks, infos)))
         padded = max(padded, _rows_over(context.vocab_size, held) * run.sizes.tensor)
     return ModelSize(total, tuple(stages), context.vocab_size, padded)
 
 
-def _rank_size(held: Mapping[Parameter, ParamInfo]) -> RankSize:
+def _rank_size(held: Mapping[Parameter, ParamInfo], memory: Mapping[str, int]) -> RankSize:
     real = sum(_values(parameter, info) for parameter, info in held.items())
-    return RankSize(real, sum(parameter.numel() for parameter in held) - real)
+    return RankSize(real, sum(parameter.numel() for parameter in held) - real, memory)
+
+
+def _memory(
+    run: ResolvedRun, context: BuildContext, chunks: Sequence[Chunk], infos: Sequence[dict[Parameter, ParamInfo]]
+) -> Mapping[str, int]:
+    """What the optimizer would hold, from one that is attached to parameters without values."""
+    optimizer = cast("Optimizer", run.one("optimizer").create(context=context))
+    optimizer.attach(chunks, infos, grad_scale=1 / run.sizes.data)
+    return optimizer.memory()
 
 
 def _rows_over(vocab: int, held: Mapping[Parameter, ParamInfo]) -> int:

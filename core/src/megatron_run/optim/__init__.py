@@ -1,0 +1,22 @@
+"""What data-parallel optimizers share: an update rule on flat buffers, and how ranks divide the work.
+
+``FlatOptimizer`` is the whole contract but for one question, how data-parallel ranks share a buffer: a ``Sharing``
+answers it. ``optimizer=adamw`` and ``optimizer=zero1`` are one each.
+"""
+
+from megatron_run.optim.boxes import Box, boxes
+from megatron_run.optim.flat import FlatOptimizer
+from megatron_run.optim.options import UpdateOptions
+from megatron_run.optim.ranges import ParamRange, param_range, param_ranges
+from megatron_run.optim.sharing import Sharing
+
+__all__ = [
+    "Box",
+    "FlatOptimizer",
+    "ParamRange",
+    "Sharing",
+    "UpdateOptions",
+    "boxes",
+    "param_range",
+    "param_ranges",
+]

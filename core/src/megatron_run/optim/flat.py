@@ -1,0 +1,175 @@
+"""The contract of an optimizer on flat buffers; how data-parallel ranks share them is a ``Sharing``'s business."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_run.contracts import Optimizer
+from megatron_run.errors import InputError
+from megatron_run.gradients import build_buckets
+from megatron_run.optim.rules import find_rule
+from megatron_run.optim.share import Share
+from megatron_run.optim.state import iter_state, load_state
+from megatron_run.optim.traffic import GradientTraffic
+from megatron_run.optim.update import Update
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+    from torch.nn import Parameter
+
+    from megatron_run.comm import Pending
+    from megatron_run.contracts import BuildContext, Chunk, ParamInfo, ReadState, StatePiece
+    from megatron_run.gradients import Bucket
+    from megatron_run.optim.options import UpdateOptions
+    from megatron_run.optim.sharing import Sharing
+
+
+class FlatOptimizer(Optimizer):
+    """Gradients, parameters and masters in flat buckets, updated where ``sharing`` says.
+
+    With ``overlap_param_gather`` updated parameters travel while the next step already runs, and each bucket is waited
+    for when a segment needs it; else ``start_param_sync`` returns when they have arrived.
+    """
+
+    def __init__(
+        self, context: BuildContext, options: UpdateOptions, sharing: Sharing, *, overlap_param_gather: bool = False
+    ) -> None:
+        self._groups, self._topology, self._device = context.groups, context.topology, context.device
+        self._main, self._param = context.dtypes.main, context.dtypes.param
+        self._options, self._sharing, self._overlap = options, sharing, overlap_param_gather
+        self._whole = find_rule(options).whole
+        if self._whole and self._topology.sizes.tensor > 1:
+            raise InputError(
+                f"optimizer.rule={options.rule} updates whole matrices",
+                why=f"parallel.tensor={self._topology.sizes.tensor} cuts them",
+                fix="set parallel.tensor=1, or choose adamw, adam or sgd",
+            )
+        self._arriving: dict[Bucket, Pending] = {}
+
+    def attach(self, chunks: Sequence[Chunk], infos: Sequence[dict[Parameter, ParamInfo]], grad_scale: float) -> None:
+        """Lay out the buckets, move the parameters into flat storage and make the masters."""
+        self._grad_scale = grad_scale
+        data, rank = self._topology.sizes.data, self._topology.data_rank
+        dtype = self._main if self._options.grad_dtype == "main" else self._param
+        self._buckets = build_buckets(infos, data, dtype, self._options.bucket_size, whole=self._whole)
+        self._shares = [
+            Share(bucket, self._sharing.updated(bucket), bucket.shares[rank], self._main) for bucket in self._buckets
+        ]
+        self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
+        # Within a chunk buckets lie in the order of its backward. Tied ones, the embedding's, are read by chunk 0.
+        self._in_forward_order = sorted(reversed(self._shares), key=lambda share: share.bucket.chunk or 0)  # noqa: C414
+        self._update = Update(self._shares, self._options, self._device)
+        self._traffic = GradientTraffic(self._buckets, self._send, early=self._options.overlap_grad_reduce)
+        self._traffic.start_step()
+        self._counted = [grads for share in self._shares for grads in share.counted()]
+
+    def zero_grad(self) -> None:
+        """Clear the buckets; nothing has arrived and nothing is sent."""
+        for bucket in self._buckets:
+            bucket.grad.zero_()
+        self._traffic.start_step()
+
+    def grad_ready(self, parameter: Parameter) -> None:
+        """Send the complete buckets at the head of this chunk's sequence, never out of it."""
+        self._traffic.arrived(parameter)
+
+    def start_grad_sync(self, chunk: int) -> None:
+        """Send what is left of ``chunk``."""
+        self._traffic.flush(chunk)
+
+    def finish_grad_sync(self) -> None:
+        """Wait for every reduction, then make partial gradients whole, where this rank updates them."""
+        self._traffic.finish()
+        for share in self._shares:
+            axis = next(iter(share.bucket.infos.values())).partial_over
+            if axis is not None:
+                self._groups.sum_(share.bucket.grad[share.updated.start : share.updated.stop], axis)
+            share.take_gradients()
+
+    def unscale_(self, factor: Tensor) -> Tensor:
+        """Multiply by ``factor`` and look for non-finite values, in one pass over each share."""
+        found_inf = torch.zeros(1, device=self._device)
+        grads = [share.grads for share in self._shares if share.updated]
+        if grads:
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+        return self._groups.max_(found_inf, "world")
+
+    def clip_(self, max_norm: float) -> Tensor:
+        """Clip by the global norm: each rank adds the squares of what it alone answers for, in float64."""
+        squares = torch.zeros(1, dtype=torch.float64, device=self._device)
+        for grads in self._counted:
+            squares += torch.linalg.vector_norm(grads, dtype=torch.float64).square()
+        norm = self._groups.sum_(squares, "world").sqrt()
+        if max_norm > 0:
+            coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(self._main)
+            for share in self._shares:
+                share.grads.mul_(coefficient)
+        return norm.float()
+
+    def count_zeros(self) -> Tensor:
+        """Zeros among the gradients of all logical tensors, padding left out, fp32 [1]."""
+        zeros = torch.zeros(1, device=self._device)
+        for share in self._shares:
+            for piece in share.pieces(share.owned):
+                if piece.info.counted:
+                    zeros += (share.grads[share.local(piece.world)] == 0).sum()
+        return self._groups.sum_(zeros, "world")
+
+    def step(self, lr: float, weight_decay: float) -> None:
+        """Update the masters of this rank's shares and round them to parameters."""
+        self._update.step(lr, weight_decay)
+        for share in self._shares:
+            share.give_values()
+
+    def start_param_sync(self) -> None:
+        """Start to gather what other ranks updated: the buckets that the next forward reads first go first."""
+        for share in self._in_forward_order:
+            self._arriving[share.bucket] = self._sharing.start_gather(share.values, share.bucket)
+        if not self._overlap:
+            self.ensure_ready(self._bucket_of)
+
+    def ensure_ready(self, parameters: Iterable[Parameter]) -> None:
+        """Wait for the buckets of ``parameters`` that are still on their way."""
+        if not self._arriving:
+            return
+        for parameter in parameters:
+            pending = self._arriving.pop(self._bucket_of[parameter], None)
+            if pending is not None:
+                pending.wait()
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes that this rank holds, by role."""
+        if self._device.type == "meta":
+            self._update.make_state()
+        shares = self._shares
+        return {
+            "parameters": sum(share.values.nbytes for share in shares),
+            "gradients": sum(bucket.grad.nbytes for bucket in self._buckets),
+            "masters": sum(share.masters.nbytes for share in shares if share.has_masters),
+            "main_gradients": sum(share.grads.nbytes for share in shares if share.has_main_grads),
+            "state": sum(tensor.nbytes for tensor in self._update.tensors()),
+        }
+
+    def iter_state(self) -> Iterator[StatePiece]:
+        """What this rank alone answers for, in boxes of logical tensors; a tied or replicated copy once."""
+        return iter_state(self._update)
+
+    def load_state(self, read: ReadState) -> None:
+        """Read masters and state of all that this rank updates, then bring the parameters to every rank."""
+        self.zero_grad()
+        for share in self._shares:
+            share.grads.zero_()
+        load_state(self._update, read)
+        for share in self._shares:
+            share.give_values()
+        self.start_param_sync()
+        self.ensure_ready(self._bucket_of)
+
+    def _send(self, bucket: Bucket) -> Pending:
+        if self._grad_scale != 1.0:
+            bucket.grad.mul_(self._grad_scale)
+        return self._sharing.start_reduce(bucket)

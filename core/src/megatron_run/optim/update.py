@@ -1,0 +1,119 @@
+"""An update rule at work on segments: ranges of a share whose values are updated with the same numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_run.optim.rules import find_rule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    from megatron_run.contracts import ParamInfo
+    from megatron_run.optim.options import UpdateOptions
+    from megatron_run.optim.share import Share
+
+
+class Group(NamedTuple):
+    """What values must have in common to be updated together."""
+
+    decays: bool
+    lr_mult: float
+    by_rest: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Values ``world`` of the share's bucket as PyTorch's optimizers want them: a parameter with its gradient.
+
+    Flat, or one logical tensor in its shape when the rule wants it whole.
+    """
+
+    share: Share
+    world: range
+    group: Group
+    values: Parameter
+
+    @classmethod
+    def of(cls, share: Share, world: range, group: Group, shape: tuple[int, ...] = (-1,)) -> Segment:
+        """The segment of ``world``, whose values and gradient are views of the share's."""
+        values = Parameter(share.masters[share.local(world)].view(shape))
+        values.grad = share.grads[share.local(world)].view(shape)
+        return cls(share, world, group, values)
+
+
+class Update:
+    """Applies ``options.rule`` to ``shares``."""
+
+    def __init__(self, shares: Sequence[Share], options: UpdateOptions, device: torch.device) -> None:
+        self._options, self._rule = options, find_rule(options)
+        cut = self._whole_tensors if self._rule.whole else self._runs
+        self.segments = tuple(segment for share in shares for segment in cut(share))
+        rules = {False: self._rule, True: self._rule.rest}
+        self._optimizers = [
+            rule.make(groups, device)
+            for by_rest, rule in rules.items()
+            if rule is not None and (groups := self._groups(by_rest=by_rest))
+        ]
+
+    def step(self, lr: float, weight_decay: float) -> None:
+        """Update every segment; ``weight_decay`` where it decays."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group["megatron_run"].lr_mult
+                group["weight_decay"] = weight_decay if group["megatron_run"].decays else 0.0
+            optimizer.step()
+
+    def make_state(self) -> None:
+        """Let the rule make the state of its first step, by one that moves nothing; the values are junk."""
+        self.step(0.0, 0.0)
+
+    def state(self, segment: Segment) -> dict[str, Any]:
+        """The rule's state of ``segment`` by field, as PyTorch holds it; empty before the first step."""
+        return {field: value for field, value in self._state(segment).items() if value is not None}
+
+    def set_state(self, segment: Segment, field: str, value: Any) -> None:
+        """Replace a number of the rule's state; tensors are written into."""
+        self._state(segment)[field] = value
+
+    def _state(self, segment: Segment) -> dict[str, Any]:
+        return next((each.state[segment.values] for each in self._optimizers if segment.values in each.state), {})
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor of the rule's state."""
+        for segment in self.segments:
+            yield from (value for value in self.state(segment).values() if isinstance(value, Tensor))
+
+    def _groups(self, *, by_rest: bool) -> list[dict[str, Any]]:
+        members = [segment for segment in self.segments if segment.group.by_rest == by_rest]
+        return [
+            {"params": [segment.values for segment in members if segment.group == group], "megatron_run": group}
+            for group in dict.fromkeys(segment.group for segment in members)
+        ]
+
+    def _group(self, info: ParamInfo, name: str, *, by_rest: bool = False) -> Group:
+        return Group(info.decay, self._options.factor(name), by_rest)
+
+    def _runs(self, share: Share) -> Iterator[Segment]:
+        """Ranges of one group, the longest that there are."""
+        for group, world in share.runs(lambda info: self._group(info, info.name), share.updated):
+            yield Segment.of(share, world, group)
+
+    def _whole_tensors(self, share: Share) -> Iterator[Segment]:
+        """Each logical tensor, which a rank has whole or not at all."""
+        if not share.updated:
+            return
+        for parameter, info in share.bucket.infos.items():
+            row, columns = parameter.shape[1:].numel(), parameter.shape[1:]
+            for part in info.parts:
+                start = share.bucket.starts[parameter] + part.local.start * row
+                by_rest = len(part.shape) != 2 or self._options.is_left_to_adamw(part.name)  # no hidden matrix
+                group = self._group(info, part.name, by_rest=by_rest and self._rule.rest is not None)
+                world = range(start, start + len(part.local) * row)
+                yield Segment.of(share, world, group, (len(part.local), *columns))

@@ -1,0 +1,63 @@
+"""The distributed optimizer, ZeRO-1 (Rajbhandari et al. 2020): optimizer state is sharded over the data-parallel ranks.
+
+Gradients are reduce-scattered, each rank updates its share of every bucket in fp32, and the updated parameters are
+gathered. With data-parallel size d the master weights and moments of a rank are 1/d of ``adamw``'s; the update itself,
+and what travels, are the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from megatron_run.contracts import PluginInfo
+from megatron_run.hookspecs import hookimpl
+from megatron_run.optim import FlatOptimizer, Sharing, UpdateOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_run.comm import Peers, Pending
+    from megatron_run.contracts import BuildContext, Optimizer
+    from megatron_run.gradients import Bucket
+
+
+class Zero1Options(UpdateOptions):
+    """Options of optimizer ``zero1``: those of ``adamw``, and when parameters travel."""
+
+    overlap_param_gather: bool = Field(
+        True, description="gather updated parameters during the next forward, each bucket just before it is needed"
+    )
+
+
+class Sharded(Sharing):
+    """Each data-parallel rank updates its own share of every bucket, and no other."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+
+    def updated(self, bucket: Bucket) -> range:
+        """This rank's share."""
+        return bucket.shares[self._peers.index]
+
+    def start_reduce(self, bucket: Bucket) -> Pending:
+        """A reduce-scatter; the sum to the owner of a bucket that belongs to one rank."""
+        return self._peers.start_sum_shares(bucket.grad, bucket.shares)
+
+    def start_gather(self, values: Tensor, bucket: Bucket) -> Pending:
+        """An all-gather; a broadcast from the owner of a bucket that belongs to one rank."""
+        return self._peers.start_gather_shares(values, bucket.shares)
+
+
+@hookimpl
+def megatron_run_plugin_info() -> PluginInfo:
+    """Describe the plugin."""
+    return PluginInfo("optimizer", "zero1", options=Zero1Options)
+
+
+@hookimpl
+def megatron_run_create_optimizer(context: BuildContext, options: Zero1Options) -> Optimizer:
+    """Make the optimizer."""
+    sharing = Sharded(context.groups.peers(context.topology, "data"))
+    return FlatOptimizer(context, options, sharing, overlap_param_gather=options.overlap_param_gather)
