@@ -173,7 +173,9 @@ def _record_first_gradients(assembly: Any, seen: Seen) -> None:
                 for parameter, info in described.items():
                     for part in info.parts:
                         rows = main_grad(parameter)[part.local.start : part.local.stop]
-                        seen.gradients[part.name] = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True).numpy()
+                        seen.gradients[part.name] = rows.to(
+                            torch.promote_types(rows.dtype, torch.float32), copy=True
+                        ).numpy()
         return unscale(factor)
 
     assembly.optimizer.unscale_ = record

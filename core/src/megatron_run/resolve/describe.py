@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def describe(run: ResolvedRun) -> str:
-    """Per kind the winner, where it is from, why it won and its options; the topology; the plans; the notices."""
+    """Per kind the winner, where it is from, why it won and the options that were set; the topology; the plans; the notices."""
     parts = [_plugins(run), _topology(run), _plans(run), [f"note: {notice}" for notice in run.notices]]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
@@ -53,7 +53,8 @@ def _plugins(run: ResolvedRun) -> list[str]:
 
 
 def _options(plugin: Plugin) -> str:
-    values = ((key, value) for key, value in dumped(plugin).items() if value is not None)
+    """What differs from the defaults; ``config show`` has the rest."""
+    values = dumped(plugin, defaults=False).items()
     return " ".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values)
 
 

@@ -73,6 +73,8 @@ def kind_section(kind: str, plugins: tuple[Plugin, ...], layer: Layer) -> Plugin
     return PluginSection(use=uses[0], options=dumped(plugins[0]))
 
 
-def dumped(plugin: Plugin) -> dict[str, Any]:
-    """A plugin's options as plain data, every default written out."""
-    return plugin.options.model_dump(mode="json", by_alias=True) if plugin.options is not None else {}
+def dumped(plugin: Plugin, *, defaults: bool = True) -> dict[str, Any]:
+    """A plugin's options as plain data, with or without those that have their defaults."""
+    if plugin.options is None:
+        return {}
+    return plugin.options.model_dump(mode="json", by_alias=True, exclude_defaults=not defaults)
