@@ -28,7 +28,10 @@ from tests.support.resolving import TINY, mistake, mistakes, resolved
         ("run.deterministic=no", "run.deterministic=no: it must be true or false (from --set run.deterministic)"),
         ("run.device=gpu", "run.device=gpu: it must be 'auto', 'cpu' or 'cuda' (from --set run.device)"),
         ("run.threads=0", "run.threads=0: it must be 'auto' or at least 1 (from --set run.threads)"),
-        ("train.precision=bf16", "train.precision=bf16: it must be 'fp32' (from --set train.precision)"),
+        (
+            "train.precision=fp64",
+            "train.precision=fp64: it must be 'fp32', 'bf16' or 'fp16' (from --set train.precision)",
+        ),
         (
             "train.lr_warmup=1 epoch",
             (
