@@ -25,6 +25,10 @@ class TorchOnCpu:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
+    def tensor(self, data: Any, *, device: object = None, **rest: Any) -> Tensor:
+        """As ``torch.tensor``, wherever it was meant to be."""
+        return torch.tensor(data, **rest)
+
     def zeros(self, *size: Any, device: object = None, **rest: Any) -> Tensor:
         """As ``torch.zeros``, wherever it was meant to be."""
         return torch.zeros(*size, **rest)

@@ -30,6 +30,8 @@ BUILT_IN = {
     "observer=jsonl",
 }
 FIRST_PARTY = {
+    "scaler=constant",
+    "scaler=dynamic",
     "schedule=1f1b",
     "schedule=gpipe",
     "schedule=interleaved",

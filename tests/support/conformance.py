@@ -10,9 +10,10 @@ from megatron_run.testing.check import Check, CheckFailed
 
 Options = Mapping[str, object]
 
-#: The network in which a model is tried; other kinds are tried with their defaults.
+#: What must be said of a kind, as the network in which a model is tried, or of one plugin; else defaults are tried.
 SMALL: Mapping[str, Options] = {
     "model": {"num_layers": 4, "hidden_size": 16, "num_heads": 4, "vocab_size": 61},
+    "scaler=constant": {"loss_scale": 1024},
 }
 #: Options that make another plugin of one, tried besides its defaults.
 VARIANTS: Mapping[str, Mapping[str, Options]] = {
@@ -21,13 +22,14 @@ VARIANTS: Mapping[str, Mapping[str, Options]] = {
         "untied, three layers": {"tie_embeddings": False, "num_layers": 3},
     },
     "parallel-layer=tensor": {"without overlap": {"overlap": False}},
+    "scaler=dynamic": {"short window": {"loss_scale_window": 7, "initial_loss_scale": 2.0**16, "hysteresis": 1}},
 }
 
 
 def installed_plugins() -> Iterator[tuple[str, Plugin]]:
     """Every installed plugin of every kind with its options, under the name to show."""
     for entry in scan().entries:
-        plugin, base = load(entry, "the conformance suite"), SMALL.get(entry.kind, {})
+        plugin, base = load(entry, "the conformance suite"), {**SMALL.get(entry.kind, {}), **SMALL.get(str(entry), {})}
         for name, variant in {"": {}, **VARIANTS.get(str(plugin), {})}.items():
             options = plugin.options_model.model_validate({**base, **variant})
             yield f"{plugin}{name and ' as ' + name}", plugin.with_options(options)

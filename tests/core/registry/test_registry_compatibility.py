@@ -83,6 +83,23 @@ def test_a_size_that_is_served_is_no_problem() -> None:
     assert unserved({"parallel.pipeline": 4}, [PIPELINED], NOTHING) == []
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_word_that_needs_no_service_needs_nobody(precision: str) -> None:
+    assert unserved({"train.precision": precision}, [SEQUENTIAL], NOTHING) == []
+
+
+def test_a_word_is_served_by_the_ability_of_key_and_word() -> None:
+    scaling = plugin("scaler", "mine", provides={"train.precision=fp16"})
+    assert unserved({"train.precision": "fp16"}, [scaling], NOTHING) == []
+    (problem,) = unserved({"train.precision": "fp16"}, [plugin("scaler", "none")], NOTHING)
+    assert str(problem) == (
+        "train.precision=fp16 needs a plugin that serves it: scaler=none does not; "
+        "pip install megatron-run-scaler-dynamic and choose --plugin scaler=dynamic "
+        "or pip install megatron-run-scaler-constant and choose --plugin scaler=constant; "
+        "or set train.precision=bf16"
+    )
+
+
 def test_an_unserved_size_names_the_installed_plugin_to_choose() -> None:
     (problem,) = unserved({"parallel.pipeline": 2}, [SEQUENTIAL], INSTALLED)
     assert str(problem) == (

@@ -13,7 +13,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megatron_run.config.layers import DEFAULT_PLUGINS, SEPARATORS
+from megatron_run.config.defaults import default_text
+from megatron_run.config.layers import SEPARATORS
 from megatron_run.config.origin import KIND_SECTIONS, Key, dotted
 from megatron_run.config.schema import SECTIONS, Header
 from megatron_run.config.span import Span
@@ -62,8 +63,8 @@ def kernel_keys() -> Iterator[KeyInfo]:
     for name, model in SECTIONS.items():
         yield from model_keys(model, (name,))
     for section, kind in KIND_SECTIONS.items():
-        default = SEPARATORS.get(kind, "").join(DEFAULT_PLUGINS.get(kind, ())) or "required"
         several = f"names of plugins, separated by {SEPARATORS[kind]}" if kind in SEPARATORS else "name of a plugin"
+        default = default_text(kind) or "required"
         yield KeyInfo((section, "use"), several, default, "NAME, DIST:NAME or a file ./mine.py")
 
 

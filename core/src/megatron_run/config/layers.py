@@ -6,22 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_run.config.origin import DEFAULT, KIND_SECTIONS, Choice, Key, Origin, Text, Value, dotted, section_of
+from megatron_run.config.origin import KIND_SECTIONS, Choice, Key, Origin, Text, Value, dotted, section_of
 from megatron_run.config.problems import Findings
 from megatron_run.config.schema import RIVALS, SECTIONS
 from megatron_run.config.yaml import Node, bare
 from megatron_run.errors import InputError, did_you_mean
-
-#: What is chosen where nobody says otherwise. Data is absent: it is never chosen in silence.
-DEFAULT_PLUGINS: Mapping[str, tuple[str, ...]] = {
-    "scaler": ("none",),
-    "optimizer": ("adamw",),
-    "schedule": ("sequential",),
-    "parallel-layer": ("dense",),
-    "graph-capture": ("none",),
-    "model": ("gpt",),
-    "observer": ("console", "jsonl", "tensorboard"),
-}
 
 #: Kinds that take several plugins, and what separates their names.
 SEPARATORS: Mapping[str, str] = {"parallel-layer": "+", "observer": ","}
@@ -60,14 +49,6 @@ class Layer:
                 fix=f"keep one{'; stack with +' if kind == 'parallel-layer' else ''}",
             )
         self.choices[kind] = chosen
-
-
-def default_layer() -> Layer:
-    """The weakest layer: the default plugins."""
-    layer = Layer()
-    for kind, words in DEFAULT_PLUGINS.items():
-        layer.choose(kind, words, DEFAULT)
-    return layer
 
 
 def layer_from(sections: Mapping[str, Node], findings: Findings) -> Layer:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_run.config.arguments import command_line_layer, environment_layer
-from megatron_run.config.layers import Layer, assign, default_layer, layer_from, merge
+from megatron_run.config.defaults import default_layer, follow_rules
+from megatron_run.config.layers import Layer, assign, layer_from, merge
 from megatron_run.config.origin import Origin
 from megatron_run.config.problems import Findings
 from megatron_run.config.request import Request
@@ -22,6 +23,8 @@ _STDIN = "-"
 
 def read_layers(request: Request, findings: Findings, notices: list[str]) -> Layer:
     """Every layer of ``request`` merged, defaults included and suggestions not. What is wrong enters ``findings``.
+
+    Where nobody chose the plugin of a kind, what was said about other keys may decide it.
 
     Raises :class:`~megatron_run.errors.Problems` at once when a CONFIG cannot be read: what else seems to be wrong
     would only follow from what it would have said.
@@ -37,7 +40,9 @@ def read_layers(request: Request, findings: Findings, notices: list[str]) -> Lay
     layers.append(_values_layer(request.values, findings))
     if unread:
         findings.settle()
-    return merge(layers)
+    merged = merge(layers)
+    follow_rules(merged)
+    return merged
 
 
 def presets() -> dict[str, str]:

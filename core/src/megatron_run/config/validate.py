@@ -121,14 +121,18 @@ def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
-def unknown_key(prefix: Key, word: str, known: Iterable[str], origin: Origin, owner: str = "") -> InputError:
-    """The error of a key that does not exist; ``owner`` is what would have it, the section unless given."""
+def unknown_key(
+    prefix: Key, word: str, known: Iterable[str], origin: Origin, owner: str = "", hint: str = ""
+) -> InputError:
+    """The error of a key that does not exist; ``owner`` is what would have it, the section unless given.
+
+    ``hint`` says who has it: then nothing that is only spelt alike is suggested.
+    """
     names = list(known)
     owner = owner or dotted(prefix)
     listed = f"{owner} has {', '.join(names)}" if names else f"{owner} has no options"
-    return InputError(
-        f"unknown key {dotted((*prefix, word))}", origin=str(origin), fix=did_you_mean(word, names) or listed
-    )
+    fix = f"{hint}; {listed}" if hint else did_you_mean(word, names) or listed
+    return InputError(f"unknown key {dotted((*prefix, word))}", origin=str(origin), fix=fix)
 
 
 def _read(key: Key, value: Value, annotation: object) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,8 @@ from megatron_run.errors import InputError, advice, did_you_mean
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+
+    from megatron_run.config.schema import Config
 
 #: The kinds, in the order in which a run reports them, with the version of each kind's contract.
 KINDS: Mapping[str, int] = MappingProxyType(
@@ -49,13 +51,19 @@ class PluginInfo:
     written for. ``options`` is a frozen pydantic model, or None when there is nothing to set.
 
     ``provides`` and ``requires`` are abilities: a configuration key that the plugin serves when it is above 1
-    (``parallel.pipeline``), or any word two plugins agree on; each plugin provides ``kind=name`` without saying so.
+    (``parallel.pipeline``), a setting that it serves (``train.precision=fp16``), or any word two plugins agree on; each
+    plugin provides ``kind=name`` without saying so.
     ``conflicts`` are abilities that must not be present. ``suggests`` are configuration values that the plugin would
     like where the user said nothing (interleaved: two stages with two chunks each); ``suggests_with`` adds some where
     an option of the plugin has a certain value: ``{"variant=v": {"parallel.chunks": 2}}``.
 
     Layers that provide ``parallel.tensor`` are made once on the meta device, whatever its value, before anything is
     started or written: what they refuse is said then.
+
+    ``check_config`` is called with the whole configuration, resolved and otherwise found correct, and the options,
+    wherever a run is planned. It returns what the user should know, a line each: an option that does nothing here, a
+    value that costs more than it seems. What cannot be at all it refuses with a :class:`megatron_run.errors.RunError`;
+    where that names keys, where they came from is added.
 
     ``check_device`` is called with the device of a rank, ``cpu`` or ``cuda:N``, and the options; it raises a
     :class:`megatron_run.errors.RunError` when the plugin cannot run there as they ask. A library that not every machine
@@ -77,6 +85,7 @@ class PluginInfo:
     conflicts: frozenset[str] = frozenset()
     suggests: Mapping[str, Any] = field(default_factory=dict)
     suggests_with: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    check_config: Callable[[Config, Any], Iterable[str]] | None = None
     check_device: Callable[[str, Any], None] | None = None
     state_version: int = 1
     upgrade_state: Callable[[Mapping[str, Any], int], Mapping[str, Any]] | None = None

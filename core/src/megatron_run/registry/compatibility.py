@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from megatron_run.errors import InputError, PluginError
 from megatron_run.registry.discover import Catalog
 from megatron_run.registry.known import Known, known_providers
 from megatron_run.registry.plugin import Plugin
+
+#: Words of a key that a plugin must serve, and the setting to make where none shall.
+_SERVED_WORDS: Mapping[str, str] = MappingProxyType({"train.precision=fp16": "train.precision=bf16"})
 
 
 def misfits(plugins: Sequence[Plugin], catalog: Catalog) -> list[PluginError]:
@@ -25,25 +29,39 @@ def misfits(plugins: Sequence[Plugin], catalog: Catalog) -> list[PluginError]:
     return problems
 
 
-def unserved(sizes: Mapping[str, int], plugins: Sequence[Plugin], catalog: Catalog) -> list[InputError]:
-    """Every configuration key of ``sizes`` that is above 1 (or true) and that no chosen plugin provides.
+def unserved(settings: Mapping[str, int | str], plugins: Sequence[Plugin], catalog: Catalog) -> list[InputError]:
+    """Every setting that needs a plugin's service and gets none.
 
-    ``sizes`` maps keys such as ``parallel.pipeline`` to their values; the error names the plugin that would serve it.
+    ``settings`` maps keys to values. One above 1, or true, needs a plugin that provides the key
+    (``parallel.pipeline``), and a word that works only with the help of a plugin one that provides ``key=word``
+    (``train.precision=fp16``). The error names the plugin that would serve it.
     """
     abilities = _abilities(plugins)
-    asked = (key for key, size in sizes.items() if (size is True or size > 1) and key not in abilities)
-    return [_unserved(key, sizes[key], plugins, catalog) for key in asked]
+    needs = {key: _needs(key, value) for key, value in settings.items()}
+    return [
+        _unserved(key, settings[key], ability, plugins, catalog)
+        for key, ability in needs.items()
+        if ability and ability not in abilities
+    ]
 
 
-def _unserved(key: str, size: int, plugins: Sequence[Plugin], catalog: Catalog) -> InputError:
-    providers = known_providers(key)
+def _needs(key: str, value: int | str) -> str:
+    """The ability that serves ``key`` at ``value``; empty when it needs no service."""
+    if isinstance(value, str):
+        word = f"{key}={value}"
+        return word if word in _SERVED_WORDS else ""
+    return key if value is True or value > 1 else ""
+
+
+def _unserved(key: str, value: int | str, ability: str, plugins: Sequence[Plugin], catalog: Catalog) -> InputError:
+    providers = known_providers(ability)
     kinds = {provider.kind for provider in providers}
     chosen = ", ".join(str(plugin) for plugin in plugins if plugin.kind in kinds)
-    smallest = f"set {key}={'false' if size is True else 1}"
+    instead = _SERVED_WORDS.get(ability, f"{key}={'false' if value is True else 1}")
     return InputError(
-        f"{key}={str(size).lower()} needs a plugin that serves it",
+        f"{key}={str(value).lower()} needs a plugin that serves it",
         why=f"{chosen} does not" if chosen else "no chosen plugin does",
-        fix="; or ".join(filter(None, (_advice(providers, catalog), smallest))),
+        fix="; or ".join(filter(None, (_advice(providers, catalog), f"set {instead}"))),
     )
 
 

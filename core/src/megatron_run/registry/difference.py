@@ -24,6 +24,9 @@ _INFO_TYPES: Mapping[str, type] = {
     "state_version": int,
 }
 
+#: Fields of PluginInfo that are functions of two things, or None: what the first thing is.
+_CHECKS: Mapping[str, str] = {"check_config": "the configuration", "check_device": "the device"}
+
 
 def in_one_line(cause: BaseException) -> str:
     """An exception of a plugin as part of a message: ``ValueError: what it says``."""
@@ -55,10 +58,10 @@ def info_difference(info: object, kind: str, name: str) -> str:
     for field, wanted in _INFO_TYPES.items():
         if not isinstance(getattr(info, field), wanted):
             return f"says {field}={getattr(info, field)!r}, which must be a {wanted.__name__}"
-    if info.check_device is not None and not _takes_two(info.check_device):
-        return (
-            f"says check_device={info.check_device!r}, which must be a function of the device and the options, or None"
-        )
+    for field, given in _CHECKS.items():
+        check = getattr(info, field)
+        if check is not None and not _takes_two(check):
+            return f"says {field}={check!r}, which must be a function of {given} and the options, or None"
     if (info.kind, info.name) != (kind, name):
         return f"says {info.kind}={info.name}, and it was chosen as {kind}={name}"
     if info.api > KINDS[kind]:

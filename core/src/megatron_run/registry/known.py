@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Known:
-    """A first-party package. ``provides`` as in PluginInfo; ``available`` is false while it is only planned."""
+    """A first-party package. ``provides`` as in PluginInfo; ``available`` is false while it is only planned.
+
+    ``options`` are the names of its options, for who sets one while another plugin of the kind is chosen; all or none.
+    """
 
     kind: str
     name: str
     available: bool = False
     provides: frozenset[str] = frozenset()
+    options: tuple[str, ...] = ()
 
     @property
     def distribution(self) -> str:
@@ -27,20 +31,29 @@ class Known:
         return f"{self.distribution} is planned, not yet released"
 
 
+_FP16 = frozenset({"train.precision=fp16"})
+_DYNAMIC = (
+    "initial_loss_scale",
+    "min_loss_scale",
+    "loss_scale_window",
+    "hysteresis",
+    "growth_factor",
+    "backoff_factor",
+)
 _PIPELINE = frozenset({"parallel.pipeline"})
 _CHUNKED = frozenset({"parallel.pipeline", "parallel.chunks"})
 _TENSOR = frozenset({"parallel.tensor", "parallel.sequence"})
 
 KNOWN: tuple[Known, ...] = (
-    Known("scaler", "constant"),
-    Known("scaler", "dynamic"),
+    Known("scaler", "dynamic", available=True, provides=_FP16, options=_DYNAMIC),
+    Known("scaler", "constant", available=True, provides=_FP16, options=("loss_scale",)),
     Known("optimizer", "zero1", available=True),
     Known("optimizer", "deepspeed"),
     Known("schedule", "1f1b", available=True, provides=_PIPELINE),
-    Known("schedule", "interleaved", available=True, provides=_CHUNKED),
+    Known("schedule", "interleaved", available=True, provides=_CHUNKED, options=("group_size",)),
     Known("schedule", "gpipe", available=True, provides=_CHUNKED),
-    Known("schedule", "zero-bubble", available=True, provides=_CHUNKED),
-    Known("parallel-layer", "tensor", available=True, provides=_TENSOR),
+    Known("schedule", "zero-bubble", available=True, provides=_CHUNKED, options=("variant",)),
+    Known("parallel-layer", "tensor", available=True, provides=_TENSOR, options=("overlap",)),
     Known("parallel-layer", "te", available=True, provides=_TENSOR),
     Known("graph-capture", "partial"),
     Known("graph-capture", "te"),
@@ -54,6 +67,11 @@ KNOWN: tuple[Known, ...] = (
 def known_plugin(kind: str, name: str) -> Known | None:
     """The first-party package of that kind and name, installed or not."""
     return next((known for known in KNOWN if (known.kind, known.name) == (kind, name)), None)
+
+
+def known_owners(kind: str, option: str) -> tuple[Known, ...]:
+    """First-party packages of ``kind`` that exist and have ``option``."""
+    return tuple(known for known in KNOWN if known.kind == kind and known.available and option in known.options)
 
 
 def known_providers(ability: str) -> tuple[Known, ...]:

@@ -24,6 +24,7 @@ from megatron_run.errors import PluginError, RunError
 from megatron_run.registry.difference import in_one_line, said_type
 
 if TYPE_CHECKING:
+    from megatron_run.config.schema import Config
     from megatron_run.registry.discover import Entry
 
 #: What the factory of each kind must return.
@@ -113,6 +114,24 @@ class Plugin:
             wanted = f"megatron_run.contracts.{contract.__name__}"
             raise self.failed(hook, f"it returned {said_type(made)}, and must return a {wanted}")
         return made
+
+    def check_config(self, config: Config) -> tuple[str, ...]:
+        """What the user should know about the plugin, as it is set, in a run of ``config``; one line each.
+
+        Raises a :class:`RunError` when it cannot be part of that run.
+        """
+        if self.info.check_config is None:
+            return ()
+        try:
+            notices = self.info.check_config(config, self._options())
+            said = () if isinstance(notices, str) else tuple(notices)
+        except RunError:
+            raise
+        except Exception as cause:
+            raise self.failed("check_config", in_one_line(cause)) from cause
+        if isinstance(notices, str) or not all(isinstance(notice, str) for notice in said):
+            raise self.failed("check_config", f"it returned {notices!r}, and must return texts")
+        return said
 
     def check_device(self, device: str) -> None:
         """Raise a :class:`RunError` when the plugin, as it is set, cannot run on ``device``: ``cpu`` or ``cuda:0``."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_run.config.layers import Layer, default_layer, merge
+from megatron_run.config.defaults import default_layer
+from megatron_run.config.layers import Layer, merge
 from megatron_run.config.origin import DEFAULT, Choice, Key, Origin, dotted, section_of
 from megatron_run.config.problems import Findings
 from megatron_run.contracts.plugin import KINDS
@@ -62,7 +63,12 @@ def _given(objects: Iterable[object], findings: Findings) -> dict[str, tuple[Plu
 def _load(
     catalog: Catalog, kind: str, choice: Choice, digests: SourceDigests, findings: Findings, notices: list[str]
 ) -> Plugin | None:
-    """The plugin of ``choice``; an observer that nobody asked for may be absent or broken, which is a notice."""
+    """The plugin of ``choice``; an observer that nobody asked for may be absent or broken, which is a notice.
+
+    So is a plugin that nobody chose and that is not the usual default.
+    """
+    if choice.origin.layer == "default" and choice.origin != DEFAULT:
+        notices.append(f"{kind}={choice.word} is {choice.origin}")
     try:
         return load(choose(catalog, kind, choice.word, str(choice.origin)), str(choice.origin), digests)
     except PluginError as error:

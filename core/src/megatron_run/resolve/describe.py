@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def describe(run: ResolvedRun) -> str:
-    """Per kind the winner, where it is from, why it won and the options that were set; the topology; the plans; the notices."""
+    """Per kind the winner, where it is from, why it won, the options that were set; the topology; plans; notices."""
     parts = [_plugins(run), _topology(run), _plans(run), [f"note: {notice}" for notice in run.notices]]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 

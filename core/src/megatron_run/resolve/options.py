@@ -11,6 +11,7 @@ from megatron_run.config.origin import Key, Value, dotted, section_of
 from megatron_run.config.problems import Findings
 from megatron_run.config.schema import PluginSection, PluginsSection
 from megatron_run.config.validate import fields_of, unknown_key, validate
+from megatron_run.registry.known import known_owners
 from megatron_run.registry.load import Plugin
 
 
@@ -37,7 +38,7 @@ def with_options(
             dropped.append(dotted((section, *key)))
         else:
             known = dict.fromkeys(field for plugin in plugins for field in fields_of(plugin.options_model))
-            findings.add(unknown_key((section,), key[0], known, value.origin, owner))
+            findings.add(unknown_key((section,), key[0], known, value.origin, owner, _who_has(kind, key[0])))
     if dropped:
         notices.append(f"{owner} has no {', '.join(dropped)}, written for another {kind}: dropped")
     return tuple(_validated(plugin, owned[plugin.name], findings) for plugin in plugins)
@@ -48,6 +49,12 @@ def _owners(kind: str, key: Key, plugins: tuple[Plugin, ...]) -> dict[str, Key]:
     if kind in SEPARATORS and len(key) > 1 and key[0] in {plugin.name for plugin in plugins}:
         return {key[0]: key[1:]}
     return {plugin.name: key for plugin in plugins if key[0] in fields_of(plugin.options_model)}
+
+
+def _who_has(kind: str, option: str) -> str:
+    """What to choose to have ``option``, where a package of ours is known to."""
+    owners = [f"--plugin {kind}={known.name}" for known in known_owners(kind, option)]
+    return f"choose {' or '.join(owners)}, which has it" if owners else ""
 
 
 def _reachable(kind: str, key: Key, plugins: tuple[Plugin, ...], layer: Layer) -> bool:

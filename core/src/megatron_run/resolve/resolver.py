@@ -101,7 +101,7 @@ class _Resolver:
         parallel = self._section(ParallelSection, "parallel", layer)
         evaluation = self._section(EvalSection, "eval", layer)
         sizes = self._sizes(parallel)
-        fits = self._fits(parallel, plugins, catalog)
+        fits = self._fits(parallel, train, plugins, catalog)
         counts = self._counts(train, sizes)
         layout, plans = self._plans(plugins, parallel if fits else None, counts)
         origins = _origins(layer)
@@ -114,6 +114,7 @@ class _Resolver:
             eval=_sure(evaluation),
             **{section_of(kind): kind_section(kind, many, layer) for kind, many in plugins.items()},
         )
+        self._ask_plugins(plugins, config, origins)
         return ResolvedRun(
             config=config,
             plugins=MappingProxyType(plugins),
@@ -148,14 +149,20 @@ class _Resolver:
                 return infer_sizes(parallel, self._request.nproc)
         return None
 
-    def _fits(self, parallel: ParallelSection | None, plugins: Plugins, catalog: Catalog) -> bool:
-        """Whether the chosen plugins fit together and serve the sizes that were asked for."""
+    def _fits(
+        self, parallel: ParallelSection | None, train: TrainSection | None, plugins: Plugins, catalog: Catalog
+    ) -> bool:
+        """Whether the chosen plugins fit together and serve the sizes that were asked for.
+
+        A precision that none serves is a problem too, but not one that keeps a schedule from being planned.
+        """
         if not plugins.keys() >= KINDS.keys():  # the plugin that is missing might have been the one that serves
             return False
         everyone = [plugin for many in plugins.values() for plugin in many]
-        asked = {f"parallel.{key}": getattr(parallel, key) for key in _SERVED} if parallel is not None else {}
-        problems = [*misfits(everyone, catalog), *unserved(asked, everyone, catalog)]
-        for problem in problems:
+        sizes = {f"parallel.{key}": getattr(parallel, key) for key in _SERVED} if parallel is not None else {}
+        precision = {"train.precision": train.precision} if train is not None else {}
+        problems = [*misfits(everyone, catalog), *unserved(sizes, everyone, catalog)]
+        for problem in (*problems, *unserved(precision, everyone, catalog)):
             self._findings.add(problem)
         return not problems
 
@@ -174,6 +181,13 @@ class _Resolver:
             with self._findings.collect():
                 return plan_run(schedule, layers_of(model), parallel, counts)
         return (), {}
+
+    def _ask_plugins(self, plugins: Plugins, config: Config, origins: Mapping[Key, Origin]) -> None:
+        """What each plugin says to the whole configuration. Raises what any of them refuses."""
+        for plugin in (plugin for many in plugins.values() for plugin in many):
+            with self._findings.collect():
+                self._notices += plugin.check_config(config)
+        self._settle(origins)
 
     def _settle(self, origins: Mapping[Key, Origin]) -> None:
         """Raise everything that was found, each with where it came from."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from math import isfinite
 
 import torch
 
@@ -11,6 +13,9 @@ from megatron_run.testing.check import Check, CheckFailed
 from megatron_run.testing.context import single_process_context
 
 ScalerFactory = Callable[[BuildContext], Scaler]
+
+#: Steps of a history that saves its state between overflows, within a long clean stretch, and after it.
+_SAVED_AT = (0, 3, 30, 700, 1500)
 
 
 def scaler_checks(factory: ScalerFactory) -> tuple[Check, ...]:
@@ -24,6 +29,9 @@ def scaler_checks(factory: ScalerFactory) -> tuple[Check, ...]:
         Check("inv_scale is the reciprocal taken in float64", lambda: _check_reciprocal(make())),
         Check("scale keeps its storage through updates", lambda: _check_storage(make())),
         Check("the same overflows give the same scales", lambda: _check_deterministic(make(), make())),
+        Check("an overflow is any found_inf above 0, which is left as it is", lambda: _check_found_inf(make(), make())),
+        Check("its state is finite numbers, as JSON has them", lambda: _check_json(make())),
+        Check("with its state another goes on as it does", lambda: _check_resumed(make)),
     )
 
 
@@ -31,6 +39,11 @@ def overflows(seed: int = 0, steps: int = 200) -> list[torch.Tensor]:
     """A random sequence of found_inf flags, each fp32 [1]: about one step in ten overflows."""
     generator = torch.Generator().manual_seed(seed)
     return [(torch.rand(1, generator=generator) < 0.1).float() for _ in range(steps)]
+
+
+def long_history() -> list[torch.Tensor]:
+    """Flags with a clean stretch in which windows of up to 1200 steps become full, and overflows on either side."""
+    return [*overflows(1, 60), *(torch.zeros(1) for _ in range(1400)), *overflows(2, 100)]
 
 
 def _check_scale(scaler: Scaler) -> None:
@@ -58,6 +71,9 @@ def _check_storage(scaler: Scaler) -> None:
         scaler.update(found_inf)
         if scaler.scale.data_ptr() != address:
             raise CheckFailed(f"step {step}: scale moved to another storage; write into it instead")
+    scaler.load_state_dict(_saved(scaler))
+    if scaler.scale.data_ptr() != address:
+        raise CheckFailed("load_state_dict moved scale to another storage; write into it instead")
 
 
 def _check_deterministic(first: Scaler, second: Scaler) -> None:
@@ -66,3 +82,48 @@ def _check_deterministic(first: Scaler, second: Scaler) -> None:
         second.update(found_inf)
         if not torch.equal(first.scale, second.scale):
             raise CheckFailed(f"step {step}: two scalers with one history have {first.scale} and {second.scale}")
+
+
+def _check_found_inf(first: Scaler, second: Scaler) -> None:
+    for step, found_inf in enumerate(overflows()):
+        many = found_inf * (2 + step)
+        first.update(found_inf.clone())
+        second.update(many)
+        if not torch.equal(first.scale, second.scale):
+            found = f"{first.scale.item()} after found_inf=1 and {second.scale.item()} after found_inf={2 + step}"
+            raise CheckFailed(f"step {step}: scale is {found}")
+        if not torch.equal(many, found_inf * (2 + step)):
+            raise CheckFailed(f"step {step}: update changed found_inf, which the trainer reads after it")
+
+
+def _check_json(scaler: Scaler) -> None:
+    for step, found_inf in enumerate(overflows()):
+        state = scaler.state_dict()
+        for name, value in state.items():
+            if type(value) not in (int, float) or not isfinite(value):
+                raise CheckFailed(f"before step {step}: the state has {name}={value!r}, expected a finite number")
+        scaler.update(found_inf)
+
+
+def _check_resumed(make: Callable[[], Scaler]) -> None:
+    """Each copy is made from a state at one step of a history, and must have the original's scales from there on."""
+    history, original = long_history(), make()
+    copies: dict[int, Scaler] = {}
+    for step, found_inf in enumerate(history):
+        if step in _SAVED_AT:
+            copies[step] = make()
+            for _ in range(3):  # a state of its own, which the loaded one must replace as a whole
+                copies[step].update(torch.ones(1))
+            copies[step].load_state_dict(_saved(original))
+        for saved, copy in copies.items():
+            if not torch.equal(copy.scale, original.scale):
+                found = f"{copy.scale.item()}, and {original.scale.item()} without the interruption"
+                raise CheckFailed(f"saved before step {saved}: before step {step} scale is {found}")
+            copy.update(found_inf)
+        original.update(found_inf)
+
+
+def _saved(scaler: Scaler) -> Mapping[str, float]:
+    """Its state after a trip through JSON."""
+    state: Mapping[str, float] = json.loads(json.dumps(dict(scaler.state_dict())))
+    return state

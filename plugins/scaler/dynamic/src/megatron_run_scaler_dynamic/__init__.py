@@ -1,0 +1,116 @@
+"""Scaler ``dynamic``: the loss scale grows while gradients stay finite, and backs off when they overflow.
+
+Dynamic loss scaling (Micikevicius et al., "Mixed Precision Training", 2018) with the hysteresis of Megatron-LM. After
+each step, with W the window and H the hysteresis:
+
+- overflow: the growth tracker is 0 again and the hysteresis tracker falls by one; when it is at most 0, the scale backs
+  off: ``max(scale x backoff_factor, min_loss_scale)``;
+- clean: the growth tracker rises by one; at W the scale grows, ``scale x growth_factor``, the growth tracker is 0 again
+  and the hysteresis tracker H.
+
+The hysteresis tracker is refilled by growth alone, neither by a clean step nor by a backoff, and so may be negative:
+the first H - 1 overflows after a growth are forgiven, and each one after them backs off.
+
+The scale and both trackers live on the device and are written in place: no update reads them on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_run.contracts import PluginInfo, Scaler, scale_notices
+from megatron_run.errors import DataError
+from megatron_run.hookspecs import hookimpl
+from megatron_run_scaler_dynamic.options import LARGEST, SMALLEST, Options
+
+if TYPE_CHECKING:
+    from megatron_run.config.schema import Config
+    from megatron_run.contracts import BuildContext
+
+
+class DynamicScaler(Scaler):
+    """Its state: ``scale``, fp32 [1], and ``growth_tracker`` and ``hysteresis_tracker``, int64 [1]."""
+
+    def __init__(self, options: Options, device: torch.device) -> None:
+        self._options = options
+        self._scale = torch.full((1,), options.initial_loss_scale, dtype=torch.float32, device=device)
+        self._growth_tracker = torch.zeros(1, dtype=torch.int64, device=device)
+        self._hysteresis_tracker = torch.full((1,), options.hysteresis, dtype=torch.int64, device=device)
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The loss scale, fp32 [1]."""
+        return self._scale
+
+    def update(self, found_inf: torch.Tensor) -> None:
+        """Count an overflow, where ``found_inf``, fp32 [1], is above 0, or a clean step, and move the scale.
+
+        It stops growing where its reciprocal would no longer be a normal number of fp32. A growth tracker beyond the
+        window, which the state of a run with a longer one may bring, is a full one.
+        """
+        options, scale = self._options, self._scale
+        overflow = found_inf > 0
+        self._hysteresis_tracker.sub_(overflow.to(torch.int64))
+        backs_off = overflow & (self._hysteresis_tracker <= 0)
+        self._growth_tracker.add_(1).masked_fill_(overflow, 0)
+        window_full = self._growth_tracker >= options.loss_scale_window
+        smaller = (scale * options.backoff_factor).clamp_(min=options.min_loss_scale)
+        larger = scale * options.growth_factor
+        grown = torch.where(window_full & (larger <= LARGEST), larger, scale)
+        scale.copy_(torch.where(backs_off, smaller, grown))
+        self._growth_tracker.masked_fill_(window_full, 0)
+        self._hysteresis_tracker.masked_fill_(window_full, options.hysteresis)
+
+    def state_dict(self) -> dict[str, float]:
+        """``scale``, ``growth_tracker`` and ``hysteresis_tracker``."""
+        return {name: tensor.item() for name, tensor in self._state().items()}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on with the scale and the trackers of ``state``; raises :class:`DataError` when it does not fit."""
+        mine = self._state()
+        if state.keys() != mine.keys():
+            raise DataError(
+                f"the state of scaler=dynamic holds {', '.join(state) or 'nothing'}",
+                why=f"{', '.join(mine)} are needed",
+                fix="choose the scaler that wrote it",
+            )
+        if not SMALLEST <= state["scale"] <= LARGEST:
+            raise DataError(
+                f"the state of scaler=dynamic has the scale {state['scale']:g}",
+                why=f"it must be between {SMALLEST:g} and {LARGEST:g}",
+            )
+        for name, tensor in mine.items():
+            tensor.fill_(state[name])
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return {
+            "scale": self._scale,
+            "growth_tracker": self._growth_tracker,
+            "hysteresis_tracker": self._hysteresis_tracker,
+        }
+
+
+def check_config(config: Config, options: Options) -> Iterator[str]:
+    """Notices about a scale that the precision does not need, or that is not exact."""
+    return scale_notices(config, options.factors())
+
+
+@hookimpl
+def megatron_run_plugin_info() -> PluginInfo:
+    """Serves fp16."""
+    return PluginInfo(
+        "scaler",
+        "dynamic",
+        options=Options,
+        provides=frozenset({"train.precision=fp16"}),
+        check_config=check_config,
+    )
+
+
+@hookimpl
+def megatron_run_create_scaler(context: BuildContext, options: Options) -> Scaler:
+    """Make the scaler."""
+    return DynamicScaler(options, context.device)

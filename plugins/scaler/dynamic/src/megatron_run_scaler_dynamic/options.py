@@ -1,0 +1,35 @@
+"""The options of scaler ``dynamic``: the names and defaults of Megatron-LM's flags."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+#: Scales within these bounds, and their reciprocals, are normal numbers of fp32.
+SMALLEST, LARGEST = 1e-30, 1e30
+
+
+class Options(BaseModel):
+    """The keys of section ``scaler`` when it uses dynamic."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    initial_loss_scale: float = Field(
+        2.0**32, ge=SMALLEST, le=LARGEST, description="what losses are multiplied by at first"
+    )
+    min_loss_scale: float = Field(1.0, ge=SMALLEST, le=LARGEST, description="the scale never backs off below it")
+    loss_scale_window: int = Field(1000, ge=1, description="steps in a row without overflow after which it grows")
+    hysteresis: int = Field(2, ge=1, description="overflows it takes to back off, counted since the scale last grew")
+    growth_factor: float = Field(2.0, gt=1, description="what a growth multiplies the scale by")
+    backoff_factor: float = Field(0.5, gt=0, lt=1, description="what a backoff multiplies the scale by")
+
+    @field_validator("min_loss_scale")
+    @classmethod
+    def _below_initial(cls, smallest: float, info: ValidationInfo) -> float:
+        first = info.data.get("initial_loss_scale", smallest)
+        if smallest > first:
+            raise ValueError(f"it must be at most scaler.initial_loss_scale, which is {first:g}")
+        return smallest
+
+    def factors(self) -> dict[str, float]:
+        """The numbers from which scales are made, by name."""
+        return self.model_dump(exclude={"loss_scale_window", "hysteresis"})
