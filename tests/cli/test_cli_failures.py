@@ -64,9 +64,9 @@ PLUGINS = {
         ("no installed plugin is schedule=interleavd", "did you mean 'interleaved'? installed: sequential, "),
     ),
     "a known package that is not installed": Mistake(
-        f"{PLAIN} --plugin optimizer=zero1",
+        f"{PLAIN} --plugin model=bert",
         3,
-        ("no installed plugin is optimizer=zero1", "megatron-run-optimizer-zero1"),
+        ("no installed plugin is model=bert", "megatron-run-model-bert is planned, not yet released"),
     ),
     "an unknown kind": Mistake(
         f"{PLAIN} --plugin shedule=1f1b",
