@@ -19,6 +19,9 @@ $(shell [ -x $(PY) ] || rm -f .venv/.runtime-* .venv/.dev-*)
 unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE PYTHONWARNINGS VIRTUAL_ENV
 unexport PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
+# DeepSpeed comes as sources, and would compile operators that nothing here uses.
+export DS_BUILD_OPS := 0
+
 .PHONY: run test lint types unit gpu grid setup format docs wheels clean
 run: $(RUNTIME)
 	.venv/bin/megatron-run --plugin schedule=interleaved

@@ -9,8 +9,8 @@ from megatron_run.testing.check import Check
 from megatron_run.testing.suites import SUITES, checks_for
 from tests.support.conformance import installed_plugins
 
-#: It needs a GPU and a library of its own: its tests run this suite, on a GPU with it, elsewhere on a stand-in.
-ELSEWHERE = {"parallel-layer=te"}
+#: They need a library of their own: their tests run this suite, te's on a GPU with it and elsewhere on a stand-in.
+ELSEWHERE = {"parallel-layer=te", "optimizer=deepspeed"}
 CASES = {
     f"{name}: {check.name}": check
     for name, plugin in installed_plugins()

@@ -22,6 +22,10 @@ def _multiplier(text: str) -> str:
     return text
 
 
+#: ``PATTERN:FACTOR``, as in ``embedding.*:0.1``.
+Multiplier = Annotated[str, AfterValidator(_multiplier)]
+
+
 class UpdateOptions(BaseModel):
     """The update rule and its numbers, the type of gradients, and the size of a bucket."""
 
@@ -36,7 +40,7 @@ class UpdateOptions(BaseModel):
     adamw_for: tuple[str, ...] = Field(
         ("embedding.*", "output.*"), description="names of matrices that rule muon leaves to adamw, with * and ?"
     )
-    lr_mult: tuple[Annotated[str, AfterValidator(_multiplier)], ...] = Field(
+    lr_mult: tuple[Multiplier, ...] = Field(
         (),
         description="PATTERN:FACTOR, a factor of the learning rate for such names; the last match counts",
     )

@@ -48,7 +48,7 @@ KNOWN: tuple[Known, ...] = (
     Known("scaler", "dynamic", available=True, provides=_FP16, options=_DYNAMIC),
     Known("scaler", "constant", available=True, provides=_FP16, options=("loss_scale",)),
     Known("optimizer", "zero1", available=True),
-    Known("optimizer", "deepspeed"),
+    Known("optimizer", "deepspeed", available=True),
     Known("schedule", "1f1b", available=True, provides=_PIPELINE),
     Known("schedule", "interleaved", available=True, provides=_CHUNKED, options=("group_size",)),
     Known("schedule", "gpipe", available=True, provides=_CHUNKED),

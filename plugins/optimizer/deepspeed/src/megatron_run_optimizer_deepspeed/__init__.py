@@ -1,0 +1,58 @@
+"""Optimizer ``deepspeed``: DeepSpeed's ZeRO stages 1 and 2 behind the kernel's contract, without DeepSpeed's engine.
+
+Optimizer state and the update are split over the data-parallel ranks by DeepSpeed's own code. It is imported when a run
+starts, never before.
+
+Reading order: ``options``, ``library`` (finding DeepSpeed), ``partitions`` (what a rank updates), ``zero`` (what of
+DeepSpeed is used), ``optimizer``, ``rule`` and ``state``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_run.contracts import Optimizer, PluginInfo
+from megatron_run.errors import InputError
+from megatron_run.hookspecs import hookimpl
+from megatron_run_optimizer_deepspeed.library import find_deepspeed
+from megatron_run_optimizer_deepspeed.optimizer import DeepSpeedZero
+from megatron_run_optimizer_deepspeed.options import Options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatron_run.config.schema import Config
+    from megatron_run.contracts import BuildContext
+
+
+def check_config(config: Config, options: Options) -> Iterator[str]:
+    """Notices about stages that shard nothing. Raises :class:`InputError` for experts, which fewer ranks share."""
+    if config.parallel.expert > 1:
+        raise InputError(
+            f"optimizer=deepspeed reduces every gradient over all data-parallel ranks, and parallel.expert="
+            f"{config.parallel.expert} shares experts among some",
+            fix="set parallel.expert=1, or choose --plugin optimizer=zero1 or adamw",
+        )
+    if config.parallel.data == 1:
+        yield f"optimizer=deepspeed: with one data-parallel rank stage {options.stage} shards nothing"
+    elif options.stage == 2:
+        yield "optimizer=deepspeed: stage 2 saves no memory over stage 1 here, since main_grad stays whole"
+
+
+def check_device(device: str, _: Options) -> None:
+    """Raise :class:`megatron_run.errors.PluginError` unless DeepSpeed is here and can be imported for ``device``."""
+    find_deepspeed(torch.device(device))
+
+
+@hookimpl
+def megatron_run_plugin_info() -> PluginInfo:
+    """Describe the plugin."""
+    return PluginInfo("optimizer", "deepspeed", options=Options, check_config=check_config, check_device=check_device)
+
+
+@hookimpl
+def megatron_run_create_optimizer(context: BuildContext, options: Options) -> Optimizer:
+    """Make the optimizer."""
+    return DeepSpeedZero(context, options)

@@ -1,0 +1,96 @@
+"""Which values of which parameters a rank updates: DeepSpeed's flat groups, as arithmetic and without DeepSpeed.
+
+A group is all parameters of equal hyperparameters, one after the other in the model's order. It is padded so that every
+data-parallel rank gets an equal partition, which may begin and end anywhere in a parameter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_run.optim import boxes, param_ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.nn import Parameter
+
+    from megatron_run.contracts import ParamInfo
+
+#: Each rank's partition is padded to a multiple of this many values. DeepSpeed's own 2 would leave PyTorch's vectorised
+#: update a remainder, which it rounds in another way; more would be more than the CPU's memory is aligned to.
+ALIGNMENT = 32
+
+
+class Piece(NamedTuple):
+    """A box of the logical tensor ``name``, whose values lie at ``local`` in the rank's partition."""
+
+    name: str
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    local: slice
+
+
+class Share(NamedTuple):
+    """The values ``param`` of a flattened parameter, which lie at ``local`` in the rank's partition."""
+
+    parameter: Parameter
+    info: ParamInfo
+    param: range
+    local: range
+
+    def pieces(self) -> Iterator[Piece]:
+        """The boxes of logical tensors; padding within the parameter is left out."""
+        columns = self.parameter.shape[1:]
+        row = columns.numel()
+        for part in self.info.parts:
+            first, end = part.local.start * row, part.local.stop * row
+            inside = range(max(self.param.start, first) - first, min(self.param.stop, end) - first)
+            to_local = first - self.param.start + self.local.start
+            for box in boxes((len(part.local), *columns), inside):
+                origin = (part.start, part.column, *(0 for _ in columns[1:]))
+                starts = tuple(start + offset for start, offset in zip(box.starts, origin, strict=False))
+                yield Piece(part.name, starts, box.sizes, slice(box.flat.start + to_local, box.flat.stop + to_local))
+
+
+@dataclass(frozen=True, eq=False)
+class FlatGroup:
+    """Parameters of equal hyperparameters, of which ``rank`` among ``ranks`` data-parallel ranks updates a part."""
+
+    infos: dict[Parameter, ParamInfo]
+    decays: bool
+    lr_mult: float
+    ranks: int
+    rank: int
+
+    @property
+    def partition(self) -> int:
+        """Values that each rank updates, padding included."""
+        values = sum(parameter.numel() for parameter in self.infos)
+        return -(-values // (ALIGNMENT * self.ranks)) * ALIGNMENT
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters of all partitions, which every rank holds."""
+        return self.partition * self.ranks * next(iter(self.infos)).element_size()
+
+    def shares(self) -> Iterator[Share]:
+        """What lies in this rank's partition, in order and without the padding at its end."""
+        lengths = {parameter: parameter.numel() for parameter in self.infos}
+        starts = dict(zip(lengths, accumulate(lengths.values(), initial=0), strict=False))
+        mine = range(self.rank * self.partition, (self.rank + 1) * self.partition)
+        for parameter, found in param_ranges(starts, lengths, mine):
+            yield Share(parameter, self.infos[parameter], found.param, found.local)
+
+
+def flat_groups(
+    infos: Sequence[dict[Parameter, ParamInfo]], lr_mult: Callable[[str], float], ranks: int, rank: int
+) -> list[FlatGroup]:
+    """The groups of a stage; ``infos[c]`` describes chunk c, and a parameter that chunks share is in one group once."""
+    grouped: dict[tuple[bool, float], dict[Parameter, ParamInfo]] = {}
+    for described in infos:
+        for parameter, info in described.items():
+            grouped.setdefault((info.decay, lr_mult(info.name)), {})[parameter] = info
+    return [FlatGroup(members, *numbers, ranks, rank) for numbers, members in grouped.items()]
