@@ -9,7 +9,7 @@ from megatron_run.comm import Peers, Pending
 from megatron_run.contracts import BuildContext, Optimizer, PluginInfo
 from megatron_run.gradients import Bucket
 from megatron_run.hookspecs import hookimpl
-from megatron_run.optim import FlatOptimizer, Sharing, UpdateOptions
+from megatron_run.optim import FlatOptimizer, Sharing, UpdateOptions, check_update
 
 
 class HalfTheBytes(Sharing):
@@ -30,7 +30,7 @@ class HalfTheBytes(Sharing):
 
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
-    return PluginInfo("optimizer", "half-the-bytes", options=UpdateOptions)
+    return PluginInfo("optimizer", "half-the-bytes", options=UpdateOptions, check_config=check_update)
 
 
 @hookimpl

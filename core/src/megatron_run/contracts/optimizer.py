@@ -109,7 +109,8 @@ class Optimizer(ABC):
         """Bytes that this rank holds between steps, by role.
 
         The roles are ``parameters``, ``gradients``, ``masters``, ``main_gradients`` (fp32 copies of 16-bit gradients)
-        and ``state``. On the meta device, where a run is planned, the same as after a first step elsewhere.
+        and ``state``, left out where it is not known. On the meta device, where a run is planned, the same as after a
+        first step elsewhere.
         """
 
     @abstractmethod

@@ -70,7 +70,7 @@ class Bucket:
 def build_buckets(
     infos: Sequence[dict[Parameter, ParamInfo]],
     shards: int,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
     capacity: int = DEFAULT_CAPACITY,
     *,
     whole: bool = False,
@@ -78,9 +78,10 @@ def build_buckets(
     """Make the buckets of a stage and point every ``main_grad`` into them.
 
     ``infos[c]`` describes the parameters of chunk c. Within a chunk parameters lie in reverse order, since that is how
-    a backward produces gradients, in buckets of their own per ``partial_over``. A tied parameter lies alone, so
-    that its buffer is laid out identically on every stage that holds it. ``shards`` is the data-parallel size: each
-    bucket is cut into as many equal shares or, to keep parameters ``whole``, belongs to one rank.
+    a backward produces gradients, in buckets of their own per ``partial_over`` and type. A tied parameter lies alone,
+    so that its buffer is laid out identically on every stage that holds it. ``dtype`` is that of gradients, None for
+    the parameters' own. ``shards`` is the data-parallel size: each bucket is cut into as many equal shares or, to keep
+    parameters ``whole``, belongs to one rank.
     """
     buckets: list[Bucket] = []
     owners = _Owners(shards) if whole else None
@@ -90,8 +91,8 @@ def build_buckets(
         seen.update(described)
         buckets += [_bucket(None, [item], shards, dtype, owners) for item in fresh if item[1].tie]
         untied = [item for item in fresh if not item[1].tie]
-        for axis in dict.fromkeys(info.partial_over for _, info in untied):
-            members = [item for item in untied if item[1].partial_over == axis]
+        for alike in dict.fromkeys(map(_alike, untied)):
+            members = [item for item in untied if _alike(item) == alike]
             buckets += [_bucket(chunk, part, shards, dtype, owners) for part in _cut(members, capacity)]
     return buckets
 
@@ -113,6 +114,12 @@ class _Owners:
         return tuple(range(length) if rank == owner else range(0) for rank in range(ranks))
 
 
+def _alike(member: tuple[Parameter, ParamInfo]) -> tuple[object, ...]:
+    """What the members of a bucket have in common."""
+    parameter, info = member
+    return info.partial_over, parameter.dtype
+
+
 def _cut(members: list[tuple[Parameter, ParamInfo]], capacity: int) -> list[list[tuple[Parameter, ParamInfo]]]:
     """Cut ``members`` after the one that fills a bucket."""
     parts: list[list[tuple[Parameter, ParamInfo]]] = [[]]
@@ -130,7 +137,7 @@ def _bucket(
     chunk: int | None,
     members: list[tuple[Parameter, ParamInfo]],
     shards: int,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     owners: _Owners | None,
 ) -> Bucket:
     starts: dict[Parameter, int] = {}
@@ -141,7 +148,8 @@ def _bucket(
     first, info = members[0]
     length = _align(length, ALIGNMENT * shards)
     shares = owners.shares(length, info.tie) if owners else _equal_shares(length, shards)
-    bucket = Bucket(chunk, torch.zeros(length, dtype=dtype, device=first.device), starts, dict(members), shares)
+    grad = torch.zeros(length, dtype=dtype or first.dtype, device=first.device)
+    bucket = Bucket(chunk, grad, starts, dict(members), shares)
     for parameter in starts:
         setattr(parameter, _ATTRIBUTE, bucket.view(bucket.grad, parameter))
     return bucket

@@ -8,6 +8,7 @@ from megatron_run.optim.boxes import Box, boxes
 from megatron_run.optim.flat import FlatOptimizer
 from megatron_run.optim.options import UpdateOptions
 from megatron_run.optim.ranges import ParamRange, param_range, param_ranges
+from megatron_run.optim.rules import check_update
 from megatron_run.optim.sharing import Sharing
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Sharing",
     "UpdateOptions",
     "boxes",
+    "check_update",
     "param_range",
     "param_ranges",
 ]

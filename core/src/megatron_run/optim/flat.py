@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_run.contracts import Optimizer
-from megatron_run.errors import InputError
 from megatron_run.gradients import build_buckets
 from megatron_run.optim.rules import find_rule
 from megatron_run.optim.share import Share
@@ -39,30 +38,24 @@ class FlatOptimizer(Optimizer):
         self, context: BuildContext, options: UpdateOptions, sharing: Sharing, *, overlap_param_gather: bool = False
     ) -> None:
         self._groups, self._topology, self._device = context.groups, context.topology, context.device
-        self._main, self._param = context.dtypes.main, context.dtypes.param
-        self._options, self._sharing, self._overlap = options, sharing, overlap_param_gather
-        self._whole = find_rule(options).whole
-        if self._whole and self._topology.sizes.tensor > 1:
-            raise InputError(
-                f"optimizer.rule={options.rule} updates whole matrices",
-                why=f"parallel.tensor={self._topology.sizes.tensor} cuts them",
-                fix="set parallel.tensor=1, or choose adamw, adam or sgd",
-            )
+        self._main, self._options = context.dtypes.main, options
+        self._sharing, self._overlap = sharing, overlap_param_gather
+        self._rule = find_rule(options, self._topology.sizes.tensor)
         self._arriving: dict[Bucket, Pending] = {}
 
     def attach(self, chunks: Sequence[Chunk], infos: Sequence[dict[Parameter, ParamInfo]], grad_scale: float) -> None:
         """Lay out the buckets, move the parameters into flat storage and make the masters."""
         self._grad_scale = grad_scale
         data, rank = self._topology.sizes.data, self._topology.data_rank
-        dtype = self._main if self._options.grad_dtype == "main" else self._param
-        self._buckets = build_buckets(infos, data, dtype, self._options.bucket_size, whole=self._whole)
+        dtype = self._main if self._options.grad_dtype == "main" else None
+        self._buckets = build_buckets(infos, data, dtype, self._options.bucket_size, whole=self._rule.whole)
         self._shares = [
             Share(bucket, self._sharing.updated(bucket), bucket.shares[rank], self._main) for bucket in self._buckets
         ]
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
-        # Within a chunk buckets lie in the order of its backward. Tied ones, the embedding's, are read by chunk 0.
-        self._in_forward_order = sorted(reversed(self._shares), key=lambda share: share.bucket.chunk or 0)  # noqa: C414
-        self._update = Update(self._shares, self._options, self._device)
+        # Within a chunk buckets lie in the order of its backward; tied ones, the embedding's, are read before the rest.
+        self._in_backward_order = sorted(self._shares, key=lambda share: _position(share.bucket), reverse=True)
+        self._update = Update(self._shares, self._rule, self._options, self._device)
         self._traffic = GradientTraffic(self._buckets, self._send, early=self._options.overlap_grad_reduce)
         self._traffic.start_step()
         self._counted = [grads for share in self._shares for grads in share.counted()]
@@ -112,22 +105,23 @@ class FlatOptimizer(Optimizer):
 
     def count_zeros(self) -> Tensor:
         """Zeros among the gradients of all logical tensors, padding left out, fp32 [1]."""
-        zeros = torch.zeros(1, device=self._device)
+        zeros = torch.zeros(1, dtype=torch.int64, device=self._device)  # fp32 would stop counting at 2**24
         for share in self._shares:
             for piece in share.pieces(share.owned):
                 if piece.info.counted:
                     zeros += (share.grads[share.local(piece.world)] == 0).sum()
-        return self._groups.sum_(zeros, "world")
+        return self._groups.sum_(zeros, "world").float()
 
     def step(self, lr: float, weight_decay: float) -> None:
         """Update the masters of this rank's shares and round them to parameters."""
+        self.ensure_ready(self._bucket_of)  # what no segment has read since the last step
         self._update.step(lr, weight_decay)
         for share in self._shares:
             share.give_values()
 
     def start_param_sync(self) -> None:
         """Start to gather what other ranks updated: the buckets that the next forward reads first go first."""
-        for share in self._in_forward_order:
+        for share in reversed(self._in_backward_order):
             self._arriving[share.bucket] = self._sharing.start_gather(share.values, share.bucket)
         if not self._overlap:
             self.ensure_ready(self._bucket_of)
@@ -143,15 +137,13 @@ class FlatOptimizer(Optimizer):
 
     def memory(self) -> Mapping[str, int]:
         """Bytes that this rank holds, by role."""
-        if self._device.type == "meta":
-            self._update.make_state()
-        shares = self._shares
+        shares, state = self._shares, self._update.state_bytes()
         return {
             "parameters": sum(share.values.nbytes for share in shares),
             "gradients": sum(bucket.grad.nbytes for bucket in self._buckets),
             "masters": sum(share.masters.nbytes for share in shares if share.has_masters),
             "main_gradients": sum(share.grads.nbytes for share in shares if share.has_main_grads),
-            "state": sum(tensor.nbytes for tensor in self._update.tensors()),
+            **({} if state is None else {"state": state}),
         }
 
     def iter_state(self) -> Iterator[StatePiece]:
@@ -160,9 +152,6 @@ class FlatOptimizer(Optimizer):
 
     def load_state(self, read: ReadState) -> None:
         """Read masters and state of all that this rank updates, then bring the parameters to every rank."""
-        self.zero_grad()
-        for share in self._shares:
-            share.grads.zero_()
         load_state(self._update, read)
         for share in self._shares:
             share.give_values()
@@ -173,3 +162,8 @@ class FlatOptimizer(Optimizer):
         if self._grad_scale != 1.0:
             bucket.grad.mul_(self._grad_scale)
         return self._sharing.start_reduce(bucket)
+
+
+def _position(bucket: Bucket) -> int:
+    """When the next forward reads ``bucket``: tied parameters first, then chunk by chunk."""
+    return -1 if bucket.chunk is None else bucket.chunk

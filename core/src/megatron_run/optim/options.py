@@ -7,7 +7,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from megatron_run.errors import advice, did_you_mean
 from megatron_run.gradients import DEFAULT_CAPACITY
+
+#: The rules with a name of their own.
+RULES = ("adamw", "adam", "sgd", "muon")
+
+
+def _rule(text: str) -> str:
+    """One of :data:`RULES`, or ``MODULE:CLASS``."""
+    module, _, name = text.partition(":")
+    if text not in RULES and not (module and name):
+        listed = f"the rules are {', '.join(RULES)}, or MODULE:CLASS"
+        raise ValueError(f"{text!r} is no rule; {advice(did_you_mean(text, RULES), listed)}")
+    return text
 
 
 def _multiplier(text: str) -> str:
@@ -24,6 +37,8 @@ def _multiplier(text: str) -> str:
 
 #: ``PATTERN:FACTOR``, as in ``embedding.*:0.1``.
 Multiplier = Annotated[str, AfterValidator(_multiplier)]
+#: How much of a moment is kept at each step.
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class UpdateOptions(BaseModel):
@@ -31,8 +46,10 @@ class UpdateOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    rule: str = Field("adamw", description="adamw, adam, sgd, muon, or MODULE:CLASS of a torch optimizer")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="decay of the two moments, of adamw and adam")
+    rule: Annotated[str, AfterValidator(_rule)] = Field(
+        "adamw", description="adamw, adam, sgd, muon, or MODULE:CLASS of a torch optimizer"
+    )
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay of the two moments, of adamw and adam")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment, of adamw and adam")
     momentum: float | None = Field(None, ge=0, lt=1, description="of sgd (unset: 0) and muon (unset: 0.95)")
     nesterov: bool = Field(False, description="Nesterov's momentum, of sgd; muon always has it")

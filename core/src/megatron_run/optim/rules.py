@@ -5,21 +5,31 @@ AdamW: Loshchilov and Hutter 2019; Adam: Kingma and Ba 2015; Muon: Jordan et al.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_run.errors import InputError, advice, did_you_mean
+from megatron_run.errors import InputError
 
 if TYPE_CHECKING:
+    from megatron_run.config.schema import Config
     from megatron_run.optim.options import UpdateOptions
 
-#: The rules with a name of their own.
-NAMES = ("adamw", "adam", "sgd", "muon")
 _MUON_MOMENTUM = 0.95  # of its authors and of PyTorch
+#: Options that not every rule reads, and which do.
+_READ_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "betas": ("adamw", "adam", "muon"),
+        "eps": ("adamw", "adam", "muon"),
+        "momentum": ("sgd", "muon"),
+        "nesterov": ("sgd",),
+        "adamw_for": ("muon",),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -28,24 +38,59 @@ class UpdateRule:
 
     ``whole``: it must see each logical tensor whole and in its shape; else it treats every value alike, and may be
     given any range of a buffer. ``rest`` is the rule for what this one cannot update: all but hidden matrices.
+    ``starts_at_zero``: all state is zero before the first step, as far as its updates can tell.
     """
 
     kind: type[torch.optim.Optimizer]
     arguments: Mapping[str, Any]
     whole: bool = False
     rest: UpdateRule | None = None
+    starts_at_zero: bool = True
 
     def make(self, groups: list[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
-        """The optimizer of ``groups``, with PyTorch's fused kernel where the rule asks for it and ``device`` has it."""
+        """The optimizer of ``groups``, with PyTorch's fused kernel where the rule asks for it and ``device`` has it.
+
+        Raises :class:`InputError` for arguments that the class does not take.
+        """
         arguments = dict(self.arguments)
         if device.type == "meta":
             arguments.pop("fused", None)
-        made: torch.optim.Optimizer = self.kind(groups, **arguments)
+        try:
+            made: torch.optim.Optimizer = self.kind(groups, **arguments)
+        except (TypeError, ValueError) as error:
+            given = ", ".join(f"{key}={value}" for key, value in arguments.items()) or "nothing but parameters"
+            raise InputError(
+                f"optimizer.rule: {self.kind.__name__} cannot be made with {given}",
+                why=str(error),
+                fix="set optimizer.rule_options, or choose another rule",
+            ) from error
         return made
 
 
-def find_rule(options: UpdateOptions) -> UpdateRule:
-    """The rule that ``options`` ask for. Raises :class:`InputError` for one that does not exist."""
+def check_update(config: Config, options: UpdateOptions) -> Iterator[str]:
+    """For ``PluginInfo.check_config``: refuse what :func:`find_rule` does, and tell of options that do nothing."""
+    find_rule(options, config.parallel.tensor)
+    for option, rules in _READ_BY.items():
+        if option in options.model_fields_set and options.rule not in rules:
+            yield f"optimizer.{option} does nothing with rule={options.rule}: it is for {', '.join(rules)}"
+
+
+def find_rule(options: UpdateOptions, tensor: int = 1) -> UpdateRule:
+    """The rule that ``options`` ask for, on parameters that ``tensor`` ranks split.
+
+    Raises :class:`InputError` for one that does not exist, or cannot work on parts of a matrix.
+    """
+    rule = _find(options)
+    if rule.whole and tensor > 1:
+        raise InputError(
+            f"optimizer.rule={options.rule} updates whole matrices",
+            why=f"parallel.tensor={tensor} cuts them",
+            fix="set parallel.tensor=1, or choose adamw, adam or sgd",
+        )
+    return rule
+
+
+def _find(options: UpdateOptions) -> UpdateRule:
     more = options.rule_options
     adamw = UpdateRule(torch.optim.AdamW, {"betas": options.betas, "eps": options.eps, "fused": True, **more})
     match options.rule:
@@ -61,7 +106,7 @@ def find_rule(options: UpdateOptions) -> UpdateRule:
         case "muon":
             return _muon(options)
         case name:
-            return UpdateRule(_import(name), more, whole=True)
+            return UpdateRule(_import(name), more, whole=True, starts_at_zero=False)
 
 
 def _muon(options: UpdateOptions) -> UpdateRule:
@@ -78,9 +123,6 @@ def _muon(options: UpdateOptions) -> UpdateRule:
 
 def _import(name: str) -> type[torch.optim.Optimizer]:
     module, _, attribute = name.partition(":")
-    if not attribute:
-        listed = f"the rules are {', '.join(NAMES)}, or MODULE:CLASS"
-        raise InputError(f"unknown optimizer.rule {name!r}", fix=advice(did_you_mean(name, NAMES), listed))
     try:
         kind = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 
 def iter_state(update: Update) -> Iterator[StatePiece]:
-    """The state that this rank alone answers for; what describes a whole logical tensor goes with its first value."""
+    """The state that this rank alone answers for; what describes a whole logical tensor goes with its first value.
+
+    A run may be saved before its first update. A rule of the user's that has not begun then has masters only.
+    """
+    update.begin()
     for segment in update.segments:
         share, state = segment.share, update.state(segment)
         owned = range(max(segment.world.start, share.owned.start), min(segment.world.stop, share.owned.stop))
@@ -37,7 +41,7 @@ def iter_state(update: Update) -> Iterator[StatePiece]:
 @torch.no_grad()
 def load_state(update: Update, read: ReadState) -> None:
     """Fill masters and state of every segment from the boxes that ``read`` looks up."""
-    update.make_state()
+    update.start()
     for segment in update.segments:
         state = update.state(segment)
         for index, piece in enumerate(segment.share.pieces(segment.world)):

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_run.optim.rules import find_rule
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -17,6 +15,7 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import ParamInfo
     from megatron_run.optim.options import UpdateOptions
+    from megatron_run.optim.rules import UpdateRule
     from megatron_run.optim.share import Share
 
 
@@ -49,10 +48,11 @@ class Segment:
 
 
 class Update:
-    """Applies ``options.rule`` to ``shares``."""
+    """Applies ``rule``, the one that ``options`` ask for, to ``shares``."""
 
-    def __init__(self, shares: Sequence[Share], options: UpdateOptions, device: torch.device) -> None:
-        self._options, self._rule = options, find_rule(options)
+    def __init__(self, shares: Sequence[Share], rule: UpdateRule, options: UpdateOptions, device: torch.device) -> None:
+        self._shares, self._rule, self._options, self._device = shares, rule, options, device
+        self._begun = False
         cut = self._whole_tensors if self._rule.whole else self._runs
         self.segments = tuple(segment for share in shares for segment in cut(share))
         rules = {False: self._rule, True: self._rule.rest}
@@ -64,18 +64,33 @@ class Update:
 
     def step(self, lr: float, weight_decay: float) -> None:
         """Update every segment; ``weight_decay`` where it decays."""
+        self._begun = True
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["megatron_run"].lr_mult
                 group["weight_decay"] = weight_decay if group["megatron_run"].decays else 0.0
             optimizer.step()
 
-    def make_state(self) -> None:
-        """Let the rule make the state of its first step, by one that moves nothing; the values are junk."""
+    def start(self) -> None:
+        """Let the rule make its state, by a step that moves nothing, and forget that there was one.
+
+        For a rule that ``starts_at_zero`` this is the state that it begins with; of others the values are junk.
+        """
+        for share in self._shares:
+            share.grads.zero_()  # of a step that is over; they might not be finite
         self.step(0.0, 0.0)
+        for segment in self.segments:
+            state = self._state(segment)
+            if "step" in state:
+                state["step"] *= 0
+
+    def begin(self) -> None:
+        """Have the state that the first step will find, where that is known."""
+        if not self._begun and self._rule.starts_at_zero:
+            self.start()
 
     def state(self, segment: Segment) -> dict[str, Any]:
-        """The rule's state of ``segment`` by field, as PyTorch holds it; empty before the first step."""
+        """The rule's state of ``segment`` by field, as PyTorch holds it."""
         return {field: value for field, value in self._state(segment).items() if value is not None}
 
     def set_state(self, segment: Segment, field: str, value: Any) -> None:
@@ -85,10 +100,15 @@ class Update:
     def _state(self, segment: Segment) -> dict[str, Any]:
         return next((each.state[segment.values] for each in self._optimizers if segment.values in each.state), {})
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor of the rule's state."""
-        for segment in self.segments:
-            yield from (value for value in self.state(segment).values() if isinstance(value, Tensor))
+    def state_bytes(self) -> int | None:
+        """Bytes of the rule's state, on the meta device after a step; None for a rule that cannot step there."""
+        if self._device.type == "meta":
+            try:
+                self.start()
+            except RuntimeError:  # what torch says of a rule that looks at values
+                return None
+        states = (self.state(segment).values() for segment in self.segments)
+        return sum(value.nbytes for values in states for value in values if isinstance(value, Tensor))
 
     def _groups(self, *, by_rest: bool) -> list[dict[str, Any]]:
         members = [segment for segment in self.segments if segment.group.by_rest == by_rest]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megatron_run.comm import Pending
 from megatron_run.contracts import PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run.optim import FlatOptimizer, Sharing, UpdateOptions
+from megatron_run.optim import FlatOptimizer, Sharing, UpdateOptions, check_update
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ class Replicated(Sharing):
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
     """Describe the plugin."""
-    return PluginInfo("optimizer", "adamw", options=UpdateOptions)
+    return PluginInfo("optimizer", "adamw", options=UpdateOptions, check_config=check_update)
 
 
 @hookimpl

@@ -13,12 +13,15 @@ from pydantic import Field
 
 from megatron_run.contracts import PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run.optim import FlatOptimizer, Sharing, UpdateOptions
+from megatron_run.optim import FlatOptimizer, Sharing, UpdateOptions, check_update
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from megatron_run.comm import Peers, Pending
+    from megatron_run.config.schema import Config
     from megatron_run.contracts import BuildContext, Optimizer
     from megatron_run.gradients import Bucket
 
@@ -50,10 +53,17 @@ class Sharded(Sharing):
         return self._peers.start_gather_shares(values, bucket.shares)
 
 
+def check_config(config: Config, options: Zero1Options) -> Iterator[str]:
+    """What every update rule has to say, and a notice where there is nobody to share with."""
+    yield from check_update(config, options)
+    if config.parallel.data == 1:
+        yield "optimizer=zero1 shards nothing over one data-parallel rank: each rank holds as much as with adamw"
+
+
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
     """Describe the plugin."""
-    return PluginInfo("optimizer", "zero1", options=Zero1Options)
+    return PluginInfo("optimizer", "zero1", options=Zero1Options, check_config=check_config)
 
 
 @hookimpl
