@@ -1,23 +1,182 @@
-"""The suite of kind optimizer notices one that breaks the contract."""
+"""The suite of kind optimizer notices one that breaks the contract: a broken optimizer for each promise."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import pytest
 import torch
 
 from megatron_run.builtin.optimizer.adamw import megatron_run_create_optimizer
-from megatron_run.contracts import BuildContext, Optimizer
+from megatron_run.contracts import MASTER, BuildContext, Optimizer
 from megatron_run.optim import UpdateOptions
+from megatron_run.testing.check import Check
 from megatron_run.testing.optimizer import optimizer_checks
 from tests.support.conformance import failures
 
+#: What is changed about the built-in optimizer; the original method comes first.
+Change = Callable[..., Any]
 
-def test_an_optimizer_that_breaks_one_promise_fails_the_check_of_that_promise() -> None:
-    def broken(context: BuildContext) -> Optimizer:
-        optimizer = megatron_run_create_optimizer(context, UpdateOptions())
-        optimizer.clip_ = lambda max_norm: torch.ones(1)  # type: ignore[method-assign]  # broken on purpose
-        return optimizer
 
-    assert failures(optimizer_checks(broken)) == {
-        "clip_ returns the norm and clips to it": "the norm returned by clip_(0) is 1, expected 14.6629",
-        "a stage without parameters is no special case": "the norm of no gradients is 1, expected 0",
-    }
+def broken(context: BuildContext, method: str, change: Change) -> Optimizer:
+    """The built-in optimizer but for one method."""
+    optimizer = megatron_run_create_optimizer(context, UpdateOptions())
+    setattr(optimizer, method, partial(change, optimizer, getattr(optimizer, method)))
+    return optimizer
+
+
+def the_check(
+    promise: str, method: str = "zero_grad", change: Change | None = None, ranks: tuple[int, ...] = (1,)
+) -> Check:
+    """The check of ``promise`` on the built-in optimizer, changed if there is a change."""
+    create = partial(broken, method=method, change=change or unchanged)
+    return {check.name: check for check in optimizer_checks(create, ranks=ranks)}[promise]
+
+
+def unchanged(optimizer: Any, original: Change, *arguments: Any) -> Any:
+    return original(*arguments)
+
+
+def forgets_to_clear(optimizer: Any, zero_grad: Change) -> None:
+    optimizer._traffic.start_step()
+
+
+def scales_twice(optimizer: Any, send: Change, bucket: Any) -> Any:
+    bucket.grad.mul_(optimizer._grad_scale)
+    return send(bucket)
+
+
+def sends_again(optimizer: Any, start_grad_sync: Change, chunk: int) -> None:
+    for bucket in optimizer._buckets:
+        bucket.grad.mul_(optimizer._grad_scale)
+    start_grad_sync(chunk)
+
+
+def looks_at_the_first_only(optimizer: Any, unscale: Change, factor: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = unscale(factor)
+    return found * float(not optimizer._shares[0].grads[0].isfinite())
+
+
+def clips_to_nothing(optimizer: Any, clip: Change, max_norm: float) -> Any:
+    return clip(max_norm / 2)
+
+
+def counts_padding(optimizer: Any, count: Change) -> torch.Tensor:
+    return sum(((share.grads == 0).sum() for share in optimizer._shares), torch.zeros(1))
+
+
+def climbs(optimizer: Any, step: Change, lr: float, weight_decay: float) -> None:
+    step(-lr, -weight_decay)
+
+
+def decays_everything(optimizer: Any, step: Change, lr: float, weight_decay: float) -> None:
+    step(lr, weight_decay)
+    for share in optimizer._shares:
+        share.masters.mul_(1 - lr * weight_decay)
+        share.give_values()
+
+
+def forgets_masters(optimizer: Any, step: Change, lr: float, weight_decay: float) -> None:
+    for share in optimizer._shares:
+        share.masters.copy_(share.values)
+    step(lr, weight_decay)
+
+
+def forgets_the_state(optimizer: Any, memory: Change) -> dict[str, int]:
+    return {**memory(), "state": 4 * len(optimizer._buckets) if optimizer._device.type == "meta" else 0}
+
+
+def tells_of_padding(optimizer: Any, memory: Change) -> dict[str, int]:
+    return {**memory(), "padding": 64}
+
+
+def drops_the_moments(optimizer: Any, iter_state: Change) -> Any:
+    return (piece._replace(tensor=piece.tensor * (piece.field == MASTER)) for piece in iter_state())
+
+
+def gives_twice(optimizer: Any, iter_state: Change) -> Any:
+    return (piece for _ in range(2) for piece in iter_state())
+
+
+def fails_without_parameters(optimizer: Any, clip: Change, max_norm: float) -> Any:
+    norm = clip(max_norm)
+    return norm if optimizer._shares else norm + 1
+
+
+PROMISES: dict[str, tuple[str, Change]] = {
+    "main_grad keeps its storage and is cleared by zero_grad": ("zero_grad", forgets_to_clear),
+    "gradients are multiplied by grad_scale once": ("_send", scales_twice),
+    "start_grad_sync is idempotent": ("start_grad_sync", sends_again),
+    "unscale_ multiplies and finds non-finite values": ("unscale_", looks_at_the_first_only),
+    "clip_ returns the norm and clips to it": ("clip_", clips_to_nothing),
+    "count_zeros counts every zero and no padding": ("count_zeros", counts_padding),
+    "step moves against the gradient": ("step", climbs),
+    "weight decay shrinks matrices and leaves biases": ("step", decays_everything),
+    "small updates of 16-bit parameters are not lost": ("step", forgets_masters),
+    "memory tells bytes by role, planned or real": ("memory", tells_of_padding),
+    "a fresh optimizer goes on from saved state bit for bit": ("iter_state", drops_the_moments),
+    "the state of all ranks is every value once": ("iter_state", gives_twice),
+    "a stage without parameters is no special case": ("clip_", fails_without_parameters),
+}
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_an_optimizer_that_breaks_one_promise_fails_the_check_of_that_promise(promise: str) -> None:
+    assert failures([the_check(promise, *PROMISES[promise])])
+    assert not failures([the_check(promise)])
+
+
+def test_memory_that_is_planned_otherwise_is_noticed() -> None:
+    promise = "memory tells bytes by role, planned or real"
+    assert "on the meta device" in failures([the_check(promise, "memory", forgets_the_state)])[promise]
+
+
+def test_what_fails_says_what_was_found_and_what_was_expected() -> None:
+    promise = "clip_ returns the norm and clips to it"
+    found = failures([the_check(promise, "clip_", clips_to_nothing)])
+    assert found == {promise: "the norm after clip_(26.4244) is 13.2122, expected 26.4244"}
+
+
+def drifts(optimizer: Any, step: Change, lr: float, weight_decay: float) -> None:
+    step(lr * (1 + optimizer._topology.data_rank), weight_decay)
+
+
+def learns_from_the_first_rank(optimizer: Any, send: Change, bucket: Any) -> Any:
+    bucket.grad.mul_(float(optimizer._topology.data_rank == 0))
+    return send(bucket)
+
+
+def counts_on_every_rank(optimizer: Any, clip: Change, max_norm: float) -> torch.Tensor:
+    squares = sum((share.grads.square().sum() for share in optimizer._shares), torch.zeros(1))
+    clip(max_norm)
+    return cast("torch.Tensor", optimizer._groups.sum_(squares, "world").sqrt())
+
+
+def keeps_it_to_itself(optimizer: Any, unscale: Change, factor: torch.Tensor) -> torch.Tensor:
+    unscale(factor)
+    mine = [share.grads[share.owned.start : share.owned.stop] for share in optimizer._shares]
+    return torch.tensor([float(any(not grads.isfinite().all() for grads in mine))])
+
+
+def gives_all_of_it(optimizer: Any, iter_state: Change) -> Any:
+    for share in optimizer._shares:
+        share.owned = share.updated
+    return iter_state()
+
+
+TOGETHER: dict[str, tuple[str, Change]] = {
+    "data-parallel ranks hold equal parameters": ("step", drifts),
+    "they train what one rank trains with the mean gradient": ("_send", learns_from_the_first_rank),
+    "norm and zeros count every value once": ("clip_", counts_on_every_rank),
+    "an overflow on one rank is known to all": ("unscale_", keeps_it_to_itself),
+    "the state of all ranks is every value once": ("iter_state", gives_all_of_it),
+}
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("promise", TOGETHER)
+def test_ranks_that_break_one_promise_fail_the_check_of_that_promise(promise: str) -> None:
+    assert failures([the_check(promise, *TOGETHER[promise], ranks=(2,))])[promise].startswith("on 2 ranks: ")
+    assert not failures([the_check(promise, *TOGETHER[promise])]), "one rank alone shows it"

@@ -21,6 +21,7 @@ VARIANTS: Mapping[str, Mapping[str, Options]] = {
         "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "bias": False},
         "untied, three layers": {"tie_embeddings": False, "num_layers": 3},
     },
+    "optimizer=zero1": {"of whole matrices": {"rule": "muon"}},
     "parallel-layer=tensor": {"without overlap": {"overlap": False}},
     "scaler=dynamic": {"short window": {"loss_scale_window": 7, "initial_loss_scale": 2.0**16, "hysteresis": 1}},
 }

@@ -5,8 +5,8 @@ The ranks are started by the suite itself, as processes of this machine that tal
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any
@@ -16,14 +16,12 @@ import torch
 from megatron_run.builtin.parallel_layer.dense import DenseLayers
 from megatron_run.comm import create_groups
 from megatron_run.contracts import BuildContext, ParallelLayers
-from megatron_run.registry.discover import Entry
-from megatron_run.registry.load import Plugin, load
 from megatron_run.testing.check import Check, CheckFailed
 from megatron_run.testing.layers.cases import cases
 from megatron_run.testing.layers.place import CreateLayers, Place, Rank
 from megatron_run.testing.layers.rules import rules
 from megatron_run.testing.layers.trial import LayerTrial, Trial
-from megatron_run.testing.ranks import Progress, run_on_ranks
+from megatron_run.testing.rehearsal import Rehearsal, SendablePlugin
 from megatron_run.topology import Sizes, Topology
 
 #: Seconds for all trials of one number of ranks.
@@ -52,27 +50,13 @@ def parallel_layer_checks(
     return tuple(Check(trial.name, partial(bench.check, trial)) for trial in bench.trials.values())
 
 
-class PluginLayers:
-    """Makes the layers of the plugin that ``entry`` names, stacked on the dense ones, in any process.
-
-    A process that is handed one loads the plugin again by its entry. ``options`` are those of the plugin.
-    """
-
-    def __init__(self, entry: Entry, options: Mapping[str, Any]) -> None:
-        self.entry, self.options = entry, options
+class PluginLayers(SendablePlugin):
+    """Makes the layers of a plugin, stacked on the dense ones, in any process."""
 
     def __call__(self, context: BuildContext) -> ParallelLayers:
         """The factory of one rank."""
-        layers: ParallelLayers = self._plugin.create(context=context, base=DenseLayers(context))
+        layers: ParallelLayers = self.plugin.create(context=context, base=DenseLayers(context))
         return layers
-
-    def __reduce__(self) -> tuple[type[PluginLayers], tuple[Entry, Mapping[str, Any]]]:
-        return type(self), (self.entry, self.options)  # a loaded plugin does not travel
-
-    @cached_property
-    def _plugin(self) -> Plugin:
-        plugin = load(self.entry, "plugins check")
-        return plugin.with_options(plugin.options_model.model_validate(self.options))
 
 
 @dataclass
@@ -83,8 +67,6 @@ class _Bench:
     ranks: tuple[int, ...]
     sequence: bool
     tolerance: float
-    #: The trials that were run on each number of ranks so far.
-    seen: dict[int, dict[_Job, Any]] = field(default_factory=dict)
 
     @cached_property
     def trials(self) -> dict[str, Trial]:
@@ -105,31 +87,13 @@ class _Bench:
         if size == 1:
             rank = Rank.alone(self.create, self.dtype, self.device)
             return {rank.place: self.trials[job[1]].run(rank)}
-        seen = self.seen.setdefault(size, {})
-        if job not in seen:
-            self._start(size, job)
-        if isinstance(seen[job], str):
-            raise CheckFailed(f"on {size} ranks{', sequence split' * job[0]}: {seen[job]}")
-        found: dict[Place, Any] = seen[job]
-        return found
+        where = f"on {size} ranks{', sequence split' * job[0]}"
+        return dict(self._on_ranks.found(size, job, where))
 
-    def _start(self, size: int, first: _Job) -> None:
-        """Run ``first`` and what comes after it on ranks of their own, as far as they come."""
+    @cached_property
+    def _on_ranks(self) -> Rehearsal[_Job]:
         jobs = [(sequence, name) for name in self.trials for sequence in (False, True)[: 1 + self.sequence]]
-        jobs = jobs[jobs.index(first) :]
-        progress = self._run(size, jobs)
-        for index, job in enumerate(jobs[: progress.common]):
-            self.seen[size][job] = dict(items[index] for items in progress.yielded)
-        if progress.common < len(jobs):
-            self.seen[size][jobs[progress.common]] = progress.failure
-
-    def _run(self, size: int, jobs: Sequence[_Job]) -> Progress:
-        try:
-            return run_on_ranks(_try_on_rank, size, self.create, self.dtype, jobs, timeout=_TIMEOUT)
-        except (AttributeError, TypeError) as cause:  # what multiprocessing says of a function that it cannot name
-            raise CheckFailed(
-                f"{self.create!r} cannot be sent to another rank ({cause}): give a module's function, or PluginLayers"
-            ) from cause
+        return Rehearsal(_try_on_rank, (self.create, self.dtype), jobs, _TIMEOUT, PluginLayers.__name__)
 
 
 def all_trials(dtype: torch.dtype, device: torch.device) -> dict[str, Trial]:

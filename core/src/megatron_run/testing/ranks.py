@@ -19,7 +19,7 @@ from typing import Any
 from megatron_run.testing.check import CheckFailed
 
 #: What every rank needs, loaded once in the process that they are forked from.
-_PRELOADED = ["torch.distributed", "megatron_run.testing.parallel_layer"]
+_PRELOADED = ["torch.distributed", "megatron_run.testing.parallel_layer", "megatron_run.testing.optimizer"]
 #: Seconds that the others are given to come as far as the rank that failed.
 _GRACE = 10.0
 
@@ -128,7 +128,8 @@ def _rank(  # the target of a process takes what travels there, one by one
         where = traceback.extract_tb(cause.__traceback__)[-1]
         kind = "" if isinstance(cause, CheckFailed) else f"{type(cause).__name__}: "
         pipe.send(("raised", f"{kind}{cause} ({Path(where.filename).name}, line {where.lineno})"))
-        threading.Event().wait()  # to be ended: peers that still talk to this rank would only say that it is gone
+    # To be ended: peers may still talk to a rank that raised, and tensors on their way are shared with their sender.
+    threading.Event().wait()
 
 
 def _end_with_parent() -> None:

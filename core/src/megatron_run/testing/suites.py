@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
+from megatron_run.registry.discover import Entry
 from megatron_run.registry.plugin import Plugin
 from megatron_run.testing.check import Check
 
@@ -16,9 +18,9 @@ def _scaler(plugin: Plugin) -> tuple[Check, ...]:
 
 
 def _optimizer(plugin: Plugin) -> tuple[Check, ...]:
-    from megatron_run.testing.optimizer import optimizer_checks
+    from megatron_run.testing.optimizer import PluginOptimizer, optimizer_checks
 
-    return optimizer_checks(lambda context: plugin.create(context=context))
+    return optimizer_checks(PluginOptimizer(*_sendable(plugin)), ranks=(1, 2, 4))
 
 
 def _graph_capture(plugin: Plugin) -> tuple[Check, ...]:
@@ -36,10 +38,8 @@ def _schedule(plugin: Plugin) -> tuple[Check, ...]:
 def _parallel_layer(plugin: Plugin) -> tuple[Check, ...]:
     from megatron_run.testing.parallel_layer import PluginLayers, parallel_layer_checks
 
-    assert plugin.entry is not None  # what is checked is installed, or a file
-    options = {} if plugin.options is None else plugin.options.model_dump()
     return parallel_layer_checks(
-        PluginLayers(plugin.entry, options),
+        PluginLayers(*_sendable(plugin)),
         ranks=(1, 2, 4) if "parallel.tensor" in plugin.provides else (1,),
         sequence="parallel.sequence" in plugin.provides,
     )
@@ -77,6 +77,12 @@ SUITES: Mapping[str, Callable[[Plugin], tuple[Check, ...]]] = MappingProxyType(
         "observer": _observer,
     }
 )
+
+
+def _sendable(plugin: Plugin) -> tuple[Entry, Mapping[str, Any]]:
+    """From what another process makes the same plugin."""
+    assert plugin.entry is not None  # what is checked is installed, or a file
+    return plugin.entry, {} if plugin.options is None else plugin.options.model_dump()
 
 
 def checks_for(plugin: Plugin) -> tuple[Check, ...]:
