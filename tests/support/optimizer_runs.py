@@ -21,11 +21,14 @@ Array = NDArray[Any]
 
 
 class Planted(NamedTuple):
-    """A value that is not finite: number ``value`` of the gradient of the first parameter of ``rank``, in ``step``."""
+    """A value that is not finite, in ``step`` (from 1) and in the first parameter's gradient of ``rank``.
+
+    It lies ``where`` between the beginning of that gradient, 0, and its end, 1.
+    """
 
     rank: int
     step: int
-    value: int = 0
+    where: float
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class Held:
     By step: ``losses`` and ``norms`` (on rank 0; NaN where there is none), ``found_inf``, the ``scales`` before and
     after it. ``weights`` are digests of this rank's parameters before each step and in the end. ``pieces`` of the
     optimizer's state are (name, field, starts, values). ``memory`` is what it says of its bytes, ``storages`` what was
-    found by walking its objects.
+    found by walking its objects. By step too: how many gradients of parameters had arrived when each bucket left
+    (``departures``), and in all (``arrivals``).
     """
 
     losses: list[float] = field(default_factory=list)
@@ -55,6 +59,8 @@ class Held:
     pieces: list[tuple[str, str, tuple[int, ...], Array]] = field(default_factory=list)
     memory: Mapping[str, int] = field(default_factory=dict)
     storages: int = 0
+    departures: list[list[int]] = field(default_factory=list)
+    arrivals: list[int] = field(default_factory=list)
 
 
 def run_cases(world: int, cases: Sequence[Case]) -> list[list[Held]]:
@@ -131,13 +137,21 @@ def _watch_steps(assembly: Any, held: Held, planted: Planted | None) -> None:
 
     optimizer, scaler = assembly.optimizer, assembly.scaler
     zero_grad, update = optimizer.zero_grad, scaler.update
-    send = optimizer._traffic._start
+    send, gradients = optimizer._traffic._start, assembly.context.gradients
+    arrived, arrivals = gradients._arrived, [0]
 
     def noting_zero_grad() -> None:
         held.weights.append(_digest(assembly))
+        held.departures.append([])
+        arrivals[0] = 0
         zero_grad()
 
+    def counting_arrival(parameter: Any) -> None:
+        arrivals[0] += 1
+        arrived(parameter)
+
     def noting_update(found_inf: Any) -> None:
+        held.arrivals.append(arrivals[0])
         held.found_inf.append(found_inf.item() > 0)
         before = scaler.scale.item()
         update(found_inf)
@@ -145,12 +159,14 @@ def _watch_steps(assembly: Any, held: Held, planted: Planted | None) -> None:
 
     def spoiling_send(bucket: Any) -> Any:
         victim = next(iter(assembly.infos[0]))
-        if planted is not None and victim in bucket.parameters and len(held.weights) == planted.step:
-            main_grad(victim).view(-1)[planted.value] = float("inf")
+        if planted is not None and victim in bucket.starts and len(held.weights) == planted.step:
+            gradient = main_grad(victim).view(-1)
+            gradient[int(planted.where * len(gradient))] = float("inf")
+        held.departures[-1].append(arrivals[0])
         return send(bucket)
 
     optimizer.zero_grad, scaler.update = noting_zero_grad, noting_update
-    optimizer._traffic._start = spoiling_send
+    optimizer._traffic._start, gradients._arrived = spoiling_send, counting_arrival
 
 
 def _digest(assembly: Any) -> str:
