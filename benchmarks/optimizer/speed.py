@@ -38,8 +38,8 @@ REPLICATED = (ADAMW, DDP)
 
 #: What is measured: a heading, a shape, and samples with ``--quick`` and without.
 CASES = (
-    ("A step with much to compute", "small", 3, 13),
-    ("A step with much to send", "wide", 5, 21),
+    ("A step with much to compute", "small", 3, 11),
+    ("A step with much to send", "wide", 3, 21),
 )
 
 
