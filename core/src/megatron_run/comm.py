@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch.distributed as dist
 
+from megatron_run import gloo
 from megatron_run.topology import Axis
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from megatron_run.gloo import Messages
     from megatron_run.topology import Topology
 
 
@@ -26,7 +28,7 @@ class Pending:
     """A tensor that a collective is filling."""
 
     tensor: Tensor
-    work: dist.Work | None = None
+    work: dist.Work | Messages | None = None
 
     def wait(self) -> Tensor:
         """The tensor, once it is whole."""
@@ -94,6 +96,8 @@ class Peers:
         owner = _owner(shares)
         if owner is not None:
             return Pending(flat, dist.reduce(flat, group_dst=owner, group=self.group, async_op=True))
+        if gloo.is_gloo(self.group):
+            return Pending(flat, gloo.start_sum_shares(flat, shares, self.index, self.group))
         mine = flat[shares[self.index].start : shares[self.index].stop]
         return Pending(flat, _collective("reduce_scatter")(mine, flat, group=self.group, async_op=True))
 
@@ -104,6 +108,8 @@ class Peers:
         owner = _owner(shares)
         if owner is not None:
             return Pending(flat, dist.broadcast(flat, group_src=owner, group=self.group, async_op=True))
+        if gloo.is_gloo(self.group):
+            return Pending(flat, gloo.start_gather_shares(flat, shares, self.index, self.group))
         mine = flat[shares[self.index].start : shares[self.index].stop]
         return Pending(flat, _collective("all_gather")(flat, mine, group=self.group, async_op=True))
 

@@ -8,6 +8,7 @@ import torch
 
 from megatron_run.contracts import Optimizer
 from megatron_run.gradients import build_buckets
+from megatron_run.optim.norm import sum_of_squares
 from megatron_run.optim.rules import find_rule
 from megatron_run.optim.share import Share
 from megatron_run.optim.state import iter_state, load_state
@@ -95,7 +96,7 @@ class FlatOptimizer(Optimizer):
         """Clip by the global norm: each rank adds the squares of what it alone answers for, in float64."""
         squares = torch.zeros(1, dtype=torch.float64, device=self._device)
         for grads in self._counted:
-            squares += torch.linalg.vector_norm(grads, dtype=torch.float64).square()
+            squares += sum_of_squares(grads)
         norm = self._groups.sum_(squares, "world").sqrt()
         if max_norm > 0:
             coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(self._main)

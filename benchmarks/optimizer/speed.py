@@ -1,0 +1,179 @@
+"""Time of a step with every optimizer, on the same model, weights and tokens, in turns.
+
+All sides run in one process group of two gloo ranks with one thread each: one after the other, and again, with glibc
+keeping what is freed. Their losses and AdamW's first moments, which after a step are a tenth of the clipped gradients,
+are compared before anything is timed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.optimizer import ours
+from benchmarks.optimizer.model import CLIP, SHAPES, Batch, Shape, Side
+from benchmarks.optimizer.peers import deepspeed
+from benchmarks.optimizer.peers.torch import DdpSide, FsdpSide
+from benchmarks.support.compare import compare
+from benchmarks.support.quiet import Kept, take_sample, undisturbed
+from benchmarks.support.ranks import on_ranks
+from benchmarks.support.report import table
+
+RANKS = 2
+ZERO1, AT_ONCE, ADAMW, SILENT = "zero1", "zero1, no overlap", "adamw", "zero1, silent"
+DDP, DDP_ZERO, FSDP2, DEEPSPEED = "DDP", "DDP + ZeroRedundancyOptimizer", "FSDP2", "DeepSpeed ZeRO-1"
+#: What is timed besides steps: everything that a step sends, and what is done to send it.
+SENDING, SENDING_NOTHING = "sending alone", "sending nothing"
+#: What zero1's time may be of another's.
+GOALS = ((DDP, 1.02), (DEEPSPEED, 0.97))
+#: Sides may lie this far apart: torch's norm, by which they clip, sums a whole matrix in fp32.
+TOLERANCE = 1e-3
+#: The gradient of a key's bias is zero but for rounding; what has a smaller largest value is measured against this.
+LEAST = 1e-6
+#: Which sides hold all of the optimizer state; the others hold a share.
+REPLICATED = (ADAMW, DDP)
+
+
+#: What is measured: a heading, a shape, and samples with ``--quick`` and without.
+CASES = (
+    ("A step with much to compute", "small", 3, 11),
+    ("A step with much to send", "wide", 3, 21),
+)
+
+
+def make_sides(shape: Shape) -> dict[str, Side]:
+    """Every side but the silent one. Collective."""
+    batch, ranks = Batch(shape), ours.Ranks()
+    sides: dict[str, Side] = {
+        ZERO1: ours.sharded(ranks, shape, batch),
+        AT_ONCE: ours.sharded(ranks, shape, batch, overlap=False),
+        ADAMW: ours.all_reduced(ranks, shape, batch),
+        SILENT: ours.silent(ranks, shape, batch),
+        DDP: DdpSide(ranks, shape, batch),
+        DDP_ZERO: DdpSide(ranks, shape, batch, zero=True),
+        FSDP2: FsdpSide(ranks, shape, batch),
+    }
+    if deepspeed.installed():
+        sides[DEEPSPEED] = deepspeed.DeepSpeedSide(ranks, shape, batch)
+    return sides
+
+
+def measure(shape: str, samples: int) -> dict[str, Any]:
+    """How far each side's results lie from zero1's, the state that it holds, and ``samples`` rounds of all sides.
+
+    The two steps that are compared are the warm-up: torch arranges its buckets after the first.
+    """
+    sides = make_sides(SHAPES[shape])
+    results = {name: _two_steps(side) for name, side in sides.items()}
+    apart = {
+        name: compare(found, results[ZERO1], TOLERANCE, LEAST) for name, found in results.items() if name != SILENT
+    }
+    results.clear()
+    zero1, alone = sides[ZERO1], sides[SILENT]
+    assert isinstance(zero1, ours.OurSide)
+    assert isinstance(alone, ours.OurSide)
+    calls: dict[str, Callable[[], object]] = {name: side.step for name, side in sides.items()}
+    calls |= {SENDING: zero1.communicate, SENDING_NOTHING: alone.communicate}
+    return {
+        "apart": apart,
+        "state": {name: side.state_bytes() for name, side in sides.items()},
+        "parameters": zero1.values,
+        "samples": [_in_turn(calls) for _ in range(samples)],
+    }
+
+
+def _two_steps(side: Side) -> dict[str, Any]:
+    side.step()
+    found = {**side.first_moments(), "first losses": side.losses}
+    side.step()
+    return {**found, "second losses": side.losses}
+
+
+def _in_turn(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """One timed call of each: ``<name> seconds``, ``<name> processor``, ``<name> foreign``."""
+    samples = {name: asdict(take_sample(call)) for name, call in calls.items()}
+    return {f"{name} {key}": value for name, sample in samples.items() for key, value in sample.items()}
+
+
+def report(*, quick: bool) -> Iterator[str]:
+    """Measure every side in every case, and tell what was found."""
+    for title, shape, few, many in CASES:
+        found = on_ranks(measure, RANKS, {"shape": shape, "samples": few if quick else many}, keeping=True)
+        yield f"\n## {title}\n"
+        yield f"{SHAPES[shape]}; {found['parameters'] / 1e6:.1f} million parameters, fp32, dropout 0, untied,"
+        yield f"clipped to norm {CLIP:g}, {RANKS} ranks of one thread.\n"
+        yield from time_table(found)
+        if DEEPSPEED not in found["state"]:
+            yield "\nDeepSpeed is not installed here, and left out."
+        yield "\n### Communication of zero1\n"
+        yield from overlap_table(found)
+        if shape == "small":
+            yield "\n### Goals\n"
+            yield from goal_table(found)
+        yield "\n### Optimizer state of a rank\n"
+        yield from state_table(found)
+
+
+def time_table(found: Mapping[str, Any]) -> Iterator[str]:
+    """A row a side: its median, the median of the ratios to DDP's of the same rounds, and of zero1's to it."""
+    columns = ("optimizer", "step, s", "of DDP's", "zero1's of it", "processor time of DDP's", "apart", "samples used")
+    yield from table(columns, (_time_row(found, name) for name in found["state"]))
+
+
+def _time_row(found: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    kept, of_ddp = ratio(found["samples"], name, DDP)
+    _, of_it = ratio(found["samples"], ZERO1, name)
+    _, processor = ratio(found["samples"], name, DDP, "processor")
+    seconds = statistics.median(sample[f"{name} seconds"] for sample in kept.samples)
+    apart = found["apart"].get(name)
+    told = "not compared" if apart is None else f"{apart:.0e}" if apart else "equal"
+    return name, f"{seconds:.3f}", f"{of_ddp:.3f}", f"{of_it:.3f}", f"{processor:.3f}", told, str(kept)
+
+
+def ratio(samples: Sequence[Mapping[str, float]], one: str, other: str, what: str = "seconds") -> tuple[Kept, float]:
+    """The rounds in which neither side was disturbed, and the median over them of ``one``'s time by ``other``'s."""
+    kept = _kept(samples, one, other)
+    return kept, statistics.median(sample[f"{one} {what}"] / sample[f"{other} {what}"] for sample in kept.samples)
+
+
+def _kept(samples: Sequence[Mapping[str, float]], *names: str) -> Kept:
+    starts = tuple(f"{name} " for name in names)
+    return undisturbed([{key: value for key, value in sample.items() if key.startswith(starts)} for sample in samples])
+
+
+def overlap_table(found: Mapping[str, Any]) -> Iterator[str]:
+    """With overlap and without: how much longer a step is than one that sends nothing, and what is hidden so."""
+    kept = _kept(found["samples"], SILENT, SENDING, SENDING_NOTHING)
+    sending = statistics.median(s[f"{SENDING} seconds"] - s[f"{SENDING_NOTHING} seconds"] for s in kept.samples)
+    columns = ("", "added to a step that sends nothing, s", "hidden of the communication alone", "samples used")
+    rows = [("communication alone", f"{sending:.3f}", "", str(kept))]
+    for name in (ZERO1, AT_ONCE):
+        both = _kept(found["samples"], name, SILENT)
+        added = statistics.median(s[f"{name} seconds"] - s[f"{SILENT} seconds"] for s in both.samples)
+        rows.append((name, f"{added:.3f}", f"{1 - added / sending:.0%}", str(both)))
+    yield from table(columns, rows)
+
+
+def goal_table(found: Mapping[str, Any]) -> Iterator[str]:
+    """A row a goal that can be measured here."""
+    rows = (_goal_row(found, *goal) for goal in GOALS if goal[0] in found["state"])
+    yield from table(("zero1 against", "measured", "goal", "met", "samples used"), rows)
+
+
+def _goal_row(found: Mapping[str, Any], other: str, goal: float) -> tuple[str, ...]:
+    kept, measured = ratio(found["samples"], ZERO1, other)
+    met = "yes" if measured <= goal else "no"
+    return other, f"{measured:.3f} of its time", f"at most {goal:.2f}", met, str(kept)
+
+
+def state_table(found: Mapping[str, Any]) -> Iterator[str]:
+    """A row a side: 8 bytes a parameter, by the ranks where they share; beyond that are padding and counts of steps."""
+    rows = ((name, *_state_row(found, name)) for name in found["state"])
+    yield from table(("optimizer", "counted, bytes", "formula, bytes", "beyond it"), rows)
+
+
+def _state_row(found: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    counted, formula = found["state"][name], 8 * found["parameters"] // (1 if name in REPLICATED else RANKS)
+    return f"{counted}", f"{formula}", f"{counted - formula} ({(counted - formula) / formula:.2%})"

@@ -1,0 +1,85 @@
+"""What gloo does slowly, made of messages between two peers or of what it does faster.
+
+gloo's reduce-scatter moves the bytes of an all-reduce, through copies of the whole tensor, and its all-gather copies as
+well. Measured over loopback with 64 MB and two ranks: reduce-scatter 396 ms, all-reduce 59, the messages below 27;
+all-gather 66, messages 23. Sums are bit for bit those of gloo's all-reduce, so that optimizers that reduce in
+different ways compute the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+#: Tags keep the messages of the two apart: a sum may start before the one rank or the other has waited for a gather.
+_SUM, _GATHER = 1, 2
+
+
+def is_gloo(group: dist.ProcessGroup | None) -> bool:
+    """Whether ``group`` talks over gloo."""
+    return dist.get_backend(group) == "gloo"
+
+
+class Messages:
+    """Messages on their way, and sums to be made when they have arrived."""
+
+    def __init__(self, group: dist.ProcessGroup | None, tag: int) -> None:
+        self._group, self._tag = group, tag
+        self._works: list[dist.Work] = []
+        self._sums: list[tuple[Tensor, Tensor]] = []
+
+    def swap(self, send: Tensor, receive: Tensor, peer: int) -> None:
+        """Start to send ``send`` to the group's rank ``peer`` and to fill ``receive`` with what it sends here."""
+        arriving = dist.irecv(receive, group=self._group, group_src=peer, tag=self._tag)
+        leaving = dist.isend(send, group=self._group, group_dst=peer, tag=self._tag)
+        self._works += [work for work in (arriving, leaving) if work is not None]
+
+    def add(self, arriving: Tensor, total: Tensor) -> None:
+        """Add ``arriving`` to ``total`` once it is here."""
+        self._sums.append((arriving, total))
+
+    def wait(self) -> None:
+        """Return when all has arrived, has left and is added. Raises what torch does when a peer is gone or late."""
+        for work in self._works:
+            work.wait()
+        for arriving, total in self._sums:
+            total.add_(arriving)
+        self._works, self._sums = [], []
+
+
+def start_sum_shares(
+    flat: Tensor, shares: Sequence[range], index: int, group: dist.ProcessGroup | None
+) -> Messages | dist.Work | None:
+    """Start to sum ``flat``, in place, at least where it is the share of this rank, the ``index`` -th of the group.
+
+    Two peers swap what the other one sums: half the bytes of an all-reduce. More of them would add up in another order
+    than gloo's all-reduce does, so that is what they do.
+    """
+    if len(shares) != 2:
+        work: dist.Work | None = dist.all_reduce(flat, group=group, async_op=True)
+        return work
+    mine, theirs = flat[_slice(shares[index])], flat[_slice(shares[1 - index])]
+    messages, arriving = Messages(group, _SUM), torch.empty_like(mine)
+    messages.swap(theirs, arriving, 1 - index)
+    messages.add(arriving, mine)
+    return messages
+
+
+def start_gather_shares(flat: Tensor, shares: Sequence[range], index: int, group: dist.ProcessGroup | None) -> Messages:
+    """Start to fill ``flat`` with every peer's share, in place; this rank, the ``index`` -th, has its own."""
+    messages, mine = Messages(group, _GATHER), flat[_slice(shares[index])]
+    for peer, share in enumerate(shares):
+        if peer != index:
+            messages.swap(mine, flat[_slice(share)], peer)
+    return messages
+
+
+def _slice(values: range) -> slice:
+    return slice(values.start, values.stop)
