@@ -213,7 +213,11 @@ TOPOLOGY = {
     "layers": Mistake(
         f"{INTERLEAVED} --set model.num_layers=6",
         2,
-        ("6 layers do not divide over 2 stages x 2 chunks = 4 places (from --set model.num_layers)", "to 4 or 8, or"),
+        (
+            "6 layers do not divide over 2 stages x 2 chunks = 4 places (from ",
+            " and --set model.num_layers); ",
+            "to 4 or 8, choose",
+        ),
     ),
     "layer counts": Mistake(
         f"{INTERLEAVED} --set parallel.layers=1,1",

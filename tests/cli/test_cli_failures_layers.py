@@ -13,6 +13,8 @@ from tests.support.commands import TORCHRUN, run_command
 Output = pytest.CaptureFixture[str]
 
 TWO = "--plugin parallel-layer=tensor"
+NORMS = f"{Path(__file__).parents[1]}/examples/plugins/parallel_layer.py"
+GROUNDLESS = "parallel-layer=parallel_layer changes layers of the factory below it: there is none below it (from "
 FOUR = f"{TWO} --set parallel.tensor=4"
 MISTAKES = {
     "tensor with dense": (
@@ -29,6 +31,22 @@ MISTAKES = {
             "parallel.sequence=true needs a plugin that serves it: parallel-layer=dense does not (from --set "
             "parallel.sequence); choose --plugin parallel-layer=tensor or --plugin parallel-layer=te; or set "
             "parallel.sequence=false"
+        ),
+    ),
+    "a factory that changes another, alone": (
+        f"--plugin parallel-layer={NORMS}",
+        f"{GROUNDLESS}--plugin parallel-layer={NORMS}); write --plugin parallel-layer=dense+{NORMS}",
+    ),
+    "a factory below the one that it changes": (
+        f"--plugin parallel-layer={NORMS}+tensor",
+        f"{GROUNDLESS}--plugin parallel-layer={NORMS}+tensor); write --plugin parallel-layer=tensor+{NORMS}",
+    ),
+    "two factories that make every layer": (
+        f"--plugin parallel-layer=tensor+dense+{NORMS}",
+        (
+            "parallel-layer=tensor and parallel-layer=dense each make every layer: the upper would hide the lower "
+            f"(from --plugin parallel-layer=tensor+dense+{NORMS}); write --plugin parallel-layer=tensor+{NORMS} or "
+            f"--plugin parallel-layer=dense+{NORMS}"
         ),
     ),
     "heads": (

@@ -83,6 +83,10 @@ def test_version(capsys: Output) -> None:
             2,
             "'xyzzy' is neither a command nor a configuration; commands are config, doctor, plugins, schedule, train",
         ),
+        (["schedule", "show", "1f1b"], 2, "nor a configuration; type --plugin schedule=1f1b"),
+        (["--lr", "1"], 2, "there is no option --lr; type --set train.lr=VALUE"),
+        (["--global-batch-size=8"], 2, "there is no option --global-batch-size; type --set train.global_batch_size="),
+        (["schedule", "show", "--parallel-layer", "te"], 2, "; type --plugin parallel-layer=NAME"),
         (["preset:tiny", "doctor"], 2, "the command 'doctor' comes first; type: megatron-run doctor ..."),
         (["--nprok", "2"], 2, "No such option '--nprok'"),
         (["--nproc", "0"], 2, "'0' is neither a number of ranks nor gpus"),
@@ -109,6 +113,15 @@ def test_a_mistake_is_one_line_with_its_exit_code(words: list[str], code: int, m
     assert message in captured.err
     assert captured.err.startswith("megatron-run: ")
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("group", ["plugins", "schedule", "config"])
+def test_a_group_alone_lists_its_commands(group: str, capsys: Output) -> None:
+    assert main([group]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"Usage: megatron-run {group} ")
+    assert "megatron-run: " not in captured.err
 
 
 def test_several_mistakes_are_one_line_each(capsys: Output) -> None:

@@ -165,6 +165,7 @@ def test_layers_that_do_not_divide_are_an_error_with_its_origin(capsys: Output) 
 def test_a_refused_shape_is_an_error_of_the_user(capsys: Output) -> None:
     said = refused(capsys, 2, *INTERLEAVED[:-1], "6")
     assert "interleaved cannot run 6 microbatches" in said
+    assert "(from --microbatches 6); " in said
 
 
 def test_a_schedule_that_serves_no_stages_is_refused(capsys: Output) -> None:

@@ -59,12 +59,19 @@ def test_a_global_batch_that_does_not_divide(batch: int, nproc: int, nearest: st
     )
 
 
+def test_a_group_size_that_was_chosen_is_traced() -> None:
+    line, _ = mistake(plugins=["schedule=interleaved,group_size=3"], sets=["train.global_batch_size=8"])
+    assert "cannot run 4 microbatches in groups of 3 (schedule.group_size) over 2 stages: " in line
+    assert "(from --set train.global_batch_size and --plugin schedule=interleaved,group_size=3); " in line
+
+
 @pytest.mark.parametrize(("layers", "nearest"), [(6, "4 or 8"), (3, "4"), (9, "8 or 12")])
 def test_layers_that_do_not_divide(layers: int, nearest: str) -> None:
     assert mistake(plugins=["schedule=interleaved"], sets=[f"model.num_layers={layers}"]) == (
         (
-            f"{layers} layers do not divide over 2 stages x 2 chunks = 4 places (from --set model.num_layers); "
-            f"set model.num_layers to {nearest}, or give parallel.layers as 4 counts"
+            f"{layers} layers do not divide over 2 stages x 2 chunks = 4 places (from the suggestion of "
+            f"schedule=interleaved and --set model.num_layers); set model.num_layers to {nearest}, choose "
+            f"parallel.pipeline x parallel.chunks that divide {layers}, or give parallel.layers as 4 counts"
         ),
         ExitCode.INPUT,
     )

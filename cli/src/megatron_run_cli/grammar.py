@@ -41,6 +41,7 @@ class ConfigWord(click.ParamType[str]):
         raise InputError(
             f"{value!r} is neither a command nor a configuration",
             fix=_preset_meant(value)
+            or _plugin_meant(value)
             or did_you_mean(value, commands)
             or f"commands are {', '.join(commands)}; a configuration is a .yaml or .json file, or preset:NAME",
         )
@@ -51,3 +52,24 @@ def _preset_meant(word: str) -> str:
     from megatron_run.config.sources import presets
 
     return f"type preset:{word}" if word in presets() else ""
+
+
+def _plugin_meant(word: str) -> str:
+    """``type --plugin schedule=1f1b`` for the name of an installed plugin, else an empty string."""
+    from megatron_run.registry.discover import scan
+
+    names = dict.fromkeys(f"--plugin {entry}" for entry in scan().entries if entry.name == word)
+    return f"type {' or '.join(names)}" if names else ""
+
+
+def option_meant(option: str) -> str:
+    """``type --set train.lr=VALUE`` for ``--lr``, and the like for a kind of plugin; else an empty string."""
+    from megatron_run.config.explain import kernel_keys
+    from megatron_run.contracts.plugin import KINDS
+
+    word = option.lstrip("-").replace("_", "-")
+    if word in KINDS:
+        return f"type --plugin {word}=NAME"
+    keys = [info.name for info in kernel_keys() if info.key[-1] != "use"]
+    meant = [key for key in keys if word in (short := key.replace("_", "-"), short.rpartition(".")[2])]
+    return f"type {' or '.join(f'--set {key}=VALUE' for key in meant)}" if meant else ""

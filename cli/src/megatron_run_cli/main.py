@@ -14,7 +14,7 @@ from megatron_run import __version__
 from megatron_run.errors import ExitCode, RunError
 from megatron_run_cli.config import config
 from megatron_run_cli.doctor import doctor
-from megatron_run_cli.grammar import Program
+from megatron_run_cli.grammar import Program, option_meant
 from megatron_run_cli.output import tell_error
 from megatron_run_cli.plugins import plugins
 from megatron_run_cli.schedule import schedule
@@ -41,6 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = program.main(args=words, prog_name="megatron-run", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:  # a group of commands, and none of them named
+        click.echo(error.format_message(), err=True)
+        return int(ExitCode.INPUT)
+    except click.NoSuchOption as error:
+        meant = option_meant(error.option_name)
+        tell_error(f"there is no option {error.option_name}; {meant}" if meant else error.format_message())
+        return int(ExitCode.INPUT)
     except click.ClickException as error:
         tell_error(error.format_message())
         return int(ExitCode.INPUT)

@@ -101,8 +101,8 @@ def split_layers(spec: LayoutSpec) -> tuple[range, ...]:
     if not spec.counts and spec.layers % places:
         raise InputError(
             f"{spec.layers} layers do not divide over {spec.stages} stages x {spec.chunks} chunks = {places} places",
-            fix=f"set model.num_layers to {nearest_multiples(spec.layers, places)}, "
-            f"or give parallel.layers as {places} counts",
+            fix=f"set model.num_layers to {nearest_multiples(spec.layers, places)}, choose parallel.pipeline x "
+            f"parallel.chunks that divide {spec.layers}, or give parallel.layers as {places} counts",
         )
     starts = [sum(counts[:index]) for index in range(places)]
     return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))

@@ -56,7 +56,7 @@ def megatron_run_create_schedule(options: BaseModel) -> Schedule:  # type: ignor
 def megatron_run_create_parallel_layer(  # type: ignore[empty-body]
     context: BuildContext, options: BaseModel, base: ParallelLayers | None
 ) -> ParallelLayers:
-    """Make the factory of layers; ``base`` is the factory below it in a stack, or None."""
+    """Make the factory of layers. One that asks for ``base`` gets the factory below it; one that does not is lowest."""
 
 
 @hookspec(firstresult=True)

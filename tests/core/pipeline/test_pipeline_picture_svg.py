@@ -77,5 +77,10 @@ def test_chunks_and_operations_have_colours_of_their_own() -> None:
     assert len(set(COLOURS.values())) == len(COLOURS)
 
 
+def test_one_chunk_is_no_plural() -> None:
+    texts = [each.text or "" for each in drawn(one_forward_one_backward_plan()).iter(f"{SVG}text")]
+    assert any(" x 1 chunk, " in text for text in texts)
+
+
 def test_a_title_is_escaped() -> None:
     assert drawn(plan_of("F0.0 B0.0"), "a < b & c").findtext(f"{SVG}title") == "a < b & c"

@@ -96,9 +96,9 @@ def test_info_shows_options_as_one_would_type_them(site: FakeSite) -> None:
     found = plugin_info("schedule", "zigzag", scan(site.path))
     assert found.options == (
         OptionRow("size", "int", "4", ">= 1, < 64", "how large"),
-        OptionRow("shape", "Literal['round', 'square']", "round", "", ""),
-        OptionRow("paths", "tuple[str, ...]", "a,b", "", ""),
-        OptionRow("needed", "float | None", None, "", ""),
+        OptionRow("shape", "one of round, square", "round", "", ""),
+        OptionRow("paths", "list of text", "a,b", "", ""),
+        OptionRow("needed", "number", None, "", ""),
     )
     assert (found.provides, found.suggests) == (("parallel.pipeline",), {"parallel.pipeline": "2"})
     assert found.suggests_with == {"shape=square": {"parallel.chunks": "2"}}

@@ -41,6 +41,15 @@ def test_a_broken_promise_is_found_in_a_file(tmp_path: Path) -> None:
     assert failure.message.startswith("P=")  # what the suite says, not how it says it
 
 
+def test_a_file_whose_kind_is_unknown_is_named_as_it_stands(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(schedule_source().replace("create_schedule", "create_shedule"))
+    (report,) = check(str(file))
+    (result,) = report.results
+    assert report.plugin == "mine"
+    assert result.message.startswith(f"{file} is no plugin: unknown hook megatron_run_create_shedule; did you mean ")
+
+
 @pytest.mark.parametrize(
     ("source", "name", "message"),
     [

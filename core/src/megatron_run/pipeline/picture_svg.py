@@ -92,7 +92,7 @@ class _Canvas:
 
     def _summary(self) -> str:
         plan, drawn = self._plan, self._drawn
-        shape = f"{plan.stages} stages x {plan.chunks} chunks, {plan.microbatches} microbatches"
+        shape = f"{plan.stages} stages x {plan.chunks} chunk{'s' * (plan.chunks > 1)}, {plan.microbatches} microbatches"
         peaks = f"{plan.peak_in_flight[0]} in flight on stage 0, {plan.peak_in_flight[-1]} on the last"
         return f"{shape}; bubble {drawn.bubble_fraction:.1%}; at most {peaks}"
 

@@ -29,6 +29,26 @@ def misfits(plugins: Sequence[Plugin], catalog: Catalog) -> list[PluginError]:
     return problems
 
 
+def misstacked(layers: Sequence[Plugin]) -> list[InputError]:
+    """Whether the factories of ``layers``, from the bottom up, stand on exactly one that makes every layer itself.
+
+    A factory hook that asks for ``base`` changes layers of the factory below. Objects handed in from Python do not say
+    what they do, and are left alone.
+    """
+    named = [plugin for plugin in layers if plugin.entry]
+    whole = [plugin for plugin in named if not plugin.takes("base")]
+    changing = [plugin for plugin in named if plugin.takes("base")]
+    if len(whole) > 1:
+        what, why = f"{' and '.join(map(str, whole))} each make every layer", "the upper would hide the lower"
+    elif changing and layers[0] is changing[0]:
+        what, why = f"{changing[0]} changes layers of the factory below it", "there is none below it"
+    else:
+        return []
+    above = "".join(f"+{plugin.word}" for plugin in changing)
+    stacks = [f"--plugin parallel-layer={lowest}{above}" for lowest in [plugin.word for plugin in whole] or ["dense"]]
+    return [InputError(what, why=why, origin=named[0].origin, fix=f"write {' or '.join(stacks)}")]
+
+
 def unserved(settings: Mapping[str, int | str], plugins: Sequence[Plugin], catalog: Catalog) -> list[InputError]:
     """Every setting that needs a plugin's service and gets none.
 

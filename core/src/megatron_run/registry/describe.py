@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from megatron_run.config.explain import type_text
 from megatron_run.registry.plugin import Plugin
 
 #: Attributes of a field's constraints, and how a bound is written.
@@ -95,10 +96,4 @@ def _row(name: str, field: FieldInfo) -> OptionRow:
         for attribute, sign in _BOUNDS.items()
         if getattr(constraint, attribute, None) is not None
     ]
-    return OptionRow(name, _type_name(field.annotation), default, ", ".join(bounds), field.description or "")
-
-
-def _type_name(annotation: object) -> str:
-    """``int``, ``int | None``, ``learned | rope``: a type as a reader of the command line would say it."""
-    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    return text.replace("typing.", "").replace("NoneType", "None")
+    return OptionRow(name, type_text(field.annotation), default, ", ".join(bounds), field.description or "")

@@ -74,9 +74,10 @@ def only_kind(holder: object) -> str:
     kinds = [kind for kind in KINDS if hasattr(holder, factory_hook(kind))]
     if len(kinds) != 1:
         hooks = ", ".join(map(factory_hook, kinds)) or "no factory hook"
+        name = getattr(holder, "__file__", None) or repr(holder)
         raise PluginError(
-            f"{holder!r} is no plugin",
-            why=f"it has {hooks}",
+            f"{name} is no plugin",
+            why=hook_difference(holder) or f"it has {hooks}",
             fix="implement megatron_run_plugin_info and the megatron_run_create_... hook of one kind",
         )
     return kinds[0]

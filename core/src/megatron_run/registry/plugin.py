@@ -83,6 +83,11 @@ class Plugin:
         return f"{self.distribution} {self.version}" if self.distribution else self.location
 
     @property
+    def word(self) -> str:
+        """What chooses it on the command line, after ``KIND=``: its name, or the path of a single file."""
+        return self.name if self.distribution else self.location
+
+    @property
     def options_model(self) -> type[BaseModel]:
         """The model that validates its options; one without fields when it has none."""
         return self.info.options or NoOptions
@@ -91,6 +96,11 @@ class Plugin:
     def provides(self) -> frozenset[str]:
         """Its abilities, with ``kind=name``, which every plugin has."""
         return self.info.provides | {str(self)}
+
+    def takes(self, argument: str) -> bool:
+        """Whether its factory hook asks for ``argument``; False for what is no hook."""
+        asked = getattr(self.factory, "get_hookimpls", None)
+        return asked is not None and any(argument in hook.argnames for hook in asked())
 
     def with_options(self, options: BaseModel) -> Plugin:
         """The same plugin with validated ``options``."""

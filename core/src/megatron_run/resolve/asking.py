@@ -26,6 +26,7 @@ from megatron_run.resolve.planning import microbatch_counts, plan_run
 from megatron_run.resolve.topology import attribute, infer_sizes
 
 _LAYERS: Key = ("model", "num_layers")
+_BATCH: Key = ("train", "global_batch_size")
 
 
 class _Model(Section):
@@ -85,6 +86,8 @@ def ask_schedule(request: Request, shape: Shape) -> Asked:
     layer = apply_suggestions(layer, chosen, notices)
     ready = [each for many in chosen.values() for each in with_options("schedule", many, layer, findings, notices)]
     origins = {key: value.origin for key, value in layer.values.items()}
+    if shape.microbatches:  # what is said of the batch size is said of them
+        origins[_BATCH] = Origin("command line", f"--microbatches {shape.microbatches}")
     parallel = validate_section(ParallelSection, "parallel", layer.values, findings)
     microbatches, layers = shape.microbatches, shape.layers
     if parallel and not microbatches:

@@ -31,7 +31,7 @@ from megatron_run.config.validate import validate_section
 from megatron_run.config.values import plain
 from megatron_run.contracts.plugin import KINDS
 from megatron_run.pipeline.plan import Plan
-from megatron_run.registry.compatibility import misfits, unserved
+from megatron_run.registry.compatibility import misfits, misstacked, unserved
 from megatron_run.registry.discover import Catalog, scan
 from megatron_run.registry.load import Plugin
 from megatron_run.resolve.choosing import apply_suggestions, choose_plugins
@@ -154,7 +154,7 @@ class _Resolver:
     ) -> bool:
         """Whether the chosen plugins fit together and serve the sizes that were asked for.
 
-        A precision that none serves is a problem too, but not one that keeps a schedule from being planned.
+        A precision that none serves and layers that do not stack are problems too, but a schedule can be planned.
         """
         if not plugins.keys() >= KINDS.keys():  # the plugin that is missing might have been the one that serves
             return False
@@ -162,7 +162,8 @@ class _Resolver:
         sizes = {f"parallel.{key}": getattr(parallel, key) for key in _SERVED} if parallel is not None else {}
         precision = {"train.precision": train.precision} if train is not None else {}
         problems = [*misfits(everyone, catalog), *unserved(sizes, everyone, catalog)]
-        for problem in (*problems, *unserved(precision, everyone, catalog)):
+        others = [*misstacked(plugins["parallel-layer"]), *unserved(precision, everyone, catalog)]
+        for problem in (*problems, *others):
             self._findings.add(problem)
         return not problems
 

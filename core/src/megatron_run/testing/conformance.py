@@ -129,7 +129,7 @@ def make(plugin: Plugin) -> object:
 
 def _report(entry: Entry, values: Mapping[Key, Value]) -> Report:
     results: list[Result] = []
-    name = str(entry)
+    name = str(entry) if entry.kind else entry.name  # a file says its kind when it is imported
     with _recorded(results, "it can be imported and describes itself"):
         plugin = load(entry, "plugins check")
         name = str(plugin)

@@ -52,6 +52,15 @@ def test_it_asks_for_the_steps_that_the_attempt_runs(
     assert list(traced(tmp_path, wanted, **run).traced_steps()) == expected
 
 
+def test_steps_after_the_end_are_refused_before_the_run() -> None:
+    with pytest.raises(RunError) as caught:
+        load_config("preset:tiny", plugins=("observer=trace,steps=21-30",))
+    message = str(caught.value)
+    assert message.startswith("observer.trace.steps=21-30: the run ends with step 20 (train.steps) (from preset:tiny")
+    assert message.endswith(" and --plugin observer=trace,steps=21-30); name steps of 1-20, or leave them out")
+    load_config("preset:tiny", plugins=("observer=trace,steps=20-30",))
+
+
 @pytest.mark.parametrize("steps", ["0", "6-5", "0-3", "-3", "5-", "1e1", "a", "", "5,6", "true"])
 def test_other_words_for_steps_are_refused_in_one_line(steps: str) -> None:
     with pytest.raises(RunError) as caught:

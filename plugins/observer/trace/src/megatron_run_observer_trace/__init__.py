@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from megatron_run.contracts import Observer, PluginInfo, RunSummary, StepTrace
+from megatron_run.errors import InputError
 from megatron_run.hookspecs import hookimpl
 from megatron_run.pipeline.trace_events import trace_document, trace_events
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
+    from megatron_run.config.schema import Config
     from megatron_run.pipeline.timeline import Timeline
 
 #: The step of an attempt that is traced where nobody says which: the first ones are slower than the others.
@@ -51,6 +53,17 @@ class Options(BaseModel):
         text = "" if isinstance(value, bool | float) else str(value)
         read_steps(text)
         return text
+
+
+def check_config(config: Config, options: Options) -> tuple[str, ...]:
+    """Nothing to say. Raises :class:`InputError` where the run ends before the first step that the options name."""
+    last = config.train.steps
+    if options.steps and last and read_steps(options.steps).start > last:
+        raise InputError(
+            f"observer.trace.steps={options.steps}: the run ends with step {last} (train.steps)",
+            fix=f"name steps of 1-{last}, or leave them out",
+        )
+    return ()
 
 
 class Trace(Observer):
@@ -135,7 +148,7 @@ def write_new(path: Path, text: str) -> None:
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
     """Plugin trace of kind observer."""
-    return PluginInfo("observer", "trace", options=Options)
+    return PluginInfo("observer", "trace", options=Options, check_config=check_config)
 
 
 @hookimpl

@@ -51,7 +51,7 @@ class Interleaved(Schedule):
         """
         group = self._group_size or spec.stages
         _check_shape(spec)
-        _check_groups(spec, group)
+        _check_groups(spec, group, chosen=self._group_size is not None)
         table = _table(spec, group)
         forwards = [Action("F", microbatch, chunk) for microbatch, chunk in table]
         backwards = [Action("B", microbatch, spec.chunks - 1 - chunk) for microbatch, chunk in table]
@@ -84,7 +84,7 @@ def _check_shape(spec: ScheduleSpec) -> None:
             )
 
 
-def _check_groups(spec: ScheduleSpec, group: int) -> None:
+def _check_groups(spec: ScheduleSpec, group: int, *, chosen: bool) -> None:
     if group < spec.stages:
         raise ScheduleError(
             f"schedule.group_size={group} is smaller than the {spec.stages} pipeline stages",
@@ -93,7 +93,8 @@ def _check_groups(spec: ScheduleSpec, group: int) -> None:
     if not _fits(spec.microbatches, spec.stages, group):
         remainder = spec.microbatches % group
         raise ScheduleError(
-            f"interleaved cannot run {spec.microbatches} microbatches in groups of {group} over {spec.stages} stages",
+            f"interleaved cannot run {spec.microbatches} microbatches in groups of {group}"
+            f"{' (schedule.group_size)' if chosen else ''} over {spec.stages} stages",
             why=f"the last group would have {remainder} microbatches, fewer than the stages"
             if spec.microbatches > group
             else "there must be at least one whole group",
