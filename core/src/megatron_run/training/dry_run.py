@@ -62,6 +62,7 @@ def _parameters_text(size: ModelSize) -> str:
 def _memory_text(size: RankSize) -> str:
     """The bytes of a rank, and what each of its parameters takes."""
     total = sum(size.memory.values())
-    roles = " + ".join(f"{role.replace('_', ' ')} {held / 2**20:,.1f}" for role, held in size.memory.items() if held)
+    unit, name = (2**30, "GiB") if total >= 2**30 else (2**20, "MiB")
+    roles = " + ".join(f"{role.replace('_', ' ')} {held / unit:,.1f}" for role, held in size.memory.items() if held)
     each = f", {total / size.parameters:.2f} bytes a parameter" if size.parameters else ""
-    return f"{total / 2**20:,.1f} MiB{each} ({roles})"
+    return f"{total / unit:,.1f} {name}{each} ({roles})"
