@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from megatron_run.contracts import MASTER, StatePiece
-from megatron_run.errors import RunError
 from megatron_run.testing.check import CheckFailed
 
 Shape = tuple[int, ...]
@@ -33,9 +32,9 @@ class SavedState:
         }
 
     def read(self, name: str, field: str, starts: Shape, sizes: Shape) -> Tensor:
-        """A box of ``field`` of ``name``. Raises :class:`RunError` for what was not saved."""
+        """A box of ``field`` of ``name``. Raises :class:`CheckFailed` for what was not saved."""
         if (name, field) not in self.tensors:
-            raise RunError(f"{field} of {name} was not saved")
+            raise CheckFailed(f"load_state asks for {field} of {name}, which iter_state did not give")
         return self.tensors[name, field][_box(starts, sizes)]
 
 

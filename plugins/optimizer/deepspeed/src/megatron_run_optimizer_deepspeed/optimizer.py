@@ -126,18 +126,21 @@ class DeepSpeedZero(Optimizer):
     def memory(self) -> Mapping[str, int]:
         """Bytes that this rank holds, by role."""
         partitions = [torch.empty(group.partition, device="meta") for group in self._flat]
-        planned = make_rule(self._flat, [[each] for each in partitions], self._options, torch.device("meta"))
-        make_state(planned)
         return {
             "parameters": sum(group.nbytes for group in self._flat),
             "gradients": sum(bucket.grad.nbytes for bucket in self._buckets),
             "masters": 0 if self._param is torch.float32 else sum(partition.nbytes for partition in partitions),
             "main_gradients": 0,
-            "state": sum(tensor.nbytes for tensor in state_tensors(planned)),
+            "state": self._state_bytes(partitions) if partitions else 0,  # a stage may hold no layer
         }
 
     def iter_state(self) -> Iterator[StatePiece]:
-        """What lies in this rank's partitions, in boxes of logical tensors; a tied or replicated copy once."""
+        """What lies in this rank's partitions, in boxes of logical tensors; a tied or replicated copy once.
+
+        A run may be saved before its first update.
+        """
+        if self._zero is not None and not self._zero.optimizer.state:
+            make_state(self._zero.optimizer)
         for group, master in self._masters():
             yield from iter_state(group, master, self._zero.optimizer.state.get(master, {}))
 
@@ -149,6 +152,11 @@ class DeepSpeedZero(Optimizer):
         for group, master in self._masters():
             load_state(group, master, self._zero.optimizer.state[master], read)
         self._zero.gather()
+
+    def _state_bytes(self, partitions: list[Tensor]) -> int:
+        planned = make_rule(self._flat, [[each] for each in partitions], self._options, torch.device("meta"))
+        make_state(planned)
+        return sum(tensor.nbytes for tensor in state_tensors(planned))
 
     def _masters(self) -> Iterator[tuple[FlatGroup, Tensor]]:
         if self._zero is not None:

@@ -32,13 +32,16 @@ def set_rates(rule: torch.optim.Optimizer, lr: float, weight_decay: float) -> No
 
 
 def make_state(rule: torch.optim.Optimizer) -> None:
-    """Let the rule make the state that it makes in its first step, by one that moves nothing; its values are junk."""
+    """Let the rule make the state that it begins with, by a step that moves nothing and does not count."""
     tensors = [tensor for group in rule.param_groups for tensor in group["params"]]
     for tensor in tensors:
         tensor.grad = torch.zeros_like(tensor)
     set_rates(rule, 0.0, 0.0)
     rule.step()
     rule.zero_grad()
+    for state in rule.state.values():
+        if "step" in state:
+            state["step"] *= 0
 
 
 def state_tensors(rule: torch.optim.Optimizer) -> Iterator[Tensor]:
