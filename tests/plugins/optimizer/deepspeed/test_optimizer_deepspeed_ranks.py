@@ -9,6 +9,7 @@ import gc
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,7 @@ from tests.support.conformance import failures
 from tests.support.optimizer_bench import SHAPES, Bench, Trained, gathered, reader
 from tests.support.ranks import run_ranks
 
-pytest.importorskip("deepspeed", reason="needs DeepSpeed", exc_type=ImportError)
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")]
 
 STEPS = 20
 CLIPS = (0.0, 3.0)
