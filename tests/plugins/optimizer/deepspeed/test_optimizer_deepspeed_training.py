@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -10,8 +11,7 @@ import pytest
 from megatron_run.config.request import Request
 from tests.support.training import Seen, train_many
 
-pytest.importorskip("deepspeed", reason="needs DeepSpeed", exc_type=ImportError)
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")]
 
 BASE = ("train.steps=4", "train.clip_norm=0.5", "parallel.data=2")
 #: Words of four ranks, of which two are data-parallel.

@@ -56,4 +56,5 @@ def test_a_dry_run_tells_the_bytes_of_every_preset(preset: str, row: str) -> Non
     (memory,) = dry_run_json(run)["memory_by_stage"]
     padded, total = memory["parameters"] // width, sum(memory.values())
     assert 0 < total - padded * (each + shared / 4) < 4 * 3 * 200
-    assert f"stage 0: {total / 2**20:,.1f} MiB" in dry_run_text(run)
+    told = f"{total / 2**30:,.1f} GiB" if total >= 2**30 else f"{total / 2**20:,.1f} MiB"
+    assert f"stage 0: {told}" in dry_run_text(run)

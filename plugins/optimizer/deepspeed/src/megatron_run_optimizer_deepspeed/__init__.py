@@ -16,6 +16,7 @@ import torch
 from megatron_run.contracts import Optimizer, PluginInfo
 from megatron_run.errors import InputError
 from megatron_run.hookspecs import hookimpl
+from megatron_run.optim import check_update
 from megatron_run_optimizer_deepspeed.library import find_deepspeed
 from megatron_run_optimizer_deepspeed.optimizer import DeepSpeedZero
 from megatron_run_optimizer_deepspeed.options import Options
@@ -35,6 +36,7 @@ def check_config(config: Config, options: Options) -> Iterator[str]:
             f"{config.parallel.expert} shares experts among some",
             fix="set parallel.expert=1, or choose --plugin optimizer=zero1 or adamw",
         )
+    yield from check_update(config, options.update)
     if config.parallel.data == 1:
         yield f"optimizer=deepspeed: with one data-parallel rank stage {options.stage} shards nothing"
     elif options.stage == 2:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 #: The oldest release with everything that is used.
-MINIMUM = "0.18.9"
+MINIMUM = "0.19.3"
 #: What needs no library, at the end of every message.
 _INSTEAD = "choose --plugin optimizer=zero1 or adamw"
 #: DeepSpeed looks for the device that it is to use when it is imported, and keeps it for the life of the process.

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from megatron_run.contracts import Optimizer
 from megatron_run.gradients import build_buckets, main_grad
+from megatron_run.optim.norm import sum_of_squares
 from megatron_run_optimizer_deepspeed.groups import data_group
 from megatron_run_optimizer_deepspeed.library import find_deepspeed
 from megatron_run_optimizer_deepspeed.partitions import flat_groups
-from megatron_run_optimizer_deepspeed.rule import make_rule, make_state, set_rates, state_tensors
+from megatron_run_optimizer_deepspeed.rule import begin, make_rule, set_rates, state_bytes
 from megatron_run_optimizer_deepspeed.state import iter_state, load_state
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class DeepSpeedZero(Optimizer):
         squares = torch.zeros(1, dtype=torch.float64, device=self._device)
         for share, grad in zip(self._shares, self._grads, strict=True):
             if share.info.counted:
-                squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+                squares += sum_of_squares(grad)
         norm = self._groups.sum_(squares, "world").sqrt()
         if max_norm > 0:
             coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
@@ -104,12 +105,12 @@ class DeepSpeedZero(Optimizer):
 
     def count_zeros(self) -> Tensor:
         """Zeros among the gradients of all logical tensors, padding left out, fp32 [1]."""
-        zeros = torch.zeros(1, device=self._device)
+        zeros = torch.zeros(1, dtype=torch.int64, device=self._device)  # fp32 would stop counting at 2**24
         for share, grad in zip(self._shares, self._grads, strict=True):
             for piece in share.pieces() if share.info.counted else ():
                 start = share.local.start
                 zeros += (grad[piece.local.start - start : piece.local.stop - start] == 0).sum()
-        return self._groups.sum_(zeros, "world")
+        return self._groups.sum_(zeros, "world").float()
 
     def step(self, lr: float, weight_decay: float) -> None:
         """Update this rank's partitions and gather everybody's."""
@@ -131,35 +132,25 @@ class DeepSpeedZero(Optimizer):
             "gradients": sum(bucket.grad.nbytes for bucket in self._buckets),
             "masters": 0 if self._param is torch.float32 else sum(partition.nbytes for partition in partitions),
             "main_gradients": 0,
-            "state": self._state_bytes(partitions) if partitions else 0,  # a stage may hold no layer
+            "state": state_bytes(self._flat, partitions, self._options),
         }
 
     def iter_state(self) -> Iterator[StatePiece]:
-        """What lies in this rank's partitions, in boxes of logical tensors; a tied or replicated copy once.
-
-        A run may be saved before its first update.
-        """
-        if self._zero is not None and not self._zero.optimizer.state:
-            make_state(self._zero.optimizer)
+        """What lies in this rank's partitions, in boxes of logical tensors; a tied or replicated copy once."""
         for group, master in self._masters():
-            yield from iter_state(group, master, self._zero.optimizer.state.get(master, {}))
+            yield from iter_state(group, master, self._zero.optimizer.state[master])
 
     def load_state(self, read: ReadState) -> None:
         """Read masters and state of this rank's partitions, then bring the parameters to every rank."""
         if self._zero is None:
             return
-        make_state(self._zero.optimizer)
         for group, master in self._masters():
             load_state(group, master, self._zero.optimizer.state[master], read)
         self._zero.gather()
 
-    def _state_bytes(self, partitions: list[Tensor]) -> int:
-        planned = make_rule(self._flat, [[each] for each in partitions], self._options, torch.device("meta"))
-        make_state(planned)
-        return sum(tensor.nbytes for tensor in state_tensors(planned))
-
     def _masters(self) -> Iterator[tuple[FlatGroup, Tensor]]:
         if self._zero is not None:
+            begin(self._zero.optimizer)  # a run may be saved before its first update
             yield from zip(self._flat, self._zero.masters, strict=True)
 
 

@@ -44,4 +44,4 @@ class Options(BaseModel):
     @property
     def update(self) -> UpdateOptions:
         """The rule and its numbers, as every optimizer has them."""
-        return UpdateOptions(**self.model_dump(include=set(UpdateOptions.model_fields)))
+        return UpdateOptions(**self.model_dump(include=set(UpdateOptions.model_fields), exclude_unset=True))

@@ -31,20 +31,32 @@ def set_rates(rule: torch.optim.Optimizer, lr: float, weight_decay: float) -> No
         each["lr"], each["weight_decay"] = lr * group.lr_mult, weight_decay if group.decays else 0.0
 
 
-def make_state(rule: torch.optim.Optimizer) -> None:
-    """Let the rule make the state that it begins with, by a step that moves nothing and does not count."""
+def begin(rule: torch.optim.Optimizer) -> None:
+    """Have the state that the first step will find: all zeros, as the rules of this plugin begin.
+
+    PyTorch makes it in a step, here in one that moves nothing.
+    """
     tensors = [tensor for group in rule.param_groups for tensor in group["params"]]
+    if all(tensor in rule.state for tensor in tensors):
+        return
     for tensor in tensors:
         tensor.grad = torch.zeros_like(tensor)
     set_rates(rule, 0.0, 0.0)
     rule.step()
     rule.zero_grad()
-    for state in rule.state.values():
-        if "step" in state:
-            state["step"] *= 0
+    for state in _state_tensors(rule):
+        state.zero_()
 
 
-def state_tensors(rule: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Every tensor of the rule's state."""
+def state_bytes(groups: Sequence[FlatGroup], partitions: Sequence[Tensor], options: Options) -> int:
+    """Bytes of the state for ``partitions`` without values, one for each of ``groups``."""
+    if not groups:
+        return 0
+    planned = make_rule(groups, [[each] for each in partitions], options, torch.device("meta"))
+    begin(planned)
+    return sum(tensor.nbytes for tensor in _state_tensors(planned))
+
+
+def _state_tensors(rule: torch.optim.Optimizer) -> Iterator[Tensor]:
     for state in rule.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))

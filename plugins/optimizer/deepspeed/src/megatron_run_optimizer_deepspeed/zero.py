@@ -84,7 +84,6 @@ class Zero(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no ty
         """Average the gradients over the data-parallel ranks, in place where this rank updates the parameter."""
         # Aliases, since DeepSpeed points the data of what it is given at its bucket.
         self._reducing = {parameter: main_grad(parameter).detach() for parameter in self._parameters}
-        self.averaged_gradients.clear()  # of a step that was skipped
         self.reduce_gradients(pipeline_parallel=True)
         self._reducing = {}
 
@@ -123,9 +122,9 @@ class Zero(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no ty
         """Bring a reduced gradient back from the bucket, which is used again, to where it came from."""
         self._reducing[param] = main_grad(param).copy_(self._reducing[param])
 
-    def scaled_global_norm(self, norm_type: int = 2) -> Tensor:
+    def scaled_global_norm(self, norm_type: int = 2) -> float:
         """What DeepSpeed would clip by, at the price of a reduction: the gradients are clipped already."""
-        return torch.zeros((), device=self.device)
+        return 0.0
 
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
         """Whether gradients of 16-bit parameters go to an fp32 buffer of their own: they are fp32 already."""
