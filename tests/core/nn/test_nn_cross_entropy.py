@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
+from importlib import import_module
 
 import pytest
 import torch
@@ -52,6 +53,21 @@ def test_16_bit_logits_give_a_loss_in_fp32_and_a_gradient_in_their_own_dtype() -
     loss.sum().backward()
     assert logits.grad is not None
     assert logits.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_does_not_depend_on_how_many_rows_are_computed_at_a_time(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels, weights, found = torch.arange(9), torch.rand(9), []
+    values = torch.randn(9, 16).to(dtype)
+    for cached in (1, 4 * 16, 2**18):  # one row, four, all
+        monkeypatch.setattr(import_module("megatron_run.nn.cross_entropy"), "CACHED", cached)
+        logits = values.clone().requires_grad_()
+        loss = cross_entropy(logits, labels, 11, 0.1)
+        found.append([loss, *torch.autograd.grad(loss, logits, weights)])
+    for rows in found[1:]:
+        torch.testing.assert_close(rows, found[0])
 
 
 VOCAB, COLUMNS, TOKENS = 21, 8, 12
