@@ -45,6 +45,7 @@ def _torch_is_as_new() -> Iterator[None]:
         torch.set_num_threads(1)
         if torch.are_deterministic_algorithms_enabled():  # asking first: setting it loads the compiler, a second
             torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
         torch.set_default_dtype(torch.float32)
         torch.manual_seed(0)
 

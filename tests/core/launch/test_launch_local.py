@@ -18,6 +18,7 @@ from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode
 from megatron_run.launch.job import Ending
 from megatron_run.launch.local import LocalPlan, run_local
+from megatron_run.launch.threads import rank_environment
 from megatron_run.run_folder import RunFolder
 from tests.support.processes import alive, process_ids, wait_until
 
@@ -114,6 +115,14 @@ def test_ranks_get_torchruns_variables_and_their_threads(launcher: Launcher) -> 
     for rank, color in enumerate(("1", None)):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_WAIT_POLICY": "passive", "FORCE_COLOR": color}
         assert eval(launcher.log(rank)) == place | common
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_allocators_settings_stand_when_a_rank_starts_also_a_single_one(launcher: Launcher, size: int) -> None:
+    environment = {"PATH": os.environ["PATH"]}
+    launcher("*:environment GLIBC_TUNABLES", size=size, environment=environment)
+    expected = {"GLIBC_TUNABLES": rank_environment({}, 1, size, 1).get("GLIBC_TUNABLES")}
+    assert [eval(launcher.log(rank)) for rank in range(size)] == [expected] * size
 
 
 @pytest.mark.parametrize("code", [2, 3, 5, 6, 7])

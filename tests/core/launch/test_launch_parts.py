@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,14 @@ from megatron_run.launch.cause import RankEnd, describe, first_cause, last_line
 from megatron_run.launch.device import Setting, choose_device, deterministic_environment, explain_device
 from megatron_run.launch.failure import exit_code, one_line
 from megatron_run.launch.job import Report
-from megatron_run.launch.threads import _quota, available_cores, rank_environment, threads_per_rank
+from megatron_run.launch.threads import (
+    KEEPING,
+    _has_glibc,
+    _quota,
+    available_cores,
+    rank_environment,
+    threads_per_rank,
+)
 from megatron_run.world import StopRequest, World
 
 
@@ -50,6 +58,45 @@ def test_local_ranks_talk_over_the_loopback_interface_unless_told_otherwise() ->
 def test_torchs_warnings_about_peers_are_kept_back_unless_told_otherwise() -> None:
     assert rank_environment({}, 1, 1, 1)["TORCH_CPP_LOG_LEVEL"] == "ERROR"
     assert rank_environment({"TORCH_CPP_LOG_LEVEL": "INFO"}, 1, 1, 1)["TORCH_CPP_LOG_LEVEL"] == "INFO"
+
+
+@pytest.mark.parametrize(
+    ("told", "kept"),
+    [
+        ({}, KEEPING),
+        ({"GLIBC_TUNABLES": "glibc.pthread.rseq=0"}, f"glibc.pthread.rseq=0:{KEEPING}"),
+        ({"GLIBC_TUNABLES": "glibc.malloc.check=1"}, "glibc.malloc.check=1"),
+        ({"MALLOC_ARENA_MAX": "1"}, None),
+        ({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}, None),
+    ],
+)
+def test_freed_memory_is_kept_unless_the_allocator_was_told_otherwise(
+    told: dict[str, str], kept: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_run.launch.threads._has_glibc", lambda: True)
+    assert rank_environment(told, 1, 1, 1).get("GLIBC_TUNABLES") == kept
+
+
+def test_another_allocator_than_glibcs_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.confstr_names", {})  # as on macOS
+    assert "GLIBC_TUNABLES" not in rank_environment({}, 1, 1, 1)
+
+
+@pytest.mark.multiproc
+@pytest.mark.skipif(not _has_glibc(), reason="the allocator is not glibc's")
+def test_glibc_understands_that_it_must_keep_what_is_freed() -> None:
+    """Of 64 MiB that were written and freed, none stay without the settings and nearly all with them."""
+    program = """if True:
+        def resident():
+            return int(open("/proc/self/statm").read().split()[1]) * 4096
+        before, block = resident(), b"1" * 2**26
+        del block
+        print(resident() - before)
+    """
+    told = {"PATH": "", **rank_environment({}, 1, 1, 1)}
+    for environment, least, most in (({}, 0, 2**22), (told, 2**25, 2**28)):
+        found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True)
+        assert least <= max(0, int(found.stdout)) <= most
 
 
 def place(launcher: str) -> World:

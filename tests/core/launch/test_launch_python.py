@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils import deterministic as kernels
 
 from megatron_run import Action, load_config, train
 from megatron_run.actions import ScheduleSpec
@@ -77,7 +78,8 @@ def test_what_is_raised_in_this_process_reaches_the_caller(tmp_path: Path) -> No
 def process_state() -> list[Any]:
     """What a program may have chosen for itself, apart from the generator."""
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    return [deterministic, torch.get_num_threads(), dict(os.environ)]
+    filled = kernels.fill_uninitialized_memory  # type: ignore[attr-defined]  # torch hides it behind a class
+    return [(*deterministic, filled), torch.get_num_threads(), dict(os.environ)]
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
@@ -98,7 +100,8 @@ def test_training_here_leaves_the_process_as_it_was(tmp_path: Path, interrupted:
             train(load_config("preset:tiny", sets=SETS | {"run.folder": tmp_path}, plugins=[Looks()]))
         assert process_state() == before
         assert torch.equal(torch.rand(3), expected)
-        assert seen[0][:2] == [(True, False), 1]
+        assert before[0] == (False, False, True)
+        assert seen[0][:2] == [(True, False, False), 1]
     finally:
         torch.set_num_threads(threads)
 

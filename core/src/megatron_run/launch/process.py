@@ -10,6 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils import deterministic as kernels
 
 from megatron_run.launch.device import choose_device, deterministic_environment, explain_device
 from megatron_run.launch.threads import threads_per_rank
@@ -76,6 +77,7 @@ def borrowed_process(run: ResolvedRun, world: World) -> Iterator[None]:
     threads, variables = torch.get_num_threads(), os.environ.keys() & _CUBLAS
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = kernels.fill_uninitialized_memory  # type: ignore[attr-defined]  # torch hides it behind a class
     _tell_cublas(run, world.device)
     gpus = [] if world.device == "cpu" else [torch.device(world.device)]
     current = torch.cuda.current_device() if gpus else None
@@ -86,6 +88,7 @@ def borrowed_process(run: ResolvedRun, world: World) -> Iterator[None]:
             yield
     finally:
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        kernels.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         if current is not None:

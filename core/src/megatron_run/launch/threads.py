@@ -1,4 +1,7 @@
-"""How many CPU threads each rank gets, and the environment that must stand before a rank starts."""
+"""How many CPU threads each rank gets, and the environment that must stand before a rank starts.
+
+What a setting brings was measured; ``python -m benchmarks.single --only settings`` measures the allocator's.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,12 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Literal
+
+#: Freed memory stays with the process, in huge pages: the system clears each page that it hands out, which takes longer
+#: than many a kernel that writes it. The last is the size of free memory, 32 GiB, above which some is handed back.
+KEEPING = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=34359738368"
+#: Who sets one of these knows better: glibc's own settings, and another allocator in its place.
+_ALLOCATORS = ("MALLOC_", "LD_PRELOAD")
 
 
 def available_cores() -> int:
@@ -32,17 +41,31 @@ def threads_per_rank(setting: int | Literal["auto"], local_size: int, cores: int
 
 
 def rank_environment(base: Mapping[str, str], threads: int, local_size: int, cores: int) -> dict[str, str]:
-    """``base`` with the variables that OpenMP, MKL and gloo read when a rank starts.
+    """``base`` with the variables that OpenMP, MKL, gloo and glibc's allocator read when a rank starts.
 
     Threads that wait do not spin when ranks x threads exceed the cores: spinning then makes a step 2-4 times longer,
-    and saves only 3-9% where every thread has its core. What the user has set of the last two stays.
+    and saves only 3-9% where every thread has its core. What the user has set of all but the threads stays.
     """
     environment = {**base, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     if local_size * threads > cores:
         environment.setdefault("OMP_WAIT_POLICY", "passive")
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     quiet_torch(environment)
+    keep_memory(environment)
     return environment
+
+
+def keep_memory(environment: MutableMapping[str, str]) -> None:
+    """Before a rank starts: its allocator keeps what is freed, where the allocator is glibc's and not told anything."""
+    tunables = environment.get("GLIBC_TUNABLES", "")
+    if not _has_glibc() or "glibc.malloc." in tunables or any(name.startswith(_ALLOCATORS) for name in environment):
+        return
+    environment["GLIBC_TUNABLES"] = f"{tunables}:{KEEPING}" if tunables else KEEPING
+
+
+def _has_glibc() -> bool:
+    name = "CS_GNU_LIBC_VERSION"
+    return name in getattr(os, "confstr_names", {}) and bool(os.confstr(name))
 
 
 def quiet_torch(environment: MutableMapping[str, str]) -> None:
