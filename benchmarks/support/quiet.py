@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,3 +82,14 @@ def undisturbed(samples: Sequence[Mapping[str, float]]) -> Kept:
     if len(quiet) >= ENOUGH:
         return Kept(quiet, len(samples), True)
     return Kept(sorted(samples, key=disturbance)[: max(1, len(samples) // 2)], len(samples), False)
+
+
+def ratio(samples: Sequence[Mapping[str, float]], one: str, other: str) -> tuple[Kept, float]:
+    """The rounds in which neither side was disturbed, and the median over them of ``one``'s time by ``other``'s.
+
+    Samples name what they hold ``<side> seconds`` and ``<side> foreign``.
+    """
+    names = (f"{one} ", f"{other} ")
+    both = [{key: value for key, value in sample.items() if key.startswith(names)} for sample in samples]
+    kept = undisturbed(both)
+    return kept, statistics.median(sample[f"{one} seconds"] / sample[f"{other} seconds"] for sample in kept.samples)

@@ -24,7 +24,7 @@ def main() -> None:
     job: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     measurement = getattr(importlib.import_module(job["module"]), job["function"])
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dist.init_process_group(
         "gloo", init_method=f"file://{job['store']}", rank=rank, world_size=world, timeout=timedelta(minutes=10)
     )

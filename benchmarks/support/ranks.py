@@ -1,4 +1,4 @@
-"""Measures in fresh processes that talk over gloo: one thread a rank, all of them ended when one of them fails."""
+"""Measures in fresh processes that talk over gloo, all of them ended when one of them fails."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_run.launch.threads import KEEPING
+
 ROOT = Path(__file__).parents[2]
-#: Steps ran 1.1 to 1.3 times faster when glibc keeps what is freed. Whatever is compared gets the same.
-KEEPING = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=34359738368"
 SETTINGS = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore",
@@ -27,18 +25,25 @@ PERIOD = 0.05
 
 
 def on_ranks(
-    measurement: Callable[..., Any], world: int, arguments: Mapping[str, object], *, keeping: bool = False
+    measurement: Callable[..., Any],
+    world: int,
+    arguments: Mapping[str, object],
+    *,
+    threads: int = 1,
+    keeping: bool = False,
 ) -> Any:
     """What ``measurement(**arguments)`` returns on rank 0 of ``world`` fresh processes, one process group.
 
-    ``measurement`` is a function of a module; arguments and result pass through JSON. ``keeping``: glibc keeps freed
-    memory. Raises :class:`SystemExit` as soon as one rank has failed, and ends the others.
+    ``measurement`` is a function of a module; arguments and result pass through JSON. ``threads`` are those of each
+    rank; ``keeping``: glibc keeps freed memory, as on the ranks that our launcher starts. Raises :class:`SystemExit` as
+    soon as one rank has failed, and ends the others.
     """
     with tempfile.TemporaryDirectory() as folder:
         job, result = Path(folder) / "job.json", Path(folder) / "result.json"
         described = {"module": measurement.__module__, "function": measurement.__name__, "arguments": arguments}
         job.write_text(json.dumps({**described, "store": f"{folder}/store", "result": str(result)}), "utf-8")
         environment = {**os.environ, **SETTINGS, "WORLD_SIZE": str(world)}
+        environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
         environment |= {"GLIBC_TUNABLES": KEEPING} if keeping else {}
         command = (sys.executable, "-m", "benchmarks.support.rank", str(job))
         ranks = [subprocess.Popen(command, cwd=ROOT, env={**environment, "RANK": str(rank)}) for rank in range(world)]

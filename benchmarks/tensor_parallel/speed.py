@@ -8,7 +8,7 @@ everywhere.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from benchmarks.support.compare import compare
 from benchmarks.support.megatron import NAME as MEGATRON
 from benchmarks.support.megatron import installed
-from benchmarks.support.quiet import Kept, take_sample, undisturbed
+from benchmarks.support.quiet import ratio, take_sample
 from benchmarks.support.ranks import on_ranks
 from benchmarks.support.report import table
 from benchmarks.tensor_parallel import ours
@@ -110,14 +110,6 @@ def _time_row(found: Mapping[str, Any], name: str) -> tuple[str, ...]:
     seconds = statistics.median(sample[f"{name} seconds"] for sample in kept.samples)
     apart = found["apart"][name]
     return name, f"{seconds:.3f}", f"{speed_up:.3f}", f"{apart:.0e}" if apart else "equal", str(kept)
-
-
-def ratio(samples: Sequence[Mapping[str, float]], one: str, other: str) -> tuple[Kept, float]:
-    """The rounds in which neither side was disturbed, and the median over them of ``one``'s time by ``other``'s."""
-    names = (f"{one} ", f"{other} ")
-    both = [{key: value for key, value in sample.items() if key.startswith(names)} for sample in samples]
-    kept = undisturbed(both)
-    return kept, statistics.median(sample[f"{one} seconds"] / sample[f"{other} seconds"] for sample in kept.samples)
 
 
 def goal_table(found: Mapping[str, Any]) -> Iterator[str]:

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.support.megatron import NAME as MEGATRON
+from benchmarks.support.quiet import ratio
 from benchmarks.tensor_parallel.model import SHAPES, SMALL, TINY, Batch
 from benchmarks.tensor_parallel.ours import dense
 from benchmarks.tensor_parallel.peers.dtensor import NAME as DTENSOR
 from benchmarks.tensor_parallel.peers.dtensor import PlainGpt
 from benchmarks.tensor_parallel.peers.megatron import our_weights, their_weights
-from benchmarks.tensor_parallel.speed import GOALS, ONE_RANK, OURS, TENSOR, goal_table, measure, ratio, time_table
+from benchmarks.tensor_parallel.speed import GOALS, ONE_RANK, OURS, TENSOR, goal_table, measure, time_table
 from benchmarks.tensor_parallel.traffic import Traffic, count, formula
 from tests.support.ranks import run_ranks
 

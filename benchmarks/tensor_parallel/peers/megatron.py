@@ -88,8 +88,8 @@ class MegatronStep:
     def __init__(self, shape: Shape, batch: Batch, weights: Weights) -> None:
         self.ranks, self._batch, self._losses = dist.get_world_size(), batch, list[Tensor]()
         self._heads, self._positions = shape.heads, torch.arange(shape.sequence).expand(shape.micro_batch, -1)
-        _on_cpu(self.ranks)
-        self._model = _model(shape, self.ranks)
+        on_cpu(self.ranks)
+        self._model = gpt_model(shape, self.ranks)
         whole = their_weights(weights, shape.heads)
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
@@ -120,8 +120,11 @@ class MegatronStep:
         return our_weights(whole, self._heads) | {"losses": torch.stack(self._losses)}
 
 
-def _on_cpu(ranks: int) -> None:
-    """Make megatron-core's groups, and put the CPU where its modules name a GPU. Dropout, here 0, needs no tracker."""
+def on_cpu(ranks: int) -> None:
+    """Make megatron-core's groups, once a process, and put the CPU where its modules name a GPU.
+
+    Dropout, here 0, needs no tracker.
+    """
     state = import_module("megatron.core.parallel_state")
     state.initialize_model_parallel(tensor_model_parallel_size=ranks, create_gloo_process_groups=False)
     for module in ("utils", "transformer.utils"):
@@ -130,7 +133,8 @@ def _on_cpu(ranks: int) -> None:
     vars(import_module("megatron.core.tensor_parallel"))["get_cuda_rng_tracker"] = lambda: tracker
 
 
-def _model(shape: Shape, ranks: int) -> Any:
+def gpt_model(shape: Shape, ranks: int, *, tied: bool = False, **options: Any) -> Any:
+    """Its GPT, split over ``ranks``; ``options`` are more fields of its ``TransformerConfig``."""
     config = import_module("megatron.core.transformer.transformer_config").TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -141,6 +145,7 @@ def _model(shape: Shape, ranks: int) -> Any:
         activation_func=F.gelu,
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
+        **options,
     )
     gpt, specs = (import_module(f"megatron.core.models.gpt.{name}") for name in ("gpt_model", "gpt_layer_specs"))
     return gpt.GPTModel(
@@ -148,4 +153,5 @@ def _model(shape: Shape, ranks: int) -> Any:
         transformer_layer_spec=specs.get_gpt_layer_local_spec(),
         vocab_size=shape.vocab,
         max_sequence_length=shape.sequence,
+        share_embeddings_and_output_weights=tied,
     )

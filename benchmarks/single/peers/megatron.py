@@ -1,0 +1,105 @@
+"""megatron-core's own GPT, gradient buffers and optimizer in one process, where megatron-core is installed.
+
+Its code runs as it is; only the device that it names, which is always a GPU, is another, and AdamW is PyTorch's in one
+kernel, as the one that it takes on a GPU. The all-reduce over its one data-parallel rank is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.single.model import CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, Batch, Precision, Side, Weights
+from benchmarks.support.megatron import TorchOnCpu
+from benchmarks.tensor_parallel.model import Shape
+from benchmarks.tensor_parallel.peers.megatron import gpt_model, on_cpu, their_weights
+
+#: The modules, besides those that its layers need, which name a GPU.
+ON_A_GPU = ("optimizer", "optimizer.optimizer", "optimizer.clip_grads", "distributed.param_and_grad_buffer")
+
+
+class MegatronLoop(Side):
+    """Its network trained by its optimizer; bf16 is its own: 16-bit weights, fp32 masters."""
+
+    def __init__(self, shape: Shape, weights: Weights | None, precision: Precision) -> None:
+        _once_on_cpu()
+        bf16 = precision == "bf16"
+        halves = {"bf16": True, "params_dtype": torch.bfloat16} if bf16 else {}
+        model = gpt_model(shape, 1, tied=True, masked_softmax_fusion=False, **halves)
+        if weights is not None:
+            whole = their_weights(weights, shape.heads)
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(whole[name])
+        self._positions = torch.arange(shape.sequence).expand(shape.micro_batch, -1)
+        self._model = _buffered(model, bf16=bf16)
+        with _types_of_a_gpu():
+            self._optimizer = _optimizer(self._model, bf16=bf16)
+
+    def step(self, batch: Batch) -> float:
+        """One step."""
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        total = torch.zeros(())
+        for tokens, labels in batch:
+            losses: Tensor = self._model(tokens, self._positions, None, labels=labels)  # [b, s]
+            loss = losses.float().mean() / len(batch)
+            loss.backward()
+            total += loss.detach()
+        with _types_of_a_gpu():
+            self._optimizer.step()
+        return total.item()
+
+
+def _once_on_cpu() -> None:
+    """Both precisions share a process."""
+    if not import_module("megatron.core.parallel_state").is_initialized():
+        on_cpu(1)
+        for module in ON_A_GPU:
+            vars(import_module(f"megatron.core.{module}"))["torch"] = TorchOnCpu()
+
+
+def _buffered(model: Any, *, bf16: bool) -> Any:
+    """Its gradients in fp32 buffers."""
+    distributed = import_module("megatron.core.distributed")
+    config = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    if bf16:
+        model = import_module("megatron.core.transformer.module").Float16Module(model.config, model)
+    return distributed.DistributedDataParallel(model.config, config, model)
+
+
+def _optimizer(model: Any, *, bf16: bool) -> Any:
+    module = import_module("megatron.core.optimizer")
+    config = module.OptimizerConfig(
+        optimizer="adam",
+        lr=LEARNING_RATE,
+        weight_decay=WEIGHT_DECAY,
+        clip_grad=CLIP_NORM,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+    )
+    fused = partial(torch.optim.AdamW, fused=True)
+    vars(module)["torch"].optim = type("optim", (), {"AdamW": staticmethod(fused), "SGD": torch.optim.SGD})
+    return module.get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+
+
+@contextmanager
+def _types_of_a_gpu() -> Iterator[None]:
+    """Inside: tensors say that they are on a GPU, by the names that its optimizer compares with."""
+    ours = torch.Tensor.type
+
+    def their_type(tensor: Tensor, *rest: Any, **more: Any) -> Any:
+        found = ours(tensor, *rest, **more)
+        return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
+
+    torch.Tensor.type = their_type  # type: ignore[method-assign, assignment]  # put back below
+    try:
+        yield
+    finally:
+        torch.Tensor.type = ours  # type: ignore[method-assign]
