@@ -19,6 +19,15 @@ VAGUE = {"utils", "util", "helpers", "helper", "common", "misc"}
 #: Modules that run code from the bytes they read.
 UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "shelve", "marshal", "dill", "cloudpickle"}
 UNSAFE_CALLS = {"torch.load", "torch.save"}
+#: Calls by their last name that pickle what they are given, or read a pickle, whatever module they are reached by.
+PICKLING = {
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+}
 
 
 def pickle_faults(tree: ast.AST) -> list[str]:
@@ -30,8 +39,11 @@ def pickle_faults(tree: ast.AST) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = {node.module.split(".")[0], *(f"{node.module}.{alias.name}" for alias in node.names)}
             found += sorted(names & (UNSAFE_MODULES | UNSAFE_CALLS))
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) in UNSAFE_CALLS:
+            found += sorted({alias.name for alias in node.names} & PICKLING)
+        elif isinstance(node, ast.Attribute) and (ast.unparse(node) in UNSAFE_CALLS or node.attr in PICKLING):
             found.append(ast.unparse(node))
+        elif isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "weights_only"):
+            found.append(node.arg)
     return found
 
 
@@ -69,6 +81,9 @@ def test_file_is_a_small_room(file: Path) -> None:
         "from torch import load",
         "def f(path):\n    return torch.load(path, weights_only=True)",
         "save = torch.save",
+        "dist.gather_object(x, found)",
+        "from torch.distributed import broadcast_object_list",
+        "numpy.load(path, allow_pickle=True)",
     ],
 )
 def test_pickle_is_found(source: str) -> None:

@@ -65,6 +65,26 @@ class Commit:
             for step in reversed([step for step in steps if step < whole[-1]]):
                 self._remove(step)
 
+    def set_aside(self, after: int | None, attempt: int) -> list[str]:
+        """Give the steps after ``after`` (None: all) names that say which attempt left them; the new names.
+
+        A run that goes on from an older step would otherwise meet them again. ``latest`` is moved back first.
+        """
+        newer = [step for step in self._checkpoints.steps() if after is None or step > after]
+        if not newer:
+            return []
+        if after is None:
+            with suppress(FileNotFoundError):
+                self._files.unlink(self._checkpoints.path / LATEST)
+        else:
+            self._point_latest_at(self._checkpoints.folder(after))
+        folders = [self._checkpoints.folder(step) for step in newer]
+        moved = [folder.with_name(f"{folder.name}-set-aside-by-attempt-{attempt:03d}") for folder in folders]
+        for folder, name in zip(folders, moved, strict=True):
+            self._files.rename(folder, name)
+        self._files.sync_folder(self._checkpoints.path)
+        return [folder.name for folder in moved]
+
     def give_up(self, step: int) -> None:
         """Remove what there is of a step that will not be committed, as far as that is possible."""
         with suppress(OSError):

@@ -130,11 +130,16 @@ def all_do(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 def raise_first(notes: Sequence[str]) -> str:
-    """Raise the failure of the lowest rank that has one, naming the rank; ``notes`` are JSON, by rank."""
-    for rank, note in enumerate(map(json.loads, notes)):
-        if note:
-            origin = ", ".join(filter(None, (note["origin"], f"rank {rank}")))
-            raise CheckpointError(**{**note, "origin": origin})
+    """Raise the failure of the lowest rank that has one; ``notes`` are JSON, by rank.
+
+    The rank is named, unless all ranks failed alike.
+    """
+    failures = [json.loads(note) for note in notes]
+    alike = all(failure == failures[0] for failure in failures)
+    for rank, failure in enumerate(failures):
+        if failure:
+            origin = failure["origin"] if alike else ", ".join(filter(None, (failure["origin"], f"rank {rank}")))
+            raise CheckpointError(**{**failure, "origin": origin})
     return ""
 
 

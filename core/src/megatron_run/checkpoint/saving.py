@@ -40,17 +40,30 @@ class Saver:
         self._files = files or FileSystem()
         self._commit = Commit(checkpoints, run, self._files)
 
-    def save(self, about: About, pieces: Iterable[StatePiece], shapes: Shapes) -> None:
+    def save(self, about: About, pieces: Iterable[StatePiece], shapes: Shapes) -> int:
         """Save the step of ``about``: this rank's ``pieces`` of logical tensors with these global ``shapes``.
 
-        Collective. Returns, on every rank, when the step is committed. Raises :class:`CheckpointError`, on every rank,
+        Collective. Returns its size in bytes when the step is committed. Raises :class:`CheckpointError` on every rank
         when a disk or a rank fails; what was saved before is then untouched.
         """
         with ExitStack() as held:
             first_does(self._ranks, lambda: self._begin(about.step, held))
             note, failure = self._write(about.step, pieces, shapes)
             notes = self._ranks.gather(json.dumps(note))
-            first_does(self._ranks, lambda: self._finish(about, notes), failure)
+            return int(first_does(self._ranks, lambda: self._finish(about, notes), failure))
+
+    def set_aside(self, after: int | None, attempt: int) -> None:
+        """Make way for a run that goes on from step ``after``, or from the start: newer steps get other names.
+
+        Collective.
+        """
+        first_does(self._ranks, lambda: self._move(after, attempt))
+
+    def _move(self, after: int | None, attempt: int) -> str:
+        if not self._checkpoints.steps():
+            return ""
+        with saving("newer steps could not be set aside"), lock(self._checkpoints.path / LOCK, self._run):
+            return " ".join(self._commit.set_aside(after, attempt))
 
     def _begin(self, step: int, held: ExitStack) -> str:
         with saving(f"step {step} could not be saved"):
@@ -77,13 +90,14 @@ class Saver:
             try:
                 raise_first([json.dumps(note["failure"]) for note in notes])
                 files = {note["name"]: note["file"] for note in notes}
-                self._commit.finish(make_manifest(about, files, _joined(notes)))
+                manifest = make_manifest(about, files, _joined(notes))
+                self._commit.finish(manifest)
             except BaseException:
                 self._commit.give_up(about.step)
                 raise
         with saving(f"steps older than {about.step} could not be removed"):
             self._commit.retain(self._keep)
-        return ""
+        return str(manifest.size)
 
 
 def _described(pieces: Iterable[StatePiece]) -> list[tuple[Any, ...]]:

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_run.checkpoint.manifest import MANIFEST, Manifest
-from megatron_run.checkpoint.step_folder import Checkpoints, check_length, verify_files
+from megatron_run.checkpoint.step_folder import CHECKPOINTS, Checkpoints, check_length, verify_files
 from megatron_run.errors import CheckpointError
 
-#: The name of the checkpoints' folder in a run folder.
-CHECKPOINTS = "checkpoints"
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 

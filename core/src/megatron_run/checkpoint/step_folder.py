@@ -14,6 +14,8 @@ from megatron_run.checkpoint.files import reading, sha256_of, size_of
 from megatron_run.checkpoint.manifest import Manifest, read_manifest
 from megatron_run.errors import CheckpointError
 
+#: The name of the checkpoints' folder in a run folder.
+CHECKPOINTS = "checkpoints"
 #: The name of the hint.
 LATEST = "latest"
 _STEP = re.compile(r"step(0|[1-9][0-9]{0,17})")
