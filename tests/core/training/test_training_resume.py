@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from megatron_run.checkpoint.step_folder import Checkpoints
-from megatron_run.errors import CheckpointError, DataError, ExitCode
+from megatron_run.errors import CheckpointError, DataError, ExitCode, Problems
 from megatron_run.optim import FlatOptimizer
 from tests.support.resuming import SMALL, Attempt, attempt, only_step
 from tests.support.saved_steps import State, read_all, same_state
@@ -187,6 +187,20 @@ def test_another_optimizer_reads_the_same_fields(
     resumed = attempt(tmp_path, FAST, (f"optimizer={after}",))
     assert resumed.numbers == {step: fast[1].numbers[step] for step in (4, 5, 6)}
     assert same_state(state(tmp_path, 6), state(fast[0], 6))
+
+
+def test_a_plugin_that_is_gone_is_named_with_the_version_that_saved(hard: tuple[Path, Attempt]) -> None:
+    from megatron_run.registry.discover import Catalog
+
+    folder, _ = hard
+    offering = Catalog.offering
+
+    def without_scalers(catalog: Catalog, kind: str, name: str) -> Any:
+        return () if kind == "scaler" else offering(catalog, kind, name)
+
+    with mock.patch.object(Catalog, "offering", without_scalers), pytest.raises(Problems) as error:
+        attempt(folder, {**HARD, "run.folder": str(folder)})
+    assert f"step 20 of {folder} was saved with megatron-run-scaler-dynamic==0.1.0" in str(error.value)
 
 
 def test_another_scaler_needs_permission_and_the_one_that_saved_is_named(
