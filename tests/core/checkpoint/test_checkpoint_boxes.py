@@ -68,3 +68,10 @@ def test_a_cover_is_what_holds_each_index_once(seed: int) -> None:
 def test_what_is_no_box_of_a_tensor_is_said(box: Box, why: str) -> None:
     assert why in box_fault((4, 4), box)
     assert why in cover_fault((4, 4), [box])
+
+
+def test_a_number_without_dimensions_is_held_once() -> None:
+    one = Box((), ())
+    assert not cover_fault((), [one])
+    assert "hold the same values" in cover_fault((), [one, one])
+    assert "1 of its 1 values are in no piece" in cover_fault((), [])
