@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -64,10 +65,11 @@ def write_shard(path: Path, pieces: Sequence[StatePiece], files: FileSystem) -> 
     assert len(tensors) == len(pieces), "no box is given twice"
     entries = lay_out({name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()})
     total, size = hashlib.sha256(), 0
-    with files.create(path) as file:
+    with files.create(path) as file, ThreadPoolExecutor(1) as hasher:
         for data in _content(encode_header(entries), (tensors[name] for name in entries)):
-            total.update(data)
+            hashed = hasher.submit(total.update, data)  # beside the write: neither holds the interpreter
             file.write(data)
+            hashed.result()
             size += len(data)
         file.sync()
     return Written(size, total.hexdigest())
