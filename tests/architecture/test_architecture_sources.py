@@ -19,7 +19,8 @@ VAGUE = {"utils", "util", "helpers", "helper", "common", "misc"}
 #: Modules that run code from the bytes they read.
 UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "shelve", "marshal", "dill", "cloudpickle"}
 UNSAFE_CALLS = {"torch.load", "torch.save"}
-#: Calls by their last name that pickle what they are given, or read a pickle, whatever module they are reached by.
+#: Collectives that pickle what they are given, by their last name. The conformance suites may use them among processes
+#: that they have started themselves.
 PICKLING = {
     "all_gather_object",
     "broadcast_object_list",
@@ -61,7 +62,8 @@ def parse(file: Path) -> ast.Module:
 def test_source_keeps_the_style(file: Path) -> None:
     tree = parse(file)
     assert ast.get_docstring(tree), "say in a docstring what the module is for"
-    assert not pickle_faults(tree)
+    allowed = PICKLING if "testing" in file.parts else set()
+    assert not [fault for fault in pickle_faults(tree) if fault.rpartition(".")[2] not in allowed]
     assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Global)], "hand state down instead"
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
+from megatron_run.checkpoint.show import size_text
 from megatron_run.contracts import CheckpointMetrics, EvalMetrics, Observer, PluginInfo, RunSummary, StepMetrics
 from megatron_run.hookspecs import hookimpl
 
@@ -148,8 +149,7 @@ class ConsoleObserver(Observer):
 
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
         """Say that the step is safe."""
-        size = f"{amount(metrics.size)}B"
-        say(self._console, f"step {metrics.step}  saved {size} in {metrics.seconds:.1f} s")
+        say(self._console, f"step {metrics.step}  saved {size_text(metrics.size)} in {metrics.seconds:.1f} s")
 
     def on_sample(self, text: str) -> None:
         """Show the text that the model wrote, harmless to the terminal."""
