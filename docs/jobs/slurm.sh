@@ -7,11 +7,11 @@
 #SBATCH --cpus-per-task=8
 #SBATCH --time=24:00:00
 #SBATCH --signal=TERM@120
-#SBATCH --no-requeue
+#SBATCH --requeue
 set -euo pipefail
 
-# Not requeued: there are no checkpoints, so a job that starts again begins at step 1.
-# A folder that every node mounts; the job's number keeps runs apart.
+# A folder that every node mounts; the job's number keeps runs apart, and is the same when the job is requeued: it then
+# goes on from the newest saved step.
 RUN_FOLDER=${RUN_FOLDER:-$SLURM_SUBMIT_DIR/runs/$SLURM_JOB_ID}
 
 # srun sets the rank, the number of ranks and the hosts; megatron-run reads them. Without --kill-on-bad-exit the other

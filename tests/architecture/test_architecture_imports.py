@@ -20,7 +20,7 @@ ORDER = (
     ("config", "comm", "gloo"),
     ("registry",),
     ("pipeline", "gradients", "rng", "metrics", "segments", "parameters", "learning_rate", "batch_size", "observing"),
-    ("nn", "data", "optim"),
+    ("nn", "data", "optim", "checkpoint"),
     ("builtin",),
     ("resolve",),
     ("run_folder", "training"),

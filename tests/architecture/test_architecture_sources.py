@@ -19,6 +19,16 @@ VAGUE = {"utils", "util", "helpers", "helper", "common", "misc"}
 #: Modules that run code from the bytes they read.
 UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "shelve", "marshal", "dill", "cloudpickle"}
 UNSAFE_CALLS = {"torch.load", "torch.save"}
+#: Collectives that pickle what they are given, by their last name. The conformance suites may use them among processes
+#: that they have started themselves.
+PICKLING = {
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+}
 
 
 def pickle_faults(tree: ast.AST) -> list[str]:
@@ -30,8 +40,11 @@ def pickle_faults(tree: ast.AST) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = {node.module.split(".")[0], *(f"{node.module}.{alias.name}" for alias in node.names)}
             found += sorted(names & (UNSAFE_MODULES | UNSAFE_CALLS))
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) in UNSAFE_CALLS:
+            found += sorted({alias.name for alias in node.names} & PICKLING)
+        elif isinstance(node, ast.Attribute) and (ast.unparse(node) in UNSAFE_CALLS or node.attr in PICKLING):
             found.append(ast.unparse(node))
+        elif isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "weights_only"):
+            found.append(node.arg)
     return found
 
 
@@ -49,7 +62,8 @@ def parse(file: Path) -> ast.Module:
 def test_source_keeps_the_style(file: Path) -> None:
     tree = parse(file)
     assert ast.get_docstring(tree), "say in a docstring what the module is for"
-    assert not pickle_faults(tree)
+    allowed = PICKLING if "testing" in file.parts else set()
+    assert not [fault for fault in pickle_faults(tree) if fault.rpartition(".")[2] not in allowed]
     assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Global)], "hand state down instead"
 
 
@@ -69,6 +83,9 @@ def test_file_is_a_small_room(file: Path) -> None:
         "from torch import load",
         "def f(path):\n    return torch.load(path, weights_only=True)",
         "save = torch.save",
+        "dist.gather_object(x, found)",
+        "from torch.distributed import broadcast_object_list",
+        "numpy.load(path, allow_pickle=True)",
     ],
 )
 def test_pickle_is_found(source: str) -> None:

@@ -82,15 +82,19 @@ def test_a_killed_rank_ends_the_run_with_one_line(tmp_path: Path) -> None:
     assert (status(tmp_path)["state"], status(tmp_path)["exit_code"], status(tmp_path)["retry"]) == ("failed", 4, True)
 
 
-def test_sigterm_finishes_the_step_and_the_next_start_is_another_attempt(tmp_path: Path) -> None:
+def test_sigterm_finishes_the_step_and_saves_it_and_the_next_start_goes_on(tmp_path: Path) -> None:
     for attempt in (1, 2):
         with training(tmp_path, attempt) as process:
             process.terminate()
             out, err = process.communicate(timeout=15)
         assert (process.returncode, err.splitlines()[-1]) == (143, "megatron-run: stopped by SIGTERM")
         assert "stopped by SIGTERM: " in out
+        saved = [int(path.name.removeprefix("step")) for path in (tmp_path / "run" / "checkpoints").glob("step*")]
+        assert f"step {max(saved)} is saved: to go on from it, run the same command\n" in err
         assert (status(tmp_path)["state"], status(tmp_path)["attempt"]) == ("stopped", attempt)
-    assert log(tmp_path, 1, attempt=2).exists()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, max(saved) + 1)), "no step is missing or done twice"
+    assert {line["attempt"] for line in lines} == {1, 2}
 
 
 def test_sigusr1_announces_a_time_limit_and_ends_with_75(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run.contracts import EvalMetrics, Observer, StepMetrics, StepTrace
+from megatron_run.contracts import CheckpointMetrics, EvalMetrics, Observer, StepMetrics, StepTrace
 from megatron_run.testing.observer import example_run, example_step, example_trace
 from megatron_run.training.observing import Observers
 
@@ -28,6 +28,9 @@ class Recording(Observer):
 
     def on_eval_end(self, metrics: EvalMetrics) -> None:
         self.told.append(metrics.split)
+
+    def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
+        self.told.append(f"saved {metrics.step}")
 
     def on_sample(self, text: str) -> None:
         self.told.append(text)
@@ -52,10 +55,11 @@ def test_every_event_reaches_every_observer_in_order(tmp_path: Path) -> None:
     observers.on_step_end(example_step(1))
     observers.on_step_end(example_step(2, None))
     observers.on_eval_end(EvalMetrics(2, "validation", 1.0, 2.7, 10))
+    observers.on_checkpoint(CheckpointMetrics(2, tmp_path, 10, 0.1))
     observers.on_sample("text")
     observers.on_error(ValueError("broken"))
     observers.on_train_end("stopped")
-    told = ["step 1", "step 2", "skip 2", "validation", "text", "broken", "stopped"]
+    told = ["step 1", "step 2", "skip 2", "validation", "saved 2", "text", "broken", "stopped"]
     assert first.told == second.told == told
 
 

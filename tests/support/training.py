@@ -128,11 +128,23 @@ def train_here(rank: int, world: int, request: str) -> Seen:
         return assembly
 
     run = resolve(Request.from_json(request))
-    with tempfile.TemporaryDirectory() as folder, mock.patch("megatron_run.trainer.build", watched_build):
+    with shared_folder(rank, world) as folder, mock.patch("megatron_run.trainer.build", watched_build):
         observers = Observers([("watch", Watch())] if rank == 0 else [], mock.Mock())
         with mock.patch("megatron_run.trainer.start_observers", return_value=observers):
-            train_rank(run, World(rank=rank, size=world), RunFolder(Path(folder), 1), StopRequest())
+            train_rank(run, World(rank=rank, size=world), RunFolder(folder, 1), StopRequest())
     return seen
+
+
+@contextmanager
+def shared_folder(rank: int, world: int) -> Iterator[Path]:
+    """A folder that all ranks see, gone when rank 0 leaves."""
+    import torch.distributed as dist
+
+    with tempfile.TemporaryDirectory() as mine:
+        found = [mine]
+        if world > 1:
+            dist.broadcast_object_list(found)
+        yield Path(found[0])
 
 
 def _record_actions(assembly: Any, seen: Seen) -> None:

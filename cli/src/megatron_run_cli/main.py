@@ -12,6 +12,7 @@ import click
 
 from megatron_run import __version__
 from megatron_run.errors import ExitCode, RunError
+from megatron_run_cli.checkpoint import checkpoint
 from megatron_run_cli.config import config
 from megatron_run_cli.doctor import doctor
 from megatron_run_cli.grammar import Program, option_meant
@@ -32,7 +33,7 @@ def program() -> None:
     """  # noqa: D301  # click wants the character, not its name
 
 
-for _command in (train, config, plugins, schedule, doctor):
+for _command in (train, config, plugins, schedule, checkpoint, doctor):
     program.add_command(_command)
 
 

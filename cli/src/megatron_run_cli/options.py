@@ -38,6 +38,19 @@ class RankCount(click.ParamType[int]):
         self.fail(why, param, ctx)
 
 
+class SavedStep(click.ParamType[str]):
+    """``auto``, ``never``, or the number of a step."""
+
+    name = "auto|never|STEP"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The word itself, ``step300`` without what is not its number."""
+        word = value.removeprefix("step")
+        if value not in ("auto", "never") and not word.isdecimal():
+            self.fail(f"{value!r} is neither auto, never, nor the number of a saved step", param, ctx)
+        return word
+
+
 _RUN_OPTIONS = (
     click.argument("configs", nargs=-1, type=ConfigWord(), metavar="[CONFIG]..."),
     click.option("--plugin", "plugins", multiple=True, metavar="KIND=NAME[,OPT=VAL...]", help="Choose a plugin."),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
 
-from megatron_run_cli.options import json_option, run_options
+from megatron_run_cli.options import SavedStep, json_option, run_options
 from megatron_run_cli.output import print_json, tell, tell_error
 
 if TYPE_CHECKING:
@@ -24,6 +25,20 @@ if TYPE_CHECKING:
     default="auto",
     help="Where the ranks come from; auto: a world that torchrun or srun made, else local ranks.",
 )
+@click.option(
+    "--resume",
+    type=SavedStep(),
+    default="auto",
+    metavar="auto|never|STEP",
+    help="What of the run folder to go on from; auto: the newest saved step.",
+)
+@click.option(
+    "--allow-plugin-change",
+    type=click.Choice(["optimizer", "scaler"]),
+    multiple=True,
+    metavar="KIND",
+    help="Go on without the state of that kind of plugin: optimizer or scaler.",
+)
 @click.option("--dry-run", is_flag=True, help="Resolve and check everything, print it, train nothing.")
 @json_option
 @click.option("--quiet", is_flag=True, help="Print errors only.")
@@ -32,12 +47,15 @@ def train(
     request: Request,
     how: How,
     *,
+    resume: str,
+    allow_plugin_change: tuple[str, ...],
     dry_run: bool,
     as_json: bool,
     quiet: bool,
     debug: bool,
 ) -> int:
     """Train a model; no CONFIG is preset:laptop."""
+    request = replace(request, resume=resume, allow_plugin_change=allow_plugin_change)
     if dry_run:
         from megatron_run.resolve import resolve
         from megatron_run.training.dry_run import dry_run_json, dry_run_text

@@ -83,9 +83,13 @@ class RankLostError(RunError):
 
 
 class DataError(RunError):
-    """A data file or a checkpoint is missing, damaged or does not fit."""
+    """A data file is missing, damaged or does not fit."""
 
     exit_code = ExitCode.DATA
+
+
+class CheckpointError(DataError):
+    """A checkpoint is missing, damaged, does not fit the run, or could not be saved."""
 
 
 class GuardError(RunError):

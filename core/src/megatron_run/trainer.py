@@ -13,12 +13,13 @@ from megatron_run.errors import ExitCode, GuardError
 from megatron_run.learning_rate import LearningRate, WeightDecay
 from megatron_run.pipeline.execute import StepInputs
 from megatron_run.training.build import Assembly, build
+from megatron_run.training.checkpointing import Checkpointing
 from megatron_run.training.device import make_deterministic
 from megatron_run.training.evaluate import Evaluator
 from megatron_run.training.feed import Feed
 from megatron_run.training.generate import generate_text
 from megatron_run.training.losses import make_meters, report_loss
-from megatron_run.training.numbers import Progress, StepFacts, StepNumbers, step_metrics
+from megatron_run.training.numbers import STOP, Progress, StepDone, StepFacts, StepNumbers, agreed_code, step_metrics
 from megatron_run.training.observing import Observers
 from megatron_run.training.reporting import start_observers
 from megatron_run.training.tracing import start_tracing
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from megatron_run.contracts import StepMetrics
     from megatron_run.pipeline.execute import StepRecord
     from megatron_run.resolve import ResolvedRun
     from megatron_run.run_folder import RunFolder
@@ -36,11 +36,15 @@ if TYPE_CHECKING:
 
 
 def train_rank(run: ResolvedRun, world: World, folder: RunFolder, stop: StopRequest) -> ExitCode:
-    """Train ``run`` on this rank from the first step to the last, or until ``stop`` is requested on any rank."""
+    """Train ``run`` on this rank to the last step, or until ``stop`` is requested on any rank.
+
+    It starts from the first step, or goes on from the one that was saved last.
+    """
     make_deterministic(run.config.run.deterministic, world.device)
     assembly = build(run, world)
     trainer = Trainer(run, assembly, folder, stop)
-    observers = start_observers(run, assembly, trainer.validation_samples, folder)
+    first_step = trainer.resume()
+    observers = start_observers(run, assembly, trainer.validation_samples, folder, first_step)
     try:
         code = trainer.train(observers)
     except BaseException as error:
@@ -61,7 +65,7 @@ class Trainer:
         self._weight_decay = WeightDecay.from_config(train)
         self._progress = Progress()
         self._meters = make_meters(assembly.model, self._context.metrics)
-        self._stop_meter = self._context.metrics.scalar("stop")  # reported by each rank that wants to stop
+        self._stop_meter = self._context.metrics.scalar(STOP)  # reported by each rank that wants to stop
         self._boundary = partial(
             assembly.model.boundary, micro_batch_size=train.micro_batch_size, sequence_length=train.sequence_length
         )
@@ -69,40 +73,49 @@ class Trainer:
         self._dataset = assembly.data.dataset("train", train.sequence_length, train.seed)
         validation = assembly.data.dataset("validation", train.sequence_length, train.seed)
         self._evaluator = Evaluator(run, assembly, self._feed, validation)
+        self._checkpoints = Checkpointing(run, assembly, folder, self._dataset)
 
     @property
     def validation_samples(self) -> list[int]:
         """The samples of the validation split on which the model is evaluated."""
         return self._evaluator.samples
 
+    def resume(self) -> int:
+        """Take up what was saved, where there is something; the number of the first step to do."""
+        self._progress = self._checkpoints.resume()
+        return self._progress.step + 1
+
     def train(self, observers: Observers) -> ExitCode:
-        """Step until the last step, or until a rank is asked to stop; evaluate on the way and at the end."""
+        """Step until the last step, or until a rank is asked to stop; evaluate and save on the way and at the end."""
         last = self._batches.steps()
         interval = self._run.config.eval.interval.steps(last, self._run.config.train.global_batch_size)
+        capture_after = self._progress.step + self._assembly.graph_capture.capture_after
         tracing = start_tracing(self._run.plans, self._context, observers, last)
         while self._progress.step < last:
             clock = tracing.clock(self._progress.step + 1)
-            metrics, times, stop_wanted = self._step(clock)
+            metrics, times, stop = self._step(clock)
             step = metrics.step
             self._folder.heartbeat(step)
             observers.on_step_end(metrics)
             if clock is not None:
                 tracing.report(step, metrics.microbatches, times, observers)
             self._guard_skips()
-            if step == self._assembly.graph_capture.capture_after:
+            if step == capture_after:
                 self._capture()
             if step == last or (interval and step % interval == 0):
                 observers.on_eval_end(self._evaluator.evaluate(step))
-            if stop_wanted and step < last:
-                return self._stop.requested or ExitCode.SIGTERM
+            if stop or self._checkpoints.is_due(step, last):
+                observers.on_checkpoint(self._checkpoints.save(self._progress))
+            if stop and step < last:
+                return stop
         if self._run.config.eval.sample:
             text = generate_text(self._run, self._assembly)
             if text is not None:
                 observers.on_sample(text)
         return ExitCode.DONE
 
-    def _step(self, clock: Callable[[], float] | None) -> tuple[StepMetrics, list[tuple[float, float]], bool]:
-        """One step: its metrics, the times of its actions by ``clock`` if there is one, and whether any rank stops."""
+    def _step(self, clock: Callable[[], float] | None) -> StepDone:
+        """One step, its actions timed by ``clock`` if there is one."""
         start, progress = time.perf_counter(), self._progress
         batch = self._batches.at(progress.samples)
         microbatches = self._batches.microbatches(batch)
@@ -112,7 +125,7 @@ class Trainer:
         progress.count(batch, skipped=numbers.skipped)
         facts = StepFacts(batch, microbatches, lr, time.perf_counter() - start)
         metrics = step_metrics(self._run, self._assembly.model, progress, facts, numbers, self._context.device)
-        return metrics, times, "stop" in numbers.means
+        return StepDone(metrics, times, agreed_code(numbers.means))
 
     def _accumulate(self, microbatches: int, clock: Callable[[], float] | None) -> StepRecord:
         """Forward and backward of every microbatch, in the schedule's order, into ``main_grad``."""
@@ -133,8 +146,8 @@ class Trainer:
     def _update(self, lr: float, weight_decay: float) -> StepNumbers:
         """Unscale, check, clip and step; a step with a non-finite gradient anywhere changes no weight."""
         optimizer, scaler, context = self._assembly.optimizer, self._assembly.scaler, self._context
-        if self._stop.requested:
-            self._stop_meter.add(0.0)
+        if (code := self._stop.requested) is not None:
+            self._stop_meter.add(float(code))
         sums = context.metrics.collect(context.groups)
         scale = scaler.scale.clone()
         found_inf = optimizer.unscale_(scaler.inv_scale)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from socket import gethostname
+from time import monotonic
 
 from megatron_run.errors import ExitCode
 
@@ -38,20 +40,22 @@ class World:
 
 
 class StopRequest:
-    """Set at most once, by a signal handler; read by the trainer after each step.
+    """Set at most once, by a signal handler, or by the end of ``seconds``; read by the trainer after each step.
 
     Signals reach ranks at different moments, so the trainer agrees over the ranks before it stops.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = inf) -> None:
         self._code: ExitCode | None = None
+        self._deadline = monotonic() + seconds
 
     @property
     def requested(self) -> ExitCode | None:
         """The exit code with which to end after this step, or None to go on."""
-        return self._code
+        return self._code or (ExitCode.TIME_LIMIT if monotonic() >= self._deadline else None)
 
-    def stop(self, code: ExitCode) -> None:
-        """Ask for the end; the first one to ask decides the code."""
-        if self._code is None:
-            self._code = code
+    def stop(self, code: ExitCode) -> bool:
+        """Ask for the end; the first one to ask decides the code. Whether this was the first."""
+        first = self._code is None
+        self._code = self._code or code
+        return first

@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from megatron_run.config.schema import EvalSection, ParallelSection, PluginSection, RunSection, TrainSection
+from megatron_run.config.schema import (
+    CheckpointSection,
+    EvalSection,
+    ParallelSection,
+    PluginSection,
+    RunSection,
+    TrainSection,
+)
 from megatron_run.contracts.plugin import KINDS
 from megatron_run.registry.choose import choose
 from megatron_run.registry.discover import KERNEL, scan
@@ -33,7 +40,7 @@ def test_the_list_of_options_changes_only_on_purpose() -> None:
 
 
 def test_every_key_says_what_it_means() -> None:
-    for section in (RunSection, TrainSection, ParallelSection, EvalSection):
+    for section in (RunSection, TrainSection, ParallelSection, EvalSection, CheckpointSection):
         assert all(field.description for field in section.model_fields.values())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -55,7 +56,8 @@ class Bench:
     def __init__(self, folder: Path, *sets: str) -> None:
         self.run = load_config("preset:tiny", sets=("train.lr_warmup=0", *sets))
         self.assembly, self.stop, self.watch = build(self.run, World()), StopRequest(), Watch()
-        self.trainer = Trainer(self.run, self.assembly, RunFolder(folder, 1), self.stop)
+        own = Path(mkdtemp(dir=folder))
+        self.trainer = Trainer(self.run, self.assembly, RunFolder(own, 1), self.stop)
 
     def train(self) -> ExitCode:
         return self.trainer.train(Observers([("watch", self.watch)], mock.Mock()))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,6 +27,7 @@ from megatron_run.training.tracing import step_trace
 from megatron_run.world import StopRequest, World
 from tests.support.drawn_plans import interleaved_plan
 from tests.support.ranks import run_ranks
+from tests.support.training import shared_folder
 
 SPLITS = {
     "sequential": (1, (), ()),
@@ -91,8 +90,8 @@ def three_runs(rank: int, world: int, request: str) -> list[Seen]:
 def train(rank: int, world: int, request: str, steps: tuple[int, ...]) -> Seen:
     seen = Seen()
     run = resolve(Request.from_json(request), objects=(Tracer(steps, seen),))
-    with tempfile.TemporaryDirectory() as folder, watched(seen):
-        train_rank(run, World(rank=rank, size=world), RunFolder(Path(folder), 1), StopRequest())
+    with shared_folder(rank, world) as folder, watched(seen):
+        train_rank(run, World(rank=rank, size=world), RunFolder(folder, 1), StopRequest())
     return seen
 
 

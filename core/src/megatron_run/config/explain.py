@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megatron_run.config.defaults import default_text
+from megatron_run.config.duration import Duration
 from megatron_run.config.layers import SEPARATORS
 from megatron_run.config.origin import KIND_SECTIONS, Key, dotted
 from megatron_run.config.schema import SECTIONS, Header
@@ -28,7 +29,14 @@ _BOUNDS = {
     "le": "at most {}",
     "multiple_of": "a multiple of {}",
 }
-_NAMES: Mapping[type, str] = {int: "int", float: "number", bool: "true or false", str: "text", Span: "span"}
+_NAMES: Mapping[type, str] = {
+    int: "int",
+    float: "number",
+    bool: "true or false",
+    str: "text",
+    Span: "span",
+    Duration: "time",
+}
 
 
 @dataclass(frozen=True)

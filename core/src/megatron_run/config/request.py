@@ -18,7 +18,8 @@ class Request:
     ``configs`` are CONFIG words (a path, ``preset:NAME``, ``-``) or mappings; ``sets`` are ``KEY=VALUE`` texts and
     ``values`` their typed form by dotted key; ``plugins`` are ``KIND=NAME[,OPT=VAL...]``; ``nproc`` is the number of
     ranks of the world, None when it follows from the parallel sizes; ``stdin`` is the text behind ``-``;
-    ``environment`` needs only the variables that start with ``MEGATRON_RUN_``.
+    ``environment`` needs only the variables that start with ``MEGATRON_RUN_``. ``resume`` is ``auto``, ``never`` or the
+    number of the saved step from which to go on; ``allow_plugin_change`` are kinds whose saved state may be dropped.
     """
 
     configs: tuple[str | Mapping[str, Any], ...] = ()
@@ -28,6 +29,8 @@ class Request:
     stdin: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
+    resume: str = "auto"
+    allow_plugin_change: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         ours = {name: text for name, text in self.environment.items() if name.startswith(ENVIRONMENT_PREFIX)}
@@ -41,6 +44,6 @@ class Request:
     def from_json(cls, text: str) -> Request:
         """Read what :meth:`to_json` wrote."""
         data: dict[str, Any] = json.loads(text)
-        for name in ("configs", "sets", "plugins"):
+        for name in ("configs", "sets", "plugins", "allow_plugin_change"):
             data[name] = tuple(data[name])
         return cls(**data)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from megatron_run.config.duration import Duration
 from megatron_run.config.span import Span
 
 Shape = Literal["constant", "linear", "cosine"]
@@ -40,6 +41,9 @@ class RunSection(Section):
         "auto", description="CPU threads of a rank; auto: cores / local ranks"
     )
     timeout: float = Field(600.0, gt=0, description="seconds to wait for a rank that joins or answers")
+    time_limit: Duration | None = Field(
+        None, description="after it, counted from the start of training: finish the step, save, exit with 75"
+    )
     deterministic: bool | None = Field(None, description="deterministic kernels only; unset: true on the CPU")
 
 
@@ -146,6 +150,13 @@ class EvalSection(Section):
     temperature: float = Field(0.8, ge=0, description="of the generated sample; 0 takes the likeliest token")
 
 
+class CheckpointSection(Section):
+    """When the run is saved besides at its end and when it is stopped, and how many steps are kept."""
+
+    interval: Span = Field(Span.parse(1000), description="between saved steps; 0: only at the end and when stopped")
+    keep: int = Field(2, ge=2, description="how many of the newest whole steps are kept")
+
+
 def _frozen(options: Mapping[str, Any]) -> Mapping[str, Any]:
     return MappingProxyType(dict(options))
 
@@ -180,6 +191,7 @@ class Config(Header):
     train: TrainSection
     parallel: ParallelSection
     eval: EvalSection
+    checkpoint: CheckpointSection
     scaler: PluginSection
     optimizer: PluginSection
     schedule: PluginSection
@@ -195,5 +207,11 @@ RIVALS: tuple[frozenset[tuple[str, ...]], ...] = (frozenset({("train", "steps"),
 
 #: The sections that belong to the kernel, by name.
 SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
-    {"run": RunSection, "train": TrainSection, "parallel": ParallelSection, "eval": EvalSection}
+    {
+        "run": RunSection,
+        "train": TrainSection,
+        "parallel": ParallelSection,
+        "eval": EvalSection,
+        "checkpoint": CheckpointSection,
+    }
 )

@@ -9,6 +9,7 @@ from pathlib import PurePath
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from megatron_run.config.duration import Duration
 from megatron_run.config.span import Span
 
 #: The scalars of YAML 1.2's core schema. No timestamps, no `yes` and `no`, no numbers with `_`.
@@ -54,6 +55,8 @@ def plain(value: object) -> Any:
     """A Python value as JSON has it: mappings, lists, text, numbers. Raises TypeError for anything else."""
     if isinstance(value, Span):
         return value.written()
+    if isinstance(value, Duration):
+        return str(value)
     if isinstance(value, Enum):
         return plain(value.value)
     if value is None or isinstance(value, str | bool | int):
@@ -98,7 +101,11 @@ def members(annotation: object) -> tuple[Any, ...]:
 
 
 def _is_verbatim(member: Any) -> bool:
-    return isinstance(member, type) and issubclass(member, str | PurePath | Span) and not issubclass(member, Enum)
+    return (
+        isinstance(member, type)
+        and issubclass(member, str | PurePath | Span | Duration)
+        and not issubclass(member, Enum)
+    )
 
 
 def _literals(member: Any) -> tuple[Any, ...]:

@@ -73,6 +73,16 @@ class EvalMetrics:
 
 
 @dataclass(frozen=True)
+class CheckpointMetrics:
+    """A saved step: its folder, its size in bytes, and the seconds for which training stood still."""
+
+    step: int
+    folder: Path
+    size: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class StepTrace:
     """One step on the timeline, as it ran and as it was planned, both in seconds.
 
@@ -128,6 +138,9 @@ class Observer:
 
     def on_eval_end(self, metrics: EvalMetrics) -> None:
         """An evaluation is done."""
+
+    def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
+        """A step was saved, and is on the disk."""
 
     def on_sample(self, text: str) -> None:
         """The model wrote ``text`` (``eval.sample`` tokens) at the end of training."""

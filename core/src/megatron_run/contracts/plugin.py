@@ -71,6 +71,10 @@ class PluginInfo:
     process group, and our launcher, for the ranks that it will start, before a run folder is made: it may ask a GPU
     what it can do, and must allocate nothing there.
 
+    ``state_version`` is that of what a scaler or an optimizer saves: raise it where the same names mean something else.
+    ``upgrade_state(state, from_version)`` makes of what an older version of the scaler saved (``Scaler.state_dict``)
+    what this one loads.
+
     Example::
 
         PluginInfo("schedule", "mine", provides=frozenset({"parallel.pipeline"}), suggests={"parallel.pipeline": 2})

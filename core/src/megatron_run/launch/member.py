@@ -137,7 +137,8 @@ class Member:
 
 def train_in_folder(run: ResolvedRun, world: World, folder: RunFolder) -> ExitCode:
     """Train with signals attended to; the last step done is on disk afterwards, whatever happens."""
-    stop = StopRequest()
+    limit = run.config.run.time_limit
+    stop = StopRequest(limit.seconds) if limit else StopRequest()
     with stopping_on_signals(stop):
         try:
             return train_rank(run, world, folder, stop)

@@ -34,9 +34,8 @@ def stopping_on_signals(stop: StopRequest) -> Iterator[None]:
 
     def handle(number: int, _frame: FrameType | None) -> None:
         code = AFTER_THE_STEP[signal.Signals(number)]
-        if stop.requested is not None:
+        if not stop.stop(code):
             os._exit(code)
-        stop.stop(code)
 
     with _handling(handle, tuple(AFTER_THE_STEP)):
         yield

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from megatron_run.checkpoint.step_folder import CHECKPOINTS, Checkpoints
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, InputError, RunError
 from megatron_run.launch.job import Ending
@@ -69,12 +70,17 @@ def launch(request: Request, terms: Terms, how: How = "auto") -> Ending:
     return _join(lambda: _splitting(resolve(replace(request, nproc=world.size))), world, terms)
 
 
-def train(run: ResolvedRun) -> Ending:
+def train(run: ResolvedRun, *, resume: str | int = "auto", allow_plugin_change: Sequence[str] = ()) -> Ending:
     """Train ``run`` from Python: in this process when it is a world of one, else on local ranks.
+
+    ``resume`` says what of the run folder to go on from: the newest saved step (``auto``), one by its number, or none
+    (``never``). ``allow_plugin_change`` names kinds whose saved state may be dropped (``optimizer``, ``scaler``).
 
     In a program that torchrun or srun has started, this process is one rank of its world. Raises what training raises
     in this process, and :class:`FailedRunError` for ranks elsewhere.
     """
+    request = replace(run.request, resume=str(resume), allow_plugin_change=tuple(allow_plugin_change))
+    run = replace(run, request=request)
     world = find_world(os.environ)
     if world is not None:
         ending = _join(lambda: _splitting(_fitting(run, world)), world, Terms())
@@ -126,7 +132,14 @@ def _as_request(run: ResolvedRun) -> Request:
             why="the ranks are processes of their own, and cannot see an object of this one",
             fix="write the plugin into a file and name the file, as in schedule=./mine.py, or start with torchrun",
         )
-    return Request(configs=("-",), stdin=run.to_yaml(), nproc=run.sizes.world)
+    asked = run.request
+    return Request(
+        configs=("-",),
+        stdin=run.to_yaml(),
+        nproc=run.sizes.world,
+        resume=asked.resume,
+        allow_plugin_change=asked.allow_plugin_change,
+    )
 
 
 def _train_here(run: ResolvedRun) -> Ending:
@@ -188,7 +201,16 @@ def _start_local(run: ResolvedRun, request: Request, terms: Terms) -> Ending:
             opened.folder.end(ExitCode.BUG, repr(error))
             raise
         opened.folder.end(ending.code, ending.message)
+    _tell_how_to_go_on(run, ending, terms.tell)
     return ending
+
+
+def _tell_how_to_go_on(run: ResolvedRun, ending: Ending, tell: Callable[[str], None]) -> None:
+    """Where another start would go on from what was saved, say so."""
+    saved = Checkpoints(ending.folder / CHECKPOINTS).steps() if ending.folder and ending.code.retry else []
+    if saved:
+        named = "" if run.config.run.folder else f" with --set run.folder={ending.folder}"
+        tell(f"step {saved[-1]} is saved: to go on from it, run the same command{named}")
 
 
 def _already_finished(opened: OpenedFolder, tell: Callable[[str], None]) -> Ending:

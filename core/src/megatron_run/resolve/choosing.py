@@ -17,6 +17,7 @@ from megatron_run.registry.digest import SourceDigests
 from megatron_run.registry.discover import Catalog
 from megatron_run.registry.load import Plugin, load
 from megatron_run.registry.objects import from_object
+from megatron_run.resolve.saved import saved_with
 
 #: Kinds to which a plugin handed in from Python is added instead of replacing what was chosen.
 _ADDED = ("observer", "parallel-layer")
@@ -40,7 +41,7 @@ def choose_plugins(
     for kind in kinds:
         replaced = kind in given and kind not in _ADDED
         choices = () if replaced else layer.choices.get(kind, ())
-        plugins = [_load(catalog, kind, choice, digests, findings, notices) for choice in choices]
+        plugins = [_load(layer, catalog, kind, choice, digests, findings, notices) for choice in choices]
         loaded = (*filter(None, plugins), *given.get(kind, ()))
         if loaded or kind == "observer":
             chosen[kind] = loaded
@@ -61,11 +62,18 @@ def _given(objects: Iterable[object], findings: Findings) -> dict[str, tuple[Plu
 
 
 def _load(
-    catalog: Catalog, kind: str, choice: Choice, digests: SourceDigests, findings: Findings, notices: list[str]
+    layer: Layer,
+    catalog: Catalog,
+    kind: str,
+    choice: Choice,
+    digests: SourceDigests,
+    findings: Findings,
+    notices: list[str],
 ) -> Plugin | None:
     """The plugin of ``choice``; an observer that nobody asked for may be absent or broken, which is a notice.
 
-    So is a plugin that nobody chose and that is not the usual default.
+    So is a plugin that nobody chose and that is not the usual default. Of one that is missing it is said with which
+    version the run folder was saved.
     """
     if choice.origin.layer == "default" and choice.origin != DEFAULT:
         notices.append(f"{kind}={choice.word} is {choice.origin}")
@@ -75,6 +83,7 @@ def _load(
         if kind == "observer" and choice.origin == DEFAULT:
             notices.append(f"{kind}={choice.word} is left out: {error.what}{'; ' + error.fix if error.fix else ''}")
         else:
+            error.why = error.why or saved_with(layer, kind, choice.word)
             findings.add(error)
     return None
 

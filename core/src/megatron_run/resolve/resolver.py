@@ -18,6 +18,7 @@ from megatron_run.config.origin import Key, Origin, section_of
 from megatron_run.config.problems import Findings
 from megatron_run.config.request import Request
 from megatron_run.config.schema import (
+    CheckpointSection,
     Config,
     EvalSection,
     Header,
@@ -100,6 +101,7 @@ class _Resolver:
         train = self._section(TrainSection, "train", layer)
         parallel = self._section(ParallelSection, "parallel", layer)
         evaluation = self._section(EvalSection, "eval", layer)
+        checkpoint = self._section(CheckpointSection, "checkpoint", layer)
         sizes = self._sizes(parallel)
         fits = self._fits(parallel, train, plugins, catalog)
         counts = self._counts(train, sizes)
@@ -112,6 +114,7 @@ class _Resolver:
             train=_sure(train),
             parallel=_sure(parallel).model_copy(update={"data": _sure(sizes).data}),
             eval=_sure(evaluation),
+            checkpoint=_sure(checkpoint),
             **{section_of(kind): kind_section(kind, many, layer) for kind, many in plugins.items()},
         )
         self._ask_plugins(plugins, config, origins)

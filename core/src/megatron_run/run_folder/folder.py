@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_run.checkpoint.step_folder import CHECKPOINTS
 from megatron_run.errors import ExitCode
 
 State = Literal["starting", "running", "finished", "stopped", "failed"]
@@ -76,6 +77,17 @@ class RunFolder:
     def log(self, rank: int) -> Path:
         """``logs/attempt-001/rank-00003.log``."""
         return self.logs / f"rank-{rank:05d}.log"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the steps of all attempts are saved."""
+        return self.path / CHECKPOINTS
+
+    @property
+    def run_id(self) -> str:
+        """What ``run.json`` calls the run, of 32 letters and digits; ``unnamed`` where there is none."""
+        record = read_json(self.path / "run.json") or {}
+        return str(record.get("id", "unnamed"))
 
     @property
     def records(self) -> Path:

@@ -122,7 +122,7 @@ def _enter(path: Path, lock: FolderLock, run: ResolvedRun, arguments: Sequence[s
     record = read_json(path / "run.json")
     if record is None:
         record = _first_record(path, keys)
-    _check_same_run(path, record, keys)
+    _check_same_run(path, record, keys, run.request.allow_plugin_change)
     before = RunFolder(path, max(1, len(record["attempts"])))
     status = before.read_status()
     if status is not None and status.state == "finished":
@@ -144,8 +144,8 @@ def _first_record(path: Path, keys: dict[str, Any]) -> dict[str, Any]:
     return {"v": 1, "id": secrets.token_hex(16), "digest": digest(keys), "identity": keys, "attempts": []}
 
 
-def _check_same_run(path: Path, record: dict[str, Any], keys: dict[str, Any]) -> None:
-    differing = differing_keys(record.get("identity", {}), keys)
+def _check_same_run(path: Path, record: dict[str, Any], keys: dict[str, Any], allowed: Sequence[str]) -> None:
+    differing = differing_keys(record.get("identity", {}), keys, allowed)
     if differing:
         raise InputError(
             f"run folder {path} belongs to another run",

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from megatron_run.actions import Action, Place
-from megatron_run.contracts.observer import EvalMetrics, Observer, RunSummary, StepMetrics, StepTrace
+from megatron_run.contracts.observer import CheckpointMetrics, EvalMetrics, Observer, RunSummary, StepMetrics, StepTrace
 from megatron_run.pipeline.timeline import Bar, Timeline
 from megatron_run.testing.check import Check, CheckFailed
 
@@ -98,7 +98,7 @@ def example_trace(step: int) -> StepTrace:
 
 
 def watch(observer: Observer, run: RunSummary) -> None:
-    """Tell ``observer`` a whole run: steps, one of them skipped, the traces it asked for, evaluations, the end."""
+    """Tell ``observer`` a whole run: steps, one skipped, traces it asked for, evaluations, a saved step, the end."""
     observer.on_train_start(run)
     traced = frozenset(observer.traced_steps())
     for step in range(run.first_step, run.steps + 1):
@@ -110,6 +110,7 @@ def watch(observer: Observer, run: RunSummary) -> None:
             observer.on_trace(example_trace(step))
     for split, loss in (("validation", 2.0), ("test", inf)):
         observer.on_eval_end(EvalMetrics(run.steps, split, loss, np.exp(loss).item(), 4096))
+    observer.on_checkpoint(CheckpointMetrics(run.steps, run.folder / "checkpoints" / "step4", 9_900_000, 0.25))
     observer.on_sample("def f():\n\treturn '\x1b[2J[bold]\N{SNOWMAN}'\n")
     observer.on_train_end("finished")
 

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron_run.contracts import StepMetrics
+from megatron_run.errors import ExitCode
 from megatron_run.training.device import peak_memory_gib
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from megatron_run.contracts import Model
     from megatron_run.metrics import Metrics
     from megatron_run.resolve import ResolvedRun
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 
 #: The name under which observers see the zeros in the gradient (``train.count_zeros``).
 ZEROS = "optimizer/zeros"
+#: The metric by which ranks that want to stop say with which exit code; observers do not see it.
+STOP = "stop"
 
 
 class StepNumbers(NamedTuple):
@@ -73,6 +78,14 @@ class Progress:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
 
 
+class StepDone(NamedTuple):
+    """A step that was done: its metrics, the times of its actions if they were taken, and the code to stop with."""
+
+    metrics: StepMetrics
+    times: list[tuple[float, float]]
+    stop: ExitCode | None
+
+
 @dataclass(frozen=True)
 class StepFacts:
     """What the host knows of a step by itself: its batch in samples, microbatches, learning rate and seconds."""
@@ -110,8 +123,14 @@ def step_metrics(
     )
 
 
+def agreed_code(means: Mapping[str, float]) -> ExitCode | None:
+    """The code to stop with: that of the ranks that ask, as for SIGTERM where they differ, None where nobody asks."""
+    mean = means.get(STOP)
+    return None if mean is None else ExitCode(int(mean)) if mean in set(ExitCode) else ExitCode.SIGTERM
+
+
 def _extra(numbers: HostNumbers) -> dict[str, float]:
-    reported = {name: mean for name, mean in numbers.means.items() if name not in ("lm", "stop")}
+    reported = {name: mean for name, mean in numbers.means.items() if name not in ("lm", STOP)}
     return reported if numbers.zeros is None else {**reported, ZEROS: numbers.zeros}
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import logging
     from collections.abc import Callable, Iterable
 
-    from megatron_run.contracts import EvalMetrics, Observer, RunSummary, StepMetrics, StepTrace
+    from megatron_run.contracts import CheckpointMetrics, EvalMetrics, Observer, RunSummary, StepMetrics, StepTrace
 
 #: Failures after which an observer is called no more.
 PATIENCE = 3
@@ -59,6 +59,10 @@ class Observers:
     def on_eval_end(self, metrics: EvalMetrics) -> None:
         """An evaluation is done."""
         self._each("on_eval_end", lambda observer: observer.on_eval_end(metrics))
+
+    def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
+        """A step was saved."""
+        self._each("on_checkpoint", lambda observer: observer.on_checkpoint(metrics))
 
     def on_sample(self, text: str) -> None:
         """The model wrote ``text``."""

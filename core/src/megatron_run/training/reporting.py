@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from megatron_run.training.build import Assembly
 
 
-def start_observers(run: ResolvedRun, assembly: Assembly, validation: Sequence[int], folder: RunFolder) -> Observers:
-    """Make the observers and tell them of the start; on ranks above 0 there are none. Collective.
+def start_observers(
+    run: ResolvedRun, assembly: Assembly, validation: Sequence[int], folder: RunFolder, first_step: int
+) -> Observers:
+    """Make the observers and tell them of the start, at ``first_step``; on ranks above 0 there are none. Collective.
 
     ``validation`` are the samples on which the model is evaluated.
     """
@@ -31,7 +33,7 @@ def start_observers(run: ResolvedRun, assembly: Assembly, validation: Sequence[i
         return Observers([], assembly.context.log)
     made = [(plugin.name, cast("Observer", plugin.create())) for plugin in run.plugins["observer"]]
     observers = Observers(made, assembly.context.log)
-    observers.on_train_start(summarise(run, assembly, validation, folder, parameters))
+    observers.on_train_start(summarise(run, assembly, validation, folder, parameters, first_step))
     return observers
 
 
@@ -45,14 +47,19 @@ def model_parameters(assembly: Assembly) -> int:
 
 
 def summarise(
-    run: ResolvedRun, assembly: Assembly, validation: Sequence[int], folder: RunFolder, parameters: int
+    run: ResolvedRun,
+    assembly: Assembly,
+    validation: Sequence[int],
+    folder: RunFolder,
+    parameters: int,
+    first_step: int,
 ) -> RunSummary:
     """What observers are told at the start."""
     train = run.config.train
     return RunSummary(
         folder=folder.path,
         attempt=folder.attempt,
-        first_step=1,
+        first_step=first_step,
         steps=BatchSizes(train, run.sizes.data).steps(),
         parameters=parameters,
         world_size=run.sizes.world,

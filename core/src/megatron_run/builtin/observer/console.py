@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from megatron_run.contracts import EvalMetrics, Observer, PluginInfo, RunSummary, StepMetrics
+from megatron_run.checkpoint.show import size_text
+from megatron_run.contracts import CheckpointMetrics, EvalMetrics, Observer, PluginInfo, RunSummary, StepMetrics
 from megatron_run.hookspecs import hookimpl
 
 #: Evenly spaced step lines of one run in plain form; with those of its first moments some fifty in all.
@@ -145,6 +146,10 @@ class ConsoleObserver(Observer):
         if metrics.split == "validation":
             self._validation = metrics
         say(self._console, f"step {metrics.step}  {loss_text(metrics)}")
+
+    def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
+        """Say that the step is safe."""
+        say(self._console, f"step {metrics.step}  saved {size_text(metrics.size)} in {metrics.seconds:.1f} s")
 
     def on_sample(self, text: str) -> None:
         """Show the text that the model wrote, harmless to the terminal."""

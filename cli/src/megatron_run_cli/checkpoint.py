@@ -1,0 +1,78 @@
+"""``megatron-run checkpoint``: which steps were saved, whether they are intact, and what is in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from megatron_run.errors import ExitCode
+from megatron_run_cli.options import debug_option, json_option
+from megatron_run_cli.output import print_json, print_table
+
+_FOLDER = click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[FOLDER]")
+_STEP = click.option("--step", type=click.IntRange(min=0), metavar="N", help="One step [FOLDER's, else the newest].")
+
+
+@click.group()
+def checkpoint() -> None:
+    """List, verify and inspect saved steps.
+
+    FOLDER is a run folder, its checkpoints, or one saved step; none is runs/latest.
+    """
+
+
+@checkpoint.command("list")
+@_FOLDER
+@json_option
+@debug_option
+def list_(folder: Path | None, *, as_json: bool) -> None:
+    """List the saved steps; manifests and lengths are looked at, contents are not."""
+    from megatron_run.checkpoint import show
+
+    checkpoints, _ = show.find(folder)
+    findings = list(show.look(checkpoints))
+    if as_json:
+        steps = [finding.record for finding in findings]
+        print_json({"folder": str(checkpoints.path), "latest": checkpoints.hint(), "steps": steps})
+        return
+    print_table(show.list_rows(findings, checkpoints.hint()))
+
+
+@checkpoint.command()
+@_FOLDER
+@click.option("--step", type=click.IntRange(min=0), metavar="N", help="One step [FOLDER's, else all].")
+@json_option
+@debug_option
+def verify(folder: Path | None, *, step: int | None, as_json: bool) -> int:
+    """Read every byte of the saved steps and compare it with what was written; exit code 5 when any is damaged."""
+    from megatron_run.checkpoint import show
+
+    checkpoints, named = show.find(folder)
+    chosen = [each for each in (step, named) if each is not None][:1]
+    findings = []
+    for finding in show.look(checkpoints, chosen, thorough=True):
+        findings.append(finding)
+        if not as_json:
+            click.echo(show.verify_text(finding))
+    if as_json:
+        print_json({"folder": str(checkpoints.path), "steps": [finding.record for finding in findings]})
+    return int(ExitCode.DATA if any(finding.problem for finding in findings) else ExitCode.DONE)
+
+
+@checkpoint.command()
+@_FOLDER
+@_STEP
+@json_option
+@debug_option
+def inspect(folder: Path | None, *, step: int | None, as_json: bool) -> None:
+    """Show what a saved step holds: counters, plugins, topology, files, and every logical tensor."""
+    from megatron_run.checkpoint import show
+
+    checkpoints, named = show.find(folder)
+    chosen = next(each for each in (step, named, checkpoints.steps()[-1]) if each is not None)
+    manifest = checkpoints.manifest(chosen)
+    if as_json:
+        print_json(manifest.model_dump(mode="json"))
+    else:
+        click.echo(show.inspect_text(manifest))

@@ -1,0 +1,84 @@
+"""Reads any box of a logical tensor, whatever boxes it was saved in: the step from one topology to another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_run.checkpoint.boxes import Box, box_fault
+from megatron_run.checkpoint.header import ITEM_BYTES, Header, read_header
+from megatron_run.checkpoint.shard import DTYPES, tensor_name
+from megatron_run.errors import CheckpointError, advice, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_run.checkpoint.manifest import FieldRecord, Manifest
+
+
+class Reader:
+    """The tensors of the step in ``folder``, whose files have been verified; a file is opened when first needed.
+
+    Files are mapped into memory, so that a rank reads from the disk what it asks for and nothing else.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._manifest = folder, manifest
+        self._mapped = cache(self._map)
+
+    def fields(self, name: str) -> frozenset[str]:
+        """The fields that were saved of the logical tensor ``name``; none when there is no such tensor."""
+        return frozenset(self._manifest.tensors.get(name, ()))
+
+    def read(self, name: str, field: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """The box of ``sizes`` values from ``starts`` on, on the host, in the type in which it was saved.
+
+        The tensor may share memory with the file's: copy it, and never write into it. Raises :class:`CheckpointError`
+        when there is no such tensor, field or box.
+        """
+        record, wanted = self._find(name, field), Box(tuple(starts), tuple(sizes))
+        fault = box_fault(record.shape, wanted)
+        if fault:
+            raise CheckpointError(f"{field} of {name} cannot be read from {self._folder}", why=fault)
+        result: Tensor | None = None
+        for piece in record.pieces:
+            common = piece.box.common(wanted)
+            if common is None:
+                continue
+            values = self._piece(piece.file, name, field, piece.box, record)[common.within(piece.box)]
+            if common == wanted:
+                return values
+            result = torch.empty(wanted.sizes, dtype=DTYPES[record.dtype]) if result is None else result
+            result[common.within(wanted)] = values
+        assert result is not None, "the pieces cover the tensor: the manifest was checked"
+        return result
+
+    def _find(self, name: str, field: str) -> FieldRecord:
+        fields = self._manifest.tensors.get(name)
+        if fields is None:
+            fix = did_you_mean(name, self._manifest.tensors)
+            raise CheckpointError(f"{self._folder} holds no tensor {name!r}", fix=fix)
+        if field not in fields:
+            fix = advice(did_you_mean(field, fields), f"it has {', '.join(fields)}")
+            raise CheckpointError(f"{self._folder} holds no {field!r} of {name}", fix=fix)
+        return fields[field]
+
+    def _piece(self, file: str, name: str, field: str, box: Box, record: FieldRecord) -> Tensor:
+        """A whole piece, as a view of the mapped file."""
+        header, content = self._mapped(file)
+        entry = header.entries.get(tensor_name(name, field, box))
+        if entry is None or (entry.dtype, entry.shape) != (record.dtype, box.sizes):
+            raise CheckpointError(f"{self._folder / file} does not hold what the manifest says", why=f"{name}{box}")
+        raw = content[header.data + entry.start : header.data + entry.stop]
+        if raw.storage_offset() % ITEM_BYTES[entry.dtype]:
+            raw = raw.clone()  # a file that others wrote need not be aligned
+        return raw.view(DTYPES[entry.dtype]).view(box.sizes)
+
+    def _map(self, file: str) -> tuple[Header, Tensor]:
+        path = self._folder / file
+        header = read_header(path)
+        return header, torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)

@@ -1,0 +1,107 @@
+"""The folder of a run's checkpoints: which steps are there, which is the newest, and whether they are intact.
+
+A step is committed when its folder has its final name; ``latest`` is a hint for people and scripts, a valid manifest
+the truth.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron_run.checkpoint.files import reading, sha256_of, size_of
+from megatron_run.checkpoint.manifest import Manifest, read_manifest
+from megatron_run.errors import CheckpointError
+
+#: The name of the checkpoints' folder in a run folder.
+CHECKPOINTS = "checkpoints"
+#: The name of the hint.
+LATEST = "latest"
+_STEP = re.compile(r"step(0|[1-9][0-9]{0,17})")
+
+
+class Checkpoints:
+    """The steps saved under ``path``, which need not exist."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def folder(self, step: int) -> Path:
+        """Where ``step`` lies."""
+        return self.path / f"step{step}"
+
+    def steps(self) -> list[int]:
+        """The committed steps, ascending."""
+        names = [entry.name for entry in self.path.iterdir()] if self.path.is_dir() else []
+        return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
+
+    def hint(self) -> int | None:
+        """The step that ``latest`` names; None where there is no such file, or nothing of sense in it."""
+        try:
+            with reading(self.path / LATEST) as file:
+                match = _STEP.fullmatch(file.read(100).decode(errors="replace").strip())
+        except CheckpointError:
+            return None
+        return int(match[1]) if match else None
+
+    def newest(self) -> int | None:
+        """The newest committed step, None when there is none.
+
+        Raises :class:`CheckpointError` when ``latest`` names a newer one, which is gone: going on from an older step
+        is the user's choice.
+        """
+        steps, hint = self.steps(), self.hint()
+        newest = steps[-1] if steps else None
+        if hint is not None and (newest is None or hint > newest):
+            fix = f"to go on from step {newest}: --resume {newest}" if steps else "to start again: --resume never"
+            raise CheckpointError(
+                f"{self.folder(hint)} is missing", why=f"{self.path / LATEST} says that it was saved", fix=fix
+            )
+        return newest
+
+    def manifest(self, step: int) -> Manifest:
+        """What was saved at ``step``. Raises :class:`CheckpointError`."""
+        folder = self.folder(step)
+        if folder.is_symlink() or not folder.is_dir():
+            saved = ", ".join(map(str, self.steps()))
+            raise CheckpointError(
+                f"there is no checkpoint {folder}", fix=f"saved steps: {saved}" if saved else "no step is saved there"
+            )
+        manifest = read_manifest(folder)
+        if manifest.about.step != step:
+            raise CheckpointError(f"{folder} is not what its name says", why=f"it holds step {manifest.about.step}")
+        return manifest
+
+    def looks_whole(self, step: int) -> bool:
+        """Whether the manifest is valid and every file has its length; the files are not read."""
+        try:
+            manifest = self.manifest(step)
+            for name in manifest.files:
+                check_length(self.folder(step), name, manifest)
+        except CheckpointError:
+            return False
+        return True
+
+    def verify(self, step: int) -> Manifest:
+        """Read every byte of ``step``. Raises :class:`CheckpointError` naming the first damaged file."""
+        manifest = self.manifest(step)
+        verify_files(self.folder(step), manifest, manifest.files)
+        return manifest
+
+
+def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Compare files with their SHA-256. Raises :class:`CheckpointError` naming the first that differs."""
+    for name in names:
+        check_length(folder, name, manifest)
+        with reading(folder / name) as file:
+            if sha256_of(file) != manifest.files[name].sha256:
+                raise CheckpointError(f"{folder / name} is damaged", why="its SHA-256 is not that of the manifest")
+
+
+def check_length(folder: Path, name: str, manifest: Manifest) -> None:
+    """Raise :class:`CheckpointError` when a file is missing, or longer or shorter than it was."""
+    with reading(folder / name) as file:
+        size, expected = size_of(file), manifest.files[name].bytes
+    if size != expected:
+        raise CheckpointError(f"{folder / name} is damaged", why=f"it has {size} bytes, the manifest says {expected}")

@@ -1,0 +1,96 @@
+"""What of a run goes into a saved step, when it is saved, and how a run goes on from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_run import __version__
+from megatron_run.checkpoint.manifest import About, DataRecord
+from megatron_run.checkpoint.ranks import WorldRanks
+from megatron_run.checkpoint.saving import Saver
+from megatron_run.checkpoint.step_folder import Checkpoints
+from megatron_run.contracts import CheckpointMetrics
+from megatron_run.run_folder.identity import digest, identity
+from megatron_run.training.plugin_lock import plugin_records
+from megatron_run.training.resuming import resume
+
+if TYPE_CHECKING:
+    from megatron_run.contracts import Dataset
+    from megatron_run.resolve import ResolvedRun
+    from megatron_run.run_folder import RunFolder
+    from megatron_run.training.build import Assembly
+    from megatron_run.training.numbers import Progress
+
+#: Samples, spread over all, whose contents tell a dataset from another.
+_LOOKED_AT = 8
+
+
+class Checkpointing:
+    """The saved steps of one run, seen from one of its ranks; ``dataset`` is what it is trained on."""
+
+    def __init__(self, run: ResolvedRun, assembly: Assembly, folder: RunFolder, dataset: Dataset) -> None:
+        self._run, self._assembly, self._folder = run, assembly, folder
+        self._data = fingerprint(dataset)
+        context, topology = assembly.context, assembly.context.topology
+        self._ranks = WorldRanks(context.groups, topology.rank, topology.sizes.world, context.device)
+        self._checkpoints = Checkpoints(folder.checkpoints)
+        self._saver = Saver(self._checkpoints, self._ranks, folder.run_id, run.config.checkpoint.keep)
+
+    def resume(self) -> Progress:
+        """Go on from the step that ``--resume`` names: the newest, one by its number, or none. Collective.
+
+        Returns how far it had come. Raises :class:`megatron_run.errors.CheckpointError` before anything changes.
+        """
+        progress = resume(self._run, self._assembly, self._checkpoints, self._ranks, self._data)
+        self._saver.set_aside(progress.step or None, self._folder.attempt)
+        return progress
+
+    def is_due(self, step: int, last: int) -> bool:
+        """Whether ``step`` of ``last`` is one that ``checkpoint.interval`` asks for, or the last."""
+        interval = self._run.config.checkpoint.interval.steps(last, self._run.config.train.global_batch_size)
+        return step == last or bool(interval and step % interval == 0)
+
+    def save(self, progress: Progress) -> CheckpointMetrics:
+        """Save the step that ``progress`` counted last. Collective; returns when it is on the disk."""
+        start = time.perf_counter()
+        size = self._saver.save(self._about(progress), self._assembly.optimizer.iter_state(), self._shapes())
+        folder = self._checkpoints.folder(progress.step)
+        return CheckpointMetrics(progress.step, folder, size, time.perf_counter() - start)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The logical tensors of which this rank holds a part, with their global shapes."""
+        infos = [info for described in self._assembly.infos for info in described.values()]
+        return {part.name: part.shape for info in infos for part in info.parts}
+
+    def _about(self, progress: Progress) -> About:
+        run, keys = self._run, identity(self._run)
+        return About(
+            step=progress.step,
+            run=self._folder.run_id,
+            time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            counters=asdict(progress),
+            scaler=dict(self._assembly.scaler.state_dict()),
+            data=self._data,
+            plugins=plugin_records(run.plugins),
+            versions={"megatron-run": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            topology={**asdict(run.sizes), "world": run.sizes.world, "chunks": run.config.parallel.chunks},
+            config=digest(keys),
+            identity=keys,
+        )
+
+
+def fingerprint(dataset: Dataset) -> DataRecord:
+    """What tells ``dataset`` from others: how many samples it has, and the contents of some, the last among them."""
+    count, total = len(dataset), hashlib.sha256()
+    for index in sorted({(count - 1) * place // (_LOOKED_AT - 1) for place in range(_LOOKED_AT)} if count else ()):
+        for name, values in sorted(dataset[index].items()):
+            total.update(json.dumps([index, name, str(values.dtype), values.shape]).encode())
+            total.update(values.tobytes())
+    return DataRecord(samples=count, sha256=total.hexdigest())

@@ -1,0 +1,104 @@
+"""Runs that are stopped and resumed inside a test: each attempt trains in this process and says what it saw."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from megatron_run.config.request import Request
+from megatron_run.errors import ExitCode
+
+#: A network of one layer on short sequences: a step takes some milliseconds.
+SMALL: Mapping[str, Any] = {
+    "model.num_layers": 1,
+    "model.hidden_size": 16,
+    "train.sequence_length": 8,
+    "train.micro_batch_size": 1,
+    "train.global_batch_size": 4,
+    "eval.batches": 1,
+    "data.vocab_size": 32,
+}
+#: What of a step's numbers is learned and not measured.
+COMPARED = ("step", "samples", "loss", "grad_norm", "lr", "loss_scale", "skipped", "skipped_total", "microbatches")
+
+
+@dataclass
+class Attempt:
+    """What one attempt saw: its first step, the numbers of each step, the saved steps, and the code it ended with.
+
+    ``assembly`` is what it trained with, as it was at the end.
+    """
+
+    first: int = 0
+    numbers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    saved: list[int] = field(default_factory=list)
+    code: ExitCode | None = None
+    assembly: Any = None
+
+
+def attempt(
+    folder: Path,
+    sets: Mapping[str, Any],
+    plugins: tuple[str, ...] = (),
+    *,
+    stop_after: int | None = None,
+    rank: int = 0,
+    world: int = 1,
+    number: int = 1,
+    loaded: Callable[[Any], None] = lambda assembly: None,
+    **asked: Any,
+) -> Attempt:
+    """Train ``preset:tiny`` with these settings in the run folder ``folder``; ``asked`` are fields of the request.
+
+    ``stop_after`` is the step after which rank 0 is asked to stop, as by SIGTERM. ``loaded`` is called with what the
+    run is made of before its first step.
+    """
+    from megatron_run.contracts import CheckpointMetrics, Observer, StepMetrics
+    from megatron_run.resolve import resolve
+    from megatron_run.run_folder import RunFolder
+    from megatron_run.trainer import train_rank
+    from megatron_run.training.build import build
+    from megatron_run.training.observing import Observers
+    from megatron_run.world import StopRequest, World
+
+    seen, stop = Attempt(), StopRequest()
+
+    class Watch(Observer):
+        def on_step_end(self, metrics: StepMetrics) -> None:
+            seen.numbers[metrics.step] = {name: getattr(metrics, name) for name in COMPARED}
+            if metrics.step + 1 == stop_after:
+                stop.stop(ExitCode.SIGTERM)
+
+        def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
+            seen.saved.append(metrics.step)
+
+    def watched_build(*arguments: Any) -> Any:
+        seen.assembly = build(*arguments)
+        return seen.assembly
+
+    def start(*arguments: Any) -> Observers:
+        seen.first = arguments[-1]
+        loaded(seen.assembly)
+        if rank == 0 and stop_after == seen.first:
+            stop.stop(ExitCode.SIGTERM)
+        return Observers([("watch", Watch())] if rank == 0 else [], mock.Mock())
+
+    request = Request(("preset:tiny",), nproc=world, plugins=plugins, values=dict(sets), **asked)
+    with (
+        mock.patch("megatron_run.trainer.build", watched_build),
+        mock.patch("megatron_run.trainer.start_observers", start),
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        seen.code = train_rank(resolve(request), World(rank, world), RunFolder(folder, number, rank), stop)
+    return seen
+
+
+def only_step(source: Path, step: int, target: Path) -> Path:
+    """A run folder at ``target`` in which nothing but ``step`` of the run at ``source`` was saved."""
+    name = f"step{step}"
+    shutil.copytree(source / "checkpoints" / name, target / "checkpoints" / name)
+    return target
