@@ -17,7 +17,7 @@ from megatron_run import load_config
 from megatron_run.actions import LayoutSpec, looped_layout
 from megatron_run.builtin.model.gpt import Gpt, GptOptions
 from megatron_run.builtin.parallel_layer.dense import DenseLayers
-from megatron_run.contracts import BuildContext, Dtypes, Microbatch, Observer, StepMetrics
+from megatron_run.contracts import BuildContext, CheckpointMetrics, Dtypes, Microbatch, Observer, StepMetrics
 from megatron_run.data.batches import SampleStream
 from megatron_run.errors import ExitCode
 from megatron_run.gradients import main_grad
@@ -26,6 +26,7 @@ from megatron_run.testing.context import logical_values, prepare, single_process
 from megatron_run.trainer import Trainer
 from megatron_run.training.build import build
 from megatron_run.training.device import make_deterministic
+from megatron_run.training.numbers import Progress
 from megatron_run.training.reporting import start_observers
 from megatron_run.world import StopRequest, World
 
@@ -58,7 +59,8 @@ class OurTraining(Side):
         stop.stop(ExitCode.SIGTERM)
         assembly = build(run, World())
         self._trainer = Trainer(run, assembly, folder, stop)
-        self._observers = start_observers(run, assembly, [], folder)
+        self._trainer._checkpoints.save = _save_nothing  # type: ignore[method-assign]  # a run saves when it is stopped
+        self._observers = start_observers(run, assembly, [], folder, self._trainer.resume())
         dataset = assembly.data.dataset("train", shape.sequence, run.config.train.seed)
         self._samples, self._shape = SampleStream(dataset, run.config.train.seed), shape
 
@@ -82,6 +84,10 @@ class OurTraining(Side):
         """Close the observers' files, and delete them."""
         self._observers.on_train_end("finished")
         self._folder.cleanup()
+
+
+def _save_nothing(progress: Progress) -> CheckpointMetrics:
+    return CheckpointMetrics(progress.step, Path(), 0, 0.0)
 
 
 def _config(shape: Shape, precision: Precision) -> dict[str, Any]:
