@@ -15,7 +15,6 @@ def test_collectives_of_a_world_of_one_change_nothing() -> None:
     groups, tensor = Groups(), torch.tensor([3.0])
     assert groups.sum_(tensor, "world") is tensor
     assert groups.max_(tensor, "data").item() == 3.0
-    assert groups.start_sum(tensor, "data") is None
     assert groups.broadcast_(tensor, 0, "pipeline").item() == 3.0
 
 

@@ -176,11 +176,6 @@ class Groups:
         members = topology.peers(axis)
         return Peers(members.index(topology.rank), len(members), self.by_axis.get(axis))
 
-    def start_sum(self, tensor: Tensor, scope: Scope) -> dist.Work | None:
-        """Start summing ``tensor`` in place over ``scope``; the handle to wait for, or None for a group of one."""
-        group = self.group(scope)
-        return None if group is None else dist.all_reduce(tensor, group=group, async_op=True)
-
     def sum_(self, tensor: Tensor, scope: Scope) -> Tensor:
         """Sum ``tensor`` in place over ``scope``."""
         group = self.group(scope)

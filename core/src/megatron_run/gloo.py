@@ -1,9 +1,8 @@
 """What gloo does slowly, made of messages between two peers or of what it does faster.
 
 gloo's reduce-scatter moves the bytes of an all-reduce, through copies of the whole tensor, and its all-gather copies as
-well. Measured over loopback with 64 MB and two ranks: reduce-scatter 396 ms, all-reduce 59, the messages below 27;
-all-gather 66, messages 23. Sums are bit for bit those of gloo's all-reduce, so that optimizers that reduce in
-different ways compute the same.
+well: the messages below move what must be moved, and copy nothing. Sums are bit for bit those of gloo's all-reduce, so
+that optimizers that reduce in different ways compute the same.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch.nn import Parameter
@@ -20,8 +22,17 @@ class Waited(Pending):
         return self.tensor
 
 
-def traffic(*, early: bool = True) -> tuple[GradientTraffic, list[Bucket], list[list[Parameter]]]:
-    """Chunk 0 of two buckets, chunk 1 of one, and a tied parameter in both chunks."""
+@dataclass
+class Bench:
+    """Traffic of chunk 0 with two buckets, chunk 1 with one, and a tied parameter in both chunks; what has left."""
+
+    traffic: GradientTraffic
+    buckets: list[Bucket]
+    chunks: list[list[Parameter]]
+    sent: list[Bucket]
+
+
+def bench(*, early: bool = True) -> Bench:
     chunks = [[Parameter(torch.zeros(64)) for _ in range(2)], [Parameter(torch.zeros(64))]]
     tied = Parameter(torch.zeros(64))
 
@@ -33,49 +44,56 @@ def traffic(*, early: bool = True) -> tuple[GradientTraffic, list[Bucket], list[
         for c, members in enumerate(chunks)
     ]
     buckets = build_buckets(infos, 1, capacity=1)
-    made = GradientTraffic(buckets, lambda bucket: Waited(bucket.grad), early=early)
-    made.start_step()
-    return made, buckets, chunks
+    sent: list[Bucket] = []
+
+    def send(bucket: Bucket) -> Pending:
+        sent.append(bucket)
+        return Waited(bucket.grad)
+
+    traffic = GradientTraffic(buckets, send, early=early)
+    traffic.start_step()
+    return Bench(traffic, buckets, chunks, sent)
 
 
 def test_a_complete_bucket_waits_for_those_before_it_in_its_chunk() -> None:
-    made, buckets, (chunk, _) = traffic()
-    _, second, first, _ = buckets  # the tied one, then chunk 0's in reverse order, then chunk 1's
-    made.arrived(chunk[0])
+    made = bench()
+    _, second, first, _ = made.buckets  # the tied one, then chunk 0's in reverse order, then chunk 1's
+    made.traffic.arrived(made.chunks[0][0])
     assert made.sent == []
-    made.arrived(chunk[1])
+    made.traffic.arrived(made.chunks[0][1])
     assert made.sent == [second, first]
 
 
 def test_what_is_left_of_a_chunk_leaves_with_it_and_nothing_leaves_twice() -> None:
-    made, buckets, (chunk, (last,)) = traffic()
-    made.arrived(last)
-    made.arrived(chunk[1])
-    made.flush(0)
-    made.flush(0)
-    made.flush(1)
-    assert made.sent == [buckets[3], buckets[1], buckets[2]]
+    made = bench()
+    made.traffic.arrived(made.chunks[1][0])
+    made.traffic.arrived(made.chunks[0][1])
+    made.traffic.flush(0)
+    made.traffic.flush(0)
+    made.traffic.flush(1)
+    assert made.sent == [made.buckets[3], made.buckets[1], made.buckets[2]]
 
 
 def test_a_tied_bucket_leaves_last_and_every_bucket_is_waited_for_once() -> None:
-    made, buckets, _ = traffic()
-    for parameter in buckets[0].parameters:
-        made.arrived(parameter)
-    made.flush(0)
-    made.flush(1)
-    assert buckets[0] not in made.sent
-    made.finish()
-    assert [bucket.grad[0].item() for bucket in buckets] == [1.0] * 4
-    made.start_step()
-    assert made.sent == []
+    made = bench()
+    for parameter in made.buckets[0].parameters:
+        made.traffic.arrived(parameter)
+    made.traffic.flush(0)
+    made.traffic.flush(1)
+    assert made.buckets[0] not in made.sent
+    made.traffic.finish()
+    assert [bucket.grad[0].item() for bucket in made.buckets] == [1.0] * 4
+    made.traffic.start_step()
+    made.traffic.finish()
+    assert made.sent.count(made.buckets[0]) == 2, "once a step"
 
 
 @pytest.mark.parametrize("chunk", [0, 1])
 def test_without_overlap_everything_leaves_at_the_end(chunk: int) -> None:
-    made, buckets, chunks = traffic(early=False)
-    for parameter in chunks[chunk]:
-        made.arrived(parameter)
-    made.flush(chunk)
+    made = bench(early=False)
+    for parameter in made.chunks[chunk]:
+        made.traffic.arrived(parameter)
+    made.traffic.flush(chunk)
     assert made.sent == []
-    made.finish()
-    assert made.sent == buckets
+    made.traffic.finish()
+    assert made.sent == made.buckets

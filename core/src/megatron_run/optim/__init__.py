@@ -4,7 +4,7 @@
 answers it. ``optimizer=adamw`` and ``optimizer=zero1`` are one each.
 """
 
-from megatron_run.optim.boxes import Box, boxes
+from megatron_run.optim.boxes import Box, PartBox, boxes, part_boxes
 from megatron_run.optim.flat import FlatOptimizer
 from megatron_run.optim.options import UpdateOptions
 from megatron_run.optim.ranges import ParamRange, param_range, param_ranges
@@ -15,10 +15,12 @@ __all__ = [
     "Box",
     "FlatOptimizer",
     "ParamRange",
+    "PartBox",
     "Sharing",
     "UpdateOptions",
     "boxes",
     "check_update",
     "param_range",
     "param_ranges",
+    "part_boxes",
 ]

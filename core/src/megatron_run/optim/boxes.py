@@ -1,10 +1,13 @@
-"""From a range of a flat tensor to boxes of it: what a share of a buffer holds of a logical tensor."""
+"""From a range of a flat tensor to boxes of it: what a share of a buffer holds of logical tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from megatron_run.contracts import Part
 
 
 class Box(NamedTuple):
@@ -13,6 +16,31 @@ class Box(NamedTuple):
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
     flat: range
+
+
+class PartBox(NamedTuple):
+    """A box of the logical tensor ``part.name``, whose values lie at ``flat`` of the flattened parameter."""
+
+    part: Part
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    flat: range
+
+
+def part_boxes(shape: tuple[int, ...], parts: Sequence[Part], flat: range) -> Iterator[PartBox]:
+    """The boxes of logical tensors in the values ``flat`` of a parameter of ``shape`` that holds ``parts``.
+
+    Padding is left out.
+    """
+    columns = shape[1:]
+    row = prod(columns)
+    for part in parts:
+        first, end = part.local.start * row, part.local.stop * row
+        inside = range(max(flat.start, first) - first, min(flat.stop, end) - first)
+        origin = (part.start, part.column, *(0 for _ in columns[1:]))
+        for box in boxes((len(part.local), *columns), inside):
+            starts = tuple(start + offset for start, offset in zip(box.starts, origin, strict=False))
+            yield PartBox(part, starts, box.sizes, range(box.flat.start + first, box.flat.stop + first))
 
 
 def boxes(shape: tuple[int, ...], flat: range) -> Iterator[Box]:

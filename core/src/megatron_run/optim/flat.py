@@ -128,11 +128,12 @@ class FlatOptimizer(Optimizer):
             self.ensure_ready(self._bucket_of)
 
     def ensure_ready(self, parameters: Iterable[Parameter]) -> None:
-        """Wait for the buckets of ``parameters`` that are still on their way."""
+        """Wait for the buckets of ``parameters`` that are still on their way. What is in no bucket never is."""
         if not self._arriving:
             return
         for parameter in parameters:
-            pending = self._arriving.pop(self._bucket_of[parameter], None)
+            bucket = self._bucket_of.get(parameter)
+            pending = None if bucket is None else self._arriving.pop(bucket, None)
             if pending is not None:
                 pending.wait()
 
@@ -153,6 +154,7 @@ class FlatOptimizer(Optimizer):
 
     def load_state(self, read: ReadState) -> None:
         """Read masters and state of all that this rank updates, then bring the parameters to every rank."""
+        self.ensure_ready(self._bucket_of)  # what is still on its way would arrive over what is loaded
         load_state(self._update, read)
         for share in self._shares:
             share.give_values()

@@ -14,9 +14,8 @@ _LEAST, _MOST = 1e-20, 1e30
 def sum_of_squares(flat: Tensor) -> Tensor:
     """The sum of the squares of ``flat`` [n], float64 [].
 
-    On a CPU torch takes ten times as long to sum fp32 values in float64 as to sum them in fp32 (21 ms against 2 for
-    64 MB). So rows are summed in fp32 there, and the rows in float64, unless values are so large or so small that fp32
-    cannot hold their squares.
+    On a CPU torch takes far longer to sum fp32 values in float64 than in fp32. So rows are summed in fp32 there, and
+    the rows in float64, unless values are so large or so small that fp32 cannot hold their squares.
     """
     if flat.device.type == "cpu" and flat.dtype == torch.float32:
         rows = len(flat) // _ROW * _ROW

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
-from megatron_run.optim.boxes import boxes
+from megatron_run.optim.boxes import part_boxes
 from megatron_run.optim.ranges import param_ranges
 
 if TYPE_CHECKING:
@@ -96,15 +96,9 @@ class Share:
         """The boxes of logical tensors that lie ``within`` a range of the bucket; padding is left out."""
         lengths = {parameter: parameter.numel() for parameter in self.bucket.parameters}
         for parameter, found in param_ranges(self.bucket.starts, lengths, within):
-            info, columns = self.bucket.infos[parameter], parameter.shape[1:]
-            row = columns.numel()
-            for part in info.parts:
-                first = part.local.start * row
-                inside = _overlap(found.param, range(first, part.local.stop * row))
-                offset = self.bucket.starts[parameter] + first
-                for box in boxes((len(part.local), *columns), _moved(inside, -first)):
-                    starts = _in_whole(box.starts, part)
-                    yield Piece(info, part, starts, box.sizes, _moved(box.flat, offset))
+            info, start = self.bucket.infos[parameter], self.bucket.starts[parameter]
+            for part, starts, sizes, flat in part_boxes(parameter.shape, info.parts, found.param):
+                yield Piece(info, part, starts, sizes, range(flat.start + start, flat.stop + start))
 
     def _cut(self, flat: Tensor) -> Tensor:
         return flat[self.updated.start : self.updated.stop]
@@ -112,17 +106,3 @@ class Share:
 
 def _is_counted(info: ParamInfo) -> bool:
     return info.counted
-
-
-def _overlap(one: range, other: range) -> range:
-    return range(max(one.start, other.start), min(one.stop, other.stop))
-
-
-def _moved(values: range, offset: int) -> range:
-    return range(values.start + offset, values.stop + offset)
-
-
-def _in_whole(starts: tuple[int, ...], part: Part) -> tuple[int, ...]:
-    """Where a box of this rank's part starts in the logical tensor."""
-    origin = (part.start, part.column, *(0 for _ in starts[2:]))
-    return tuple(start + first for start, first in zip(starts, origin, strict=False))

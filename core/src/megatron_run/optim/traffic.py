@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,17 +23,16 @@ class GradientTraffic:
         self._buckets, self._start, self._early = buckets, send, early
         self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
         self._waiting: dict[Bucket, set[Parameter]] = {}
+        self._unsent: dict[int, deque[Bucket]] = {}
         self._sent: dict[Bucket, Pending] = {}
-
-    @property
-    def sent(self) -> list[Bucket]:
-        """The buckets that have left in this step, in order."""
-        return list(self._sent)
 
     def start_step(self) -> None:
         """Nothing has arrived and nothing is sent."""
         self._waiting = {bucket: set(bucket.parameters) for bucket in self._buckets}
-        self._sent = {}
+        self._unsent, self._sent = {}, {}
+        for bucket in self._buckets:
+            if bucket.chunk is not None:
+                self._unsent.setdefault(bucket.chunk, deque()).append(bucket)
 
     def arrived(self, parameter: Parameter) -> None:
         """The last gradient of the step is in ``parameter.main_grad``: send what is complete, in order."""
@@ -40,27 +40,23 @@ class GradientTraffic:
         self._waiting[bucket].discard(parameter)
         if bucket.chunk is None or not self._early:
             return  # tied: other chunks may still add to it
-        for head in self._sequence(bucket.chunk):
-            if self._waiting[head]:
-                return
-            self._send(head)
+        unsent = self._unsent[bucket.chunk]
+        while unsent and not self._waiting[unsent[0]]:
+            self._send(unsent.popleft())
 
     def flush(self, chunk: int) -> None:
         """Send what is left of ``chunk``."""
-        if self._early:
-            for bucket in self._sequence(chunk):
-                self._send(bucket)
+        unsent = self._unsent.get(chunk)
+        while self._early and unsent:
+            self._send(unsent.popleft())
 
     def finish(self) -> None:
         """Send everything that is left, tied buckets too, and wait for it."""
         for bucket in self._buckets:
-            self._send(bucket)
+            if bucket not in self._sent:
+                self._send(bucket)
         for pending in self._sent.values():
             pending.wait()
 
-    def _sequence(self, chunk: int) -> list[Bucket]:
-        return [bucket for bucket in self._buckets if bucket.chunk == chunk]
-
     def _send(self, bucket: Bucket) -> None:
-        if bucket not in self._sent:
-            self._sent[bucket] = self._start(bucket)
+        self._sent[bucket] = self._start(bucket)

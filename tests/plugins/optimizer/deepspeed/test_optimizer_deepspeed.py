@@ -114,6 +114,10 @@ def test_stage_three_is_refused_with_the_reason(work: Path, capsys: pytest.Captu
     assert "optimizer.stage=4: it must be 1 or 2" in refused(f"{CHOSEN},stage=4", 2, work, capsys)
 
 
+def test_a_moment_that_would_not_decay_is_refused(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "it must be below 1" in refused(f"{CHOSEN} --set optimizer.betas=0.9,1.5", 2, work, capsys)
+
+
 @pytest.mark.parametrize(
     ("words", "note"),
     [

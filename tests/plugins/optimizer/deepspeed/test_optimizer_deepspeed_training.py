@@ -13,20 +13,24 @@ from tests.support.training import Seen, train_many
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")]
 
-BASE = ("train.steps=4", "train.clip_norm=0.5", "parallel.data=2")
-#: Words of four ranks, of which two are data-parallel.
+BASE = ("train.steps=4", "train.clip_norm=0.5")
+#: Words of four ranks, of which two are data-parallel, or none.
 SPLITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "tied stages": (("schedule=1f1b",), ("parallel.pipeline=2",)),
-    "interleaved in bf16": (("schedule=interleaved",), ("parallel.pipeline=2", "train.precision=bf16")),
-    "both ends on one stage": (("schedule=zero-bubble,variant=v",), ("parallel.pipeline=2",)),
+    "tied stages": (("schedule=1f1b",), ("parallel.data=2", "parallel.pipeline=2")),
+    "interleaved in bf16": (
+        ("schedule=interleaved",),
+        ("parallel.data=2", "parallel.pipeline=2", "train.precision=bf16"),
+    ),
+    "both ends on one stage": (("schedule=zero-bubble,variant=v",), ("parallel.data=2", "parallel.pipeline=2")),
     "tensor and sequence": (
         ("parallel-layer=tensor",),
-        ("parallel.tensor=2", "parallel.sequence=true", "data.vocab_size=61"),
+        ("parallel.data=2", "parallel.tensor=2", "parallel.sequence=true", "data.vocab_size=61"),
     ),
+    "stages without layers": (("schedule=1f1b",), ("parallel.pipeline=4", "parallel.layers=2,0,0,2")),
 }
 #: Split and stage.
 CASES = [("tied stages", 1), ("tied stages", 2), ("interleaved in bf16", 2), ("both ends on one stage", 1)]
-CASES += [("tensor and sequence", 2)]
+CASES += [("tensor and sequence", 2), ("stages without layers", 1)]
 
 
 @cache

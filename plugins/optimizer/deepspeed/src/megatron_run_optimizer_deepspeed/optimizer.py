@@ -53,9 +53,11 @@ class DeepSpeedZero(Optimizer):
         self._flat = flat_groups(infos, self._options.update.factor, ranks, self._topology.data_rank)
         self._shares = [share for group in self._flat for share in group.shares()]
         self._grads = [_gradient(share) for share in self._shares]
-        if self._flat and self._device.type != "meta":
+        if self._device.type == "meta":
+            return
+        peers = data_group(self._context)  # on a stage without parameters too: others wait for it
+        if self._flat:
             zero = find_deepspeed(self._device)
-            peers = data_group(self._context)
             zero.start_communication()
             members = [list(group.infos) for group in self._flat]
             rule = make_rule(self._flat, members, self._options, self._device)

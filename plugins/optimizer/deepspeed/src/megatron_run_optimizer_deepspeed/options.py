@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from megatron_run.optim import UpdateOptions
-from megatron_run.optim.options import Multiplier
+from megatron_run.optim.options import Decay, Multiplier
 
 
 def _why_not_three(stage: object) -> object:
@@ -28,7 +28,7 @@ class Options(BaseModel):
         1, description="of ZeRO; 2 also forgets each reduced gradient that other ranks use, as DeepSpeed's does"
     )
     rule: Literal["adamw", "adam", "sgd"] = Field("adamw", description="PyTorch's, fused")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="decay of the two moments, of adamw and adam")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay of the two moments, of adamw and adam")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment, of adamw and adam")
     momentum: float = Field(0.0, ge=0, lt=1, description="of sgd")
     nesterov: bool = Field(False, description="Nesterov's momentum, of sgd")

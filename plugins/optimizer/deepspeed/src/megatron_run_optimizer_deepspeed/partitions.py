@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_run.optim import boxes, param_ranges
+from megatron_run.optim import param_ranges, part_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -43,16 +43,9 @@ class Share(NamedTuple):
 
     def pieces(self) -> Iterator[Piece]:
         """The boxes of logical tensors; padding within the parameter is left out."""
-        columns = self.parameter.shape[1:]
-        row = columns.numel()
-        for part in self.info.parts:
-            first, end = part.local.start * row, part.local.stop * row
-            inside = range(max(self.param.start, first) - first, min(self.param.stop, end) - first)
-            to_local = first - self.param.start + self.local.start
-            for box in boxes((len(part.local), *columns), inside):
-                origin = (part.start, part.column, *(0 for _ in columns[1:]))
-                starts = tuple(start + offset for start, offset in zip(box.starts, origin, strict=False))
-                yield Piece(part.name, starts, box.sizes, slice(box.flat.start + to_local, box.flat.stop + to_local))
+        to_local = self.local.start - self.param.start
+        for part, starts, sizes, flat in part_boxes(self.parameter.shape, self.info.parts, self.param):
+            yield Piece(part.name, starts, sizes, slice(flat.start + to_local, flat.stop + to_local))
 
 
 @dataclass(frozen=True, eq=False)
