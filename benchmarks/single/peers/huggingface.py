@@ -19,6 +19,7 @@ TURNED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 def huggingface(shape: Shape, weights: Weights | None, precision: Precision, *, activation: str) -> PlainLoop:
     """The network, with attention by PyTorch's fused kernel, which is its default, and no dropout."""
     transformers = import_module("transformers")
+    transformers.logging.set_verbosity_error()  # it has a word for each default that a vocabulary this small breaks
     config = transformers.GPT2Config(
         vocab_size=shape.vocab,
         n_positions=shape.sequence,
