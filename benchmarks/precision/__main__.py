@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.precision.curves import RUNS, SMALLER, Curve, apart, learned, read, train_all, write_csv
+from benchmarks.precision.curves import RUNS, SMALLER, Curve, apart, learned, read, read_csv, train_all, write_csv
 from benchmarks.precision.draw import picture
 from benchmarks.support.ranks import ROOT
 from benchmarks.support.report import heading, table
@@ -22,6 +22,8 @@ from benchmarks.support.report import heading, table
 TOLERANCE = 0.02
 AFTER_SKIPS = 0.05
 STEPS = 200
+DATA = ROOT / "benchmarks/results/precision.csv"
+PICTURE = ROOT / "docs/images/precision.svg"
 
 
 def main() -> None:
@@ -30,8 +32,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         train_all(Path(folder), steps)
         curves = {precision: read(Path(folder, precision)) for precision in RUNS}
-    write_csv(ROOT / "benchmarks/results/precision.csv", curves)
-    (ROOT / "docs/images/precision.svg").write_text(picture(curves), encoding="utf-8")
+    write_csv(DATA, curves)
+    PICTURE.write_text(picture(read_csv(DATA)), encoding="utf-8")
     print("\n".join(heading("Precisions", ("python", "-m", "benchmarks.precision", str(steps)))))
     print(f"\nThe default run's data and rates, {' '.join(SMALLER)}, {steps} steps.")
     print("Loss is the mean of the last quarter of the steps, beside fp32's as many steps earlier as were skipped.")
@@ -45,7 +47,7 @@ def main() -> None:
 
 def row(name: str, curve: Curve, fp32: Curve) -> tuple[object, ...]:
     """A line of the table."""
-    scales = f"{curve.scales[0]:g}", f"{curve.scales[-1]:g}"
+    scales = f"{curve.scales[0]:.0f}", f"{curve.scales[-1]:.0f}"
     return name, sum(curve.skipped), *scales, f"{learned(curve):.4f}", f"{apart(curve, fp32):+.4f}"
 
 

@@ -86,4 +86,14 @@ def write_csv(path: Path, curves: Mapping[str, Curve]) -> None:
         losses = (curve.losses for curve in curves.values())
         for step, values in enumerate(zip(*losses, last.scales, last.skipped, strict=True), 1):
             *lost, scale, skipped = values
-            writer.writerow((step, *(f"{loss:.5f}" for loss in lost), f"{scale:g}", int(skipped)))
+            writer.writerow((step, *(f"{loss:.5f}" for loss in lost), f"{scale:.0f}", int(skipped)))
+
+
+def read_csv(path: Path) -> dict[str, Curve]:
+    """What :func:`write_csv` wrote: of all runs but the last only the losses."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    *names, last = [name for name in rows[0] if name not in ("step", "scale", "skipped")]
+    losses = {name: tuple(float(row[name]) for row in rows) for name in (*names, last)}
+    skipped, scales = tuple(row["skipped"] == "1" for row in rows), tuple(float(row["scale"]) for row in rows)
+    return {**{name: Curve(losses[name], (), ()) for name in names}, last: Curve(losses[last], skipped, scales)}

@@ -42,6 +42,14 @@ def test_fp16_walks_down_from_two_to_the_32_and_then_trains(tmp_path: Path, fp32
     assert steps[-1]["loss"] < fp32[STEPS - 1 - skipped.count(True)] + 0.05, "it has lost the skipped steps, no more"
 
 
+def test_bf16_follows_fp32_without_a_scale(tmp_path: Path, fp32: list[float]) -> None:
+    steps = metrics(tmp_path / "run", train__precision="bf16")
+    assert {(each["loss_scale"], each["skipped"]) for each in steps} == {(1.0, False)}
+    losses = [each["loss"] for each in steps]
+    assert losses != fp32
+    assert losses == pytest.approx(fp32, abs=0.02)
+
+
 def test_fp16_with_a_constant_scale_follows_fp32(tmp_path: Path, fp32: list[float]) -> None:
     steps = metrics(tmp_path / "run", train__precision="fp16", scaler__loss_scale=1024)
     assert {(each["loss_scale"], each["skipped"]) for each in steps} == {(1024.0, False)}
