@@ -117,12 +117,12 @@ class Update:
             for group in dict.fromkeys(segment.group for segment in members)
         ]
 
-    def _group(self, info: ParamInfo, name: str, *, by_rest: bool = False) -> Group:
-        return Group(info.decay, self._options.factor(name), by_rest)
+    def _group(self, info: ParamInfo, *, by_rest: bool = False) -> Group:
+        return Group(info.decay, self._options.factor(info.name), by_rest)
 
     def _runs(self, share: Share) -> Iterator[Segment]:
         """Ranges of one group, the longest that there are."""
-        for group, world in share.runs(lambda info: self._group(info, info.name), share.updated):
+        for group, world in share.runs(self._group, share.updated):
             yield Segment.of(share, world, group)
 
     def _whole_tensors(self, share: Share) -> Iterator[Segment]:
@@ -134,6 +134,6 @@ class Update:
             for part in info.parts:
                 start = share.bucket.starts[parameter] + part.local.start * row
                 by_rest = len(part.shape) != 2 or self._options.is_left_to_adamw(part.name)  # no hidden matrix
-                group = self._group(info, part.name, by_rest=by_rest and self._rule.rest is not None)
+                group = self._group(info, by_rest=by_rest and self._rule.rest is not None)
                 world = range(start, start + len(part.local) * row)
                 yield Segment.of(share, world, group, (len(part.local), *columns))
