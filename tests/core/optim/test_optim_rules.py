@@ -208,3 +208,12 @@ def test_an_option_that_the_rule_does_not_read_is_said() -> None:
     notice = "optimizer.momentum does nothing with rule=adamw: it is for sgd, muon"
     assert notice in resolved(sets=["optimizer.momentum=0.9"]).notices
     assert not resolved(sets=["optimizer.momentum=0.9", "optimizer.rule=sgd"]).notices
+
+
+def test_what_every_step_overwrites_and_what_changes_nothing_is_said() -> None:
+    overwritten = "optimizer.rule_options: lr does nothing: every step sets it from train.lr"
+    config = {"optimizer": {"rule_options": {"lr": 0.1}}}
+    assert overwritten in resolved("preset:tiny", config).notices
+    unchanged = "optimizer.grad_dtype=param changes nothing: with train.precision=fp32 both types are fp32"
+    assert unchanged in resolved(sets=["optimizer.grad_dtype=param"]).notices
+    assert unchanged not in resolved(sets=["optimizer.grad_dtype=param", "train.precision=bf16"]).notices

@@ -73,6 +73,10 @@ def check_update(config: Config, options: UpdateOptions) -> Iterator[str]:
     for option, rules in _READ_BY.items():
         if option in options.model_fields_set and options.rule not in rules:
             yield f"optimizer.{option} does nothing with rule={options.rule}: it is for {', '.join(rules)}"
+    for key in sorted({"lr", "weight_decay"} & options.rule_options.keys()):
+        yield f"optimizer.rule_options: {key} does nothing: every step sets it from train.{key}"
+    if options.grad_dtype == "param" and config.train.precision == "fp32":
+        yield "optimizer.grad_dtype=param changes nothing: with train.precision=fp32 both types are fp32"
 
 
 def find_rule(options: UpdateOptions, tensor: int = 1) -> UpdateRule:
@@ -100,9 +104,9 @@ def _find(options: UpdateOptions) -> UpdateRule:
             return UpdateRule(torch.optim.Adam, adamw.arguments)
         case "sgd":
             momentum = options.momentum or 0.0
-            return UpdateRule(
-                torch.optim.SGD, {"momentum": momentum, "nesterov": options.nesterov, "fused": True, **more}
-            )
+            arguments = {"momentum": momentum, "nesterov": options.nesterov, "fused": True, **more}
+            # Without dampening the first step, which takes the gradient as it is, is like all others.
+            return UpdateRule(torch.optim.SGD, arguments, starts_at_zero=not more.get("dampening"))
         case "muon":
             return _muon(options)
         case name:
