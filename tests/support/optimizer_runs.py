@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -15,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.support.ranks import run_ranks
-from tests.support.training import found_once
+from tests.support.training import found_once, shared_folder
 
 Array = NDArray[Any]
 
@@ -111,11 +109,11 @@ def _run_case(rank: int, world: int, case: Case) -> Held:
 
     sets = ("eval.interval=0", *case.sets)
     run = resolve(Request(configs=("preset:tiny",), sets=sets, plugins=case.plugins, nproc=world))
-    with ExitStack() as patches, tempfile.TemporaryDirectory() as folder:
+    with ExitStack() as patches, shared_folder(rank, world) as folder:
         patches.enter_context(mock.patch("megatron_run.trainer.build", watched_build))
         observers = Observers([("watch", _observer(held))] if rank == 0 else [], mock.Mock())
         patches.enter_context(mock.patch("megatron_run.trainer.start_observers", return_value=observers))
-        train_rank(run, World(rank=rank, size=world), RunFolder(Path(folder), 1), StopRequest())
+        train_rank(run, World(rank=rank, size=world), RunFolder(folder, 1), StopRequest())
     _look(assemblies[0], held)
     return held
 

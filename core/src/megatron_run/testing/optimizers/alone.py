@@ -135,18 +135,21 @@ def check_memory(factory: OptimizerFactory) -> None:
 
 
 def check_round_trip(factory: OptimizerFactory) -> None:
-    """State out of one optimizer and into a fresh one: both go on bit for bit alike, from the very beginning too."""
+    """Who saves, and a fresh optimizer that loads, go on as one that did neither; from the very beginning too."""
     for steps in (0, 3):
-        one, other = Bench(factory), Bench(factory)
+        undisturbed, one, other = Bench(factory), Bench(factory), Bench(factory)
         for step in range(steps):
+            undisturbed.step(gradients(step))
             one.step(gradients(step))
         for step in range(5, 7):
             other.step(gradients(step))
         saved = SavedState(one.optimizer.iter_state(), shapes(one))
         other.optimizer.load_state(saved.read)
         for step in range(steps, steps + 3):
-            expect_same(f"{step - steps} steps after state of step {steps} was loaded", other.values(), one.values())
-            for bench in (one, other):
+            since = f"{step - steps} steps after state of step {steps} was"
+            expect_same(f"{since} given", one.values(), undisturbed.values())
+            expect_same(f"{since} loaded", other.values(), undisturbed.values())
+            for bench in (undisturbed, one, other):
                 bench.step(gradients(step))
 
 
