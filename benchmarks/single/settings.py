@@ -29,7 +29,7 @@ def measure_steps(shape: str, precision: Precision, samples: int) -> list[dict[s
 def report(*, quick: bool) -> Iterator[str]:
     """Measure with and without, and tell what was found."""
     yield "\n## What the launcher's settings of the allocator bring\n"
-    turns, samples = (1, 4) if quick else (3, 5)
+    turns, samples = (1, 3) if quick else (3, 5)
     rows = (_row(precision, turns, samples) for precision in PRECISIONS)
     yield from table(("precision", "rate, relative to glibc's defaults", "samples used"), rows)
 

@@ -81,7 +81,7 @@ def _round(sides: Mapping[str, Side], batch: Any, order: random.Random) -> dict[
 
 def report(*, quick: bool) -> Iterator[str]:
     """Measure every side, and tell what was found."""
-    job = {"shape": "small", "samples": 7 if quick else 25}
+    job = {"shape": "small", "samples": 5 if quick else 21}
     found = on_ranks(measure, 1, job, threads=THREADS, keeping=True)
     yield "\n## Rate of a training step\n"
     yield f"{SHAPES['small']}, dropout 0, tied, AdamW in one kernel, clipping; {THREADS} threads, one process."
