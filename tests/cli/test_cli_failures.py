@@ -173,9 +173,9 @@ CONFIGURATION = {
         f"unknown.yaml {PLAIN}", 2, ("unknown key train.lrr (from unknown.yaml line 2 column 3); did you mean 'lr'?",)
     ),
     "a list that is too short": Mistake(
-        f"{PLAIN} --set optimizer.betas=1",
+        f"{PLAIN} --set optimizer.betas=0.9",
         2,
-        ("optimizer.betas=[1]: it has too few values (from --set optimizer.betas)",),
+        ("optimizer.betas=[0.9]: it has too few values (from --set optimizer.betas)",),
     ),
     "a duplicate key": Mistake(
         "duplicate.yaml", 2, ("duplicate.yaml:3:3: the duplicate key 'lr'", "on line 2 already")
