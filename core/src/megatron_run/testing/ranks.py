@@ -22,6 +22,8 @@ from megatron_run.testing.check import CheckFailed
 _PRELOADED = ["torch.distributed", "megatron_run.testing.parallel_layer", "megatron_run.testing.optimizer"]
 #: Seconds that the others are given to come as far as the rank that failed.
 _GRACE = 10.0
+#: Seconds in which a rank that has died is noticed after a peer that complains of it.
+_MOMENT = 0.5
 
 #: What is read from a rank, and in which order when several have something to say: who died is why another raised.
 _ORDER = ("item", "done", "died", "raised")
@@ -87,7 +89,21 @@ def _collect(readers: list[Connection], timeout: float) -> Progress:
             if kind != "done" and not failure:
                 failure, reached = f"rank {rank}: {value}", len(yielded[rank])
                 deadline = min(deadline, time.monotonic() + _GRACE)
-    return Progress(yielded, failure)
+    return Progress(yielded, failure and (_death(open_ranks) or failure))
+
+
+def _death(open_ranks: dict[Connection, int]) -> str:
+    """Who has died, or does so within a moment: that is why another rank raised, and may be heard of after it."""
+    deadline = time.monotonic() + _MOMENT
+    while ready := wait(list(open_ranks), max(0.0, deadline - time.monotonic())):
+        for reader in ready:
+            assert isinstance(reader, Connection)  # nothing else is waited for
+            kind, value = _receive(reader)
+            if kind == "died":
+                return f"rank {open_ranks[reader]}: {value}"
+            if kind != "item":
+                del open_ranks[reader]
+    return ""
 
 
 def _receive(reader: Connection) -> tuple[str, Any]:
