@@ -124,7 +124,7 @@ def _run_case(rank: int, world: int, case: Case) -> Ran:
     with ExitStack() as patches:
         for target, replacement in {
             "megatron_run.training.build.build": watched_build,
-            "megatron_run.training.build.Dtypes": lambda **_: Dtypes(param=dtype, main=dtype),
+            "megatron_run.training.build.DTYPES": {"fp32": Dtypes(param=dtype, main=dtype)},
             "megatron_run.trainer.generate_text": written,
         }.items():
             patches.enter_context(mock.patch(target, replacement))
@@ -171,21 +171,24 @@ def _watch_segments(assembly: Any, ran: Ran) -> None:
 def _seeing_masks(ran: Ran, where: Where) -> Iterator[None]:
     """Within: each attention is followed by one of ones, from the same place of the random stream."""
     import torch
-    from torch.nn import functional as F
 
-    attend = F.scaled_dot_product_attention
+    from megatron_run.nn import core_attention
 
-    def watched(query: Any, key: Any, value: Any, **named: Any) -> Any:
-        before = torch.get_rng_state()
-        result = attend(query, key, value, **named)
-        after = torch.get_rng_state()
-        torch.set_rng_state(before)
-        query, key, value = (torch.ones_like(tensor) for tensor in (query, key, value))
-        ran.masks[where] = _digest(attend(query, key, value, **named))
-        torch.set_rng_state(after)
-        return result
+    def watch(attend: Any) -> Any:
+        def watched(query: Any, key: Any, value: Any, *rest: Any) -> Any:
+            before = torch.get_rng_state()
+            result = attend(query, key, value, *rest)
+            after = torch.get_rng_state()
+            torch.set_rng_state(before)
+            query, key, value = (torch.ones_like(tensor) for tensor in (query, key, value))
+            ran.masks[where] = _digest(attend(query, key, value, *rest))
+            torch.set_rng_state(after)
+            return result
 
-    with mock.patch.object(F, "scaled_dot_product_attention", watched):
+        return watched
+
+    ways = ("fused_attention", "matmul_attention")
+    with mock.patch.multiple(core_attention, **{way: watch(getattr(core_attention, way)) for way in ways}):
         yield
 
 
