@@ -13,25 +13,8 @@ something else used more than a twentieth of the cores is dropped. On two quiet 
 
 from __future__ import annotations
 
-import argparse
-import sys
-
 from benchmarks.optimizer.speed import report
-from benchmarks.support.report import heading
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.optimizer", description=(__doc__ or "").split("\n", 1)[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer samples")
-    given = parser.parse_args()
-    for line in heading("Optimizers", (parser.prog, *sys.argv[1:])):
-        print(line, flush=True)
-    for line in report(quick=given.quick):
-        print(line, flush=True)
-
+from benchmarks.support.command import run
 
 if __name__ == "__main__":
-    main()
+    run("optimizer", "Optimizers", __doc__ or "", report)

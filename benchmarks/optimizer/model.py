@@ -7,13 +7,13 @@ where gradients are kept, reduced and used differs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.support.shape import SMALL, TINY, Shape
 from megatron_run.actions import LayoutSpec, looped_layout
 from megatron_run.builtin.model.gpt import Gpt, GptOptions
 from megatron_run.builtin.parallel_layer.dense import DenseLayers
@@ -24,49 +24,27 @@ from megatron_run.parameters import describe_parameters, initialise
 LR, WEIGHT_DECAY, BETAS, EPS, CLIP = 1e-3, 0.1, (0.9, 0.95), 1e-8, 1.0
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of the network and of a rank's step: ``microbatches`` of ``micro_batch`` sequences."""
-
-    layers: int
-    hidden: int
-    heads: int
-    sequence: int
-    vocab: int
-    micro_batch: int
-    microbatches: int
-
-    def __str__(self) -> str:
-        batch = f"{self.microbatches} x {self.micro_batch} sequences" if self.microbatches > 1 else "one sequence"
-        return (
-            f"{self.layers} layers, hidden {self.hidden}, {self.heads} heads, vocabulary {self.vocab}, "
-            f"{batch} of {self.sequence} tokens a rank and step"
-        )
-
-    @property
-    def options(self) -> GptOptions:
-        """The built-in model of these sizes."""
-        return GptOptions(
-            num_layers=self.layers,
-            hidden_size=self.hidden,
-            num_heads=self.heads,
-            vocab_size=self.vocab,
-            tie_embeddings=False,
-            dropout=0.0,
-        )
-
-    @property
-    def train(self) -> dict[str, Any]:
-        """What the section ``train`` of a run says of them."""
-        sizes = {"sequence_length": self.sequence, "micro_batch_size": self.micro_batch}
-        return {**sizes, "global_batch_size": self.micro_batch * self.microbatches * dist.get_world_size()}
-
-
-SMALL = Shape(layers=6, hidden=384, heads=6, sequence=256, vocab=8192, micro_batch=4, microbatches=4)
 #: Little to compute for what is to be sent: one sequence through three times the parameters.
 WIDE = Shape(layers=6, hidden=768, heads=12, sequence=256, vocab=8192, micro_batch=1, microbatches=1)
-TINY = Shape(layers=2, hidden=64, heads=2, sequence=8, vocab=256, micro_batch=2, microbatches=2)
 SHAPES = {"small": SMALL, "wide": WIDE, "tiny": TINY}
+
+
+def options(shape: Shape) -> GptOptions:
+    """The built-in model of these sizes."""
+    return GptOptions(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_heads=shape.heads,
+        vocab_size=shape.vocab,
+        tie_embeddings=False,
+        dropout=0.0,
+    )
+
+
+def train_section(shape: Shape) -> dict[str, Any]:
+    """What the section ``train`` of a run says of these sizes."""
+    sizes = {"sequence_length": shape.sequence, "micro_batch_size": shape.micro_batch}
+    return {**sizes, "global_batch_size": shape.micro_batch * shape.microbatches * dist.get_world_size()}
 
 
 class Batch:
@@ -119,7 +97,7 @@ class Side(Protocol):
 def build(context: BuildContext, shape: Shape) -> tuple[MeanLoss, dict[nn.Parameter, ParamInfo]]:
     """The whole model in one chunk, initialised: the same values in each call and on each rank."""
     layout = looped_layout(LayoutSpec(1, 1, shape.layers))
-    model = MeanLoss(Gpt(context, shape.options).build_chunk(0, layout, DenseLayers(context), {}))
+    model = MeanLoss(Gpt(context, options(shape)).build_chunk(0, layout, DenseLayers(context), {}))
     infos = describe_parameters(model.chunk)
     initialise(infos, context.train.seed)
     return model, infos

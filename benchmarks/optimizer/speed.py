@@ -8,18 +8,19 @@ are compared before anything is timed.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from benchmarks.optimizer import ours
-from benchmarks.optimizer.model import CLIP, SHAPES, Batch, Shape, Side
+from benchmarks.optimizer.model import CLIP, SHAPES, Batch, Side
 from benchmarks.optimizer.peers import deepspeed
 from benchmarks.optimizer.peers.torch import DdpSide, FsdpSide
 from benchmarks.support.compare import compare
-from benchmarks.support.quiet import Kept, take_sample, undisturbed
+from benchmarks.support.quiet import kept_of, ratio, take_sample
 from benchmarks.support.ranks import on_ranks
 from benchmarks.support.report import table
+from benchmarks.support.shape import Shape
 
 RANKS = 2
 ZERO1, AT_ONCE, ADAMW, SILENT = "zero1", "zero1, no overlap", "adamw", "zero1, silent"
@@ -132,25 +133,14 @@ def _time_row(found: Mapping[str, Any], name: str) -> tuple[str, ...]:
     return name, f"{seconds:.3f}", f"{of_ddp:.3f}", f"{of_it:.3f}", f"{processor:.3f}", told, str(kept)
 
 
-def ratio(samples: Sequence[Mapping[str, float]], one: str, other: str, what: str = "seconds") -> tuple[Kept, float]:
-    """The rounds in which neither side was disturbed, and the median over them of ``one``'s time by ``other``'s."""
-    kept = _kept(samples, one, other)
-    return kept, statistics.median(sample[f"{one} {what}"] / sample[f"{other} {what}"] for sample in kept.samples)
-
-
-def _kept(samples: Sequence[Mapping[str, float]], *names: str) -> Kept:
-    starts = tuple(f"{name} " for name in names)
-    return undisturbed([{key: value for key, value in sample.items() if key.startswith(starts)} for sample in samples])
-
-
 def overlap_table(found: Mapping[str, Any]) -> Iterator[str]:
     """With overlap and without: how much longer a step is than one that sends nothing, and what is hidden so."""
-    kept = _kept(found["samples"], SILENT, SENDING, SENDING_NOTHING)
+    kept = kept_of(found["samples"], SILENT, SENDING, SENDING_NOTHING)
     sending = statistics.median(s[f"{SENDING} seconds"] - s[f"{SENDING_NOTHING} seconds"] for s in kept.samples)
     columns = ("", "added to a step that sends nothing, s", "hidden of the communication alone", "samples used")
     rows = [("communication alone", f"{sending:.3f}", "", str(kept))]
     for name in (ZERO1, AT_ONCE):
-        both = _kept(found["samples"], name, SILENT)
+        both = kept_of(found["samples"], name, SILENT)
         added = statistics.median(s[f"{name} seconds"] - s[f"{SILENT} seconds"] for s in both.samples)
         rows.append((name, f"{added:.3f}", f"{1 - added / sending:.0%}", str(both)))
     yield from table(columns, rows)

@@ -16,29 +16,10 @@ On two quiet cores everything takes about a quarter of an hour, and ``--quick``,
 
 from __future__ import annotations
 
-import argparse
-import sys
-
 from benchmarks.pipeline import memory, overhead, pairs, sleep
-from benchmarks.support.report import heading
+from benchmarks.support.command import run
 
 PARTS = {"pairs": pairs.report, "memory": memory.report, "overhead": overhead.report, "sleep": sleep.report}
 
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.pipeline", description=(__doc__ or "").split("\n", 1)[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer samples")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
-    given = parser.parse_args()
-    for line in heading("Pipelines", (parser.prog, *sys.argv[1:])):
-        print(line, flush=True)
-    for part in given.only:
-        for line in PARTS[part](quick=given.quick):
-            print(line, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run("pipeline", "Pipelines", __doc__ or "", PARTS)

@@ -17,27 +17,10 @@ everything takes about twelve minutes, and ``--quick``, with fewer samples, abou
 
 from __future__ import annotations
 
-import argparse
-import sys
-
 from benchmarks.single import attention, memory, settings, speed
-from benchmarks.support.report import heading
+from benchmarks.support.command import run
 
 PARTS = {"speed": speed.report, "memory": memory.report, "settings": settings.report, "attention": attention.report}
 
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.single", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help="fewer samples")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
-    given = parser.parse_args()
-    for line in heading("One process", (parser.prog, *sys.argv[1:])):
-        print(line, flush=True)
-    for part in given.only:
-        for line in PARTS[part](quick=given.quick):
-            print(line, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run("single", "One process", __doc__ or "", PARTS)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from benchmarks.tensor_parallel.model import Shape
+from benchmarks.support.shape import Shape
 
 #: Whole tensors by canonical name.
 Weights = Mapping[str, Tensor]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.single.loop import adamw
 from benchmarks.single.model import CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, Batch, Precision, Side, Weights
-from benchmarks.tensor_parallel.model import Shape
+from benchmarks.support.shape import Shape
 from megatron_run import load_config
 from megatron_run.actions import LayoutSpec, looped_layout
 from megatron_run.builtin.model.gpt import Gpt, GptOptions

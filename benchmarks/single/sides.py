@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from benchmarks.single.model import PRECISIONS, Precision, Side, Weights
 from benchmarks.support import megatron
-from benchmarks.tensor_parallel.model import Shape
+from benchmarks.support.shape import Shape
 
 TRAINER, BARE, NANOGPT = "megatron-run", "bare loop, same modules", "nanoGPT"
 TANH, ERF, MEGATRON = "Hugging Face, its tanh GELU", "Hugging Face, erf GELU", megatron.NAME

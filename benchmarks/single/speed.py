@@ -17,7 +17,7 @@ from benchmarks.single.sides import BARE, ERF, MEGATRON, NANOGPT, OPTIONAL, TANH
 from benchmarks.support.quiet import ratio, take_sample
 from benchmarks.support.ranks import on_ranks
 from benchmarks.support.report import table
-from benchmarks.tensor_parallel.model import Shape
+from benchmarks.support.shape import Shape
 
 THREADS = 2
 #: Steps whose losses are compared and whose time is discarded.

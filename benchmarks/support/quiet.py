@@ -84,12 +84,16 @@ def undisturbed(samples: Sequence[Mapping[str, float]]) -> Kept:
     return Kept(sorted(samples, key=disturbance)[: max(1, len(samples) // 2)], len(samples), False)
 
 
-def ratio(samples: Sequence[Mapping[str, float]], one: str, other: str) -> tuple[Kept, float]:
-    """The rounds in which neither side was disturbed, and the median over them of ``one``'s time by ``other``'s.
+def kept_of(samples: Sequence[Mapping[str, float]], *names: str) -> Kept:
+    """The rounds in which none of ``names`` was disturbed.
 
-    Samples name what they hold ``<side> seconds`` and ``<side> foreign``.
+    Samples name what they hold ``<name> seconds`` and ``<name> foreign``; what others hold is left out.
     """
-    names = (f"{one} ", f"{other} ")
-    both = [{key: value for key, value in sample.items() if key.startswith(names)} for sample in samples]
-    kept = undisturbed(both)
-    return kept, statistics.median(sample[f"{one} seconds"] / sample[f"{other} seconds"] for sample in kept.samples)
+    starts = tuple(f"{name} " for name in names)
+    return undisturbed([{key: value for key, value in sample.items() if key.startswith(starts)} for sample in samples])
+
+
+def ratio(samples: Sequence[Mapping[str, float]], one: str, other: str, what: str = "seconds") -> tuple[Kept, float]:
+    """The rounds in which neither side was disturbed, and the median over them of ``one``'s ``what`` by ``other``'s."""
+    kept = kept_of(samples, one, other)
+    return kept, statistics.median(sample[f"{one} {what}"] / sample[f"{other} {what}"] for sample in kept.samples)

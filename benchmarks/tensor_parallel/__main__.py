@@ -12,25 +12,8 @@ On two quiet cores this takes about ten minutes, and ``--quick``, with fewer sam
 
 from __future__ import annotations
 
-import argparse
-import sys
-
-from benchmarks.support.report import heading
+from benchmarks.support.command import run
 from benchmarks.tensor_parallel.speed import report
 
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tensor_parallel", description=(__doc__ or "").split("\n", 1)[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer samples")
-    given = parser.parse_args()
-    for line in heading("Tensor parallelism", (parser.prog, *sys.argv[1:])):
-        print(line, flush=True)
-    for line in report(quick=given.quick):
-        print(line, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run("tensor_parallel", "Tensor parallelism", __doc__ or "", report)

@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from benchmarks.support.shape import SMALL, TINY, Shape
+
 Weights = Mapping[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of the network and of a step: ``microbatches`` of ``micro_batch`` sequences."""
-
-    layers: int
-    hidden: int
-    heads: int
-    sequence: int
-    vocab: int
-    micro_batch: int
-    microbatches: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.layers} layers, hidden {self.hidden}, {self.heads} heads, vocabulary {self.vocab}, "
-            f"{self.microbatches} microbatches of {self.micro_batch} sequences of {self.sequence}"
-        )
-
-
-SMALL = Shape(layers=6, hidden=384, heads=6, sequence=256, vocab=8192, micro_batch=4, microbatches=4)
-TINY = Shape(layers=2, hidden=64, heads=2, sequence=8, vocab=256, micro_batch=2, microbatches=2)
 SHAPES = {"small": SMALL, "tiny": TINY}
 
 

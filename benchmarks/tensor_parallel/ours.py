@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.tensor_parallel.model import Batch, Shape, gathered
+from benchmarks.support.shape import Shape
+from benchmarks.tensor_parallel.model import Batch, gathered
 from megatron_run.actions import LayoutSpec, looped_layout
 from megatron_run.builtin.model.gpt import Gpt, GptOptions
 from megatron_run.builtin.parallel_layer.dense import DenseLayers

@@ -20,8 +20,9 @@ from benchmarks.support.megatron import installed
 from benchmarks.support.quiet import ratio, take_sample
 from benchmarks.support.ranks import on_ranks
 from benchmarks.support.report import table
+from benchmarks.support.shape import Shape
 from benchmarks.tensor_parallel import ours
-from benchmarks.tensor_parallel.model import SHAPES, Batch, Shape, Side
+from benchmarks.tensor_parallel.model import SHAPES, Batch, Side
 from benchmarks.tensor_parallel.peers.dtensor import NAME as DTENSOR
 from benchmarks.tensor_parallel.peers.dtensor import DTensorStep
 from benchmarks.tensor_parallel.peers.megatron import MegatronStep

@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.tensor_parallel.model import Shape
+from benchmarks.support.shape import Shape
 
 #: An fp32 number.
 ITEM = 4

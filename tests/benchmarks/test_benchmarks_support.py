@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.support.command import run
 from benchmarks.support.compare import compare
 from benchmarks.support.quiet import busy_seconds, undisturbed
 from benchmarks.support.ranks import on_ranks
@@ -27,6 +29,37 @@ def rank_1_dies() -> None:
     if dist.get_rank() == 1:
         os._exit(7)
     time.sleep(600)
+
+
+def one(*, quick: bool) -> Iterator[str]:
+    yield f"one, {quick=}"
+
+
+def two(*, quick: bool) -> Iterator[str]:
+    yield f"two, {quick=}"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], ["one, quick=False", "two, quick=False"]),
+        (["--quick", "--only", "two"], ["two, quick=True"]),
+    ],
+)
+def test_the_command_runs_the_parts_that_are_asked_for(
+    words: list[str], told: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("numbers", "Numbers", "Counts.", {"one": one, "two": two}, words)
+    title, _, command, _, _, *found = capsys.readouterr().out.splitlines()
+    assert (title, command.split()) == ("# Numbers", ["python", "-m", "benchmarks.numbers", *words])
+    assert found == told
+
+
+def test_a_benchmark_of_one_part_has_no_parts_to_choose(capsys: pytest.CaptureFixture[str]) -> None:
+    run("numbers", "Numbers", "Counts.", one, ["--quick"])
+    assert capsys.readouterr().out.splitlines()[-1] == "one, quick=True"
+    with pytest.raises(SystemExit):
+        run("numbers", "Numbers", "Counts.", one, ["--only", "one"])
 
 
 @pytest.mark.multiproc

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from benchmarks.support.megatron import NAME as MEGATRON
 from benchmarks.support.quiet import ratio
-from benchmarks.tensor_parallel.model import SHAPES, SMALL, TINY, Batch
+from benchmarks.support.shape import SMALL, TINY
+from benchmarks.tensor_parallel.model import SHAPES, Batch
 from benchmarks.tensor_parallel.ours import dense
 from benchmarks.tensor_parallel.peers.dtensor import NAME as DTENSOR
 from benchmarks.tensor_parallel.peers.dtensor import PlainGpt

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from benchmarks.optimizer.model import BETAS, EPS, LR, WEIGHT_DECAY, MeanLoss, Shape, build
+from benchmarks.optimizer.model import BETAS, EPS, LR, WEIGHT_DECAY, MeanLoss, build
 from benchmarks.optimizer.ours import Ranks
+from benchmarks.support.shape import Shape
 from megatron_run.contracts import ParamInfo
 from megatron_run.gradients import Gradients
 

@@ -11,9 +11,10 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from benchmarks.optimizer.model import CLIP, Batch, Shape
+from benchmarks.optimizer.model import CLIP, Batch
 from benchmarks.optimizer.ours import Ranks
 from benchmarks.optimizer.peers.autograd import ADAMW, bytes_of, groups, logical, plain_model
+from benchmarks.support.shape import Shape
 
 
 def installed() -> bool:

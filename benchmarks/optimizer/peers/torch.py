@@ -18,9 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.optimizer.model import CLIP, Batch, Shape, gathered
+from benchmarks.optimizer.model import CLIP, Batch, gathered
 from benchmarks.optimizer.ours import Ranks
 from benchmarks.optimizer.peers.autograd import ADAMW, by_name, bytes_of, groups, logical, plain_model
+from benchmarks.support.shape import Shape
 from megatron_run.nn import DecoderChunk
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.single.loop import PlainLoop
 from benchmarks.single.model import Precision, Weights
 from benchmarks.single.peers.nanogpt import gpt2_weights
-from benchmarks.tensor_parallel.model import Shape
+from benchmarks.support.shape import Shape
 
 #: Matrices that it keeps as [in, out].
 TURNED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")

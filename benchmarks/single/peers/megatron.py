@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.single.model import CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, Batch, Precision, Side, Weights
 from benchmarks.support.megatron import TorchOnCpu
-from benchmarks.tensor_parallel.model import Shape
+from benchmarks.support.shape import Shape
 from benchmarks.tensor_parallel.peers.megatron import gpt_model, on_cpu, their_weights
 
 #: The modules, besides those that its layers need, which name a GPU.

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from benchmarks.single.loop import PlainLoop
 from benchmarks.single.model import Precision, Weights
-from benchmarks.tensor_parallel.model import Shape
+from benchmarks.support.shape import Shape
 
 #: The canonical name of a module -> GPT-2's. Query, key and value are one: ``attn.c_attn``.
 NAMES = {

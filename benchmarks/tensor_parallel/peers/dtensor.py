@@ -21,7 +21,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from benchmarks.tensor_parallel.model import Batch, Shape, Weights
+from benchmarks.support.shape import Shape
+from benchmarks.tensor_parallel.model import Batch, Weights
 
 NAME = "DTensor"
 

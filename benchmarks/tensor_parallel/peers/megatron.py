@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.support.megatron import TorchOnCpu
-from benchmarks.tensor_parallel.model import Batch, Shape, Weights, gathered
+from benchmarks.support.shape import Shape
+from benchmarks.tensor_parallel.model import Batch, Weights, gathered
 
 #: The canonical name of a module -> megatron-core's. Query, key and value are one: ``linear_qkv``.
 NAMES = {

@@ -43,8 +43,8 @@ def threads_per_rank(setting: int | Literal["auto"], local_size: int, cores: int
 def rank_environment(base: Mapping[str, str], threads: int, local_size: int, cores: int) -> dict[str, str]:
     """``base`` with the variables that OpenMP, MKL, gloo and glibc's allocator read when a rank starts.
 
-    Threads that wait do not spin when ranks x threads exceed the cores: spinning then makes a step 2-4 times longer,
-    and saves only 3-9% where every thread has its core. What the user has set of all but the threads stays.
+    Threads that wait do not spin when ranks x threads exceed the cores: spinning then takes the cores from the threads
+    that work, and saves little where every thread has its own. What the user has set of all but the threads stays.
     """
     environment = {**base, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     if local_size * threads > cores:

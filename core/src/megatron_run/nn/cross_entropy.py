@@ -110,7 +110,7 @@ def _sums(real: Tensor, *, spreads: bool) -> tuple[Tensor, ...]:
 def _exp_(x: Tensor) -> Tensor:
     """``exp`` in place, as a power of two: on a CPU this is PyTorch's own loop, and ``exp`` is MKL's.
 
-    MKL's takes three times as long on processors that are not Intel's. The result is off by ``|x|`` roundings at most.
+    MKL's is slow on processors that are not Intel's. The result is off by ``|x|`` roundings at most.
     """
     return x.mul_(LOG2_E).exp2_()
 
