@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_run.comm import Groups, Peers, create_groups
+from megatron_run.phases import Phases
 from megatron_run.topology import Sizes, Topology
 from tests.support.ranks import run_ranks
 
@@ -53,7 +54,9 @@ def test_peers_without_a_group_never_talk_to_the_whole_world() -> None:
 
 def peers_at_work(rank: int, world: int) -> dict[str, Any]:
     topology = Topology(Sizes(tensor=2, data=world // 2), rank)
-    peers = create_groups(topology, timedelta(seconds=20)).peers(topology, "tensor")
+    phases, heard = Phases(), list[tuple[str, str]]()
+    phases.listeners.append(lambda step, name, detail: heard.append((name, str(detail))))
+    peers = create_groups(topology, timedelta(seconds=20), phases).peers(topology, "tensor")
     column = torch.tensor([[10.0**rank], [2 * 10.0**rank]])  # [2, 1]
     strided = torch.arange(4.0).view(2, 2).t() + rank  # collectives want contiguous memory, layers need not know
     started = {
@@ -70,6 +73,7 @@ def peers_at_work(rank: int, world: int) -> dict[str, Any]:
         "started": {name: pending.wait().flatten().tolist() for name, pending in reversed(started.items())},
         "strided": (peers.gather(strided).tolist(), peers.scatter_sum(strided).tolist()),
         "input": column.flatten().tolist(),
+        "phases": heard,
     }
 
 
@@ -89,3 +93,8 @@ def test_peers_sum_gather_and_scatter_among_themselves_alone() -> None:
         gathered = [[value + peer for value in row] for peer in pair for row in rows]
         assert found["strided"] == (gathered, [[2 * value + sum(pair) for value in rows[index]]])
         assert found["input"] == [10.0**rank, 2 * 10.0**rank]
+        begun = list(dict.fromkeys(detail for name, detail in found["phases"] if name == "collective"))
+        kinds = ("all-reduce of 2", "all-gather of 4", "reduce-scatter of 1")
+        orders = [*kinds, kinds[0], kinds[0], kinds[1], kinds[2], "all-gather of 8", "reduce-scatter of 2"]
+        assert begun == [f"{kind} values, number {n} over tensor" for n, kind in enumerate(orders, 1)]
+        assert len(found["phases"]) == 4 * len(begun) - 2  # begun and waited for, but the maximum is one call

@@ -5,17 +5,20 @@ A group of one rank is no group: its collectives do nothing.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch.distributed as dist
 
 from megatron_run import gloo
+from megatron_run.phases import Phases
 from megatron_run.topology import Axis
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -23,17 +26,23 @@ if TYPE_CHECKING:
     from megatron_run.topology import Topology
 
 
+#: The phase of a wait that nobody is told of.
+_UNSAID: AbstractContextManager[None] = nullcontext()
+
+
 @dataclass(frozen=True)
 class Pending:
-    """A tensor that a collective is filling."""
+    """A tensor that a collective is filling; ``phase`` is what this rank does while it waits for that."""
 
     tensor: Tensor
     work: dist.Work | Messages | None = None
+    phase: AbstractContextManager[None] = _UNSAID
 
     def wait(self) -> Tensor:
         """The tensor, once it is whole."""
         if self.work is not None:
-            self.work.wait()
+            with self.phase:
+                self.work.wait()
         return self.tensor
 
 
@@ -42,12 +51,15 @@ class Peers:
     """The ranks that share one layer: this rank's ``index`` among ``size`` of them, and what they do together.
 
     A layer that is split takes them as an argument, and looks up no group. One rank alone is no group: its collectives
-    do nothing. Several without a ``group`` know their places alone, as while a model is planned, and cannot talk.
+    do nothing. Several without a ``group`` know their places alone, as while a model is planned, and cannot talk. What
+    they do is said to ``phases`` as done over ``scope``.
     """
 
     index: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    scope: str = ""
+    phases: Phases = field(default_factory=Phases, compare=False, repr=False)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sum ``tensor`` over the peers, in place."""
@@ -55,12 +67,15 @@ class Peers:
 
     def start_sum(self, tensor: Tensor) -> Pending:
         """Start to sum ``tensor`` over the peers, in place."""
-        return Pending(tensor, dist.all_reduce(tensor, group=self.group, async_op=True) if self._several else None)
+        if not self._several:
+            return Pending(tensor)
+        return self._start("all-reduce", tensor, lambda: dist.all_reduce(tensor, **self._async))
 
     def max_(self, tensor: Tensor) -> Tensor:
         """Take the maximum of ``tensor`` over the peers, in place."""
         if self._several:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+            with self.phases.collective("all-reduce", self.scope, tensor.numel()):
+                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor
 
     def gather(self, part: Tensor) -> Tensor:
@@ -72,7 +87,8 @@ class Peers:
         if not self._several:
             return Pending(part)
         whole = part.new_empty((self.size * part.shape[0], *part.shape[1:]))
-        return Pending(whole, _collective("all_gather")(whole, part.contiguous(), group=self.group, async_op=True))
+        gather = _collective("all_gather")
+        return self._start("all-gather", whole, lambda: gather(whole, part.contiguous(), **self._async))
 
     def scatter_sum(self, whole: Tensor) -> Tensor:
         """This rank's part of the sum over the peers, a reduce-scatter: [size * n, ...] -> [n, ...]."""
@@ -83,7 +99,8 @@ class Peers:
         if not self._several:
             return Pending(whole)
         part = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
-        return Pending(part, _collective("reduce_scatter")(part, whole.contiguous(), group=self.group, async_op=True))
+        scatter = _collective("reduce_scatter")
+        return self._start("reduce-scatter", part, lambda: scatter(part, whole.contiguous(), **self._async))
 
     def start_sum_shares(self, flat: Tensor, shares: Sequence[range]) -> Pending:
         """Start to sum ``flat`` over the peers: peer r ends up with the sum of its ``shares[r]``, in place.
@@ -95,11 +112,11 @@ class Peers:
             return Pending(flat)
         owner = _owner(shares)
         if owner is not None:
-            return Pending(flat, dist.reduce(flat, group_dst=owner, group=self.group, async_op=True))
+            return self._start("reduce", flat, lambda: dist.reduce(flat, group_dst=owner, **self._async))
         if gloo.is_gloo(self.group):
-            return Pending(flat, gloo.start_sum_shares(flat, shares, self.index, self.group))
-        mine = flat[shares[self.index].start : shares[self.index].stop]
-        return Pending(flat, _collective("reduce_scatter")(mine, flat, group=self.group, async_op=True))
+            return self._start("sum of shares", flat, lambda: gloo.start_sum_shares(flat, shares, *self._place))
+        scatter, mine = _collective("reduce_scatter"), flat[shares[self.index].start : shares[self.index].stop]
+        return self._start("sum of shares", flat, lambda: scatter(mine, flat, **self._async))
 
     def start_gather_shares(self, flat: Tensor, shares: Sequence[range]) -> Pending:
         """Start to fill ``flat``, of which peer r holds ``shares[r]``, on every peer; shares as above."""
@@ -107,11 +124,25 @@ class Peers:
             return Pending(flat)
         owner = _owner(shares)
         if owner is not None:
-            return Pending(flat, dist.broadcast(flat, group_src=owner, group=self.group, async_op=True))
+            return self._start("broadcast", flat, lambda: dist.broadcast(flat, group_src=owner, **self._async))
         if gloo.is_gloo(self.group):
-            return Pending(flat, gloo.start_gather_shares(flat, shares, self.index, self.group))
-        mine = flat[shares[self.index].start : shares[self.index].stop]
-        return Pending(flat, _collective("all_gather")(flat, mine, group=self.group, async_op=True))
+            return self._start("gather of shares", flat, lambda: gloo.start_gather_shares(flat, shares, *self._place))
+        gather, mine = _collective("all_gather"), flat[shares[self.index].start : shares[self.index].stop]
+        return self._start("gather of shares", flat, lambda: gather(flat, mine, **self._async))
+
+    def _start(self, operation: str, result: Tensor, begin: Callable[[], dist.Work | Messages | None]) -> Pending:
+        phase = self.phases.collective(operation, self.scope, result.numel())
+        with phase:
+            work = begin()
+        return Pending(result, work, phase)
+
+    @property
+    def _async(self) -> dict[str, Any]:
+        return {"group": self.group, "async_op": True}
+
+    @property
+    def _place(self) -> tuple[int, dist.ProcessGroup | None]:
+        return self.index, self.group
 
     @property
     def _several(self) -> bool:
@@ -161,11 +192,12 @@ class Channels:
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's process groups. An axis of one rank is missing from ``by_axis``."""
+    """This rank's process groups; an axis of one rank is missing from ``by_axis``. ``phases`` is told what they do."""
 
     by_axis: Mapping[Axis, dist.ProcessGroup] = field(default_factory=dict)
     channels: Channels | None = None
     world: dist.ProcessGroup | None = None
+    phases: Phases = field(default_factory=Phases, compare=False, repr=False)
 
     def group(self, scope: Scope) -> dist.ProcessGroup | None:
         """The group of ``scope``, or None when it is this rank alone."""
@@ -174,38 +206,50 @@ class Groups:
     def peers(self, topology: Topology, axis: Axis) -> Peers:
         """The ranks along ``axis`` with this one, as a layer that is split over them wants them."""
         members = topology.peers(axis)
-        return Peers(members.index(topology.rank), len(members), self.by_axis.get(axis))
+        return Peers(members.index(topology.rank), len(members), self.by_axis.get(axis), axis, self.phases)
 
     def sum_(self, tensor: Tensor, scope: Scope) -> Tensor:
         """Sum ``tensor`` in place over ``scope``."""
         group = self.group(scope)
         if group is not None:
-            dist.all_reduce(tensor, group=group)
+            with self.phases.collective("all-reduce", scope, tensor.numel()):
+                dist.all_reduce(tensor, group=group)
         return tensor
 
     def max_(self, tensor: Tensor, scope: Scope) -> Tensor:
         """Take the maximum of ``tensor`` in place over ``scope``."""
         group = self.group(scope)
         if group is not None:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+            with self.phases.collective("all-reduce", scope, tensor.numel()):
+                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
         return tensor
 
     def broadcast_(self, tensor: Tensor, source: int, scope: Scope) -> Tensor:
         """Copy global rank ``source``'s ``tensor`` to every rank of ``scope``, in place."""
         group = self.group(scope)
         if group is not None:
-            dist.broadcast(tensor, source, group=group)
+            with self.phases.collective("broadcast", scope, tensor.numel()):
+                dist.broadcast(tensor, source, group=group)
         return tensor
 
+    def gather_(self, tensor: Tensor, found: list[Tensor] | None) -> None:
+        """Bring every rank's ``tensor`` into rank 0's ``found``, one for each rank of the world; None elsewhere."""
+        with self.phases.collective("gather", "world", tensor.numel()):
+            dist.gather(tensor, found, dst=0, group=self.world)
 
-def create_groups(topology: Topology, timeout: timedelta) -> Groups:
+
+def create_groups(topology: Topology, timeout: timedelta, phases: Phases | None = None) -> Groups:
     """Create every group that ``topology`` needs. Collective: all ranks call it at the same point.
+
+    ``phases`` hears of what is done with them, and learns who takes part.
 
     Axes that group the ranks alike share one group. The tie comes last: it leaves ranks out, and a group that its
     members make among themselves is named by how many its members have made before.
     """
+    phases = Phases() if phases is None else phases
     if topology.sizes.world == 1:
-        return Groups()
+        return Groups(phases=phases)
+    phases.members["world"] = tuple(range(topology.sizes.world))
     made: dict[Partition, dist.ProcessGroup | None] = {}
     by_axis: dict[Axis, dist.ProcessGroup] = {}
     channels: Channels | None = None
@@ -218,7 +262,8 @@ def create_groups(topology: Topology, timeout: timedelta) -> Groups:
         group = made[partition]
         if group is not None and topology.rank in topology.peers(axis):
             by_axis[axis] = group
-    return Groups(by_axis, channels, dist.group.WORLD)
+            phases.members[axis] = topology.peers(axis)
+    return Groups(by_axis, channels, dist.group.WORLD, phases)
 
 
 def _create_channels(topology: Topology, timeout: timedelta) -> Channels | None:

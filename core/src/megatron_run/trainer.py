@@ -29,19 +29,22 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from megatron_run.phases import Phases
     from megatron_run.pipeline.execute import StepRecord
     from megatron_run.resolve import ResolvedRun
     from megatron_run.run_folder import RunFolder
     from megatron_run.world import StopRequest, World
 
 
-def train_rank(run: ResolvedRun, world: World, folder: RunFolder, stop: StopRequest) -> ExitCode:
+def train_rank(
+    run: ResolvedRun, world: World, folder: RunFolder, stop: StopRequest, phases: Phases | None = None
+) -> ExitCode:
     """Train ``run`` on this rank to the last step, or until ``stop`` is requested on any rank.
 
-    It starts from the first step, or goes on from the one that was saved last.
+    It starts from the first step, or goes on from the one that was saved last; ``phases`` hears how it goes.
     """
     make_deterministic(run.config.run.deterministic, world.device)
-    assembly = build(run, world)
+    assembly = build(run, world, phases)
     trainer = Trainer(run, assembly, folder, stop)
     first_step = trainer.resume()
     observers = start_observers(run, assembly, trainer.validation_samples, folder, first_step)
@@ -59,7 +62,7 @@ class Trainer:
 
     def __init__(self, run: ResolvedRun, assembly: Assembly, folder: RunFolder, stop: StopRequest) -> None:
         self._run, self._assembly, self._folder, self._stop = run, assembly, folder, stop
-        train, self._context = run.config.train, assembly.context
+        train, self._context, self._phases = run.config.train, assembly.context, assembly.context.groups.phases
         self._batches = BatchSizes(train, run.sizes.data)
         self._learning_rate = LearningRate.from_config(train)
         self._weight_decay = WeightDecay.from_config(train)
@@ -95,6 +98,7 @@ class Trainer:
             clock = tracing.clock(self._progress.step + 1)
             metrics, times, stop = self._step(clock)
             step = metrics.step
+            self._phases.enter("observe")
             self._folder.heartbeat(step)
             observers.on_step_end(metrics)
             if clock is not None:
@@ -112,11 +116,13 @@ class Trainer:
             text = generate_text(self._run, self._assembly)
             if text is not None:
                 observers.on_sample(text)
+        self._phases.enter("end")
         return ExitCode.DONE
 
     def _step(self, clock: Callable[[], float] | None) -> StepDone:
         """One step, its actions timed by ``clock`` if there is one."""
         start, progress = time.perf_counter(), self._progress
+        self._phases.step(progress.step + 1)
         batch = self._batches.at(progress.samples)
         microbatches = self._batches.microbatches(batch)
         lr, weight_decay = self._learning_rate.at(progress.scheduled), self._weight_decay.at(progress.scheduled)
@@ -140,12 +146,14 @@ class Trainer:
             start_grad_sync=optimizer.start_grad_sync,
         )
         record = self._assembly.executor.run(self._assembly.programs.training(microbatches), inputs, clock)
+        self._phases.enter("gradient-reduce")
         optimizer.finish_grad_sync()
         return record
 
     def _update(self, lr: float, weight_decay: float) -> StepNumbers:
         """Unscale, check, clip and step; a step with a non-finite gradient anywhere changes no weight."""
         optimizer, scaler, context = self._assembly.optimizer, self._assembly.scaler, self._context
+        self._phases.enter("optimizer")
         if (code := self._stop.requested) is not None:
             self._stop_meter.add(float(code))
         sums = context.metrics.collect(context.groups)
@@ -158,6 +166,7 @@ class Trainer:
             if self._run.config.train.count_zeros:
                 zeros = optimizer.count_zeros()
             optimizer.step(lr, weight_decay)
+            self._phases.enter("parameter-gather")
             optimizer.start_param_sync()
         return StepNumbers(sums, norm, zeros, scale, found_inf)
 
@@ -180,6 +189,7 @@ class Trainer:
 
     def _capture(self) -> None:
         """Hand the layers' segments over to graph capture; from here on captured regions are replayed."""
+        self._phases.enter("capture")
         capture, full = self._assembly.graph_capture, max(self._run.plans)
         regions = capture.regions([chunk.segments() for chunk in self._assembly.chunks])
         capture.capture(regions, self._run.plans[full].lists[self._context.topology.stage])

@@ -13,6 +13,7 @@ from megatron_run.checkpoint.files import FileSystem
 from megatron_run.checkpoint.manifest import MANIFEST, Manifest
 from megatron_run.checkpoint.step_folder import LATEST, Checkpoints
 from megatron_run.errors import CheckpointError
+from megatron_run.phases import Phases
 
 #: The file by which one job at a time saves.
 LOCK = ".lock"
@@ -20,10 +21,14 @@ _TEMPORARY, _DELETED = ".tmp-", ".del-"
 
 
 class Commit:
-    """Puts steps of run ``run`` into ``checkpoints``. A committed step is never overwritten. OSErrors pass through."""
+    """Puts steps of run ``run`` into ``checkpoints``. A committed step is never overwritten. OSErrors pass through.
 
-    def __init__(self, checkpoints: Checkpoints, run: str, files: FileSystem) -> None:
+    ``phases`` hears of each of the stages in which a step becomes one.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, run: str, files: FileSystem, phases: Phases | None = None) -> None:
         self._checkpoints, self._run, self._files = checkpoints, run, files
+        self._phases = Phases() if phases is None else phases
 
     def temporary(self, step: int) -> Path:
         """Where the files of ``step`` are until it is committed."""
@@ -51,14 +56,18 @@ class Commit:
         """Commit the step of ``manifest``, whose shards are on the disk, and point ``latest`` at it."""
         step = manifest.about.step
         temporary, target = self.temporary(step), self._checkpoints.folder(step)
+        self._phases.enter("save-manifest", target.name)
         self._write(temporary / MANIFEST, manifest.encode())
         self._files.sync_folder(temporary)
+        self._phases.enter("save-rename", target.name)
         self._files.rename(temporary, target)
         self._files.sync_folder(self._checkpoints.path)
+        self._phases.enter("save-latest", target.name)
         self._point_latest_at(target)
 
     def retain(self, keep: int) -> None:
         """Remove the steps that are older than the ``keep`` newest whole ones."""
+        self._phases.enter("save-retention")
         steps = self._checkpoints.steps()[::-1]
         whole = [step for step in steps if self._checkpoints.looks_whole(step)][:keep]
         if len(whole) == keep:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from megatron_run.errors import CheckpointError, RunError
 
@@ -70,7 +69,7 @@ class WorldRanks:
         longest = int(self._groups.max_(torch.tensor([len(data)], device=self._device), "world").item())
         padded = torch.nn.functional.pad(data, (0, longest - len(data)), value=_PADDING)
         found = [torch.empty_like(padded) for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather(padded, found, dst=0, group=self._groups.world)
+        self._groups.gather_(padded, found)
         return [_text(each) for each in found or ()]
 
     def tell(self, text: str) -> str:

@@ -14,6 +14,7 @@ from megatron_run.checkpoint.ranks import as_note, first_does, raise_first
 from megatron_run.checkpoint.shard import NAMES, file_name, write_shard
 from megatron_run.contracts.state import MASTER
 from megatron_run.errors import CheckpointError
+from megatron_run.phases import Phases
 
 if TYPE_CHECKING:
     from megatron_run.checkpoint.manifest import About
@@ -29,16 +30,23 @@ Note = Mapping[str, Any]
 
 
 class Saver:
-    """Saves steps of the run ``run``, and keeps the ``keep`` newest of them."""
+    """Saves steps of the run ``run``, and keeps the ``keep`` newest of them; ``phases`` hears how far it is."""
 
     def __init__(
-        self, checkpoints: Checkpoints, ranks: Ranks, run: str, keep: int = FEWEST, files: FileSystem | None = None
+        self,
+        checkpoints: Checkpoints,
+        ranks: Ranks,
+        run: str,
+        keep: int = FEWEST,
+        files: FileSystem | None = None,
+        phases: Phases | None = None,
     ) -> None:
         if keep < FEWEST:
             raise ValueError(f"at least {FEWEST} steps are kept, got {keep}")
         self._checkpoints, self._ranks, self._run, self._keep = checkpoints, ranks, run, keep
         self._files = files or FileSystem()
-        self._commit = Commit(checkpoints, run, self._files)
+        self._phases = Phases() if phases is None else phases
+        self._commit = Commit(checkpoints, run, self._files, self._phases)
 
     def save(self, about: About, pieces: Iterable[StatePiece], shapes: Shapes) -> int:
         """Save the step of ``about``: this rank's ``pieces`` of logical tensors with these global ``shapes``.
@@ -74,6 +82,7 @@ class Saver:
     def _write(self, step: int, pieces: Iterable[StatePiece], shapes: Shapes) -> tuple[Note, Exception | None]:
         """Write this rank's shard: what rank 0 has to know of it, and what kept it from being written."""
         name = file_name(self._ranks.rank)
+        self._phases.enter("save-shard", name)
         try:
             mine = list(pieces)
             rows = _described(mine)

@@ -21,6 +21,7 @@ from megatron_run.launch.failure import classify, exit_code, one_line
 from megatron_run.launch.meeting import Meeting, PeerError, attempt, close_group
 from megatron_run.launch.process import assign_device, gpu_name, set_threads, start_device
 from megatron_run.launch.signals import stopping_on_signals
+from megatron_run.phases import Phases
 from megatron_run.run_folder import OpenedFolder, RunFolder, join_run_folder, open_run_folder
 from megatron_run.trainer import train_rank
 from megatron_run.world import StopRequest, World
@@ -108,7 +109,7 @@ class Member:
             return ExitCode.DONE
         set_threads(run, world)
         join_group(meeting, world, timeout)
-        return train_in_folder(run, world, self.folder)
+        return train_in_folder(run, world, self.folder, Phases())
 
     def _find_folder(self, meeting: Meeting, run: ResolvedRun) -> RunFolder | None:
         """Rank 0 opens the run folder and the others find it; None when it is finished."""
@@ -135,13 +136,16 @@ class Member:
         return MemberEnd(code, "" if peer else one_line(error), peer or isinstance(known, RankLostError), lost)
 
 
-def train_in_folder(run: ResolvedRun, world: World, folder: RunFolder) -> ExitCode:
-    """Train with signals attended to; the last step done is on disk afterwards, whatever happens."""
+def train_in_folder(run: ResolvedRun, world: World, folder: RunFolder, phases: Phases | None = None) -> ExitCode:
+    """Train with signals attended to; the last step done is on disk afterwards, whatever happens.
+
+    ``phases`` hears what this rank does.
+    """
     limit = run.config.run.time_limit
     stop = StopRequest(limit.seconds) if limit else StopRequest()
     with stopping_on_signals(stop):
         try:
-            return train_rank(run, world, folder, stop)
+            return train_rank(run, world, folder, stop, phases)
         finally:
             with suppress(OSError):
                 folder.flush()

@@ -11,6 +11,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_run.errors import PluginError, locate
+from megatron_run.phases import Phases
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from megatron_run.actions import Action
     from megatron_run.contracts import Boundary, Chunk, ChunkOut, Microbatch
     from megatron_run.gradients import Gradients
+    from megatron_run.phases import PhaseName
     from megatron_run.pipeline.lower import Instruction, Message
     from megatron_run.pipeline.messages import Messenger
 
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 _NO_FIELDS: Mapping[str, Tensor] = MappingProxyType({})
 #: (microbatch, chunk)
 Key = tuple[int, int]
+#: What a rank does in an action. ``S`` computes nothing.
+_PHASES: Mapping[str, PhaseName] = MappingProxyType(
+    {"F": "forward", "B": "backward", "I": "backward", "W": "backward", "R": "recompute", "S": "gradient-reduce"}
+)
 
 
 @dataclass(frozen=True)
@@ -71,10 +77,21 @@ class _InFlight:
 
 
 class Executor:
-    """Interprets instructions over the chunks of one stage, which ``rank`` holds: errors name it."""
+    """Interprets instructions over the chunks of one stage, which ``rank`` holds: errors name it.
 
-    def __init__(self, chunks: Sequence[Chunk], gradients: Gradients, messenger: Messenger, rank: int) -> None:
+    ``phases`` hears which action is computed.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        gradients: Gradients,
+        messenger: Messenger,
+        rank: int,
+        phases: Phases | None = None,
+    ) -> None:
         self._chunks, self._gradients, self._messenger, self._rank = chunks, gradients, messenger, rank
+        self._phases = Phases() if phases is None else phases
         self._handlers: dict[str, Callable[[Action, Tensor | None], Tensor | None]] = {
             "F": self._forward,
             "B": self._backward,
@@ -124,9 +141,11 @@ class Executor:
                 raise _missing(instruction.send)
             self._messenger.send(instruction.send, result, self._boundary(action.microbatch))
         if instruction.sync and self._inputs.start_grad_sync is not None:
+            self._phases.enter("gradient-reduce", action)
             self._inputs.start_grad_sync(action.chunk)
 
     def _compute(self, action: Action, received: Tensor | None) -> Tensor | None:
+        self._phases.enter(_PHASES[action.op], action)
         if self._clock is None:
             return self._handlers[action.op](action, received)
         start = self._clock()
@@ -188,7 +207,8 @@ class Executor:
 
     def _microbatch(self, index: int) -> Microbatch:
         if index not in self._microbatches:
-            self._microbatches[index] = self._inputs.microbatch(index)
+            with self._phases.within("data", index):
+                self._microbatches[index] = self._inputs.microbatch(index)
         return self._microbatches[index]
 
     def _boundary(self, index: int) -> Boundary:

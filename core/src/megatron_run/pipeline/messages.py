@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from megatron_run.comm import ALONE
 from megatron_run.errors import PluginError, RankLostError
+from megatron_run.phases import Exchange, Phases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from megatron_run.comm import Channels, Peers
     from megatron_run.contracts import Boundary
+    from megatron_run.phases import PhaseName
     from megatron_run.pipeline.lower import Message
 
     _Operation = Callable[..., dist.Work | None]
@@ -62,7 +64,8 @@ class Messenger:
     """Carries the messages of one stage. ``ranks`` maps a stage to the rank that this one talks to there.
 
     ``model`` is what errors call the one who declares the boundaries. ``sharers`` are the ranks of this stage that hold
-    the same tensors and send a part each; a message that they do not divide is sent whole by each of them.
+    the same tensors and send a part each; a message that they do not divide is sent whole by each of them. ``phases``
+    hears of what is sent and of what is waited for.
     """
 
     def __init__(
@@ -73,8 +76,10 @@ class Messenger:
         *,
         model: str = "the model",
         sharers: Peers = ALONE,
+        phases: Phases | None = None,
     ) -> None:
         self._channels, self._ranks, self._device = channels, ranks, device
+        self._phases = Phases() if phases is None else phases
         self._model, self._sharers = model, sharers
         self._local: dict[Message, Tensor] = {}
         self._awaited: defaultdict[int, deque[_Awaited]] = defaultdict(deque)
@@ -113,7 +118,7 @@ class Messenger:
         while message not in self._posted:
             self._take_header(self._awaited[message.source])
         transfer = self._posted.pop(message)
-        self._finish(message, transfer, message.source)
+        self._finish("receive", message, transfer, message.source)
         if transfer.shape is None:
             return transfer.tensor
         return self._sharers.gather(transfer.tensor).view(transfer.shape)
@@ -132,6 +137,7 @@ class Messenger:
         if message.local:
             self._local[message] = tensor
             return
+        self._phases.enter("send", Exchange(message, self._ranks[message.target]))
         header = () if boundary.known else (self._send_sizes(message, boundary.unknown(tensor)),)
         transfer = self._start(dist.isend, message, self._part_of(tensor), message.target)
         self._sent[message] = (*header, transfer)
@@ -140,7 +146,7 @@ class Messenger:
         """Release sent tensors whose receivers are known to have used them."""
         for message in messages:
             for transfer in self._sent.pop(message):
-                self._finish(message, transfer, message.target)
+                self._finish("send", message, transfer, message.target)
 
     def flush(self) -> None:
         """Retire everything: the end of a step."""
@@ -199,7 +205,8 @@ class Messenger:
         assert work is not None  # only a rank outside the group gets no handle
         return _Transfer(tensor, work)
 
-    def _finish(self, message: Message, transfer: _Transfer, stage: int) -> None:
+    def _finish(self, phase: PhaseName, message: Message, transfer: _Transfer, stage: int) -> None:
+        self._phases.enter(phase, Exchange(message, self._ranks[stage]))
         try:
             transfer.work.wait()
         except RuntimeError as error:
@@ -207,6 +214,7 @@ class Messenger:
 
     def _read(self, message: Message, header: _Transfer) -> list[int]:
         """The sizes in ``header``. On NCCL it is this copy to the host that waits, and fails, not the wait before."""
+        self._phases.enter("receive", Exchange(message, self._ranks[message.source]))
         try:
             header.work.wait()
             sizes: list[int] = header.tensor.tolist()

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         ParamInfo,
         Scaler,
     )
+    from megatron_run.phases import Phases
     from megatron_run.resolve import ResolvedRun
     from megatron_run.world import World
 
@@ -70,11 +71,11 @@ class Assembly:
     programs: Programs
 
 
-def build(run: ResolvedRun, world: World) -> Assembly:
-    """Build this rank's part of ``run``. Collective over the world."""
+def build(run: ResolvedRun, world: World, phases: Phases | None = None) -> Assembly:
+    """Build this rank's part of ``run``, which tells ``phases`` what it does. Collective over the world."""
     data = cast("DataSource", run.one("data").create())
     topology = Topology(run.sizes, world.rank, (run.layout[0].stage, run.layout[-1].stage))
-    groups = create_groups(topology, timedelta(seconds=run.config.run.timeout))
+    groups = create_groups(topology, timedelta(seconds=run.config.run.timeout), phases)
     context = make_context(run, topology, groups, torch.device(world.device), with_vocabulary(run, data))
     model, positions, chunks = build_chunks(run, context)
     infos = [describe_parameters(chunk, topology.tensor_rank) for chunk in chunks]
@@ -91,6 +92,7 @@ def build(run: ResolvedRun, world: World) -> Assembly:
         context.device,
         model=f"plugin {run.one('model')} of {run.one('model').source}",
         sharers=_sharers(run, topology, groups),
+        phases=groups.phases,
     )
     return Assembly(
         context=context,
@@ -102,7 +104,7 @@ def build(run: ResolvedRun, world: World) -> Assembly:
         optimizer=optimizer,
         scaler=cast("Scaler", run.one("scaler").create(context=context)),
         graph_capture=cast("GraphCapture", run.one("graph-capture").create(context=context)),
-        executor=Executor(chunks, context.gradients, messenger, world.rank),
+        executor=Executor(chunks, context.gradients, messenger, world.rank, groups.phases),
         programs=Programs(run, topology.stage, context.device),
     )
 

@@ -40,14 +40,16 @@ class Checkpointing:
         self._data = fingerprint(dataset)
         context, topology = assembly.context, assembly.context.topology
         self._ranks = WorldRanks(context.groups, topology.rank, topology.sizes.world, context.device)
-        self._checkpoints = Checkpoints(folder.checkpoints)
-        self._saver = Saver(self._checkpoints, self._ranks, folder.run_id, run.config.checkpoint.keep)
+        self._checkpoints, self._phases = Checkpoints(folder.checkpoints), context.groups.phases
+        keep = run.config.checkpoint.keep
+        self._saver = Saver(self._checkpoints, self._ranks, folder.run_id, keep, phases=self._phases)
 
     def resume(self) -> Progress:
         """Go on from the step that ``--resume`` names: the newest, one by its number, or none. Collective.
 
         Returns how far it had come. Raises :class:`megatron_run.errors.CheckpointError` before anything changes.
         """
+        self._phases.enter("load")
         progress = resume(self._run, self._assembly, self._checkpoints, self._ranks, self._data)
         self._saver.set_aside(progress.step or None, self._folder.attempt)
         return progress
@@ -60,6 +62,7 @@ class Checkpointing:
     def save(self, progress: Progress) -> CheckpointMetrics:
         """Save the step that ``progress`` counted last. Collective; returns when it is on the disk."""
         start = time.perf_counter()
+        self._phases.enter("save")
         size = self._saver.save(self._about(progress), self._assembly.optimizer.iter_state(), self._shapes())
         folder = self._checkpoints.folder(progress.step)
         return CheckpointMetrics(progress.step, folder, size, time.perf_counter() - start)

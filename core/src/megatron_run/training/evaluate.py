@@ -49,6 +49,7 @@ class Evaluator:
 
     def evaluate(self, step: int) -> EvalMetrics:
         """Score the model as it is after ``step`` steps. Collective over the world."""
+        self._assembly.context.groups.phases.enter("evaluate")
         metrics = Metrics(self._assembly.context.device)
         report = partial(report_loss, make_meters(self._assembly.model, metrics))
         set_training(self._assembly.chunks, training=False)

@@ -28,6 +28,7 @@ def generate_text(run: ResolvedRun, assembly: Assembly) -> str | None:
     prompt = assembly.data.encode(run.config.eval.prompt or "\n")
     if not prompt:
         return None
+    assembly.context.groups.phases.enter("generate")
     generator = initial_generator(run.config.train.seed, "sample")
     tokens = list(prompt)
     set_training(assembly.chunks, training=False)

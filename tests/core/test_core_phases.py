@@ -1,0 +1,157 @@
+"""What a rank says it does: to whom, in which order, and the same collectives on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron_run.phases import Collective, Exchange, PhaseName, Phases
+from tests.support.ranks import run_ranks
+from tests.support.resuming import SMALL
+
+
+class Ear:
+    """Remembers what it is told, in words."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, str, str]] = []
+
+    def __call__(self, step: int, name: PhaseName, detail: object) -> None:
+        self.heard.append((step, name, str(detail)))
+
+
+def test_a_change_is_told_with_its_step_to_the_recorder_first() -> None:
+    phases, order = Phases(), []
+    phases.recorder = lambda *told: order.append(("recorder", *told))
+    phases.listeners += [lambda *told: order.append(("listener", *told))]
+    phases.step(3)
+    phases.enter("backward", "B1.0")
+    assert order == [("recorder", 3, "backward", "B1.0"), ("listener", 3, "backward", "B1.0")]
+    assert phases.now == ("backward", "B1.0")
+
+
+def test_a_phase_within_another_gives_way_to_it_again() -> None:
+    phases, ear = Phases(), Ear()
+    phases.listeners.append(ear)
+    phases.enter("forward", "F0.0")
+    with phases.within("data", 0), phases.collective("all-reduce", "tensor", 8):
+        pass
+    names = [name for _, name, _ in ear.heard]
+    assert names == ["forward", "data", "collective", "data", "forward"]
+
+
+def test_what_fails_within_a_phase_leaves_it_as_it_is() -> None:
+    phases = Phases()
+    phases.enter("forward")
+    with pytest.raises(TimeoutError), phases.within("receive", "x"):
+        raise TimeoutError
+    assert phases.now == ("receive", "x")
+
+
+def test_collectives_are_counted_by_scope_and_a_wait_is_no_new_one() -> None:
+    phases, ear = Phases(), Ear()
+    phases.listeners.append(ear)
+    started = [phases.collective("all-reduce", scope, 4) for scope in ("data", "world", "data")]
+    for phase in (*started, started[0]):
+        with phase:
+            pass
+    told = [detail for _, name, detail in ear.heard if name == "collective"]
+    over = ["1 over data", "1 over world", "2 over data", "1 over data"]
+    assert told == [f"all-reduce of 4 values, number {each}" for each in over]
+
+
+def test_another_thread_has_phases_of_its_own_that_the_listeners_hear() -> None:
+    phases, ear, recorder = Phases(), Ear(), Ear()
+    phases.step(7)
+    beside = phases.beside()
+    phases.recorder = recorder
+    phases.listeners.append(ear)  # whoever comes later hears both
+    phases.enter("forward")
+    beside.enter("save-flush", "step7")
+    assert ear.heard == [(7, "forward", ""), (7, "save-flush", "step7")]
+    assert recorder.heard == [(7, "forward", "")]
+    assert phases.now == ("forward", "")
+
+
+def test_details_read_as_a_person_would_say_them() -> None:
+    assert str(Collective("broadcast", "world", 12, 1)) == "broadcast of 1 values, number 12 over world"
+    assert str(Exchange("x0 from stage 0 to 1", 5)) == "x0 from stage 0 to 1, rank 5"
+
+
+def two_steps(rank: int, world: int, request: str) -> tuple[list[tuple[int, str, str]], dict[str, tuple[int, ...]]]:
+    """Train two steps with an evaluation and a checkpoint on this rank; what it said, and who takes part in what."""
+    from megatron_run.config.request import Request
+    from megatron_run.resolve import resolve
+    from megatron_run.run_folder import RunFolder
+    from megatron_run.trainer import train_rank
+    from megatron_run.training.observing import Observers
+    from megatron_run.world import StopRequest, World
+    from tests.support.training import shared_folder
+
+    phases, ear = Phases(), Ear()
+    phases.listeners.append(ear)
+    nobody: Any = Observers([], mock.Mock())
+    with shared_folder(rank, world) as folder, mock.patch("megatron_run.trainer.start_observers", return_value=nobody):
+        run = resolve(Request.from_json(request))
+        train_rank(run, World(rank=rank, size=world), RunFolder(folder, 1, rank), StopRequest(), phases)
+    return ear.heard, phases.members
+
+
+@pytest.fixture(scope="module")
+def pipeline_of_two() -> list[tuple[list[tuple[int, str, str]], dict[str, tuple[int, ...]]]]:
+    from megatron_run.config.request import Request
+
+    settings = {**SMALL, "model.num_layers": 2, "parallel.pipeline": 2, "train.steps": 2, "train.global_batch_size": 2}
+    sets = tuple(f"{key}={value}" for key, value in settings.items())
+    request = Request(configs=("preset:tiny",), sets=sets, plugins=("schedule=1f1b",), nproc=2)
+    return run_ranks(two_steps, 2, request.to_json())
+
+
+Story = list[tuple[int, str, str]]
+
+
+def without_repeats(names: list[str]) -> list[str]:
+    return [name for index, name in enumerate(names) if index == 0 or names[index - 1] != name]
+
+
+@pytest.mark.multiproc
+def test_a_step_is_told_from_its_data_to_its_parameters(pipeline_of_two: Any) -> None:
+    """The second stage of 1F1B: a receive, a forward and a backward for each of two microbatches."""
+    story: Story = pipeline_of_two[1][0]
+    told = without_repeats([name for step, name, _ in story if step == 1])
+    computed = [(name, detail) for step, name, detail in story if step == 1 and name in ("forward", "backward")]
+    actions = [("forward", "F0.0"), ("backward", "B0.0"), ("forward", "F1.0"), ("backward", "B1.0")]
+    assert [each for index, each in enumerate(computed) if index == 0 or computed[index - 1] != each] == actions
+    order = ["data", "receive", "forward", "backward", "send", "gradient-reduce", "optimizer", "observe"]
+    assert [told.index(name) for name in order] == sorted(told.index(name) for name in order)
+    assert told.index("optimizer") < told.index("parameter-gather") < told.index("observe")
+
+
+@pytest.mark.multiproc
+def test_the_end_of_a_run_is_told_down_to_the_names_of_a_save(pipeline_of_two: Any) -> None:
+    last: Story = [each for each in pipeline_of_two[0][0] if each[0] == 2]
+    names = [name for _, name, _ in last]
+    order = ["evaluate", "save", "save-shard", "save-manifest", "save-rename", "save-latest", "save-retention", "end"]
+    assert [names.index(name) for name in order] == sorted(names.index(name) for name in order)
+    assert names[-1] == "end"
+
+
+@pytest.mark.multiproc
+def test_all_ranks_enter_the_same_collectives_in_one_order(pipeline_of_two: Any) -> None:
+    stories = [[each for each in story if each[1] == "collective"] for story, _ in pipeline_of_two]
+    assert len(stories[0]) > 10
+    for scope in ("world", "tie"):
+        mine, theirs = ([each for each in story if each[2].endswith(f"over {scope}")] for story in stories)
+        assert mine == theirs
+        numbers = [int(detail.split("number ")[1].split()[0]) for _, _, detail in mine]
+        assert sorted(set(numbers)) == list(range(1, max(numbers) + 1))
+    assert [members for _, members in pipeline_of_two] == [{"world": (0, 1), "pipeline": (0, 1), "tie": (0, 1)}] * 2
+
+
+@pytest.mark.multiproc
+def test_a_message_names_the_rank_without_which_it_does_not_arrive(pipeline_of_two: Any) -> None:
+    exchanges = [[each for each in story if each[1] in ("send", "receive")] for story, _ in pipeline_of_two]
+    assert {detail.rpartition(", ")[2] for _, _, detail in exchanges[0]} == {"rank 1"}
+    assert {detail.rpartition(", ")[2] for _, _, detail in exchanges[1]} == {"rank 0"}
