@@ -23,7 +23,7 @@ ORDER = (
     ("nn", "data", "optim", "checkpoint"),
     ("builtin",),
     ("resolve",),
-    ("run_folder", "training"),
+    ("run_folder", "training", "interchange"),
     ("trainer",),
     ("launch",),
     ("testing",),

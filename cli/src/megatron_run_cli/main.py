@@ -16,6 +16,7 @@ from megatron_run_cli.checkpoint import checkpoint
 from megatron_run_cli.config import config
 from megatron_run_cli.doctor import doctor
 from megatron_run_cli.grammar import Program, option_meant
+from megatron_run_cli.interchange import export, import_
 from megatron_run_cli.output import tell_error
 from megatron_run_cli.plugins import plugins
 from megatron_run_cli.schedule import schedule
@@ -33,7 +34,7 @@ def program() -> None:
     """  # noqa: D301  # click wants the character, not its name
 
 
-for _command in (train, config, plugins, schedule, checkpoint, doctor):
+for _command in (train, config, plugins, schedule, checkpoint, import_, export, doctor):
     program.add_command(_command)
 
 

@@ -69,12 +69,11 @@ def lay_out(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Ent
     return entries
 
 
-def encode_header(entries: Mapping[str, Entry]) -> bytes:
-    """What stands before the data, padded to a multiple of eight bytes."""
-    records = {
-        name: {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (entry.start, entry.stop)}
-        for name, entry in entries.items()
-    }
+def encode_header(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None) -> bytes:
+    """What stands before the data, padded to a multiple of eight bytes; ``metadata`` are texts for other tools."""
+    records: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    for name, entry in entries.items():
+        records[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (entry.start, entry.stop)}
     text = json.dumps(records, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_run.checkpoint.boxes import Box, box_fault
-from megatron_run.checkpoint.header import ITEM_BYTES, Header, read_header
+from megatron_run.checkpoint.mapped import TensorFile
 from megatron_run.checkpoint.shard import DTYPES, tensor_name
 from megatron_run.errors import CheckpointError, advice, did_you_mean
 
@@ -28,7 +28,7 @@ class Reader:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest = folder, manifest
-        self._mapped = cache(self._map)
+        self._mapped = cache(lambda file: TensorFile(folder / file))
 
     def fields(self, name: str) -> frozenset[str]:
         """The fields that were saved of the logical tensor ``name``; none when there is no such tensor."""
@@ -69,16 +69,9 @@ class Reader:
 
     def _piece(self, file: str, name: str, field: str, box: Box, record: FieldRecord) -> Tensor:
         """A whole piece, as a view of the mapped file."""
-        header, content = self._mapped(file)
-        entry = header.entries.get(tensor_name(name, field, box))
+        mapped = self._mapped(file)
+        called = tensor_name(name, field, box)
+        entry = mapped.entries.get(called)
         if entry is None or (entry.dtype, entry.shape) != (record.dtype, box.sizes):
             raise CheckpointError(f"{self._folder / file} does not hold what the manifest says", why=f"{name}{box}")
-        raw = content[header.data + entry.start : header.data + entry.stop]
-        if raw.storage_offset() % ITEM_BYTES[entry.dtype]:
-            raw = raw.clone()  # a file that others wrote need not be aligned
-        return raw.view(DTYPES[entry.dtype]).view(box.sizes)
-
-    def _map(self, file: str) -> tuple[Header, Tensor]:
-        path = self._folder / file
-        header = read_header(path)
-        return header, torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+        return mapped.read(called)

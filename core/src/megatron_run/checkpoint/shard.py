@@ -63,10 +63,17 @@ def write_shard(path: Path, pieces: Sequence[StatePiece], files: FileSystem) -> 
     """Write ``pieces`` to the new file ``path``, return when they are on the disk. Raises OSError naming the path."""
     tensors = {tensor_name(piece.name, piece.field, Box(piece.starts, piece.sizes)): piece.tensor for piece in pieces}
     assert len(tensors) == len(pieces), "no box is given twice"
+    return write_tensors(path, tensors, files)
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], files: FileSystem, metadata: Mapping[str, str] | None = None
+) -> Written:
+    """Write ``tensors`` by name to the new file ``path``, return when they are on the disk. Raises OSError."""
     entries = lay_out({name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()})
     total, size = hashlib.sha256(), 0
     with files.create(path) as file, ThreadPoolExecutor(1) as hasher:
-        for data in _content(encode_header(entries), (tensors[name] for name in entries)):
+        for data in _content(encode_header(entries, metadata), (tensors[name] for name in entries)):
             hashed = hasher.submit(total.update, data)  # beside the write: neither holds the interpreter
             file.write(data)
             hashed.result()

@@ -31,7 +31,7 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    """Where and how a run is executed; no key here changes what is learned."""
+    """Where and how a run is executed; no key here changes what is learned, but the weights that it starts from."""
 
     folder: Path | None = Field(None, description="run folder; unset: a new one under runs/")
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -45,6 +45,9 @@ class RunSection(Section):
         None, description="after it, counted from the start of training: finish the step, save, exit with 75"
     )
     deterministic: bool | None = Field(None, description="deterministic kernels only; unset: true on the CPU")
+    init_from: Path | None = Field(
+        None, description="start from the weights of this run folder, saved step or imported folder"
+    )
 
 
 class RampUp(Section):

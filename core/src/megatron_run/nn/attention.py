@@ -28,7 +28,7 @@ class SelfAttention(nn.Module):
         self.features = [part.features for part in parts]
         shape = AttentionShape(spec.heads, spec.kv_heads, spec.head_size, layer)
         self.core = layers.core_attention(shape, spec.dropout)  # first: who cannot split the heads speaks of heads
-        norm = layers.norm(spec.norm, spec.hidden)
+        norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
         self.qkv = layers.column_linear(spec.hidden, parts, bias=spec.bias, init=spec.init, norm=norm)
         self.rotary = rotary
         self.output = layers.row_linear(width, spec.hidden, bias=spec.bias, init=spec.residual_init)

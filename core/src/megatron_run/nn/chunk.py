@@ -46,7 +46,7 @@ class DecoderChunk(nn.Module):
         rotary = Rotary(context, spec) if spec.position == "rope" and indices else None
         blocks = {index: TransformerBlock(layers, spec, index, rotary) for index in indices}
         self.layers = nn.ModuleDict({str(index): block for index, block in blocks.items()})
-        self.final_norm = layers.norm(spec.norm, spec.hidden) if output is not None else None
+        self.final_norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps) if output is not None else None
         self.output = output
         self.cross_entropy = layers.cross_entropy(spec.vocab, spec.label_smoothing) if output is not None else None
 

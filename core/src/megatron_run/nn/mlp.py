@@ -26,7 +26,7 @@ class Mlp(nn.Module):
         super().__init__()
         names = ("gate", "up") if spec.activation == "swiglu" else ("up",)
         parts = tuple(LinearPart(name, spec.ffn, "model.ffn_size") for name in names)
-        norm = layers.norm(spec.norm, spec.hidden)
+        norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
         self.input = layers.column_linear(spec.hidden, parts, bias=spec.bias, init=spec.init, norm=norm)
         self.activation = _activation(spec.activation)
         self.output = layers.row_linear(spec.ffn, spec.hidden, bias=spec.bias, init=spec.residual_init)

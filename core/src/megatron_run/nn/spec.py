@@ -32,6 +32,7 @@ class TransformerSpec:
     position: Position = "learned"
     rope_theta: float = 10000.0
     norm: Norm = "layernorm"
+    norm_eps: float = 1e-5
     activation: Activation = "gelu"
     bias: bool = True
     dropout: float = 0.1

@@ -20,7 +20,12 @@ _UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")
 
 def to_yaml(run: ResolvedRun) -> str:
     """A configuration file that resolves to ``run``: every key with its value."""
-    return "".join(f"{text}\n" for text, _ in _lines(sections(run), ()))
+    return yaml_text(sections(run))
+
+
+def yaml_text(data: Mapping[str, Any]) -> str:
+    """Sections of plain data as YAML that reads back as the same."""
+    return "".join(f"{text}\n" for text, _ in _lines(data, ()))
 
 
 def show(run: ResolvedRun) -> str:

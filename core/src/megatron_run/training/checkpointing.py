@@ -20,6 +20,7 @@ from megatron_run.contracts import CheckpointMetrics
 from megatron_run.run_folder.identity import digest, identity
 from megatron_run.training.plugin_lock import plugin_records
 from megatron_run.training.resuming import resume
+from megatron_run.training.starting import start_from
 
 if TYPE_CHECKING:
     from megatron_run.contracts import Dataset
@@ -47,10 +48,14 @@ class Checkpointing:
     def resume(self) -> Progress:
         """Go on from the step that ``--resume`` names: the newest, one by its number, or none. Collective.
 
-        Returns how far it had come. Raises :class:`megatron_run.errors.CheckpointError` before anything changes.
+        A run that starts, starts from the weights of ``run.init_from``. Returns how far it had come. Raises
+        :class:`megatron_run.errors.CheckpointError` before anything changes.
         """
         self._phases.enter("load")
         progress = resume(self._run, self._assembly, self._checkpoints, self._ranks, self._data)
+        source = self._run.config.run.init_from
+        if source is not None and not progress.step:
+            start_from(self._run, self._assembly, source, self._ranks, self._shapes())
         self._saver.set_aside(progress.step or None, self._folder.attempt)
         return progress
 

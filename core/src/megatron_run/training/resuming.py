@@ -56,16 +56,20 @@ def choose(word: str, checkpoints: Checkpoints) -> int | None:
 
 
 def _verify(checkpoints: Checkpoints, step: int, ranks: Ranks) -> Manifest:
-    """Each rank reads some of the files, so that every file is read once."""
     try:
-        manifest = checkpoints.manifest(step)
-        verify_files(checkpoints.folder(step), manifest, sorted(manifest.files)[ranks.rank :: ranks.size])
+        return verify_share(checkpoints, step, ranks)
     except CheckpointError as error:
         older = [each for each in checkpoints.steps() if each < step]
         error.fix = error.fix or (
             f"to go on from step {older[-1]}: --resume {older[-1]}" if older else "--resume never"
         )
         raise
+
+
+def verify_share(checkpoints: Checkpoints, step: int, ranks: Ranks) -> Manifest:
+    """The manifest of ``step``. Each rank reads some of the files, so that every file is read once."""
+    manifest = checkpoints.manifest(step)
+    verify_files(checkpoints.folder(step), manifest, sorted(manifest.files)[ranks.rank :: ranks.size])
     return manifest
 
 

@@ -40,6 +40,7 @@ class GptOptions(BaseModel):
     position: Position = Field("learned", description="learned: a vector per position; rope: rotated heads")
     rope_theta: float = Field(10000.0, gt=0, description="base of the rotation angles")
     norm: Norm = Field("layernorm", description="normalisation before attention, feed-forward and output")
+    norm_eps: float = Field(1e-5, gt=0, description="added to the variance under the root")
     activation: Activation = Field("gelu", description="of the feed-forward layer; gelu_tanh is GPT-2's approximation")
     bias: bool = Field(True, description="biases in linear layers")
     tie_embeddings: bool = Field(True, description="the output layer is the word embedding")
@@ -96,6 +97,7 @@ class GptOptions(BaseModel):
             position=self.position,
             rope_theta=self.rope_theta,
             norm=self.norm,
+            norm_eps=self.norm_eps,
             activation=self.activation,
             bias=self.bias,
             dropout=self.dropout,

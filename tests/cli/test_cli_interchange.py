@@ -1,0 +1,87 @@
+"""``import`` and ``export``: words, output, exit codes; what is exchanged is tested beside the code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_run_cli.main import main
+from tests.support.interchanged import GPT2, saved_network
+
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with a saved step 7."""
+    folder = tmp_path_factory.mktemp("exchange") / "run"
+    saved_network(folder, GPT2, moments=True)
+    return folder
+
+
+def told(capsys: Output, *words: object, code: int = 0) -> str:
+    assert main(list(map(str, words))) == code
+    said = capsys.readouterr()
+    return said.err if code else said.out
+
+
+def test_there_and_back_with_both_formats(run: Path, tmp_path: Path, capsys: Output) -> None:
+    for name in ("huggingface", "distributed"):
+        there, back = tmp_path / name, tmp_path / f"{name}-back"
+        assert told(capsys, "export", run, there, "--to", name) == (
+            f"{name}: step 7 of {run / 'checkpoints'}: {there}\n"
+        )
+        text = told(capsys, "import", there, back, "--trust-pickle")
+        assert text.splitlines()[0].startswith(f"{name}: ")
+        assert f"megatron-run {back}/config.yaml YOURS.yaml --set run.init_from={back}" in text
+        assert (" with exp_avg and step" in text) == (name == "distributed")
+        assert "whole" in told(capsys, "checkpoint", "list", back)
+
+
+def test_the_configuration_of_an_import_configures_a_run(run: Path, tmp_path: Path, capsys: Output) -> None:
+    told(capsys, "export", run, tmp_path / "hf", "--to", "huggingface")
+    told(capsys, "import", tmp_path / "hf", tmp_path / "ours", "--from", "huggingface")
+    sets = ("train.steps=1", "train.global_batch_size=1", "data.use=mock", "data.vocab_size=61")
+    words = [word for key in sets for word in ("--set", key)]
+    text = told(capsys, tmp_path / "ours" / "config.yaml", *words, "--dry-run")
+    said = json.loads(told(capsys, "import", tmp_path / "hf", tmp_path / "again", "--json"))
+    assert f"parameters of the model: {said['parameters']:,}" in text
+    assert (said["format"], said["step"], said["moments"]) == ("huggingface", 0, [])
+
+
+def test_the_latest_run_and_a_step_may_be_named(
+    run: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "latest").symlink_to(run)
+    monkeypatch.chdir(tmp_path)
+    said = json.loads(told(capsys, "export", "out", "--to", "huggingface", "--json"))
+    assert (said["step"], said["folder"]) == (7, "out")
+    told(capsys, "export", run / "checkpoints" / "step7", "other", "--to", "huggingface")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        tmp_path / "other" / "model.safetensors"
+    ).read_bytes()
+    assert "there is no checkpoint" in told(capsys, "export", "third", "--to", "huggingface", "--step", 8, code=5)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "why"),
+    [
+        (("export", "{run}", "{new}", "--to", "hugging"), 2, "did you mean 'huggingface'?"),
+        (("export", "{run}", "{run}", "--to", "huggingface"), 2, "exists already"),
+        (("export", "--to", "huggingface"), 2, "expected [SOURCE] FOLDER"),
+        (("export", "{run}", "{new}"), 2, "--to"),
+        (("import", "{run}", "{new}"), 5, "in no format that is known"),
+        (("import", "{run}/nowhere", "{new}"), 5, "there is no"),
+        (("import", "{run}", "{new}", "--from", "gguf"), 2, "it is huggingface or distributed"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: tuple[str, ...], code: int, why: str, run: Path, tmp_path: Path, capsys: Output
+) -> None:
+    text = told(capsys, *(word.format(run=run, new=tmp_path / "new") for word in words), code=code)
+    assert why in text
+    assert text.count("\n") == 1
+    assert not (tmp_path / "new").exists()
