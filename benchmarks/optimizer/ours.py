@@ -60,9 +60,10 @@ class OurSide:
         for parameter, info in infos.items():
             self._gradients.adopt(parameter, info.name)
         self._parameters = tuple(infos)
-        self._shapes = {part.name: part.shape for info in infos.values() for part in info.parts}
+        #: Of the logical tensors, by name.
+        self.shapes = {part.name: part.shape for info in infos.values() for part in info.parts}
         #: Values of all parameters.
-        self.values = sum(prod(shape) for shape in self._shapes.values())
+        self.values = sum(prod(shape) for shape in self.shapes.values())
         self._one = torch.ones(1)
         optimizer.attach([self._model.chunk], [infos], grad_scale=1 / dist.get_world_size())
         context.segments.read_parameters_after(optimizer.ensure_ready)
@@ -93,8 +94,8 @@ class OurSide:
 
     def first_moments(self) -> Mapping[str, Tensor]:
         """Put together from the pieces of all ranks; what no piece fills is not a number, and passes no comparison."""
-        wholes = {name: torch.full(shape, torch.nan) for name, shape in self._shapes.items()}
-        for piece in (piece for rank in gathered(self._pieces()) for piece in rank):
+        wholes = {name: torch.full(shape, torch.nan) for name, shape in self.shapes.items()}
+        for piece in (piece for rank in gathered(self._moments()) for piece in rank):
             box = tuple(slice(start, start + size) for start, size in zip(piece.starts, piece.sizes, strict=True))
             wholes[piece.name][box] = piece.tensor
         return wholes
@@ -103,8 +104,12 @@ class OurSide:
         """As the optimizer says."""
         return self._optimizer.memory()["state"]
 
-    def _pieces(self) -> Sequence[StatePiece]:
-        pieces = (piece for piece in self._optimizer.iter_state() if piece.field == "exp_avg")
+    def pieces(self) -> Sequence[StatePiece]:
+        """What this rank answers for: weights and state, in boxes of logical tensors that share its memory."""
+        return list(self._optimizer.iter_state())
+
+    def _moments(self) -> Sequence[StatePiece]:
+        pieces = (piece for piece in self.pieces() if piece.field == "exp_avg")
         return [piece._replace(tensor=piece.tensor.clone()) for piece in pieces]
 
 

@@ -26,7 +26,6 @@ from megatron_run.testing.context import logical_values, prepare, single_process
 from megatron_run.trainer import Trainer
 from megatron_run.training.build import build
 from megatron_run.training.device import make_deterministic
-from megatron_run.training.numbers import Progress
 from megatron_run.training.reporting import start_observers
 from megatron_run.world import StopRequest, World
 
@@ -59,7 +58,8 @@ class OurTraining(Side):
         stop.stop(ExitCode.SIGTERM)
         assembly = build(run, World())
         self._trainer = Trainer(run, assembly, folder, stop)
-        self._trainer._checkpoints.save = _save_nothing  # type: ignore[method-assign]  # a run saves when it is stopped
+        # A run saves when it is stopped.
+        self._trainer._checkpoints.after_step = _save_nothing  # type: ignore[method-assign]
         self._observers = start_observers(run, assembly, [], folder, self._trainer.resume())
         dataset = assembly.data.dataset("train", shape.sequence, run.config.train.seed)
         self._samples, self._shape = SampleStream(dataset, run.config.train.seed), shape
@@ -86,8 +86,8 @@ class OurTraining(Side):
         self._folder.cleanup()
 
 
-def _save_nothing(progress: Progress) -> CheckpointMetrics:
-    return CheckpointMetrics(progress.step, Path(), 0, 0.0)
+def _save_nothing(*_: object, **__: object) -> list[CheckpointMetrics]:
+    return []
 
 
 def _config(shape: Shape, precision: Precision) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def test_every_event_reaches_every_observer_in_order(tmp_path: Path) -> None:
     observers.on_step_end(example_step(1))
     observers.on_step_end(example_step(2, None))
     observers.on_eval_end(EvalMetrics(2, "validation", 1.0, 2.7, 10))
-    observers.on_checkpoint(CheckpointMetrics(2, tmp_path, 10, 0.1))
+    observers.on_checkpoint(CheckpointMetrics(2, tmp_path, 10, 0.1, 0.1))
     observers.on_sample("text")
     observers.on_error(ValueError("broken"))
     observers.on_train_end("stopped")

@@ -30,14 +30,17 @@ COMPARED = ("step", "samples", "loss", "grad_norm", "lr", "loss_scale", "skipped
 class Attempt:
     """What one attempt saw: its first step, the numbers of each step, the saved steps, and the code it ended with.
 
-    ``assembly`` is what it trained with, as it was at the end.
+    ``times`` is what was said of each saved step, ``assembly`` what it trained with, as it was at the end, and
+    ``failure`` for a test to fill.
     """
 
     first: int = 0
     numbers: dict[int, dict[str, Any]] = field(default_factory=dict)
     saved: list[int] = field(default_factory=list)
     code: ExitCode | None = None
+    times: list[Any] = field(default_factory=list)
     assembly: Any = None
+    failure: str = ""
 
 
 def attempt(
@@ -50,12 +53,14 @@ def attempt(
     world: int = 1,
     number: int = 1,
     loaded: Callable[[Any], None] = lambda assembly: None,
+    each_step: Callable[[int], None] = lambda step: None,
     **asked: Any,
 ) -> Attempt:
     """Train ``preset:tiny`` with these settings in the run folder ``folder``; ``asked`` are fields of the request.
 
     ``stop_after`` is the step after which rank 0 is asked to stop, as by SIGTERM. ``loaded`` is called with what the
-    run is made of before its first step.
+    run is made of before its first step; ``each_step`` on rank 0 after each step, before it is saved, and a
+    KeyboardInterrupt from it ends the run.
     """
     from megatron_run.contracts import CheckpointMetrics, Observer, StepMetrics
     from megatron_run.resolve import resolve
@@ -72,9 +77,11 @@ def attempt(
             seen.numbers[metrics.step] = {name: getattr(metrics, name) for name in COMPARED}
             if metrics.step + 1 == stop_after:
                 stop.stop(ExitCode.SIGTERM)
+            each_step(metrics.step)
 
         def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
             seen.saved.append(metrics.step)
+            seen.times.append(metrics)
 
     def watched_build(*arguments: Any) -> Any:
         seen.assembly = build(*arguments)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_run.checkpoint.behind import SavingBehind
 from megatron_run.checkpoint.boxes import Box
 from megatron_run.checkpoint.files import FileSystem
 from megatron_run.checkpoint.manifest import About, DataRecord, PluginRecord
@@ -21,6 +22,7 @@ from megatron_run.checkpoint.ranks import Alone, Ranks
 from megatron_run.checkpoint.reader import Reader
 from megatron_run.checkpoint.saving import Saver
 from megatron_run.checkpoint.shard import DTYPES
+from megatron_run.checkpoint.staging import Staging
 from megatron_run.checkpoint.step_folder import Checkpoints
 from megatron_run.contracts.state import StatePiece
 
@@ -114,6 +116,20 @@ def save_alone(path: Path, step: int, state: State, *, files: FileSystem | None 
     (pieces,) = dealt(0, state, 1)
     Saver(checkpoints, Alone(), RUN, keep, files).save(about(step), pieces, shapes_of(state))
     return checkpoints
+
+
+def saving_behind(path: Path, *, files: FileSystem | None = None, keep: int = 2) -> SavingBehind:
+    """What saves into ``path`` out of a copy, as one rank does that holds everything."""
+    return SavingBehind(Saver(Checkpoints(path), Alone(), RUN, keep, files), Staging(torch.device("cpu")))
+
+
+def save_behind(behind: SavingBehind, step: int, state: State) -> None:
+    """Start to save ``state``; before it can be on the disk its values are others."""
+    changing = {name: {each: values.clone() for each, values in fields.items()} for name, fields in state.items()}
+    (pieces,) = dealt(0, changing, 1)
+    behind.start(about(step), pieces, shapes_of(state))
+    for values in (values for fields in changing.values() for values in fields.values()):
+        values.view(-1).view(torch.uint8).fill_(7)
 
 
 def read_all(checkpoints: Checkpoints, step: int) -> State:

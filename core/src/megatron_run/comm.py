@@ -266,6 +266,15 @@ def create_groups(topology: Topology, timeout: timedelta, phases: Phases | None 
     return Groups(by_axis, channels, dist.group.WORLD, phases)
 
 
+def create_aside(size: int, timeout: timedelta, phases: Phases) -> Groups:
+    """The world once more, over gloo and on the host, for a thread that meets the other ranks beside the training.
+
+    ``phases`` are those of the thread. Collective: all ranks call it at the same point.
+    """
+    world = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
+    return Groups(world=world, phases=phases)
+
+
 def _create_channels(topology: Topology, timeout: timedelta) -> Channels | None:
     partition = topology.all_groups("pipeline")
     up, down = (_create(partition, topology.rank, timeout) for _ in range(2))

@@ -52,6 +52,7 @@ def train_rank(
         code = trainer.train(observers)
     except BaseException as error:
         observers.on_error(error)
+        trainer.close()
         raise
     observers.on_train_end("finished" if code is ExitCode.DONE else f"stopped by {code.name}")
     return code
@@ -88,6 +89,10 @@ class Trainer:
         self._progress = self._checkpoints.resume()
         return self._progress.step + 1
 
+    def close(self) -> None:
+        """Leave no step half saved, however the training has ended."""
+        self._checkpoints.close()
+
     def train(self, observers: Observers) -> ExitCode:
         """Step until the last step, or until a rank is asked to stop; evaluate and save on the way and at the end."""
         last = self._batches.steps()
@@ -108,8 +113,8 @@ class Trainer:
                 self._capture()
             if step == last or (interval and step % interval == 0):
                 observers.on_eval_end(self._evaluator.evaluate(step))
-            if stop or self._checkpoints.is_due(step, last):
-                observers.on_checkpoint(self._checkpoints.save(self._progress))
+            for saved in self._checkpoints.after_step(self._progress, last, stopping=stop is not None):
+                observers.on_checkpoint(saved)
             if stop and step < last:
                 return stop
         if self._run.config.eval.sample:

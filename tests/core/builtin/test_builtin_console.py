@@ -22,7 +22,9 @@ from megatron_run.contracts import CheckpointMetrics, EvalMetrics
 from megatron_run.testing.observer import example_run, example_step
 
 
-def shown(folder: Path, steps: int, *, first: int = 1, terminal: bool = False, plain: bool = False) -> str:
+def shown(
+    folder: Path, steps: int, *, first: int = 1, terminal: bool = False, plain: bool = False, still: float = 2.0
+) -> str:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=80, _environ={})
     observer = ConsoleObserver(ConsoleOptions(plain=plain), console)
@@ -30,7 +32,7 @@ def shown(folder: Path, steps: int, *, first: int = 1, terminal: bool = False, p
     for step in range(first, steps + 1):
         observer.on_step_end(example_step(step))
     observer.on_eval_end(EvalMetrics(steps, "validation", 1.93, 6.9, 4096))
-    observer.on_checkpoint(CheckpointMetrics(steps, folder / "step", 9_876_543, 0.123))
+    observer.on_checkpoint(CheckpointMetrics(steps, folder / "step", 9_876_543, still, 2.0))
     observer.on_sample("x = [red]1[/]\x1b[2J :smile:\n")
     observer.on_train_end("finished")
     return stream.getvalue()
@@ -51,8 +53,9 @@ def test_a_plain_line_holds_the_numbers_and_the_time_left(tmp_path: Path) -> Non
     assert first == "step   1/100  loss 2.2500  grad norm 1.5  lr 1.00e-04  512 tokens/s  1 min 39 s left"
 
 
-def test_a_saved_step_is_told_with_its_size_and_time(tmp_path: Path) -> None:
-    assert "step 7  saved 9.9 MB in 0.1 s\n" in shown(tmp_path, 7)
+def test_a_saved_step_is_told_with_its_size_and_times(tmp_path: Path) -> None:
+    assert "step 7  saved 9.9 MB in 2.0 s\n" in shown(tmp_path, 7)
+    assert "step 7  saved 9.9 MB in 2.0 s, training stood still for 0.1 s\n" in shown(tmp_path, 7, still=0.123)
 
 
 def test_plain_output_has_no_control_characters(tmp_path: Path) -> None:

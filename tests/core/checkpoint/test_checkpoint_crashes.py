@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_run.checkpoint.manifest import MANIFEST
 from megatron_run.checkpoint.step_folder import Checkpoints
 from megatron_run.errors import CheckpointError
 from tests.support.crashes import Change, RecordingFileSystem, Tree, ends, materialise
-from tests.support.saved_steps import State, random_state, read_all, same_state, save_alone
+from tests.support.saved_steps import State, random_state, read_all, same_state, save_alone, save_behind, saving_behind
 
 Rebuild = Callable[[Tree], Checkpoints]
 #: The one fault that must never be: the others are at least seen.
@@ -100,6 +101,21 @@ def test_after_any_end_the_next_save_goes_on_and_clears_what_was_left(recorded: 
         assert found.hint() == found.newest() == 50
         left = {entry.name for entry in path.iterdir()} - {".lock", "latest"}
         assert left == {f"step{step}" for step in found.steps()}, (done, how)
+
+
+def test_saving_behind_makes_the_same_changes_in_the_same_order(recorded: Recorded, tmp_path: Path) -> None:
+    """So it can be stopped at the same points, and what was found of each holds for it too."""
+    files = RecordingFileSystem(tmp_path)
+    behind = saving_behind(tmp_path / "checkpoints", files=files, keep=KEEP)
+    for step in STEPS:
+        save_behind(behind, step, state(step))
+        behind.wait()
+    assert list(map(without_manifest, files.changes)) == list(map(without_manifest, recorded.changes))
+
+
+def without_manifest(change: Change) -> Change:
+    """A manifest may name the boxes in any order, which its SHA-256 shows: of it the length only."""
+    return change._replace(data=bytes(len(change.data))) if change.path.name == MANIFEST else change
 
 
 def made_lasting(changes: Sequence[Change], sync: int) -> str:

@@ -11,7 +11,7 @@ from megatron_run.checkpoint.manifest import About, PluginRecord
 from megatron_run.contracts import PluginInfo
 from megatron_run.errors import CheckpointError
 from megatron_run.registry.plugin import Plugin
-from megatron_run.training.plugin_lock import changes, check_optimizer, plugin_records, scaler_state
+from megatron_run.training.plugin_lock import changes, optimizer_upgrade, plugin_records, scaler_state
 from tests.support.saved_steps import about
 
 Upgrade = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
@@ -74,9 +74,28 @@ def test_another_scaler_starts_anew_only_where_that_is_allowed() -> None:
     assert scaler_state(saved("scaler", "wild", scaler={}), now, ()) is None, "there was no state to lose"
 
 
+def test_an_upgrade_that_fails_names_the_plugin_and_what_to_install() -> None:
+    now = {"scaler": [plugin("scaler", "wild", 3, lambda state, version: {"scale": state["missing"]})]}
+    with pytest.raises(CheckpointError) as error:
+        scaler_state(saved("scaler", "wild", 2), now, ())
+    assert str(error.value) == (
+        "scaler=wild of acme-wild 0.3.0 cannot read the state of version 2 in step 7: its upgrade_state raised "
+        "KeyError: 'missing'; install acme-wild==0.2.0"
+    )
+
+
 def test_an_optimizer_whose_fields_changed_their_meaning_is_refused_and_another_optimizer_is_not() -> None:
     now = {"optimizer": [plugin("optimizer", "flat", 2)]}
     with pytest.raises(CheckpointError, match="state of version 1 of optimizer=flat"):
-        check_optimizer(saved("optimizer", "flat", 1), now)
-    check_optimizer(saved("optimizer", "flat", 2), now)
-    check_optimizer(saved("optimizer", "other", 1), now)
+        optimizer_upgrade(saved("optimizer", "flat", 1), now)
+    assert optimizer_upgrade(saved("optimizer", "flat", 2), now) is None
+    assert optimizer_upgrade(saved("optimizer", "other", 1), now) is None
+
+
+def test_a_newer_optimizer_upgrades_older_fields() -> None:
+    def upgrade(state: Mapping[str, Any], version: int) -> Mapping[str, Any]:
+        return {"momentum": state["velocity"] * version}
+
+    found = optimizer_upgrade(saved("optimizer", "flat", 3), {"optimizer": [plugin("optimizer", "flat", 4, upgrade)]})
+    assert found is not None
+    assert found({"velocity": 5}) == {"momentum": 15}

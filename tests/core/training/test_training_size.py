@@ -47,6 +47,16 @@ def test_a_dry_run_tells_winner_topology_parameters_and_picture() -> None:
     assert dry_run_json(run)["parameters_by_stage"] == [stage.parameters for stage in model_size(run).stages]
 
 
+@pytest.mark.parametrize("plugins", [["optimizer=adamw"], ["optimizer=zero1"]])
+def test_the_copy_of_a_save_behind_the_training_is_counted_where_there_is_one(plugins: list[str]) -> None:
+    """Weights and two moments in fp32, of which each of two data-parallel ranks saves a half, and counts of steps."""
+    sets = ["train.precision=bf16", "parallel.data=2"]
+    (rank,) = model_size(load_config("preset:tiny", sets=sets, plugins=plugins)).stages
+    assert "staging" not in rank.memory
+    (rank,) = model_size(load_config("preset:tiny", sets=[*sets, "checkpoint.async_save=true"], plugins=plugins)).stages
+    assert rank.memory["staging"] == pytest.approx(12 * rank.parameters / 2, rel=0.01)
+
+
 #: Table 1 of the Megatron-LM paper (Shoeybi et al. 2019): hidden size, heads, layers, billions, tensor-parallel ranks.
 WEAK_SCALING = {
     "1.2b": (1536, 16, 40, 1.2, 1),

@@ -34,6 +34,11 @@ class Reader:
         """The fields that were saved of the logical tensor ``name``; none when there is no such tensor."""
         return frozenset(self._manifest.tensors.get(name, ()))
 
+    def shape(self, name: str, field: str) -> tuple[int, ...] | None:
+        """The global shape of ``field`` of ``name``; None when it was not saved."""
+        record = self._manifest.tensors.get(name, {}).get(field)
+        return None if record is None else record.shape
+
     def read(self, name: str, field: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """The box of ``sizes`` values from ``starts`` on, on the host, in the type in which it was saved.
 

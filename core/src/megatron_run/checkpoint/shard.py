@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from megatron_run.checkpoint.boxes import Box
-from megatron_run.checkpoint.header import encode_header, lay_out
+from megatron_run.checkpoint.header import Entry, encode_header, lay_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,8 +39,10 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     }
 )
 NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
-#: Values that cross from a device to the host at once.
-_AT_ONCE = 1 << 24
+#: Bytes that are brought to the host, hashed and written at once; larger stretches would leave the processor's caches.
+_AT_ONCE = 1 << 22
+#: Stretches that may be written before they are hashed. What comes from a device is held on the host meanwhile.
+_AHEAD = 4
 
 
 class Written(NamedTuple):
@@ -59,33 +62,68 @@ def tensor_name(name: str, field: str, box: Box) -> str:
     return f"{name}:{field}{box}"
 
 
-def write_shard(path: Path, pieces: Sequence[StatePiece], files: FileSystem) -> Written:
+def by_name(pieces: Iterable[StatePiece]) -> dict[str, StatePiece]:
+    """The boxes of a shard by the names that they have in it."""
+    named = [(tensor_name(piece.name, piece.field, Box(piece.starts, piece.sizes)), piece) for piece in pieces]
+    found = dict(named)
+    assert len(found) == len(named), "no box is given twice"
+    return found
+
+
+def place(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
+    """Where ``tensors`` lie in their file, by name, in the order of the file."""
+    return lay_out({name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()})
+
+
+def write_shard(path: Path, pieces: Iterable[StatePiece], files: FileSystem) -> Written:
     """Write ``pieces`` to the new file ``path``, return when they are on the disk. Raises OSError naming the path."""
-    tensors = {tensor_name(piece.name, piece.field, Box(piece.starts, piece.sizes)): piece.tensor for piece in pieces}
-    assert len(tensors) == len(pieces), "no box is given twice"
-    return write_tensors(path, tensors, files)
+    return write_tensors(path, {name: piece.tensor for name, piece in by_name(pieces).items()}, files)
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], files: FileSystem, metadata: Mapping[str, str] | None = None
 ) -> Written:
     """Write ``tensors`` by name to the new file ``path``, return when they are on the disk. Raises OSError."""
-    entries = lay_out({name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()})
+    entries = place(tensors)
+    header = encode_header(entries, metadata)
     total, size = hashlib.sha256(), 0
     with files.create(path) as file, ThreadPoolExecutor(1) as hasher:
-        for data in _content(encode_header(entries, metadata), (tensors[name] for name in entries)):
-            hashed = hasher.submit(total.update, data)  # beside the write: neither holds the interpreter
-            file.write(data)
-            hashed.result()
-            size += len(data)
+        waiting: deque[Future[None]] = deque()
+        for batch in _batches(_content(header, (tensors[name] for name in entries))):
+            waiting.append(hasher.submit(_hash, total, batch))  # beside the writes: neither holds the interpreter
+            for data in batch:
+                file.write(data)
+                size += len(data)
+            if len(waiting) > _AHEAD:
+                waiting.popleft().result()
+        for rest in waiting:
+            rest.result()
         file.sync()
     return Written(size, total.hexdigest())
 
 
-def _content(header: bytes, tensors: Iterator[Tensor]) -> Iterator[memoryview]:
+def _hash(total: hashlib._Hash, batch: Sequence[memoryview]) -> None:
+    for data in batch:
+        total.update(data)
+
+
+def _batches(content: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """Stretches that are handed over together: of many small boxes each would cost more to hand over than to hash."""
+    batch, size = list[memoryview](), 0
+    for data in content:
+        batch.append(data)
+        size += len(data)
+        if size >= _AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _content(header: bytes, tensors: Iterable[Tensor]) -> Iterator[memoryview]:
     """The bytes of a file, one stretch after the other. What is contiguous on the host is not copied."""
     yield memoryview(header)
     for tensor in tensors:
-        for part in tensor.detach().reshape(-1).split(_AT_ONCE):
+        for part in tensor.detach().reshape(-1).split(_AT_ONCE // tensor.element_size()):
             dense = part if part.stride(0) == 1 else part.clone(memory_format=torch.contiguous_format)
             yield memoryview(dense.cpu().view(torch.uint8).numpy())

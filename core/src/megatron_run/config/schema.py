@@ -158,6 +158,9 @@ class CheckpointSection(Section):
 
     interval: Span = Field(Span.parse(1000), description="between saved steps; 0: only at the end and when stopped")
     keep: int = Field(2, ge=2, description="how many of the newest whole steps are kept")
+    async_save: bool = Field(
+        False, description="go on training while a step is written, from one copy of the state in host memory"
+    )
 
 
 def _frozen(options: Mapping[str, Any]) -> Mapping[str, Any]:

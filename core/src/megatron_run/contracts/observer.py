@@ -74,12 +74,17 @@ class EvalMetrics:
 
 @dataclass(frozen=True)
 class CheckpointMetrics:
-    """A saved step: its folder, its size in bytes, and the seconds for which training stood still."""
+    """A saved step: its folder and its size in bytes.
+
+    Training stood still for ``seconds``; ``write_seconds`` after its saving had begun the step was on the disk. The two
+    differ where training goes on meanwhile (``checkpoint.async_save``).
+    """
 
     step: int
     folder: Path
     size: int
     seconds: float
+    write_seconds: float
 
 
 @dataclass(frozen=True)

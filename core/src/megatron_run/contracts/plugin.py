@@ -72,8 +72,10 @@ class PluginInfo:
     what it can do, and must allocate nothing there.
 
     ``state_version`` is that of what a scaler or an optimizer saves: raise it where the same names mean something else.
-    ``upgrade_state(state, from_version)`` makes of what an older version of the scaler saved (``Scaler.state_dict``)
-    what this one loads.
+    ``upgrade_state(state, from_version)`` makes of what an older version of the plugin saved what this one loads: of a
+    scaler ``Scaler.state_dict``; of an optimizer the fields of one logical tensor by name, the weights ``master`` among
+    them, as tensors on the host that it must not write into. Those with a value for each weight come as equal boxes,
+    which may be any part of the tensor; the others, as the count of steps, come whole.
 
     Example::
 

@@ -110,7 +110,7 @@ def watch(observer: Observer, run: RunSummary) -> None:
             observer.on_trace(example_trace(step))
     for split, loss in (("validation", 2.0), ("test", inf)):
         observer.on_eval_end(EvalMetrics(run.steps, split, loss, np.exp(loss).item(), 4096))
-    observer.on_checkpoint(CheckpointMetrics(run.steps, run.folder / "checkpoints" / "step4", 9_900_000, 0.25))
+    observer.on_checkpoint(CheckpointMetrics(run.steps, run.folder / "checkpoints" / "step4", 9_900_000, 0.25, 1.5))
     observer.on_sample("def f():\n\treturn '\x1b[2J[bold]\N{SNOWMAN}'\n")
     observer.on_train_end("finished")
 

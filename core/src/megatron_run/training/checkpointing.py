@@ -7,15 +7,19 @@ import json
 import platform
 import time
 from dataclasses import asdict
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_run import __version__
+from megatron_run.checkpoint.behind import SavingBehind
 from megatron_run.checkpoint.manifest import About, DataRecord
 from megatron_run.checkpoint.ranks import WorldRanks
 from megatron_run.checkpoint.saving import Saver
+from megatron_run.checkpoint.staging import Staging
 from megatron_run.checkpoint.step_folder import Checkpoints
+from megatron_run.comm import create_aside
 from megatron_run.contracts import CheckpointMetrics
 from megatron_run.run_folder.identity import digest, identity
 from megatron_run.training.plugin_lock import plugin_records
@@ -44,6 +48,18 @@ class Checkpointing:
         self._checkpoints, self._phases = Checkpoints(folder.checkpoints), context.groups.phases
         keep = run.config.checkpoint.keep
         self._saver = Saver(self._checkpoints, self._ranks, folder.run_id, keep, phases=self._phases)
+        self._behind = self._make_behind() if run.config.checkpoint.async_save else None
+        self._stood_still = 0.0  # for the step that is being saved behind the training
+
+    def _make_behind(self) -> SavingBehind:
+        """What saves behind the training: it meets the other ranks in a group that the training does not use."""
+        run, context = self._run, self._assembly.context
+        rank, size = context.topology.rank, context.topology.sizes.world
+        phases = self._phases.beside()
+        aside = create_aside(size, timedelta(seconds=run.config.run.timeout), phases)
+        ranks = WorldRanks(aside, rank, size, torch.device("cpu"))
+        saver = Saver(self._checkpoints, ranks, self._folder.run_id, run.config.checkpoint.keep, phases=phases)
+        return SavingBehind(saver, Staging(context.device), phases)
 
     def resume(self) -> Progress:
         """Go on from the step that ``--resume`` names: the newest, one by its number, or none. Collective.
@@ -59,18 +75,64 @@ class Checkpointing:
         self._saver.set_aside(progress.step or None, self._folder.attempt)
         return progress
 
-    def is_due(self, step: int, last: int) -> bool:
-        """Whether ``step`` of ``last`` is one that ``checkpoint.interval`` asks for, or the last."""
-        interval = self._run.config.checkpoint.interval.steps(last, self._run.config.train.global_batch_size)
-        return step == last or bool(interval and step % interval == 0)
+    def after_step(self, progress: Progress, last: int, *, stopping: bool) -> list[CheckpointMetrics]:
+        """Save the step that ``progress`` counted last if it is due, if it is the ``last``, or if the run is stopping.
 
-    def save(self, progress: Progress) -> CheckpointMetrics:
-        """Save the step that ``progress`` counted last. Collective; returns when it is on the disk."""
+        Collective, after every step. Returns the steps that have come onto the disk since the last call; of a step that
+        is saved behind the training that is a later one. Raises :class:`megatron_run.errors.CheckpointError` on every
+        rank for one that could not be saved.
+        """
+        due, final = self._is_due(progress.step, last), stopping or progress.step == last
+        if self._behind is None:
+            return [self._save(progress)] if due or final else []
         start = time.perf_counter()
-        self._phases.enter("save")
+        if due or final:
+            self._phases.enter("save", f"step{progress.step}")
+        saved = self._take(self._behind, wait=due or final)
+        if final:
+            return [*saved, self._save(progress)]
+        if due:
+            self._behind.start(self._about(progress), self._assembly.optimizer.iter_state(), self._shapes())
+            self._stood_still = time.perf_counter() - start
+        return saved
+
+    def close(self) -> None:
+        """Wait until no step is half saved. Where it fails now nothing is raised: the run ends for another reason."""
+        if self._behind is None or not self._behind.busy:
+            return
+        log = self._assembly.context.log
+        try:
+            log.info("step %d is saved", self._behind.wait().step)
+        except Exception as error:
+            log.warning("%s", error)
+
+    def _is_due(self, step: int, last: int) -> bool:
+        """Whether ``step`` of ``last`` is one that ``checkpoint.interval`` asks for."""
+        interval = self._run.config.checkpoint.interval.steps(last, self._run.config.train.global_batch_size)
+        return bool(interval and step % interval == 0)
+
+    def _save(self, progress: Progress) -> CheckpointMetrics:
+        """Save a step; returns when it is on the disk."""
+        start = time.perf_counter()
+        self._phases.enter("save", f"step{progress.step}")
         size = self._saver.save(self._about(progress), self._assembly.optimizer.iter_state(), self._shapes())
-        folder = self._checkpoints.folder(progress.step)
-        return CheckpointMetrics(progress.step, folder, size, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return self._metrics(progress.step, size, seconds, seconds)
+
+    def _take(self, behind: SavingBehind, *, wait: bool) -> list[CheckpointMetrics]:
+        """The step that was saved behind the training, once that has ended on every rank: they notice together."""
+        if not behind.busy:
+            return []
+        context = self._assembly.context
+        if not wait:
+            going_on = torch.tensor([0.0 if behind.ended else 1.0], device=context.device)
+            if context.groups.max_(going_on, "world").item():
+                return []
+        step, size, seconds = behind.wait()
+        return [self._metrics(step, size, self._stood_still, seconds)]
+
+    def _metrics(self, step: int, size: int, seconds: float, write_seconds: float) -> CheckpointMetrics:
+        return CheckpointMetrics(step, self._checkpoints.folder(step), size, seconds, write_seconds)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """The logical tensors of which this rank holds a part, with their global shapes."""

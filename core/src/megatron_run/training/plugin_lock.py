@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.checkpoint.manifest import PluginRecord
 from megatron_run.errors import CheckpointError
+from megatron_run.training.upgrading import Upgrade, find_upgrade
 
 if TYPE_CHECKING:
     from megatron_run.checkpoint.manifest import About
@@ -59,28 +60,15 @@ def scaler_state(saved: About, plugins: Plugins, allowed: Collection[str]) -> Ma
             why=f"it was written by {writer.source}",
             fix=f"choose {OWN}={writer.name}, or start its state anew: --allow-plugin-change {OWN}",
         )
-    return _upgraded(saved.scaler, writer, plugin, saved.step)
+    upgrade = find_upgrade(writer, plugin, saved.step)
+    return saved.scaler if upgrade is None else upgrade(saved.scaler)
 
 
-def check_optimizer(saved: About, plugins: Plugins) -> None:
-    """Raise :class:`CheckpointError` when the same optimizer wrote fields that mean something else by now."""
+def optimizer_upgrade(saved: About, plugins: Plugins) -> Upgrade | None:
+    """What to make of the fields that an older version of the same optimizer saved; None: they are read as they are.
+
+    Raises :class:`CheckpointError` when they mean something else by now and it cannot read them.
+    """
     (plugin,) = plugins[LOGICAL]
     (writer,) = saved.plugins.get(LOGICAL, (None,))
-    if writer is not None and writer.name == plugin.name and writer.state_version != plugin.info.state_version:
-        raise _other_version(writer, plugin, saved.step)
-
-
-def _upgraded(state: Mapping[str, Any], writer: PluginRecord, plugin: Plugin, step: int) -> Mapping[str, Any]:
-    if writer.state_version == plugin.info.state_version:
-        return state
-    if writer.state_version > plugin.info.state_version or plugin.info.upgrade_state is None:
-        raise _other_version(writer, plugin, step)
-    return plugin.info.upgrade_state(state, writer.state_version)
-
-
-def _other_version(writer: PluginRecord, plugin: Plugin, step: int) -> CheckpointError:
-    return CheckpointError(
-        f"step {step} holds state of version {writer.state_version} of {plugin}",
-        why=f"{plugin.source} writes and reads version {plugin.info.state_version}",
-        fix=f"install {writer.source}",
-    )
+    return None if writer is None or writer.name != plugin.name else find_upgrade(writer, plugin, saved.step)

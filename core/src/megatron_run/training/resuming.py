@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,7 +13,8 @@ from megatron_run.checkpoint.step_folder import verify_files
 from megatron_run.errors import CheckpointError, DataError
 from megatron_run.run_folder.identity import differing_keys, identity
 from megatron_run.training.numbers import Progress
-from megatron_run.training.plugin_lock import changes, check_optimizer, scaler_state
+from megatron_run.training.plugin_lock import changes, optimizer_upgrade, scaler_state
+from megatron_run.training.upgrading import UpgradingReader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,29 +24,44 @@ if TYPE_CHECKING:
     from megatron_run.checkpoint.manifest import About, DataRecord, Manifest
     from megatron_run.checkpoint.ranks import Ranks
     from megatron_run.checkpoint.step_folder import Checkpoints
-    from megatron_run.contracts import ReadState
     from megatron_run.resolve import ResolvedRun
     from megatron_run.training.build import Assembly
+    from megatron_run.training.upgrading import Upgrade
+
+
+class Findings(NamedTuple):
+    """What a saved step says to the run of now.
+
+    How far it had come; what the scaler is to load, None: it starts anew; and what makes an older optimizer's fields
+    those of now, None: they are.
+    """
+
+    progress: Progress
+    scaler: Mapping[str, Any] | None
+    upgrade: Upgrade | None
 
 
 def resume(run: ResolvedRun, assembly: Assembly, checkpoints: Checkpoints, ranks: Ranks, data: DataRecord) -> Progress:
     """Load the step that the user asked for, of a run on ``data``; how far it had come. Collective.
 
-    What is wrong on any rank is raised on all of them, before anything of ``assembly`` has changed.
+    What is wrong on any rank is raised on all of them: before anything of ``assembly`` has changed, but for what can
+    only be seen when values are read.
     """
     step = json.loads(first_does(ranks, lambda: json.dumps(choose(run.request.resume, checkpoints))))
     if step is None:
         return Progress()
     manifest = all_do(ranks, lambda: _verify(checkpoints, step, ranks))
-    progress, scaler = all_do(ranks, lambda: _check(run, manifest.about, data))
+    found = all_do(ranks, lambda: _check(run, manifest.about, data))
     if ranks.rank == 0:
         for line in changes(manifest.about, run.plugins):
             assembly.context.log.warning("%s", line)
     # A rule that has not made an update yet has no state, and starts from zeros.
-    anew = not progress.scheduled or "optimizer" in run.request.allow_plugin_change
-    read = _reading(run, Reader(checkpoints.folder(step), manifest), anew=anew)
-    all_do(ranks, lambda: _load(assembly, read, scaler))
-    return progress
+    anew = not found.progress.scheduled or "optimizer" in run.request.allow_plugin_change
+    reader = Reader(checkpoints.folder(step), manifest)
+    upgrading = UpgradingReader(reader, found.upgrade) if found.upgrade else reader
+    reading = Reading(upgrading, str(run.one("optimizer")), anew=anew)
+    all_do(ranks, lambda: _load(assembly, reading, found.scaler))
+    return found.progress
 
 
 def choose(word: str, checkpoints: Checkpoints) -> int | None:
@@ -73,8 +89,8 @@ def verify_share(checkpoints: Checkpoints, step: int, ranks: Ranks) -> Manifest:
     return manifest
 
 
-def _check(run: ResolvedRun, saved: About, data: DataRecord) -> tuple[Progress, Mapping[str, Any] | None]:
-    """Whether the step is of this run, of these data, and of plugins that can read it; what the scaler is to load."""
+def _check(run: ResolvedRun, saved: About, data: DataRecord) -> Findings:
+    """Whether the step is of this run, of these data, and of plugins that can read it."""
     allowed = run.request.allow_plugin_change
     differing = differing_keys(saved.identity, identity(run), allowed)
     if differing:
@@ -87,30 +103,51 @@ def _check(run: ResolvedRun, saved: About, data: DataRecord) -> tuple[Progress, 
             why=counts if saved.data.samples != data.samples else "as many samples, with other contents",
             fix="give the same data, or start again: --resume never",
         )
-    check_optimizer(saved, run.plugins)
-    return Progress(**saved.counters), scaler_state(saved, run.plugins, allowed)
+    upgrade = optimizer_upgrade(saved, run.plugins)
+    return Findings(Progress(**saved.counters), scaler_state(saved, run.plugins, allowed), upgrade)
 
 
-def _reading(run: ResolvedRun, reader: Reader, *, anew: bool) -> ReadState:
-    """How the optimizer looks its state up; ``anew``: what was not saved starts from zeros."""
+class Reading:
+    """How ``optimizer`` looks its state up; ``anew``: what was not saved starts from zeros.
 
-    def read(name: str, field: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-        known = reader.fields(name)
+    Nothing is raised while it does: it brings what it has read to the other ranks, which would wait for one that left.
+    From the first failure on it reads zeros, and :meth:`check` raises afterwards.
+    """
+
+    def __init__(self, reader: Reader | UpgradingReader, optimizer: str, *, anew: bool) -> None:
+        self._reader, self._optimizer, self._anew = reader, optimizer, anew
+        self._failure: Exception | None = None
+
+    def __call__(self, name: str, field: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        """The box, or zeros."""
+        if self._failure is None:
+            try:
+                return self._read(name, field, starts, sizes)
+            except Exception as error:  # whatever it is: the others wait
+                self._failure = error
+        return torch.zeros(sizes)
+
+    def check(self) -> None:
+        """Raise what the first read that failed raised, if one did."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _read(self, name: str, field: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        known = self._reader.fields(name)
         if field in known or not known:
-            return reader.read(name, field, starts, sizes)
-        if anew:
+            return self._reader.read(name, field, starts, sizes)
+        if self._anew:
             return torch.zeros(sizes)
         raise CheckpointError(
-            f"what was saved has no {field} of {name}, which {run.one('optimizer')} needs",
+            f"what was saved has no {field} of {name}, which {self._optimizer} needs",
             why=f"it has {', '.join(sorted(known))}",
             fix="choose the optimizer that saved it, or start its state anew: --allow-plugin-change optimizer",
         )
 
-    return read
 
-
-def _load(assembly: Assembly, read: ReadState, scaler: Mapping[str, Any] | None) -> None:
+def _load(assembly: Assembly, read: Reading, scaler: Mapping[str, Any] | None) -> None:
     """Masters and moments, box by box; then the loss scale."""
     assembly.optimizer.load_state(read)
+    read.check()
     if scaler is not None:
         assembly.scaler.load_state_dict(scaler)

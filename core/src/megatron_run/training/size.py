@@ -82,10 +82,13 @@ def _rank_size(held: Mapping[Parameter, ParamInfo], memory: Mapping[str, int]) -
 def _memory(
     run: ResolvedRun, context: BuildContext, chunks: Sequence[Chunk], infos: Sequence[dict[Parameter, ParamInfo]]
 ) -> Mapping[str, int]:
-    """What the optimizer would hold, from one that is attached to parameters without values."""
+    """What the optimizer would hold, from one that is attached to parameters without values, and the copy of a save."""
     optimizer = cast("Optimizer", run.one("optimizer").create(context=context))
     optimizer.attach(chunks, infos, grad_scale=1 / run.sizes.data)
-    return optimizer.memory()
+    memory = optimizer.memory()
+    if run.config.checkpoint.async_save:
+        memory = {**memory, "staging": sum(piece.tensor.nbytes for piece in optimizer.iter_state())}
+    return memory
 
 
 def _rows_over(vocab: int, held: Mapping[Parameter, ParamInfo]) -> int:

@@ -149,7 +149,10 @@ class ConsoleObserver(Observer):
 
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
         """Say that the step is safe."""
-        say(self._console, f"step {metrics.step}  saved {size_text(metrics.size)} in {metrics.seconds:.1f} s")
+        behind = metrics.write_seconds > metrics.seconds
+        still = f", training stood still for {metrics.seconds:.1f} s" if behind else ""
+        size = size_text(metrics.size)
+        say(self._console, f"step {metrics.step}  saved {size} in {metrics.write_seconds:.1f} s{still}")
 
     def on_sample(self, text: str) -> None:
         """Show the text that the model wrote, harmless to the terminal."""
