@@ -51,13 +51,21 @@ class Checkpointing:
         A run that starts, starts from the weights of ``run.init_from``. Returns how far it had come. Raises
         :class:`megatron_run.errors.CheckpointError` before anything changes.
         """
-        self._phases.enter("load")
-        progress = resume(self._run, self._assembly, self._checkpoints, self._ranks, self._data)
+        progress = self._load(self._run.request.resume)
         source = self._run.config.run.init_from
         if source is not None and not progress.step:
             start_from(self._run, self._assembly, source, self._ranks, self._shapes())
         self._saver.set_aside(progress.step or None, self._folder.attempt)
         return progress
+
+    def go_back(self) -> Progress | None:
+        """Load the newest saved step again, and say how far the run had come; None when none is saved. Collective."""
+        progress = self._load("auto")
+        return progress if progress.step else None
+
+    def _load(self, word: str) -> Progress:
+        self._phases.enter("load")
+        return resume(self._run, self._assembly, self._checkpoints, self._ranks, self._data, word)
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether ``step`` of ``last`` is one that ``checkpoint.interval`` asks for, or the last."""
@@ -83,7 +91,8 @@ class Checkpointing:
             step=progress.step,
             run=self._folder.run_id,
             time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            counters=asdict(progress),
+            counters=progress.counters,
+            losses=progress.losses,
             scaler=dict(self._assembly.scaler.state_dict()),
             data=self._data,
             plugins=plugin_records(run.plugins),

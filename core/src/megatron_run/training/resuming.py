@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from megatron_run.training.build import Assembly
 
 
-def resume(run: ResolvedRun, assembly: Assembly, checkpoints: Checkpoints, ranks: Ranks, data: DataRecord) -> Progress:
-    """Load the step that the user asked for, of a run on ``data``; how far it had come. Collective.
+def resume(
+    run: ResolvedRun, assembly: Assembly, checkpoints: Checkpoints, ranks: Ranks, data: DataRecord, word: str
+) -> Progress:
+    """Load the step that ``word`` means (:func:`choose`), of a run on ``data``; how far it had come. Collective.
 
     What is wrong on any rank is raised on all of them, before anything of ``assembly`` has changed.
     """
-    step = json.loads(first_does(ranks, lambda: json.dumps(choose(run.request.resume, checkpoints))))
+    step = json.loads(first_does(ranks, lambda: json.dumps(choose(word, checkpoints))))
     if step is None:
         return Progress()
     manifest = all_do(ranks, lambda: _verify(checkpoints, step, ranks))
@@ -88,7 +90,7 @@ def _check(run: ResolvedRun, saved: About, data: DataRecord) -> tuple[Progress, 
             fix="give the same data, or start again: --resume never",
         )
     check_optimizer(saved, run.plugins)
-    return Progress(**saved.counters), scaler_state(saved, run.plugins, allowed)
+    return Progress(**saved.counters, losses=saved.losses), scaler_state(saved, run.plugins, allowed)
 
 
 def _reading(run: ResolvedRun, reader: Reader, *, anew: bool) -> ReadState:
