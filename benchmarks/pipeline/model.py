@@ -106,7 +106,7 @@ def our_step(stage: Stage, plan: Plan, groups: Groups) -> Callable[[], object]:
     inputs = step_inputs(
         stage.boundary,
         microbatch,
-        report=lambda _, total, __: stage.losses.append(total * stage.loss_scale),
+        report=lambda _, __, total, ___: stage.losses.append(total * stage.loss_scale),
         seed=lambda _, __: stage.loss_scale,
     )
     return executed(plan, stage.rank, stage.chunks, stage.gradients, groups.channels, inputs)

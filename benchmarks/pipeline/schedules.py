@@ -77,7 +77,7 @@ def _empty(index: int) -> Microbatch:
     return Microbatch(index, 1, index, {})
 
 
-def _ignore(_: str, __: Tensor, ___: Tensor) -> None:
+def _ignore(_: int, __: str, ___: Tensor, ____: Tensor) -> None:
     """Report no loss."""
 
 
@@ -88,7 +88,7 @@ def _weight(_: str, weight: Tensor) -> Tensor:
 def step_inputs(
     boundary: Boundary,
     microbatch: Callable[[int], Microbatch] = _empty,
-    report: Callable[[str, Tensor, Tensor], None] = _ignore,
+    report: Callable[[int, str, Tensor, Tensor], None] = _ignore,
     seed: Callable[[str, Tensor], Tensor] = _weight,
 ) -> StepInputs:
     """What the executor asks for, by default of chunks that need no data."""

@@ -64,7 +64,7 @@ class Bench:
         inputs = StepInputs(
             microbatch=lambda m: Microbatch(m, 1, m, {"tokens": torch.zeros(1, 2)}),
             boundary=boundary or (thinning_boundary if self.thinning else known_boundary),
-            report=lambda _, total, __: self.losses.append(total.item()),
+            report=lambda _, __, total, ___: self.losses.append(total.item()),
             seed=lambda _, weight: weight.double(),
             start_grad_sync=lambda chunk: self.synced.append((len(self.witness.actions), chunk)),
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_run.batch_size import BatchSizes
-from megatron_run.errors import ExitCode, GuardError
+from megatron_run.errors import ExitCode
 from megatron_run.learning_rate import LearningRate, WeightDecay
 from megatron_run.pipeline.execute import StepInputs
 from megatron_run.training.build import Assembly, build
@@ -18,7 +18,8 @@ from megatron_run.training.device import make_deterministic
 from megatron_run.training.evaluate import Evaluator
 from megatron_run.training.feed import Feed
 from megatron_run.training.generate import generate_text
-from megatron_run.training.losses import make_meters, report_loss
+from megatron_run.training.guards import Guards
+from megatron_run.training.losses import Losses
 from megatron_run.training.numbers import STOP, Progress, StepDone, StepFacts, StepNumbers, agreed_code, step_metrics
 from megatron_run.training.observing import Observers
 from megatron_run.training.reporting import start_observers
@@ -68,7 +69,7 @@ class Trainer:
         self._learning_rate = LearningRate.from_config(train)
         self._weight_decay = WeightDecay.from_config(train)
         self._progress = Progress()
-        self._meters = make_meters(assembly.model, self._context.metrics)
+        self._losses = Losses(assembly.model, self._context.metrics)
         self._stop_meter = self._context.metrics.scalar(STOP)  # reported by each rank that wants to stop
         self._boundary = partial(
             assembly.model.boundary, micro_batch_size=train.micro_batch_size, sequence_length=train.sequence_length
@@ -78,6 +79,7 @@ class Trainer:
         validation = assembly.data.dataset("validation", train.sequence_length, train.seed)
         self._evaluator = Evaluator(run, assembly, self._feed, validation)
         self._checkpoints = Checkpointing(run, assembly, folder, self._dataset)
+        self._guards = Guards(run, assembly, self._losses, self._batches.steps())
 
     @property
     def validation_samples(self) -> list[int]:
@@ -108,21 +110,31 @@ class Trainer:
             observers.on_step_end(metrics)
             if clock is not None:
                 tracing.report(step, metrics.microbatches, times, observers)
-            self._guard_skips()
+            if (back := self._guards.rewind(self._progress, self._checkpoints)) is not None:
+                self._progress = back
+                continue
+            due = bool(stop) or self._checkpoints.is_due(step, last)
+            self._guards.check(self._progress, saving=due)
             if step == capture_after:
                 self._capture()
+                capture_after = 0  # once, also if the run goes back
             if step == last or (interval and step % interval == 0):
                 observers.on_eval_end(self._evaluator.evaluate(step))
+            if due:
+                self._assembly.wait_for_parameters()  # a run may end here, and nothing may be on its way then
             for saved in self._checkpoints.after_step(self._progress, last, stopping=stop is not None):
                 observers.on_checkpoint(saved)
             if stop and step < last:
                 return stop
-        if self._run.config.eval.sample:
-            text = generate_text(self._run, self._assembly)
-            if text is not None:
-                observers.on_sample(text)
+        self._let_it_write(observers)
         self._phases.enter("end")
         return ExitCode.DONE
+
+    def _let_it_write(self, observers: Observers) -> None:
+        """Show what the model has learned, where ``eval.sample`` asks for it."""
+        text = generate_text(self._run, self._assembly) if self._run.config.eval.sample else None
+        if text is not None:
+            observers.on_sample(text)
 
     def _step(self, clock: Callable[[], float] | None) -> StepDone:
         """One step, its actions timed by ``clock`` if there is one."""
@@ -143,10 +155,11 @@ class Trainer:
         optimizer = self._assembly.optimizer
         optimizer.zero_grad()
         self._context.gradients.start_step(microbatches, optimizer.grad_ready)
+        self._losses.start_step()
         inputs = StepInputs(
-            microbatch=self._feed.training(self._dataset, self._progress.step + 1, self._progress.samples),
+            microbatch=self._feed.training(self._dataset, self._progress.step + 1, self._progress.position),
             boundary=self._boundary,
-            report=partial(report_loss, self._meters),
+            report=self._losses.report,
             seed=partial(self._seed, microbatches),
             start_grad_sync=optimizer.start_grad_sync,
         )
@@ -156,7 +169,7 @@ class Trainer:
         return record
 
     def _update(self, lr: float, weight_decay: float) -> StepNumbers:
-        """Unscale, check, clip and step; a step with a non-finite gradient anywhere changes no weight."""
+        """Unscale, check, clip and step; a step with a gradient or loss that cannot be used changes no weight."""
         optimizer, scaler, context = self._assembly.optimizer, self._assembly.scaler, self._context
         self._phases.enter("optimizer")
         if (code := self._stop.requested) is not None:
@@ -166,14 +179,15 @@ class Trainer:
         found_inf = optimizer.unscale_(scaler.inv_scale)
         scaler.update(found_inf)
         norm = zeros = torch.full_like(found_inf, torch.nan)
-        if not found_inf.item():  # the host must know: a step that is skipped changes nothing at all
+        skipped = self._guards.skips(self._progress, sums, found_inf)
+        if not skipped:
             norm = optimizer.clip_(self._run.config.train.clip_norm)
             if self._run.config.train.count_zeros:
                 zeros = optimizer.count_zeros()
             optimizer.step(lr, weight_decay)
             self._phases.enter("parameter-gather")
             optimizer.start_param_sync()
-        return StepNumbers(sums, norm, zeros, scale, found_inf)
+        return StepNumbers(sums, norm, zeros, scale, skipped)
 
     def _seed(self, microbatches: int, name: str, weight: Tensor) -> Tensor:
         """The gradient with which a loss starts its backward: it is scaled where it is produced.
@@ -182,15 +196,6 @@ class Trainer:
         """
         per = weight.clamp(min=1).float() if name == "lm" else torch.ones_like(weight, dtype=torch.float32)
         return (self._assembly.scaler.scale / (microbatches * per)).reshape(())
-
-    def _guard_skips(self) -> None:
-        skips = self._progress.skipped_in_a_row
-        if skips >= self._run.config.train.max_skips:
-            raise GuardError(
-                f"{skips} steps in a row were skipped: a gradient was not finite each time",
-                why=f"last at step {self._progress.step}",
-                fix="lower train.lr, lengthen train.lr_warmup, check the data, or raise train.max_skips",
-            )
 
     def _capture(self) -> None:
         """Hand the layers' segments over to graph capture; from here on captured regions are replayed."""

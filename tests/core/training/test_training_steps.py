@@ -2,86 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest import mock
 
 import pytest
 import torch
 
 from megatron_run.batch_size import BatchSizes
-from megatron_run.contracts import EvalMetrics, Microbatch, Observer, ParamInfo, StepMetrics
+from megatron_run.contracts import Microbatch
 from megatron_run.errors import DataError, ExitCode, GuardError, InputError, PluginError
-from megatron_run.gradients import main_grad
 from megatron_run.learning_rate import LearningRate
 from megatron_run.metrics import Metrics
 from megatron_run.resolve import load_config
-from megatron_run.run_folder import RunFolder
 from megatron_run.testing.context import logical_gradients, logical_values
-from megatron_run.trainer import Trainer
-from megatron_run.training.build import build
 from megatron_run.training.evaluate import Evaluator
-from megatron_run.training.losses import make_meters, report_loss
-from megatron_run.training.observing import Observers
-from megatron_run.world import StopRequest, World
+from megatron_run.training.losses import Losses
 from tests.support import plain_gpt
-
-
-class Watch(Observer):
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepMetrics] = []
-        self.evaluations: list[EvalMetrics] = []
-        self.texts: list[str] = []
-        self.after_step: Callable[[], object] = lambda: None
-
-    def on_step_end(self, metrics: StepMetrics) -> None:
-        self.steps.append(metrics)
-        self.after_step()
-
-    def on_eval_end(self, metrics: EvalMetrics) -> None:
-        self.evaluations.append(metrics)
-
-    def on_sample(self, text: str) -> None:
-        self.texts.append(text)
-
-
-class Bench:
-    """A tiny run in this process, with everything at hand."""
-
-    def __init__(self, folder: Path, *sets: str) -> None:
-        self.run = load_config("preset:tiny", sets=("train.lr_warmup=0", *sets))
-        self.assembly, self.stop, self.watch = build(self.run, World()), StopRequest(), Watch()
-        own = Path(mkdtemp(dir=folder))
-        self.trainer = Trainer(self.run, self.assembly, RunFolder(own, 1), self.stop)
-
-    def train(self) -> ExitCode:
-        return self.trainer.train(Observers([("watch", self.watch)], mock.Mock()))
-
-    @property
-    def infos(self) -> dict[torch.nn.Parameter, ParamInfo]:
-        return {parameter: info for infos in self.assembly.infos for parameter, info in infos.items()}
-
-    def weights(self) -> torch.Tensor:
-        parameters = [p for infos in self.assembly.infos for p in infos]
-        return torch.cat([p.detach().flatten().clone() for p in parameters])
-
-    def spoil(self, value: float, steps: set[int]) -> None:
-        """Plant ``value`` into one gradient of these steps."""
-        unscale, seen = self.assembly.optimizer.unscale_, SimpleNamespace(step=0)
-        victim = next(iter(self.assembly.infos[0]))
-
-        def spoiled(factor: torch.Tensor) -> torch.Tensor:
-            seen.step += 1
-            if seen.step in steps:
-                main_grad(victim).view(-1)[3] = value
-            return unscale(factor)
-
-        cast("Any", self.assembly.optimizer).unscale_ = spoiled
+from tests.support.training_bench import Bench
 
 
 def test_two_runs_of_one_configuration_give_identical_numbers(tmp_path: Path) -> None:
@@ -132,18 +70,10 @@ def test_skips_in_a_row_stop_the_run_with_advice(tmp_path: Path) -> None:
 def test_the_batch_ramps_up_and_the_data_goes_on_without_a_gap(tmp_path: Path) -> None:
     ramp = ("train.ramp_up.start=2", "train.ramp_up.increment=2", "train.ramp_up.samples=12")
     bench = Bench(tmp_path, "train.steps=6", *ramp)
-    read: list[int] = []
-    training = bench.trainer._feed.training
-
-    def watched(dataset: Any, step: int, consumed: int) -> Any:
-        read.append(consumed)
-        return training(dataset, step, consumed)
-
-    cast("Any", bench.trainer._feed).training = watched
     bench.train()
     sizes = BatchSizes(bench.run.config.train, 1)
     assert [m.microbatches for m in bench.watch.steps] == [1, 1, 2, 3, 4, 4]
-    assert read == [sizes.consumed_at(step) for step in range(6)]
+    assert bench.read == [sizes.consumed_at(step) for step in range(6)]
     assert bench.watch.steps[-1].samples == sizes.consumed_at(6)
 
 
@@ -239,11 +169,13 @@ def test_validation_samples_without_a_token_that_counts_are_named(tmp_path: Path
 
 
 def test_an_undeclared_loss_and_a_missing_one_are_the_models_fault() -> None:
-    metrics = Metrics(torch.device("cpu"))
+    model = SimpleNamespace(metric_names=("lm",))
+    losses = Losses(cast("Any", model), Metrics(torch.device("cpu")))
     with pytest.raises(PluginError, match=r"a chunk reports the loss 'aux'; add it to Model\.metric_names"):
-        report_loss({"lm": metrics.scalar("lm")}, "aux", torch.ones(()), torch.ones(()))
+        losses.report(0, "aux", torch.ones(()), torch.ones(()))
+    model.metric_names = ("aux",)
     with pytest.raises(PluginError, match="the model declares the losses aux"):
-        make_meters(cast("Any", SimpleNamespace(metric_names=("aux",))), metrics)
+        Losses(cast("Any", model), Metrics(torch.device("cpu")))
 
 
 def test_the_first_gradients_are_those_of_plain_autograd_in_float64(tmp_path: Path) -> None:

@@ -92,7 +92,8 @@ class DataRecord(Record):
 class About(Record):
     """Everything about a saved step but its tensors.
 
-    ``counters`` are whole numbers by name (samples consumed, steps skipped); ``scaler`` is the loss scaler's state;
+    ``counters`` are whole numbers by name (samples consumed, steps skipped); ``losses`` those of the last steps, with
+    which a spike is compared; ``scaler`` is the loss scaler's state;
     ``plugins`` are those of each kind, in their order; ``versions`` of torch, Python and the kernel; ``topology`` the
     sizes of the parallel axes; ``identity`` the keys of the configuration that decide what is learned, and ``config``
     the SHA-256 of them.
@@ -102,6 +103,7 @@ class About(Record):
     run: str
     time: str
     counters: Mapping[str, int]
+    losses: tuple[float, ...] = ()
     scaler: Mapping[str, float | int]
     data: DataRecord
     plugins: Mapping[str, tuple[PluginRecord, ...]]

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 class Staging:
     """Memory for one copy, which grows to what the first copies need and is then kept; ``device`` is where state lives.
 
-    Boxes lie in it in the order of their file, one after the other. State of a CUDA device is copied into pinned memory while the host goes on. The copy is made in the order of the
-    device's work, so nothing that is started later can change it.
+    Boxes lie in it in the order of their file, one after the other. State of a CUDA device is copied into pinned memory
+    while the host goes on; the copy is made in the order of the device's work, so nothing that is started later can
+    change it.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -163,6 +163,34 @@ class CheckpointSection(Section):
     )
 
 
+class GuardSection(Section):
+    """What is watched besides gradients that are not finite (train.max_skips), and what is done about it."""
+
+    nan_loss: Literal["skip", "stop"] = Field(
+        "skip", description="a step whose loss is not finite: its update is skipped, or the run stops"
+    )
+    spike: Literal["continue", "skip", "rewind"] = Field(
+        "continue",
+        description="a loss far above those before: said and trained on, its update skipped, or back to the last saved "
+        "step and past all samples since",
+    )
+    spike_factor: float = Field(
+        10.0, gt=0, description="a spike is this many robust deviations above the median of the window"
+    )
+    spike_window: int = Field(
+        128, ge=8, description="steps whose losses are the window; before it is full none is a spike"
+    )
+    max_rewinds: int = Field(3, ge=1, description="times that the run goes back before it stops instead")
+    replica_interval: Span = Field(
+        Span.parse(1000),
+        description="between comparisons of the weights that several ranks hold, made before each save too; 0: never",
+    )
+    straggler_interval: Span = Field(Span.parse(100), description="between comparisons of the ranks' speed; 0: never")
+    straggler_factor: float = Field(
+        2.0, gt=1, description="a straggler takes more than this many times as long as ranks that do the same"
+    )
+
+
 def _frozen(options: Mapping[str, Any]) -> Mapping[str, Any]:
     return MappingProxyType(dict(options))
 
@@ -198,6 +226,7 @@ class Config(Header):
     parallel: ParallelSection
     eval: EvalSection
     checkpoint: CheckpointSection
+    guard: GuardSection
     scaler: PluginSection
     optimizer: PluginSection
     schedule: PluginSection
@@ -219,5 +248,6 @@ SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
         "parallel": ParallelSection,
         "eval": EvalSection,
         "checkpoint": CheckpointSection,
+        "guard": GuardSection,
     }
 )

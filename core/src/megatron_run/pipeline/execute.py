@@ -40,13 +40,13 @@ class StepInputs:
     ``microbatch`` makes microbatch m for this stage; ``boundary`` is the shape and dtype of its messages, on every
     stage the same, and gets no fields; ``seed`` maps (loss name, weight) to the gradient with which that loss starts
     its backward, None without a backward;
-    ``report`` takes (loss name, sum, weight) as scalars; ``start_grad_sync`` is called with a chunk after its last
-    backward.
+    ``report`` takes (microbatch, loss name, sum, weight), the last two as scalars; ``start_grad_sync`` is called with a
+    chunk after its last backward.
     """
 
     microbatch: Callable[[int], Microbatch]
     boundary: Callable[[Microbatch], Boundary]
-    report: Callable[[str, Tensor, Tensor], None]
+    report: Callable[[int, str, Tensor, Tensor], None]
     seed: Callable[[str, Tensor], Tensor] | None = None
     start_grad_sync: Callable[[int], None] | None = None
 
@@ -159,7 +159,7 @@ class Executor:
             self._to_recompute[key] = x
         out = self._call(action, x, with_graph=self._inputs.seed is not None and key not in self._recomputed)
         for name, (total, weight) in out.losses.items():
-            self._inputs.report(name, total.detach(), weight.detach())
+            self._inputs.report(action.microbatch, name, total.detach(), weight.detach())
         if out.logits is not None:
             self._record.logits[action.microbatch] = out.logits.detach()
         return None if out.x is None else out.x.detach()

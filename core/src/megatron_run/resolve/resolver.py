@@ -21,6 +21,7 @@ from megatron_run.config.schema import (
     CheckpointSection,
     Config,
     EvalSection,
+    GuardSection,
     Header,
     ParallelSection,
     RunSection,
@@ -102,6 +103,7 @@ class _Resolver:
         parallel = self._section(ParallelSection, "parallel", layer)
         evaluation = self._section(EvalSection, "eval", layer)
         checkpoint = self._section(CheckpointSection, "checkpoint", layer)
+        guard = self._section(GuardSection, "guard", layer)
         sizes = self._sizes(parallel)
         fits = self._fits(parallel, train, plugins, catalog)
         counts = self._counts(train, sizes)
@@ -115,6 +117,7 @@ class _Resolver:
             parallel=_sure(parallel).model_copy(update={"data": _sure(sizes).data}),
             eval=_sure(evaluation),
             checkpoint=_sure(checkpoint),
+            guard=_sure(guard),
             **{section_of(kind): kind_section(kind, many, layer) for kind, many in plugins.items()},
         )
         self._ask_plugins(plugins, config, origins)

@@ -70,6 +70,11 @@ class Assembly:
     executor: Executor
     programs: Programs
 
+    def wait_for_parameters(self) -> None:
+        """Return when no updated parameter is on its way to this rank any more."""
+        for described in self.infos:
+            self.optimizer.ensure_ready(described)
+
 
 def build(run: ResolvedRun, world: World, phases: Phases | None = None) -> Assembly:
     """Build this rank's part of ``run``, which tells ``phases`` what it does. Collective over the world."""

@@ -67,13 +67,27 @@ class Checkpointing:
         A run that starts, starts from the weights of ``run.init_from``. Returns how far it had come. Raises
         :class:`megatron_run.errors.CheckpointError` before anything changes.
         """
-        self._phases.enter("load")
-        progress = resume(self._run, self._assembly, self._checkpoints, self._ranks, self._data)
+        progress = self._load(self._run.request.resume)
         source = self._run.config.run.init_from
         if source is not None and not progress.step:
             start_from(self._run, self._assembly, source, self._ranks, self._shapes())
         self._saver.set_aside(progress.step or None, self._folder.attempt)
         return progress
+
+    def go_back(self) -> Progress | None:
+        """Load the newest saved step again, and say how far the run had come; None when none is saved. Collective."""
+        self.close()  # a step that is still being saved is the newest
+        progress = self._load("auto")
+        return progress if progress.step else None
+
+    def _load(self, word: str) -> Progress:
+        self._phases.enter("load")
+        return resume(self._run, self._assembly, self._checkpoints, self._ranks, self._data, word)
+
+    def is_due(self, step: int, last: int) -> bool:
+        """Whether ``step`` of ``last`` is one that ``checkpoint.interval`` asks for, or the last."""
+        interval = self._run.config.checkpoint.interval.steps(last, self._run.config.train.global_batch_size)
+        return step == last or bool(interval and step % interval == 0)
 
     def after_step(self, progress: Progress, last: int, *, stopping: bool) -> list[CheckpointMetrics]:
         """Save the step that ``progress`` counted last if it is due, if it is the ``last``, or if the run is stopping.
@@ -82,7 +96,7 @@ class Checkpointing:
         is saved behind the training that is a later one. Raises :class:`megatron_run.errors.CheckpointError` on every
         rank for one that could not be saved.
         """
-        due, final = self._is_due(progress.step, last), stopping or progress.step == last
+        due, final = self.is_due(progress.step, last), stopping or progress.step == last
         if self._behind is None:
             return [self._save(progress)] if due or final else []
         start = time.perf_counter()
@@ -105,11 +119,6 @@ class Checkpointing:
             log.info("step %d is saved", self._behind.wait().step)
         except Exception as error:
             log.warning("%s", error)
-
-    def _is_due(self, step: int, last: int) -> bool:
-        """Whether ``step`` of ``last`` is one that ``checkpoint.interval`` asks for."""
-        interval = self._run.config.checkpoint.interval.steps(last, self._run.config.train.global_batch_size)
-        return bool(interval and step % interval == 0)
 
     def _save(self, progress: Progress) -> CheckpointMetrics:
         """Save a step; returns when it is on the disk."""
@@ -145,7 +154,8 @@ class Checkpointing:
             step=progress.step,
             run=self._folder.run_id,
             time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            counters=asdict(progress),
+            counters=progress.counters,
+            losses=progress.losses,
             scaler=dict(self._assembly.scaler.state_dict()),
             data=self._data,
             plugins=plugin_records(run.plugins),

@@ -11,7 +11,7 @@ from megatron_run.data.sampler import sample_index
 from megatron_run.errors import DataError
 from megatron_run.metrics import Metrics
 from megatron_run.pipeline.execute import StepInputs
-from megatron_run.training.losses import LANGUAGE_MODEL, make_meters, report_loss
+from megatron_run.training.losses import LANGUAGE_MODEL, Losses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -51,7 +51,7 @@ class Evaluator:
         """Score the model as it is after ``step`` steps. Collective over the world."""
         self._assembly.context.groups.phases.enter("evaluate")
         metrics = Metrics(self._assembly.context.device)
-        report = partial(report_loss, make_meters(self._assembly.model, metrics))
+        report = Losses(self._assembly.model, metrics).report
         set_training(self._assembly.chunks, training=False)
         for first in range(0, self._microbatches, self._per_batch):
             self._run_batch(first, min(self._per_batch, self._microbatches - first), report)
@@ -59,7 +59,7 @@ class Evaluator:
         loss, tokens = self._language_loss(metrics)
         return EvalMetrics(step, "validation", loss, math.exp(min(loss, 700.0)), tokens)
 
-    def _run_batch(self, first: int, microbatches: int, report: Callable[[str, Tensor, Tensor], None]) -> None:
+    def _run_batch(self, first: int, microbatches: int, report: Callable[[int, str, Tensor, Tensor], None]) -> None:
         """Run microbatches ``first..first+microbatches-1``; a batch at a time bounds what is held for receivers."""
         run, assembly = self._run, self._assembly
         train = run.config.train

@@ -68,5 +68,5 @@ def draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
     return int(torch.multinomial(probabilities, 1, generator=generator).item())
 
 
-def _ignore(name: str, total: Tensor, weight: Tensor) -> None:
+def _ignore(microbatch: int, name: str, total: Tensor, weight: Tensor) -> None:
     """Report no loss: there are no labels."""

@@ -32,20 +32,20 @@ class StepNumbers(NamedTuple):
     """While they are on the device.
 
     ``sums`` [names, 2] are the metrics' (sum, weight); ``grad_norm`` (NaN when skipped), ``zeros`` in the gradient (NaN
-    when not counted), ``loss_scale`` and ``found_inf`` are [1].
+    when not counted) and ``loss_scale`` are [1]. That the update was ``skipped`` the host has known for long.
     """
 
     sums: Tensor
     grad_norm: Tensor
     zeros: Tensor
     loss_scale: Tensor
-    found_inf: Tensor
+    skipped: bool
 
     def to_host(self, metrics: Metrics) -> HostNumbers:
         """Copy everything to the host at once."""
-        *flat, norm, zeros, scale, found_inf = torch.cat([number.flatten().double() for number in self]).tolist()
+        *flat, norm, zeros, scale = torch.cat([number.flatten().double() for number in self[:-1]]).tolist()
         sums = [flat[index : index + 2] for index in range(0, len(flat), 2)]
-        return HostNumbers(metrics.means(sums), _known(norm), _known(zeros), scale, found_inf > 0)
+        return HostNumbers(metrics.means(sums), _known(norm), _known(zeros), scale, self.skipped)
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,30 @@ class HostNumbers:
 
 @dataclass
 class Progress:
-    """What a run has done so far. ``scheduled`` samples moved the learning rate: those of skipped steps did not."""
+    """What a run has done so far. ``scheduled`` samples moved the learning rate: those of skipped steps did not.
+
+    It went back ``rewinds`` times, and so passed over ``dropped`` samples of the stream. ``losses`` are those of the
+    last steps that were not skipped, the oldest first: a loss is a spike by comparison with them.
+    """
 
     step: int = 0
     samples: int = 0
     scheduled: int = 0
     skipped_total: int = 0
     skipped_in_a_row: int = 0
+    rewinds: int = 0
+    dropped: int = 0
+    losses: tuple[float, ...] = ()
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """All of it but the losses, by name."""
+        return {name: number for name, number in vars(self).items() if name != "losses"}
+
+    @property
+    def position(self) -> int:
+        """Where the next step begins in the stream of samples."""
+        return self.samples + self.dropped
 
     def count(self, batch: int, *, skipped: bool) -> None:
         """One more step of ``batch`` samples is done."""

@@ -41,13 +41,15 @@ class Findings(NamedTuple):
     upgrade: Upgrade | None
 
 
-def resume(run: ResolvedRun, assembly: Assembly, checkpoints: Checkpoints, ranks: Ranks, data: DataRecord) -> Progress:
-    """Load the step that the user asked for, of a run on ``data``; how far it had come. Collective.
+def resume(
+    run: ResolvedRun, assembly: Assembly, checkpoints: Checkpoints, ranks: Ranks, data: DataRecord, word: str
+) -> Progress:
+    """Load the step that ``word`` means (:func:`choose`), of a run on ``data``; how far it had come. Collective.
 
     What is wrong on any rank is raised on all of them: before anything of ``assembly`` has changed, but for what can
     only be seen when values are read.
     """
-    step = json.loads(first_does(ranks, lambda: json.dumps(choose(run.request.resume, checkpoints))))
+    step = json.loads(first_does(ranks, lambda: json.dumps(choose(word, checkpoints))))
     if step is None:
         return Progress()
     manifest = all_do(ranks, lambda: _verify(checkpoints, step, ranks))
@@ -104,7 +106,7 @@ def _check(run: ResolvedRun, saved: About, data: DataRecord) -> Findings:
             fix="give the same data, or start again: --resume never",
         )
     upgrade = optimizer_upgrade(saved, run.plugins)
-    return Findings(Progress(**saved.counters), scaler_state(saved, run.plugins, allowed), upgrade)
+    return Findings(Progress(**saved.counters, losses=saved.losses), scaler_state(saved, run.plugins, allowed), upgrade)
 
 
 class Reading:
