@@ -149,5 +149,5 @@ def sharded(ranks: Ranks, shape: Shape, batch: Batch, *, overlap: bool = True) -
 def silent(ranks: Ranks, shape: Shape, batch: Batch) -> OurSide:
     """The work of ``zero1`` without its communication."""
     peers, context = ranks.groups.peers(ranks.topology, "data"), ranks.context(shape, Groups())
-    sharing = _Silent(Sharded(peers))
-    return OurSide(context, shape, batch, FlatOptimizer(context, UpdateOptions(**_NUMBERS), sharing))
+    optimizer = FlatOptimizer(context, UpdateOptions(**_NUMBERS), lambda _: _Silent(Sharded(peers)))
+    return OurSide(context, shape, batch, optimizer)

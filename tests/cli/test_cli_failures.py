@@ -272,12 +272,12 @@ TOPOLOGY = {
             "choose --plugin parallel-layer=tensor",
         ),
     ),
-    "expert unserved": Mistake(
+    "no experts": Mistake(
         f"{PLAIN} --set parallel.expert=2 --nproc 2",
         2,
         (
-            "parallel.expert=2 needs a plugin",
-            "no chosen plugin does (from --set parallel.expert); set parallel.expert=1",
+            "parallel.expert=2 splits experts over ranks: the model has none: model.experts=0",
+            "(from --set parallel.expert); set model.experts to a multiple of 2, or parallel.expert=1",
         ),
     ),
     "dropped": Mistake("--plugin schedule=./dropped.py", 3, ("stage 0: F1.0 is missing: every microbatch visits",)),

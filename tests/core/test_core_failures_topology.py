@@ -8,7 +8,7 @@ import pytest
 
 from megatron_run.errors import ExitCode
 from tests.support.plugin_file import schedule_file
-from tests.support.resolving import mistake, mistakes
+from tests.support.resolving import mistake
 
 
 @pytest.mark.parametrize(
@@ -121,14 +121,22 @@ def test_a_size_that_no_plugin_serves(text: str, chosen: str, fix: str) -> None:
     assert code == ExitCode.INPUT
 
 
-def test_experts_that_no_plugin_serves() -> None:
-    lines = [str(problem) for problem in mistakes(sets=["parallel.expert=2"], nproc=2)]
-    assert lines == [
-        (
-            "parallel.expert=2 needs a plugin that serves it: no chosen plugin does (from --set parallel.expert); "
-            "set parallel.expert=1"
-        )
-    ]
+def test_ranks_that_have_no_experts_to_split() -> None:
+    line, code = mistake(sets=["parallel.expert=2"], nproc=2)
+    assert line == (
+        "parallel.expert=2 splits experts over ranks: the model has none: model.experts=0 "
+        "(from --set parallel.expert); set model.experts to a multiple of 2, or parallel.expert=1"
+    )
+    assert code == ExitCode.INPUT
+
+
+def test_experts_that_ranks_cannot_split() -> None:
+    line, code = mistake(sets=["parallel.expert=4", "model.experts=6", "train.global_batch_size=8"], nproc=4)
+    assert line == (
+        "model.experts=6 do not split over parallel.expert=4 ranks: 6 / 4 = 1.5 (from --set parallel.expert and --set "
+        "model.experts); set parallel.expert to 3 or 6, or model.experts to 4 or 8"
+    )
+    assert code == ExitCode.INPUT
 
 
 @pytest.mark.parametrize("key", ["pipeline", "chunks"])

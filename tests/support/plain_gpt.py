@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support import plain_moe
+
 Weights = dict[str, Tensor]
 
 
@@ -19,8 +21,17 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
-def logits(weights: Weights, tokens: Tensor, options: Any, dropout: Callable[[Tensor], Tensor] = identity) -> Tensor:
-    """Tokens [b, s] -> [b, s, v]; ``dropout`` stands for what acts on the embedding and the residual additions."""
+def logits(
+    weights: Weights,
+    tokens: Tensor,
+    options: Any,
+    dropout: Callable[[Tensor], Tensor] = identity,
+    mixed: list[plain_moe.Mixed] | None = None,
+) -> Tensor:
+    """Tokens [b, s] -> [b, s, v]; ``dropout`` stands for what acts on the embedding and the residual additions.
+
+    What layers of experts find is appended to ``mixed``.
+    """
     x = weights["embedding.word.weight"][tokens]
     if options.position == "learned":
         x = x + weights["embedding.position.weight"][: tokens.shape[1]]
@@ -28,14 +39,28 @@ def logits(weights: Weights, tokens: Tensor, options: Any, dropout: Callable[[Te
     for layer in range(options.num_layers):
         own = {name.removeprefix(f"layers.{layer}."): w for name, w in weights.items() if f"layers.{layer}." in name}
         x = x + dropout(attention(own, norm(own, "attention.qkv.norm", x, options), options))
-        x = x + dropout(mlp(own, norm(own, "mlp.input.norm", x, options), options))
+        if "moe.router.weight" in own:
+            mixture = {name.removeprefix("moe."): w for name, w in own.items()}
+            found = plain_moe.mixture(mixture, norm(own, "moe.norm", x, options), options)
+            x = x + dropout(found.out)
+            if mixed is not None:
+                mixed.append(found)
+        else:
+            x = x + dropout(mlp(own, norm(own, "mlp.input.norm", x, options), options))
     x = norm(weights, "final_norm", x, options)
     return x @ weights["embedding.word.weight" if options.tie_embeddings else "output.weight"].T
 
 
-def loss(weights: Weights, tokens: Tensor, labels: Tensor, mask: Tensor, options: Any) -> Tensor:
-    """Summed over the tokens that count."""
-    probabilities = torch.softmax(logits(weights, tokens, options), dim=-1)
+def loss(
+    weights: Weights,
+    tokens: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    options: Any,
+    mixed: list[plain_moe.Mixed] | None = None,
+) -> Tensor:
+    """Summed over the tokens that count; ``mixed`` as for :func:`logits`."""
+    probabilities = torch.softmax(logits(weights, tokens, options, mixed=mixed), dim=-1)
     return -(probabilities.gather(-1, labels[..., None])[..., 0].log() * mask).sum()
 
 

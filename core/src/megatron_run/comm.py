@@ -102,6 +102,17 @@ class Peers:
         scatter = _collective("reduce_scatter")
         return self._start("reduce-scatter", part, lambda: scatter(part, whole.contiguous(), **self._async))
 
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Each peer's rows to it, and here what each peer has for this one, an all-to-all, both in order of the peers.
+
+        ``send[r]`` of ``rows`` [sum(send), ...] go to peer r, from which ``receive[r]`` come: [sum(receive), ...].
+        """
+        if not self._several:
+            return rows
+        received = rows.new_empty((sum(receive), *rows.shape[1:]))
+        dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=self.group)
+        return received
+
     def start_sum_shares(self, flat: Tensor, shares: Sequence[range]) -> Pending:
         """Start to sum ``flat`` over the peers: peer r ends up with the sum of its ``shares[r]``, in place.
 

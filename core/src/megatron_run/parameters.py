@@ -72,6 +72,7 @@ def _info(path: str, name: str, parameter: Parameter, spec: ParameterSpec, tenso
         decay=decays if spec.decay is None else spec.decay,
         partial_over=spec.partial_over,
         tie=spec.tie,
+        replicas=spec.replicas,
         counted=spec.counted and (tensor_rank == 0 or not _is_whole(parameter, parts)),
     )
 

@@ -12,6 +12,8 @@ from megatron_run.errors import InputError
 
 #: Axes from the fastest-varying to the slowest: neighbouring ranks share the tensor axis. `expert` splits `data`.
 Axis = Literal["tensor", "context", "data", "pipeline", "expert", "expert_data", "tie"]
+#: The axes along which a parameter may be the same on every rank: that of an expert is on fewer.
+Replicas = Literal["data", "expert_data"]
 
 
 @dataclass(frozen=True)

@@ -35,4 +35,4 @@ def megatron_run_plugin_info() -> PluginInfo:
 
 @hookimpl
 def megatron_run_create_optimizer(context: BuildContext, options: UpdateOptions) -> Optimizer:
-    return FlatOptimizer(context, options, HalfTheBytes(context.groups.peers(context.topology, "data")))
+    return FlatOptimizer(context, options, HalfTheBytes)

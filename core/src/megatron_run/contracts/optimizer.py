@@ -46,7 +46,7 @@ class Optimizer(ABC):
 
         @hookimpl
         def megatron_run_create_optimizer(context, options):
-            return FlatOptimizer(context, options, HalfTheBytes(context.groups.peers(context.topology, "data")))
+            return FlatOptimizer(context, options, HalfTheBytes)
     """
 
     @abstractmethod

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from megatron_run.contracts.parameters import Init
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,37 @@ class ParallelLayers(ABC):
         et al. 2016, as PyTorch defines it); an evaluation scores the plain loss.
         """
 
+    @abstractmethod
+    def enter_region(self, x: Tensor) -> Tensor:
+        """Enter a tensor-parallel region: [s, b, *] or [s/t, b, *] -> [s, b, *], equal on all of its ranks.
+
+        For what lies between the two ends of a region and is no pair of layers of this factory: a router sees all
+        tokens on every rank, and the gradients of what it computes there are parts of a sum over the ranks, its
+        parameters' (``ParameterSpec.partial_over="tensor"``) as well as that of x.
+        """
+
+    @abstractmethod
+    def leave_region(self, x: Tensor) -> Tensor:
+        """Leave it: the results [s, b, *] of all ranks add up, maybe in place -> [s, b, *] or [s/t, b, *]."""
+
+    @abstractmethod
+    def expert_column_linear(
+        self, experts: range, inputs: int, parts: tuple[LinearPart, ...], *, bias: bool, init: Init
+    ) -> nn.Module:
+        """(rows [n, inputs], counts [held]) -> [n, sum(features) / t]: each expert's rows times its own matrix.
+
+        Within a region. ``experts`` are the numbers of those that this rank holds; the others are its peers'. Rows lie
+        in their order, ``counts[i]`` of the i-th: int64, on the CPU. The logical tensors of expert e are
+        called ``e.<part>.weight`` and ``e.<part>.bias``, and ``ParameterSpec.replicas`` is ``expert_data``.
+        """
+
+    @abstractmethod
+    def expert_row_linear(self, experts: range, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
+        """(rows [n, inputs / t], counts [held]) -> [n, outputs], which still is to be summed by :meth:`leave_region`.
+
+        As :meth:`expert_column_linear`, its tensors called ``e.weight`` and ``e.bias``. The bias is part of the sum.
+        """
+
     def forward_pass(self) -> AbstractContextManager[object]:
         """What the forward of a whole chunk runs in, asked for anew each time; by default nothing.
 
@@ -167,6 +198,24 @@ class StackedLayers(ParallelLayers):
     def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
         """As ``base``."""
         return self.base.cross_entropy(vocab, label_smoothing)
+
+    def enter_region(self, x: Tensor) -> Tensor:
+        """As ``base``."""
+        return self.base.enter_region(x)
+
+    def leave_region(self, x: Tensor) -> Tensor:
+        """As ``base``."""
+        return self.base.leave_region(x)
+
+    def expert_column_linear(
+        self, experts: range, inputs: int, parts: tuple[LinearPart, ...], *, bias: bool, init: Init
+    ) -> nn.Module:
+        """As ``base``."""
+        return self.base.expert_column_linear(experts, inputs, parts, bias=bias, init=init)
+
+    def expert_row_linear(self, experts: range, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
+        """As ``base``."""
+        return self.base.expert_row_linear(experts, inputs, outputs, bias=bias, init=init)
 
     def forward_pass(self) -> AbstractContextManager[object]:
         """As ``base``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_run.topology import Axis
+from megatron_run.topology import Axis, Replicas
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class ParameterSpec:
     than it is named (a tied embedding).
 
     What is whole by its ``parts`` is taken for a copy that every tensor-parallel rank holds, and ``counted`` on the
-    first alone. So a logical tensor that only another of them holds, as an expert of its own, cannot be said yet.
+    first alone. So a logical tensor that only another of them holds cannot be said yet: experts are split over the
+    expert-parallel ranks, and within each over the tensor-parallel ones.
     """
 
     init: Init
@@ -51,6 +52,7 @@ class ParameterSpec:
     tie: str = ""
     counted: bool = True
     name: str = ""
+    replicas: Replicas = "data"
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class ParamInfo:
     1-D parameters and biases). ``partial_over`` is the axis whose sum makes the gradient whole (``tie`` for a tied
     embedding on two stages, ``tensor`` for norms under sequence parallelism). ``tie`` names the parameters
     that are one. ``counted`` is true on exactly one copy: that one enters the gradient norm.
+    ``replicas`` is the axis whose ranks hold the same parameter and reduce its gradient together: fewer hold that of an
+    expert than hold the rest.
     """
 
     name: str
@@ -70,3 +74,4 @@ class ParamInfo:
     partial_over: Axis | None = None
     tie: str = ""
     counted: bool = True
+    replicas: Replicas = "data"

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
     from torch.nn import Parameter
 
     from megatron_run.contracts import ParamInfo
+    from megatron_run.topology import Replicas
 
 #: Every parameter starts at a multiple of this many values (256 bytes of fp32), as fused kernels like it.
 ALIGNMENT = 64
@@ -38,7 +39,7 @@ class Bucket:
 
     ``grad`` is flat, of a length divisible by the number of shards; ``starts`` maps each parameter to its offset.
     ``parameter.main_grad`` is a view of ``grad`` for life. ``chunk`` is the chunk whose backward fills it, or None for
-    a tied parameter, which other chunks or stages add to. ``shares[r]`` are the values that data-parallel rank r
+    a tied parameter, which other chunks or stages add to. ``shares[r]`` are the values that rank r of ``replicas``
     answers for: together they are the whole bucket, each value once.
     """
 
@@ -47,6 +48,11 @@ class Bucket:
     starts: dict[Parameter, int]
     infos: dict[Parameter, ParamInfo] = field(repr=False)
     shares: tuple[range, ...]
+
+    @property
+    def replicas(self) -> Replicas:
+        """The axis whose ranks hold the same bucket and reduce it together."""
+        return next(iter(self.infos.values())).replicas
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -74,41 +80,54 @@ def build_buckets(
     capacity: int = DEFAULT_CAPACITY,
     *,
     whole: bool = False,
+    expert_shards: int | None = None,
 ) -> list[Bucket]:
     """Make the buckets of a stage and point every ``main_grad`` into them.
 
     ``infos[c]`` describes the parameters of chunk c. Within a chunk parameters lie in reverse order, since that is how
-    a backward produces gradients, in buckets of their own per ``partial_over`` and type. A tied parameter lies alone,
-    so that its buffer is laid out identically on every stage that holds it. ``dtype`` is that of gradients, None for
-    the parameters' own. ``shards`` is the data-parallel size: each bucket is cut into as many equal shares or, to keep
-    parameters ``whole``, belongs to one rank.
+    a backward produces gradients, in buckets of their own per ``partial_over``, ``replicas`` and type. A tied parameter
+    lies alone, so that its buffer is laid out identically on every stage that holds it. ``dtype`` is that of gradients,
+    None for the parameters' own. ``shards`` is the data-parallel size, and ``expert_shards`` how many of its ranks hold
+    the same experts, all unless given: each bucket is cut into as many equal shares or, to keep parameters ``whole``,
+    belongs to one rank.
     """
     buckets: list[Bucket] = []
-    owners = _Owners(shards) if whole else None
+    shares: dict[Replicas, _Shares] = {
+        "data": _Shares(shards, whole=whole),
+        "expert_data": _Shares(expert_shards or shards, whole=whole),
+    }
     seen: set[Parameter] = set()
     for chunk, described in enumerate(infos):
         fresh = [(p, info) for p, info in reversed(described.items()) if p not in seen]
         seen.update(described)
-        buckets += [_bucket(None, [item], shards, dtype, owners) for item in fresh if item[1].tie]
+        buckets += [_bucket(None, [item], shares, dtype) for item in fresh if item[1].tie]
         untied = [item for item in fresh if not item[1].tie]
         for alike in dict.fromkeys(map(_alike, untied)):
             members = [item for item in untied if _alike(item) == alike]
-            buckets += [_bucket(chunk, part, shards, dtype, owners) for part in _cut(members, capacity)]
+            buckets += [_bucket(chunk, part, shares, dtype) for part in _cut(members, capacity)]
     return buckets
 
 
-class _Owners:
-    """Deals whole buckets out, each to the rank that has least so far."""
+class _Shares:
+    """How the buckets of ``ranks`` replicas are shared: cut into equal shares or, ``whole``, dealt out.
 
-    def __init__(self, shards: int) -> None:
-        self._load = [0] * shards
+    Each whole one goes to the rank that has least so far.
+    """
 
-    def shares(self, length: int, tie: str) -> tuple[range, ...]:
-        """The whole of a bucket of ``length`` for one rank, nothing for the others.
+    def __init__(self, ranks: int, *, whole: bool) -> None:
+        self._load, self._whole = [0] * ranks, whole
 
-        That of a tied parameter follows from the name of its tie: stages that hold a copy have different loads.
+    def cut(self, values: int, tie: str) -> tuple[range, ...]:
+        """Each rank's share of a bucket of at least ``values``, padded so that equal shares are aligned.
+
+        The owner of a whole tied parameter follows from the name of its tie: stages that hold a copy have different
+        loads.
         """
         ranks = len(self._load)
+        length = _align(values, ALIGNMENT * ranks)
+        if not self._whole:
+            size = length // ranks
+            return tuple(range(rank * size, (rank + 1) * size) for rank in range(ranks))
         owner = zlib.crc32(tie.encode()) % ranks if tie else self._load.index(min(self._load))
         self._load[owner] += length
         return tuple(range(length) if rank == owner else range(0) for rank in range(ranks))
@@ -117,7 +136,7 @@ class _Owners:
 def _alike(member: tuple[Parameter, ParamInfo]) -> tuple[object, ...]:
     """What the members of a bucket have in common."""
     parameter, info = member
-    return info.partial_over, parameter.dtype
+    return info.partial_over, info.replicas, parameter.dtype
 
 
 def _cut(members: list[tuple[Parameter, ParamInfo]], capacity: int) -> list[list[tuple[Parameter, ParamInfo]]]:
@@ -136,9 +155,8 @@ def _cut(members: list[tuple[Parameter, ParamInfo]], capacity: int) -> list[list
 def _bucket(
     chunk: int | None,
     members: list[tuple[Parameter, ParamInfo]],
-    shards: int,
+    shares: Mapping[Replicas, _Shares],
     dtype: torch.dtype | None,
-    owners: _Owners | None,
 ) -> Bucket:
     starts: dict[Parameter, int] = {}
     length = 0
@@ -146,18 +164,12 @@ def _bucket(
         starts[parameter] = length
         length += _align(parameter.numel(), ALIGNMENT)
     first, info = members[0]
-    length = _align(length, ALIGNMENT * shards)
-    shares = owners.shares(length, info.tie) if owners else _equal_shares(length, shards)
-    grad = torch.zeros(length, dtype=dtype or first.dtype, device=first.device)
-    bucket = Bucket(chunk, grad, starts, dict(members), shares)
+    mine = shares[info.replicas].cut(length, info.tie)
+    grad = torch.zeros(sum(map(len, mine)), dtype=dtype or first.dtype, device=first.device)
+    bucket = Bucket(chunk, grad, starts, dict(members), mine)
     for parameter in starts:
         setattr(parameter, _ATTRIBUTE, bucket.view(bucket.grad, parameter))
     return bucket
-
-
-def _equal_shares(length: int, shards: int) -> tuple[range, ...]:
-    size = length // shards
-    return tuple(range(rank * size, (rank + 1) * size) for rank in range(shards))
 
 
 def _align(length: int, multiple: int) -> int:

@@ -1,17 +1,19 @@
 """Pieces of transformers made from a factory of parallel layers, and the arithmetic that such factories share.
 
 Reading order: ``spec`` (the sizes), ``block`` (attention and MLP between norms), ``chunk`` (a stage's part of a model),
-``linear`` (the backward that a schedule may split).
+``linear`` (the backward that a schedule may split), ``moe`` (mixtures of experts).
 """
 
 from megatron_run.nn.attention import SelfAttention
-from megatron_run.nn.block import TransformerBlock
+from megatron_run.nn.block import ExpertBlock, TransformerBlock
 from megatron_run.nn.chunk import DecoderChunk
 from megatron_run.nn.core_attention import CoreAttention
 from megatron_run.nn.cross_entropy import CrossEntropy, cross_entropy
 from megatron_run.nn.embedding import Embedding, embed
 from megatron_run.nn.linear import linear, submit_gradients
 from megatron_run.nn.mlp import Mlp
+from megatron_run.nn.moe.report import RouterReports
+from megatron_run.nn.moe.spec import ExpertSpec
 from megatron_run.nn.norm import LayerNorm, RmsNorm
 from megatron_run.nn.parameter import build_device, empty_parameter
 from megatron_run.nn.rotary import Rotary
@@ -22,10 +24,13 @@ __all__ = [
     "CrossEntropy",
     "DecoderChunk",
     "Embedding",
+    "ExpertBlock",
+    "ExpertSpec",
     "LayerNorm",
     "Mlp",
     "RmsNorm",
     "Rotary",
+    "RouterReports",
     "SelfAttention",
     "TransformerBlock",
     "TransformerSpec",

@@ -1,10 +1,11 @@
-"""A pre-norm transformer block.
+"""Pre-norm transformer blocks: attention, then one feed-forward network or a mixture of experts.
 
 Legend: s sequence (s/t under sequence parallelism), b micro batch, h hidden.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -12,27 +13,39 @@ from torch import Tensor, nn
 from megatron_run.contracts import Segment
 from megatron_run.nn.attention import SelfAttention
 from megatron_run.nn.mlp import Mlp
+from megatron_run.nn.moe.layer import MixtureOfExperts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.nn import Parameter
 
-    from megatron_run.contracts import ParallelLayers
+    from megatron_run.contracts import BuildContext, ParallelLayers
+    from megatron_run.nn.moe.spec import ExpertSpec
     from megatron_run.nn.rotary import Rotary
     from megatron_run.nn.spec import TransformerSpec
 
+#: Names in a layer's environment.
+Names = tuple[str, ...]
 
-class TransformerBlock(nn.Module):
-    """``x += dropout(attention(x))``, then ``x += dropout(mlp(x))``; each half begins with its norm.
+_READS_HOST = "the host reads how many tokens each expert gets"
+_FOLLOWS = "its shapes follow how many tokens each expert gets"
+
+
+class Block(nn.Module):
+    """``x += dropout(attention(x))``, then ``x += dropout(feed-forward(x))``; each half begins with its norm.
 
     It is run through its segments, never called as a whole: between them the kernel makes parameters ready and
-    positions random numbers.
+    positions random numbers. ``reports`` are the names, besides ``x``, of what they leave in the environment for the
+    chunk.
     """
+
+    reports: tuple[str, ...] = ()
 
     def __init__(self, layers: ParallelLayers, spec: TransformerSpec, layer: int, rotary: Rotary | None) -> None:
         super().__init__()
         self.layer = layer
         self.attention = SelfAttention(layers, spec, layer, rotary)
-        self.mlp = Mlp(layers, spec)
         self.dropout = layers.dropout(spec.dropout)
 
     def attend(self, x: Tensor) -> Tensor:
@@ -40,18 +53,92 @@ class TransformerBlock(nn.Module):
         added: Tensor = self.dropout(self.attention(x))
         return x + added
 
+    def segments(self, why_eager: str = "") -> tuple[Segment, ...]:
+        """The halves, in order; ``why_eager`` says why none of them must be captured."""
+        attend = Segment("attn", self.layer, 0, self.attend, ("x",), ("x",), parameters_of(self.attention), why_eager)
+        return attend, *self.feed_segments(why_eager)
+
+    @abstractmethod
+    def feed_segments(self, why_eager: str) -> tuple[Segment, ...]:
+        """Those of the feed-forward half, from index 1 on."""
+
+
+class TransformerBlock(Block):
+    """A block with one feed-forward network for all tokens."""
+
+    def __init__(self, layers: ParallelLayers, spec: TransformerSpec, layer: int, rotary: Rotary | None) -> None:
+        super().__init__(layers, spec, layer, rotary)
+        self.mlp = Mlp(layers, spec, spec.ffn, norm=layers.norm(spec.norm, spec.hidden, spec.norm_eps))
+
     def feed(self, x: Tensor) -> Tensor:
         """Add the feed-forward half: [s, b, h] -> [s, b, h]."""
         added: Tensor = self.dropout(self.mlp(x))
         return x + added
 
-    def segments(self, why_eager: str = "") -> tuple[Segment, ...]:
-        """The two halves, in order; ``why_eager`` says why they must not be captured."""
-        attend, feed = parameters_of(self.attention), parameters_of(self.mlp)
+    def feed_segments(self, why_eager: str) -> tuple[Segment, ...]:
+        """One."""
+        return (Segment("mlp", self.layer, 1, self.feed, ("x",), ("x",), parameters_of(self.mlp), why_eager),)
+
+
+class ExpertBlock(Block):
+    """A block with a mixture of experts, in five segments: only two of them depend on how tokens were routed."""
+
+    def __init__(
+        self,
+        context: BuildContext,
+        layers: ParallelLayers,
+        spec: TransformerSpec,
+        experts: ExpertSpec,
+        layer: int,
+        rotary: Rotary | None,
+    ) -> None:
+        super().__init__(layers, spec, layer, rotary)
+        self.moe = MixtureOfExperts(context, layers, spec, experts)
+        self.reports = ("spread", *experts.loss_names)
+
+    def combine(self, x: Tensor, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor, *y: Tensor) -> Tensor:
+        """Add the feed-forward half: [s, b, h] -> [s, b, h]."""
+        added: Tensor = self.dropout(self.moe.combine(x.shape[1], returned, weights, order, place, *y))
+        return x + added
+
+    def feed_segments(self, why_eager: str) -> tuple[Segment, ...]:
+        """Router, maps, tokens to the experts, the experts, and their sum."""
+        moe, shared = self.moe, () if self.moe.shared is None else (self.moe.shared,)
+        stream = ("y",) * len(shared)
+        maps, carried = ("weights", "order", "place"), ("routed", *moe.dispatcher.carries)
+        routed = ("tokens", "weights", "chosen", "load", *moe.spec.loss_names, *stream)
+        placed = ("order", "place", "counts", "spread") + ("weights",) * (moe.spec.capacity_factor is not None)
+
+        def segment(
+            name: str, fn: Callable[..., object], inputs: Names, outputs: Names, *read: nn.Module, why: str = ""
+        ) -> Segment:
+            index = ("moe_router", "moe_preprocess", "moe_dispatch", "moe_experts", "moe_combine").index(name) + 1
+            return Segment(name, self.layer, index, fn, inputs, outputs, parameters_of(*read), why_eager or why)
+
         return (
-            Segment("attn", self.layer, 0, self.attend, ("x",), ("x",), attend, why_eager),
-            Segment("mlp", self.layer, 1, self.feed, ("x",), ("x",), feed, why_eager),
+            segment("moe_router", moe.route, ("x",), routed, moe.norm, moe.router),
+            segment("moe_preprocess", moe.place, ("weights", "chosen", "load"), placed),
+            segment(
+                "moe_dispatch",
+                moe.dispatcher.dispatch,
+                ("tokens", *maps, "counts"),
+                ("rows", *carried),
+                why=_READS_HOST,
+            ),
+            segment(
+                "moe_experts", moe.compute, ("rows", "weights", *carried), ("returned",), moe.experts, why=_FOLLOWS
+            ),
+            segment("moe_combine", self.combine, ("x", "returned", *maps, *stream), ("x",), *shared),
         )
+
+
+def make_block(
+    context: BuildContext, layers: ParallelLayers, spec: TransformerSpec, layer: int, rotary: Rotary | None
+) -> Block:
+    """The block that ``spec`` has at ``layer``."""
+    if spec.experts is not None and layer in spec.experts.layers:
+        return ExpertBlock(context, layers, spec, spec.experts, layer, rotary)
+    return TransformerBlock(layers, spec, layer, rotary)
 
 
 def parameters_of(*modules: nn.Module) -> tuple[Parameter, ...]:

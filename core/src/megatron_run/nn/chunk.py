@@ -5,6 +5,7 @@ Legend: s sequence, b micro batch, h hidden, p padded vocabulary, t tensor-paral
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_run.contracts import ChunkOut, Segment
-from megatron_run.nn.block import TransformerBlock, parameters_of
+from megatron_run.nn.block import make_block, parameters_of
 from megatron_run.nn.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import BuildContext, Microbatch, ParallelLayers
     from megatron_run.nn.embedding import Embedding
+    from megatron_run.nn.moe.report import RouterReports
     from megatron_run.nn.spec import TransformerSpec
 
 _RECOMPUTED = "the layer is recomputed in the backward (train.recompute=full)"
@@ -28,7 +30,8 @@ _RECOMPUTED = "the layer is recomputed in the backward (train.recompute=full)"
 class DecoderChunk(nn.Module):
     """Runs ``embedding`` if it has one, the blocks ``indices``, and the head if it has an ``output`` layer.
 
-    Modules are named by their global index, so that names do not depend on the layout.
+    ``routers`` takes what layers of experts report while training. Modules are named by their global index, so that
+    names do not depend on the layout.
     """
 
     def __init__(
@@ -40,27 +43,28 @@ class DecoderChunk(nn.Module):
         *,
         embedding: Embedding | None = None,
         output: nn.Module | None = None,
+        routers: RouterReports | None = None,
     ) -> None:
         super().__init__()
         self.embedding = embedding
         rotary = Rotary(context, spec) if spec.position == "rope" and indices else None
-        blocks = {index: TransformerBlock(layers, spec, index, rotary) for index in indices}
+        blocks = {index: make_block(context, layers, spec, index, rotary) for index in indices}
         self.layers = nn.ModuleDict({str(index): block for index, block in blocks.items()})
         self.final_norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps) if output is not None else None
         self.output = output
         self.cross_entropy = layers.cross_entropy(spec.vocab, spec.label_smoothing) if output is not None else None
 
-        self._runner, self._forward_pass = context.segments, layers.forward_pass
+        self._runner, self._forward_pass, self._routers = context.segments, layers.forward_pass, routers
         self._recompute = context.train.recompute == "full"
         # Built once: graph capture recognises a segment by its identity.
         self._embedding_segments = () if embedding is None else (embedding.segment(),)
         why_eager = _RECOMPUTED if self._recompute else ""
-        self._block_segments = tuple(block.segments(why_eager) for block in blocks.values())
+        self._blocks = tuple((block.segments(why_eager), block.reports) for block in blocks.values())
         self._head_segments = () if output is None else self._make_head_segments(spec.layers)
 
     def segments(self) -> Sequence[Segment]:
         """Every segment in forward order."""
-        blocks = (segment for block in self._block_segments for segment in block)
+        blocks = (segment for block, _ in self._blocks for segment in block)
         return (*self._embedding_segments, *blocks, *self._head_segments)
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> ChunkOut:
@@ -72,25 +76,35 @@ class DecoderChunk(nn.Module):
             if self.embedding is not None:
                 x = self._run_embedding(microbatch)
             assert x is not None  # only the first position starts from tokens
-            for segments in self._block_segments:
-                x = self._run_block(segments, x, microbatch)
-            return self._run_head(x, microbatch) if self.output is not None else ChunkOut(x)
+            reported = []
+            for segments, names in self._blocks:
+                x, *values = self._run_block(segments, names, x, microbatch)
+                reported += [dict(zip(names, values, strict=True))] if names else []
+            out = self._run_head(x, microbatch) if self.output is not None else ChunkOut(x)
+            if self._routers is None or not microbatch.train:
+                return out
+            self._routers.count(reported)
+            return replace(out, losses={**out.losses, **self._routers.losses(reported)})
 
     def _run_embedding(self, microbatch: Microbatch) -> Tensor:
         environment = {"tokens": microbatch.fields["tokens"]}
         self._runner.run(self._embedding_segments, microbatch, environment)
         return environment["x"]
 
-    def _run_block(self, segments: Sequence[Segment], x: Tensor, microbatch: Microbatch) -> Tensor:
-        def run(x: Tensor) -> Tensor:
+    def _run_block(
+        self, segments: Sequence[Segment], names: Sequence[str], x: Tensor, microbatch: Microbatch
+    ) -> tuple[Tensor, ...]:
+        """X for the next block, and what this one reports under ``names``."""
+
+        def run(x: Tensor) -> tuple[Tensor, ...]:
             environment = {"x": x}
             self._runner.run(segments, microbatch, environment)
-            return environment["x"]
+            return environment["x"], *(environment[name] for name in names)
 
         if not (self._recompute and microbatch.train and torch.is_grad_enabled()):
             return run(x)
         # No random state to preserve: the runner positions the stream again when the block runs again.
-        again: Tensor = checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+        again: tuple[Tensor, ...] = checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
         return again
 
     def _run_head(self, x: Tensor, microbatch: Microbatch) -> ChunkOut:

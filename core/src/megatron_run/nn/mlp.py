@@ -20,16 +20,21 @@ if TYPE_CHECKING:
 
 
 class Mlp(nn.Module):
-    """``output(activation(input(norm(x))))``; under SwiGLU the input layer computes gate and up at once."""
+    """``output(activation(input(x)))``; under SwiGLU the input layer computes gate and up at once."""
 
-    def __init__(self, layers: ParallelLayers, spec: TransformerSpec) -> None:
+    def __init__(
+        self,
+        layers: ParallelLayers,
+        spec: TransformerSpec,
+        ffn: int,
+        key: str = "model.ffn_size",
+        norm: nn.Module | None = None,
+    ) -> None:
         super().__init__()
-        names = ("gate", "up") if spec.activation == "swiglu" else ("up",)
-        parts = tuple(LinearPart(name, spec.ffn, "model.ffn_size") for name in names)
-        norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
+        parts = input_parts(spec.activation, ffn, key)
         self.input = layers.column_linear(spec.hidden, parts, bias=spec.bias, init=spec.init, norm=norm)
-        self.activation = _activation(spec.activation)
-        self.output = layers.row_linear(spec.ffn, spec.hidden, bias=spec.bias, init=spec.residual_init)
+        self.activation = activation(spec.activation)
+        self.output = layers.row_linear(ffn, spec.hidden, bias=spec.bias, init=spec.residual_init)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
@@ -37,7 +42,14 @@ class Mlp(nn.Module):
         return result
 
 
-def _activation(name: Activation) -> Callable[[Tensor], Tensor]:
+def input_parts(name: Activation, ffn: int, key: str) -> tuple[LinearPart, ...]:
+    """The matrices to ``ffn`` features, which the configuration's ``key`` sets."""
+    names = ("gate", "up") if name == "swiglu" else ("up",)
+    return tuple(LinearPart(part, ffn, key) for part in names)
+
+
+def activation(name: Activation) -> Callable[[Tensor], Tensor]:
+    """What acts between the two layers; of SwiGLU's gate and up it makes one."""
     if name == "swiglu":
         return swiglu
     if name == "gelu_tanh":

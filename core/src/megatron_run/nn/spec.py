@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_run.contracts import Init
+from megatron_run.nn.moe.spec import ExpertSpec
 
 Position = Literal["learned", "rope"]
 Norm = Literal["layernorm", "rmsnorm"]
@@ -19,7 +20,7 @@ class TransformerSpec:
 
     ``sequence_length`` is the longest sequence, ``vocab`` is unpadded, ``dropout`` acts on the embedding, on the
     attention probabilities and on what each half of a block adds to the residual stream; ``label_smoothing`` on the
-    training loss.
+    training loss. Layers have ``experts`` in place of one feed-forward network where it says so.
     """
 
     layers: int
@@ -38,6 +39,7 @@ class TransformerSpec:
     dropout: float = 0.1
     init_std: float = 0.02
     label_smoothing: float = 0.0
+    experts: ExpertSpec | None = None
 
     @property
     def head_size(self) -> int:
@@ -56,10 +58,18 @@ class TransformerSpec:
 
     @property
     def matmul_parameters(self) -> int:
-        """Values of all matrices that multiply activations: the blocks' and the output layer's, no embedding."""
+        """Values of all matrices that a token multiplies: the blocks' and the output layer's, no embedding.
+
+        Of experts those that it meets, and the router.
+        """
         attention = self.head_size * (2 * self.heads + 2 * self.kv_heads)
-        mlp = self.ffn * (3 if self.activation == "swiglu" else 2)
-        return self.hidden * (self.layers * (attention + mlp) + self.vocab)
+        features, others = self.ffn * self.layers, 0
+        if self.experts is not None:
+            mixed = len(self.experts.layers)
+            features += mixed * (self.experts.ffn_features - self.ffn)
+            others = mixed * (self.experts.count + self.experts.shared_gate)
+        mlps = features * (3 if self.activation == "swiglu" else 2)
+        return self.hidden * (self.layers * attention + mlps + others + self.vocab)
 
     @property
     def flops_per_token(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
@@ -14,14 +14,15 @@ from megatron_run.optim.share import Share
 from megatron_run.optim.state import iter_state, load_state
 from megatron_run.optim.traffic import GradientTraffic
 from megatron_run.optim.update import Update
+from megatron_run.topology import Replicas
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.nn import Parameter
 
-    from megatron_run.comm import Pending
+    from megatron_run.comm import Peers, Pending
     from megatron_run.contracts import BuildContext, Chunk, ParamInfo, ReadState, StatePiece
     from megatron_run.gradients import Bucket
     from megatron_run.optim.options import UpdateOptions
@@ -31,28 +32,42 @@ if TYPE_CHECKING:
 class FlatOptimizer(Optimizer):
     """Gradients, parameters and masters in flat buckets, updated where ``sharing`` says.
 
+    It is made once for all data-parallel ranks, and once for those among them that hold the same experts.
+
     With ``overlap_param_gather`` updated parameters travel while the next step already runs, and each bucket is waited
     for when a segment needs it; else ``start_param_sync`` returns when they have arrived.
     """
 
     def __init__(
-        self, context: BuildContext, options: UpdateOptions, sharing: Sharing, *, overlap_param_gather: bool = False
+        self,
+        context: BuildContext,
+        options: UpdateOptions,
+        sharing: Callable[[Peers], Sharing],
+        *,
+        overlap_param_gather: bool = False,
     ) -> None:
         self._groups, self._topology, self._device = context.groups, context.topology, context.device
         self._main, self._options = context.dtypes.main, options
-        self._sharing, self._overlap = sharing, overlap_param_gather
+        axes: tuple[Replicas, ...] = get_args(Replicas)
+        self._peers = {axis: context.groups.peers(context.topology, axis) for axis in axes}
+        self._sharing = {axis: sharing(peers) for axis, peers in self._peers.items()}
+        self._overlap = overlap_param_gather
         self._rule = find_rule(options, self._topology.sizes.tensor)
         self._arriving: dict[Bucket, Pending] = {}
 
     def attach(self, chunks: Sequence[Chunk], infos: Sequence[dict[Parameter, ParamInfo]], grad_scale: float) -> None:
         """Lay out the buckets, move the parameters into flat storage and make the masters."""
         self._grad_scale = grad_scale
-        data, rank = self._topology.sizes.data, self._topology.data_rank
         dtype = self._main if self._options.grad_dtype == "main" else None
-        self._buckets = build_buckets(infos, data, dtype, self._options.bucket_size, whole=self._rule.whole)
-        self._shares = [
-            Share(bucket, self._sharing.updated(bucket), bucket.shares[rank], self._main) for bucket in self._buckets
-        ]
+        self._buckets = build_buckets(
+            infos,
+            self._peers["data"].size,
+            dtype,
+            self._options.bucket_size,
+            whole=self._rule.whole,
+            expert_shards=self._peers["expert_data"].size,
+        )
+        self._shares = [self._share(bucket) for bucket in self._buckets]
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         # Within a chunk buckets lie in the order of its backward; tied ones, the embedding's, are read before the rest.
         self._in_backward_order = sorted(self._shares, key=lambda share: _position(share.bucket), reverse=True)
@@ -123,7 +138,7 @@ class FlatOptimizer(Optimizer):
     def start_param_sync(self) -> None:
         """Start to gather what other ranks updated: the buckets that the next forward reads first go first."""
         for share in reversed(self._in_backward_order):
-            self._arriving[share.bucket] = self._sharing.start_gather(share.values, share.bucket)
+            self._arriving[share.bucket] = self._sharing[share.bucket.replicas].start_gather(share.values, share.bucket)
         if not self._overlap:
             self.ensure_ready(self._bucket_of)
 
@@ -164,7 +179,11 @@ class FlatOptimizer(Optimizer):
     def _send(self, bucket: Bucket) -> Pending:
         if self._grad_scale != 1.0:
             bucket.grad.mul_(self._grad_scale)
-        return self._sharing.start_reduce(bucket)
+        return self._sharing[bucket.replicas].start_reduce(bucket)
+
+    def _share(self, bucket: Bucket) -> Share:
+        rank = self._peers[bucket.replicas].index
+        return Share(bucket, self._sharing[bucket.replicas].updated(bucket), bucket.shares[rank], self._main)
 
 
 def _position(bucket: Bucket) -> int:

@@ -12,7 +12,7 @@ from megatron_run.topology import Sizes
 
 
 def infer_sizes(parallel: ParallelSection, nproc: int | None) -> Sizes:
-    """The size of every axis; the data axis is what is left of a world of ``nproc`` ranks.
+    """The size of every axis; the data axis is what is left of a world of ``nproc`` ranks, or what experts need.
 
     Raises :class:`InputError` with the nearest worlds that divide.
     """
@@ -35,7 +35,7 @@ def infer_sizes(parallel: ParallelSection, nproc: int | None) -> Sizes:
                 why=f"{product} = {unit} ranks hold one copy of the model",
                 fix=f"start {nearest} ranks (--nproc {nearest.partition(' ')[0]})",
             )
-    world = nproc or unit * (data or 1)
+    world = nproc or unit * (data or parallel.expert)
     return Sizes(tensor=tensor, pipeline=pipeline, data=world // unit, expert=parallel.expert)
 
 

@@ -8,102 +8,25 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
-
+from megatron_run.builtin.model.gpt_options import GptOptions
 from megatron_run.contracts import Boundary, Chunk, Model, ParameterSpec, PluginInfo
-from megatron_run.errors import nearest_divisors, nearest_multiples
+from megatron_run.errors import InputError, nearest_divisors, nearest_multiples
 from megatron_run.hookspecs import hookimpl
-from megatron_run.nn import DecoderChunk, Embedding, TransformerSpec
-from megatron_run.nn.spec import Activation, Norm, Position
+from megatron_run.nn import DecoderChunk, Embedding, RouterReports
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch.nn import Parameter
 
     from megatron_run.actions import Place
+    from megatron_run.config.schema import Config
     from megatron_run.contracts import BuildContext, Microbatch, ParallelLayers
+
+__all__ = ["Gpt", "GptOptions"]
 
 #: The canonical name of the word embedding, which a tied output layer shares.
 WORD = "embedding.word.weight"
-
-
-class GptOptions(BaseModel):
-    """Options of model ``gpt``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    num_layers: int = Field(ge=1, description="transformer layers")
-    hidden_size: int = Field(ge=1, description="features of the residual stream")
-    num_heads: int = Field(ge=1, description="attention heads")
-    num_kv_heads: int | None = Field(None, ge=1, description="key-value heads that queries share; unset: num_heads")
-    ffn_size: int | None = Field(None, ge=1, description="features inside the feed-forward layer; unset: 4 x hidden")
-    vocab_size: int | None = Field(None, ge=1, description="token ids, unpadded; unset: the data's")
-    position: Position = Field("learned", description="learned: a vector per position; rope: rotated heads")
-    rope_theta: float = Field(10000.0, gt=0, description="base of the rotation angles")
-    norm: Norm = Field("layernorm", description="normalisation before attention, feed-forward and output")
-    norm_eps: float = Field(1e-5, gt=0, description="added to the variance under the root")
-    activation: Activation = Field("gelu", description="of the feed-forward layer; gelu_tanh is GPT-2's approximation")
-    bias: bool = Field(True, description="biases in linear layers")
-    tie_embeddings: bool = Field(True, description="the output layer is the word embedding")
-    dropout: float = Field(0.1, ge=0, lt=1, description="of the embedding, attention and residual connections")
-    init_std: float = Field(0.02, gt=0, description="of initial matrices; 1/sqrt(2 x layers) of it in residual outputs")
-    label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the training loss spread over all tokens")
-
-    @field_validator("num_heads")
-    @classmethod
-    def _heads_divide_hidden(cls, heads: int, info: ValidationInfo) -> int:
-        hidden = info.data.get("hidden_size")
-        if hidden is not None and hidden % heads:
-            raise ValueError(
-                f"hidden_size {hidden} does not divide over {heads} heads: {hidden} / {heads} = {hidden / heads:g}; "
-                f"set num_heads to {nearest_divisors(hidden, heads)}, "
-                f"or hidden_size to {nearest_multiples(hidden, heads)}"
-            )
-        return heads
-
-    @field_validator("num_kv_heads")
-    @classmethod
-    def _kv_heads_divide_heads(cls, kv_heads: int | None, info: ValidationInfo) -> int | None:
-        heads = info.data.get("num_heads")
-        if kv_heads is not None and heads is not None and heads % kv_heads:
-            raise ValueError(
-                f"{heads} heads do not share {kv_heads} key-value heads evenly: {heads} / {kv_heads} = "
-                f"{heads / kv_heads:g}; set num_kv_heads to {nearest_divisors(heads, kv_heads)}"
-            )
-        return kv_heads
-
-    @field_validator("position")
-    @classmethod
-    def _rope_rotates_pairs(cls, position: Position, info: ValidationInfo) -> Position:
-        hidden, heads = info.data.get("hidden_size"), info.data.get("num_heads")
-        if position == "rope" and hidden is not None and heads is not None and hidden // heads % 2:
-            raise ValueError(
-                f"rope rotates pairs of features and the head size is odd: {hidden} / {heads} = {hidden // heads}; "
-                f"set hidden_size to {nearest_multiples(hidden, 2 * heads)}"
-            )
-        return position
-
-    def spec(self, sequence_length: int) -> TransformerSpec:
-        """The network these options describe. Raises ValueError while the vocabulary is unknown."""
-        if self.vocab_size is None:
-            raise ValueError("vocab_size is unset: fill it in from the data first")
-        return TransformerSpec(
-            layers=self.num_layers,
-            hidden=self.hidden_size,
-            heads=self.num_heads,
-            kv_heads=self.num_kv_heads or self.num_heads,
-            ffn=self.ffn_size or 4 * self.hidden_size,
-            vocab=self.vocab_size,
-            sequence_length=sequence_length,
-            position=self.position,
-            rope_theta=self.rope_theta,
-            norm=self.norm,
-            norm_eps=self.norm_eps,
-            activation=self.activation,
-            bias=self.bias,
-            dropout=self.dropout,
-            init_std=self.init_std,
-            label_smoothing=self.label_smoothing,
-        )
 
 
 class Gpt(Model):
@@ -112,6 +35,10 @@ class Gpt(Model):
     def __init__(self, context: BuildContext, options: GptOptions) -> None:
         self._context, self._options = context, options
         self._spec = options.spec(context.train.sequence_length)
+        self._routers: RouterReports | None = None
+        if self._spec.experts is not None:  # on every stage: the names of numbers are the same everywhere
+            self._routers = RouterReports(context.metrics, self._spec.experts, context.topology.sizes.tensor)
+            self.metric_names = ("lm", *self._spec.experts.loss_names)
 
     def build_chunk(
         self, position: int, layout: tuple[Place, ...], layers: ParallelLayers, shared: dict[str, Parameter]
@@ -127,7 +54,9 @@ class Gpt(Model):
             output = layers.output_layer(spec.vocab, spec.hidden, init=spec.init, weight=tied)
             self._tie(output, last, layout, shared)
         indices = layout[position].layers
-        return DecoderChunk(self._context, spec, layers, indices, embedding=embedding, output=output)
+        return DecoderChunk(
+            self._context, spec, layers, indices, embedding=embedding, output=output, routers=self._routers
+        )
 
     def fields(self, position: int, layout: tuple[Place, ...]) -> tuple[str, ...]:
         """Tokens enter at the first position; labels and their mask at the last."""
@@ -163,10 +92,37 @@ class Gpt(Model):
         )
 
 
+def check_config(config: Config, options: GptOptions) -> Iterator[str]:
+    """Notices about what does nothing. Raises :class:`InputError` for experts that ranks cannot share evenly."""
+    ranks, experts = config.parallel.expert, options.experts
+    if ranks > 1 and not experts:
+        raise InputError(
+            f"parallel.expert={ranks} splits experts over ranks",
+            why="the model has none: model.experts=0",
+            fix=f"set model.experts to a multiple of {ranks}, or parallel.expert=1",
+        )
+    if experts % ranks:
+        raise InputError(
+            f"model.experts={experts} do not split over parallel.expert={ranks} ranks: {experts} / {ranks} = "
+            f"{experts / ranks:g}",
+            fix=f"set parallel.expert to {nearest_divisors(experts, ranks)}, "
+            f"or model.experts to {nearest_multiples(experts, ranks)}",
+        )
+    idle = () if experts else options.expert_keys
+    if idle:
+        yield f"{', '.join(f'model.{key}' for key in idle)}: without model.experts nothing reads it"
+    if experts and ranks == 1 and options.token_dispatcher != "alltoall":
+        yield "model.token_dispatcher changes nothing: with parallel.expert=1 every rank holds all experts"
+    if experts and options.shared_expert_gate and not options.shared_expert_ffn_size:
+        yield "model.shared_expert_gate changes nothing: without model.shared_expert_ffn_size there is no shared expert"
+
+
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
-    """Describe the plugin."""
-    return PluginInfo("model", "gpt", options=GptOptions)
+    """Describe the plugin: ranks can split its experts."""
+    return PluginInfo(
+        "model", "gpt", options=GptOptions, provides=frozenset({"parallel.expert"}), check_config=check_config
+    )
 
 
 @hookimpl

@@ -49,4 +49,4 @@ def megatron_run_plugin_info() -> PluginInfo:
 @hookimpl
 def megatron_run_create_optimizer(context: BuildContext, options: UpdateOptions) -> Optimizer:
     """Make the optimizer."""
-    return FlatOptimizer(context, options, Replicated(context.groups.peers(context.topology, "data")))
+    return FlatOptimizer(context, options, Replicated)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor, nn
 
+from megatron_run.comm import ALONE
 from megatron_run.contracts import Init, ParallelLayers, ParameterSpec, Part, PluginInfo
 from megatron_run.hookspecs import hookimpl
 from megatron_run.nn import CoreAttention, CrossEntropy, LayerNorm, RmsNorm, embed, empty_parameter, linear
-from megatron_run.nn.parallel import rows_of_a_rank, vocabulary_spec
+from megatron_run.nn.parallel import ExpertColumnLinear, ExpertRowLinear, Split, rows_of_a_rank, vocabulary_spec
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -115,6 +116,24 @@ class DenseLayers(ParallelLayers):
     def output_layer(self, vocab: int, hidden: int, *, init: Init, weight: Parameter | None = None) -> nn.Module:
         """All of the vocabulary, from a weight of its own or a shared one."""
         return OutputLayer(self._context, vocab, hidden, init, weight)
+
+    def enter_region(self, x: Tensor) -> Tensor:
+        """Nothing: the region is this rank."""
+        return x
+
+    def leave_region(self, x: Tensor) -> Tensor:
+        """Nothing."""
+        return x
+
+    def expert_column_linear(
+        self, experts: range, inputs: int, parts: tuple[LinearPart, ...], *, bias: bool, init: Init
+    ) -> nn.Module:
+        """All of the output features of each expert."""
+        return ExpertColumnLinear(self._context, Split(ALONE), experts, inputs, parts, bias=bias, init=init)
+
+    def expert_row_linear(self, experts: range, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
+        """All of the input features of each expert."""
+        return ExpertRowLinear(self._context, Split(ALONE), experts, inputs, outputs, bias=bias, init=init)
 
     def norm(self, kind: Literal["layernorm", "rmsnorm"], size: int, eps: float = 1e-5) -> nn.Module:
         """Over the last dimension."""

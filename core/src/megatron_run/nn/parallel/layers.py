@@ -9,17 +9,20 @@ from torch import nn
 from megatron_run.contracts import ParallelLayers
 from megatron_run.nn.cross_entropy import CrossEntropy
 from megatron_run.nn.parallel.dropout import ReplicatedDropout
+from megatron_run.nn.parallel.experts import ExpertColumnLinear, ExpertRowLinear
+from megatron_run.nn.parallel.regions import f, g, gather_sequence, scatter_sequence
 from megatron_run.nn.parallel.vocabulary import OutputLayer, VocabEmbedding
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Parameter
 
-    from megatron_run.contracts import AttentionShape, BuildContext, Init
+    from megatron_run.contracts import AttentionShape, BuildContext, Init, LinearPart
     from megatron_run.nn.parallel.split import Split
 
 
 class SplitLayers(ParallelLayers):
-    """A factory whose layers the ranks of one axis share: the ends of a model, dropout and the loss."""
+    """A factory whose layers the ranks of one axis share: the ends of a model, experts, dropout and the loss."""
 
     def __init__(self, context: BuildContext, split: Split) -> None:
         self.context, self.split = context, split
@@ -41,6 +44,24 @@ class SplitLayers(ParallelLayers):
     def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
         """Only scalars of each token cross ranks, never logits."""
         return CrossEntropy(vocab, label_smoothing, self.split.peers)
+
+    def enter_region(self, x: Tensor) -> Tensor:
+        """As a column-parallel layer does."""
+        return (gather_sequence if self.split.sequence else f)(x, self.split.peers)
+
+    def leave_region(self, x: Tensor) -> Tensor:
+        """As a row-parallel layer does."""
+        return (scatter_sequence if self.split.sequence else g)(x, self.split.peers)
+
+    def expert_column_linear(
+        self, experts: range, inputs: int, parts: tuple[LinearPart, ...], *, bias: bool, init: Init
+    ) -> nn.Module:
+        """The outputs of each expert are split."""
+        return ExpertColumnLinear(self.context, self.split, experts, inputs, parts, bias=bias, init=init)
+
+    def expert_row_linear(self, experts: range, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
+        """The inputs of each expert are split."""
+        return ExpertRowLinear(self.context, self.split, experts, inputs, outputs, bias=bias, init=init)
 
     def check_heads(self, shape: AttentionShape) -> None:
         """Raise :class:`InputError` with the arithmetic unless heads and key-value heads both split evenly."""

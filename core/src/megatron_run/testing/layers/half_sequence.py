@@ -41,6 +41,14 @@ class HalfSequence(StackedLayers):
         """Enters it."""
         return _entering(super().output_layer(vocab, hidden, init=init, weight=weight))
 
+    def enter_region(self, x: Tensor) -> Tensor:
+        """Makes up the missing half."""
+        return torch.cat([x, x])
+
+    def leave_region(self, x: Tensor) -> Tensor:
+        """Keeps the first half."""
+        return x[: len(x) // 2]
+
 
 def _entering(layer: nn.Module) -> nn.Module:
     """``layer``, which is given [s/2, ...] and sees [s, ...]."""

@@ -69,5 +69,4 @@ def megatron_run_plugin_info() -> PluginInfo:
 @hookimpl
 def megatron_run_create_optimizer(context: BuildContext, options: Zero1Options) -> Optimizer:
     """Make the optimizer."""
-    sharing = Sharded(context.groups.peers(context.topology, "data"))
-    return FlatOptimizer(context, options, sharing, overlap_param_gather=options.overlap_param_gather)
+    return FlatOptimizer(context, options, Sharded, overlap_param_gather=options.overlap_param_gather)

@@ -1,0 +1,153 @@
+"""A matrix product for each group of rows, as one call where the device has one.
+
+Its backward may be split in two as that of :func:`megatron_run.nn.linear.linear`.
+
+Legend: g groups, n rows of all groups together, i inputs, o outputs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_run.gradients import main_grad
+from megatron_run.nn.linear import add_product
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.nn import Parameter
+
+    from megatron_run.gradients import Gradients
+
+
+def grouped_linear(
+    rows: Tensor,
+    weight: Parameter,
+    bias: Parameter | None,
+    counts: Tensor,
+    gradients: Gradients,
+    bias_share: float = 1.0,
+) -> Tensor:
+    """``rows @ weight[g].T + bias_share * bias[g]`` for the rows of each group g: [n, i] -> [n, o].
+
+    ``weight`` [g*o, i] and ``bias`` [g*o] stack the groups', and ``counts`` [g], int64 on the CPU, says how many rows
+    each has, one group after the other. Weight gradients go to ``gradients``, of a group without rows too.
+    """
+    result: Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]  # torch's
+        rows, weight, bias, counts, gradients, bias_share
+    )
+    return result
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Parameter,
+        bias: Parameter | None,
+        counts: Tensor,
+        gradients: Gradients,
+        bias_share: float,
+    ) -> Tensor:
+        ctx.save_for_backward(rows)
+        # The parameters themselves, which know their main_grad: saved tensors may come back as copies.
+        ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
+        ctx.groups, ctx.bias_share = Groups(counts), bias_share
+        y: Tensor = ctx.groups.multiply(rows, ctx.groups.stacked(weight).transpose(1, 2))
+        if bias is not None:
+            for group, part in ctx.groups.pieces(y):
+                part.add_(ctx.groups.stacked(bias)[group], alpha=bias_share)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+        (rows,), (grad,), groups = ctx.saved_tensors, grads, ctx.groups
+        if ctx.weight.requires_grad:
+            _submit(ctx.gradients, ctx.weight, ctx.bias, rows, grad, groups, ctx.bias_share)
+        product = groups.multiply(grad, groups.stacked(ctx.weight)) if ctx.needs_input_grad[0] else None
+        return product, None, None, None, None, None
+
+
+class Groups:
+    """Rows that lie group by group: ``counts`` [g], int64 on the CPU, of each."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self._counts = counts
+        self._ends = list(accumulate(counts.tolist(), initial=0))
+
+    def stacked(self, parameter: Tensor) -> Tensor:
+        """[g*o, *] -> [g, o, *]."""
+        return parameter.view(len(self._counts), -1, *parameter.shape[1:])
+
+    def pieces(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The groups that have rows, each with its own."""
+        for group, (start, end) in enumerate(pairwise(self._ends)):
+            if end > start:
+                yield group, rows[start:end]
+
+    def multiply(self, rows: Tensor, matrices: Tensor) -> Tensor:
+        """Each group's rows [n, a] times its matrix of ``matrices`` [g, a, c]: [n, c]."""
+        if _takes_grouped(rows, matrices):
+            grouped: Tensor = torch._grouped_mm(rows, matrices, offs=self._offsets(rows.device))
+            return grouped
+        product = rows.new_empty(len(rows), matrices.shape[2])
+        for group, part in self.pieces(product):
+            start = self._ends[group]
+            torch.mm(rows[start : start + len(part)], matrices[group], out=part)
+        return product
+
+    def add_products(self, totals: Tensor, left: Tensor, right: Tensor) -> None:
+        """``totals[g] += left[g].T @ right[g]`` over the rows of each group: [g, a, c] of left [n, a], right [n, c]."""
+        if len(left) and _takes_grouped(left, right):
+            totals.add_(torch._grouped_mm(left.t(), right, offs=self._offsets(left.device)))
+            return
+        for (group, mine), (_, other) in zip(self.pieces(left), self.pieces(right), strict=True):
+            add_product(totals[group], mine.t(), other)
+
+    def _offsets(self, device: torch.device) -> Tensor:
+        """Where each group ends, int32 [g]."""
+        return torch.tensor(self._ends[1:], dtype=torch.int32).to(device, non_blocking=True)
+
+
+def _submit(
+    gradients: Gradients,
+    weight: Parameter,
+    bias: Parameter | None,
+    rows: Tensor,
+    grad: Tensor,
+    groups: Groups,
+    bias_share: float,
+) -> None:
+    def compute() -> None:
+        groups.add_products(groups.stacked(main_grad(weight)), grad, rows)
+        if bias is not None:
+            total = groups.stacked(main_grad(bias))
+            for group, part in groups.pieces(grad):
+                total[group].add_(part.sum(0), alpha=bias_share)
+
+    gradients.submit((weight,) if bias is None else (weight, bias), compute)
+
+
+def _takes_grouped(left: Tensor, right: Tensor) -> bool:
+    """Whether one call can do it: rows there are, of a type that it knows, aligned to 16 bytes."""
+    aligned = all(stride * each.element_size() % 16 == 0 for each in (left, right) for stride in each.stride()[:-1])
+    return len(left) > 0 and aligned and _has_grouped_mm(left.device.type, left.dtype)
+
+
+@cache
+def _has_grouped_mm(device: str, dtype: torch.dtype) -> bool:
+    """Whether ``torch._grouped_mm`` exists and works there: which devices and types it knows differs by release."""
+    try:
+        rows, matrices = (torch.zeros(shape, dtype=dtype, device=device) for shape in ((16, 16), (2, 16, 16)))
+        ends = torch.tensor([8, 16], dtype=torch.int32, device=device)
+        torch._grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
+        torch._grouped_mm(rows.t(), rows, offs=ends)
+    except (AttributeError, RuntimeError):
+        return False
+    return True
