@@ -28,8 +28,7 @@ def test_a_change_is_told_with_its_step_to_the_recorder_first() -> None:
     phases.listeners += [lambda *told: order.append(("listener", *told))]
     phases.step(3)
     phases.enter("backward", "B1.0")
-    told = [(3, "data", ""), (3, "backward", "B1.0")]  # a step begins with its data
-    assert order == [(who, *each) for each in told for who in ("recorder", "listener")]
+    assert order == [("recorder", 3, "backward", "B1.0"), ("listener", 3, "backward", "B1.0")]
     assert phases.now == ("backward", "B1.0")
 
 

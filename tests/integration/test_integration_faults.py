@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(60)]
 
 #: Two stages of two data-parallel ranks: messages, reductions and gathered parameters.
 PLUGINS = ("schedule=1f1b", "optimizer=zero1")
+Kills = Sequence[tuple[str, int, bool]]
 #: One after the other, in each step from the second on: the phase at which a rank dies, the rank, and whether the step
 #: is saved then.
 KILLS = (
@@ -31,6 +33,13 @@ KILLS = (
     ("save-rename", 0, False),
     ("save-latest", 0, True),
     ("save-retention", 0, True),
+)
+#: The same for steps that are saved behind the training: what they are killed in is the saving of the step before.
+KILLS_BEHIND = (
+    ("save-flush", 1, False),
+    ("save-shard", 3, False),
+    ("save-manifest", 0, False),
+    ("save-latest", 0, True),
 )
 LAST = len(KILLS) + 2
 #: Seconds after which no other rank is left: the launcher's five, and some for a busy machine.
@@ -62,19 +71,22 @@ def newest_intact(folder: Path) -> int:
     return newest
 
 
-def test_ranks_killed_in_every_phase_are_named_and_the_run_ends_bit_for_bit(whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kills", "behind"), [(KILLS, False), (KILLS_BEHIND, True)], ids=["in turn", "behind"])
+def test_ranks_killed_in_every_phase_are_named_and_the_run_ends_bit_for_bit(
+    kills: Kills, behind: bool, whole: Path, tmp_path: Path
+) -> None:
     """One run, whose every attempt is killed a step later."""
-    folder = tmp_path / "run"
-    for attempt, (phase, rank, saved) in enumerate(KILLS, start=1):
+    folder, saving = tmp_path / "run", {"checkpoint.async_save": behind}
+    for attempt, (phase, rank, saved) in enumerate(kills, start=1):
         step = attempt + 1
-        died = run(folder, f"rank={rank},step={step},at={phase},kind=kill")
+        died = run(folder, f"rank={rank},step={step},at={phase},kind=kill", **saving)
         assert died.code == 4, phase
         assert died.message.startswith(f"a rank was killed by SIGKILL (rank {rank}, log: "), phase
         assert "\n" not in died.message
         log = folder / "logs" / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.log"  # its last word is what befell it
         assert died.ended - log.stat().st_mtime < GONE, phase
         assert newest_intact(folder) == (step if saved else step - 1), phase
-    assert run(folder).code == 0
+    assert run(folder, **saving).code == 0
     assert saved_bits(folder, LAST) == saved_bits(whole, LAST)
     assert learned(folder) == learned(whole)
     left = [entry.name for entry in (folder / "checkpoints").iterdir() if entry.name.startswith((".tmp", ".del"))]

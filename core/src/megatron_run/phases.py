@@ -70,9 +70,8 @@ class Phases:
         return self._name, self._detail
 
     def step(self, number: int) -> None:
-        """What comes is part of step ``number``, and no more of what was done after the step before."""
+        """What comes is part of step ``number``."""
         self._step = number
-        self.enter("data")
 
     def enter(self, name: PhaseName, detail: object = "") -> None:
         """From here on this rank does ``name``; ``detail`` is made into a text only where somebody wants it."""

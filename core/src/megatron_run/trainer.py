@@ -142,6 +142,7 @@ class Trainer:
         """One step, its actions timed by ``clock`` if there is one."""
         start, progress = time.perf_counter(), self._progress
         self._phases.step(progress.step + 1)
+        self._phases.enter("data")
         batch = self._batches.at(progress.samples)
         microbatches = self._batches.microbatches(batch)
         lr, weight_decay = self._learning_rate.at(progress.scheduled), self._weight_decay.at(progress.scheduled)

@@ -53,17 +53,13 @@ class _Faulty:
 
     def __init__(self, faults: Sequence[Fault], rank: int, parameters: Sequence[Parameter]) -> None:
         self._faults, self._rank, self._parameters = faults, rank, parameters
-        self._step = -1
-        self._entered: Counter[str] = Counter()
+        self._entered: Counter[tuple[int, str]] = Counter()
 
     def __call__(self, step: int, phase: str, detail: object) -> None:
         """The rank enters ``phase``."""
-        if step != self._step:
-            self._step = step
-            self._entered.clear()
-        self._entered[phase] += 1
+        self._entered[step, phase] += 1
         for fault in self._faults:
-            if fault.strikes(step, phase, self._entered[phase]):
+            if fault.strikes(step, phase, self._entered[step, phase]):
                 _say(f"fault: {fault.kind} on rank {self._rank} in step {step}, {phase}{f' {detail}' * bool(detail)}")
                 self._strike(fault, str(detail))
 
