@@ -76,7 +76,8 @@ def test_ranks_killed_in_every_phase_are_named_and_the_run_ends_bit_for_bit(
     kills: Kills, behind: bool, whole: Path, tmp_path: Path
 ) -> None:
     """One run, whose every attempt is killed a step later."""
-    folder, saving = tmp_path / "run", {"checkpoint.async_save": behind}
+    folder = tmp_path / "run"
+    saving: dict[str, Any] = {"checkpoint.async_save": behind}
     for attempt, (phase, rank, saved) in enumerate(kills, start=1):
         step = attempt + 1
         died = run(folder, f"rank={rank},step={step},at={phase},kind=kill", **saving)
