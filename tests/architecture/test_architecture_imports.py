@@ -15,9 +15,9 @@ from tests.support.checkout import COMMAND_LINE, KERNEL, PLUGINS, ROOT, Member, 
 #: The kernel from the ground up; a part may import its own line and the lines above it in this table.
 ORDER = (
     ("__version__", "errors"),
-    ("contracts", "actions", "topology", "world", "phases"),
+    ("contracts", "actions", "topology", "world", "phases", "faults"),
     ("hookspecs",),
-    ("config", "comm", "gloo"),
+    ("config", "comm", "gloo", "watch"),
     ("registry",),
     ("pipeline", "gradients", "rng", "metrics", "segments", "parameters", "learning_rate", "batch_size", "observing"),
     ("nn", "data", "optim", "checkpoint"),

@@ -14,10 +14,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_CONTEXT = multiprocessing.get_context("forkserver")  # forks from a process that has torch loaded but never used
+#: Forks from a process that has torch loaded but never used.
+CONTEXT = multiprocessing.get_context("forkserver")
 #: ``torch._inductor.config`` is what asking for deterministic kernels imports: seconds, in every rank.
-_PRELOADED = ["torch.distributed", "torch._inductor.config", "megatron_run.resolve", "megatron_run.trainer"]
-_CONTEXT.set_forkserver_preload(_PRELOADED)
+_PRELOADED = ["torch.distributed", "torch._inductor.config", "megatron_run.launch.member", "megatron_run.launch.rank"]
+CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
 class RankFailed(AssertionError):
@@ -29,12 +30,12 @@ def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout
 
     ``function`` is importable and its arguments and result can be pickled.
     """
-    _start_server()
+    start_server()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(world)]
+        pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world)]
         ranks = [
-            _CONTEXT.Process(target=_rank, args=(function, rank, world, store, pipes[rank][1], arguments))
+            CONTEXT.Process(target=_rank, args=(function, rank, world, store, pipes[rank][1], arguments))
             for rank in range(world)
         ]
         for process in ranks:
@@ -47,7 +48,7 @@ def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout
                 process.join()
 
 
-def _start_server() -> None:
+def start_server() -> None:
     """Start what outlives a test on purpose without the mark by which leftovers are found; it ends with the session."""
     mark = os.environ.pop("TESTED_BY", None)
     resource_tracker.ensure_running()

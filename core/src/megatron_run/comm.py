@@ -249,6 +249,15 @@ class Groups:
             dist.gather(tensor, found, dst=0, group=self.world)
 
 
+def patience(timeout: float) -> float:
+    """Seconds until a collective gives up by itself, where a rank that does nothing for ``timeout`` is ended.
+
+    Long enough that a rank which is slow at first and hangs then is named by who watches it, and not by those that have
+    waited for it all the time: they know only that something is late.
+    """
+    return 2 * timeout + 10
+
+
 def create_groups(topology: Topology, timeout: timedelta, phases: Phases | None = None) -> Groups:
     """Create every group that ``topology`` needs. Collective: all ranks call it at the same point.
 

@@ -16,6 +16,7 @@ from megatron_run.training.build import Assembly, build
 from megatron_run.training.checkpointing import Checkpointing
 from megatron_run.training.device import make_deterministic
 from megatron_run.training.evaluate import Evaluator
+from megatron_run.training.faulting import install_faults
 from megatron_run.training.feed import Feed
 from megatron_run.training.generate import generate_text
 from megatron_run.training.guards import Guards
@@ -46,6 +47,7 @@ def train_rank(
     """
     make_deterministic(run.config.run.deterministic, world.device)
     assembly = build(run, world, phases)
+    install_faults(run, assembly, folder.attempt)
     trainer = Trainer(run, assembly, folder, stop)
     first_step = trainer.resume()
     observers = start_observers(run, assembly, trainer.validation_samples, folder, first_step)
@@ -140,6 +142,7 @@ class Trainer:
         """One step, its actions timed by ``clock`` if there is one."""
         start, progress = time.perf_counter(), self._progress
         self._phases.step(progress.step + 1)
+        self._phases.enter("data")
         batch = self._batches.at(progress.samples)
         microbatches = self._batches.microbatches(batch)
         lr, weight_decay = self._learning_rate.at(progress.scheduled), self._weight_decay.at(progress.scheduled)

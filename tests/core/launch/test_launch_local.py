@@ -14,58 +14,17 @@ from typing import Any
 
 import pytest
 
-from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode
-from megatron_run.launch.job import Ending
-from megatron_run.launch.local import LocalPlan, run_local
 from megatron_run.launch.threads import rank_environment
-from megatron_run.run_folder import RunFolder
+from tests.support.launcher import Launcher, no_process_left
 from tests.support.processes import alive, process_ids, wait_until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(60)]
-
-STAND_IN = Path(__file__).parents[2] / "support" / "stand_in_rank.py"
-
-
-class Launcher:
-    """Runs the launcher in this process and remembers what it showed and told."""
-
-    def __init__(self, folder: Path) -> None:
-        self.pids = folder / "pids"
-        self.pids.mkdir()
-        self.folder = RunFolder(folder / "run", 1)
-        self.folder.logs.mkdir(parents=True)
-        self.shown: list[bytes] = []
-        self.told: list[str] = []
-
-    def __call__(self, *behaviours: str, size: int = 2, grace: float = 1.0, **changes: object) -> Ending:
-        arguments: dict[str, object] = {
-            "request": Request(),
-            "folder": self.folder,
-            "size": size,
-            "threads": 1,
-            "environment": os.environ,
-            "show": self.shown.append,
-            "tell": self.told.append,
-            "program": (sys.executable, str(STAND_IN), str(self.pids), *behaviours),
-            "grace": grace,
-        }
-        return run_local(LocalPlan(**{**arguments, **changes}))  # type: ignore[arg-type]  # made from a mapping
-
-    def ready(self, ranks: int = 2) -> bool:
-        return len(list(self.pids.glob("*.ready"))) == ranks
-
-    def log(self, rank: int) -> str:
-        return self.folder.log(rank).read_text()
 
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Launcher:
     return Launcher(tmp_path)
-
-
-def no_process_left(launcher: Launcher) -> bool:
-    return not any(alive(process) for process in process_ids(launcher.pids))
 
 
 def send_when(condition: Callable[[], bool], *numbers: signal.Signals) -> threading.Thread:
@@ -222,7 +181,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:
 import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r})
 from pathlib import Path
 from typing import Any
-from tests.core.launch.test_launch_local import Launcher
+from tests.support.launcher import Launcher
 Launcher(Path({str(tmp_path)!r}))("*:parent")
 """
     process = subprocess.Popen([sys.executable, "-c", code])

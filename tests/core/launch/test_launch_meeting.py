@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -146,6 +147,17 @@ def test_a_meeting_point_where_nobody_listens_is_named() -> None:
     world = World(rank=1, size=2, init_method=f"tcp://127.0.0.1:{free_port()}")
     with pytest.raises(RankLostError, match=r"rank 1 cannot reach the meeting point tcp://127\.0\.0\.1"):
         Meeting(world, 1.0)
+
+
+def test_a_port_that_is_taken_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(RankLostError) as refused:
+            Meeting(World(rank=0, size=2, init_method=place, serves_store=True), 1.0)
+    line = str(refused.value)
+    assert line.startswith(f"rank 0 cannot open the meeting point {place}: ")
+    assert "\n" not in line
+    assert "check that the first host is up and the port is free and open" in line
 
 
 def test_the_rank_that_keeps_the_store_leaves_last() -> None:

@@ -82,11 +82,11 @@ class Saver:
     def _write(self, step: int, pieces: Iterable[StatePiece], shapes: Shapes) -> tuple[Note, Exception | None]:
         """Write this rank's shard: what rank 0 has to know of it, and what kept it from being written."""
         name = file_name(self._ranks.rank)
-        self._phases.enter("save-shard", name)
         try:
             mine = list(pieces)
             rows = _described(mine)
             with saving(f"step {step} could not be saved"):
+                self._phases.enter("save-shard", name)
                 written = write_shard(self._commit.temporary(step) / name, mine, self._files)
         except Exception as error:  # the others wait for a word from this rank, whatever happened to it
             return {"failure": as_note(error)}, error

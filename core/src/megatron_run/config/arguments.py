@@ -11,6 +11,7 @@ from megatron_run.config.problems import Findings
 from megatron_run.config.request import ENVIRONMENT_PREFIX
 from megatron_run.contracts.plugin import KINDS, check_kind
 from megatron_run.errors import InputError, did_you_mean
+from megatron_run.faults import VARIABLE as FAULT_VARIABLE
 
 #: A comma starts an option only where ``name=`` follows, so that lists are written bare.
 _OPTION = re.compile(r",(?=[A-Za-z_][A-Za-z0-9_.-]*=)")
@@ -35,7 +36,10 @@ def command_line_layer(sets: Iterable[str], plugins: Iterable[str], findings: Fi
 
 
 def environment_layer(environment: Mapping[str, str], findings: Findings, notices: list[str]) -> Layer:
-    """The layer of ``MEGATRON_RUN_PLUGIN_<KIND>`` and ``MEGATRON_RUN_SET``; any other of ours is a notice."""
+    """The layer of ``MEGATRON_RUN_PLUGIN_<KIND>`` and ``MEGATRON_RUN_SET``.
+
+    Any other of ours is a notice, but for the one that asks for faults, which configures nothing.
+    """
     layer = Layer()
     variables = {f"{_PLUGIN_VARIABLE}{section_of(kind).upper()}": kind for kind in KINDS}
     for name, text in sorted(environment.items()):
@@ -47,8 +51,8 @@ def environment_layer(environment: Mapping[str, str], findings: Findings, notice
             for part in filter(None, (each.strip() for each in text.split(";"))):
                 with findings.collect():
                     _set(layer, part, str(origin), origin)
-        elif name.startswith(ENVIRONMENT_PREFIX):
-            hint = did_you_mean(name, (*variables, _SET_VARIABLE))
+        elif name.startswith(ENVIRONMENT_PREFIX) and name != FAULT_VARIABLE:
+            hint = did_you_mean(name, (*variables, _SET_VARIABLE, FAULT_VARIABLE))
             notices.append(f"the environment variable {name} means nothing here{'; ' + hint if hint else ''}")
     return layer
 

@@ -16,7 +16,8 @@ class RankEnd:
     """How one rank ended.
 
     ``status`` as :class:`subprocess.Popen` gives it, negative for a signal; ``order`` counts ends as they were seen;
-    ``killed`` is true when the launcher killed it because another had failed; ``log`` is what it printed.
+    ``killed`` is true when the launcher killed it because another had failed; ``log`` is what it printed, and ``place``
+    what it was doing, where it said so.
     """
 
     rank: int
@@ -25,6 +26,7 @@ class RankEnd:
     log: Path
     report: Report | None = None
     killed: bool = False
+    place: str = ""
 
     @property
     def failed(self) -> bool:
@@ -78,12 +80,13 @@ def describe(cause: RankEnd, ends: Sequence[RankEnd]) -> str:
 
 
 def _reason(cause: RankEnd) -> str:
+    where = f" in {cause.place}" if cause.place else ""
     if cause.status < 0:
-        return f"a rank was killed by {_signal_name(-cause.status)}"
+        return f"a rank was killed by {_signal_name(-cause.status)}{where}"
     if cause.report is not None:
         return cause.report.message
     line = last_line(cause.log)
-    return f"a rank ended with exit code {cause.status}" + (f": {line}" if line else "")
+    return f"a rank ended with exit code {cause.status}{where}" + (f": {line}" if line else "")
 
 
 def _testimony(cause: RankEnd, ends: Sequence[RankEnd]) -> str:

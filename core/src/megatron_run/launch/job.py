@@ -46,6 +46,11 @@ class Job:
         return cls(**content)
 
 
+def page_path(job: Path, rank: int) -> Path:
+    """Where ``rank`` says what it does: beside the job."""
+    return job.with_name(f"page-{rank}")
+
+
 @dataclass(frozen=True)
 class Report:
     """How a rank says that it failed: exit code and one line.

@@ -16,21 +16,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from megatron_run.config.request import Request
-from megatron_run.errors import ExitCode
+from megatron_run.errors import ExitCode, RankLostError
 from megatron_run.launch.cause import RankEnd, count_warnings, describe, first_cause
-from megatron_run.launch.job import Ending, Job, Report
+from megatron_run.launch.job import Ending, Job, Report, page_path
 from megatron_run.launch.relay import Relay
 from megatron_run.launch.signals import AFTER_THE_STEP, caught_signals
 from megatron_run.launch.threads import available_cores, rank_environment
 from megatron_run.run_folder import RunFolder
+from megatron_run.watch.watcher import Watcher
 
 #: What each rank runs, with the job's path as its last argument.
 RANK_PROGRAM = (sys.executable, "-m", "megatron_run.launch.rank")
-#: Seconds that the other ranks get to end by themselves once one has failed.
-GRACE = 5.0
+#: Seconds that the other ranks get to end by themselves once one has failed: all are gone within 5.
+GRACE = 4.0
 #: Seconds that ranks get after Ctrl-C.
 INTERRUPT_GRACE = 2.0
 _POLL = 0.02
@@ -43,7 +45,8 @@ class LocalPlan:
     """What to start: ``size`` ranks of ``program`` with ``threads`` threads each.
 
     ``show`` gets what rank 0 prints, None for silence, and ``shown_environment`` is for rank 0 only, so that it knows
-    that it is looked at; ``tell`` gets the launcher's own lines.
+    that it is looked at; ``tell`` gets the launcher's own lines. A rank that says nothing new for ``timeout`` seconds
+    hangs, unless it waits for another.
     """
 
     request: Request
@@ -57,6 +60,7 @@ class LocalPlan:
     debug: bool = False
     program: Sequence[str] = RANK_PROGRAM
     grace: float = GRACE
+    timeout: float = inf
 
 
 def run_local(plan: LocalPlan) -> Ending:
@@ -75,7 +79,7 @@ def run_local(plan: LocalPlan) -> Ending:
         ranks.wait(signals)
         if relay is not None:
             relay.finish()
-        return _ending(plan, ranks.ends(), signals)
+        return _ending(plan, ranks, signals)
 
 
 class _Ranks:
@@ -86,9 +90,11 @@ class _Ranks:
         self._job = scratch / "job.json"
         self._meeting = scratch / "meeting"
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._watcher = Watcher([page_path(self._job, rank) for rank in range(plan.size)], plan.timeout)
         self._order: dict[int, int] = {}
         self._killed: set[int] = set()
         self._lifeline: int | None = None
+        self.verdict: RankLostError | None = None
 
     def start(self) -> None:
         """Start every rank; its descriptors 1 and 2 are its log."""
@@ -122,16 +128,24 @@ class _Ranks:
 
     def wait(self, signals: Sequence[int]) -> None:
         """Return once every rank has ended, by itself or by our hand."""
-        deadline, forwarded = float("inf"), 0
+        deadline, forwarded = inf, 0
         while self._poll():
             if len(signals) > forwarded:
                 forwarded += 1
                 deadline = min(deadline, time.monotonic() + self._forward(signals[forwarded - 1], first=forwarded == 1))
-            elif deadline == float("inf") and any(process.returncode not in _IN_ORDER for process in self._processes):
+            elif deadline == inf and any(process.returncode not in _IN_ORDER for process in self._processes):
                 deadline = time.monotonic() + self._plan.grace
+            elif deadline == inf:
+                self._watch()
             if time.monotonic() >= deadline:
                 self.kill()
             time.sleep(_POLL)
+
+    def _watch(self) -> None:
+        """End all ranks once one of them holds up the others, or itself."""
+        self.verdict = self._watcher.look(ended=self._order)
+        if self.verdict is not None:
+            self.kill()
 
     def _forward(self, number: int, *, first: bool) -> float:
         """Pass a signal on; the seconds the ranks get to end: as long as their step takes, but for SIGINT."""
@@ -139,7 +153,7 @@ class _Ranks:
             return 0.0
         for process in self._running():
             process.send_signal(number)
-        return INTERRUPT_GRACE if number == signal.SIGINT else float("inf")
+        return INTERRUPT_GRACE if number == signal.SIGINT else inf
 
     def kill(self) -> None:
         """Kill what still runs, with all that it started. Idempotent."""
@@ -162,9 +176,14 @@ class _Ranks:
                 log=self._plan.folder.log(rank),
                 report=Report.read(self._job, rank),
                 killed=rank in self._killed,
+                place=self._place(rank),
             )
             for rank, process in enumerate(self._processes)
         ]
+
+    def _place(self, rank: int) -> str:
+        page = self._watcher.page(rank)
+        return "" if page is None else page.place
 
     def _running(self) -> list[subprocess.Popen[bytes]]:
         return [process for process in self._processes if process.returncode is None]
@@ -183,9 +202,13 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _ending(plan: LocalPlan, ends: Sequence[RankEnd], signals: Sequence[int]) -> Ending:
+def _ending(plan: LocalPlan, ranks: _Ranks, signals: Sequence[int]) -> Ending:
+    ends, verdict = ranks.ends(), ranks.verdict
     cause = first_cause(ends)
     _tell_warnings(plan, ends)
+    if verdict is not None:
+        log = plan.folder.log(verdict.rank or 0)
+        return Ending(verdict.exit_code, plan.folder.path, f"{verdict} (log: {log})")
     if cause is None:
         return Ending(ExitCode.DONE, plan.folder.path)
     if signals:

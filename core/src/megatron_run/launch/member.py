@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megatron_run.comm import patience
 from megatron_run.errors import ExitCode, RankLostError
 from megatron_run.launch.agreement import check_digests, check_gpus
 from megatron_run.launch.failure import classify, exit_code, one_line
@@ -24,6 +25,7 @@ from megatron_run.launch.signals import stopping_on_signals
 from megatron_run.phases import Phases
 from megatron_run.run_folder import OpenedFolder, RunFolder, join_run_folder, open_run_folder
 from megatron_run.trainer import train_rank
+from megatron_run.watch.page import PageWriter
 from megatron_run.world import StopRequest, World
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ class Member:
 
     ``resolve_run`` makes the run, the same on every rank, or raises what is wrong with it. ``folder`` is given when
     our launcher has opened it (and will close it); else rank 0 opens one and the others join it. ``tell`` shows a
-    line to the user.
+    line to the user. ``page`` is where our launcher looks up what this rank does.
     """
 
     def __init__(
@@ -62,12 +64,13 @@ class Member:
         tell: Callable[[str], None],
         *,
         folder: RunFolder | None = None,
+        page: Path | None = None,
         arguments: Sequence[str] = (),
         quiet: bool = False,
         debug: bool = False,
     ) -> None:
         self.folder = folder
-        self._resolve_run, self._world, self._tell = resolve_run, world, tell
+        self._resolve_run, self._world, self._tell, self._page = resolve_run, world, tell, page
         self._arguments, self._quiet, self._debug = arguments, quiet, debug
         self._opened: OpenedFolder | None = None
         self._meeting: Meeting | None = None
@@ -108,8 +111,11 @@ class Member:
         if self.folder is None:
             return ExitCode.DONE
         set_threads(run, world)
-        join_group(meeting, world, timeout)
-        return train_in_folder(run, world, self.folder, Phases())
+        phases = Phases()
+        if self._page is not None:
+            PageWriter(self._page, phases, ahead=world.device != "cpu")
+        join_group(meeting, world, patience(timeout))
+        return train_in_folder(run, world, self.folder, phases)
 
     def _find_folder(self, meeting: Meeting, run: ResolvedRun) -> RunFolder | None:
         """Rank 0 opens the run folder and the others find it; None when it is finished."""

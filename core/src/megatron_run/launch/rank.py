@@ -9,7 +9,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_run.launch.job import Job, Report
+from megatron_run.launch.job import Job, Report, page_path
 
 
 def main(path: Path) -> int:
@@ -27,7 +27,8 @@ def main(path: Path) -> int:
     folder = RunFolder(job.folder, job.attempt, world.rank)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on observers may close their files
     request = replace(job.request, nproc=world.size)
-    end = Member(lambda: resolve(request), world, print, folder=folder, debug=job.debug).run()
+    page = page_path(path, world.rank)
+    end = Member(lambda: resolve(request), world, print, folder=folder, page=page, debug=job.debug).run()
     if end.code:
         Report(int(end.code), end.message, end.secondary, end.lost).write(path, world.rank)
     return int(end.code)

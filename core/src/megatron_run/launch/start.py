@@ -194,6 +194,7 @@ def _start_local(run: ResolvedRun, request: Request, terms: Terms) -> Ending:
             shown_environment={} if terms.quiet else _terminal(),
             tell=terms.tell,
             debug=terms.debug,
+            timeout=run.config.run.timeout,
         )
         try:
             ending = run_local(plan)

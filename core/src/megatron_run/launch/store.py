@@ -36,8 +36,9 @@ def _reach(world: World, timeout: float) -> Store:
             multi_tenant=True,
         )
     except RuntimeError as error:
+        verb = "open" if world.serves_store else "reach"
         raise RankLostError(
-            f"rank {world.rank} cannot reach the meeting point {world.init_method}",
+            f"rank {world.rank} cannot {verb} the meeting point {world.init_method}",
             why=str(error).splitlines()[0],
             fix="check that the first host is up and the port is free and open",
         ) from error

@@ -32,6 +32,7 @@ from megatron_run.config.sources import read_layers
 from megatron_run.config.validate import validate_section
 from megatron_run.config.values import plain
 from megatron_run.contracts.plugin import KINDS
+from megatron_run.faults import VARIABLE, read_faults
 from megatron_run.pipeline.plan import Plan
 from megatron_run.registry.compatibility import misfits, misstacked, unserved
 from megatron_run.registry.discover import Catalog, scan
@@ -105,6 +106,7 @@ class _Resolver:
         checkpoint = self._section(CheckpointSection, "checkpoint", layer)
         guard = self._section(GuardSection, "guard", layer)
         sizes = self._sizes(parallel)
+        self._check_faults(sizes)
         fits = self._fits(parallel, train, plugins, catalog)
         counts = self._counts(train, sizes)
         layout, plans = self._plans(plugins, parallel if fits else None, counts)
@@ -154,6 +156,13 @@ class _Resolver:
             with self._findings.collect():
                 return infer_sizes(parallel, self._request.nproc)
         return None
+
+    def _check_faults(self, sizes: Sizes | None) -> None:
+        """Faults that are asked for are possible, and are not forgotten in a shell: they are a notice."""
+        if sizes is not None:
+            with self._findings.collect():
+                if read_faults(self._request.environment, sizes.world):
+                    self._notices.append(f"faults are injected: {VARIABLE}={self._request.environment[VARIABLE]}")
 
     def _fits(
         self, parallel: ParallelSection | None, train: TrainSection | None, plugins: Plugins, catalog: Catalog

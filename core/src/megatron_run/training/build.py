@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from megatron_run.comm import ALONE, Groups, Peers, create_groups
+from megatron_run.comm import ALONE, Groups, Peers, create_groups, patience
 from megatron_run.contracts import BuildContext, Dtypes
 from megatron_run.errors import InputError
 from megatron_run.gradients import Gradients
 from megatron_run.metrics import Metrics
 from megatron_run.parameters import describe_parameters, initialise
+from megatron_run.phases import Phases
 from megatron_run.pipeline.execute import Executor
 from megatron_run.pipeline.messages import Messenger
 from megatron_run.rng import RandomStreams
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
         ParamInfo,
         Scaler,
     )
-    from megatron_run.phases import Phases
     from megatron_run.resolve import ResolvedRun
     from megatron_run.world import World
 
@@ -80,7 +80,10 @@ def build(run: ResolvedRun, world: World, phases: Phases | None = None) -> Assem
     """Build this rank's part of ``run``, which tells ``phases`` what it does. Collective over the world."""
     data = cast("DataSource", run.one("data").create())
     topology = Topology(run.sizes, world.rank, (run.layout[0].stage, run.layout[-1].stage))
-    groups = create_groups(topology, timedelta(seconds=run.config.run.timeout), phases)
+    phases = Phases() if phases is None else phases
+    phases.enter("start", "the process groups")
+    groups = create_groups(topology, timedelta(seconds=patience(run.config.run.timeout)), phases)
+    phases.enter("start", "the model")
     context = make_context(run, topology, groups, torch.device(world.device), with_vocabulary(run, data))
     model, positions, chunks = build_chunks(run, context)
     infos = [describe_parameters(chunk, topology.tensor_rank) for chunk in chunks]

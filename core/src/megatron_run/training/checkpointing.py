@@ -19,7 +19,7 @@ from megatron_run.checkpoint.ranks import WorldRanks
 from megatron_run.checkpoint.saving import Saver
 from megatron_run.checkpoint.staging import Staging
 from megatron_run.checkpoint.step_folder import Checkpoints
-from megatron_run.comm import create_aside
+from megatron_run.comm import create_aside, patience
 from megatron_run.contracts import CheckpointMetrics
 from megatron_run.run_folder.identity import digest, identity
 from megatron_run.training.plugin_lock import plugin_records
@@ -56,7 +56,7 @@ class Checkpointing:
         run, context = self._run, self._assembly.context
         rank, size = context.topology.rank, context.topology.sizes.world
         phases = self._phases.beside()
-        aside = create_aside(size, timedelta(seconds=run.config.run.timeout), phases)
+        aside = create_aside(size, timedelta(seconds=patience(run.config.run.timeout)), phases)
         ranks = WorldRanks(aside, rank, size, torch.device("cpu"))
         saver = Saver(self._checkpoints, ranks, self._folder.run_id, run.config.checkpoint.keep, phases=phases)
         return SavingBehind(saver, Staging(context.device), phases)
@@ -67,10 +67,11 @@ class Checkpointing:
         A run that starts, starts from the weights of ``run.init_from``. Returns how far it had come. Raises
         :class:`megatron_run.errors.CheckpointError` before anything changes.
         """
-        progress = self._load(self._run.request.resume)
-        source = self._run.config.run.init_from
-        if source is not None and not progress.step:
-            start_from(self._run, self._assembly, source, self._ranks, self._shapes())
+        with self._phases.within("load"):
+            progress = self._load(self._run.request.resume)
+            source = self._run.config.run.init_from
+            if source is not None and not progress.step:
+                start_from(self._run, self._assembly, source, self._ranks, self._shapes())
         self._saver.set_aside(progress.step or None, self._folder.attempt)
         return progress
 
@@ -81,8 +82,8 @@ class Checkpointing:
         return progress if progress.step else None
 
     def _load(self, word: str) -> Progress:
-        self._phases.enter("load")
-        return resume(self._run, self._assembly, self._checkpoints, self._ranks, self._data, word)
+        with self._phases.within("load"):
+            return resume(self._run, self._assembly, self._checkpoints, self._ranks, self._data, word)
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether ``step`` of ``last`` is one that ``checkpoint.interval`` asks for, or the last."""

@@ -1,0 +1,62 @@
+"""Campaigns against the promises of docs/reliability.md: hundreds of kills, signals, damages, and malformed inputs.
+
+    make campaigns
+
+Prints a table of markdown, and exits with 1 when a promise was broken. ``python -m tests.campaigns --only kills`` does
+one of them; ``--seed`` begins elsewhere. Two cores need some minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.support.report import heading, table
+from tests.campaigns.damage import crash_points, flips
+from tests.campaigns.figures import Figures
+from tests.campaigns.fuzz import fuzz_all
+from tests.campaigns.kills import kills
+from tests.campaigns.malformed import damaged_runs, malformed
+from tests.campaigns.stops import stops
+
+#: What each campaign needs: a folder, a first seed, how many runs there may be at once, and the share of it to do.
+Campaign = Callable[[Path, int, int, float], Sequence[Figures]]
+CAMPAIGNS: dict[str, Campaign] = {
+    "kills": lambda folder, seed, jobs, share: [kills(folder, _some(200, share), seed, jobs)],
+    "crash-points": lambda folder, seed, jobs, share: [crash_points(folder, share)],
+    "flips": lambda folder, seed, jobs, share: [flips(folder, _some(1000, share), seed)],
+    "stops": lambda folder, seed, jobs, share: [stops(folder, _some(50, share), seed, jobs)],
+    "malformed": lambda folder, seed, jobs, share: [malformed(folder / "inputs", share), damaged_runs(folder, share)],
+    "fuzz": lambda folder, seed, jobs, share: fuzz_all(folder, _some(5000, share), seed),
+}
+
+
+def _some(count: int, share: float) -> int:
+    return max(1, round(count * share))
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Do what ``words`` ask for, those of the command line when None; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.campaigns")
+    parser.add_argument("--only", nargs="+", choices=CAMPAIGNS, default=list(CAMPAIGNS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at once")
+    parser.add_argument("--share", type=float, default=1.0, help="how much of each to do, 1 is all")
+    asked = parser.parse_args(words)
+    found: list[Figures] = []
+    for name in asked.only:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            found += CAMPAIGNS[name](Path(folder), asked.seed, asked.jobs, asked.share)
+    print("\n".join(heading("Reliability", ("make", "campaigns"))), end="\n\n")
+    print("\n".join(table(("what was tried", "as promised", "took", "and"), [figures.row for figures in found])))
+    faults = [fault for figures in found for fault in figures.faults]
+    print("\n".join(faults), file=sys.stderr)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""The page on reliability names a test for each fault: it is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+from megatron_run.faults import KINDS
+from megatron_run.phases import PhaseName
+
+TESTS = Path(__file__).parents[1]
+PAGE = (TESTS.parent / "docs" / "reliability.md").read_text()
+
+
+def test_each_test_that_is_named_exists() -> None:
+    named = re.findall(r"`([a-z_/0-9]+\.py)::(test_[a-z_0-9]+)`", PAGE)
+    assert len(named) > 30
+    assert not [f"{file}::{name}" for file, name in named if f"\ndef {name}(" not in (TESTS / file).read_text()]
+
+
+def test_each_row_of_the_table_names_one() -> None:
+    rows = PAGE.partition("| fault |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(rows) > 25
+    assert not [row for row in rows if "::test_" not in row]
+
+
+def test_all_kinds_and_phases_are_told() -> None:
+    words = {*KINDS, *get_args(PhaseName)}
+    assert not {word for word in words if f"`{word}`" not in PAGE}

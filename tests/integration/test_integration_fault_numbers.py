@@ -1,0 +1,45 @@
+"""Numbers that are not finite on one rank: all ranks skip the step, as if all had them; a storm of them ends a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.forked import Ran, learned, run_forked, saved_bits, tiny
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(60)]
+
+LAST = 4
+#: Settings and plugins of two ranks that share the work in one way.
+SHAPES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "replicas": ({}, ()),
+    "ZeRO shards": ({}, ("optimizer=zero1",)),
+    "stages": ({"parallel.pipeline": 2}, ("schedule=1f1b",)),
+    "tensor shards": ({"parallel.tensor": 2}, ("parallel-layer=tensor",)),
+}
+
+
+def run(folder: Path, shape: str, fault: str, **values: Any) -> Ran:
+    sets, plugins = SHAPES[shape]
+    return run_forked(tiny(folder, {**sets, "checkpoint.interval": 0, **values}, plugins, nproc=2), fault)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_not_finite_in_one_shard_alone_skips_the_step_on_all_ranks(shape: str, tmp_path: Path) -> None:
+    one, both = tmp_path / "one", tmp_path / "both"
+    for folder, rank in ((one, "rank=1,"), (both, "")):
+        assert run(folder, shape, f"{rank}step=2,at=optimizer,kind=nan;{rank}step=3,at=backward,kind=inf").code == 0
+    rows = learned(one)
+    assert [rows[step]["skipped"] for step in sorted(rows)] == [False, True, True, False]
+    assert rows[LAST]["skipped_total"] == 2
+    assert rows == learned(both)
+    assert saved_bits(one, LAST) == saved_bits(both, LAST)
+
+
+def test_a_storm_ends_the_run_with_advice(tmp_path: Path) -> None:
+    stopped = run(tmp_path / "run", "replicas", "rank=1,at=optimizer,kind=nan", **{"train.max_skips": 3})
+    assert stopped.code == 6
+    assert "3 steps in a row were skipped" in stopped.message
+    assert "lower train.lr" in stopped.message

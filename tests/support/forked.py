@@ -1,0 +1,252 @@
+"""Whole runs without their start-up: the launcher and its ranks are forked from a process that has all imported.
+
+Everything is as the command does it, the local launcher, its watching, the meeting, the run folder, but for two
+things: a process is forked and not started, and the ranks find the run resolved. A server that has torch loaded and has
+never computed, so that it has one thread, forks the launcher; that one forks its ranks before it starts a thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+from unittest import mock
+
+from megatron_run.checkpoint.step_folder import Checkpoints
+from megatron_run.config.request import Request
+from tests.support.processes import alive, wait_until
+from tests.support.ranks import CONTEXT, start_server
+from tests.support.resuming import COMPARED
+
+#: What a test of faults trains: steps of some milliseconds, nothing shown, every step saved.
+TINY: Mapping[str, Any] = {
+    "model.num_layers": 2,
+    "model.hidden_size": 16,
+    "train.sequence_length": 8,
+    "train.micro_batch_size": 1,
+    "train.global_batch_size": 4,
+    "train.steps": 4,
+    "eval.interval": 0,
+    "eval.batches": 1,
+    "data.vocab_size": 32,
+    "checkpoint.interval": 1,
+    "run.threads": 1,
+    "run.device": "cpu",
+    "observer.use": "jsonl",
+}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a run ended: exit code, the line that the user sees, what else was said, seconds from first to last.
+
+    ``ended`` is when, in seconds since the epoch.
+    """
+
+    code: int
+    message: str
+    told: tuple[str, ...]
+    seconds: float
+    ended: float
+    pids: tuple[int, ...]
+
+
+def tiny(folder: Path, values: Mapping[str, Any] | None = None, plugins: Sequence[str] = (), **asked: Any) -> Request:
+    """A request for ``preset:tiny``, made tinier; ``asked`` are more fields of it."""
+    return Request(
+        ("preset:tiny",), plugins=tuple(plugins), values={**TINY, "run.folder": str(folder), **(values or {})}, **asked
+    )
+
+
+@dataclass
+class ForkedRun:
+    """A run under way. Used as a context, it leaves nothing behind."""
+
+    request: Request
+    fault: str = ""
+    timeout: float = 60.0
+    pids: list[int] = field(default_factory=list)
+
+    def __enter__(self) -> ForkedRun:
+        start_server()
+        self._began = time.monotonic()
+        self._reader, writer = CONTEXT.Pipe(duplex=False)
+        environment = {"MEGATRON_RUN_FAULT": self.fault} if self.fault else {}
+        self._process = CONTEXT.Process(target=_launch, args=(writer, self.request.to_json(), environment))
+        self._process.start()
+        writer.close()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the launcher."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def wait(self) -> Ran:
+        """How it ended. Afterwards no rank is alive."""
+        kind: str = ""
+        value: Any = None
+        while kind != "ended":
+            if not self._reader.poll(max(0.0, self._began + self.timeout - time.monotonic())):
+                raise TimeoutError(f"the run did not end within {self.timeout:g} s")
+            kind, value = self._reader.recv()
+            if kind == "rank":
+                self.pids.append(value)
+        seconds, ended = time.monotonic() - self._began, time.time()
+        wait_until(lambda: not any(map(alive, self.pids)), 1.0)
+        code, message, told = value
+        return Ran(code, message, tuple(told), seconds, ended, tuple(self.pids))
+
+
+def run_forked(request: Request, fault: str = "", timeout: float = 60.0) -> Ran:
+    """Run ``request`` to its end, with ``fault`` as ``MEGATRON_RUN_FAULT``."""
+    with ForkedRun(request, fault, timeout) as run:
+        return run.wait()
+
+
+def _launch(pipe: Connection, request: str, environment: Mapping[str, str]) -> None:
+    """The launcher's process: what the command does, once its words are read."""
+    from megatron_run.errors import RunError
+    from megatron_run.launch import Terms, launch
+
+    os.setsid()
+    os.environ.update(environment)
+    told: list[str] = []
+    asked = replace(Request.from_json(request), environment=environment)
+    try:
+        with _forking_ranks(pipe):
+            ending = launch(asked, Terms(quiet=True, tell=told.append), "local")
+        pipe.send(("ended", (int(ending.code), ending.message, told)))
+    except RunError as error:
+        pipe.send(("ended", (int(error.exit_code), str(error), told)))
+    except BaseException as error:
+        pipe.send(("ended", (1, repr(error), told)))
+
+
+@contextmanager
+def _forking_ranks(pipe: Connection) -> Iterator[None]:
+    """Within: the launcher's ``subprocess`` forks, and tells ``pipe`` of each rank; what is resolved stays so."""
+    import megatron_run.resolve
+
+    resolve = megatron_run.resolve.resolve
+    known: dict[str, Any] = {}
+
+    def remembering(request: Request, objects: Sequence[object] = ()) -> Any:
+        key = replace(request, nproc=None).to_json()
+        if key not in known:
+            known[key] = resolve(request, objects)
+        return known[key]
+
+    class Rank(ForkedProcess):
+        def __init__(self, words: Sequence[str], **how: Any) -> None:
+            super().__init__(words, **how)
+            pipe.send(("rank", self.pid))
+
+    forking = SimpleNamespace(**{**vars(subprocess), "Popen": Rank})
+    with (
+        mock.patch("megatron_run.launch.local.subprocess", forking),
+        mock.patch("megatron_run.resolve.resolve", remembering),
+    ):
+        yield
+
+
+class ForkedProcess:
+    """As much of :class:`subprocess.Popen` as the launcher needs, for ``python -m megatron_run.launch.rank JOB``."""
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        stdin: int,
+        stdout: Any,
+        stderr: int,
+        env: Mapping[str, str],
+        pass_fds: Sequence[int],
+        start_new_session: bool,
+    ) -> None:
+        assert tuple(words[1:3]) == ("-m", "megatron_run.launch.rank"), words
+        assert start_new_session
+        assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would be missing in the rank"
+        self.returncode: int | None = None
+        masked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become_rank(Path(words[-1]), stdout.fileno(), env, pass_fds, masked)
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+
+    def poll(self) -> int | None:
+        """Its exit status as :class:`subprocess.Popen` gives it, None while it runs."""
+        return self._reap(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        """Its exit status, once it has ended."""
+        return self._reap(0)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def _reap(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+
+def _become_rank(job: Path, log: int, env: Mapping[str, str], kept: Sequence[int], masked: Any) -> NoReturn:
+    """What is between a fork and the rank's program: what exec would have done."""
+    try:
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        for handle in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208  # numbers, and not paths
+            if handle > 2 and handle not in kept:  # the launcher's end of the lifeline among them
+                with suppress(OSError):
+                    os.close(handle)
+        os.environ.clear()
+        os.environ.update(env)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+        from megatron_run.launch.rank import main
+
+        code = main(job)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def learned(folder: Path) -> dict[int, dict[str, Any]]:
+    """By step what was learned in the run ``folder``, from ``metrics.jsonl``: the last line of a step wins."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: {name: row[name] for name in COMPARED} for row in rows}
+
+
+def saved_bits(folder: Path, step: int) -> dict[str, str]:
+    """The SHA-256 of each shard of a saved step, of which every byte is verified."""
+    manifest = Checkpoints(folder / "checkpoints").verify(step)
+    return {name: file.sha256 for name, file in manifest.files.items()}

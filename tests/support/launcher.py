@@ -1,0 +1,51 @@
+"""The local launcher in this process, with stand-ins for its ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from megatron_run.config.request import Request
+from megatron_run.launch.job import Ending
+from megatron_run.launch.local import LocalPlan, run_local
+from megatron_run.run_folder import RunFolder
+from tests.support.processes import alive, process_ids
+
+STAND_IN = Path(__file__).with_name("stand_in_rank.py")
+
+
+class Launcher:
+    """Runs the launcher in this process and remembers what it showed and told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.pids = folder / "pids"
+        self.pids.mkdir()
+        self.folder = RunFolder(folder / "run", 1)
+        self.folder.logs.mkdir(parents=True)
+        self.shown: list[bytes] = []
+        self.told: list[str] = []
+
+    def __call__(self, *behaviours: str, size: int = 2, grace: float = 1.0, **changes: object) -> Ending:
+        arguments: dict[str, object] = {
+            "request": Request(),
+            "folder": self.folder,
+            "size": size,
+            "threads": 1,
+            "environment": os.environ,
+            "show": self.shown.append,
+            "tell": self.told.append,
+            "program": (sys.executable, str(STAND_IN), str(self.pids), *behaviours),
+            "grace": grace,
+        }
+        return run_local(LocalPlan(**{**arguments, **changes}))  # type: ignore[arg-type]  # made from a mapping
+
+    def ready(self, ranks: int = 2) -> bool:
+        return len(list(self.pids.glob("*.ready"))) == ranks
+
+    def log(self, rank: int) -> str:
+        return self.folder.log(rank).read_text()
+
+
+def no_process_left(launcher: Launcher) -> bool:
+    return not any(alive(process) for process in process_ids(launcher.pids))
