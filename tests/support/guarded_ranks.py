@@ -90,9 +90,26 @@ def guarded_pipeline(rank: int, world: int, folder: str) -> dict[str, Any]:
     return {"said": bench.said, "steps": steps, "read": bench.read, "progress": asdict(bench.trainer._progress)}
 
 
+def slow_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Four replicas of which rank 2 is slow in its forward; what this rank said."""
+    from time import sleep
+
+    from tests.support.training_bench import Bench
+
+    sets = ("train.steps=7", "eval.interval=0", "checkpoint.interval=0", "guard.straggler_interval=4")
+    bench = Bench(Path(folder), *sets, "eval.batches=1", rank=rank, world=world)
+    if rank == 2:
+        chunk: Any = bench.assembly.chunks[0]
+        chunk.register_forward_pre_hook(lambda *_: sleep(0.1))
+    bench.train()
+    return {"stragglers": bench.said}
+
+
 def all_of_it(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Both, in one world."""
-    pipeline, replicas = (Path(folder) / name for name in ("pipeline", "replicas"))
-    for path in (pipeline, replicas):
-        path.mkdir(exist_ok=True)
-    return {**guarded_pipeline(rank, world, str(pipeline)), **flipped_replicas(rank, world, str(replicas))}
+    """All three, in one world."""
+    seen: dict[str, Any] = {}
+    for work in (guarded_pipeline, slow_rank, flipped_replicas):
+        own = Path(folder) / work.__name__
+        own.mkdir(exist_ok=True)
+        seen |= work(rank, world, str(own))
+    return seen

@@ -1,7 +1,8 @@
-"""Ranks whose weights should be equal: a copy of which one bit was flipped is found, and its rank and tensor named."""
+"""Several ranks of which one goes wrong: a weight that is not equal to its copies, a loss, a rank that is slow."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -115,3 +116,13 @@ def test_all_ranks_skip_and_go_back_alike_where_the_last_stage_alone_knows_the_l
     assert [step for step, skipped in first["steps"] if skipped] == [2, 11]
     assert [step for step, _ in first["steps"]] == [*range(1, 12), *range(9, 13)]
     assert first["progress"]["dropped"] == 24
+
+
+@pytest.mark.multiproc
+def test_the_rank_that_holds_the_others_up_is_named_with_the_section(seen: list[dict[str, Any]]) -> None:
+    (line,) = seen[0]["stragglers"]
+    times = r"it takes ([\d.e+]+) ms a step, the others that do the same ([\d.e+]+) ms"
+    found = re.fullmatch(f"rank 2 holds the others up in forward: {times}", line)
+    assert found, line
+    assert float(found[1]) > 100
+    assert not any(each["stragglers"] for each in seen[1:])
