@@ -73,6 +73,7 @@ format: $(DEV)
 docs: $(DEV)
 	$(PY) -m tests.support.quoted
 	$(PY) -m tests.support.key_tables
+	$(PY) -m tests.support.flag_tables
 	$(PY) -m tests.support.consoles
 	$(PY) -m tests.support.walk
 wheels: $(DEV)

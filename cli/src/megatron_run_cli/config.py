@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -66,3 +67,22 @@ def schema() -> None:
     for notice in notices:
         tell(notice)
     print_json(make(plugins))
+
+
+@config.command("from-megatron")
+@click.argument("script", type=click.Path(path_type=Path), metavar="SCRIPT")
+@debug_option
+def from_megatron(script: Path) -> None:
+    """Turn the flags of a Megatron-LM launch script into a configuration; the script is read, never run.
+
+    The YAML says where each value is from, and at its end which flags have no counterpart. What would make the run
+    another than the script's is told on standard error too.
+    """
+    from megatron_run.config.megatron.script import load_script
+    from megatron_run.config.megatron.translate import translate
+    from megatron_run.config.megatron.write import yaml
+
+    translation = translate(load_script(script), str(script))
+    for warning in translation.warnings:
+        tell(warning)
+    click.echo(yaml(translation, str(script)), nl=False)

@@ -23,7 +23,8 @@ _PATH = click.Path(path_type=Path)
 def import_(source: Path, folder: Path, *, name: str | None, trust_pickle: bool, as_json: bool) -> None:
     """Write the model at SOURCE as the new FOLDER: config.yaml and a saved step from which a run can start.
 
-    FORMAT is huggingface (GPT-2 or Llama, safetensors) or distributed (torch.distributed.checkpoint, as exported).
+    FORMAT is huggingface (GPT-2 or Llama, safetensors), megatron (Megatron-LM's torch and torch_dist, of which nothing
+    is executed) or distributed (torch.distributed.checkpoint, as exported).
     """
     from megatron_run.interchange.exchange import import_model
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_run.errors import CheckpointError, InputError, did_you_mean
-from megatron_run.interchange import distributed, huggingface
+from megatron_run.interchange import distributed, huggingface, megatron
 from megatron_run.interchange.weights import Weights
 
 
@@ -34,6 +34,12 @@ FORMATS = (
         huggingface.recognises,
         huggingface.read,
         huggingface.write,
+    ),
+    Format(
+        "megatron",
+        "latest_checkpointed_iteration.txt, or mp_rank_* or metadata.json and common.pt",
+        megatron.recognises,
+        megatron.read,
     ),
     Format(
         "distributed",

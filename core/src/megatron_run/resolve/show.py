@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator, Mapping
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.config.origin import DEFAULT, KIND_SECTIONS, Key, Origin
-from megatron_run.config.values import core_scalar
+from megatron_run.config.yaml_text import flow, scalar
 
 if TYPE_CHECKING:
     from megatron_run.resolve.run import ResolvedRun
-
-_PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./:-]*(?<!:)")
-_UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")
 
 
 def to_yaml(run: ResolvedRun) -> str:
@@ -76,28 +70,9 @@ def _lines(data: Mapping[str, Any], prefix: Key) -> Iterator[tuple[str, Key | No
     """Lines of YAML, each with the key whose value it holds."""
     indent = "  " * len(prefix)
     for name, value in data.items():
-        written = f"{indent}{_scalar(KIND_SECTIONS.get(name, name) if not prefix else name)}:"
+        written = f"{indent}{scalar(KIND_SECTIONS.get(name, name) if not prefix else name)}:"
         if isinstance(value, Mapping) and value:
             yield written, None
             yield from _lines(value, (*prefix, name))
         else:
-            yield f"{written} {_flow(value)}", (*prefix, name)
-
-
-def _flow(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_scalar(str(key))}: {_flow(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_flow, value))}]"
-    return _scalar(value)
-
-
-def _scalar(value: Any) -> str:
-    """A scalar that YAML 1.2 reads back as itself; text is quoted as JSON wherever it could be taken for more."""
-    if isinstance(value, float) and not isfinite(value):
-        return str(value).replace("nan", ".nan").replace("inf", ".inf")
-    if not isinstance(value, str):
-        return json.dumps(value)
-    if _PLAIN.fullmatch(value) and core_scalar(value) == value:
-        return value
-    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(value, ensure_ascii=False))
+            yield f"{written} {flow(value)}", (*prefix, name)

@@ -1,0 +1,261 @@
+"""Every flag of Megatron-LM that is known here, and what becomes of it. The documentation's tables are made from it.
+
+A flag that is not in the table is told as unknown. Names are Megatron's, as of its releases up to core 0.16.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from megatron_run.config.megatron.flag import Flag, Read, Verdict, number, off, on, only, whole, wholes
+
+
+def _key(name: str, key: str, read: Read) -> Flag:
+    return Flag(name, Verdict.TAKEN, key, read, plain=True)
+
+
+def _keys(name: str, keys: str, read: Read, dest: str = "") -> Flag:
+    return Flag(name, Verdict.TAKEN, keys, read, dest)
+
+
+def _same(name: str, why: str) -> Flag:
+    return Flag(name, Verdict.SAME, why)
+
+
+def _absent(name: str, why: str, same: str = "") -> Flag:
+    return Flag(name, Verdict.ABSENT, why, same=same)
+
+
+def _differs(name: str, why: str, same: str = "") -> Flag:
+    return Flag(name, Verdict.DIFFERS, why, same=same)
+
+
+def _network(name: str, why: str, same: str = "") -> Flag:
+    return Flag(name, Verdict.DIFFERS, why, same=same, network=True)
+
+
+_MODEL = (
+    _key("--num-layers", "model.num_layers", whole),
+    _key("--hidden-size", "model.hidden_size", whole),
+    _key("--num-attention-heads", "model.num_heads", whole),
+    _keys("--group-query-attention", "model.num_kv_heads", on),
+    _keys("--num-query-groups", "model.num_kv_heads", whole),
+    _keys("--kv-channels", "model.hidden_size / model.num_heads", whole),
+    _keys("--ffn-hidden-size", "model.ffn_size", whole),
+    _keys("--tokenizer-type", "model.vocab_size", only),
+    _keys("--vocab-size", "model.vocab_size", whole),
+    _keys("--padded-vocab-size", "model.vocab_size", whole),
+    _keys("--merge-file", "model.vocab_size", only),
+    _keys("--position-embedding-type", "model.position", only),
+    _keys("--use-rotary-position-embeddings", "model.position", on),
+    _keys("--no-position-embedding", "model.position", off, "add_position_embedding"),
+    _key("--rotary-base", "model.rope_theta", number),
+    _keys("--normalization", "model.norm", only),
+    _key("--norm-epsilon", "model.norm_eps", number),
+    _keys("--swiglu", "model.activation, model.ffn_size", on),
+    _keys("--openai-gelu", "model.activation", on),
+    _keys("--no-bias-gelu-fusion", "model.activation", off, "bias_gelu_fusion"),
+    _keys("--disable-bias-linear", "model.bias", off, "add_bias_linear"),
+    _keys("--add-qkv-bias", "model.bias", on),
+    _keys("--untie-embeddings-and-output-weights", "model.tie_embeddings", on),
+    _keys("--hidden-dropout", "model.dropout", number),
+    _keys("--attention-dropout", "model.dropout", number),
+    _key("--init-method-std", "model.init_std", number),
+)
+_TRAIN = (
+    _key("--train-iters", "train.steps", whole),
+    _key("--train-samples", "train.samples", whole),
+    _key("--seq-length", "train.sequence_length", whole),
+    _key("--micro-batch-size", "train.micro_batch_size", whole),
+    _keys("--global-batch-size", "train.global_batch_size", whole),
+    _keys("--rampup-batch-size", "train.ramp_up", wholes),
+    _keys("--fp16", "train.precision, scaler", on),
+    _keys("--bf16", "train.precision", on),
+    _key("--seed", "train.seed", whole),
+    _key("--lr", "train.lr", number),
+    _key("--min-lr", "train.min_lr", number),
+    _keys("--lr-decay-style", "train.lr_shape", only),
+    _keys("--lr-decay-iters", "train.lr_decay", whole),
+    _keys("--lr-decay-samples", "train.lr_decay", whole),
+    _keys("--lr-warmup-fraction", "train.lr_warmup", number),
+    _keys("--lr-warmup-iters", "train.lr_warmup", whole),
+    _keys("--lr-warmup-samples", "train.lr_warmup", whole),
+    _keys("--lr-wsd-decay-style", "train.lr_wsd_shape", only),
+    _keys("--lr-wsd-decay-iters", "train.lr_wsd", whole),
+    _keys("--lr-wsd-decay-samples", "train.lr_wsd", whole),
+    _keys("--weight-decay", "train.weight_decay", number),
+    _keys("--start-weight-decay", "train.weight_decay", number),
+    _keys("--end-weight-decay", "train.weight_decay_end", number),
+    _keys("--weight-decay-incr-style", "train.weight_decay_shape", only),
+    _key("--clip-grad", "train.clip_norm", number),
+    _keys("--recompute-granularity", "train.recompute", only),
+    _keys("--checkpoint-activations", "train.recompute", on),
+    _key("--log-num-zeros-in-grad", "train.count_zeros", on),
+)
+_PLUGINS = (
+    _keys("--loss-scale", "scaler.use, scaler.loss_scale", number),
+    _keys("--initial-loss-scale", "scaler.initial_loss_scale", number),
+    _keys("--min-loss-scale", "scaler.min_loss_scale", number),
+    _keys("--loss-scale-window", "scaler.loss_scale_window", number),
+    _keys("--hysteresis", "scaler.hysteresis", whole),
+    _keys("--use-distributed-optimizer", "optimizer.use", on),
+    _keys("--optimizer", "optimizer.rule", only),
+    _keys("--adam-beta1", "optimizer.betas", number),
+    _keys("--adam-beta2", "optimizer.betas", number),
+    _key("--adam-eps", "optimizer.eps", number),
+    _keys("--sgd-momentum", "optimizer.momentum", number),
+    _keys("--muon-momentum", "optimizer.momentum", number),
+    _keys("--decoupled-lr", "optimizer.lr_mult", number),
+    _keys("--grad-reduce-in-bf16", "optimizer.grad_dtype", on),
+    _key("--ddp-bucket-size", "optimizer.bucket_size", whole),
+    _keys("--mock-data", "data.use", on),
+    _keys("--data-path", "data", list),
+)
+_PARALLEL = (
+    _keys("--tensor-model-parallel-size", "parallel.tensor, parallel-layer.use", whole),
+    _keys("--pipeline-model-parallel-size", "parallel.pipeline, schedule.use", whole),
+    _keys("--num-layers-per-virtual-pipeline-stage", "parallel.chunks, schedule.use", whole),
+    _keys("--num-virtual-stages-per-pipeline-rank", "parallel.chunks, schedule.use", whole),
+    _keys("--microbatch-group-size-per-virtual-pipeline-stage", "schedule.group_size", whole),
+    _keys("--sequence-parallel", "parallel.sequence", on),
+    _key("--decoder-first-pipeline-num-layers", "parallel.first_stage_layers", whole),
+    _key("--decoder-last-pipeline-num-layers", "parallel.last_stage_layers", whole),
+    _key("--account-for-embedding-in-pipeline-split", "parallel.embedding_as_layer", on),
+    _key("--account-for-loss-in-pipeline-split", "parallel.loss_as_layer", on),
+)
+_RUN = (
+    _keys("--save", "run.folder", only),
+    _keys("--save-interval", "checkpoint.interval", whole),
+    _keys("--exit-duration-in-mins", "run.time_limit", whole),
+    _keys("--distributed-timeout-minutes", "run.timeout", whole),
+    _key("--deterministic-mode", "run.deterministic", on),
+    _key("--eval-interval", "eval.interval", whole),
+    _keys("--eval-iters", "eval.batches", whole),
+)
+_ALWAYS = (
+    _same("--transformer-impl", "layers are `dense` or `tensor`; `te` is a parallel-layer plugin that may be chosen"),
+    _same("--attention-backend", "attention is computed in a fused way wherever that is right"),
+    _same("--use-flash-attn", "attention is computed in a fused way wherever that is right"),
+    _same("--attention-softmax-in-fp32", "the softmax is computed in fp32"),
+    _same("--apply-query-key-layer-scaling", "scores are not computed in fp16 alone, which is what it is for"),
+    _same("--apply-layernorm-1p", "the same function and the same updates: norm weights do not decay"),
+    _same("--accumulate-allreduce-grads-in-fp32", "gradients are summed and reduced in fp32"),
+    _same("--overlap-grad-reduce", "the default: optimizer.overlap_grad_reduce"),
+    _same("--overlap-param-gather", "the default of zero1: optimizer.overlap_param_gather"),
+    _same("--overlap-p2p-communication*", "messages overlap the computation that does not need them"),
+    _same("--make-vocab-size-divisible-by", "the vocabulary is padded to a multiple of 128 x parallel.tensor"),
+    _same("--max-position-embeddings", "there are as many positions as train.sequence_length"),
+    _same("--use-cpu-initialization", "initial weights do not depend on how the model is split"),
+    _same("--calculate-per-token-loss", "every token of a global batch weighs the same"),
+    _same("--exit-signal-handler", "SIGTERM finishes the step and saves"),
+    _same("--tensorboard-dir", "observer `tensorboard` writes into the run folder"),
+    _same("--log-throughput", "tokens and TFLOP per second are always reported"),
+    _same("--log-interval", "every step is recorded"),
+    _same("--use-mcore-models", "there is one implementation"),
+    _same("--distributed-backend", "nccl on GPUs, gloo on CPUs"),
+    _same("--no-create-attention-mask-in-dataloader", "the mask is causal and never made"),
+    _same("--use-checkpoint-args", "`megatron-run import` takes them from the checkpoint"),
+)
+_NETWORK = (
+    _network("--num-experts", "no mixture of experts yet", "0"),
+    _network("--multi-latent-attention", "attention has query, key and value heads"),
+    _network("--qk-layernorm", "queries and keys are not normalised"),
+    _network("--qk-l2-norm", "queries and keys are not normalised"),
+    _network("--squared-relu", "activations are gelu, gelu_tanh and swiglu"),
+    _network("--quick-geglu", "activations are gelu, gelu_tanh and swiglu"),
+    _network("--glu-linear-offset", "swiglu has no offset", "0"),
+    _network("--apply-residual-connection-post-layernorm", "the residual stream is not normalised"),
+    _network("--mtp-num-layers", "one token is predicted", "0"),
+    _network("--rotary-percent", "all features of a head are rotated", "1"),
+    _network("--rotary-interleaved", "feature j is rotated together with feature j + d/2"),
+    _network("--rotary-seq-len-interpolation-factor", "angles are not interpolated", "1"),
+    _network("--use-rope-scaling", "angles are not scaled"),
+    _network("--no-rope-freq", "every layer rotates"),
+    _network("--rope-type", "angles are not scaled", "rope"),
+    _network("--window-size", "attention is over the whole past"),
+    _network("--softmax-type", "no offset in the softmax", "vanilla"),
+    _network("--heterogeneous-layers-config-path", "all layers are alike"),
+    _network("--retro-add-retriever", "there is no retrieval"),
+)
+_LEARNED = (
+    _differs("--load", "starts from other weights: `megatron-run import` them, then name them in run.init_from"),
+    _differs("--pretrained-checkpoint", "starts from other weights: `megatron-run import`, then run.init_from"),
+    _differs("--finetune", "starts from other weights: `megatron-run import`, then run.init_from"),
+    _differs("--train-data-path", "indexed datasets are not read yet"),
+    _differs("--valid-data-path", "indexed datasets are not read yet"),
+    _differs("--test-data-path", "indexed datasets are not read yet"),
+    _differs("--data-args-path", "indexed datasets are not read yet"),
+    _differs("--split", "indexed datasets are not read yet"),
+    _differs("--reset-position-ids", "documents in a sample are not told apart"),
+    _differs("--reset-attention-mask", "documents in a sample are not told apart"),
+    _differs("--eod-mask-loss", "the end of a document is a token as others are"),
+    _differs("--lr-warmup-init", "the warm-up starts at 0", "0"),
+    _differs("--decoupled-min-lr", "optimizer.lr_mult scales train.min_lr too"),
+    _differs("--embedding-init-method-std", "all matrices start alike: model.init_std"),
+    _differs("--init-method-xavier-uniform", "matrices start normally distributed"),
+    _differs("--data-parallel-random-init", "all copies of the model start equal"),
+    _differs("--fp32-residual-connection", "the residual stream has the type of the parameters"),
+    _differs("--iterations-to-skip", "no step is left out"),
+    _differs("--moe-*", "no mixture of experts yet"),
+)
+_LEFT = (
+    _absent("--context-parallel-size", "sequences are not split over ranks", "1"),
+    _absent("--expert-model-parallel-size", "no mixture of experts yet", "1"),
+    _absent("--expert-tensor-parallel-size", "no mixture of experts yet", "1"),
+    _absent("--pipeline-model-parallel-layout", "write the split into parallel.layers"),
+    _absent("--recompute-activations", "recompute all of a layer or nothing: train.recompute"),
+    _absent("--recompute-method", "with train.recompute=full each layer is a unit", "uniform"),
+    _absent("--recompute-num-layers", "with train.recompute=full each layer is a unit", "1"),
+    _absent("--recompute-modules", "recompute all of a layer or nothing: train.recompute"),
+    _absent("--distribute-saved-activations", "sequence parallelism splits them: parallel.sequence"),
+    _absent("--fp16-lm-cross-entropy", "the loss is computed in fp32"),
+    _absent("--cross-entropy-*", "there is one cross entropy, which never makes a copy of the logits"),
+    _absent("--fp8-*", "`parallel-layer: {use: te, fp8: ...}`"),
+    _absent("--cuda-graph-*", "graphs are captured by a graph-capture plugin"),
+    _absent("--enable-cuda-graph", "graphs are captured by a graph-capture plugin"),
+    _absent("--external-cuda-graph", "graphs are captured by a graph-capture plugin"),
+    _absent("--use-torch-fsdp2", "optimizer state is sharded by zero1"),
+    _absent("--use-megatron-fsdp", "optimizer state is sharded by zero1"),
+    _absent("--*ckpt*", "checkpoints have one format"),
+    _absent("--async-save", "a key of its own when it is there"),
+    _absent("--no-save-*", "a checkpoint holds everything"),
+    _absent("--no-load-*", "run.init_from takes weights alone"),
+    _absent("--non-persistent-*", "every checkpoint is kept as checkpoint.keep says"),
+    _absent("--save-retain-interval", "checkpoint.keep"),
+    _absent("--exit-interval", "run.time_limit, or a signal"),
+    _absent("--tokenizer-model", "tokens are made before training"),
+    _absent("--vocab-file", "tokens are made before training"),
+    _absent("--data-cache-path", "nothing is cached"),
+    _absent("--num-workers", "samples are made by the rank itself"),
+    _absent("--dataloader-type", "samples are made by the rank itself"),
+    _absent("--no-*-fusion", "which kernels are fused is decided by the layers"),
+    _absent("--no-persist-layer-norm", "which kernels are fused is decided by the layers"),
+    _absent("--no-align-*", "each rank communicates when it is ready"),
+    _absent("--no-overlap-p2p-communication", "messages overlap the computation that does not need them"),
+    _absent("--no-scatter-gather-tensors-in-pipeline", "the default; the other way is parallel.scatter_messages"),
+    _absent("--tp-comm-*", "the tensor layers overlap what they can"),
+    _absent("--ddp-*", "buckets: optimizer.bucket_size"),
+    _absent("--manual-gc*", "Python's garbage collector is left alone"),
+    _absent("--empty-unused-memory-level", "the allocator is left alone"),
+    _absent("--profile*", "observer `trace` records steps"),
+    _absent("--use-pytorch-profiler", "observer `trace` records steps"),
+    _absent("--timing-log-*", "metrics.jsonl has the time of each step"),
+    _absent("--log-*", "metrics.jsonl and TensorBoard have what is measured"),
+    _absent("--no-log-*", "metrics.jsonl and TensorBoard have what is measured"),
+    _absent("--tensorboard-*", "observer `tensorboard` writes every step"),
+    _absent("--wandb-*", "write an observer, or send metrics.jsonl"),
+    _absent("--*one-logger*", "write an observer, or send metrics.jsonl"),
+    _absent("--check-for-*", "a step with a non-finite gradient is always skipped"),
+    _absent("--no-check-for-nan-in-loss-and-grad", "a step with a non-finite gradient is always skipped"),
+    _absent("--inprocess-*", "a failed run is started again from its folder"),
+    _absent("--inference-*", "this trains"),
+    _absent("--rerun-mode", "steps are not run again"),
+)
+#: All flags; the first that matches a name decides.
+FLAGS = (*_MODEL, *_TRAIN, *_PLUGINS, *_PARALLEL, *_RUN, *_ALWAYS, *_NETWORK, *_LEARNED, *_LEFT)
+
+
+def find(name: str) -> Flag | None:
+    """The flag ``name`` (with ``_`` as ``-``), None where it is not known."""
+    wanted = name.replace("_", "-")
+    return next((flag for flag in FLAGS if fnmatchcase(wanted, flag.name)), None)

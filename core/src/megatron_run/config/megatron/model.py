@@ -1,0 +1,114 @@
+"""The network that Megatron's arguments describe, in keys of ours: from a script's flags, or from a checkpoint's.
+
+Arguments go by Megatron's names (``num_attention_heads``); one that is missing has Megatron's default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from megatron_run.config.megatron.flags import FLAGS
+
+#: Token ids of GPT-2's vocabulary.
+GPT2_VOCABULARY = 50257
+#: Why a vocabulary is as large as it is where no argument says how much of it is real.
+WITH_PADDING = "with its padding: nothing tells it from the rest"
+_ROTATED, _LEARNED = "rope", "learned_absolute"
+_NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+
+Arguments = Mapping[str, Any]
+
+
+class Setting(NamedTuple):
+    """A key, its value, and in a few words why: the flag it came from, or Megatron's default."""
+
+    key: str
+    value: Any
+    why: str
+
+
+def given_keys(arguments: Arguments, section: str) -> Iterator[Setting]:
+    """The keys of ``section`` that flags set as they are."""
+    for flag in FLAGS:
+        value = arguments.get(flag.stored)
+        if flag.plain and flag.text.startswith(f"{section}.") and value is not None:
+            yield Setting(flag.text, value, flag.name)
+
+
+def network(arguments: Arguments) -> Iterator[Setting]:
+    """The keys of the section ``model``, but for what only training decides."""
+    given = arguments.get
+    yield from given_keys(arguments, "model")
+    if given("group_query_attention"):
+        yield Setting("model.num_kv_heads", given("num_query_groups", 1), "--num-query-groups")
+    yield from _ffn(arguments)
+    vocabulary = find_vocabulary(arguments)
+    if vocabulary is not None:
+        yield vocabulary
+    if is_rotated(arguments):
+        yield Setting("model.position", "rope", "--position-embedding-type rope")
+    yield Setting("model.norm", _NORMS.get(given("normalization") or "", "layernorm"), "--normalization")
+    yield _activation(arguments)
+    yield Setting("model.bias", given("add_bias_linear", True), "--disable-bias-linear clears it")
+    tied = not given("untie_embeddings_and_output_weights", False)
+    yield Setting("model.tie_embeddings", tied, "--untie-embeddings-and-output-weights clears it")
+
+
+def network_faults(arguments: Arguments) -> Iterator[str]:
+    """Why this network cannot be had here: one line each."""
+    for flag in FLAGS:
+        value = arguments.get(flag.stored)
+        if flag.network and flag.differs(value):
+            yield f"{flag.name}{'' if value is True else f' {value}'}: {flag.text}"
+    given = arguments.get
+    position = given("position_embedding_type") or _LEARNED
+    if position not in (_LEARNED, _ROTATED):
+        yield f"--position-embedding-type {position}: positions are learned, or heads are rotated"
+    if given("add_position_embedding", True) is False and not is_rotated(arguments):
+        yield "--no-position-embedding: positions are learned, or heads are rotated"
+    if given("normalization") not in (None, *_NORMS):
+        yield f"--normalization {given('normalization')}: it is LayerNorm or RMSNorm"
+    if given("add_qkv_bias") and not given("add_bias_linear", True):
+        yield "--add-qkv-bias: all linear layers have biases, or none"
+    hidden, heads, channels = given("hidden_size"), given("num_attention_heads"), given("kv_channels")
+    if channels and hidden and heads and channels * heads != hidden:
+        yield f"--kv-channels {channels}: heads share the hidden size evenly, {hidden} / {heads} each"
+
+
+def is_rotated(arguments: Arguments) -> bool:
+    """Whether heads are rotated, so that no positions are learned."""
+    return arguments.get("position_embedding_type") == _ROTATED or bool(arguments.get("use_rotary_position_embeddings"))
+
+
+def find_vocabulary(arguments: Arguments) -> Setting | None:
+    """The number of token ids without padding, as far as the arguments tell; else with padding; else None."""
+    given = arguments.get
+    kind, size, padded = given("tokenizer_type"), given("vocab_size"), given("padded_vocab_size")
+    if kind == "GPT2BPETokenizer" or (kind is None and size is None and padded is None and given("merge_file")):
+        return Setting("model.vocab_size", GPT2_VOCABULARY, "GPT-2's")
+    if size is not None:
+        if kind == "NullTokenizer":
+            return Setting("model.vocab_size", size + 1, "--vocab-size and the end of a document")
+        return Setting("model.vocab_size", size, "--vocab-size")
+    return None if padded is None else Setting("model.vocab_size", padded, WITH_PADDING)
+
+
+def _ffn(arguments: Arguments) -> Iterator[Setting]:
+    size, hidden = arguments.get("ffn_hidden_size"), arguments.get("hidden_size")
+    if size is not None:
+        yield Setting("model.ffn_size", size, "--ffn-hidden-size")
+    elif arguments.get("swiglu") and hidden is not None:
+        yield Setting("model.ffn_size", hidden * 8 // 3 // 64 * 64, "Megatron's default with --swiglu")
+
+
+def _activation(arguments: Arguments) -> Setting:
+    """Megatron's fused bias and GeLU, which is its default, computes the tanh form."""
+    given = arguments.get
+    if given("swiglu"):
+        return Setting("model.activation", "swiglu", "--swiglu")
+    if given("openai_gelu"):
+        return Setting("model.activation", "gelu_tanh", "--openai-gelu")
+    if given("add_bias_linear", True) and given("bias_gelu_fusion", True):
+        return Setting("model.activation", "gelu_tanh", "what Megatron's fused bias and GeLU computes")
+    return Setting("model.activation", "gelu", "not fused with a bias")

@@ -1,0 +1,88 @@
+"""Checkpoints of Megatron-LM: ``torch`` files of the ranks, and ``torch_dist``. Nothing in them is executed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megatron_run.config.megatron.model import WITH_PADDING, find_vocabulary, is_rotated, network, network_faults
+from megatron_run.errors import CheckpointError
+from megatron_run.interchange.megatron.distributed import is_distributed, read_distributed
+from megatron_run.interchange.megatron.names import Network, our_tensors
+from megatron_run.interchange.megatron.shards import Found, is_sharded, read_shards
+from megatron_run.interchange.weights import Weights
+
+#: The file that names the newest step.
+LATEST = "latest_checkpointed_iteration.txt"
+_STEP = re.compile(r"[0-9]{1,18}")
+
+
+def recognises(source: Path) -> bool:
+    """Whether ``source`` is a folder of Megatron's checkpoints, or one of its steps."""
+    return (source / LATEST).is_file() or is_sharded(source) or is_distributed(source)
+
+
+def read(source: Path) -> Weights:
+    """The model in ``source``, a step's folder or the folder of all, of which the newest counts; values are read later.
+
+    Raises :class:`CheckpointError` for what cannot be had here, with every reason, and for what is damaged or unsafe.
+    """
+    folder = _step_folder(source)
+    found = read_shards(folder) if is_sharded(folder) else read_distributed(folder)
+    reasons = list(network_faults(found.arguments))
+    if reasons:
+        raise CheckpointError(f"{source} cannot be imported", why="; ".join(reasons))
+    sections = {setting.key.removeprefix("model."): setting.value for setting in network(found.arguments)}
+    longest = found.arguments.get("max_position_embeddings" if not is_rotated(found.arguments) else "seq_length")
+    return Weights(
+        config=sections,
+        tensors=our_tensors(_layout(found), found.tensors, str(source)),
+        step=found.step,
+        sequence_length=longest if isinstance(longest, int) else None,
+        notes=tuple(_notes(found)),
+    )
+
+
+def _step_folder(source: Path) -> Path:
+    """The folder of one step in ``source``."""
+    if not (source / LATEST).is_file():
+        if is_sharded(source) or is_distributed(source):
+            return source
+        raise CheckpointError(f"{source} holds no checkpoint of Megatron", fix="name the folder with iter_*, or one")
+    word = (source / LATEST).read_text("utf-8", errors="replace")[:100].strip()
+    if word != "release" and not _STEP.fullmatch(word):
+        raise CheckpointError(f"{source / LATEST} is damaged", why=f"{word!r} is no number of a step")
+    folder = source / (word if word == "release" else f"iter_{int(word):07d}")
+    if not (is_sharded(folder) or is_distributed(folder)):
+        raise CheckpointError(f"{folder} holds no checkpoint", why=f"{source / LATEST} says that it is the newest")
+    return folder
+
+
+def _layout(found: Found) -> Network:
+    """What the layouts of tensors depend on. Raises :class:`CheckpointError` where the arguments do not say it."""
+    given = found.arguments.get
+    heads = given("num_attention_heads")
+    groups = given("num_query_groups", 1) if given("group_query_attention") else heads
+    if not isinstance(heads, int) or not isinstance(groups, int) or groups < 1 or heads % groups:
+        raise CheckpointError("the checkpoint's arguments are damaged", why=f"{heads} heads in {groups} groups")
+    vocabulary = find_vocabulary(found.arguments)
+    return Network(
+        groups=groups,
+        queries=heads // groups,
+        vocab=None if vocabulary is None else vocabulary.value,
+        gated=bool(given("swiglu")),
+        tied=not given("untie_embeddings_and_output_weights"),
+        centred=bool(given("apply_layernorm_1p")),
+    )
+
+
+def _notes(found: Found) -> list[str]:
+    """What the user should know: what was not taken."""
+    notes = []
+    vocabulary = find_vocabulary(found.arguments)
+    if vocabulary is None or vocabulary.why == WITH_PADDING:
+        notes.append(f"the vocabulary is the embedding's, {WITH_PADDING}")
+    precision = next((name for name in ("bf16", "fp16") if found.arguments.get(name)), "")
+    if precision:
+        notes.append(f"weights are those of the {precision} model; masters and moments of the optimizer are not taken")
+    return notes

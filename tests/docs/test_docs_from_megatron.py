@@ -1,0 +1,22 @@
+"""The page for those who come from Megatron-LM tells of every flag what the code does with it."""
+
+from __future__ import annotations
+
+from megatron_run.config.megatron.flag import Verdict
+from tests.support.flag_tables import PAGE, names, refreshed
+
+
+def test_the_tables_are_what_the_code_does() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert refreshed(page) == page, "run make docs"
+
+
+def test_every_table_is_shown_once() -> None:
+    assert sorted(names(PAGE.read_text(encoding="utf-8"))) == sorted(verdict.name for verdict in Verdict)
+
+
+def test_a_stale_row_is_found() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    stale = page.replace("| `train.clip_norm` |", "| `train.clip` |")
+    assert stale != page
+    assert refreshed(stale) == page
