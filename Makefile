@@ -32,8 +32,10 @@ lint: $(DEV)
 	$(PY) -m ruff format --check -q .
 types: $(DEV)
 	$(PY) -m mypy
+# Tests of one file stay in one process: they share what is costly to make. Many start processes of their own, so there
+# is one for a core, and not more than four.
 unit: $(DEV)
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 # The tests that need a CUDA device; elsewhere they are skipped, and say so.
 gpu: $(DEV)
 	$(PY) -m pytest -q -m gpu
