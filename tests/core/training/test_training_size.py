@@ -30,6 +30,16 @@ def test_two_stages_share_the_layers_and_both_hold_the_tied_embedding(schedule: 
     assert size.parameters == model_size(load_config("preset:tiny")).parameters
 
 
+def test_experts_count_whichever_rank_holds_them() -> None:
+    sets = ["model.experts=4", "model.expert_ffn_size=16", "model.expert_layer_freq=4", "train.global_batch_size=8"]
+    expert, router = 2 * 16 * 32 + 16 + 32, 4 * 32
+    whole = 4 * LAYER - (8 * 32 * 32 + 5 * 32) + router + 4 * expert + WORDS + POSITIONS + NORM
+    for ranks in (1, 2, 4):
+        size = model_size(load_config("preset:tiny", sets=[*sets, f"parallel.expert={ranks}"]))
+        held = whole - (4 - 4 // ranks) * expert
+        assert (size.parameters, size.stages[0].parameters) == (whole, held)
+
+
 def test_the_124_million_of_gpt2() -> None:
     run = load_config("preset:gpt2-small", sets=["model.vocab_size=50257", "parallel.pipeline=1"])
     size = model_size(run)

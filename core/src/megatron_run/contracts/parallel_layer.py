@@ -125,7 +125,7 @@ class ParallelLayers(ABC):
 
     @abstractmethod
     def leave_region(self, x: Tensor) -> Tensor:
-        """Leave it: the results [s, b, *] of all ranks add up, maybe in place -> [s, b, *] or [s/t, b, *]."""
+        """Leave it: the results [s, b, *] of all ranks add up -> [s, b, *] or [s/t, b, *]."""
 
     @abstractmethod
     def expert_column_linear(

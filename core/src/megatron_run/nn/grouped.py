@@ -18,8 +18,6 @@ from megatron_run.gradients import main_grad
 from megatron_run.nn.linear import add_product
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch.nn import Parameter
 
     from megatron_run.gradients import Gradients
@@ -58,11 +56,12 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(rows)
         # The parameters themselves, which know their main_grad: saved tensors may come back as copies.
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
-        ctx.groups, ctx.bias_share = Groups(counts), bias_share
-        y: Tensor = ctx.groups.multiply(rows, ctx.groups.stacked(weight).transpose(1, 2))
+        groups = Groups(counts)
+        ctx.groups, ctx.bias_share = groups, bias_share
+        y = groups.multiply(rows, groups.stacked(weight).transpose(1, 2))
         if bias is not None:
-            for group, part in ctx.groups.pieces(y):
-                part.add_(ctx.groups.stacked(bias)[group], alpha=bias_share)
+            for group, where in groups.places:
+                y[where].add_(groups.stacked(bias)[group], alpha=bias_share)
         return y
 
     @staticmethod
@@ -75,21 +74,19 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class Groups:
-    """Rows that lie group by group: ``counts`` [g], int64 on the CPU, of each."""
+    """Rows that lie group by group: ``counts`` [g], int64 on the CPU, of each.
+
+    ``places`` are the groups that have any, with where theirs lie.
+    """
 
     def __init__(self, counts: Tensor) -> None:
-        self._counts = counts
         self._ends = list(accumulate(counts.tolist(), initial=0))
+        bounds = enumerate(pairwise(self._ends))
+        self.places = [(group, slice(start, end)) for group, (start, end) in bounds if end > start]
 
     def stacked(self, parameter: Tensor) -> Tensor:
         """[g*o, *] -> [g, o, *]."""
-        return parameter.view(len(self._counts), -1, *parameter.shape[1:])
-
-    def pieces(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """The groups that have rows, each with its own."""
-        for group, (start, end) in enumerate(pairwise(self._ends)):
-            if end > start:
-                yield group, rows[start:end]
+        return parameter.view(len(self._ends) - 1, -1, *parameter.shape[1:])
 
     def multiply(self, rows: Tensor, matrices: Tensor) -> Tensor:
         """Each group's rows [n, a] times its matrix of ``matrices`` [g, a, c]: [n, c]."""
@@ -97,18 +94,17 @@ class Groups:
             grouped: Tensor = torch._grouped_mm(rows, matrices, offs=self._offsets(rows.device))
             return grouped
         product = rows.new_empty(len(rows), matrices.shape[2])
-        for group, part in self.pieces(product):
-            start = self._ends[group]
-            torch.mm(rows[start : start + len(part)], matrices[group], out=part)
+        for group, where in self.places:
+            torch.mm(rows[where], matrices[group], out=product[where])
         return product
 
     def add_products(self, totals: Tensor, left: Tensor, right: Tensor) -> None:
         """``totals[g] += left[g].T @ right[g]`` over the rows of each group: [g, a, c] of left [n, a], right [n, c]."""
-        if len(left) and _takes_grouped(left, right):
+        if left.device.type != "cpu" and _takes_grouped(left, right):  # a CPU adds each product in place
             totals.add_(torch._grouped_mm(left.t(), right, offs=self._offsets(left.device)))
             return
-        for (group, mine), (_, other) in zip(self.pieces(left), self.pieces(right), strict=True):
-            add_product(totals[group], mine.t(), other)
+        for group, where in self.places:
+            add_product(totals[group], left[where].t(), right[where])
 
     def _offsets(self, device: torch.device) -> Tensor:
         """Where each group ends, int32 [g]."""
@@ -128,15 +124,16 @@ def _submit(
         groups.add_products(groups.stacked(main_grad(weight)), grad, rows)
         if bias is not None:
             total = groups.stacked(main_grad(bias))
-            for group, part in groups.pieces(grad):
-                total[group].add_(part.sum(0), alpha=bias_share)
+            for group, where in groups.places:
+                total[group].add_(grad[where].sum(0), alpha=bias_share)
 
     gradients.submit((weight,) if bias is None else (weight, bias), compute)
 
 
 def _takes_grouped(left: Tensor, right: Tensor) -> bool:
     """Whether one call can do it: rows there are, of a type that it knows, aligned to 16 bytes."""
-    aligned = all(stride * each.element_size() % 16 == 0 for each in (left, right) for stride in each.stride()[:-1])
+    strides = [stride * each.element_size() for each in (left, right) for stride in each.stride() if stride != 1]
+    aligned = all(stride % 16 == 0 for stride in strides)
     return len(left) > 0 and aligned and _has_grouped_mm(left.device.type, left.dtype)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, cast, get_args
 
 import torch
 
@@ -10,6 +10,7 @@ from megatron_run.batch_size import BatchSizes
 from megatron_run.contracts import RunSummary
 from megatron_run.parameters import count_parameters
 from megatron_run.pipeline.timeline import timeline
+from megatron_run.topology import Replicas
 from megatron_run.training.observing import Observers
 
 if TYPE_CHECKING:
@@ -40,9 +41,9 @@ def start_observers(
 def model_parameters(assembly: Assembly) -> int:
     """Number of parameters of the whole model, each counted once. Collective over the world."""
     topology = assembly.context.topology
-    counts_here = topology.data_rank == 0 and topology.tensor_rank == 0
-    infos = [info for described in assembly.infos for info in described.values()]
-    count = torch.tensor([count_parameters(infos) if counts_here else 0], device=assembly.context.device)
+    firsts = {axis: topology.peers(axis)[0] for axis in get_args(Replicas)}  # of each parameter's replicas one counts
+    mine = (info for each in assembly.infos for info in each.values() if firsts[info.replicas] == topology.rank)
+    count = torch.tensor([0 if topology.tensor_rank else count_parameters(mine)], device=assembly.context.device)
     return int(assembly.context.groups.sum_(count, "world").item())
 
 

@@ -17,6 +17,7 @@ from megatron_run.training.build import build_chunks, make_context, with_vocabul
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pydantic import BaseModel
     from torch.nn import Parameter
 
     from megatron_run.contracts import BuildContext, Chunk, Optimizer, ParamInfo
@@ -35,7 +36,7 @@ class RankSize(NamedTuple):
 
 
 class ModelSize(NamedTuple):
-    """``parameters`` of the whole model, each counted once, and the first tensor-parallel rank of each stage.
+    """``parameters`` of the whole model, each counted once, and the first rank of each stage.
 
     A tied embedding counts on every stage that holds a copy of it. ``vocab`` is the number of token ids, and
     ``padded_vocab`` that of rows over all tensor-parallel ranks.
@@ -61,17 +62,36 @@ def model_size(run: ResolvedRun) -> ModelSize:
 
 def _model_size(run: ResolvedRun) -> ModelSize:
     options = with_vocabulary(run, run.one("data").create())
-    meta, total, stages, padded = torch.device("meta"), 0, [], 0
+    total, stages, padded = 0, [], 0
     for stage in range(run.sizes.pipeline):
-        topology = Topology(run.sizes, stage * (run.sizes.world // run.sizes.pipeline))
-        context = make_context(run, topology, Groups(), meta, options)
-        _, _, chunks = build_chunks(run, context)
-        infos = [describe_parameters(chunk) for chunk in chunks]
-        held = {parameter: info for described in infos for parameter, info in described.items()}
-        total += count_parameters(held.values())
-        stages.append(_rank_size(held, _memory(run, context, chunks, infos)))
+        on_ranks = [_build(run, options, stage, expert) for expert in range(run.sizes.expert)]
+        total += count_parameters(info for rank in on_ranks for info in rank.held.values())
+        context, held = on_ranks[0].context, on_ranks[0].held
+        stages.append(_rank_size(held, _memory(run, on_ranks[0])))
         padded = max(padded, _rows_over(context.vocab_size, held) * run.sizes.tensor)
     return ModelSize(total, tuple(stages), context.vocab_size, padded)
+
+
+class _Built(NamedTuple):
+    """A rank's part of the model, without values."""
+
+    context: BuildContext
+    chunks: Sequence[Chunk]
+    infos: Sequence[dict[Parameter, ParamInfo]]
+
+    @property
+    def held(self) -> dict[Parameter, ParamInfo]:
+        """All of its parameters."""
+        return {parameter: info for described in self.infos for parameter, info in described.items()}
+
+
+def _build(run: ResolvedRun, options: BaseModel, stage: int, expert: int) -> _Built:
+    """Of the first tensor-parallel rank of ``stage`` that holds the experts of expert-parallel rank ``expert``."""
+    first = Topology(run.sizes, 0)
+    topology = Topology(run.sizes, first.rank_at(tensor=0, context=0, data=expert, stage=stage))
+    context = make_context(run, topology, Groups(), torch.device("meta"), options)
+    _, _, chunks = build_chunks(run, context)
+    return _Built(context, chunks, [describe_parameters(chunk) for chunk in chunks])
 
 
 def _rank_size(held: Mapping[Parameter, ParamInfo], memory: Mapping[str, int]) -> RankSize:
@@ -79,12 +99,10 @@ def _rank_size(held: Mapping[Parameter, ParamInfo], memory: Mapping[str, int]) -
     return RankSize(real, sum(parameter.numel() for parameter in held) - real, memory)
 
 
-def _memory(
-    run: ResolvedRun, context: BuildContext, chunks: Sequence[Chunk], infos: Sequence[dict[Parameter, ParamInfo]]
-) -> Mapping[str, int]:
+def _memory(run: ResolvedRun, rank: _Built) -> Mapping[str, int]:
     """What the optimizer would hold, from one that is attached to parameters without values, and the copy of a save."""
-    optimizer = cast("Optimizer", run.one("optimizer").create(context=context))
-    optimizer.attach(chunks, infos, grad_scale=1 / run.sizes.data)
+    optimizer = cast("Optimizer", run.one("optimizer").create(context=rank.context))
+    optimizer.attach(rank.chunks, rank.infos, grad_scale=1 / run.sizes.data)
     memory = optimizer.memory()
     if run.config.checkpoint.async_save:
         memory = {**memory, "staging": sum(piece.tensor.nbytes for piece in optimizer.iter_state())}

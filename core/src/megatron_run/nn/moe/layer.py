@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from megatron_run.contracts import ParameterSpec
+from megatron_run.nn.linear import linear
 from megatron_run.nn.mlp import Mlp
 from megatron_run.nn.moe.dispatch import DISPATCHERS
 from megatron_run.nn.moe.experts import Experts
@@ -110,10 +110,11 @@ class Gate(nn.Module):
 
     def __init__(self, context: BuildContext, spec: TransformerSpec) -> None:
         super().__init__()
+        self.gradients = context.gradients
         self.weight = empty_parameter(context, 1, spec.hidden)
         split = context.sequence_shards > 1
         self.parameter_specs = {"weight": ParameterSpec(spec.init, partial_over="tensor" if split else None)}
 
     def forward(self, y: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, 1]."""
-        return torch.sigmoid(y @ self.weight.t())
+        return linear(y, self.weight, None, self.gradients).sigmoid()

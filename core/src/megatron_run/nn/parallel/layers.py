@@ -51,7 +51,9 @@ class SplitLayers(ParallelLayers):
 
     def leave_region(self, x: Tensor) -> Tensor:
         """As a row-parallel layer does."""
-        return (scatter_sequence if self.split.sequence else g)(x, self.split.peers)
+        if self.split.sequence:
+            return scatter_sequence(x, self.split.peers)
+        return g(x.clone(), self.split.peers)  # in place, and x may be a view of what autograd keeps
 
     def expert_column_linear(
         self, experts: range, inputs: int, parts: tuple[LinearPart, ...], *, bias: bool, init: Init

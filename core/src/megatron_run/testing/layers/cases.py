@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,7 @@ class Case:
 
 def cases() -> tuple[Case, ...]:
     """All of them; inputs are equal in every process."""
-    return (*_linears(), *_ends(), *_norms(), *_attentions(), *_cross_entropies())
+    return (*_linears(), *_experts(), *_ends(), *_norms(), *_attentions(), *_cross_entropies())
 
 
 def _linears() -> Iterator[Case]:
@@ -83,6 +84,12 @@ def _linears() -> Iterator[Case]:
         "row linear without bias": lambda f: f.row_linear(HIDDEN, 12, bias=False, init=INIT),
     }.items():
         yield Case(name, make, (x,), (features(HIDDEN),), tokens)
+
+
+def _experts() -> Iterator[Case]:
+    x = _random(LENGTH, BATCH, HIDDEN)
+    for name, bias in {"experts in a region": True, "experts without bias": False}.items():
+        yield Case(name, partial(_Experts, bias=bias), (x,), (tokens,), tokens)
 
 
 def _ends() -> Iterator[Case]:
@@ -162,6 +169,22 @@ class _Tied(nn.Module):
 
 def _tied(layers: ParallelLayers) -> nn.Module:
     return _Tied(layers)
+
+
+class _Experts(nn.Module):
+    """Every token through one of three experts of this rank, one of which gets none."""
+
+    def __init__(self, layers: ParallelLayers, *, bias: bool) -> None:
+        super().__init__()
+        self._layers, parts = layers, (LinearPart("gate", 12), LinearPart("up", 12))
+        self.input = layers.expert_column_linear(range(4, 7), HIDDEN, parts, bias=bias, init=INIT)
+        self.output = layers.expert_row_linear(range(4, 7), 12, HIDDEN, bias=bias, init=INIT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, h], both [s/t, b, h] under sequence parallelism."""
+        rows, counts = self._layers.enter_region(x).flatten(0, 1), torch.tensor([5, 0, LENGTH * BATCH - 5])
+        gate, up = self.input(rows, counts).chunk(2, dim=-1)
+        return self._layers.leave_region(self.output(F.silu(gate) * up, counts).view(LENGTH, BATCH, HIDDEN))
 
 
 class _PlainAttention(nn.Module):

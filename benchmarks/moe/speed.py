@@ -1,0 +1,115 @@
+"""Time of every side, forward and backward, on the same weights and tokens, in turns.
+
+All sides live in one process with two threads, under the allocator's settings that this project's launcher makes. Their
+outputs and gradients are compared before anything is timed. Each round takes one step of every side, in an order of its
+own, so that nobody always follows the same neighbour.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.moe.model import SHAPES, Precision, Shape, Side
+from benchmarks.moe.ours import OurLayer
+from benchmarks.moe.peers.huggingface import WAYS, Mixtral, installed, name_of
+from benchmarks.moe.peers.naive import NAME as NAIVE
+from benchmarks.moe.peers.naive import NaiveLoop
+from benchmarks.support.compare import compare
+from benchmarks.support.quiet import ratio, take_sample
+from benchmarks.support.ranks import on_ranks
+from benchmarks.support.report import table
+
+THREADS = 2
+OURS = "megatron-run"
+#: Rounds whose time is discarded.
+WARM_UP = 3
+#: How far results may lie apart, relative to the largest value of a tensor: of 16-bit values, several roundings.
+APART: Mapping[Precision, float] = {"fp32": 1e-4, "bf16": 0.1}
+GOAL = 1.35
+
+
+def make_sides(shape: Shape, precision: Precision) -> dict[str, Side]:
+    """Every side that can be made here, by name."""
+    sides: dict[str, Side] = {OURS: OurLayer(shape, precision), NAIVE: NaiveLoop(shape, precision)}
+    return sides | {name_of(way): Mixtral(shape, precision, way) for way in WAYS if installed()}
+
+
+def measure(shape: str, precision: Precision, samples: int) -> dict[str, Any]:
+    """How far each side's results lie from the naive ones, and ``samples`` rounds of all sides."""
+    sides, results = make_sides(SHAPES[shape], precision), {}
+    for name, side in sides.items():
+        side.clear()
+        side.step()
+        results[name] = side.results()
+    apart = {name: compare(found, results[NAIVE], APART[precision]) for name, found in results.items()}
+    order = random.Random(1)
+    rounds = [_round(sides, order) for _ in range(WARM_UP + samples)][WARM_UP:]
+    return {"apart": apart, "samples": rounds}
+
+
+def _round(sides: Mapping[str, Side], order: random.Random) -> dict[str, float]:
+    """One timed step of each side: ``<side> seconds``, ``<side> foreign`` and the like."""
+    found: dict[str, float] = {}
+    for name in order.sample(list(sides), len(sides)):
+        sides[name].clear()
+        found |= {f"{name} {key}": value for key, value in asdict(take_sample(sides[name].step)).items()}
+    return found
+
+
+def report(*, quick: bool) -> Iterator[str]:
+    """Measure in both precisions, and tell what was found."""
+    precisions: tuple[Precision, ...] = ("fp32", "bf16")
+    found = {
+        precision: on_ranks(
+            measure,
+            1,
+            {"shape": "small", "precision": precision, "samples": 11 if quick else 41},
+            threads=THREADS,
+            keeping=True,
+        )
+        for precision in precisions
+    }
+    yield "\n## Forward and backward of one layer\n"
+    yield f"{SHAPES['small']}, SwiGLU, no biases; {THREADS} threads. bf16 is 16-bit weights, whose gradients we add"
+    yield "up in fp32 and the others in bf16. Peers begin a step without gradients.\n"
+    yield from time_table(found)
+    if not installed():
+        yield "\ntransformers is not installed here, and its sides are left out."
+    yield "\n## Goals\n"
+    yield from goal_table(found)
+
+
+def time_table(found: Mapping[Precision, Mapping[str, Any]]) -> Iterator[str]:
+    """A row a side and precision: its median, and the median ratio of the naive loop's time to its own."""
+    columns = ("side", "step, ms", "speed-up over the naive loop", "results apart", "samples used")
+    rows = (_time_row(each, name, precision) for precision, each in found.items() for name in each["apart"])
+    yield from table(columns, rows)
+
+
+def _time_row(found: Mapping[str, Any], name: str, precision: Precision) -> tuple[str, ...]:
+    kept, speed_up = ratio(found["samples"], NAIVE, name)
+    milliseconds = 1e3 * statistics.median(sample[f"{name} seconds"] for sample in kept.samples)
+    apart = found["apart"][name]
+    return (
+        f"{name}, {precision}",
+        f"{milliseconds:.1f}",
+        f"{speed_up:.2f}",
+        f"{apart:.0e}" if apart else "equal",
+        str(kept),
+    )
+
+
+def goal_table(found: Mapping[Precision, Mapping[str, Any]]) -> Iterator[str]:
+    """A row a precision."""
+    columns = ("megatron-run against", "measured", "goal", "met", "samples used")
+    yield from table(columns, (_goal_row(each, precision) for precision, each in found.items()))
+
+
+def _goal_row(found: Mapping[str, Any], precision: Precision) -> tuple[str, ...]:
+    kept, measured = ratio(found["samples"], NAIVE, OURS)
+    met = "yes" if measured >= GOAL else "no"
+    return f"{NAIVE}, {precision}", f"{measured:.2f} times its speed", f"at least {GOAL:.2f}", met, str(kept)
