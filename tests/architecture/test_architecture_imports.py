@@ -20,7 +20,7 @@ ORDER = (
     ("config", "comm", "gloo", "watch"),
     ("registry",),
     ("pipeline", "gradients", "rng", "metrics", "segments", "parameters", "learning_rate", "batch_size", "observing"),
-    ("nn", "data", "optim", "checkpoint"),
+    ("nn", "data", "optim", "checkpoint", "graphs"),
     ("builtin",),
     ("resolve",),
     ("run_folder", "training", "interchange"),

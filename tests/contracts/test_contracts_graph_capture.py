@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from megatron_run.actions import Action
-from megatron_run.contracts import BuildContext, GraphCapture, Microbatch, Region, Segment
+from megatron_run.contracts import BuildContext, CaptureSize, GraphCapture, Microbatch, Region, Segment
 from megatron_run.testing.graph_capture import graph_capture_checks
 from tests.support.conformance import failures
 
@@ -16,21 +16,34 @@ class Again(GraphCapture):
     """Captures nothing and calls each region's functions again: the simplest capture that is right."""
 
     spoil = 1.0
+    planned_graphs = 0
 
     def __init__(self, context: BuildContext) -> None:
         self.context, self.replayed = context, 0
 
     def regions(self, chunks: Sequence[Sequence[Segment]]) -> Sequence[Region]:
         return [
-            Region(chunk, (segment,))
+            Region(chunk, (segment,), segment.inputs, segment.outputs)
             for chunk, segments in enumerate(chunks)
             for segment in segments
             if segment.name == "attn"
         ]
 
-    def capture(self, regions: Sequence[Region], actions: Sequence[Action]) -> None:
+    def plan(self, regions: Sequence[Region], actions: Sequence[Action]) -> CaptureSize:
+        return CaptureSize(len(regions), graphs=self.planned_graphs, slots=0)
+
+    def capture(
+        self, regions: Sequence[Region], actions: Sequence[Action], examples: Mapping[Region, tuple[Tensor, ...]]
+    ) -> CaptureSize:
         assert regions
         assert actions
+        assert {region: [tensor.device.type for tensor in given] for region, given in examples.items()} == {
+            region: ["meta"] for region in regions
+        }
+        return CaptureSize(len(regions), graphs=0, slots=0)
+
+    def misfit(self, actions: Sequence[Action]) -> str:
+        return ""
 
     def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.replayed += 1
@@ -58,3 +71,11 @@ def test_captured_regions_are_replayed_and_give_eager_results() -> None:
 
 def test_a_replay_that_differs_is_rejected_with_the_step() -> None:
     assert "step 2: losses are" in " ".join(failures(graph_capture_checks(Spoiled)).values())
+
+
+class Boaster(Again):
+    planned_graphs = 12
+
+
+def test_a_capture_that_is_not_as_planned_is_rejected() -> None:
+    assert "planned 2 regions, 12 graphs" in " ".join(failures(graph_capture_checks(Boaster)).values())

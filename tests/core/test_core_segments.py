@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_run.contracts import GraphCapture, Microbatch, Region, Segment
+from megatron_run.contracts import CaptureSize, GraphCapture, Microbatch, Region, Segment
 from megatron_run.rng import RandomStreams
 from megatron_run.segments import SegmentRunner
 
@@ -69,10 +70,16 @@ class Fused(GraphCapture):
     """Replays a region of two segments as one function."""
 
     def regions(self, chunks: Any) -> list[Region]:
-        return [Region(0, tuple(chunks[0][:2]))]
+        return [Region(0, tuple(chunks[0][:2]), ("x",), ("x",))]
 
-    def capture(self, regions: Any, actions: Any) -> None:
-        assert regions
+    def plan(self, regions: Any, actions: Any) -> CaptureSize:
+        return CaptureSize(len(regions), 0, 0)
+
+    def capture(self, regions: Any, actions: Any, examples: Any) -> CaptureSize:
+        return self.plan(regions, actions)
+
+    def misfit(self, actions: Any) -> str:
+        return ""
 
     def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:
         return (tensors[0] * 100,)
@@ -84,10 +91,44 @@ class Fused(GraphCapture):
 def test_a_region_replays_its_segments_as_one_in_training_only() -> None:
     segments = [segment(name, lambda x: x + 1, "x", "x", index=i) for i, name in enumerate("abc")]
     run, capture = runner(), Fused()
-    run.replay_with(capture, capture.regions([segments]))
+    run.watch(capture.regions([segments]))
+    run.replay_with(capture)
     results = {}
     for train in (True, False):
         environment = {"x": torch.tensor(1.0)}
         run.run(segments, Microbatch(0, 1, 0, {}, train=train), environment)
         results[train] = environment["x"].item()
     assert results == {True: 101.0, False: 4.0}
+
+
+def test_what_a_watched_region_is_given_in_training_is_kept_without_values() -> None:
+    segments = [segment(name, lambda x: x + 1, "x", "x", index=i) for i, name in enumerate("abc")]
+    run, (region,) = runner(), Fused().regions([segments])
+    run.watch([region])
+    given = torch.zeros(3, 2, dtype=torch.bfloat16, requires_grad=True)
+    run.run(segments, Microbatch(0, 1, 0, {}, train=False), {"x": given})
+    assert not run.examples
+    run.run(segments, Microbatch(0, 1, 0, {}), {"x": given})
+    (example,) = run.examples[region]
+    assert (example.device.type, example.shape, example.dtype) == ("meta", given.shape, given.dtype)
+    assert example.requires_grad
+
+
+def test_streams_are_positioned_for_the_segment_that_draws_and_left_where_the_last_one_would() -> None:
+    streams = RandomStreams(1, torch.device("cpu"))
+    run, capture, seen = SegmentRunner(streams), Fused(), list[Tensor]()
+    segments = [segment(name, lambda x: x + 1, "x", "x", index=i) for i, name in enumerate("ab")]
+    segments[0] = replace(segments[0], draws=True)
+
+    def look(region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:
+        seen.append(streams.sharded.get_state())
+        return tensors
+
+    run.watch(capture.regions([segments]))
+    run.replay_with(capture)
+    capture.replay = look  # type: ignore[method-assign]
+    run.run(segments, Microbatch(0, 1, 0, {}), {"x": torch.zeros(1)})
+    seen.append(streams.sharded.get_state())
+    for index in (0, 1):
+        streams.position(Microbatch(0, 1, 0, {}), 0, index)
+        assert torch.equal(seen[index], streams.sharded.get_state())

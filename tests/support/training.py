@@ -22,7 +22,8 @@ class Seen:
     """What one rank saw: losses and gradient norms by step (rank 0), first gradients by name, actions, memory.
 
     By step: ``executed`` actions, ``peaks`` of activations in flight, the most sent tensors ``held`` at once, and the
-    messages ``left`` when the step had ended. ``plan`` is what was planned, for this rank's ``stage``.
+    messages ``left`` when the step had ended. ``plan`` is what was planned, for this rank's ``stage``; ``captured``
+    what was said of graphs (rank 0).
     """
 
     losses: list[float] = field(default_factory=list)
@@ -35,6 +36,7 @@ class Seen:
     left: list[int] = field(default_factory=list)
     plan: Any = None
     stage: int = 0
+    captured: list[Any] = field(default_factory=list)
 
     @property
     def planned(self) -> list[str]:
@@ -102,7 +104,7 @@ def found_once() -> Iterator[None]:
 
 def train_here(rank: int, world: int, request: str) -> Seen:
     """Train on this rank of a process group that exists already."""
-    from megatron_run.contracts import EvalMetrics, Observer, StepMetrics
+    from megatron_run.contracts import CaptureMetrics, EvalMetrics, Observer, StepMetrics
     from megatron_run.resolve import resolve
     from megatron_run.run_folder import RunFolder
     from megatron_run.trainer import train_rank
@@ -116,6 +118,9 @@ def train_here(rank: int, world: int, request: str) -> Seen:
         def on_step_end(self, metrics: StepMetrics) -> None:
             seen.losses.append(metrics.loss if metrics.loss is not None else float("nan"))
             seen.norms.append(metrics.grad_norm if metrics.grad_norm is not None else float("nan"))
+
+        def on_capture(self, metrics: CaptureMetrics) -> None:
+            seen.captured.append(metrics)
 
         def on_eval_end(self, metrics: EvalMetrics) -> None:
             seen.validation.append(metrics.loss)

@@ -72,6 +72,10 @@ class ScheduleError(PluginError):
     """
 
 
+class GraphCaptureError(PluginError):
+    """Work cannot be captured, or what was captured cannot be replayed as asked."""
+
+
 class RankLostError(RunError):
     """A rank died or stopped answering: ``rank``, where it is known which."""
 

@@ -40,13 +40,13 @@ class RandomStreams:
 
     def __init__(self, seed: int, device: torch.device, shard: int = 0) -> None:
         self._seed, self._shard = seed, shard
-        self._sharded = _default_generator(device)
+        self.sharded = _default_generator(device)
         self.replicated = torch.Generator(device if device.type == "cuda" else "cpu")
 
     def position(self, microbatch: Microbatch, layer: int, segment: int) -> None:
         """Seed both streams for one segment of one layer."""
         place = mix(self._seed, microbatch.step, microbatch.sample0, layer, segment)
-        self._sharded.manual_seed(mix(place, self._shard))
+        self.sharded.manual_seed(mix(place, self._shard))
         self.replicated.manual_seed(place)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -29,38 +30,62 @@ class SegmentRunner:
         self._ensure_ready: EnsureReady | None = None
         self._capture: GraphCapture | None = None
         self._regions: dict[int, Region] = {}
+        self._examples: dict[Region, tuple[Tensor, ...]] = {}
+
+    @property
+    def examples(self) -> Mapping[Region, tuple[Tensor, ...]]:
+        """What each watched region was given last in an eager step, without values: tensors on the meta device."""
+        return self._examples
 
     def read_parameters_after(self, ensure_ready: EnsureReady) -> None:
         """Call ``ensure_ready`` with a segment's parameters before each time it runs."""
         self._ensure_ready = ensure_ready
 
-    def replay_with(self, capture: GraphCapture, regions: Sequence[Region]) -> None:
-        """From now on run ``regions`` through ``capture``; an empty sequence goes back to eager."""
-        self._capture = capture
+    def watch(self, regions: Sequence[Region]) -> None:
+        """From now on note what ``regions`` are given when they run eagerly in training."""
         self._regions = {id(region.segments[0]): region for region in regions}
+        self._examples.clear()
+
+    def replay_with(self, capture: GraphCapture | None) -> None:
+        """From now on run the watched regions through ``capture``; None goes back to eager."""
+        self._capture = capture
 
     def run(self, segments: Sequence[Segment], microbatch: Microbatch, environment: Environment) -> None:
         """Run a layer's ``segments`` in order, reading inputs from and writing outputs to ``environment``."""
         index = 0
         while index < len(segments):
             region = self._regions.get(id(segments[index])) if microbatch.train else None
-            ran = region.segments if region else segments[index : index + 1]
-            for segment in ran:
-                self._prepare(segment, microbatch)
-            outputs = self._replay(region, microbatch, environment) if region else _eager(ran[0], environment)
-            environment.update(zip(ran[-1].outputs, outputs, strict=True))
-            index += len(ran)
+            if region is not None and self._capture is not None:
+                self._replay(self._capture, region, microbatch, environment)
+                index += len(region.segments)
+                continue
+            if region is not None:
+                self._examples[region] = tuple(_without_values(environment[name]) for name in region.inputs)
+            self._run_eagerly(segments[index], microbatch, environment)
+            index += 1
 
-    def _prepare(self, segment: Segment, microbatch: Microbatch) -> None:
+    def _run_eagerly(self, segment: Segment, microbatch: Microbatch, environment: Environment) -> None:
+        self._make_ready(segment)
+        self._rng.position(microbatch, segment.layer, segment.index)
+        result = segment.fn(*(environment[name] for name in segment.inputs))
+        outputs = result if isinstance(result, tuple) else (result,)
+        environment.update(zip(segment.outputs, outputs, strict=True))
+
+    def _replay(self, capture: GraphCapture, region: Region, microbatch: Microbatch, environment: Environment) -> None:
+        last = region.segments[-1]
+        for segment in region.segments:
+            self._make_ready(segment)
+        self._rng.position(microbatch, region.drawing.layer, region.drawing.index)
+        outputs = capture.replay(region, microbatch, *(environment[name] for name in region.inputs))
+        environment.update(zip(region.outputs, outputs, strict=True))
+        if region.drawing is not last:
+            self._rng.position(microbatch, last.layer, last.index)  # where an eager layer leaves the streams
+
+    def _make_ready(self, segment: Segment) -> None:
         if self._ensure_ready is not None:
             self._ensure_ready(segment.params)
-        self._rng.position(microbatch, segment.layer, segment.index)
-
-    def _replay(self, region: Region, microbatch: Microbatch, environment: Environment) -> tuple[Tensor, ...]:
-        assert self._capture is not None  # regions exist only together with their capture
-        return self._capture.replay(region, microbatch, *(environment[name] for name in region.segments[0].inputs))
 
 
-def _eager(segment: Segment, environment: Environment) -> tuple[Tensor, ...]:
-    result = segment.fn(*(environment[name] for name in segment.inputs))
-    return result if isinstance(result, tuple) else (result,)
+def _without_values(x: Tensor) -> Tensor:
+    # Not empty_like, which for the meta device first imports the compiler's symbolic shapes: seconds.
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta", requires_grad=x.requires_grad)

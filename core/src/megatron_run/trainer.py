@@ -19,6 +19,7 @@ from megatron_run.training.evaluate import Evaluator
 from megatron_run.training.faulting import install_faults
 from megatron_run.training.feed import Feed
 from megatron_run.training.generate import generate_text
+from megatron_run.training.graphs import GraphSteps
 from megatron_run.training.guards import Guards
 from megatron_run.training.losses import Losses
 from megatron_run.training.numbers import STOP, Progress, StepDone, StepFacts, StepNumbers, agreed_code, step_metrics
@@ -101,9 +102,10 @@ class Trainer:
         """Step until the last step, or until a rank is asked to stop; evaluate and save on the way and at the end."""
         last = self._batches.steps()
         interval = self._run.config.eval.interval.steps(last, self._run.config.train.global_batch_size)
-        capture_after = self._progress.step + self._assembly.graph_capture.capture_after
+        graphs = GraphSteps(self._run, self._assembly, self._batches, self._progress)
         tracing = start_tracing(self._run.plans, self._context, observers, last)
         while self._progress.step < last:
+            graphs.prepare(self._progress, observers)
             clock = tracing.clock(self._progress.step + 1)
             metrics, times, stop = self._step(clock)
             step = metrics.step
@@ -117,9 +119,6 @@ class Trainer:
                 continue
             due = bool(stop) or self._checkpoints.is_due(step, last)
             self._guards.check(self._progress, saving=due)
-            if step == capture_after:
-                self._capture()
-                capture_after = 0  # once, also if the run goes back
             if step == last or (interval and step % interval == 0):
                 observers.on_eval_end(self._evaluator.evaluate(step))
             if due:
@@ -199,11 +198,3 @@ class Trainer:
         """
         per = weight.clamp(min=1).float() if name == "lm" else torch.ones_like(weight, dtype=torch.float32)
         return (self._assembly.scaler.scale / (microbatches * per)).reshape(())
-
-    def _capture(self) -> None:
-        """Hand the layers' segments over to graph capture; from here on captured regions are replayed."""
-        self._phases.enter("capture")
-        capture, full = self._assembly.graph_capture, max(self._run.plans)
-        regions = capture.regions([chunk.segments() for chunk in self._assembly.chunks])
-        capture.capture(regions, self._run.plans[full].lists[self._context.topology.stage])
-        self._context.segments.replay_with(capture, regions)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from megatron_run.actions import Action
-from megatron_run.contracts import GraphCapture, Microbatch, PluginInfo, Region, Segment
+from megatron_run.contracts import CaptureSize, GraphCapture, Microbatch, PluginInfo, Region, Segment
 from megatron_run.hookspecs import hookimpl
 
 
@@ -19,10 +19,19 @@ class CallAgain(GraphCapture):
 
     def regions(self, chunks: Sequence[Sequence[Segment]]) -> Sequence[Region]:
         segments = ((index, segment) for index, chunk in enumerate(chunks) for segment in chunk)
-        return [Region(index, (segment,)) for index, segment in segments if not segment.why_eager]
+        return [Region(i, (each,), each.inputs, each.outputs) for i, each in segments if not each.why_eager]
 
-    def capture(self, regions: Sequence[Region], actions: Sequence[Action]) -> None:
+    def plan(self, regions: Sequence[Region], actions: Sequence[Action]) -> CaptureSize:
+        return CaptureSize(len(regions), graphs=0, slots=0)
+
+    def capture(
+        self, regions: Sequence[Region], actions: Sequence[Action], examples: Mapping[Region, tuple[Tensor, ...]]
+    ) -> CaptureSize:
         self._captured = set(regions)
+        return self.plan(regions, actions)
+
+    def misfit(self, actions: Sequence[Action]) -> str:
+        return ""
 
     def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:
         assert region in self._captured

@@ -2,9 +2,17 @@
 
 from megatron_run.contracts.context import BuildContext, Dtypes
 from megatron_run.contracts.data import Dataset, DataSource, Split
-from megatron_run.contracts.graph_capture import GraphCapture, Region
+from megatron_run.contracts.graph_capture import CaptureSize, GraphCapture, Region
 from megatron_run.contracts.model import Boundary, Chunk, ChunkOut, Microbatch, Model, Segment
-from megatron_run.contracts.observer import CheckpointMetrics, EvalMetrics, Observer, RunSummary, StepMetrics, StepTrace
+from megatron_run.contracts.observer import (
+    CaptureMetrics,
+    CheckpointMetrics,
+    EvalMetrics,
+    Observer,
+    RunSummary,
+    StepMetrics,
+    StepTrace,
+)
 from megatron_run.contracts.optimizer import Optimizer
 from megatron_run.contracts.parallel_layer import AttentionShape, LinearPart, ParallelLayers, StackedLayers
 from megatron_run.contracts.parameters import Init, ParameterSpec, ParamInfo, Part
@@ -19,6 +27,8 @@ __all__ = [
     "AttentionShape",
     "Boundary",
     "BuildContext",
+    "CaptureMetrics",
+    "CaptureSize",
     "CheckpointMetrics",
     "Chunk",
     "ChunkOut",

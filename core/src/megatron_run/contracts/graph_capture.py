@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,41 +14,110 @@ if TYPE_CHECKING:
     from megatron_run.contracts.model import Microbatch, Segment
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Region:
-    """Neighbouring segments of one layer that are replayed as one; ``chunk`` is the chunk they belong to."""
+    """Neighbouring segments of one layer that are replayed as one; ``chunk`` is the chunk they belong to.
+
+    ``inputs`` are the names that the region reads from the layer's environment and ``outputs`` those that it leaves
+    there; what only its own segments read may be left out. At most one of its segments draws random numbers, since the
+    kernel positions the random streams once, before the region. A region is equal to itself alone.
+    """
 
     chunk: int
     segments: tuple[Segment, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{'+'.join(segment.name for segment in self.segments)} of layer {self.segments[0].layer}"
+
+    @property
+    def drawing(self) -> Segment:
+        """The segment for which the random streams are positioned: the one that draws, else the last."""
+        return next((segment for segment in self.segments if segment.draws), self.segments[-1])
+
+
+@dataclass(frozen=True)
+class CaptureSize:
+    """How much is captured on one stage, or would be.
+
+    ``graphs`` are forwards and backwards; ``slots`` sets of static inputs, the most microbatches in flight;
+    ``static_bytes`` the inputs and gradients that are copied before a replay; ``pool_bytes`` the most that the
+    graphs' own memory held at once. Bytes are None where shapes are not known, or nothing was captured yet.
+    """
+
+    regions: int
+    graphs: int
+    slots: int
+    static_bytes: int | None = None
+    pool_bytes: int | None = None
+
+    def __str__(self) -> str:
+        parts = [f"{self.regions} regions", f"{self.graphs} graphs", f"{self.slots} slots"]
+        if self.static_bytes is not None:
+            parts.append(f"{self.static_bytes / 2**20:,.2f} MiB of static inputs")
+        if self.pool_bytes is not None:
+            parts.append(f"{self.pool_bytes / 2**20:,.2f} MiB of graph memory")
+        return ", ".join(parts)
 
 
 class GraphCapture(ABC):
     """Replays work recorded once instead of launching it again.
 
-    After ``capture_after`` steps the kernel asks for ``regions``, hands them to ``capture`` with the stage's actions,
-    and from then on calls ``replay`` wherever a captured region would run. Slots are derived from the microbatch's
-    identity and the order of the actions, never from a count of calls. A whole working plugin is the built-in none.
+    The kernel asks for ``regions`` once, before training. After ``capture_after`` eager steps, in which it notes what
+    each region is given, it hands them to ``capture`` with the stage's actions, and from then on calls ``replay``
+    wherever a captured region would run in training; evaluation runs eagerly. Before each later step it asks
+    ``misfit``, and where something no longer fits it calls ``invalidate`` and starts again with eager steps. Slots are
+    derived from the microbatch's identity and the order of the actions, never from a count of calls. A whole working
+    plugin is the built-in none.
 
-    A segment draws from two random streams, which the kernel positions before each replay: the device's default
-    generator and, for what several ranks drop alike, ``context.rng.replicated``. On CUDA that is a generator of its
-    own, of which a graph must be told before it records (``torch.cuda.CUDAGraph.register_generator_state``).
+    Before a replay the kernel makes the region's parameters ready and positions the two random streams for
+    ``region.drawing``: the device's default generator and, for what several ranks drop alike,
+    ``context.rng.replicated``. On CUDA that is a generator of its own, of which a graph must be told before it records
+    (``torch.cuda.CUDAGraph.register_generator_state``).
+
+    Weight gradients are part of what is captured, whatever the schedule: W finds nothing left to do for a captured
+    region. ``context.gradients.recording`` tells whose gradients a capture makes, and after each replay of a backward
+    ``context.gradients.arrived`` must be told of them.
     """
 
-    #: Steps that run eagerly before capture.
+    #: Steps that run eagerly before capture, at least 1.
     capture_after: int = 1
 
     @abstractmethod
     def regions(self, chunks: Sequence[Sequence[Segment]]) -> Sequence[Region]:
-        """Choose what to capture among each chunk's segments (in forward order); never across a layer."""
+        """Choose what to capture among each chunk's segments (in forward order); never across a layer.
+
+        Called also while a run is planned, with every stage in turn. Raises :class:`megatron_run.errors.RunError`
+        where a segment that was asked for may not be captured.
+        """
 
     @abstractmethod
-    def capture(self, regions: Sequence[Region], actions: Sequence[Action]) -> None:
-        """Record ``regions`` in the order of ``actions``. Raises :class:`PluginError` and leaves nothing behind."""
+    def plan(self, regions: Sequence[Region], actions: Sequence[Action]) -> CaptureSize:
+        """How much ``capture`` would make of ``regions`` in the order of ``actions``, without bytes."""
+
+    @abstractmethod
+    def capture(
+        self,
+        regions: Sequence[Region],
+        actions: Sequence[Action],
+        examples: Mapping[Region, tuple[Tensor, ...]],
+    ) -> CaptureSize:
+        """Record ``regions`` in the order of ``actions``.
+
+        ``examples`` are on the meta device: shape, type and ``requires_grad`` of what each region was given. Parameters
+        and their ``main_grad`` keep their values. Raises :class:`megatron_run.errors.PluginError` and leaves nothing
+        behind.
+        """
+
+    @abstractmethod
+    def misfit(self, actions: Sequence[Action]) -> str:
+        """Why what is captured cannot serve a step of ``actions``; empty where it can."""
 
     @abstractmethod
     def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run a captured region on the inputs of its first segment's environment; differentiable."""
+        """Run a captured region on its ``inputs`` and return its ``outputs``; differentiable."""
 
     @abstractmethod
     def invalidate(self, reason: str) -> None:
-        """Forget what was captured; the next steps run eagerly."""
+        """Forget what was captured; the next steps run eagerly. May refuse with a PluginError that says why."""

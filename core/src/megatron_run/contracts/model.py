@@ -90,7 +90,8 @@ class Segment:
 
     ``inputs`` and ``outputs`` are names in the layer's environment. ``index`` tells segments of one layer apart in the
     random stream; the embedding is layer -1, the head layer ``num_layers``. ``why_eager`` says why it must not be
-    captured, empty when it may.
+    captured, empty when it may. ``draws`` says that ``fn`` draws random numbers in training: only then does the random
+    stream have to be positioned just before it, also where it is captured together with its neighbours.
     """
 
     name: str
@@ -101,6 +102,7 @@ class Segment:
     outputs: tuple[str, ...]
     params: tuple[nn.Parameter, ...]
     why_eager: str = ""
+    draws: bool = False
 
 
 class Chunk(Protocol):

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from megatron_run.actions import Place
+    from megatron_run.contracts.graph_capture import CaptureSize
     from megatron_run.pipeline.timeline import Timeline
 
 
@@ -88,6 +89,16 @@ class CheckpointMetrics:
 
 
 @dataclass(frozen=True)
+class CaptureMetrics:
+    """Graphs were captured before ``step``, in ``seconds``: what was planned and what was made, on rank 0's stage."""
+
+    step: int
+    planned: CaptureSize
+    captured: CaptureSize
+    seconds: float
+
+
+@dataclass(frozen=True)
 class StepTrace:
     """One step on the timeline, as it ran and as it was planned, both in seconds.
 
@@ -137,6 +148,9 @@ class Observer:
 
     def on_trace(self, trace: StepTrace) -> None:
         """A step that this observer asked for in ``traced_steps`` was timed; called after its ``on_step_end``."""
+
+    def on_capture(self, metrics: CaptureMetrics) -> None:
+        """Segments were captured; from this step on they are replayed."""
 
     def on_skip(self, metrics: StepMetrics) -> None:
         """The step just reported was skipped: a gradient was not finite."""

@@ -8,7 +8,7 @@ arrives through a hook. The ledger also knows which arrival of a step is a param
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,7 @@ class Gradients:
         self._per_microbatch: dict[Parameter, float] = {}
         self._microbatches = 0
         self._on_ready: Callable[[Parameter], None] | None = None
+        self._recorded: list[Parameter] | None = None
 
     def adopt(self, parameter: Parameter, name: str) -> None:
         """Watch ``parameter``: what autograd accumulates into ``.grad`` is moved into ``main_grad``."""
@@ -73,6 +74,20 @@ class Gradients:
         finally:
             self._deferred_to = None
 
+    @contextmanager
+    def recording(self) -> Iterator[list[Parameter]]:
+        """Within: nothing arrives; the list fills with whose gradients would have, in order (graph capture)."""
+        self._recorded = []
+        try:
+            yield self._recorded
+        finally:
+            self._recorded = None
+
+    def arrived(self, parameters: Iterable[Parameter]) -> None:
+        """Gradients of ``parameters`` were added to their ``main_grad`` by a replayed graph."""
+        for parameter in parameters:
+            self._arrived(parameter)
+
     def run_deferred(self, key: Key) -> None:
         """Finish the weight gradients of ``key``, first in, first out (action W)."""
         for parameters, compute in self._queues.pop(key, ()):
@@ -93,6 +108,9 @@ class Gradients:
         self._arrived(parameter)  # type: ignore[arg-type]  # the hook is registered on parameters only
 
     def _arrived(self, parameter: Parameter) -> None:
+        if self._recorded is not None:
+            self._recorded.append(parameter)
+            return
         self._arrivals[parameter] += 1
         last = self._per_microbatch.get(parameter, 0) * self._microbatches
         if not last or self._on_ready is None:

@@ -47,6 +47,7 @@ class Block(nn.Module):
         self.layer = layer
         self.attention = SelfAttention(layers, spec, layer, rotary)
         self.dropout = layers.dropout(spec.dropout)
+        self.draws = spec.dropout > 0
 
     def attend(self, x: Tensor) -> Tensor:
         """Add the attention half: [s, b, h] -> [s, b, h]."""
@@ -55,7 +56,9 @@ class Block(nn.Module):
 
     def segments(self, why_eager: str = "") -> tuple[Segment, ...]:
         """The halves, in order; ``why_eager`` says why none of them must be captured."""
-        attend = Segment("attn", self.layer, 0, self.attend, ("x",), ("x",), parameters_of(self.attention), why_eager)
+        attend = Segment(
+            "attn", self.layer, 0, self.attend, ("x",), ("x",), parameters_of(self.attention), why_eager, self.draws
+        )
         return attend, *self.feed_segments(why_eager)
 
     @abstractmethod
@@ -77,7 +80,9 @@ class TransformerBlock(Block):
 
     def feed_segments(self, why_eager: str) -> tuple[Segment, ...]:
         """One."""
-        return (Segment("mlp", self.layer, 1, self.feed, ("x",), ("x",), parameters_of(self.mlp), why_eager),)
+        return (
+            Segment("mlp", self.layer, 1, self.feed, ("x",), ("x",), parameters_of(self.mlp), why_eager, self.draws),
+        )
 
 
 class ExpertBlock(Block):
@@ -113,7 +118,8 @@ class ExpertBlock(Block):
             name: str, fn: Callable[..., object], inputs: Names, outputs: Names, *read: nn.Module, why: str = ""
         ) -> Segment:
             index = ("moe_router", "moe_preprocess", "moe_dispatch", "moe_experts", "moe_combine").index(name) + 1
-            return Segment(name, self.layer, index, fn, inputs, outputs, parameters_of(*read), why_eager or why)
+            draws = self.draws and name == "moe_combine"
+            return Segment(name, self.layer, index, fn, inputs, outputs, parameters_of(*read), why_eager or why, draws)
 
         return (
             segment("moe_router", moe.route, ("x",), routed, moe.norm, moe.router),

@@ -83,7 +83,7 @@ class _CrossEntropy(torch.autograd.Function):
         (logits, column, mine, largest, total), (grad,) = ctx.saved_tensors, grads
         real, scale, smooth = logits[:, : ctx.columns], grad / total, ctx.smoothing / ctx.vocab * grad
         result = torch.empty_like(logits)
-        result[:, ctx.columns :] = 0
+        result[:, ctx.columns :].zero_()
         for rows in _few_rows(logits):
             part = _exp_(_exact(real[rows]) - largest[rows, None]).mul_(scale[rows, None])  # [c, r]
             result[rows, : ctx.columns] = part.sub_(smooth[rows, None]) if ctx.smoothing else part

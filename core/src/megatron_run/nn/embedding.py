@@ -83,6 +83,7 @@ class Embedding(nn.Module):
         self.word = layers.vocab_embedding(spec.vocab, spec.hidden, init=spec.init)
         self.position = Positions(context, spec) if spec.position == "learned" else None
         self.dropout = layers.dropout(spec.dropout)
+        self.draws = spec.dropout > 0
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens [b, s] -> [s, b, h], or [s/t, b, h] under sequence parallelism.
@@ -100,4 +101,4 @@ class Embedding(nn.Module):
 
     def segment(self) -> Segment:
         """The whole layer as one segment, layer -1 of the model."""
-        return Segment("embedding", -1, 0, self, ("tokens",), ("x",), tuple(self.parameters()))
+        return Segment("embedding", -1, 0, self, ("tokens",), ("x",), tuple(self.parameters()), draws=self.draws)

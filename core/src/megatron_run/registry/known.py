@@ -55,7 +55,7 @@ KNOWN: tuple[Known, ...] = (
     Known("schedule", "zero-bubble", available=True, provides=_CHUNKED, options=("variant",)),
     Known("parallel-layer", "tensor", available=True, provides=_TENSOR, options=("overlap",)),
     Known("parallel-layer", "te", available=True, provides=_TENSOR),
-    Known("graph-capture", "partial"),
+    Known("graph-capture", "partial", available=True),
     Known("graph-capture", "te"),
     Known("model", "bert"),
     Known("data", "indexed"),

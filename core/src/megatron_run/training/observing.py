@@ -10,7 +10,15 @@ if TYPE_CHECKING:
     import logging
     from collections.abc import Callable, Iterable
 
-    from megatron_run.contracts import CheckpointMetrics, EvalMetrics, Observer, RunSummary, StepMetrics, StepTrace
+    from megatron_run.contracts import (
+        CaptureMetrics,
+        CheckpointMetrics,
+        EvalMetrics,
+        Observer,
+        RunSummary,
+        StepMetrics,
+        StepTrace,
+    )
 
 #: Failures after which an observer is called no more.
 PATIENCE = 3
@@ -55,6 +63,10 @@ class Observers:
                 observer.on_trace(trace)
 
         self._each("on_trace", call)
+
+    def on_capture(self, metrics: CaptureMetrics) -> None:
+        """Segments were captured."""
+        self._each("on_capture", lambda observer: observer.on_capture(metrics))
 
     def on_eval_end(self, metrics: EvalMetrics) -> None:
         """An evaluation is done."""

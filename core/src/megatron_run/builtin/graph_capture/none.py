@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_run.contracts import GraphCapture, PluginInfo
+from megatron_run.contracts import CaptureSize, GraphCapture, PluginInfo
 from megatron_run.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -23,14 +23,28 @@ class NoCapture(GraphCapture):
         """Choose nothing."""
         return ()
 
-    def capture(self, regions: Sequence[Region], actions: Sequence[Action]) -> None:
+    def plan(self, regions: Sequence[Region], actions: Sequence[Action]) -> CaptureSize:
+        """Nothing comes of nothing."""
+        return CaptureSize(len(regions), 0, 0)
+
+    def capture(
+        self,
+        regions: Sequence[Region],
+        actions: Sequence[Action],
+        examples: Mapping[Region, tuple[Tensor, ...]],
+    ) -> CaptureSize:
         """Check that there is indeed nothing to capture."""
         if regions:
             raise ValueError(f"graph-capture none was handed {len(regions)} regions")
+        return self.plan(regions, actions)
+
+    def misfit(self, actions: Sequence[Action]) -> str:
+        """Nothing fits every step."""
+        return ""
 
     def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Refuse: nothing was captured."""
-        raise ValueError(f"segment {region.segments[0].name} was never captured")
+        raise ValueError(f"{region} was never captured")
 
     def invalidate(self, reason: str) -> None:
         """Forget nothing, for nothing was captured."""

@@ -13,7 +13,15 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 from megatron_run.checkpoint.show import size_text
-from megatron_run.contracts import CheckpointMetrics, EvalMetrics, Observer, PluginInfo, RunSummary, StepMetrics
+from megatron_run.contracts import (
+    CaptureMetrics,
+    CheckpointMetrics,
+    EvalMetrics,
+    Observer,
+    PluginInfo,
+    RunSummary,
+    StepMetrics,
+)
 from megatron_run.hookspecs import hookimpl
 
 #: Evenly spaced step lines of one run in plain form; with those of its first moments some fifty in all.
@@ -134,6 +142,13 @@ class ConsoleObserver(Observer):
         steps = metrics.step - self._start.step
         pace = (metrics.time - self._start.time) / steps if steps > 0 else metrics.step_time_s
         return pace * (self._run.steps - metrics.step)
+
+    def on_capture(self, metrics: CaptureMetrics) -> None:
+        """Say what was captured on this rank's stage, and whether it is what was planned."""
+        captured, planned = metrics.captured, metrics.planned
+        same = (captured.regions, captured.graphs, captured.slots) == (planned.regions, planned.graphs, planned.slots)
+        as_planned = "as planned" if same else f"planned were {planned}"
+        say(self._console, f"step {metrics.step}  captured {captured} in {metrics.seconds:.1f} s, {as_planned}")
 
     def on_skip(self, metrics: StepMetrics) -> None:
         """Say so at the 1st, 2nd, 4th, 8th, ... skipped step: a storm of them must not flood the terminal."""

@@ -1,0 +1,180 @@
+"""The rules of capture: what a recorded function must not do, whichever backend records it.
+
+A replay runs kernels and no Python. So nothing may be read on the host, no shape may depend on data, nothing may be
+uploaded, and only kernels may draw random numbers. On CUDA each of these ends a capture with a message that names
+neither the line nor the operation, or goes wrong in silence; here they are found on any device, before and by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_run.errors import GraphCaptureError
+
+_READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__")
+_SHOWS = ("__contains__", "__repr__", "__format__")
+#: What reads values on the host; some of it never reaches the dispatcher on a CPU.
+_HOST_READS: Mapping[Any, str] = MappingProxyType({getattr(Tensor, name): name for name in (*_READS, *_SHOWS)})
+_aten = torch.ops.aten
+_MASKED_WRITES = (_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
+_DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class BrokenRule(Exception):
+    """What was done that a graph cannot do; its text reads on after "segment x cannot be captured: "."""
+
+
+@contextmanager
+def blamed(who: str, where: str) -> Iterator[None]:
+    """Within: a broken rule becomes a :class:`GraphCaptureError` that names ``who`` and the pass ``where`` it was."""
+    try:
+        yield
+    except BrokenRule as broken:
+        raise GraphCaptureError(
+            f"{who} cannot be captured",
+            why=f"its {where} {broken}",
+            fix="leave it out of graph-capture.scope, or let it work on the device alone",
+        ) from broken
+
+
+class _NoHostReads(TorchFunctionMode):
+    """Refuses what reads a tensor's values without an operation that the dispatcher would see."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _HOST_READS:
+            raise BrokenRule(f"reads a tensor on the host: Tensor.{_HOST_READS[func]}()")
+        if func is Tensor.to and any(isinstance(x, str) and x == "cpu" for x in (*args[1:], *kwargs.values())):
+            raise BrokenRule("reads a tensor on the host: Tensor.to('cpu')")
+        return func(*args, **kwargs)
+
+
+class Rules(TorchDispatchMode):
+    """Within: every operation, of a forward or a backward, is checked; the first that breaks a rule raises.
+
+    What was there before is not written to: a function that accumulates in place leaves no trace, as under a CUDA
+    capture. ``generators`` are those that operations may draw from, and nobody else may move.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._generators = generators
+        self._states = self._now()
+        self._made: set[int] = set()
+        self._host = _NoHostReads()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's question: whether to import the compiler, which takes seconds, to tell it to keep out of here."""
+        return False
+
+    def __enter__(self) -> Self:
+        """Start to check."""
+        self._host.__enter__()  # type: ignore[no-untyped-call]  # torch's
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Stop; also see that no random stream was moved after the last operation."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
+        self._host.__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
+        if error[0] is None:
+            self._check_streams()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # what is done here is ours
+            self._check_streams()
+            _check(func, args, kwargs)
+            result = self.perform(func, args, kwargs)
+            self._states = self._now()
+        return result
+
+    def perform(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run one operation that is allowed."""
+        if self.writes_outside(func, args, kwargs):
+            return unwritten(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self._made.update(x.untyped_storage()._cdata for x in tree_leaves(result) if isinstance(x, Tensor))
+        return result
+
+    def is_ours(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` was made within."""
+        return tensor.untyped_storage()._cdata in self._made
+
+    def writes_outside(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether all that ``func`` does is to write to tensors that were there before."""
+        targets = written(func, args, kwargs)
+        only_writes = all(returned.alias_info is not None for returned in func._schema.returns)
+        return bool(targets) and only_writes and not any(self.is_ours(target) for target in targets)
+
+    def _check_streams(self) -> None:
+        """Raise where a random stream was moved by other means than an operation."""
+        for state, now in zip(self._states, self._now(), strict=True):
+            if not torch.equal(state, now):
+                raise BrokenRule(
+                    "seeds or restores a random stream: a replay would not (a checkpoint that draws does both)"
+                )
+
+    def _now(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+
+def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that ``func`` writes to, by its schema."""
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+    return found
+
+
+def unwritten(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What ``func`` returns, which writes to its arguments and does nothing else, without running it."""
+    targets = written(func, args, kwargs)
+    returned = len(func._schema.returns)
+    return None if returned == 0 else targets[0] if returned == 1 else tuple(targets)
+
+
+def _check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise :class:`BrokenRule` for an operation that the host takes part in."""
+    name = str(func)
+    if any(tag in func.tags for tag in _DATA_DEPENDENT) and not _is_static(func, args, kwargs):
+        raise BrokenRule(f"waits for the host, or makes a shape that depends on data: {name}")
+    if func in _MASKED_WRITES and _has_mask(args[1]):
+        raise BrokenRule(f"writes through a boolean mask, which waits for the host: {name}; torch.where does not")
+    if func is _aten.lift_fresh.default:
+        raise BrokenRule("uploads data of the host: torch.tensor(); torch.full, zeros and arange do not")
+    if func.namespace == "_c10d_functional":
+        raise BrokenRule(f"uses a functional collective: {name}; those of torch.distributed are recorded")
+    devices = {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()}
+    target = kwargs.get("device")
+    if len(devices | ({torch.device(target).type} if target is not None and devices else set())) > 1:
+        raise BrokenRule(f"copies between devices: {name}")
+
+
+def _is_static(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call of an operation that may depend on data does not."""
+    if func is _aten.index.Tensor:
+        return not _has_mask(args[1])
+    if func is _aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is not None
+    return False
+
+
+def _has_mask(indices: Sequence[Tensor | None]) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)

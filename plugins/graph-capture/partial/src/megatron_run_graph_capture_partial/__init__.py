@@ -1,0 +1,33 @@
+"""Graph capture ``partial``: chosen segments of each layer are recorded once and replayed.
+
+On a CUDA device they become CUDA graphs, on a CPU tapes of operations with the same rules. What is dynamic, as the
+dispatch of tokens to experts, runs eagerly in between.
+
+Reading order: ``capture`` (what the kernel calls), ``recording`` (recording in the order of the run), ``region_graph``
+(one region and its autograd function), ``backend``, then ``tape`` with ``arena`` and ``executors``, or ``cuda``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_run.contracts import PluginInfo
+from megatron_run.hookspecs import hookimpl
+from megatron_run_graph_capture_partial.backend import backend_for
+from megatron_run_graph_capture_partial.capture import PartialCapture
+from megatron_run_graph_capture_partial.options import PartialOptions, check_config
+
+if TYPE_CHECKING:
+    from megatron_run.contracts import BuildContext, GraphCapture
+
+
+@hookimpl
+def megatron_run_plugin_info() -> PluginInfo:
+    """Describe the plugin."""
+    return PluginInfo("graph-capture", "partial", options=PartialOptions, check_config=check_config)
+
+
+@hookimpl
+def megatron_run_create_graph_capture(context: BuildContext, options: PartialOptions) -> GraphCapture:
+    """Make the capture for this rank's device."""
+    return PartialCapture(context, options, lambda: backend_for(context, options.executor))

@@ -1,0 +1,209 @@
+"""Recording: every region's forward and backward, in the order in which the run will replay them.
+
+One pool is shared by graphs of overlapping lifetimes, which is right because they are replayed in the order of their
+recording: an output keeps its place until its own backward was recorded, an input gradient until the layer before has
+taken it. With a split backward both stay until W, since what eager layers put off still reads them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_run.gradients import main_grad
+from megatron_run.graphs import blamed, call, run_backward, zeros_like
+from megatron_run_graph_capture_partial.backend import Backend, weak_alias
+from megatron_run_graph_capture_partial.region_graph import RegionGraph
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from torch.nn import Parameter
+
+    from megatron_run.contracts import Region
+    from megatron_run.gradients import Gradients
+    from megatron_run.graphs import Pass
+
+#: (chunk, copy)
+Key = tuple[int, int]
+
+
+class StaticTensors:
+    """The tensors that are filled before a replay: inputs, one set a slot, and gradients of outputs, shared by all."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tensors: dict[Hashable, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Their bytes."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def inputs(self, slot: int, place: int, examples: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Those like ``examples`` of ``slot``; ``place`` tells apart the ones that are in use together."""
+        alike = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in examples)
+        keys = ((slot, place, index, alike) for index in range(len(examples)))
+        return tuple(self._get(key, example) for key, example in zip(keys, examples, strict=True))
+
+    def gradient(self, index: int, output: Tensor) -> Tensor:
+        """Where the gradient of the ``index``-th output is put, for whichever region runs."""
+        return self._get((index, tuple(output.shape), output.dtype), output.detach())
+
+    def _get(self, key: Hashable, example: Tensor) -> Tensor:
+        if key not in self._tensors:
+            self._tensors[key] = zeros_like(example, self._device)
+        return self._tensors[key]
+
+
+class _Open(NamedTuple):
+    """A forward whose backward is not recorded yet."""
+
+    graph: RegionGraph
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+class Recording:
+    """Records ``chunks``' regions; ``chained`` maps a region to the one whose outputs are its inputs.
+
+    ``examples`` are what each region is given; ``slots`` gives the slot of static inputs for a chunk and copy.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        gradients: Gradients,
+        chunks: Sequence[Sequence[Region]],
+        examples: Mapping[Region, Sequence[Tensor]],
+        chained: Mapping[Region, Region],
+        static: StaticTensors,
+    ) -> None:
+        self._backend, self._gradients, self._static = backend, gradients, static
+        self._chunks, self._examples, self._chained = chunks, examples, chained
+        self._places = {region: place for regions in chunks for region, place in self._number(regions)}
+        self._open: dict[tuple[Region, int], _Open] = {}
+        self._input_gradients: dict[Key, list[tuple[Region, dict[str, Tensor]]]] = defaultdict(list)
+        self._read_later: dict[Key, list[object]] = defaultdict(list)
+        self.graphs: dict[tuple[Region, int], RegionGraph] = {}
+
+    def record(self, order: Sequence[Pass], slots: Mapping[Key, int], pool_of: Callable[[int, int], Any]) -> None:
+        """Record each pass of ``order``; its memory comes from ``pool_of(chunk, copy)``."""
+        ends_at_once = {a[1:] for a, b in pairwise(order) if a.kind == "B" and b == ("end", *a[1:])}
+        for kind, chunk, copy in order:
+            regions, key = self._chunks[chunk], (chunk, copy)
+            if kind == "F":
+                for region in regions:
+                    self._forward(region, copy, slots[key], pool_of(*key))
+            elif kind == "B":
+                for region in reversed(regions):
+                    self._backward(region, copy, pool_of(*key), keep=key not in ends_at_once)
+            else:
+                self._input_gradients.pop(key, None)
+                self._read_later.pop(key, None)
+
+    def _number(self, regions: Sequence[Region]) -> list[tuple[Region, int]]:
+        """Among the regions of a chunk that are given the same, count: each needs static inputs of its own."""
+        seen: Counter[Hashable] = Counter()
+        found = []
+        for region in regions:
+            alike = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in self._examples[region])
+            found.append((region, seen[alike]))
+            seen[alike] += region not in self._chained
+        return found
+
+    def _forward(self, region: Region, copy: int, slot: int, pool: Any) -> None:
+        before = self._chained.get(region)
+        inputs = (
+            self._static.inputs(slot, self._places[region], self._examples[region])
+            if before is None
+            else self._handed_on(before, copy, region)
+        )
+        regions = self._chunks[region.chunk]
+        graph = RegionGraph(
+            region,
+            self._backend.graph(),
+            inputs if before is None else tuple(weak_alias(x) for x in inputs),
+            chained=before is not None,
+            first=region is regions[0],
+            last=region is regions[-1],
+        )
+        with torch.enable_grad(), blamed(str(region), "forward"), graph.forward.capture(pool):
+            outputs = call(region, inputs)
+        graph.outputs = tuple(weak_alias(output) for output in outputs)
+        self._open[region, copy] = _Open(graph, inputs, outputs)
+        self.graphs[region, copy] = graph
+
+    def _handed_on(self, before: Region, copy: int, region: Region) -> tuple[Tensor, ...]:
+        """What ``before`` left for ``region``, cut off from its history."""
+        left = dict(zip(before.outputs, self._open[before, copy].outputs, strict=True))
+        return tuple(left[name].detach().requires_grad_(left[name].requires_grad) for name in region.inputs)
+
+    def _backward(self, region: Region, copy: int, pool: Any, *, keep: bool) -> None:
+        graph, inputs, outputs = self._open.pop((region, copy))
+        key = (region.chunk, copy)
+        if keep:
+            self._read_later[key] += [output.detach() for output in outputs]
+        graph.output_gradients = self._output_gradients(region, key, outputs)
+        graph.input_gradients = (None,) * len(inputs)
+        if not any(output.requires_grad for output in outputs):
+            return
+        graph.backward = self._backend.graph()
+        with self._gradients.recording() as arrivals, blamed(str(region), "backward"), graph.backward.capture(pool):
+            found = self._record_backward(graph, inputs, outputs)
+        graph.arrivals = tuple(arrivals)
+        graph.output_gradients = tuple(None if g is None else weak_alias(g) for g in graph.output_gradients)
+        graph.input_gradients = tuple(None if g is None else weak_alias(g) for g in found)
+        made = {name: g for name, g in zip(region.inputs, found, strict=True) if g is not None}
+        self._keep_gradients(region, key, made, keep=keep)
+
+    def _output_gradients(self, region: Region, key: Key, outputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """Where the gradients come to lie: where the region after leaves them if it follows at once, else static."""
+        after = {name: g for other, made in self._input_gradients[key] for name, g in made.items()
+                 if self._chained.get(other) is region}  # fmt: skip
+        return tuple(
+            (after[name] if name in after else self._static.gradient(index, output)) if output.requires_grad else None
+            for index, (name, output) in enumerate(zip(region.outputs, outputs, strict=True))
+        )
+
+    def _record_backward(
+        self, graph: RegionGraph, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """The inputs' gradients; those of parameters are added to their ``main_grad`` within the graph."""
+        given = [gradient for gradient in graph.output_gradients if gradient is not None]
+        roots = [output for output in outputs if output.requires_grad]
+        parameters = _trained(graph.region)
+        wanted = [x for x in inputs if x.requires_grad]
+        found = run_backward(roots, given, [*wanted, *parameters])
+        for parameter, gradient in zip(parameters, found[len(wanted) :], strict=True):
+            if gradient is not None:  # else its layer has handed it to the ledger itself
+                main_grad(parameter).add_(gradient)
+                self._gradients.arrived([parameter])
+        shared = {gradient.untyped_storage().data_ptr() for gradient in given}
+        of_inputs = iter(found)
+        return [_own(next(of_inputs), shared) if x.requires_grad else None for x in inputs]
+
+    def _keep_gradients(self, region: Region, key: Key, made: dict[str, Tensor], *, keep: bool) -> None:
+        """Keep the place of ``made`` until the layer before has read it; what lies behind this layer was read."""
+        layer = region.segments[0].layer
+        held = self._input_gradients[key]
+        if not keep:
+            held = [(other, gradients) for other, gradients in held if other.segments[0].layer == layer]
+        self._input_gradients[key] = [*held, (region, made)]
+
+
+def _trained(region: Region) -> list[Parameter]:
+    """The region's parameters, each once."""
+    return list({id(p): p for segment in region.segments for p in segment.params if p.requires_grad}.values())
+
+
+def _own(gradient: Tensor | None, shared: set[int]) -> Tensor | None:
+    """``gradient``, as a copy where it is one of the tensors that the next backward fills."""
+    if gradient is None or gradient.untyped_storage().data_ptr() not in shared:
+        return gradient
+    return gradient.clone()

@@ -1,0 +1,170 @@
+"""The backend of CPUs: a tape of operations with fixed addresses, which keeps the rules of a CUDA graph.
+
+While it records, operations run below autograd and their results are moved into the arena; the tape keeps where they
+lie and nothing alive. A replay runs the same operations on the same places, and no Python of a module. So results are
+bit for bit those of eager steps, and a mistake in the order corrupts memory here exactly as it would on a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megatron_run.graphs import Rules, unwritten
+from megatron_run_graph_capture_partial.arena import Arena
+from megatron_run_graph_capture_partial.backend import weak_alias
+
+_aten = torch.ops.aten
+#: They leave their results without values, so there is nothing to replay.
+_WITHOUT_VALUES = (
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+)
+
+
+class Operation(NamedTuple):
+    """One recorded operation: its arguments as places, and where its new results belong (None: in no new place)."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[Tensor | None, ...]
+
+
+#: Makes of operations what replays them.
+Executor = Callable[[Sequence[Operation]], Callable[[], None]]
+
+
+class TapeBackend:
+    """Makes tapes, which ``executor`` replays; ``generators`` are those from which operations may draw."""
+
+    name = "tape"
+
+    def __init__(self, generators: Sequence[torch.Generator], executor: Executor) -> None:
+        self._generators, self._executor = generators, executor
+
+    def pool(self) -> Arena:
+        """An arena of its own."""
+        return Arena()
+
+    def graph(self) -> Tape:
+        """An empty tape."""
+        return Tape(self._generators, self._executor)
+
+    def pool_bytes(self, pools: Iterable[Arena]) -> int:
+        """The peaks of the arenas."""
+        return sum(pool.peak for pool in pools)
+
+
+class Tape:
+    """Operations, in the order in which they ran."""
+
+    def __init__(self, generators: Sequence[torch.Generator], executor: Executor) -> None:
+        self._generators, self._executor = generators, executor
+        self._pool: Arena | None = None
+        self._kept: dict[int, Tensor] = {}
+        self._run: Callable[[], None] = _nothing
+        self.operations: tuple[Operation, ...] = ()
+
+    @contextmanager
+    def capture(self, pool: Arena) -> Iterator[None]:
+        """Record what runs within; the garbage collector rests, so that blocks are freed where reference counts say."""
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with _Recorder(pool, self._generators) as recorder:
+                yield
+        finally:
+            if collects:
+                gc.enable()
+        self._pool, self._kept = pool, recorder.kept
+        self.operations = tuple(recorder.operations)
+        self._run = self._executor(self.operations)
+
+    def replay(self) -> None:
+        """Run the operations below autograd."""
+        self._run()
+
+
+def _nothing() -> None:
+    """Replay an empty tape."""
+
+
+class _Recorder(Rules):
+    """Runs operations by the rules, moves new results into ``pool`` and writes down what ran.
+
+    ``kept`` holds what lies outside of the pool: parameters, gradients, static inputs, by address.
+    """
+
+    def __init__(self, pool: Arena, generators: Sequence[torch.Generator]) -> None:
+        super().__init__(generators)
+        self._pool = pool
+        self.operations: list[Operation] = []
+        self.kept: dict[int, Tensor] = {}
+
+    def is_ours(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in the pool."""
+        return self._pool.owns(tensor)
+
+    def perform(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run ``func``, unless it only writes outside of the pool; record it."""
+        collective = func.namespace == "c10d"
+        places = self._places(args), self._places(dict(kwargs))
+        if self.writes_outside(func, args, kwargs):
+            self.operations.append(Operation(func, *places, ()))
+            return unwritten(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if collective:
+            wait(result)
+        moved = self._move(func, args, kwargs, result)
+        written = func._schema.is_mutable or collective
+        if func not in _WITHOUT_VALUES and (written or any(place is not None for place in moved.places)):
+            self.operations.append(Operation(func, *places, moved.places))
+        return moved.result
+
+    def _places(self, arguments: Any) -> Any:
+        """``arguments`` with each tensor as a place."""
+        return tree_map_only(Tensor, self._place, arguments)
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        if not self._pool.owns(tensor):
+            self.kept.setdefault(tensor.data_ptr(), tensor.detach())
+        return weak_alias(tensor)
+
+    def _move(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> _Moved:
+        """``result`` with what is new in it moved into the pool; views of arguments stay where they are."""
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        places: list[Tensor | None] = []
+
+        def move(tensor: Tensor) -> Tensor:
+            if tensor.untyped_storage()._cdata in given:
+                places.append(None)
+                return tensor
+            moved = self._pool.like(tensor)
+            if func not in _WITHOUT_VALUES:
+                moved.copy_(tensor)
+            places.append(weak_alias(moved))
+            return moved
+
+        return _Moved(tree_map_only(Tensor, move, result), tuple(places))
+
+
+class _Moved(NamedTuple):
+    result: Any
+    places: tuple[Tensor | None, ...]
+
+
+def wait(result: Any) -> None:
+    """Wait for a collective, which returns its work last: what is recorded is done when the next operation starts."""
+    work = result[-1] if isinstance(result, tuple | list) else result
+    if hasattr(work, "wait"):
+        work.wait()

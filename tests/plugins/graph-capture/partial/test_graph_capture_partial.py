@@ -1,0 +1,135 @@
+"""Captured layers compute what eager ones do, bit for bit: bars of a layer, of steps and of pipelines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from megatron_run.builtin.model.gpt import GptOptions
+from megatron_run.builtin.schedule.sequential import Sequential
+from megatron_run.contracts import Microbatch, Schedule
+from megatron_run.gradients import main_grad
+from megatron_run.nn import core_attention
+from megatron_run.testing.check import Check
+from megatron_run.testing.graph_capture import graph_capture_checks
+from megatron_run_schedule_1f1b import OneForwardOneBackward
+from megatron_run_schedule_interleaved import Interleaved
+from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
+from tests.support.graph_bench import Pipeline, one_region, partial_capture
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "attention": {"scope": ("attn",)},
+    "everything": {"scope": ("embedding", "attn", "mlp", "head", "loss")},
+    "everything, graphs by slot": {
+        "scope": ("embedding", "attn", "mlp", "head", "loss"),
+        "graph_reuse": "per_slot",
+    },
+    "without chains": {"chain": False},
+}
+"""Bar 4 and the contract itself."""
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check, id=f"{name}: {check.name}")
+        for name, options in VARIANTS.items()
+        for check in graph_capture_checks(lambda context, options=options: partial_capture(context, **options))  # type: ignore[misc]
+    ],
+)
+def test_it_conforms(check: Check) -> None:
+    check.run()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_layers_output_and_gradients_are_those_of_eager(
+    dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bar 4. Both ways of attention are recorded: one kernel, and matrix products with a softmax between them."""
+    monkeypatch.setattr(core_attention, "matmuls_are_faster", lambda *_: not fused)
+    model = GptOptions(num_layers=2, hidden_size=32, num_heads=4, vocab_size=32, dropout=0.0)
+    eager, captured = (Pipeline(Sequential(), 1, model=model, dtype=dtype) for _ in range(2))
+    assert eager.step(1).equals(captured.step(1))
+    (size,) = captured.start_capture()
+    assert size.regions == 2  # without dropout attn and mlp go together
+    stage, before = captured.stages[0], [main_grad(p).clone() for p in captured.stages[0].parameters]
+    assert all(map(torch.equal, before, [main_grad(p) for p in stage.parameters]))
+    for number in (2, 3):
+        assert eager.step(number).equals(captured.step(number))
+        for mine, other in zip(stage.parameters, eager.stages[0].parameters, strict=True):
+            assert torch.equal(main_grad(mine), main_grad(other))
+
+
+def test_twenty_steps_with_dropout_leave_the_bits_and_the_stream_of_eager_ones() -> None:
+    """Bar 5, one process."""
+    eager, captured = (Pipeline(Sequential(), 2) for _ in range(2))
+    for number in range(1, 21):
+        if number == 3:
+            captured.start_capture()
+        assert eager.step(number).equals(captured.step(number)), number
+
+
+@pytest.mark.parametrize("microbatches", [8, 16])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_pipelines_leave_the_bits_of_eager_ones(chunks: int, microbatches: int) -> None:
+    """Bar 5, four stages. The captured scope leaves eager segments between the regions."""
+    schedule: Schedule = OneForwardOneBackward() if chunks == 1 else Interleaved()
+    model = GptOptions(num_layers=4 * chunks, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1)
+    eager, captured = (
+        Pipeline(schedule, microbatches, stages=4, chunks=chunks, model=model, scope=("attn",)) for _ in range(2)
+    )
+    eager.step(1), captured.step(1)
+    captured.start_capture()
+    assert eager.step(2).equals(captured.step(2))
+
+
+@pytest.mark.parametrize("scope", [("attn",), ("mlp",), ("attn", "mlp")])
+@pytest.mark.parametrize("reuse", ["per_microbatch", "per_slot"])
+def test_a_split_backward_leaves_the_bits_of_an_eager_one(scope: tuple[str, ...], reuse: str) -> None:
+    """What eager layers put off to W still reads what the graphs around them gave out."""
+    eager, captured = (Pipeline(ZeroBubbleH1(), 4, stages=2, scope=scope, graph_reuse=reuse) for _ in range(2))
+    eager.step(1), captured.step(1)
+    captured.start_capture()
+    for number in (2, 3):
+        mine, other = captured.step(number), eager.step(number)
+        assert all(map(torch.equal, mine.losses, other.losses))
+        assert all(map(torch.equal, mine.weights, other.weights))
+
+
+class Counted(nn.Module):
+    """Counts its calls in Python, and in a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.randn(4, 4))
+        self.calls, self.seen = 0, torch.zeros(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.add_(x.detach().mean(0))
+        return torch.tanh(x @ self.weight)
+
+
+def test_a_replay_runs_no_python_of_the_module_and_all_of_its_operations() -> None:
+    """Bar 10."""
+    layer, x = Counted(), torch.randn(3, 4, requires_grad=True)
+    capture, region, _ = one_region(layer, [x], params=[layer.weight])
+    calls = layer.calls
+    assert not layer.seen.any(), "a capture leaves nothing behind in what was there before"
+    for step in (1, 2):
+        (out,) = capture.replay(region, _microbatch(step), x)
+        out.sum().backward()
+        torch.testing.assert_close(layer.seen, step * x.detach().mean(0))
+    assert layer.calls == calls
+    assert torch.equal(
+        main_grad(layer.weight), 2 * torch.autograd.grad((x @ layer.weight).tanh().sum(), layer.weight)[0]
+    )
+
+
+def _microbatch(step: int) -> Microbatch:
+    return Microbatch(0, step, 0, {})

@@ -1,0 +1,108 @@
+"""What graphs hold, and what goes wrong when their memory is shared in another way: the tape must show it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_run.builtin.model.gpt import GptOptions
+from megatron_run.graphs import OrderGuard, Pass
+from megatron_run_graph_capture_partial import capture as capturing
+from megatron_run_graph_capture_partial.arena import ALIGNMENT, Arena
+from megatron_run_graph_capture_partial.backend import weak_alias
+from megatron_run_graph_capture_partial.reuse import Reuse, per_microbatch, per_slot
+from megatron_run_schedule_1f1b import OneForwardOneBackward
+from tests.support.graph_bench import Pipeline
+
+STAGES = 4
+FIRST_STAGE = GptOptions(num_layers=4, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.0)
+
+
+def piped(microbatches: int, **options: Any) -> Pipeline:
+    """Four stages of one layer under 1F1B, after their first step."""
+    pipeline = Pipeline(OneForwardOneBackward(), microbatches, stages=STAGES, model=FIRST_STAGE, **options)
+    pipeline.step(1)
+    return pipeline
+
+
+def gradients_are_eager(pipeline: Pipeline, microbatches: int) -> bool:
+    eager = piped(microbatches)
+    return pipeline.step(2).equals(eager.step(2))
+
+
+def test_memory_grows_with_microbatches_in_flight_and_not_with_their_number() -> None:
+    """Bar 7: the pool's peak at M = 4P is at most 1.15 of that at M = P; static inputs are the same."""
+    few, many = (piped(microbatches).start_capture() for microbatches in (STAGES, 4 * STAGES))
+    for one, other in zip(few, many, strict=True):
+        assert one.pool_bytes is not None
+        assert other.pool_bytes is not None
+        assert other.pool_bytes <= 1.15 * one.pool_bytes
+        assert (one.slots, one.static_bytes) == (other.slots, other.static_bytes)
+        assert other.graphs == 4 * one.graphs
+
+
+def test_graphs_by_slot_are_as_few_as_can_be_and_exact() -> None:
+    """Bar 8: 2 * sum(layers * peak) graphs, and the bits of eager steps."""
+    pipeline = piped(2 * STAGES, graph_reuse="per_slot")
+    sizes = pipeline.start_capture()
+    assert [size.graphs for size in sizes] == [2 * min(STAGES - stage, 2 * STAGES) for stage in range(STAGES)]
+    assert [size.slots for size in sizes] == list(pipeline.plan.peak_in_flight)
+    assert gradients_are_eager(pipeline, 2 * STAGES)
+
+
+def first_microbatch_for_all(order: tuple[Pass, ...], chunks: int) -> Reuse:
+    """Every microbatch replays the graphs of the first."""
+    reuse = per_microbatch(order)
+    return reuse._replace(copies=dict.fromkeys(reuse.copies, 0))
+
+
+def one_pool_for_all_slots(order: tuple[Pass, ...], chunks: int) -> Reuse:
+    """Graphs by slot in one pool, recorded one after the other: each slot is given the memory of the one before."""
+    reuse = per_slot(order, chunks)
+    return reuse._replace(pools=dict.fromkeys(reuse.pools, 0))
+
+
+@pytest.mark.parametrize("wrong", [first_microbatch_for_all, one_pool_for_all_slots])
+def test_wrong_sharing_gives_wrong_gradients(
+    wrong: Callable[[tuple[Pass, ...], int], Reuse], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bar 6, negative controls: where these give right gradients, the tape is no model of a CUDA graph any more."""
+    pipeline = piped(2 * STAGES, graph_reuse="per_slot")
+    monkeypatch.setattr(capturing, "per_slot", wrong)
+    monkeypatch.setattr(OrderGuard, "check", lambda *_: None)
+    pipeline.start_capture()
+    assert not gradients_are_eager(pipeline, 2 * STAGES)
+
+
+def test_a_block_is_given_to_others_once_its_storage_is_gone_and_a_weak_alias_keeps_nothing() -> None:
+    arena, like = Arena(), torch.empty(100)
+    first = arena.like(like)
+    place, alias = first.data_ptr(), weak_alias(first)
+    second = arena.like(like)
+    assert second.data_ptr() != place
+    assert second.data_ptr() % ALIGNMENT == 0
+    view = first[10:]
+    del first
+    assert arena.like(like).data_ptr() != place, "a view keeps its storage"
+    del view
+    third = arena.like(like)
+    assert third.data_ptr() == place == alias.data_ptr()
+    assert arena.held == 2 * 448  # 400 bytes, rounded up
+    assert arena.peak == 3 * 448
+
+
+def test_neighbouring_free_blocks_are_joined() -> None:
+    arena = Arena()
+    small = [arena.like(torch.empty(16)) for _ in range(3)]
+    start = small[0].data_ptr()
+    del small[1], small[1], small[0]
+    assert arena.like(torch.empty(48)).data_ptr() == start
+    assert arena.like(torch.empty(2**20)).shape == (2**20,), "what is larger than a segment has one of its own"
+
+
+def test_strides_are_kept() -> None:
+    transposed = torch.empty(3, 5).t()
+    assert Arena().like(transposed).stride() == transposed.stride()

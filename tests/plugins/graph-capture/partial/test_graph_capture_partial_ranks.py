@@ -1,0 +1,62 @@
+"""Whole runs over two ranks: with captured graphs they train what they train without, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_run.config.request import Request
+from tests.support.training import Seen, train_many
+
+pytestmark = pytest.mark.multiproc
+SHORT = ("train.steps=4", "eval.interval=3")
+PIPELINE = ("train.steps=20", "eval.interval=10")
+GROWING = ("train.ramp_up.start=4", "train.ramp_up.increment=4", "train.ramp_up.samples=16")
+#: Name -> (plugins, settings, options of the capture).
+RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
+    "interleaved": (("schedule=interleaved",), PIPELINE, "scope=attn,mlp,capture_after=2"),
+    "interleaved, by slot": (("schedule=interleaved",), PIPELINE, "scope=attn,embedding,graph_reuse=per_slot"),
+    "zero1": (("optimizer=zero1",), SHORT, "scope=embedding,attn,mlp,head"),
+    "tensor": (("parallel-layer=tensor",), (*SHORT, "parallel.tensor=2"), "scope=attn,mlp"),
+    "a growing batch": ((), ("train.steps=8", *GROWING), "scope=attn"),
+}
+
+
+def request(name: str, *, captured: bool) -> Request:
+    plugins, sets, options = RUNS[name]
+    capture = (f"graph-capture=partial,{options}",) if captured else ()
+    return Request(configs=("preset:tiny",), sets=(*sets, "model.dropout=0.1"), plugins=(*plugins, *capture), nproc=2)
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[tuple[str, bool], Seen]:
+    """Rank 0 of every run, eager and captured, in one pair of processes."""
+    cases = [(name, captured) for name in RUNS for captured in (False, True)]
+    found = train_many(2, [request(name, captured=captured) for name, captured in cases])
+    return {case: ranks[0] for case, ranks in zip(cases, found, strict=True)}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_losses_norms_and_evaluations_are_those_of_the_run_without(
+    name: str, trained: dict[tuple[str, bool], Seen]
+) -> None:
+    """The gather of zero1, an all-reduce within a region and overlapping reductions among them."""
+    eager, captured = trained[name, False], trained[name, True]
+    assert len(eager.losses) >= 4
+    assert captured.losses == eager.losses
+    assert captured.norms == eager.norms
+    assert captured.validation == eager.validation
+    assert captured.captured
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_is_captured_is_what_was_planned(name: str, trained: dict[tuple[str, bool], Seen]) -> None:
+    for said in trained[name, True].captured:
+        planned, made = said.planned, said.captured
+        assert (made.regions, made.graphs, made.slots) == (planned.regions, planned.graphs, planned.slots)
+        assert made.static_bytes
+        assert made.pool_bytes
+
+
+def test_graphs_are_captured_once_unless_the_batch_grows(trained: dict[tuple[str, bool], Seen]) -> None:
+    assert [said.step for said in trained["interleaved", True].captured] == [3]
+    assert len(trained["a growing batch", True].captured) > 1

@@ -1,0 +1,190 @@
+"""One process runs every stage of a small pipeline in the planned order, eagerly or through captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_run.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.builtin.model.gpt import Gpt, GptOptions
+from megatron_run.builtin.parallel_layer.dense import DenseLayers
+from megatron_run.comm import Groups
+from megatron_run.contracts import BuildContext, CaptureSize, Chunk, Microbatch, Region, Schedule, Segment
+from megatron_run.gradients import main_grad
+from megatron_run.pipeline.plan import Plan, positions
+from megatron_run.pipeline.verify import verify
+from megatron_run.testing.context import context_at, example_microbatch, prepare, single_process_context
+from megatron_run.topology import Sizes, Topology
+from megatron_run_graph_capture_partial.backend import backend_for
+from megatron_run_graph_capture_partial.capture import PartialCapture
+from megatron_run_graph_capture_partial.options import PartialOptions
+
+SMALL = GptOptions(num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1)
+LR = 0.05
+
+
+def partial_capture(context: BuildContext, **options: Any) -> PartialCapture:
+    """The plugin's object; ``options`` are its options."""
+    chosen = PartialOptions.model_validate({"scope": ("attn", "mlp"), **options})
+    return PartialCapture(context, chosen, lambda: backend_for(context, chosen.executor))
+
+
+@dataclass
+class Stage:
+    """The chunks of one stage, and what captures them."""
+
+    context: BuildContext
+    chunks: list[Chunk]
+    parameters: list[Parameter]
+    capture: PartialCapture
+    regions: Sequence[Region]
+    size: CaptureSize | None = None
+
+
+@dataclass
+class Done:
+    """What a step left behind: losses by microbatch, weights by stage, and the state of the default generator."""
+
+    losses: list[Tensor]
+    weights: list[Tensor] = field(repr=False)
+    stream: Tensor = field(repr=False)
+
+    def equals(self, other: Done) -> bool:
+        """Bit for bit."""
+        return (
+            all(map(torch.equal, self.losses, other.losses))
+            and all(map(torch.equal, self.weights, other.weights))
+            and torch.equal(self.stream, other.stream)
+        )
+
+
+class Pipeline:
+    """A gpt over ``stages`` x ``chunks`` places, one layer each unless ``model`` has more; SGD updates it.
+
+    ``options`` are those of the capture; microbatches have two samples of 16 tokens.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        microbatches: int,
+        *,
+        stages: int = 1,
+        chunks: int = 1,
+        model: GptOptions = SMALL,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
+        layout = looped_layout(LayoutSpec(stages, chunks, model.num_layers))
+        spec = ScheduleSpec(layout, stages, chunks, microbatches)
+        self.plan: Plan = verify(spec, schedule.actions(spec))
+        self.microbatches, self.vocab = microbatches, model.vocab_size or 0
+        self.places, self.last = positions(layout), len(layout) - 1
+        self.stages = [self._stage(stage, layout, model, dtype, stages, options) for stage in range(stages)]
+
+    def _stage(
+        self, stage: int, layout: Any, model: GptOptions, dtype: torch.dtype, stages: int, options: Mapping[str, Any]
+    ) -> Stage:
+        context = context_at(Topology(Sizes(pipeline=stages), stage), Groups(), model, dtype=dtype)
+        gpt, layers, shared = Gpt(context, model), DenseLayers(context), dict[str, Parameter]()
+        mine = sorted((place.chunk, position) for position, place in enumerate(layout) if place.stage == stage)
+        chunks = [gpt.build_chunk(position, layout, layers, shared) for _, position in mine]
+        described = prepare(context, chunks)
+        capture = partial_capture(context, **options)
+        regions = capture.regions([chunk.segments() for chunk in chunks])
+        context.segments.watch(regions)
+        return Stage(context, chunks, list(described), capture, regions)
+
+    def actions(self, stage: int = 0) -> tuple[Action, ...]:
+        """The actions of ``stage``."""
+        return self.plan.lists[stage]
+
+    def start_capture(self) -> list[CaptureSize]:
+        """Capture every stage, once a step has run."""
+        for index, stage in enumerate(self.stages):
+            stage.size = stage.capture.capture(stage.regions, self.actions(index), stage.context.segments.examples)
+            stage.context.segments.replay_with(stage.capture)
+        return [stage.size for stage in self.stages if stage.size is not None]
+
+    def step(self, number: int) -> Done:
+        """One step of all stages in the plan's order, then the update."""
+        self._crossing: dict[tuple[str, int, int], Tensor] = {}
+        self._inputs: dict[tuple[int, int], Tensor | None] = {}
+        self._outputs: dict[tuple[int, int], Tensor] = {}
+        self._losses: dict[int, Tensor] = {}
+        for stage in self.stages:
+            for parameter in stage.parameters:
+                main_grad(parameter).zero_()
+        for stage_number, index in self.plan.order:
+            self._run(number, stage_number, self.plan.lists[stage_number][index])
+        weights = []
+        for stage in self.stages:
+            for parameter in stage.parameters:
+                with torch.no_grad():
+                    parameter.sub_(LR * main_grad(parameter).to(parameter.dtype))
+                weights.append(parameter.detach().clone())
+        losses = [self._losses[m].detach().clone() for m in range(self.microbatches)]
+        return Done(losses, weights, torch.get_rng_state())
+
+    def _run(self, number: int, stage: int, action: Action) -> None:
+        position, key = self.places[stage, action.chunk], (action.microbatch, self.places[stage, action.chunk])
+        gradients = self.stages[stage].context.gradients
+        if action.op == "F":
+            self._forward(number, stage, action, position)
+        elif action.op == "B":
+            self._backward(key)
+        elif action.op == "I":
+            with gradients.deferring((action.microbatch, action.chunk)):
+                self._backward(key)
+        elif action.op == "W":
+            gradients.run_deferred((action.microbatch, action.chunk))
+
+    def _forward(self, number: int, stage: int, action: Action, position: int) -> None:
+        m = action.microbatch
+        fields = example_microbatch(self.vocab, step=number, seed=1000 * number + m).fields
+        x = self._crossing.pop(("x", m, position), None)
+        if x is not None:
+            x.requires_grad_()
+        out = self.stages[stage].chunks[action.chunk](x, Microbatch(m, number, m, fields))
+        self._inputs[m, position] = x
+        if out.x is not None:
+            self._crossing["x", m, position + 1] = out.x.detach()
+            self._outputs[m, position] = out.x
+        else:
+            total, weight = out.losses["lm"]
+            self._losses[m] = total.detach()
+            self._outputs[m, position] = total / weight.clamp(min=1)
+
+    def _backward(self, key: tuple[int, int]) -> None:
+        m, position = key
+        torch.autograd.backward(self._outputs.pop(key), self._crossing.pop(("g", m, position), None))
+        x = self._inputs.pop(key)
+        if x is not None:
+            assert x.grad is not None
+            self._crossing["g", m, position - 1] = x.grad
+
+
+def one_region(
+    fn: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    *,
+    params: Sequence[Parameter] = (),
+    name: str = "attn",
+    **options: Any,
+) -> tuple[PartialCapture, Region, BuildContext]:
+    """A capture of a layer that is ``fn`` alone, recorded for one microbatch on tensors like ``inputs``."""
+    context = single_process_context(dtype=torch.float32)
+    for parameter in params:
+        context.gradients.adopt(parameter, "weight")
+        parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]  # as a bucket does
+    names = tuple(f"in{index}" for index in range(len(inputs)))
+    capture = partial_capture(context, scope=(name,), **options)
+    (region,) = capture.regions([[Segment(name, 3, 0, fn, names, ("out",), tuple(params))]])
+    examples = {region: tuple(torch.empty_like(x, device="meta", requires_grad=x.requires_grad) for x in inputs)}
+    capture.capture([region], [Action("F", 0, 0), Action("B", 0, 0)], examples)
+    return capture, region, context
