@@ -171,7 +171,7 @@ def _identity(weights: Weights) -> dict[str, Any]:
 
 
 def _config_text(weights: Weights, source: str) -> str:
-    return f"# The model of {source.splitlines()[0]}.\n{yaml_text({'version': 1, **_sections(weights)})}"
+    return f"# Imported from {source.splitlines()[0]}\n{yaml_text({'version': 1, **_sections(weights)})}"
 
 
 def _about(weights: Weights, identity: Mapping[str, Any]) -> About:
