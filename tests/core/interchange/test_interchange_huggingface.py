@@ -218,6 +218,7 @@ def test_what_has_no_counterpart_is_refused_with_every_reason(
         ({"norm": "rmsnorm"}, ["gpt2: model.norm=rmsnorm", "llama: model.position=learned", "model.activation=gelu"]),
         ({"bias": False}, ["model.bias=false (it has true)"]),
         ({"num_kv_heads": 1}, ["model.num_kv_heads=1"]),
+        ({"experts": 2}, ["gpt2: model.experts=2 (it has 0)", "llama: model.position=learned"]),
     ],
 )
 def test_a_model_between_the_families_is_not_exported(
