@@ -36,7 +36,7 @@ def test_there_and_back_with_both_formats(run: Path, tmp_path: Path, capsys: Out
         text = told(capsys, "import", there, back, "--trust-pickle")
         assert text.splitlines()[0].startswith(f"{name}: ")
         assert f"megatron-run {back}/config.yaml YOURS.yaml --set run.init_from={back}" in text
-        assert (" with exp_avg and step" in text) == (name == "distributed")
+        assert (" with exp_avg, step" in text) == (name == "distributed")
         assert "whole" in told(capsys, "checkpoint", "list", back)
 
 
@@ -66,6 +66,21 @@ def test_the_latest_run_and_a_step_may_be_named(
     assert "there is no checkpoint" in told(capsys, "export", "third", "--to", "huggingface", "--step", 8, code=5)
 
 
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_weights_to_start_from_are_looked_for_before_anything_is_started(
+    dry: tuple[str, ...], run: Path, tmp_path: Path, capsys: Output
+) -> None:
+    def start(source: Path, *sets: str) -> str:
+        keys = (f"run.init_from={source}", f"run.folder={tmp_path / 'new'}", *sets)
+        return told(capsys, "preset:tiny", *(word for key in keys for word in ("--set", key)), *dry, code=5)
+
+    text = start(tmp_path)
+    assert f"no checkpoints in {tmp_path} (from --set run.init_from)" in text
+    assert "megatron-run import SOURCE FOLDER" in text
+    assert "model.hidden_size=24 there, 32 here" in start(run, "model.num_layers=2")
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "code", "why"),
     [
@@ -75,7 +90,7 @@ def test_the_latest_run_and_a_step_may_be_named(
         (("export", "{run}", "{new}"), 2, "--to"),
         (("import", "{run}", "{new}"), 5, "in no format that is known"),
         (("import", "{run}/nowhere", "{new}"), 5, "there is no"),
-        (("import", "{run}", "{new}", "--from", "gguf"), 2, "it is huggingface or distributed"),
+        (("import", "{run}", "{new}", "--from", "gguf"), 2, "known are huggingface, "),
     ],
 )
 def test_mistakes_are_one_line(

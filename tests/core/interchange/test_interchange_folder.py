@@ -55,7 +55,9 @@ def test_the_configuration_says_the_whole_model(tmp_path: Path) -> None:
     text = (tmp_path / "ours" / "config.yaml").read_text()
     said = {name: bare(node) for name, node in parse(text, "config.yaml").items()}
     assert said["train"] == {"sequence_length": LENGTH}
-    assert said["model"] == {"use": "gpt", **options_of({**LLAMA, "init_std": 0.02}).model_dump()}
+    assert said["model"] == {"use": "gpt", **LLAMA}
+    identity = Checkpoints(tmp_path / "ours" / "checkpoints").manifest(3).about.identity
+    assert identity["model.dropout"] == options_of(LLAMA).dropout, "the step says the defaults too"
 
 
 def test_nothing_is_overwritten_and_nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,19 +13,51 @@ from megatron_run.interchange.weights import Weights
 from megatron_run.testing.context import logical_values
 from tests.support.interchanged import GPT2, LENGTH, LLAMA, network, options_of
 
-VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "gpt2": GPT2,
-    "llama": LLAMA,
-    "no bias, feed-forward unset": {**GPT2, "bias": False, "ffn_size": None},
-    "swiglu with biases, one kv head": {**GPT2, "activation": "swiglu", "num_kv_heads": 1, "tie_embeddings": False},
+#: Of one layer, as its papers draw it.
+DENSE = {
+    "embedding.word.weight": (61, 24),
+    "layers.0.attention.qkv.norm.weight": (24,),
+    "layers.0.attention.qkv.query.weight": (24, 24),
+    "layers.0.attention.output.weight": (24, 24),
+    "layers.0.mlp.input.norm.weight": (24,),
+    "layers.0.mlp.input.up.weight": (40, 24),
+    "layers.0.mlp.output.weight": (24, 40),
+    "final_norm.weight": (24,),
+}
+OF_GPT2 = {
+    **DENSE,
+    "embedding.position.weight": (LENGTH, 24),
+    "layers.0.attention.qkv.key.weight": (24, 24),
+    "layers.0.attention.qkv.value.weight": (24, 24),
+    "layers.0.attention.qkv.norm.bias": (24,),
+    "layers.0.attention.qkv.query.bias": (24,),
+    "layers.0.attention.qkv.key.bias": (24,),
+    "layers.0.attention.qkv.value.bias": (24,),
+    "layers.0.attention.output.bias": (24,),
+    "layers.0.mlp.input.norm.bias": (24,),
+    "layers.0.mlp.input.up.bias": (40,),
+    "layers.0.mlp.output.bias": (24,),
+    "final_norm.bias": (24,),
+}
+OF_LLAMA = {
+    **DENSE,
+    "layers.0.attention.qkv.key.weight": (8, 24),
+    "layers.0.attention.qkv.value.weight": (8, 24),
+    "layers.0.mlp.input.gate.weight": (40, 24),
+    "output.weight": (61, 24),
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
-def test_shapes_are_those_of_the_network(variant: Mapping[str, Any]) -> None:
-    options = options_of(variant)
+@pytest.mark.parametrize(("given", "shapes"), [(GPT2, OF_GPT2), (LLAMA, OF_LLAMA)], ids=["gpt2", "llama"])
+def test_shapes_follow_from_the_options(given: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
+    assert logical_shapes(options_of({**given, "num_layers": 1}), LENGTH) == shapes
+
+
+def test_experts_are_tensors_of_the_model_too() -> None:
+    options = options_of({**LLAMA, "experts": 4})
     built = {name: tuple(tensor.shape) for name, tensor in logical_values(network(options).infos).items()}
     assert logical_shapes(options, LENGTH) == built
+    assert built != OF_LLAMA
 
 
 def test_what_differs_is_named() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -116,6 +117,8 @@ def test_transformers_loads_what_was_exported_and_computes_the_same(case: str, t
     assert model.dtype == torch.float32
     assert_same_logits(their_logits(model), logits_of(built, tokens(), 61))
     assert model.config.max_position_embeddings == LENGTH
+    with safe_open(tmp_path / "hf" / files.SINGLE, "pt") as file:
+        assert file.metadata() == {"format": "pt"}, "older versions of transformers ask for it"
     assert model.config.tie_word_embeddings is options.tie_embeddings
 
 
@@ -150,7 +153,8 @@ def test_an_export_of_several_files_is_read_by_both(tmp_path: Path, monkeypatch:
 def test_sixteen_bit_weights_and_old_names_are_read(tmp_path: Path) -> None:
     """The first GPT-2 files have no prefix, and hold the attention masks."""
     model = theirs(tmp_path / "hf", "gpt2").bfloat16()
-    old = {name.removeprefix("transformer."): t for name, t in model.state_dict().items() if name != "lm_head.weight"}
+    old = {name.removeprefix("transformer."): tensor.clone() for name, tensor in model.state_dict().items()}
+    assert "lm_head.weight" in old, "a tied model may hold it twice"
     old["h.0.attn.bias"] = torch.ones(1, 1, LENGTH, LENGTH)
     (tmp_path / "hf" / "model.safetensors").unlink()
     save_file(old, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
@@ -214,6 +218,7 @@ def test_what_has_no_counterpart_is_refused_with_every_reason(
         ({"norm": "rmsnorm"}, ["gpt2: model.norm=rmsnorm", "llama: model.position=learned", "model.activation=gelu"]),
         ({"bias": False}, ["model.bias=false (it has true)"]),
         ({"num_kv_heads": 1}, ["model.num_kv_heads=1"]),
+        ({"experts": 2}, ["gpt2: model.experts=2 (it has 0)", "llama: model.position=learned"]),
     ],
 )
 def test_a_model_between_the_families_is_not_exported(

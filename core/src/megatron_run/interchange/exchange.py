@@ -40,7 +40,7 @@ def import_model(source: Path, folder: Path, name: str | None = None, *, trust_p
     Raises a RunError; nothing is left behind then.
     """
     chosen, weights = read_source(source, name, trust_pickle=trust_pickle)
-    manifest = write_folder(weights, folder, f"{chosen}: {source}")
+    manifest = write_folder(weights, folder, f"{source} ({chosen})")
     moments = tuple(sorted(field for field, readers in weights.moments.items() if readers))
     return Imported(str(folder), chosen, weights.step, count_values(manifest), moments, weights.notes)
 

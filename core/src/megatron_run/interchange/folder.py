@@ -158,7 +158,7 @@ def _check_names(weights: Weights) -> None:
 
 
 def _sections(weights: Weights) -> dict[str, dict[str, Any]]:
-    """What is known of the configuration."""
+    """What is known of the configuration, every option of the model among it."""
     model: dict[str, Any] = {"use": "gpt", **weights.config}
     if model["use"] == "gpt":
         model |= gpt_options(weights).model_dump(mode="json")
@@ -171,7 +171,10 @@ def _identity(weights: Weights) -> dict[str, Any]:
 
 
 def _config_text(weights: Weights, source: str) -> str:
-    return f"# The model of {source.splitlines()[0]}.\n{yaml_text({'version': 1, **_sections(weights)})}"
+    """Options that the source does not know have their defaults, and are left out."""
+    sections = _sections(weights)
+    sections["model"] = {key: value for key, value in sections["model"].items() if key in {"use", *weights.config}}
+    return f"# Imported from {source.splitlines()[0]}\n{yaml_text({'version': 1, **sections})}"
 
 
 def _about(weights: Weights, identity: Mapping[str, Any]) -> About:

@@ -87,7 +87,9 @@ def writer(name: str) -> Callable[[Weights, Path], None]:
 
 def _named(name: str, names: list[str]) -> Format:
     if name not in names:
-        raise InputError(f"there is no format {name!r}", fix=did_you_mean(name, names) or f"it is {' or '.join(names)}")
+        raise InputError(
+            f"there is no format {name!r}", fix=did_you_mean(name, names) or f"known are {', '.join(names)}"
+        )
     return next(each for each in FORMATS if each.name == name)
 
 

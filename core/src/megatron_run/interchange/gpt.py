@@ -1,17 +1,28 @@
-"""The logical tensors of model ``gpt``, from its options alone: what a whole model from elsewhere must have.
-
-Legend: v vocabulary, h hidden, f feed-forward size, p positions, n heads, k key-value heads, d head size.
-"""
+"""The logical tensors of model ``gpt``, from its options alone: what a whole model from elsewhere must have."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from pydantic import ValidationError
 
-from megatron_run.builtin.model.gpt import GptOptions
+from megatron_run.actions import Place
+from megatron_run.builtin.model.gpt import Gpt, GptOptions
+from megatron_run.builtin.parallel_layer.dense import DenseLayers
+from megatron_run.comm import Groups
+from megatron_run.config.schema import RunSection, TrainSection
+from megatron_run.contracts import BuildContext
 from megatron_run.errors import InputError
+from megatron_run.gradients import Gradients
+from megatron_run.metrics import Metrics
+from megatron_run.parameters import describe_parameters
+from megatron_run.rng import RandomStreams
+from megatron_run.segments import SegmentRunner
+from megatron_run.topology import Sizes, Topology
+from megatron_run.training.build import DTYPES
 
 if TYPE_CHECKING:
     from megatron_run.interchange.weights import Weights
@@ -45,41 +56,35 @@ def positions(options: GptOptions, sequence_length: int | None) -> int:
 
 
 def logical_shapes(options: GptOptions, sequence_length: int | None) -> dict[str, Shape]:
-    """Every logical tensor of the model with its shape; ``sequence_length`` counts where positions are learned."""
-    assert options.vocab_size is not None, "gpt_options saw to it"
-    hidden, vocab = options.hidden_size, options.vocab_size
-    found: dict[str, Shape] = {"embedding.word.weight": (vocab, hidden)}
-    if options.position == "learned":
-        found["embedding.position.weight"] = (positions(options, sequence_length), hidden)
-    for layer in range(options.num_layers):
-        found |= {f"layers.{layer}.{name}": shape for name, shape in _layer_shapes(options).items()}
-    found |= _norm("final_norm", options)
-    return found if options.tie_embeddings else {**found, "output.weight": (vocab, hidden)}
+    """Every logical tensor of the model with its shape; ``sequence_length`` counts where positions are learned.
+
+    It is asked of the model itself, built from whole layers on the meta device, without memory.
+    """
+    longest = positions(options, sequence_length) if options.position == "learned" else 1
+    context = _context(options, longest)
+    layout = (Place(0, 0, range(options.num_layers)),)
+    chunk = Gpt(context, options).build_chunk(0, layout, DenseLayers(context), {})
+    return {part.name: part.shape for info in describe_parameters(chunk).values() for part in info.parts}
 
 
-def _layer_shapes(options: GptOptions) -> dict[str, Shape]:
-    hidden, ffn = options.hidden_size, options.ffn_size or 4 * options.hidden_size
-    kv_width = hidden // options.num_heads * (options.num_kv_heads or options.num_heads)  # k * d
-    widths = {"query": hidden, "key": kv_width, "value": kv_width}
-    entrances = ("gate", "up") if options.activation == "swiglu" else ("up",)
-    found = _norm("attention.qkv.norm", options)
-    for name, width in widths.items():
-        found |= _linear(f"attention.qkv.{name}", width, hidden, options)
-    found |= _linear("attention.output", hidden, hidden, options)
-    found |= _norm("mlp.input.norm", options)
-    for name in entrances:
-        found |= _linear(f"mlp.input.{name}", ffn, hidden, options)
-    return found | _linear("mlp.output", hidden, ffn, options)
-
-
-def _norm(name: str, options: GptOptions) -> dict[str, Shape]:
-    parts = ("weight", "bias") if options.norm == "layernorm" else ("weight",)
-    return {f"{name}.{part}": (options.hidden_size,) for part in parts}
-
-
-def _linear(name: str, outputs: int, inputs: int, options: GptOptions) -> dict[str, Shape]:
-    bias: dict[str, Shape] = {f"{name}.bias": (outputs,)} if options.bias else {}
-    return {f"{name}.weight": (outputs, inputs), **bias}
+def _context(options: GptOptions, sequence_length: int) -> BuildContext:
+    """That of a run on one rank, which nothing is trained in."""
+    meta = torch.device("meta")
+    rng = RandomStreams(0, meta)
+    return BuildContext(
+        topology=Topology(Sizes(), 0),
+        groups=Groups(),
+        device=meta,
+        dtypes=DTYPES["fp32"],
+        model=options,
+        train=TrainSection(steps=1, global_batch_size=1, sequence_length=sequence_length),
+        run=RunSection(),
+        gradients=Gradients(),
+        rng=rng,
+        metrics=Metrics(meta),
+        segments=SegmentRunner(rng),
+        log=logging.getLogger("megatron_run"),
+    )
 
 
 def names_fault(found: Collection[str], expected: Collection[str]) -> str:

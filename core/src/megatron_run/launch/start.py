@@ -106,11 +106,16 @@ def _fitting(run: ResolvedRun, world: World) -> ResolvedRun:
 
 
 def _splitting(run: ResolvedRun) -> ResolvedRun:
-    """``run``, once its layers are known to split over its ranks: a refusal comes before anything is written.
+    """``run``, once its layers are known to split over its ranks, and the weights that it starts from to be there.
+
+    A refusal comes before anything is written.
 
     Only the layers know what they divide, so they are made, without memory; those that do not serve
     ``parallel.tensor`` divide nothing. What fails otherwise is left to the ranks.
     """
+    from megatron_run.training.source import check_source
+
+    check_source(run)
     if any("parallel.tensor" in plugin.provides for plugin in chain.from_iterable(run.plugins.values())):
         from megatron_run.training.size import model_size
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.pipeline.timeline import timeline, timeline_text
 from megatron_run.training.size import model_size
+from megatron_run.training.source import check_source
 
 if TYPE_CHECKING:
     from megatron_run.resolve import ResolvedRun
@@ -22,7 +23,11 @@ def dry_run_text(run: ResolvedRun) -> str:
 
 
 def open_data(run: ResolvedRun) -> None:
-    """Open the splits that a run reads, so that a missing or empty file is found before anything is started."""
+    """Open the splits that a run reads, so that a missing or empty file is found before anything is started.
+
+    So are the weights that it starts from.
+    """
+    check_source(run)
     source, train = run.one("data").create(), run.config.train
     for split in ("train", "validation"):
         source.dataset(split, train.sequence_length, train.seed)

@@ -40,6 +40,7 @@ def _misfits(options: GptOptions) -> list[str]:
         "activation": ("gelu", "gelu_tanh"),
         "bias": (True,),
         "num_kv_heads": (None, options.num_heads),
+        "experts": (0,),
     }
     return needs(options, wanted)
 

@@ -44,7 +44,8 @@ _NORMS = {"input_layernorm": "attention.qkv.norm", "post_attention_layernorm": "
 
 
 def _misfits(options: GptOptions) -> list[str]:
-    return needs(options, {"position": ("rope",), "norm": ("rmsnorm",), "activation": ("swiglu",)})
+    wanted = {"position": ("rope",), "norm": ("rmsnorm",), "activation": ("swiglu",), "experts": (0,)}
+    return needs(options, wanted)
 
 
 def _config(options: GptOptions, positions: int) -> dict[str, Any]:
