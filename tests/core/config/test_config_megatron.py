@@ -155,6 +155,8 @@ def test_a_llama_script_resolves_to_the_run_that_it_describes() -> None:
         ("--eval-iters 0 --eval-interval 5", "eval.interval", 0),
         ("--num-virtual-stages-per-pipeline-rank 3", "parallel.chunks", 3),
         ("--sequence-parallel", "parallel.sequence", None),  # Megatron drops it without tensor parallelism
+        ("--async-save", "checkpoint.async_save", True),
+        ("--check-weight-hash-across-dp-replicas-interval 50", "guard.replica_interval", 50),
         ("--optimizer sgd", "optimizer.momentum", 0.9),
         ("--optimizer dist_muon", "optimizer.rule", "muon"),
         ("--override-opt_param-scheduler --use_rotary_position_embeddings", "model.position", "rope"),

@@ -58,7 +58,7 @@ def data(arguments: Arguments) -> Iterator[Setting]:
 
 
 def run(arguments: Arguments) -> Iterator[Setting]:
-    """The sections ``eval``, ``checkpoint`` and ``run``."""
+    """The sections ``eval``, ``checkpoint``, ``guard`` and ``run``."""
     given = arguments.get
     batches = given("eval_iters", _EVAL_BATCHES)
     interval = given("eval_interval", _EVAL_INTERVAL) if batches else 0
@@ -68,6 +68,8 @@ def run(arguments: Arguments) -> Iterator[Setting]:
     interval = given("save_interval")
     why = "--save-interval" if interval else "no --save-interval: only at the end and when stopped"
     yield Setting("checkpoint.interval", interval or 0, why)
+    yield from given_keys(arguments, "checkpoint")
+    yield from given_keys(arguments, "guard")
     if given("save"):
         yield Setting("run.folder", given("save"), "--save; a folder of Megatron's own checkpoints is refused")
     if given("exit_duration_in_mins"):

@@ -83,6 +83,6 @@ def _notes(found: Found) -> list[str]:
     if vocabulary is None or vocabulary.why == WITH_PADDING:
         notes.append(f"the vocabulary is the embedding's, {WITH_PADDING}")
     precision = next((name for name in ("bf16", "fp16") if found.arguments.get(name)), "")
-    if precision:
-        notes.append(f"weights are those of the {precision} model; masters and moments of the optimizer are not taken")
+    if precision and not found.masters:
+        notes.append(f"weights are those of the {precision} model: the optimizer's fp32 values are not taken")
     return notes
