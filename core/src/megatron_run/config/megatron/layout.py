@@ -21,6 +21,8 @@ def parallel(arguments: Arguments) -> Iterator[Setting]:
         yield Setting("parallel.chunks", chunks, "layers of a stage / --num-layers-per-virtual-pipeline-stage")
     if given("sequence_parallel") and tensor > 1:
         yield Setting("parallel.sequence", True, "--sequence-parallel")
+    if given("expert_model_parallel_size", 1) > 1:
+        yield Setting("parallel.expert", given("expert_model_parallel_size"), "--expert-model-parallel-size")
     yield from given_keys(arguments, "parallel")
     if tensor > 1:
         yield Setting("parallel-layer.use", "tensor", "serves parallel.tensor")

@@ -30,6 +30,8 @@ def read(source: Path) -> Weights:
     folder = _step_folder(source)
     found = read_shards(folder) if is_sharded(folder) else read_distributed(folder)
     reasons = list(network_faults(found.arguments))
+    if found.arguments.get("num_experts"):
+        reasons.append(f"--num-experts {found.arguments['num_experts']}: checkpoints with experts are not read yet")
     if reasons:
         raise CheckpointError(f"{source} cannot be imported", why="; ".join(reasons))
     sections = {setting.key.removeprefix("model."): setting.value for setting in network(found.arguments)}
