@@ -175,7 +175,7 @@ def save_distributed(model: Any, given: Mapping[str, Any], folder: Path, step: i
 
 
 def save_sharded(
-    state: Mapping[str, Tensor], given: Mapping[str, Any], folder: Path, step: int, chunks: int = 1
+    state: Mapping[str, Any], given: Mapping[str, Any], folder: Path, step: int, chunks: int = 1, **more: Any
 ) -> None:
     """As Megatron-LM's ``torch`` format: one file a rank, for the tensor and pipeline sizes in ``given``."""
     ranks, stages = given["tensor_model_parallel_size"], given["pipeline_model_parallel_size"]
@@ -186,29 +186,26 @@ def save_sharded(
             pieces = [_piece(state, given, rank, stage, chunk, chunks) for chunk in range(chunks)]
             models = {"model": pieces[0]} if chunks == 1 else {f"model{n}": piece for n, piece in enumerate(pieces)}
             about = {"args": Namespace(**given), "checkpoint_version": 3.0, "iteration": step}
-            torch.save({**about, **models, "rng_state": [{"cuda": torch.zeros(3)}]}, home / "model_optim_rng.pt")
+            torch.save({**about, **models, **more}, home / "model_optim_rng.pt")
     (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
 
 
 def _piece(
-    state: Mapping[str, Tensor], given: Mapping[str, Any], rank: int, stage: int, chunk: int, chunks: int
-) -> dict[str, Tensor | None]:
+    state: Mapping[str, Any], given: Mapping[str, Any], rank: int, stage: int, chunk: int, chunks: int
+) -> dict[str, Any]:
     """What one rank holds of one chunk: its layers numbered from 0, its rows and columns of each tensor."""
     stages, ranks = given["pipeline_model_parallel_size"], given["tensor_model_parallel_size"]
     each = given["num_layers"] // (stages * chunks)
     first = (chunk * stages + stage) * each
     at_start, at_end = (stage, chunk) == (0, 0), (stage, chunk) == (stages - 1, chunks - 1)
-    found: dict[str, Tensor | None] = {}
+    found: dict[str, Any] = {}
     for name, tensor in state.items():
-        if tensor is None:
-            continue
         words = name.split(".")
         if words[1] == "layers":
             layer = int(words[2]) - first
             if 0 <= layer < each:
                 local = ".".join(["decoder", "layers", str(layer), *words[3:]])
                 found[local] = _part(name, tensor, rank, ranks, gated=given["swiglu"])
-                found[f"decoder.layers.{layer}.mlp.linear_fc1._extra_state"] = None
         elif at_start if words[0] == "embedding" else at_end:
             found[name] = _part(name, tensor, rank, ranks, gated=False)
     if at_end and not at_start and not given["untie_embeddings_and_output_weights"]:
@@ -217,8 +214,10 @@ def _piece(
     return found
 
 
-def _part(name: str, tensor: Tensor, rank: int, ranks: int, *, gated: bool = False) -> Tensor:
+def _part(name: str, tensor: Any, rank: int, ranks: int, *, gated: bool = False) -> Any:
     """Rows of what is split by rows, columns of what is split by columns; of a gated layer rows of both halves."""
+    if not isinstance(tensor, Tensor):
+        return tensor  # a layer's extra state
     if "linear_fc1" in name and gated:
         return torch.cat([half.chunk(ranks)[rank] for half in tensor.chunk(2)]).clone()
     if any(each in name for each in ("word_embeddings", "linear_qkv", "linear_fc1", "output_layer")):

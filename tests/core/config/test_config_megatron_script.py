@@ -37,7 +37,10 @@ SCRIPTS = {
     """,
     "sums": "A=8; B=$((2 + 2))\nC=$(($A*$B))\npython train.py --batch $((C * 3 / 2)) --last $(( 7 % 4 ))",
     "defaults": 'TP=${TP:-4}\npython train.py --tp $TP --pp ${PP:-2} --x ${TP:-9} --y "${Q-a b}"',
-    "quotes": """python train.py --a "it's $((1+1))" --b 'no $VALUE' --c a\\ b --d "\\"x\\" \\$y" --e pre"fix"'ed'""",
+    "quotes": """
+        VALUE=3
+        python train.py --a "it's $((1+1))" --b 'no $VALUE' --c a\\ b --d "\\"x\\" \\$y" --e pre"fix"'ed'
+    """,
     "output and pipes": "LOG=x\npython train.py --num-layers 2 --save here 2>/dev/null | cat",
     "keywords": "if true; then\n  N=3\nfi\nexport N M=4\nfor x in 1; do :; done\n{ python train.py --n $N --m $M; }",
     "comments": "#!/bin/bash\n# python train.py --no 1\npython train.py --tag a#b --n 1 # --m 2\n",

@@ -106,8 +106,15 @@ def test_norms_that_are_kept_minus_one(modern: dict[str, Tensor], tmp_path: Path
         torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=0)
 
 
-def test_chunks_of_layers_that_lie_one_by_one_or_stacked(modern: dict[str, Tensor], tmp_path: Path) -> None:
+def write_distributed(folder: Path, state: Mapping[str, Tensor], **arguments: Any) -> None:
     """As torch.distributed.checkpoint writes it, without megatron-core."""
+    with pytest.warns(UserWarning, match="assuming the intent"):
+        save(dict(state), storage_writer=FileSystemWriter(folder), no_dist=True)
+    torch.save({"args": Namespace(**GPT, **arguments), "iteration": 5}, folder / "common.pt")
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+
+
+def test_chunks_of_layers_that_lie_one_by_one_or_stacked(modern: dict[str, Tensor], tmp_path: Path) -> None:
     stacked: dict[str, list[Tensor]] = {}
     for name, tensor in STATE.items():
         words = name.split(".")
@@ -115,12 +122,36 @@ def test_chunks_of_layers_that_lie_one_by_one_or_stacked(modern: dict[str, Tenso
         stacked.setdefault(key, []).append(tensor)
     whole = {key: torch.stack(each) if ".layers." in key else each[0] for key, each in stacked.items()}
     for folder, state in ((tmp_path / "stacked", whole), (tmp_path / "alone", STATE)):
-        with pytest.warns(UserWarning, match="assuming the intent"):
-            save(dict(state), storage_writer=FileSystemWriter(folder), no_dist=True)
-        torch.save({"args": Namespace(**GPT), "iteration": 5}, folder / "common.pt")
-        (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+        write_distributed(folder, state)
         assert equal(tensors(folder), modern)
         assert megatron.read(folder).step == 5
+
+
+@pytest.mark.parametrize("prefix", ["fp32_param", "param"])
+def test_masters_are_taken_where_they_lie_as_the_weights_do(
+    prefix: str, modern: dict[str, Tensor], tmp_path: Path
+) -> None:
+    state = {name: tensor.bfloat16() for name, tensor in STATE.items()}
+    write_distributed(tmp_path / "rounded", state, bf16=True)
+    assert not equal(tensors(tmp_path / "rounded"), modern)
+    assert len(megatron.read(tmp_path / "rounded").notes) == 1
+    state |= {f"optimizer.state.{prefix}.{name}": tensor for name, tensor in STATE.items()}
+    state |= {f"optimizer.state.exp_avg.{name}": tensor * 0 for name, tensor in STATE.items()}
+    write_distributed(tmp_path / "exact", state, bf16=True)
+    assert equal(tensors(tmp_path / "exact"), modern)
+    assert megatron.read(tmp_path / "exact").notes == ()
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json"])
+def test_a_damaged_file_is_one_line(file: str, tmp_path: Path) -> None:
+    write_distributed(tmp_path, STATE)
+    content = (tmp_path / file).read_bytes()
+    for damaged in (content[: len(content) // 2], b"", b"[" * 9):
+        (tmp_path / file).write_bytes(damaged)
+        with pytest.raises(CheckpointError) as caught:
+            tensors(tmp_path)
+        assert file in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_an_import_is_a_step_of_ours(tmp_path: Path) -> None:
@@ -129,13 +160,14 @@ def test_an_import_is_a_step_of_ours(tmp_path: Path) -> None:
     manifest = write_folder(weights, tmp_path / "ours", "theirs")
     assert manifest.about.step == 3
     assert manifest.tensors.keys() == logical_shapes(gpt_options(weights), LENGTH).keys()
-    assert any("masters and moments of the optimizer are not taken" in note for note in weights.notes)
+    assert any("the optimizer's fp32 values are not taken" in note for note in weights.notes)
 
 
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
         ({"qk_layernorm": True}, "--qk-layernorm: queries and keys are not normalised"),
+        ({"num_experts": 8}, "--num-experts 8: checkpoints with experts are not read yet"),
         ({"num_experts": 8, "rotary_percent": 0.5}, "--rotary-percent 0.5: all features of a head are rotated"),
         ({"kv_channels": 12}, "--kv-channels 12: heads share the hidden size evenly"),
         ({"num_query_groups": 3, "group_query_attention": True}, "4 heads in 3 groups"),

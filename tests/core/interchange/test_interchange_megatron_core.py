@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import signal
 from collections.abc import Iterator, Mapping
+from importlib import import_module
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +28,7 @@ from tests.support.megatron_checkpoints import (
     logits,
     megatron_core,
     network,
+    random_state,
     save_distributed,
     save_sharded,
 )
@@ -61,6 +67,32 @@ def test_files_of_ranks(family: Family, ranks: int, stages: int, chunks: int, tm
     name, weights = read_source(tmp_path)
     assert (name, weights.step, weights.sequence_length) == ("megatron", 10, LENGTH)
     torch.testing.assert_close(our_logits(weights), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_what_a_real_file_holds_besides_weights_is_no_obstacle(tmp_path: Path) -> None:
+    """Enumerations and other objects of Megatron, generators' states, buffers of FP8: all inert."""
+    enums, rerun = (import_module(f"megatron.core.{name}") for name in ("transformer.enums", "rerun_state_machine"))
+    config = import_module("megatron.core.optimizer").OptimizerConfig
+    arguments = {
+        "attention_backend": enums.AttnBackend.auto,
+        "cuda_graph_scope": [enums.CudaGraphScope.attn],
+        "model_type": enums.ModelType.encoder_or_decoder,
+        "rerun_mode": rerun.RerunMode.DISABLED,
+        "exit_signal": signal.SIGTERM,
+        "save": Path("/somewhere"),
+        "config": config(lr=1e-3),
+        "started": numpy.float64(3.5),
+    }
+    generators = {"numpy": numpy.random.get_state(), "python": random.getstate(), "torch": torch.get_rng_state()}
+    state = random_state(GPT)
+    extra = {f"{name.removesuffix('weight')}_extra_state": BytesIO(b"amax") for name in state if "linear" in name}
+    save_sharded({**state, **extra}, {**GPT, **arguments}, tmp_path, 2, rng_state=[generators])
+    found = read_source(tmp_path)[1]
+    save_sharded(state, GPT, tmp_path / "plain", 2)
+    plain = read_source(tmp_path / "plain")[1]
+    assert found.config == plain.config
+    assert found.tensors.keys() == plain.tensors.keys()
+    assert all(torch.equal(found.tensors[name](), plain.tensors[name]()) for name in plain.tensors)
 
 
 @pytest.mark.parametrize("alone", [False, True])

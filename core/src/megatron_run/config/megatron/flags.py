@@ -123,9 +123,29 @@ _PARALLEL = (
     _key("--account-for-embedding-in-pipeline-split", "parallel.embedding_as_layer", on),
     _key("--account-for-loss-in-pipeline-split", "parallel.loss_as_layer", on),
 )
+_EXPERTS = (
+    _keys("--num-experts", "model.experts", whole),
+    _key("--moe-router-topk", "model.top_k", whole),
+    _key("--moe-ffn-hidden-size", "model.expert_ffn_size", whole),
+    _keys("--moe-layer-freq", "model.expert_layer_freq, model.expert_layer_pattern", only),
+    _key("--moe-router-score-function", "model.router_score_function", only),
+    _key("--moe-router-pre-softmax", "model.router_pre_softmax", on),
+    _key("--moe-router-topk-scaling-factor", "model.router_topk_scaling_factor", number),
+    _keys("--moe-router-load-balancing-type", "model.aux_loss_coeff", only),
+    _keys("--moe-aux-loss-coeff", "model.aux_loss_coeff", number),
+    _key("--moe-z-loss-coeff", "model.z_loss_coeff", number),
+    _key("--moe-expert-capacity-factor", "model.expert_capacity_factor", number),
+    _key("--moe-token-drop-policy", "model.token_drop_policy", only),
+    _key("--moe-shared-expert-intermediate-size", "model.shared_expert_ffn_size", whole),
+    _key("--moe-shared-expert-gate", "model.shared_expert_gate", on),
+    _keys("--moe-token-dispatcher-type", "model.token_dispatcher", only),
+    _keys("--expert-model-parallel-size", "parallel.expert", whole),
+)
 _RUN = (
     _keys("--save", "run.folder", only),
     _keys("--save-interval", "checkpoint.interval", whole),
+    _key("--async-save", "checkpoint.async_save", on),
+    _key("--check-weight-hash-across-dp-replicas-interval", "guard.replica_interval", whole),
     _keys("--exit-duration-in-mins", "run.time_limit", whole),
     _keys("--distributed-timeout-minutes", "run.timeout", whole),
     _key("--deterministic-mode", "run.deterministic", on),
@@ -147,17 +167,25 @@ _ALWAYS = (
     _same("--max-position-embeddings", "there are as many positions as train.sequence_length"),
     _same("--use-cpu-initialization", "initial weights do not depend on how the model is split"),
     _same("--calculate-per-token-loss", "every token of a global batch weighs the same"),
+    _same("--check-for-spiky-loss", "a spike is always told; guard.spike says what is done about it"),
+    _same("--log-straggler", "the ranks' speeds are compared: guard.straggler_interval"),
     _same("--exit-signal-handler", "SIGTERM finishes the step and saves"),
     _same("--tensorboard-dir", "observer `tensorboard` writes into the run folder"),
     _same("--log-throughput", "tokens and TFLOP per second are always reported"),
     _same("--log-interval", "every step is recorded"),
+    _same("--moe-grouped-gemm", "the experts of a rank are one grouped product"),
+    _same("--moe-router-dtype", "a router's scores are fp32"),
     _same("--use-mcore-models", "there is one implementation"),
     _same("--distributed-backend", "nccl on GPUs, gloo on CPUs"),
     _same("--no-create-attention-mask-in-dataloader", "the mask is causal and never made"),
     _same("--use-checkpoint-args", "`megatron-run import` takes them from the checkpoint"),
 )
 _NETWORK = (
-    _network("--num-experts", "no mixture of experts yet", "0"),
+    _network("--moe-router-enable-expert-bias", "what a router adds to its scores is nothing"),
+    _network("--moe-router-num-groups", "experts are chosen among all"),
+    _network("--moe-router-group-topk", "experts are chosen among all"),
+    _network("--moe-apply-probs-on-input", "an expert's output is weighed, not its input"),
+    _network("--moe-latent-size", "experts see the hidden size"),
     _network("--multi-latent-attention", "attention has query, key and value heads"),
     _network("--qk-layernorm", "queries and keys are not normalised"),
     _network("--qk-l2-norm", "queries and keys are not normalised"),
@@ -196,12 +224,15 @@ _LEARNED = (
     _differs("--data-parallel-random-init", "all copies of the model start equal"),
     _differs("--fp32-residual-connection", "the residual stream has the type of the parameters"),
     _differs("--iterations-to-skip", "no step is left out"),
-    _differs("--moe-*", "no mixture of experts yet"),
+    _differs("--moe-input-jitter-eps", "no noise is added", "0"),
+    _differs("--moe-use-upcycling", "experts are not made from a dense model"),
+    _differs("--moe-router-force-load-balancing", "tokens go where the router sends them"),
 )
 _LEFT = (
     _absent("--context-parallel-size", "sequences are not split over ranks", "1"),
-    _absent("--expert-model-parallel-size", "no mixture of experts yet", "1"),
-    _absent("--expert-tensor-parallel-size", "no mixture of experts yet", "1"),
+    _absent("--expert-tensor-parallel-size", "experts are split over the tensor ranks as other layers are"),
+    _absent("--moe-*", "how experts are computed, and what overlaps it, is decided by the layers"),
+    _absent("--*overlap-moe-*", "how experts are computed, and what overlaps it, is decided by the layers"),
     _absent("--pipeline-model-parallel-layout", "write the split into parallel.layers"),
     _absent("--recompute-activations", "recompute all of a layer or nothing: train.recompute"),
     _absent("--recompute-method", "with train.recompute=full each layer is a unit", "uniform"),
@@ -217,7 +248,6 @@ _LEFT = (
     _absent("--use-torch-fsdp2", "optimizer state is sharded by zero1"),
     _absent("--use-megatron-fsdp", "optimizer state is sharded by zero1"),
     _absent("--*ckpt*", "checkpoints have one format"),
-    _absent("--async-save", "a key of its own when it is there"),
     _absent("--no-save-*", "a checkpoint holds everything"),
     _absent("--no-load-*", "run.init_from takes weights alone"),
     _absent("--non-persistent-*", "every checkpoint is kept as checkpoint.keep says"),
@@ -228,6 +258,7 @@ _LEFT = (
     _absent("--data-cache-path", "nothing is cached"),
     _absent("--num-workers", "samples are made by the rank itself"),
     _absent("--dataloader-type", "samples are made by the rank itself"),
+    _absent("--*straggler*", "the ranks' speeds are compared: guard.straggler_interval"),
     _absent("--no-*-fusion", "which kernels are fused is decided by the layers"),
     _absent("--no-persist-layer-norm", "which kernels are fused is decided by the layers"),
     _absent("--no-align-*", "each rank communicates when it is ready"),
@@ -252,7 +283,7 @@ _LEFT = (
     _absent("--rerun-mode", "steps are not run again"),
 )
 #: All flags; the first that matches a name decides.
-FLAGS = (*_MODEL, *_TRAIN, *_PLUGINS, *_PARALLEL, *_RUN, *_ALWAYS, *_NETWORK, *_LEARNED, *_LEFT)
+FLAGS = (*_MODEL, *_TRAIN, *_PLUGINS, *_PARALLEL, *_EXPERTS, *_RUN, *_ALWAYS, *_NETWORK, *_LEARNED, *_LEFT)
 
 
 def find(name: str) -> Flag | None:

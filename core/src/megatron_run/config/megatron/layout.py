@@ -21,6 +21,8 @@ def parallel(arguments: Arguments) -> Iterator[Setting]:
         yield Setting("parallel.chunks", chunks, "layers of a stage / --num-layers-per-virtual-pipeline-stage")
     if given("sequence_parallel") and tensor > 1:
         yield Setting("parallel.sequence", True, "--sequence-parallel")
+    if given("expert_model_parallel_size", 1) > 1:
+        yield Setting("parallel.expert", given("expert_model_parallel_size"), "--expert-model-parallel-size")
     yield from given_keys(arguments, "parallel")
     if tensor > 1:
         yield Setting("parallel-layer.use", "tensor", "serves parallel.tensor")
@@ -58,7 +60,7 @@ def data(arguments: Arguments) -> Iterator[Setting]:
 
 
 def run(arguments: Arguments) -> Iterator[Setting]:
-    """The sections ``eval``, ``checkpoint`` and ``run``."""
+    """The sections ``eval``, ``checkpoint``, ``guard`` and ``run``."""
     given = arguments.get
     batches = given("eval_iters", _EVAL_BATCHES)
     interval = given("eval_interval", _EVAL_INTERVAL) if batches else 0
@@ -68,6 +70,8 @@ def run(arguments: Arguments) -> Iterator[Setting]:
     interval = given("save_interval")
     why = "--save-interval" if interval else "no --save-interval: only at the end and when stopped"
     yield Setting("checkpoint.interval", interval or 0, why)
+    yield from given_keys(arguments, "checkpoint")
+    yield from given_keys(arguments, "guard")
     if given("save"):
         yield Setting("run.folder", given("save"), "--save; a folder of Megatron's own checkpoints is refused")
     if given("exit_duration_in_mins"):

@@ -28,11 +28,12 @@ class Setting(NamedTuple):
     why: str
 
 
-def given_keys(arguments: Arguments, section: str) -> Iterator[Setting]:
-    """The keys of ``section`` that flags set as they are."""
+def given_keys(arguments: Arguments, section: str, start: str = "") -> Iterator[Setting]:
+    """The keys of ``section`` that flags set as they are: those with ``start``, else all but those of experts."""
     for flag in FLAGS:
         value = arguments.get(flag.stored)
-        if flag.plain and flag.text.startswith(f"{section}.") and value is not None:
+        meant = flag.name.startswith(start) if start else not flag.name.startswith("--moe-")
+        if flag.plain and meant and flag.text.startswith(f"{section}.") and value is not None:
             yield Setting(flag.text, value, flag.name)
 
 

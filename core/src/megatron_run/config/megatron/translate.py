@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from megatron_run.config.megatron import layout, training
+from megatron_run.config.megatron.experts import expert_faults, experts
 from megatron_run.config.megatron.flag import Flag, Verdict
 from megatron_run.config.megatron.flags import FLAGS, find
 from megatron_run.config.megatron.model import Setting, network, network_faults
@@ -71,11 +72,12 @@ def translate(text: str, name: str) -> Translation:
     for line in script.branches:
         found.problems.append(f"line {line} decides something: every assignment was read, in order")
     found.notes[Verdict.DIFFERS] += [Note(*fault.split(": ", 1)) for fault in network_faults(arguments)]
+    found.notes[Verdict.DIFFERS] += [Note(*fault) for fault in expert_faults(arguments)]
     for verdict, note in _conflicts(arguments):
         found.notes[verdict].append(note)
     micro = arguments.get("micro_batch_size", 1)
     parts = (
-        chain(network(arguments), _dropout(arguments)),
+        chain(network(arguments), experts(arguments), _dropout(arguments)),
         training.train(arguments, micro * _data_parallel(script, arguments)),
         layout.parallel(arguments),
         training.scaler(arguments),

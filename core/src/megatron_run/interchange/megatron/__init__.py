@@ -30,6 +30,8 @@ def read(source: Path) -> Weights:
     folder = _step_folder(source)
     found = read_shards(folder) if is_sharded(folder) else read_distributed(folder)
     reasons = list(network_faults(found.arguments))
+    if found.arguments.get("num_experts"):
+        reasons.append(f"--num-experts {found.arguments['num_experts']}: checkpoints with experts are not read yet")
     if reasons:
         raise CheckpointError(f"{source} cannot be imported", why="; ".join(reasons))
     sections = {setting.key.removeprefix("model."): setting.value for setting in network(found.arguments)}
@@ -83,6 +85,6 @@ def _notes(found: Found) -> list[str]:
     if vocabulary is None or vocabulary.why == WITH_PADDING:
         notes.append(f"the vocabulary is the embedding's, {WITH_PADDING}")
     precision = next((name for name in ("bf16", "fp16") if found.arguments.get(name)), "")
-    if precision:
-        notes.append(f"weights are those of the {precision} model; masters and moments of the optimizer are not taken")
+    if precision and not found.masters:
+        notes.append(f"weights are those of the {precision} model: the optimizer's fp32 values are not taken")
     return notes

@@ -28,6 +28,7 @@ from megatron_run.interchange.weights import Read
 _ABOUT, _COMMON, _METADATA = "metadata.json", "common.pt", ".metadata"
 _STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)(.+)")
 #: What the optimizer and the random generators keep.
+_MASTERS = ("optimizer.state.fp32_param", "optimizer.state.param")
 _STATE = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state")
 
 
@@ -60,8 +61,14 @@ def read_distributed(folder: Path) -> Found:
     if not isinstance(common, dict):
         raise CheckpointError(f"{folder / _COMMON} is damaged", why="it is no mapping")
     stored = read_places(folder / _METADATA)
-    weights = {name: each for name, each in stored.items() if not (_STATE.match(name) or NO_WEIGHT.fullmatch(name))}
-    return Found(arguments_of(common, folder), step_of(common), dict(_readers(folder, weights)))
+    names = [name for name in stored if not (_STATE.match(name) or NO_WEIGHT.fullmatch(name))]
+    masters = {name: found for name in names if (found := _master(name, stored))}
+    readers = {
+        each: pieces
+        for name in names
+        for each, pieces in _readers(folder, name, *masters.get(name, (name, stored[name])))
+    }
+    return Found(arguments_of(common, folder), step_of(common), readers, masters=len(masters) == len(names))
 
 
 def read_places(path: Path) -> dict[str, Stored]:
@@ -113,17 +120,24 @@ def read_box(folder: Path, name: str, stored: Stored, box: Box) -> Tensor:
     return result
 
 
-def _readers(folder: Path, stored: Mapping[str, Stored]) -> Iterator[tuple[str, list[Read]]]:
-    """What reads each tensor, layers one by one; saved whole, a tensor has one piece."""
-    for name, each in stored.items():
-        stacked = _STACKED.fullmatch(name)
-        if stacked is None:
-            box = Box((0,) * len(each.shape), each.shape)
-            yield name, [partial(read_box, folder, name, each, box)]
-            continue
-        for layer in range(each.shape[0]):
-            box = Box((layer, *(0,) * (len(each.shape) - 1)), (1, *each.shape[1:]))
-            yield f"decoder.layers.{layer}.{stacked[1]}", [partial(_layer, folder, name, each, box)]
+def _master(name: str, stored: Mapping[str, Stored]) -> tuple[str, Stored] | None:
+    """The optimizer's fp32 values of the weight ``name``, where they lie as it does."""
+    found = (f"{prefix}.{name}" for prefix in _MASTERS)
+    return next(
+        ((each, stored[each]) for each in found if each in stored and stored[each].shape == stored[name].shape), None
+    )
+
+
+def _readers(folder: Path, name: str, key: str, stored: Stored) -> Iterator[tuple[str, list[Read]]]:
+    """What reads the tensor ``name``, which stands under ``key``, layer by layer; each has one piece, the whole."""
+    stacked = _STACKED.fullmatch(name)
+    if stacked is None:
+        box = Box((0,) * len(stored.shape), stored.shape)
+        yield name, [partial(read_box, folder, key, stored, box)]
+        return
+    for layer in range(stored.shape[0]):
+        box = Box((layer, *(0,) * (len(stored.shape) - 1)), (1, *stored.shape[1:]))
+        yield f"decoder.layers.{layer}.{stacked[1]}", [partial(_layer, folder, key, stored, box)]
 
 
 def _layer(folder: Path, name: str, stored: Stored, box: Box) -> Tensor:

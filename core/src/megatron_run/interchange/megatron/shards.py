@@ -30,11 +30,15 @@ _GROUPED = 2.0
 
 
 class Found(NamedTuple):
-    """What a checkpoint holds: Megatron's arguments, the step, and the pieces of each tensor by its global name."""
+    """What a checkpoint holds: Megatron's arguments, the step, and the pieces of each tensor by its global name.
+
+    ``masters``: they are the fp32 values of the optimizer, of which the model has copies in 16 bits.
+    """
 
     arguments: Mapping[str, Any]
     step: int
     tensors: Mapping[str, list[Read]]
+    masters: bool = False
 
 
 def is_sharded(folder: Path) -> bool:

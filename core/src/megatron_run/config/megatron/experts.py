@@ -1,0 +1,67 @@
+"""A mixture of experts in Megatron's arguments, in keys of ours."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from megatron_run.config.megatron.model import Arguments, Setting, given_keys
+from megatron_run.errors import InputError
+
+_LONGEST = 500  # characters of a pattern, and layers
+
+
+def experts(arguments: Arguments) -> Iterator[Setting]:
+    """The keys of the section ``model`` that a mixture of experts has; none where there are no experts."""
+    given = arguments.get
+    if not given("num_experts"):
+        return
+    yield Setting("model.experts", given("num_experts"), "--num-experts")
+    yield from given_keys(arguments, "model", "--moe-")
+    balanced = given("moe_router_load_balancing_type", "aux_loss") == "aux_loss"
+    coefficient = given("moe_aux_loss_coeff", 0.0) if balanced else 0.0
+    yield Setting("model.aux_loss_coeff", coefficient, "--moe-aux-loss-coeff" if coefficient else "Megatron's default")
+    frequency = str(given("moe_layer_freq", 1))
+    if "[" in frequency:
+        yield Setting("model.expert_layer_pattern", layer_pattern(frequency), "--moe-layer-freq")
+    else:
+        yield Setting("model.expert_layer_freq", int(frequency), "--moe-layer-freq")
+    if given("moe_token_dispatcher_type") in ("allgather", None):
+        yield Setting("model.token_dispatcher", "allgather", "--moe-token-dispatcher-type")
+
+
+def expert_faults(arguments: Arguments) -> Iterator[tuple[str, str]]:
+    """A flag and why it cannot be had here, for what experts ask for."""
+    kind = arguments.get("moe_router_load_balancing_type", "aux_loss")
+    if arguments.get("num_experts") and kind not in ("aux_loss", "none"):
+        yield f"--moe-router-load-balancing-type {kind}", "tokens are spread by aux_loss, or not at all"
+
+
+def layer_pattern(text: str) -> list[int]:
+    """The list that an expression as ``([1]*3+[0]*1)*2`` stands for. Raises :class:`InputError`, executes nothing."""
+    try:
+        found = _list(ast.parse(text, mode="eval").body) if len(text) <= _LONGEST else []
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        found = []
+    if not found:
+        raise InputError(f"--moe-layer-freq {text[:40]} cannot be read", why="it is a number, or as ([1]*3+[0]*1)*2")
+    return found
+
+
+def _list(node: ast.expr) -> list[int]:
+    match node:
+        case ast.List(elts=elements):
+            return [_bit(element) for element in elements]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _list(left) + _list(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int() as times)):
+            inner = _list(left)
+            if len(inner) * times <= _LONGEST:
+                return inner * times
+    raise ValueError("this is no list of ones and zeros")
+
+
+def _bit(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and node.value in (0, 1):
+        return int(node.value)
+    raise ValueError("this is neither 0 nor 1")
