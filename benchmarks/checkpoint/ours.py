@@ -13,8 +13,9 @@ from megatron_run.checkpoint.manifest import About, DataRecord
 from megatron_run.checkpoint.ranks import WorldRanks, all_do
 from megatron_run.checkpoint.reader import Reader
 from megatron_run.checkpoint.saving import Saver
-from megatron_run.checkpoint.step_folder import Checkpoints, verify_files
+from megatron_run.checkpoint.step_folder import Checkpoints
 from megatron_run.comm import Groups
+from megatron_run.training.resuming import files_at_once, verify_share
 
 _NOTHING = "0" * 64
 
@@ -27,7 +28,8 @@ class OurSide:
         self._checkpoints = Checkpoints(folder)
         world = Groups(world=dist.group.WORLD)
         self._ranks = WorldRanks(world, dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-        self._saver = Saver(self._checkpoints, self._ranks, "benchmark")
+        threads = files_at_once()
+        self._saver = Saver(self._checkpoints, self._ranks, "benchmark", files_of_rank=threads, at_once=threads)
 
     def save(self, number: int) -> None:
         """Shards, manifest, names, and ``latest``."""
@@ -48,10 +50,8 @@ class OurSide:
 
     def load(self, number: int) -> None:
         """Each rank verifies its part of the files; then each box is read."""
-        manifest = self._checkpoints.manifest(number)
-        folder, rank, size = self._checkpoints.folder(number), self._ranks.rank, self._ranks.size
-        all_do(self._ranks, lambda: verify_files(folder, manifest, sorted(manifest.files)[rank::size]))
-        reader = Reader(folder, manifest)
+        manifest = all_do(self._ranks, lambda: verify_share(self._checkpoints, number, self._ranks))
+        reader = Reader(self._checkpoints.folder(number), manifest)
         for piece in self._state.pieces:
             piece.tensor.copy_(reader.read(*piece[:4]))
 

@@ -31,7 +31,7 @@ class Attempt:
     """What one attempt saw: its first step, the numbers of each step, the saved steps, and the code it ended with.
 
     ``times`` is what was said of each saved step, ``assembly`` what it trained with, as it was at the end, and
-    ``failure`` for a test to fill.
+    ``failures`` for a test to fill.
     """
 
     first: int = 0
@@ -40,7 +40,7 @@ class Attempt:
     code: ExitCode | None = None
     times: list[Any] = field(default_factory=list)
     assembly: Any = None
-    failure: str = ""
+    failures: list[str] = field(default_factory=list)
 
 
 def attempt(

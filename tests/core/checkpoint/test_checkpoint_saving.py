@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ import torch
 from megatron_run.checkpoint.files import FileSystem, NewFile
 from megatron_run.checkpoint.ranks import Alone, Ranks
 from megatron_run.checkpoint.saving import Saver
-from megatron_run.checkpoint.step_folder import Checkpoints
+from megatron_run.checkpoint.shard import deal
+from megatron_run.checkpoint.step_folder import Checkpoints, verify_files
 from megatron_run.contracts.state import StatePiece
 from megatron_run.errors import CheckpointError, ExitCode
 from tests.support.saved_steps import (
@@ -68,6 +70,40 @@ def test_many_ranks_save_one_step(world: int, tmp_path: Path) -> None:
     found = Checkpoints(tmp_path / "c")
     assert len(found.manifest(1).files) == world
     assert same_state(read_all(found, 1), STATE)
+
+
+def test_a_rank_with_much_to_save_writes_several_files_of_about_one_length(tmp_path: Path) -> None:
+    state = {f"w{index}": {"master": torch.rand(100 + index)} for index in range(20)}
+    hands = dealt(1, state, 2)
+
+    def save(ranks: Ranks) -> None:
+        saver = Saver(Checkpoints(tmp_path / "c"), ranks, RUN, files_of_rank=2, at_once=2)
+        saver.save(about(1), hands[ranks.rank], shapes_of(state))
+
+    with mock.patch("megatron_run.checkpoint.shard.LEAST", 1000):
+        assert on_threads(2, save) == [None, None]
+    found = Checkpoints(tmp_path / "c")
+    files = found.manifest(1).files
+    assert set(files) == {f"rank-0000{rank}{part}.safetensors" for rank in range(2) for part in ("", "-1")}
+    for rank in range(2):
+        one, other = (files[f"rank-0000{rank}{part}.safetensors"].bytes for part in ("", "-1"))
+        assert abs(one - other) < 0.3 * max(one, other)
+    assert same_state(read_all(found, 1), state)
+    names, step = sorted(files), found.folder(1)
+    content = bytearray((step / names[2]).read_bytes())
+    content[-1] ^= 1
+    (step / names[2]).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{names[2]} is damaged"):
+        verify_files(step, found.manifest(1), names, threads=3)
+
+
+@pytest.mark.parametrize(("sizes", "files"), [([], 1), ([10], 1), ([999, 1000], 1), ([1000, 1000], 2), ([400] * 20, 3)])
+def test_no_file_is_made_for_little(sizes: list[int], files: int) -> None:
+    pieces = [StatePiece(f"w{i}", "master", (0,), (n,), torch.zeros(n)) for i, n in enumerate(sizes)]
+    with mock.patch("megatron_run.checkpoint.shard.LEAST", 4000):
+        hands = deal(pieces, 3)
+    assert len(hands) == files
+    assert sorted(piece.name for hand in hands for piece in hand) == sorted(piece.name for piece in pieces)
 
 
 class FullFile(NewFile):

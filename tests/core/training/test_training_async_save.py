@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 
 from megatron_run.checkpoint.files import FileSystem, NewFile
+from megatron_run.checkpoint.reader import Reader
 from megatron_run.checkpoint.step_folder import Checkpoints
 from megatron_run.errors import CheckpointError, ExitCode
 from tests.support.ranks import run_ranks
@@ -144,7 +145,7 @@ def test_a_disk_that_is_full_ends_the_run_at_the_next_step_with_path_and_reason(
 
 
 def train_behind(rank: int, world: int, folder: str) -> Attempt:
-    """Four ranks of two by two, one of which is late with its shard; then a rank whose disk is full."""
+    """Two stages of two ranks, one late with its shard; then one with a full disk; then one that cannot read."""
     place = Path(folder)
     sets = {**BEHIND, "checkpoint.interval": 2, "parallel.pipeline": 2, "model.num_layers": 2}
     plugins = ("optimizer=zero1", "schedule=1f1b")
@@ -165,17 +166,32 @@ def train_behind(rank: int, world: int, folder: str) -> Attempt:
         try:
             attempt(place / "full", {**sets, "train.steps": 200}, plugins, rank=rank, world=world)
         except CheckpointError as error:
-            ran.failure = str(error)
+            ran.failures.append(str(error))
+
+    read = Reader.read
+
+    def unreadable(reader: Reader, name: str, *box: Any) -> Any:
+        if rank == 1 and "attention" in name:
+            raise CheckpointError("the file cannot be read", why="Input/output error")
+        return read(reader, name, *box)
+
+    with found_once(), mock.patch.object(Reader, "read", unreadable):
+        try:
+            attempt(place / "slow", sets, plugins, rank=rank, world=world)
+        except CheckpointError as error:
+            ran.failures.append(str(error))
     return ran
 
 
 @pytest.mark.multiproc
-def test_ranks_save_behind_their_training_and_fail_together(tmp_path: Path) -> None:
+def test_ranks_save_behind_their_training_and_fail_together_in_saving_and_in_loading(tmp_path: Path) -> None:
     ranks = run_ranks(train_behind, 4, str(tmp_path))
     assert ranks[0].saved == [2, 4, 6]
     found = Checkpoints(tmp_path / "slow" / "checkpoints")
     assert found.steps() == [2, 4, 6]
     assert [found.verify(step).about.step for step in found.steps()] == [2, 4, 6]
     for ran in ranks:
-        assert "step 2 could not be saved: No space left on device: the shard (from rank 2)" in ran.failure
+        full, unreadable = ran.failures
+        assert "step 2 could not be saved: No space left on device: the shard (from rank 2)" in full
+        assert unreadable == "the file cannot be read: Input/output error (from rank 1)"
     assert not Checkpoints(tmp_path / "full" / "checkpoints").steps()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from megatron_run.checkpoint.commit import LOCK, Commit
 from megatron_run.checkpoint.files import FileSystem, lock, saving
 from megatron_run.checkpoint.manifest import make_manifest
 from megatron_run.checkpoint.ranks import as_note, first_does, raise_first
-from megatron_run.checkpoint.shard import NAMES, file_name, write_shard
+from megatron_run.checkpoint.shard import NAMES, deal, file_name, write_shard
 from megatron_run.contracts.state import MASTER
 from megatron_run.errors import CheckpointError
 from megatron_run.phases import Phases
@@ -30,7 +31,10 @@ Note = Mapping[str, Any]
 
 
 class Saver:
-    """Saves steps of the run ``run``, and keeps the ``keep`` newest of them; ``phases`` hears how far it is."""
+    """Saves steps of the run ``run``, and keeps the ``keep`` newest of them; ``phases`` hears how far it is.
+
+    A rank with much to save writes up to ``files_of_rank`` files, ``at_once`` of them at a time.
+    """
 
     def __init__(
         self,
@@ -40,6 +44,8 @@ class Saver:
         keep: int = FEWEST,
         files: FileSystem | None = None,
         phases: Phases | None = None,
+        files_of_rank: int = 1,
+        at_once: int = 1,
     ) -> None:
         if keep < FEWEST:
             raise ValueError(f"at least {FEWEST} steps are kept, got {keep}")
@@ -47,6 +53,7 @@ class Saver:
         self._files = files or FileSystem()
         self._phases = Phases() if phases is None else phases
         self._commit = Commit(checkpoints, run, self._files, self._phases)
+        self._files_of_rank, self._at_once = files_of_rank, at_once
 
     def save(self, about: About, pieces: Iterable[StatePiece], shapes: Shapes) -> int:
         """Save the step of ``about``: this rank's ``pieces`` of logical tensors with these global ``shapes``.
@@ -81,16 +88,18 @@ class Saver:
 
     def _write(self, step: int, pieces: Iterable[StatePiece], shapes: Shapes) -> tuple[Note, Exception | None]:
         """Write this rank's shard: what rank 0 has to know of it, and what kept it from being written."""
-        name = file_name(self._ranks.rank)
+        rank = self._ranks.rank
         try:
-            mine = list(pieces)
-            rows = _described(mine)
-            with saving(f"step {step} could not be saved"):
-                self._phases.enter("save-shard", name)
-                written = write_shard(self._commit.temporary(step) / name, mine, self._files)
+            parts = {file_name(rank, part): hand for part, hand in enumerate(deal(list(pieces), self._files_of_rank))}
+            rows = [row for name, hand in parts.items() for row in _described(name, hand)]
+            folder = self._commit.temporary(step)
+            with saving(f"step {step} could not be saved"), ThreadPoolExecutor(self._at_once) as pool:
+                self._phases.enter("save-shard", file_name(rank))
+                written = pool.map(lambda name: write_shard(folder / name, parts[name], self._files)._asdict(), parts)
+                files = dict(zip(parts, written, strict=True))
         except Exception as error:  # the others wait for a word from this rank, whatever happened to it
             return {"failure": as_note(error)}, error
-        return {"failure": None, "name": name, "file": written._asdict(), "shapes": dict(shapes), "pieces": rows}, None
+        return {"failure": None, "files": files, "shapes": dict(shapes), "pieces": rows}, None
 
     def _finish(self, about: About, texts: Sequence[str]) -> str:
         """Commit what the ranks say they wrote, then remove what is too old."""
@@ -98,7 +107,7 @@ class Saver:
         with saving(f"step {about.step} could not be saved"):
             try:
                 raise_first([json.dumps(note["failure"]) for note in notes])
-                files = {note["name"]: note["file"] for note in notes}
+                files = {name: file for note in notes for name, file in note["files"].items()}
                 manifest = make_manifest(about, files, _joined(notes))
                 self._commit.finish(manifest)
             except BaseException:
@@ -109,9 +118,9 @@ class Saver:
         return str(manifest.size)
 
 
-def _described(pieces: Iterable[StatePiece]) -> list[tuple[Any, ...]]:
-    """What this rank holds, one row a piece."""
-    return [(piece.name, piece.field, NAMES[piece.tensor.dtype], piece.starts, piece.sizes) for piece in pieces]
+def _described(file: str, pieces: Iterable[StatePiece]) -> list[tuple[Any, ...]]:
+    """What is in ``file``, one row a piece."""
+    return [(file, piece.name, piece.field, NAMES[piece.tensor.dtype], piece.starts, piece.sizes) for piece in pieces]
 
 
 def _joined(notes: Sequence[Note]) -> dict[str, dict[str, Any]]:
@@ -123,11 +132,11 @@ def _joined(notes: Sequence[Note]) -> dict[str, dict[str, Any]]:
                 raise CheckpointError(f"the ranks disagree on the shape of {name}", why=f"{shape}, {shapes[name]}")
     tensors: dict[str, dict[str, Any]] = {name: {} for name in shapes}
     for note in notes:
-        for name, field, dtype, starts, sizes in note["pieces"]:
+        for file, name, field, dtype, starts, sizes in note["pieces"]:
             record = tensors[name].setdefault(field, {"dtype": dtype, "shape": shapes[name], "pieces": []})
             if record["dtype"] != dtype:
                 raise CheckpointError(f"the ranks disagree on the type of {field} of {name}")
-            record["pieces"].append((note["name"], starts, sizes))
+            record["pieces"].append((file, starts, sizes))
     for fields in tensors.values():
         for field, record in fields.items():
             (_, starts, sizes), *others = record["pieces"]

@@ -39,6 +39,8 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     }
 )
 NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
+#: Bytes of a file for which another file, and the thread that hashes it, is worth its while.
+LEAST = 1 << 26
 #: Bytes that are brought to the host, hashed and written at once; larger stretches would leave the processor's caches.
 _AT_ONCE = 1 << 22
 #: Stretches that may be written before they are hashed. What comes from a device is held on the host meanwhile.
@@ -52,9 +54,24 @@ class Written(NamedTuple):
     sha256: str
 
 
-def file_name(rank: int) -> str:
-    """The shard of ``rank``: ``rank-00003.safetensors``."""
-    return f"rank-{rank:05d}.safetensors"
+def file_name(rank: int, part: int = 0) -> str:
+    """The shard of ``rank``: ``rank-00003.safetensors``; its further files: ``rank-00003-1.safetensors``."""
+    return f"rank-{rank:05d}-{part}.safetensors" if part else f"rank-{rank:05d}.safetensors"
+
+
+def deal(pieces: Sequence[StatePiece], most: int) -> list[list[StatePiece]]:
+    """``pieces`` for several files of about one length, ``most`` at most, none of which is small.
+
+    Each is hashed by a thread of its own, when it is written and when it is read: one hashes slower than disks read.
+    """
+    total = sum(piece.tensor.nbytes for piece in pieces)
+    hands: list[list[StatePiece]] = [[] for _ in range(max(1, min(most, total // LEAST)))]
+    sizes = [0] * len(hands)
+    for piece in sorted(pieces, key=lambda piece: -piece.tensor.nbytes):
+        emptiest = sizes.index(min(sizes))
+        hands[emptiest].append(piece)
+        sizes[emptiest] += piece.tensor.nbytes
+    return hands
 
 
 def tensor_name(name: str, field: str, box: Box) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from megatron_run.checkpoint.files import reading, sha256_of, size_of
@@ -90,13 +92,21 @@ class Checkpoints:
         return manifest
 
 
-def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare files with their SHA-256. Raises :class:`CheckpointError` naming the first that differs."""
-    for name in names:
-        check_length(folder, name, manifest)
-        with reading(folder / name) as file:
-            if sha256_of(file) != manifest.files[name].sha256:
-                raise CheckpointError(f"{folder / name} is damaged", why="its SHA-256 is not that of the manifest")
+def verify_files(folder: Path, manifest: Manifest, names: Iterable[str], threads: int = 1) -> None:
+    """Compare files with their SHA-256, so many at once.
+
+    Raises :class:`CheckpointError` naming the first that differs.
+    """
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(partial(_verify_file, folder, manifest), names):
+            pass
+
+
+def _verify_file(folder: Path, manifest: Manifest, name: str) -> None:
+    check_length(folder, name, manifest)
+    with reading(folder / name) as file:
+        if sha256_of(file) != manifest.files[name].sha256:
+            raise CheckpointError(f"{folder / name} is damaged", why="its SHA-256 is not that of the manifest")
 
 
 def check_length(folder: Path, name: str, manifest: Manifest) -> None:

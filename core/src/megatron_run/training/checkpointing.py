@@ -23,7 +23,7 @@ from megatron_run.comm import create_aside, patience
 from megatron_run.contracts import CheckpointMetrics
 from megatron_run.run_folder.identity import digest, identity
 from megatron_run.training.plugin_lock import plugin_records
-from megatron_run.training.resuming import resume
+from megatron_run.training.resuming import files_at_once, resume
 from megatron_run.training.starting import start_from
 
 if TYPE_CHECKING:
@@ -47,7 +47,16 @@ class Checkpointing:
         self._ranks = WorldRanks(context.groups, topology.rank, topology.sizes.world, context.device)
         self._checkpoints, self._phases = Checkpoints(folder.checkpoints), context.groups.phases
         keep = run.config.checkpoint.keep
-        self._saver = Saver(self._checkpoints, self._ranks, folder.run_id, keep, phases=self._phases)
+        threads = files_at_once()
+        self._saver = Saver(
+            self._checkpoints,
+            self._ranks,
+            folder.run_id,
+            keep,
+            phases=self._phases,
+            files_of_rank=threads,
+            at_once=threads,
+        )
         self._behind = self._make_behind() if run.config.checkpoint.async_save else None
         self._stood_still = 0.0  # for the step that is being saved behind the training
 
@@ -58,7 +67,10 @@ class Checkpointing:
         phases = self._phases.beside()
         aside = create_aside(size, timedelta(seconds=patience(run.config.run.timeout)), phases)
         ranks = WorldRanks(aside, rank, size, torch.device("cpu"))
-        saver = Saver(self._checkpoints, ranks, self._folder.run_id, run.config.checkpoint.keep, phases=phases)
+        keep = run.config.checkpoint.keep
+        saver = Saver(  # one file after the other: the cores are the training's
+            self._checkpoints, ranks, self._folder.run_id, keep, phases=phases, files_of_rank=files_at_once()
+        )
         return SavingBehind(saver, Staging(context.device), phases)
 
     def resume(self) -> Progress:
