@@ -37,7 +37,7 @@ class Entered(NamedTuple):
     operation: str
 
     def __str__(self) -> str:
-        return f"{self.operation} of {self.values} values"
+        return f"{self.operation} of {self.values} values" if self.values else self.operation
 
 
 @dataclass(frozen=True)
