@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -57,29 +58,38 @@ def test_local_ranks_train_and_leave_a_run_folder(tmp_path: Path) -> None:
     assert "belongs to another run: train.lr=0.001, now 1.0;" in other.stderr
 
 
+def has_stepped(folder: Path, attempt: int) -> bool:
+    """Whether that attempt has done a step."""
+    file = folder / "run" / "status.json"
+    return file.exists() and status(folder)["attempt"] == attempt and status(folder)["step"] > 0
+
+
 @contextmanager
-def training(folder: Path, attempt: int = 1) -> Iterator[subprocess.Popen[str]]:
+def training(folder: Path, attempt: int = 1, *words: str) -> Iterator[subprocess.Popen[str]]:
     """An endless run that has done its first step."""
-
-    def has_begun() -> bool:
-        file = folder / "run" / "status.json"
-        return file.exists() and status(folder)["attempt"] == attempt and status(folder)["step"] > 0
-
-    with started((*COMMAND, *ENDLESS), folder) as process:
-        wait_until(has_begun, seconds=60)
+    with started((*COMMAND, *ENDLESS, *words), folder) as process:
+        wait_until(lambda: has_stepped(folder, attempt), seconds=60)
         yield process
 
 
-def test_a_killed_rank_ends_the_run_with_one_line(tmp_path: Path) -> None:
-    with training(tmp_path) as process:
-        ranks = ranks_of(process.pid)
-        os.kill(ranks[1], signal.SIGKILL)
+def test_a_killed_rank_is_started_again_as_often_as_allowed_and_then_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    with training(tmp_path, 1, "--max-restarts", "1", "--set", "checkpoint.interval=2steps") as process:
+        wait_until(lambda: list((tmp_path / "run" / "checkpoints").glob("step*")), seconds=30)
+        first = ranks_of(process.pid)
+        os.kill(first[0], signal.SIGKILL)
+        wait_until(lambda: has_stepped(tmp_path, attempt=2), seconds=60)
+        second = ranks_of(process.pid)
+        os.kill(second[1], signal.SIGKILL)
         _, err = process.communicate(timeout=15)
     assert process.returncode == 4
-    line = f"megatron-run: a rank was killed by SIGKILL (rank 1, log: {log(tmp_path, 1)})"
-    assert err.splitlines()[-1].startswith(line)
-    assert not any(alive(rank) for rank in ranks)
+    told = [re.sub(r"in [a-z].*of step \d+ |step \d+$", "", line) for line in err.splitlines()[1:]]
+    killed = "megatron-run: a rank was killed by SIGKILL (rank {}, log: {})"
+    assert told[0] == f"{killed.format(0, log(tmp_path, 0, 1))}; starting again, 1 of 1, from "
+    assert told[-1] == killed.format(1, log(tmp_path, 1, 2))
+    assert not any(alive(rank) for rank in (*first, *second))
     assert (status(tmp_path)["state"], status(tmp_path)["exit_code"], status(tmp_path)["retry"]) == ("failed", 4, True)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert next(line["step"] for line in lines if line["attempt"] == 2) > 1, "it went on from a saved step"
 
 
 def test_sigterm_finishes_the_step_and_saves_it_and_the_next_start_goes_on(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def test_another_thread_has_phases_of_its_own_that_the_listeners_hear() -> None:
 
 def test_details_read_as_a_person_would_say_them() -> None:
     assert str(Collective("broadcast", "world", 12, 1)) == "broadcast of 1 values, number 12 over world"
+    assert str(Collective("all-to-all", "expert", 2, 0)) == "all-to-all, number 2 over expert"
     assert str(Exchange("x0 from stage 0 to 1", 5)) == "x0 from stage 0 to 1, rank 5"
 
 

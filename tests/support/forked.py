@@ -75,6 +75,7 @@ class ForkedRun:
     request: Request
     fault: str = ""
     timeout: float = 60.0
+    max_restarts: int = 0
     pids: list[int] = field(default_factory=list)
 
     def __enter__(self) -> ForkedRun:
@@ -82,7 +83,8 @@ class ForkedRun:
         self._began = time.monotonic()
         self._reader, writer = CONTEXT.Pipe(duplex=False)
         environment = {"MEGATRON_RUN_FAULT": self.fault} if self.fault else {}
-        self._process = CONTEXT.Process(target=_launch, args=(writer, self.request.to_json(), environment))
+        told = (writer, self.request.to_json(), environment, self.max_restarts)
+        self._process = CONTEXT.Process(target=_launch, args=told)
         self._process.start()
         writer.close()
         return self
@@ -115,13 +117,13 @@ class ForkedRun:
         return Ran(code, message, tuple(told), seconds, ended, tuple(self.pids))
 
 
-def run_forked(request: Request, fault: str = "", timeout: float = 60.0) -> Ran:
+def run_forked(request: Request, fault: str = "", timeout: float = 60.0, max_restarts: int = 0) -> Ran:
     """Run ``request`` to its end, with ``fault`` as ``MEGATRON_RUN_FAULT``."""
-    with ForkedRun(request, fault, timeout) as run:
+    with ForkedRun(request, fault, timeout, max_restarts) as run:
         return run.wait()
 
 
-def _launch(pipe: Connection, request: str, environment: Mapping[str, str]) -> None:
+def _launch(pipe: Connection, request: str, environment: Mapping[str, str], max_restarts: int) -> None:
     """The launcher's process: what the command does, once its words are read."""
     from megatron_run.errors import RunError
     from megatron_run.launch import Terms, launch
@@ -132,7 +134,7 @@ def _launch(pipe: Connection, request: str, environment: Mapping[str, str]) -> N
     asked = replace(Request.from_json(request), environment=environment)
     try:
         with _forking_ranks(pipe):
-            ending = launch(asked, Terms(quiet=True, tell=told.append), "local")
+            ending = launch(asked, Terms(quiet=True, max_restarts=max_restarts, tell=told.append), "local")
         pipe.send(("ended", (int(ending.code), ending.message, told)))
     except RunError as error:
         pipe.send(("ended", (int(error.exit_code), str(error), told)))

@@ -33,6 +33,13 @@ if TYPE_CHECKING:
     help="What of the run folder to go on from; auto: the newest saved step.",
 )
 @click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="Start the local ranks again after one was lost, N times at most, from the newest saved step.",
+)
+@click.option(
     "--allow-plugin-change",
     type=click.Choice(["optimizer", "scaler"]),
     multiple=True,
@@ -43,11 +50,12 @@ if TYPE_CHECKING:
 @json_option
 @click.option("--quiet", is_flag=True, help="Print errors only.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error, the ranks' in their logs.")
-def train(
+def train(  # noqa: PLR0913  # one argument an option: so click calls it
     request: Request,
     how: How,
     *,
     resume: str,
+    max_restarts: int,
     allow_plugin_change: tuple[str, ...],
     dry_run: bool,
     as_json: bool,
@@ -66,7 +74,8 @@ def train(
     from megatron_run.launch import Terms, launch
 
     silent = (lambda _: None) if quiet else tell
-    ending = launch(request, Terms(sys.argv[1:], quiet=quiet or as_json, debug=debug, tell=silent), how)
+    terms = Terms(sys.argv[1:], quiet=quiet or as_json, debug=debug, max_restarts=max_restarts, tell=silent)
+    ending = launch(request, terms, how)
     if ending.message:
         tell_error(ending.message)
     if as_json:

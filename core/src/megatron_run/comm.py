@@ -110,7 +110,8 @@ class Peers:
         if not self._several:
             return rows
         received = rows.new_empty((sum(receive), *rows.shape[1:]))
-        dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=self.group)
+        with self.phases.collective("all-to-all", self.scope, 0):  # each peer has another number of values
+            dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=self.group)
         return received
 
     def start_sum_shares(self, flat: Tensor, shares: Sequence[range]) -> Pending:

@@ -23,8 +23,8 @@ Listener = Callable[[int, PhaseName, object], None]
 class Collective(NamedTuple):
     """The detail of ``collective``: this rank's ``number``-th ``operation`` over ``scope``, counted from 1.
 
-    All ranks of a scope enter the same collectives, of as many ``values``, in the same order: who has entered fewer is
-    the one that the others wait for.
+    All ranks of a scope enter the same collectives, of as many ``values`` (0 where that differs), in the same order:
+    who has entered fewer is the one that the others wait for.
     """
 
     operation: str
@@ -33,7 +33,8 @@ class Collective(NamedTuple):
     values: int
 
     def __str__(self) -> str:
-        return f"{self.operation} of {self.values} values, number {self.number} over {self.scope}"
+        size = f" of {self.values} values" if self.values else ""
+        return f"{self.operation}{size}, number {self.number} over {self.scope}"
 
 
 class Exchange(NamedTuple):

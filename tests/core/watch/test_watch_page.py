@@ -45,6 +45,14 @@ def test_each_change_is_counted_and_read_back(path: Path, phases: Phases) -> Non
     assert (page.peer, page.inside) == (None, None)
 
 
+def test_the_steps_that_were_done_are_counted_from_where_the_rank_began(path: Path, phases: Phases) -> None:
+    for step in (40, 41, 42):
+        phases.step(step)
+        phases.enter("forward")
+        phases.enter("backward")
+    assert (read(path).step, read(path).done) == (42, 2)
+
+
 def test_a_message_names_who_is_at_its_other_end(path: Path, phases: Phases) -> None:
     phases.enter("receive", Exchange("the gradient of microbatch 0", 5))
     page = read(path)

@@ -40,7 +40,7 @@ class RunSection(Section):
     threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto", description="CPU threads of a rank; auto: cores / local ranks"
     )
-    timeout: float = Field(600.0, gt=0, description="seconds to wait for a rank that joins or answers")
+    timeout: float = Field(600.0, gt=0, description="seconds to wait for a rank that joins, answers or goes on")
     time_limit: Duration | None = Field(
         None, description="after it, counted from the start of training: finish the step, save, exit with 75"
     )

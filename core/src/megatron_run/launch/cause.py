@@ -90,10 +90,10 @@ def _reason(cause: RankEnd) -> str:
 
 
 def _testimony(cause: RankEnd, ends: Sequence[RankEnd]) -> str:
-    """What the first rank that missed ``cause`` said of it, when that one could say nothing: what it was doing."""
+    """What the first rank that missed ``cause`` said of it, when that one said nothing itself, nor its page."""
     reports = [end.report for end in sorted(ends, key=lambda end: end.order) if end.report is not None]
     missed = [report.message for report in reports if report.lost == cause.rank]
-    return f"; {missed[0]}" if missed and cause.report is None else ""
+    return f"; {missed[0]}" if missed and cause.report is None and not cause.place else ""
 
 
 def _missed(end: RankEnd) -> int | None:

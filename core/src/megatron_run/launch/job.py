@@ -86,8 +86,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended: exit code, its folder when there is one, and the line to show, which may be empty."""
+    """How a run ended: exit code, its folder when there is one, and the line to show, which may be empty.
+
+    ``steps`` is how many steps its local ranks had done by then, as far as they could say.
+    """
 
     code: ExitCode
     folder: Path | None = None
     message: str = ""
+    steps: int = 0

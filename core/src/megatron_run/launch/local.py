@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 
@@ -79,7 +79,7 @@ def run_local(plan: LocalPlan) -> Ending:
         ranks.wait(signals)
         if relay is not None:
             relay.finish()
-        return _ending(plan, ranks, signals)
+        return replace(_ending(plan, ranks, signals), steps=ranks.steps)
 
 
 class _Ranks:
@@ -180,6 +180,12 @@ class _Ranks:
             )
             for rank, process in enumerate(self._processes)
         ]
+
+    @property
+    def steps(self) -> int:
+        """The most steps that any rank has done."""
+        pages = [self._watcher.page(rank) for rank in range(len(self._processes))]
+        return max((page.done for page in pages if page is not None), default=0)
 
     def _place(self, rank: int) -> str:
         page = self._watcher.page(rank)

@@ -16,6 +16,7 @@ from megatron_run.checkpoint.step_folder import CHECKPOINTS, Checkpoints
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, InputError, RunError
 from megatron_run.launch.job import Ending
+from megatron_run.launch.restarts import Restarts, going_on
 from megatron_run.launch.threads import quiet_torch
 from megatron_run.launch.worlds import How, find_world
 from megatron_run.world import World
@@ -30,12 +31,14 @@ class Terms:
     """How a run is started, apart from what is trained.
 
     ``arguments`` are remembered in the run folder; ``quiet`` shows nothing of rank 0; ``debug`` keeps tracebacks of
-    known errors too; ``tell`` shows a line of ours to the user.
+    known errors too; ``tell`` shows a line of ours to the user. Local ranks are started again at most ``max_restarts``
+    times.
     """
 
     arguments: Sequence[str] = ()
     quiet: bool = False
     debug: bool = False
+    max_restarts: int = 0
     tell: Callable[[str], None] = print
 
 
@@ -59,6 +62,12 @@ def launch(request: Request, terms: Terms, how: How = "auto") -> Ending:
         quiet_torch(os.environ)
     from megatron_run.resolve import resolve
 
+    if world is not None and terms.max_restarts:
+        raise InputError(
+            f"--max-restarts {terms.max_restarts} in a world of {world.launcher}",
+            why="only who started the ranks can start them again",
+            fix=_RESTARTING[world.launcher],
+        )
     if world is None:
         return _start_local(_splitting(resolve(request)), request, terms)
     if request.nproc not in (None, world.size):
@@ -174,16 +183,37 @@ def _train_in_own_folder(run: ResolvedRun, world: World) -> Ending:
     return Ending(code, opened.folder.path)
 
 
+#: How others start ranks again.
+_RESTARTING = {
+    "torchrun": "write torchrun --max-restarts N before -m megatron_run_cli",
+    "slurm": "submit the job with --requeue",
+}
+
+
 def _start_local(run: ResolvedRun, request: Request, terms: Terms) -> Ending:
-    from megatron_run.launch.local import LocalPlan, run_local
+    """Start the ranks, and start them again as often as ``terms`` allow and it makes sense."""
     from megatron_run.launch.process import check_local_devices
-    from megatron_run.launch.relay import terminal_writer
-    from megatron_run.launch.threads import threads_per_rank
-    from megatron_run.run_folder import open_run_folder
 
     check_local_devices(run)
     for notice in run.notices:
         terms.tell(notice)
+    restarts, current = Restarts(terms.max_restarts), (run, request)
+    ending = _attempt(*current, terms)
+    while ending.folder is not None and (line := restarts.next(ending)) is not None:
+        terms.tell(line)
+        current = going_on(*current, ending.folder)
+        ending = _attempt(*current, terms)
+    _tell_how_to_go_on(run, ending, terms.tell)
+    return ending
+
+
+def _attempt(run: ResolvedRun, request: Request, terms: Terms) -> Ending:
+    """One attempt in the run folder, from its opening to its end."""
+    from megatron_run.launch.local import LocalPlan, run_local
+    from megatron_run.launch.relay import terminal_writer
+    from megatron_run.launch.threads import threads_per_rank
+    from megatron_run.run_folder import open_run_folder
+
     opened = open_run_folder(run, terms.arguments)
     with opened.lock:
         if opened.finished:
@@ -207,7 +237,6 @@ def _start_local(run: ResolvedRun, request: Request, terms: Terms) -> Ending:
             opened.folder.end(ExitCode.BUG, repr(error))
             raise
         opened.folder.end(ending.code, ending.message)
-    _tell_how_to_go_on(run, ending, terms.tell)
     return ending
 
 

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from megatron_run.phases import Collective, Exchange, PhaseName, Phases
 
-#: Changes, process id, step, whether it waits elsewhere, the rank that is waited for, the slot of the collective that
-#: it is in, that collective's number (a rank or a slot of -1 is none), phase, detail.
-_HEAD = struct.Struct("<Qqq?qqQ24s136s")
+#: Changes, process id, step, steps done, whether it waits elsewhere, the rank that is waited for, the slot of the
+#: collective that it is in, that collective's number (a rank or a slot of -1 is none), phase, detail.
+_HEAD = struct.Struct("<QqqQ?qqQ24s136s")
 #: One scope: its name, the number of collectives that were entered, the last one's values and operation.
 _SLOT = struct.Struct("<16sQQ24s")
 _SLOTS, _FIRST_SLOT = 16, 256
@@ -37,17 +37,17 @@ class Entered(NamedTuple):
     operation: str
 
     def __str__(self) -> str:
-        return f"{self.operation} of {self.values} values"
+        return f"{self.operation} of {self.values} values" if self.values else self.operation
 
 
 @dataclass(frozen=True)
 class Page:
     """What a rank said last.
 
-    ``changes`` counts what it has said. ``phase`` and ``detail`` are what it does; ``peer`` is the rank without which
-    its message does not get through, ``inside`` the scope and the number of the collective in which it is. ``entered``
-    is by scope, and so are the ranks that take part, ``members``. ``ahead``: it launches its collectives, and does not
-    wait in them (a GPU does).
+    ``changes`` counts what it has said, ``done`` the steps that it has left behind since it began. ``phase`` and
+    ``detail`` are what it does; ``peer`` is the rank without which its message does not get through, ``inside`` the
+    scope and the number of the collective in which it is. ``entered`` is by scope, and so are the ranks that take part,
+    ``members``. ``ahead``: it launches its collectives, and does not wait in them (a GPU does).
     """
 
     changes: int
@@ -55,6 +55,7 @@ class Page:
     step: int
     phase: str
     detail: str = ""
+    done: int = 0
     ahead: bool = False
     peer: int | None = None
     inside: tuple[str, int] | None = None
@@ -87,7 +88,7 @@ class Page:
 
     @classmethod
     def _of(cls, content: bytes) -> Page | None:
-        changes, process, step, ahead, peer, slot, number, phase, detail = _HEAD.unpack_from(content)
+        changes, process, step, done, ahead, peer, slot, number, phase, detail = _HEAD.unpack_from(content)
         if not changes:
             return None
         entered = {}
@@ -100,6 +101,7 @@ class Page:
             changes=changes,
             process=process,
             step=step,
+            done=done,
             ahead=ahead,
             phase=_text(phase),
             detail=_text(detail),
@@ -115,6 +117,7 @@ class PageWriter:
 
     def __init__(self, path: Path, phases: Phases, *, ahead: bool = False) -> None:
         self._phases, self._process, self._ahead, self._changes = phases, os.getpid(), ahead, 0
+        self._step = self._done = 0
         self._slots: dict[str, tuple[int, int]] = {}  # scope -> its slot, and the last number in it
         self._phase = self._text = b""
         self._detail: object = None
@@ -130,6 +133,9 @@ class PageWriter:
     def __call__(self, step: int, name: PhaseName, detail: object) -> None:
         """Write down a change. A collective leaves standing in which phase it was begun."""
         self._changes += 1
+        if step != self._step:
+            self._done += self._step > 0
+            self._step = step
         peer, slot, number = -1, -1, 0
         if isinstance(detail, Collective):
             slot, number = self._enter(detail), detail.number
@@ -141,7 +147,7 @@ class PageWriter:
                 self._detail, self._text = detail, str(detail).encode()
         _HEAD.pack_into(
             self._page, 0,
-            self._changes, self._process, step, self._ahead, peer, slot, number, self._phase, self._text,
+            self._changes, self._process, step, self._done, self._ahead, peer, slot, number, self._phase, self._text,
         )  # fmt: skip
 
     def _enter(self, collective: Collective) -> int:
