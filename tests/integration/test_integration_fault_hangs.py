@@ -1,4 +1,4 @@
-"""Ranks that hang or are stopped: the one is named that does so, with phase and collective, and never one that is slow."""
+"""Ranks that hang or are stopped: each is named, with its phase and collective, and never one that is only slow."""
 
 from __future__ import annotations
 
