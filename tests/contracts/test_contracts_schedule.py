@@ -112,14 +112,14 @@ def test_a_good_schedule_passes_every_check() -> None:
         (
             OneStageShort,
             "the action lists are a legal plan",
-            "P=1 V=1 M=1: the schedule gave 0 action lists: there are 1 stages",
+            "P=1 V=1 M=1: the schedule gave 0 action lists: the pipeline has 1 stage",
         ),
         (
             ChunkFromOne,
             "the action lists are a legal plan",
             (
-                "P=1 V=1 M=1: stage 0, action 0: F0.1 is out of range: the stage has 1 chunk(s) and the step 1 "
-                "microbatch(es), counted from 0"
+                "P=1 V=1 M=1: stage 0, action 0: F0.1 is out of range: the stage has 1 chunk and the step 1 "
+                "microbatch, counted from 0"
             ),
         ),
         (
@@ -146,7 +146,7 @@ def test_a_good_schedule_passes_every_check() -> None:
         (
             DropsALayer,
             "the layout holds every layer once",
-            "P=1 V=1 M=1: the layout ends after 1 layers: layers 0 to 1 must have a place",
+            "P=1 V=1 M=1: the layout ends after 1 layer: layers 0 to 1 must have a place",
         ),
         (
             RepeatsALayer,
@@ -165,7 +165,7 @@ def test_a_good_schedule_passes_every_check() -> None:
             LacksAPlace,
             "the layout holds every layer once",
             (
-                "P=1 V=2 M=1: the layout has no place for stage 0, chunk 1: each chunk of 1 stages x 2 chunks must "
+                "P=1 V=2 M=1: the layout has no place for stage 0, chunk 1: each chunk of 1 stage x 2 chunks must "
                 "have exactly one place"
             ),
         ),
@@ -173,7 +173,7 @@ def test_a_good_schedule_passes_every_check() -> None:
             PutsTwoInOnePlace,
             "the layout holds every layer once",
             (
-                "P=2 V=1 M=1: place 1 of the layout (stage 0, chunk 0) is repeated: each chunk of 2 stages x 1 chunks "
+                "P=2 V=1 M=1: place 1 of the layout (stage 0, chunk 0) is repeated: each chunk of 2 stages x 1 chunk "
                 "must have exactly one place"
             ),
         ),

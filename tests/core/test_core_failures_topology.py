@@ -81,7 +81,7 @@ def test_layers_that_do_not_divide(layers: int, nearest: str) -> None:
     ("counts", "why"),
     [
         ("1,1", "parallel.layers adds up to 2, the model has 4 layers (from --set parallel.layers); "),
-        ("4", "parallel.layers has 1 counts for 2 stages x 1 chunks (from --set parallel.layers); "),
+        ("4", "parallel.layers has 1 count for 2 stages x 1 chunk (from --set parallel.layers); "),
     ],
 )
 def test_layer_counts_that_do_not_add_up(counts: str, why: str) -> None:
@@ -157,7 +157,7 @@ def test_microbatches_that_do_not_divide_name_the_nearest() -> None:
 def test_a_ramp_up_is_checked_at_every_count_it_meets() -> None:
     sets = ["train.ramp_up.start=2", "train.ramp_up.increment=2", "train.ramp_up.samples=16"]
     line, code = mistake(plugins=["schedule=interleaved"], sets=sets)
-    assert "1 microbatches" in line or "3 microbatches" in line
+    assert "1 microbatch " in line or "3 microbatches" in line
     assert code == ExitCode.INPUT
 
 

@@ -126,7 +126,7 @@ def check(target: str, sets: tuple[str, ...], *, as_json: bool) -> int:
     else:
         for report in reports:
             click.echo(f"{report.plugin} ({report.source})")
-            print_table([("  ok" if each.passed else "  FAILED", each.name, each.message) for each in report.results])
+            print_table([(f"  {each.state}", each.name, each.message) for each in report.results])
     return int(ExitCode.DONE if all(report.passed for report in reports) else ExitCode.PLUGIN)
 
 

@@ -65,11 +65,17 @@ def train(  # noqa: PLR0913  # one argument an option: so click calls it
     """Train a model; no CONFIG is preset:laptop."""
     request = replace(request, resume=resume, allow_plugin_change=allow_plugin_change)
     if dry_run:
+        from megatron_run.launch.process import why_not_here
         from megatron_run.resolve import resolve
         from megatron_run.training.dry_run import dry_run_json, dry_run_text
 
         run = resolve(request)
-        print_json(dry_run_json(run)) if as_json else click.echo(dry_run_text(run))
+        why_not = why_not_here(run)
+        notices = [f"this machine cannot train it: {why_not}"] if why_not else []
+        if as_json:
+            print_json({**(told := dry_run_json(run)), "notices": [*told["notices"], *notices]})
+        else:
+            click.echo("\n\n".join([dry_run_text(run), *(f"note: {notice}" for notice in notices)]))
         return 0
     from megatron_run.launch import Terms, launch
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from megatron_run.errors import InputError, ScheduleError, nearest_multiples
+from megatron_run.errors import InputError, ScheduleError, nearest_multiples, plural
 
 Op = Literal["F", "B", "I", "W", "S", "R"]
 
@@ -80,14 +80,18 @@ def check_counts(spec: LayoutSpec) -> None:
         return
     if len(spec.counts) != places:
         raise InputError(
-            f"parallel.layers has {len(spec.counts)} counts for {spec.stages} stages x {spec.chunks} chunks",
+            f"parallel.layers has {plural(len(spec.counts), 'count')} for {_shape(spec)}",
             fix=f"give {places} counts, in model order",
         )
     if min(spec.counts) < 0 or sum(spec.counts) != spec.layers:
         raise InputError(
-            f"parallel.layers adds up to {sum(spec.counts)}, the model has {spec.layers} layers",
+            f"parallel.layers adds up to {sum(spec.counts)}, the model has {plural(spec.layers, 'layer')}",
             fix=f"give {places} counts of at least 0 that add up to {spec.layers}",
         )
+
+
+def _shape(spec: LayoutSpec) -> str:
+    return f"{plural(spec.stages, 'stage')} x {plural(spec.chunks, 'chunk')}"
 
 
 def split_layers(spec: LayoutSpec) -> tuple[range, ...]:
@@ -100,7 +104,7 @@ def split_layers(spec: LayoutSpec) -> tuple[range, ...]:
     counts = spec.counts or (spec.layers // places,) * places
     if not spec.counts and spec.layers % places:
         raise InputError(
-            f"{spec.layers} layers do not divide over {spec.stages} stages x {spec.chunks} chunks = {places} places",
+            f"{plural(spec.layers, 'layer')} do not divide over {_shape(spec)} = {places} places",
             fix=f"set model.num_layers to {nearest_multiples(spec.layers, places)}, choose parallel.pipeline x "
             f"parallel.chunks that divide {spec.layers}, or give parallel.layers as {places} counts",
         )

@@ -141,6 +141,11 @@ def advice(*parts: str) -> str:
     return "; ".join(filter(None, parts)).replace("?; ", "? ")
 
 
+def plural(number: int, word: str) -> str:
+    """``"1 stage"``, ``"2 stages"``, ``"2 microbatches"``."""
+    return f"{number} {word}{'' if number == 1 else 'es' if word.endswith('ch') else 's'}"
+
+
 def nearest_multiples(number: int, factor: int) -> str:
     """The multiples of ``factor`` next to ``number``, which is none, below and above: ``"96 or 104"``; never 0."""
     below = number // factor * factor

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_run.builtin.data.mock import NOISE, MockOptions, megatron_run_create_data
 from megatron_run.contracts import Dataset, Split
+from megatron_run.resolve import load_config
 
 
 def opened(split: Split = "train", seed: int = 1, length: int = 64, **options: int) -> Dataset:
@@ -63,3 +64,9 @@ def test_the_perfect_model_is_the_empirical_entropy() -> None:
     rows = counts / counts.sum(1, keepdims=True)
     entropy = -(counts / counts.sum() * np.log(rows)).sum()
     assert baselines["perfect model"] == pytest.approx(entropy, abs=0.01)
+
+
+def test_text_that_is_asked_of_it_is_refused_in_a_notice() -> None:
+    said = "eval.sample=9 does nothing with data=mock: its tokens are no text"
+    assert said in load_config("preset:tiny", sets=("eval.sample=9",)).notices
+    assert said not in load_config("preset:tiny").notices

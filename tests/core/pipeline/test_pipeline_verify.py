@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from random import Random
+from typing import Any, cast
 
 import pytest
 
@@ -37,8 +38,8 @@ def lists(texts: Sequence[str]) -> list[list[Action]]:
         ((GOOD[0], "F0.0 B0.0 S0.0 F1.0 B1.0"), ("stage 1, action 2: S0.0 is too early", "gradients to come")),
         ((GOOD[0], "F0.0 B0.0 F1.0 B1.0 S0.0 S0.0"), ("stage 1, action 5: S0.0 is repeated", "action 4")),
         ((GOOD[0], "F0.0 B0.0 F1.0 B1.0 S1.0"), ("stage 1, action 4: S1.0 has a microbatch", "write S0.0")),
-        ((GOOD[0], "F0.0 B0.0 F1.0 B1.0 F2.0"), ("stage 1, action 4: F2.0 is out of range", "2 microbatch(es)")),
-        ((GOOD[0], "F0.1 B0.0 F1.0 B1.0"), ("stage 1, action 0: F0.1 is out of range", "1 chunk(s)")),
+        ((GOOD[0], "F0.0 B0.0 F1.0 B1.0 F2.0"), ("stage 1, action 4: F2.0 is out of range", "2 microbatches")),
+        ((GOOD[0], "F0.1 B0.0 F1.0 B1.0"), ("stage 1, action 0: F0.1 is out of range", "1 chunk")),
     ],
 )
 def test_a_fault_is_named_with_rank_index_and_action(texts: tuple[str, str], words: tuple[str, ...]) -> None:
@@ -54,7 +55,7 @@ def test_something_that_is_no_action_is_refused() -> None:
         verify(spec(1, 1, 1), [["F0.0", "B0.0"]])  # type: ignore[list-item]  # the mistake under test
     with pytest.raises(ScheduleError, match=r"stage 0, action 1: X0.0 is unknown"):
         verify(spec(1, 1, 1), [[Action("F", 0, 0), Action("X", 0, 0)]])  # type: ignore[arg-type]  # the same
-    with pytest.raises(ScheduleError, match=r"2 action lists: there are 1 stages"):
+    with pytest.raises(ScheduleError, match=r"2 action lists: the pipeline has 1 stage"):
         verify(spec(1, 1, 1), lists(("F0.0 B0.0", "F0.0 B0.0")))
 
 
@@ -188,6 +189,13 @@ def test_ascending_means_that_gradients_accumulate_in_microbatch_order(text: str
 def test_a_layout_that_loses_repeats_or_misplaces_layers_is_refused(layout: tuple[Place, ...], words: str) -> None:
     with pytest.raises(ScheduleError, match=words):
         check_layout(LayoutSpec(2, 1, 4), layout)
+
+
+@pytest.mark.parametrize("place", [Place(0, 0, cast("Any", 1)), (0, 0, range(4)), Place(0, 0, cast("Any", [0, 1]))])
+def test_a_place_of_other_things_than_stage_chunk_and_range_says_how_one_is_written(place: Any) -> None:
+    with pytest.raises(ScheduleError) as error:
+        check_layout(LayoutSpec(1, 1, 4), [place])
+    assert str(error.value) == f"place 0 of the layout is {place!r}; write Place(stage, chunk, range(first, stop))"
 
 
 @pytest.mark.parametrize("counts", [(4,), (2, 2, 0), (2, 3), (5, -1)])

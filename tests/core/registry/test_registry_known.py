@@ -27,11 +27,12 @@ def test_options_that_are_listed_are_all_that_a_plugin_has() -> None:
     for known in listed:
         options = load(entries[known.kind, known.name], "test").options_model
         assert known.options == tuple(options.model_fields)
-    assert {known.name for known in listed} >= {"constant", "dynamic"}
+    assert {known.name for known in listed} >= {"constant", "dynamic", "zero1", "deepspeed"}
 
 
 def test_the_owner_of_an_option_is_known() -> None:
     assert [known.name for known in known_owners("scaler", "loss_scale")] == ["constant"]
+    assert [known.name for known in known_owners("optimizer", "overlap_param_gather")] == ["zero1"]
     assert known_owners("schedule", "loss_scale") == ()
 
 

@@ -33,6 +33,29 @@ def test_a_file_needs_no_kind(tmp_path: Path) -> None:
     assert (report.plugin, report.source, report.passed) == ("schedule=mine", str(file), True)
 
 
+def test_what_there_was_nothing_to_try_with_is_not_called_well(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    refuses = "from megatron_run.errors import ScheduleError\n        "
+    refuses += 'raise ScheduleError("never", fix="choose 1f1b")\n        return'
+    file.write_text(schedule_source().replace("return", refuses, 1))
+    (report,) = check(str(file))
+    states = {result.name: (result.state, result.message) for result in report.results}
+    assert states["it accepts a shape"][0] == "FAILED"
+    assert states["a refusal says what to do"] == ("ok", "")
+    assert states["the action lists are a legal plan"] == ("nothing to try", "it accepts no shape")
+    (report,) = check("data=mock")
+    states = {result.name: (result.state, result.message) for result in report.results}
+    assert states["text becomes ids and text again"] == ("nothing to try", "it is no text")
+    assert states["baselines are losses"] == ("ok", "")
+    (report,) = check("observer=console")
+    states = {result.name: (result.state, result.message) for result in report.results}
+    assert states["it asks for steps that can be counted"] == ("nothing to try", "it asks for no step")
+    assert states["what an attempt wrote outlives the next"] == (
+        "nothing to try",
+        "it writes nothing in the run folder",
+    )
+
+
 def test_a_broken_promise_is_found_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(schedule_source())  # gives one list, whatever the number of stages

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron_run.checkpoint.step_folder import Checkpoints
 from megatron_run.errors import CheckpointError, DataError, ExitCode, Problems
+from megatron_run.gradients import main_grad
 from megatron_run.optim import FlatOptimizer
 from tests.support.resuming import SMALL, Attempt, attempt, only_step
 from tests.support.saved_steps import State, read_all, same_state
@@ -177,6 +179,28 @@ def test_an_optimizer_that_keeps_more_needs_permission(tmp_path: Path) -> None:
         attempt(tmp_path, FAST, allow_plugin_change=("scaler",))
     assert "optimizer.rule=sgd, now adamw" in str(error.value)
     assert attempt(tmp_path, FAST, allow_plugin_change=("optimizer",)).first == 3
+
+
+def test_a_rule_of_its_own_that_was_saved_before_its_first_update_is_refused_with_the_reason(tmp_path: Path) -> None:
+    own = {**FAST, "optimizer.rule": "torch.optim:Rprop"}
+
+    def overflow(assembly: Any) -> None:
+        unscale = assembly.optimizer.unscale_
+
+        def spoiled(factor: torch.Tensor) -> torch.Tensor:
+            main_grad(next(iter(assembly.infos[0]))).fill_(torch.inf)
+            return cast("torch.Tensor", unscale(factor))
+
+        assembly.optimizer.unscale_ = spoiled
+
+    attempt(tmp_path, own, stop_after=1, loaded=overflow)
+    with pytest.raises(CheckpointError) as caught:
+        attempt(tmp_path, own)
+    said = str(caught.value)
+    assert said.startswith("the step was saved before the first update, with weights and no state of optimizer=adamw: ")
+    assert "as it likes, and zeros may not be that" in said
+    assert said.endswith("; start again: --resume never")
+    assert attempt(tmp_path, own, resume="never").code is ExitCode.DONE
 
 
 @pytest.mark.parametrize(("before", "after"), [("adamw", "zero1"), ("zero1", "adamw")])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils import deterministic as kernels
 
+from megatron_run.errors import RunError
 from megatron_run.launch.device import choose_device, deterministic_environment, explain_device
 from megatron_run.launch.threads import threads_per_rank
 from megatron_run.world import World
@@ -32,6 +33,15 @@ def check_local_devices(run: ResolvedRun) -> None:
     worlds = (World(rank, size, rank, size, launcher="local") for rank in range(size))
     for device in dict.fromkeys(choose_device(run.config.run.device, world, gpus) for world in worlds):
         _check_plugins(run, device)
+
+
+def why_not_here(run: ResolvedRun) -> str:
+    """What keeps local ranks of ``run`` from being started on this machine, in one line; empty where nothing does."""
+    try:
+        check_local_devices(run)
+    except RunError as error:
+        return str(error)
+    return ""
 
 
 def assign_device(run: ResolvedRun, world: World) -> World:

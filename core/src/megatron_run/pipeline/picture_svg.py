@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import accumulate
 
+from megatron_run.errors import plural
 from megatron_run.pipeline.phases import phases
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.timeline import Bar, Timeline, timeline
@@ -92,7 +93,8 @@ class _Canvas:
 
     def _summary(self) -> str:
         plan, drawn = self._plan, self._drawn
-        shape = f"{plan.stages} stages x {plan.chunks} chunk{'s' * (plan.chunks > 1)}, {plan.microbatches} microbatches"
+        shape = f"{plural(plan.stages, 'stage')} x {plural(plan.chunks, 'chunk')}"
+        shape += f", {plural(plan.microbatches, 'microbatch')}"
         peaks = f"{plan.peak_in_flight[0]} in flight on stage 0, {plan.peak_in_flight[-1]} on the last"
         return f"{shape}; bubble {drawn.bubble_fraction:.1%}; at most {peaks}"
 

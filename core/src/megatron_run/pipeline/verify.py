@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
 
 from megatron_run.actions import Action, LayoutSpec, Op, Place, ScheduleSpec, check_counts
-from megatron_run.errors import ScheduleError
+from megatron_run.errors import ScheduleError, plural
 from megatron_run.pipeline.pairing import check_pairing
 from megatron_run.pipeline.plan import Plan, activations, positions
 from megatron_run.pipeline.simulate import completion_order, simulate, takes_time
@@ -60,13 +60,15 @@ def check_layout(spec: LayoutSpec, layout: Sequence[Place]) -> None:
         following += len(place.layers)
     if following != spec.layers:
         raise ScheduleError(
-            f"the layout ends after {following} layers", why=f"layers 0 to {spec.layers - 1} must have a place"
+            f"the layout ends after {plural(following, 'layer')}",
+            why=f"layers 0 to {spec.layers - 1} must have a place",
         )
     held = [len(place.layers) for place in layout]
     for position, (place, count) in enumerate(zip(layout, spec.counts or held, strict=True)):
         if len(place.layers) != count:
             raise ScheduleError(
-                f"{_place(position, place)} holds {len(place.layers)} layers", why=f"the user asked for {count}"
+                f"{_place(position, place)} holds {plural(len(place.layers), 'layer')}",
+                why=f"the user asked for {count}",
             )
 
 
@@ -91,7 +93,10 @@ def verify(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Plan:
     """
     _check_places(spec.layout, spec.stages, spec.chunks)
     if len(lists) != spec.stages:
-        raise ScheduleError(f"the schedule gave {len(lists)} action lists", why=f"there are {spec.stages} stages")
+        raise ScheduleError(
+            f"the schedule gave {plural(len(lists), 'action list')}",
+            why=f"the pipeline has {plural(spec.stages, 'stage')}",
+        )
     frozen = tuple(tuple(actions) for actions in lists)
     for stage, actions in enumerate(frozen):
         _check_list(spec, stage, actions)
@@ -118,9 +123,13 @@ def verify(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Plan:
 
 
 def _check_places(layout: Sequence[Place], stages: int, chunks: int) -> None:
-    why = f"each chunk of {stages} stages x {chunks} chunks must have exactly one place"
+    why = f"each chunk of {plural(stages, 'stage')} x {plural(chunks, 'chunk')} must have exactly one place"
     seen: set[tuple[int, int]] = set()
     for position, place in enumerate(layout):
+        if not (isinstance(place, Place) and isinstance(place.layers, range)):
+            raise ScheduleError(
+                f"place {position} of the layout is {place!r}", fix="write Place(stage, chunk, range(first, stop))"
+            )
         if not (0 <= place.stage < stages and 0 <= place.chunk < chunks):
             raise ScheduleError(f"{_place(position, place)} is out of range", why=why)
         if place[:2] in seen:
@@ -146,7 +155,8 @@ def _check_list(spec: ScheduleSpec, stage: int, actions: Sequence[Action]) -> No
             raise _fault(stage, index, repr(action), "is not an Action", "write Action('F', microbatch, chunk)")
         op, microbatch, chunk = action
         if not (0 <= chunk < chunks and 0 <= microbatch < microbatches):
-            shape = f"the stage has {chunks} chunk(s) and the step {microbatches} microbatch(es), counted from 0"
+            stage_has, step_has = plural(chunks, "chunk"), plural(microbatches, "microbatch")
+            shape = f"the stage has {stage_has} and the step {step_has}, counted from 0"
             raise _fault(stage, index, action, "is out of range", shape)
         if op == "S":
             if microbatch or synced[chunk] or unfinished[chunk]:

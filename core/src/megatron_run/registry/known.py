@@ -40,6 +40,19 @@ _DYNAMIC = (
     "growth_factor",
     "backoff_factor",
 )
+_UPDATE = ("rule", "betas", "eps", "momentum", "nesterov", "rule_options", "adamw_for", "lr_mult", "grad_dtype")
+_ZERO1 = (*_UPDATE, "bucket_size", "overlap_grad_reduce", "overlap_param_gather")
+_DEEPSPEED = (
+    "stage",
+    "rule",
+    "betas",
+    "eps",
+    "momentum",
+    "nesterov",
+    "lr_mult",
+    "reduce_bucket_size",
+    "use_multi_rank_bucket_allreduce",
+)
 _PIPELINE = frozenset({"parallel.pipeline"})
 _CHUNKED = frozenset({"parallel.pipeline", "parallel.chunks"})
 _TENSOR = frozenset({"parallel.tensor", "parallel.sequence"})
@@ -47,8 +60,8 @@ _TENSOR = frozenset({"parallel.tensor", "parallel.sequence"})
 KNOWN: tuple[Known, ...] = (
     Known("scaler", "dynamic", available=True, provides=_FP16, options=_DYNAMIC),
     Known("scaler", "constant", available=True, provides=_FP16, options=("loss_scale",)),
-    Known("optimizer", "zero1", available=True),
-    Known("optimizer", "deepspeed", available=True),
+    Known("optimizer", "zero1", available=True, options=_ZERO1),
+    Known("optimizer", "deepspeed", available=True, options=_DEEPSPEED),
     Known("schedule", "1f1b", available=True, provides=_PIPELINE),
     Known("schedule", "interleaved", available=True, provides=_CHUNKED, options=("group_size",)),
     Known("schedule", "gpipe", available=True, provides=_CHUNKED),

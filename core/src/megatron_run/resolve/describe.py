@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_run.errors import plural
 from megatron_run.pipeline.timeline import timeline
 from megatron_run.resolve.options import dumped
 from megatron_run.resolve.show import sections
@@ -99,7 +100,8 @@ def _plans(run: ResolvedRun) -> list[str]:
     for count in sorted(run.plans):
         record = _plan_record(run.plans[count])
         peaks = ", ".join(map(str, record["peak_in_flight"]))
-        lines.append(f"step of {count} microbatches: in flight at most {peaks} by stage, bubble {record['bubble']:.1%}")
+        step = f"step of {plural(count, 'microbatch')}"
+        lines.append(f"{step}: in flight at most {peaks} by stage, bubble {record['bubble']:.1%}")
     return lines
 
 

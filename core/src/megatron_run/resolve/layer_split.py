@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from megatron_run.config.schema import ParallelSection
-from megatron_run.errors import InputError
+from megatron_run.errors import InputError, plural
 
 _COUNTS = "parallel.layers"
 _FIRST, _LAST = "parallel.first_stage_layers", "parallel.last_stage_layers"
@@ -158,8 +158,9 @@ def _with_counted_ends(layers: int, parallel: ParallelSection, places: int) -> t
     total = layers + len(counted)
     if total % places:
         numbers = _nearest(layers, range(1, total + places), lambda count: (count + len(counted)) % places == 0)
+        shape = f"{plural(stages, 'stage')} x {plural(chunks, 'chunk')}"
         raise InputError(
-            f"{total} layers do not divide over {stages} stages x {chunks} chunks = {places} places",
+            f"{total} layers do not divide over {shape} = {places} places",
             why=f"{layers} of the model, and one for {' and one for '.join(counted)}",
             fix=_or_counts([f"set model.num_layers to {numbers}"], places, counted),
         )

@@ -12,7 +12,10 @@ class CheckFailed(AssertionError):
 
 @dataclass(frozen=True)
 class Check:
-    """``run()`` returns when the contract holds and raises :class:`CheckFailed` when it does not."""
+    """``run()`` returns when the contract holds and raises :class:`CheckFailed` when it does not.
+
+    Where there was nothing to try it with, it says in a few words why.
+    """
 
     name: str
-    run: Callable[[], None]
+    run: Callable[[], str | None]

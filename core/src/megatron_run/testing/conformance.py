@@ -30,11 +30,16 @@ _VOCABULARY = 64
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of one check; ``message`` says what was wrong, empty when it passed."""
+    """The outcome of one check; ``message`` says what was wrong, or why there was nothing to try; else it is empty."""
 
     name: str
     passed: bool
     message: str = ""
+
+    @property
+    def state(self) -> str:
+        """In a word or three."""
+        return "FAILED" if not self.passed else "nothing to try" if self.message else "ok"
 
 
 @dataclass(frozen=True)
@@ -139,22 +144,26 @@ def _report(entry: Entry, values: Mapping[Key, Value]) -> Report:
             make(plugin)
     if results[-1].passed:
         for check in checks_for(plugin):
-            with _recorded(results, check.name):
-                check.run()
+            with _recorded(results, check.name) as untried:
+                untried.append(check.run() or "")
     return Report(name, entry.source, tuple(results))
 
 
 @contextmanager
-def _recorded(results: list[Result], name: str) -> Iterator[None]:
-    """Turn what the block raises into a result; whatever a plugin raises is its failure, never ours."""
+def _recorded(results: list[Result], name: str) -> Iterator[list[str]]:
+    """Turn what the block raises into a result; whatever a plugin raises is its failure, never ours.
+
+    The block appends why there was nothing to try, if there was nothing.
+    """
+    untried: list[str] = []
     try:
-        yield
+        yield untried
     except (RunError, AssertionError) as cause:
         results.append(Result(name, False, str(cause)))
     except Exception as cause:
         results.append(Result(name, False, in_one_line(cause)))
     else:
-        results.append(Result(name, True))
+        results.append(Result(name, True, "".join(untried)))
 
 
 def _validated(plugin: Plugin, values: Mapping[Key, Value]) -> BaseModel:

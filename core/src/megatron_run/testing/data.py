@@ -28,7 +28,7 @@ def data_checks(source: DataSource, sequence_length: int = 32, seed: int = 7) ->
     def opened(split: Split) -> Dataset:
         return source.dataset(split, sequence_length, seed)
 
-    checks: dict[str, Callable[[], None]] = {
+    checks: dict[str, Callable[[], str | None]] = {
         "every split holds a sample": partial(_each_split, opened, _holds_a_sample),
         "samples have the fields of the contract": partial(
             _each_split, opened, partial(_fields_fit, sequence_length=sequence_length)
@@ -100,20 +100,22 @@ def _copied(sample: Mapping[str, NDArray[np.generic]]) -> dict[str, NDArray[np.g
     return {name: np.array(value) for name, value in sample.items()}
 
 
-def _baselines_are_losses(baselines: Mapping[str, float]) -> None:
+def _baselines_are_losses(baselines: Mapping[str, float]) -> str:
     for name, loss in baselines.items():
         if not (isfinite(loss) and loss >= 0):
             raise CheckFailed(f"baseline {name!r} is {loss}; a loss in nats per token is finite and not negative")
+    return "" if baselines else "it knows no baseline"
 
 
-def _text_returns(source: DataSource) -> None:
+def _text_returns(source: DataSource) -> str:
     text = "def add(a, b):\n    return a + b\n"
     ids = source.encode(text)
     if ids is None:
         if source.decode([0]) is not None:
             raise CheckFailed("decode gives text, but encode gives None: data is text or it is not")
-        return
+        return "it is no text"
     if any(not 0 <= token < source.vocab_size for token in ids):
         raise CheckFailed(f"encode gives {list(ids)}, the vocabulary reaches from 0 to {source.vocab_size - 1}")
     if not isinstance(source.decode(ids), str):
         raise CheckFailed(f"encode gives ids, but decode of them gives {source.decode(ids)!r}")
+    return ""

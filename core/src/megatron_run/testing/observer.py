@@ -25,7 +25,7 @@ STEPS = 4
 
 def observer_checks(make: Make) -> tuple[Check, ...]:
     """The checks that every observer must pass; ``make`` makes a new one for each run."""
-    checks: dict[str, Callable[[Make], None]] = {
+    checks: dict[str, Callable[[Make], str | None]] = {
         "it bears a whole run": _bears_a_run,
         "it bears a run that fails": _bears_a_failure,
         "it bears a run of no steps": _bears_no_steps,
@@ -150,7 +150,7 @@ def _bears_no_steps(make: Make) -> None:
             observer.on_train_end(reason)
 
 
-def _asks_for_steps(make: Make) -> None:
+def _asks_for_steps(make: Make) -> str:
     with _called("traced_steps") as folder:
         observer = make()
         observer.on_train_start(example_run(folder))
@@ -161,9 +161,10 @@ def _asks_for_steps(make: Make) -> None:
             raise CheckFailed(f"traced_steps gave {strange[0]!r}, and must give whole numbers from 1 on")
         if sorted(again) != sorted(asked):
             raise CheckFailed(f"traced_steps gave {asked}, and then {again} when it was asked again")
+    return "" if asked else "it asks for no step"
 
 
-def _keeps_what_was_written(make: Make) -> None:
+def _keeps_what_was_written(make: Make) -> str:
     """A second attempt in the same folder may add to files, and change none of what they hold."""
     with _called("a resumed run") as folder:
         watch(make(), example_run(folder))
@@ -172,6 +173,7 @@ def _keeps_what_was_written(make: Make) -> None:
         for path, content in before.items():
             if not path.is_file() or not path.read_bytes().startswith(content):
                 raise CheckFailed(f"the second attempt changed what the first wrote to {path.relative_to(folder)}")
+    return "" if before else "it writes nothing in the run folder"
 
 
 def _draws_nothing(make: Make) -> None:

@@ -42,6 +42,9 @@ BubbleFormula = Callable[[ScheduleSpec], float | None]
 #: Costs other than the default ones, under which lists must stay legal: an operation that is not there is free.
 _OTHER_COSTS: tuple[Mapping[str, float], ...] = ({"F": 1, "B": 3, "I": 1.5, "W": 1.5}, {"F": 5, "B": 1, "I": 1})
 
+#: What is tried on a grid of shapes; it may say why there was nothing to try.
+_Trial = Callable[[Schedule, Sequence[Shape]], str | None]
+
 #: The most microbatches of a step whose messages are carried out on paper.
 _CARRIED = 4
 
@@ -64,7 +67,7 @@ def schedule_checks(
     show it. Say ``ascending`` where each chunk adds its gradients up in microbatch order, on which bit-equality with
     sequential rests.
     """
-    checks = {
+    checks: dict[str, _Trial] = {
         "it accepts a shape": _accepts_a_shape,
         "a refusal says what to do": _refusals_teach,
         "the layout holds every layer once": _layouts_are_whole,
@@ -82,7 +85,20 @@ def schedule_checks(
         checks["the bubble equals its formula"] = partial(_bubble_equals, formula=bubble)
     if ascending:
         checks["gradients add up in microbatch order"] = _is_ascending
-    return tuple(Check(name, partial(check, schedule, tuple(shapes))) for name, check in checks.items())
+    refused_too, grid = (_accepts_a_shape, _refusals_teach, _layouts_are_whole, _is_pure), tuple(shapes)
+    return tuple(
+        Check(name, partial(check if check in refused_too else _where_accepted(check), schedule, grid))
+        for name, check in checks.items()
+    )
+
+
+def _where_accepted(check: _Trial) -> _Trial:
+    """``check``, of which nothing can be said where the schedule accepts no shape at all."""
+
+    def tried(schedule: Schedule, shapes: Sequence[Shape]) -> str | None:
+        return check(schedule, shapes) if any(accepted(schedule, shapes)) else "it accepts no shape"
+
+    return tried
 
 
 def _accepts_a_shape(schedule: Schedule, shapes: Sequence[Shape]) -> None:
@@ -90,20 +106,26 @@ def _accepts_a_shape(schedule: Schedule, shapes: Sequence[Shape]) -> None:
         raise CheckFailed(f"it refuses all {len(shapes)} shapes, from {shapes[0]} to {shapes[-1]}")
 
 
-def _refusals_teach(schedule: Schedule, shapes: Sequence[Shape]) -> None:
+def _refusals_teach(schedule: Schedule, shapes: Sequence[Shape]) -> str:
     """Shapes that it refuses, and splits of layers over a shape."""
+    refused = False
     for shape, answer in zip(shapes, answers(schedule, shapes), strict=True):
         refusals = [answer, *(layout for _, layout in _splits(schedule, shape))]
         for refusal in refusals:
+            refused |= isinstance(refusal, ScheduleError)
             if isinstance(refusal, ScheduleError) and not refusal.fix:
                 raise CheckFailed(f"{shape}: the refusal {refusal.what!r} has no fix that says what to do")
+    return "" if refused else "it refuses nothing"
 
 
-def _layouts_are_whole(schedule: Schedule, shapes: Sequence[Shape]) -> None:
+def _layouts_are_whole(schedule: Schedule, shapes: Sequence[Shape]) -> str:
+    served = False
     for shape in shapes:
         for spec, layout in _splits(schedule, shape):
             if not isinstance(layout, ScheduleError):  # whether a refusal teaches is for the check before
+                served = True
                 _proven(str(shape), partial(check_layout, spec, layout))
+    return "" if served else "it makes no layout"
 
 
 def _splits(schedule: Schedule, shape: Shape) -> Iterator[tuple[LayoutSpec, tuple[Place, ...] | ScheduleError]]:

@@ -10,6 +10,7 @@ import torch
 from megatron_run.checkpoint.ranks import all_do, first_does
 from megatron_run.checkpoint.reader import Reader
 from megatron_run.checkpoint.step_folder import verify_files
+from megatron_run.contracts import MASTER
 from megatron_run.errors import CheckpointError, DataError
 from megatron_run.run_folder.identity import differing_keys, identity
 from megatron_run.training.numbers import Progress
@@ -61,8 +62,7 @@ def resume(
     if ranks.rank == 0:
         for line in changes(manifest.about, run.plugins):
             assembly.context.log.warning("%s", line)
-    # A rule that has not made an update yet has no state, and starts from zeros.
-    anew = not found.progress.scheduled or "optimizer" in run.request.allow_plugin_change
+    anew = "optimizer" in run.request.allow_plugin_change
     reader = Reader(checkpoints.folder(step), manifest)
     upgrading = UpgradingReader(reader, found.upgrade) if found.upgrade else reader
     reading = Reading(upgrading, str(run.one("optimizer")), anew=anew)
@@ -150,6 +150,12 @@ class Reading:
             return self._reader.read(name, field, starts, sizes)
         if self._anew:
             return torch.zeros(sizes)
+        if known == {MASTER}:
+            raise CheckpointError(
+                f"the step was saved before the first update, with weights and no state of {self._optimizer}",
+                why=f"a rule of its own begins with {field} as it likes, and zeros may not be that",
+                fix="start again: --resume never",
+            )
         raise CheckpointError(
             f"what was saved has no {field} of {name}, which {self._optimizer} needs",
             why=f"it has {', '.join(sorted(known))}",

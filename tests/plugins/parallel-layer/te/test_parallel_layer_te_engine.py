@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -166,6 +167,20 @@ def test_a_run_is_planned_without_a_gpu_and_without_the_library(
     assert len(counts[0]) >= 2
     assert counts[0] == counts[1]
     assert list(work.iterdir()) == []
+
+
+def test_a_plan_says_why_it_cannot_be_trained_on_this_machine(
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_gpus(monkeypatch, 0)
+    words = ["preset:tiny", "--dry-run", "--plugin"]
+    assert main([*words, "parallel-layer=te"]) == 0
+    note = "this machine cannot train it: parallel-layer=te needs an NVIDIA GPU: there is none on this machine"
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"note: {note} (from ")
+    assert main([*words, "parallel-layer=te", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notices"][-1].startswith(note)
+    assert main([*words, "parallel-layer=dense"]) == 0
+    assert "cannot train" not in capsys.readouterr().out
 
 
 SHARED: Mapping[str, Any] = {"tp_size": 2, "params_dtype": torch.bfloat16, "device": "meta"}

@@ -9,7 +9,7 @@ the next, so the best loss is the entropy of one step,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import log
 from types import MappingProxyType
@@ -23,6 +23,8 @@ from megatron_run.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from megatron_run.config.schema import Config
 
 #: Probability of a jump.
 NOISE = 0.1
@@ -95,10 +97,16 @@ class Mock(DataSource):
         return {"uniform guess": log(size), "perfect model": entropy}
 
 
+def check_config(config: Config, _: MockOptions) -> Iterator[str]:
+    """A notice where text is asked for."""
+    if config.eval.sample:
+        yield f"eval.sample={config.eval.sample} does nothing with data=mock: its tokens are no text"
+
+
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
     """Plugin mock of kind data."""
-    return PluginInfo("data", "mock", options=MockOptions)
+    return PluginInfo("data", "mock", options=MockOptions, check_config=check_config)
 
 
 @hookimpl

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_run.actions import Action, ScheduleSpec
 from megatron_run.contracts import PluginInfo, Schedule
-from megatron_run.errors import ScheduleError
+from megatron_run.errors import ScheduleError, plural
 from megatron_run.hookspecs import hookimpl
 
 
@@ -93,9 +93,9 @@ def _check_groups(spec: ScheduleSpec, group: int, *, chosen: bool) -> None:
     if not _fits(spec.microbatches, spec.stages, group):
         remainder = spec.microbatches % group
         raise ScheduleError(
-            f"interleaved cannot run {spec.microbatches} microbatches in groups of {group}"
+            f"interleaved cannot run {plural(spec.microbatches, 'microbatch')} in groups of {group}"
             f"{' (schedule.group_size)' if chosen else ''} over {spec.stages} stages",
-            why=f"the last group would have {remainder} microbatches, fewer than the stages"
+            why=f"the last group would have {plural(remainder, 'microbatch')}, fewer than the stages"
             if spec.microbatches > group
             else "there must be at least one whole group",
             fix=f"change train.global_batch_size so that there are {_nearest(spec.microbatches, spec.stages, group)} "
