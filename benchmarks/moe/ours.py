@@ -1,4 +1,4 @@
-"""This project's layer of experts: what the five segments of a block do, without norm, losses and residual connection."""
+"""This project's layer of experts: the five segments of a block, without its norm, losses and residual connection."""
 
 from __future__ import annotations
 
