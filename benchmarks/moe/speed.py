@@ -1,7 +1,8 @@
 """Time of every side, forward and backward, on the same weights and tokens, in turns.
 
 All sides live in one process with two threads, under the allocator's settings that this project's launcher makes. Their
-outputs and gradients are compared before anything is timed. Each round takes one step of every side, in an order of its
+outputs and gradients are compared before anything is timed, but for those of Hugging Face in bf16: its router computes
+in bf16 too, and some tokens choose another expert. Each round takes one step of every side, in an order of its
 own, so that nobody always follows the same neighbour.
 """
 
@@ -45,10 +46,11 @@ def measure(shape: str, precision: Precision, samples: int) -> dict[str, Any]:
         side.clear()
         side.step()
         results[name] = side.results()
-    apart = {name: compare(found, results[NAIVE], APART[precision]) for name, found in results.items()}
+    alike = [name for name in sides if precision == "fp32" or name in (OURS, NAIVE)]
+    apart = {name: compare(results[name], results[NAIVE], APART[precision]) for name in alike}
     order = random.Random(1)
     rounds = [_round(sides, order) for _ in range(WARM_UP + samples)][WARM_UP:]
-    return {"apart": apart, "samples": rounds}
+    return {"sides": list(sides), "apart": apart, "samples": rounds}
 
 
 def _round(sides: Mapping[str, Side], order: random.Random) -> dict[str, float]:
@@ -86,19 +88,19 @@ def report(*, quick: bool) -> Iterator[str]:
 def time_table(found: Mapping[Precision, Mapping[str, Any]]) -> Iterator[str]:
     """A row a side and precision: its median, and the median ratio of the naive loop's time to its own."""
     columns = ("side", "step, ms", "speed-up over the naive loop", "results apart", "samples used")
-    rows = (_time_row(each, name, precision) for precision, each in found.items() for name in each["apart"])
+    rows = (_time_row(each, name, precision) for precision, each in found.items() for name in each["sides"])
     yield from table(columns, rows)
 
 
 def _time_row(found: Mapping[str, Any], name: str, precision: Precision) -> tuple[str, ...]:
     kept, speed_up = ratio(found["samples"], NAIVE, name)
     milliseconds = 1e3 * statistics.median(sample[f"{name} seconds"] for sample in kept.samples)
-    apart = found["apart"][name]
+    apart = found["apart"].get(name)
     return (
         f"{name}, {precision}",
         f"{milliseconds:.1f}",
         f"{speed_up:.2f}",
-        f"{apart:.0e}" if apart else "equal",
+        "not compared" if apart is None else f"{apart:.0e}" if apart else "equal",
         str(kept),
     )
 

@@ -38,7 +38,7 @@ class NaiveLoop:
         self._y.backward(self._grad)
 
     def _forward(self, x: Tensor) -> Tensor:
-        best, chosen = F.linear(x, self._router).float().topk(self._top_k, dim=-1)
+        best, chosen = F.linear(x.float(), self._router.float()).topk(self._top_k, dim=-1)
         weights = best.softmax(-1).to(x.dtype)
         out = torch.zeros_like(x)
         for expert, (entry, leave) in enumerate(zip(self._entries, self._exits, strict=True)):
@@ -50,15 +50,16 @@ class NaiveLoop:
 
     def results(self) -> Mapping[str, Tensor]:
         """Output and gradients."""
-        named: dict[str, list[Tensor]] = {
-            "x": [self._x],
-            "router": [self._router],
-            "entry": [*self._entries],
-            "exit": [*self._exits],
+        return {
+            "y": self._y.detach().float(),
+            "x": _gradients(self._x).view_as(self._x),
+            "router": _gradients(self._router),
+            "entry": _gradients(*self._entries),
+            "exit": _gradients(*self._exits),
         }
-        gradients = {name: torch.cat([_gradient(tensor) for tensor in each]) for name, each in named.items()}
-        return {"y": self._y.detach().float(), **gradients, "x": gradients["x"].view_as(self._x)}
 
 
-def _gradient(tensor: Tensor) -> Tensor:
-    return (torch.zeros_like(tensor) if tensor.grad is None else tensor.grad).float().flatten()
+def _gradients(*tensors: Tensor) -> Tensor:
+    """One after the other, fp32 and flat."""
+    found = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in tensors]
+    return torch.cat([gradient.float().flatten() for gradient in found])
