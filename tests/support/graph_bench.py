@@ -48,7 +48,7 @@ class Stage:
 
 @dataclass
 class Done:
-    """What a step left behind: losses by microbatch, weights by stage, and the state of the default generator."""
+    """What a step left behind: losses, weights by stage, and the state of the default generator."""
 
     losses: list[Tensor]
     weights: list[Tensor] = field(repr=False)
@@ -115,8 +115,8 @@ class Pipeline:
         """One step of all stages in the plan's order, then the update."""
         self._crossing: dict[tuple[str, int, int], Tensor] = {}
         self._inputs: dict[tuple[int, int], Tensor | None] = {}
-        self._outputs: dict[tuple[int, int], Tensor] = {}
-        self._losses: dict[int, Tensor] = {}
+        self._outputs: dict[tuple[int, int], tuple[Tensor | None, Tensor | None]] = {}
+        self._losses: dict[tuple[int, str], Tensor] = {}
         for stage in self.stages:
             for parameter in stage.parameters:
                 main_grad(parameter).zero_()
@@ -128,8 +128,7 @@ class Pipeline:
                 with torch.no_grad():
                     parameter.sub_(LR * main_grad(parameter).to(parameter.dtype))
                 weights.append(parameter.detach().clone())
-        losses = [self._losses[m].detach().clone() for m in range(self.microbatches)]
-        return Done(losses, weights, torch.get_rng_state())
+        return Done([self._losses[key] for key in sorted(self._losses)], weights, torch.get_rng_state())
 
     def _run(self, number: int, stage: int, action: Action) -> None:
         position, key = self.places[stage, action.chunk], (action.microbatch, self.places[stage, action.chunk])
@@ -154,26 +153,28 @@ class Pipeline:
         self._inputs[m, position] = x
         if out.x is not None:
             self._crossing["x", m, position + 1] = out.x.detach()
-            self._outputs[m, position] = out.x
-        else:
-            total, weight = out.losses["lm"]
-            self._losses[m] = total.detach()
-            self._outputs[m, position] = total / weight.clamp(min=1)
+        for name, (total, _) in out.losses.items():
+            self._losses[m, f"{name} at {position}"] = total.detach().clone()
+        losses = [total / weight.clamp(min=1) for total, weight in out.losses.values() if total.requires_grad]
+        self._outputs[m, position] = (out.x, torch.stack(losses).sum() if losses else None)
 
     def _backward(self, key: tuple[int, int]) -> None:
         m, position = key
-        torch.autograd.backward(self._outputs.pop(key), self._crossing.pop(("g", m, position), None))
-        x = self._inputs.pop(key)
-        if x is not None:
-            assert x.grad is not None
-            self._crossing["g", m, position - 1] = x.grad
+        x, loss = self._outputs.pop(key)
+        roots = [root for root in (loss, x) if root is not None]
+        gradients = [self._crossing.pop(("g", m, position)) if root is x else None for root in roots]
+        torch.autograd.backward(roots, gradients)
+        given = self._inputs.pop(key)
+        if given is not None:
+            assert given.grad is not None
+            self._crossing["g", m, position - 1] = given.grad
 
 
 def one_region(
     fn: Callable[..., Any],
     inputs: Sequence[Tensor],
     *,
-    params: Sequence[Parameter] = (),
+    params: Sequence[Any] = (),
     name: str = "attn",
     **options: Any,
 ) -> tuple[PartialCapture, Region, BuildContext]:
@@ -181,7 +182,7 @@ def one_region(
     context = single_process_context(dtype=torch.float32)
     for parameter in params:
         context.gradients.adopt(parameter, "weight")
-        parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]  # as a bucket does
+        parameter.main_grad = torch.zeros_like(parameter)
     names = tuple(f"in{index}" for index in range(len(inputs)))
     capture = partial_capture(context, scope=(name,), **options)
     (region,) = capture.regions([[Segment(name, 3, 0, fn, names, ("out",), tuple(params))]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -45,7 +46,7 @@ def closed_order(config: Config) -> list[tuple[str, int, int]]:
     return order
 
 
-def actions_of(config: Config) -> list[Action]:
+def actions_of(config: Config) -> Sequence[Action]:
     p, rank, v, m, g = config
     schedule: Schedule = OneForwardOneBackward() if v == 1 else Interleaved(g)
     return schedule.actions(ScheduleSpec(looped_layout(LayoutSpec(p, v, p * v)), p, v, m))[rank]

@@ -98,10 +98,11 @@ class OrderGuard:
 
     def check(self, event: Hashable, step: int) -> None:
         """Raise :class:`GraphCaptureError` unless ``event`` is the next one of ``step``; then await the one after."""
-        if step != self._step:
-            self._begin(step)
         self._skip()
-        if self._next == len(self._events) or self._events[self._next] != event:
+        if step != self._step or self._next == len(self._events):  # a run that goes back repeats a step's number
+            self._begin(step)
+            self._skip()
+        if not self._events or self._events[self._next] != event:
             raise GraphCaptureError(
                 f"{event} was about to be replayed out of order",
                 why=f"recorded next was {self._ahead()}; in another order graphs overwrite each other's memory",

@@ -44,6 +44,7 @@ class GraphSteps:
             observers.on_capture(self._record(step, actions))
 
     def _record(self, step: int, actions: Sequence[Action]) -> CaptureMetrics:
+        self._context.groups.phases.enter("capture")
         start = time.perf_counter()
         size = self._capture.capture(self._regions, actions, self._context.segments.examples)
         self._context.segments.replay_with(self._capture)

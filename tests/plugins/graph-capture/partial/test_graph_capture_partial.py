@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from megatron_run.builtin.model.gpt import GptOptions
 from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.contracts import Microbatch, Schedule
+from megatron_run.errors import GraphCaptureError
 from megatron_run.gradients import main_grad
 from megatron_run.nn import core_attention
 from megatron_run.testing.check import Check
@@ -99,6 +100,49 @@ def test_a_split_backward_leaves_the_bits_of_an_eager_one(scope: tuple[str, ...]
         mine, other = captured.step(number), eager.step(number)
         assert all(map(torch.equal, mine.losses, other.losses))
         assert all(map(torch.equal, mine.weights, other.weights))
+
+
+#: An expert takes at most its even share of tokens.
+CAPACITY = {"expert_capacity_factor": 1.0, "shared_expert_ffn_size": 16}
+EXPERTS = GptOptions(
+    num_layers=4, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1, experts=4, top_k=2, z_loss_coeff=1e-3
+)
+
+
+@pytest.mark.parametrize(
+    "scope",
+    [
+        ("attn",),
+        ("attn", "moe_router"),
+        ("attn", "moe_router", "moe_preprocess"),
+        ("attn", "moe_router", "moe_preprocess", "moe_combine"),
+    ],
+    ids=lambda scope: scope[-1],
+)
+@pytest.mark.parametrize("model", [EXPERTS, EXPERTS.model_copy(update=CAPACITY)], ids=["dropless", "capacity"])
+def test_mixtures_of_experts_leave_the_bits_of_eager_ones(scope: tuple[str, ...], model: GptOptions) -> None:
+    """Bar 11, under 1F1B: what is dynamic runs eagerly between the regions."""
+    eager, captured = (Pipeline(OneForwardOneBackward(), 4, stages=2, model=model, scope=scope) for _ in range(2))
+    eager.step(1), captured.step(1)
+    sizes = captured.start_capture()
+    assert [size.regions for size in sizes] == [2 + 2 * ("moe_combine" in scope)] * 2
+    for number in (2, 3):
+        assert eager.step(number).equals(captured.step(number))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("moe_dispatch", "the host reads how many tokens each expert gets"),
+        ("moe_experts", "its shapes follow how many tokens each expert gets"),
+    ],
+)
+def test_what_follows_the_routing_is_refused_with_the_reason(name: str, reason: str) -> None:
+    """Bar 11."""
+    with pytest.raises(
+        GraphCaptureError, match=f"segment {name} of layer 0 cannot be captured: {reason}; leave {name}"
+    ):
+        Pipeline(Sequential(), 1, model=EXPERTS, scope=("attn", name))
 
 
 class Counted(nn.Module):

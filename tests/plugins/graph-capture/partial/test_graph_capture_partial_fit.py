@@ -38,7 +38,7 @@ def test_another_order_than_the_captured_one_is_refused_before_a_replay() -> Non
         capture.replay(region, at(1), 2 * x)
     assert torch.equal(out, before)
     out.sum().backward()
-    with pytest.raises(GraphCaptureError, match="recorded next was the end of the step"):
+    with pytest.raises(GraphCaptureError, match="recorded next was the forward"):
         out.sum().backward()
 
 

@@ -15,6 +15,16 @@ GROWING = ("train.ramp_up.start=4", "train.ramp_up.increment=4", "train.ramp_up.
 RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "interleaved": (("schedule=interleaved",), PIPELINE, "scope=attn,mlp,capture_after=2"),
     "interleaved, by slot": (("schedule=interleaved",), PIPELINE, "scope=attn,embedding,graph_reuse=per_slot"),
+    "interleaved experts": (
+        ("schedule=interleaved",),
+        (*PIPELINE, "model.experts=4", "model.top_k=2"),
+        "scope=attn,moe_router,moe_preprocess",
+    ),
+    "experts of two ranks": (
+        (),
+        (*SHORT, "model.experts=4", "model.top_k=2", "parallel.expert=2", "guard.replica_interval=0"),
+        "scope=attn,moe_router,moe_preprocess,moe_combine",
+    ),
     "zero1": (("optimizer=zero1",), SHORT, "scope=embedding,attn,mlp,head"),
     "tensor": (("parallel-layer=tensor",), (*SHORT, "parallel.tensor=2"), "scope=attn,mlp"),
     "a growing batch": ((), ("train.steps=8", *GROWING), "scope=attn"),
