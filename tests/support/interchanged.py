@@ -69,7 +69,13 @@ def logits_of(built: Built, tokens: Tensor, vocab: int) -> Tensor:
 
 
 def save_model(
-    path: Path, values: Mapping[str, Tensor], options: GptOptions, step: int = 7, *, moments: bool = False
+    path: Path,
+    values: Mapping[str, Tensor],
+    options: GptOptions,
+    step: int = 7,
+    *,
+    moments: bool = False,
+    use: str = "gpt",
 ) -> Checkpoints:
     """A step of a run as it would save it: masters, and moments with a counter where asked for."""
     checkpoints = Checkpoints(path / "checkpoints")
@@ -81,7 +87,7 @@ def save_model(
         for field, made in fields.items():
             value = made(tensor)
             pieces.append(StatePiece(name, field, (0,) * value.ndim, tuple(value.shape), value))
-    identity = {"train.sequence_length": LENGTH, "model.use": "gpt"}
+    identity = {"train.sequence_length": LENGTH, "model.use": use}
     identity |= {f"model.{key}": value for key, value in options.model_dump(mode="json").items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in values.items()}
     path.mkdir(parents=True, exist_ok=True)

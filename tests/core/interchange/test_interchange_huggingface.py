@@ -132,6 +132,13 @@ def test_what_transformers_saved_is_imported_and_computes_the_same(case: str, sh
     assert done.format == "huggingface"
     assert done.parameters == model.num_parameters()
     assert_same_logits(our_logits(tmp_path / "ours"), their_logits(model))
+    exchange.export_model(tmp_path / "ours", tmp_path / "again", "huggingface")
+    found = load_file(tmp_path / "again" / files.SINGLE)
+    expected = {
+        name: tensor for path in (tmp_path / "hf").glob("*.safetensors") for name, tensor in load_file(path).items()
+    }
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), "no bit is lost on the way"
 
 
 def test_an_export_of_several_files_is_read_by_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +236,15 @@ def test_a_model_between_the_families_is_not_exported(
         exchange.export_model(tmp_path / "run", tmp_path / "hf", "huggingface")
     assert [reason for reason in reasons if reason not in str(error.value)] == []
     assert list(tmp_path.iterdir()) == [tmp_path / "run"], "nothing is left behind"
+
+
+def test_the_model_may_have_been_chosen_with_its_distribution(tmp_path: Path) -> None:
+    options = options_of(GPT2)
+    save_model(tmp_path / "run", logical_values(network(options).infos), options, use="megatron-run-core:gpt")
+    exchange.export_model(tmp_path / "run", tmp_path / "hf", "huggingface")
+    save_model(tmp_path / "other", logical_values(network(options).infos), options, use="acme:gpt")
+    with pytest.raises(RunError, match="the model is acme:gpt"):
+        exchange.export_model(tmp_path / "other", tmp_path / "no", "huggingface")
 
 
 def test_pickled_weights_are_refused_with_what_to_do(tmp_path: Path) -> None:

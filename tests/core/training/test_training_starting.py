@@ -91,7 +91,10 @@ def test_a_new_run_starts_from_the_weights_and_counts_from_its_own_first_step(
 def test_an_import_is_as_good_as_the_run(first: Path, imported: Path, tmp_path: Path) -> None:
     one, other = (start(source, tmp_path / source.name, NEW) for source in (first, imported))
     assert one.numbers == other.numbers
-    step = attempt(tmp_path / "step", {**NEW, "run.init_from": str(first / "checkpoints" / "step2")})
+    step = attempt(
+        tmp_path / "step",
+        {**NEW, "model.use": "megatron-run-core:gpt", "run.init_from": str(first / "checkpoints" / "step2")},
+    )
     assert step.numbers == one.numbers
 
 

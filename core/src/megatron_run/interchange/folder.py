@@ -23,6 +23,7 @@ from megatron_run.contracts.state import MASTER, StatePiece
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run.interchange.gpt import gpt_options, logical_shapes, names_fault
 from megatron_run.interchange.weights import Read, Weights
+from megatron_run.registry.discover import KERNEL
 from megatron_run.resolve.show import yaml_text
 from megatron_run.run_folder.identity import digest
 
@@ -45,6 +46,7 @@ def read_step(checkpoints: Checkpoints, step: int) -> Weights:
     manifest = checkpoints.verify(step)
     reader, identity = Reader(checkpoints.folder(step), manifest), manifest.about.identity
     config = {key.removeprefix(_MODEL): value for key, value in identity.items() if key.startswith(_MODEL)}
+    config["use"] = str(config.get("use", "")).removeprefix(f"{KERNEL}:")
     if config.get("vocab_size") is None and _WORD in manifest.tensors:
         config["vocab_size"] = manifest.tensors[_WORD][MASTER].shape[0]
     fields = {field for record in manifest.tensors.values() for field in record}

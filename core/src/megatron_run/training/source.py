@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_run.checkpoint.show import find
 from megatron_run.checkpoint.step_folder import CHECKPOINTS, Checkpoints
 from megatron_run.errors import CheckpointError, advice
+from megatron_run.registry.discover import KERNEL
 from megatron_run.run_folder.identity import identity
 
 if TYPE_CHECKING:
@@ -64,11 +65,13 @@ def refuse_other_model(run: ResolvedRun, folder: Path, differences: Sequence[str
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
     """Options that both say, and say differently; shapes tell of those that one leaves open."""
     both = [key for key in now if key.startswith("model.") and None not in (saved.get(key), now[key])]
-    return {key: f"{key}={_word(saved[key])} there, {_word(now[key])} here" for key in both if saved[key] != now[key]}
+    words = {key: (_word(saved[key]), _word(now[key])) for key in both}
+    return {key: f"{key}={there} there, {here} here" for key, (there, here) in words.items() if there != here}
 
 
 def _word(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """As it is typed; ``gpt`` is ours, whether its distribution was named or not."""
+    return str(value).lower() if isinstance(value, bool) else str(value).removeprefix(f"{KERNEL}:")
 
 
 def _goes_on(run: ResolvedRun) -> bool:
