@@ -62,6 +62,7 @@ def _list(node: ast.expr) -> list[int]:
 
 
 def _bit(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and node.value in (0, 1):
-        return int(node.value)
+    match node:
+        case ast.Constant(value=int() as value) if value in (0, 1):
+            return value
     raise ValueError("this is neither 0 nor 1")
