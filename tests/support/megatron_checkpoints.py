@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +47,20 @@ GPT: Mapping[str, Any] = {
     "pipeline_model_parallel_size": 1,
     "params_dtype": torch.float32,
 }
+#: Layers 0 and 2 have four experts and a shared one, the others none.
+MIXTURE: Mapping[str, Any] = {
+    **GPT,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "bias_gelu_fusion": False,
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_layer_freq": 2,
+    "moe_shared_expert_intermediate_size": 12,
+    "moe_token_dispatcher_type": "allgather",
+    "expert_model_parallel_size": 1,
+}
 LLAMA: Mapping[str, Any] = {
     **GPT,
     "position_embedding_type": "rope",
@@ -66,6 +81,9 @@ _ON_GPU = (
     "models.common.embeddings.rotary_pos_embedding",
     "dist_checkpointing.strategies.filesystem_async",
     "dist_checkpointing.strategies.state_dict_saver",
+    "transformer.moe.router",
+    "transformer.moe.moe_utils",
+    "transformer.moe.token_dispatcher",
 )
 
 
@@ -78,6 +96,8 @@ def megatron_core(store: Path) -> Iterator[None]:
     patches: list[Any] = [patch.object(module, "torch", TorchOnCpu()) for module in modules]
     patches.append(patch.object(writer, "_results_queue", queue.Queue()))
     patches.append(patch.object(import_module("torch._dynamo.config"), "disable", True))  # its fused functions, unfused
+    gemm = import_module("megatron.core.transformer.moe.moe_utils")
+    patches.append(patch.object(gemm, "te_general_gemm", None, create=True))  # it asks for it where it was not imported
     tracker = SimpleNamespace(fork=nullcontext)  # dropout, here 0, needs none
     layers = import_module("megatron.core.tensor_parallel")
     patches.append(patch.object(layers, "get_cuda_rng_tracker", lambda: tracker))
@@ -114,15 +134,38 @@ def random_state(given: Mapping[str, Any]) -> dict[str, Tensor]:
         prefix = f"decoder.layers.{layer}"
         for norm in ("input_layernorm", "pre_mlp_layernorm"):
             shapes |= {f"{prefix}.{norm}.{kind}": (hidden,) for kind in ("weight", "bias")}
-        for name, shape in linears.items():
-            shapes |= {f"{prefix}.{name}.weight": shape, f"{prefix}.{name}.bias": shape[:1]}
+        mixed = "num_experts" in given and layer % given["moe_layer_freq"] == 0
+        for name, shape in (_mixture(given) if mixed else linears).items():
+            shapes[f"{prefix}.{name}.weight"] = shape
+            if given["add_bias_linear"]:
+                shapes[f"{prefix}.{name}.bias"] = shape[:1]
     generator = torch.Generator().manual_seed(6)
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def _mixture(given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The matrices of a layer with experts, as in :data:`MIXTURE`."""
+    hidden, ffn, shared = (
+        given[name] for name in ("hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
+    )
+    found = {
+        "self_attention.linear_qkv": (3 * hidden, hidden),
+        "self_attention.linear_proj": (hidden, hidden),
+        "mlp.router": (given["num_experts"], hidden),
+        "mlp.shared_experts.linear_fc1": (2 * shared, hidden),
+        "mlp.shared_experts.linear_fc2": (hidden, shared),
+    }
+    for expert in range(given["num_experts"]):
+        found[f"mlp.experts.local_experts.{expert}.linear_fc1"] = (2 * ffn, hidden)
+        found[f"mlp.experts.local_experts.{expert}.linear_fc2"] = (hidden, ffn)
+    return found
 
 
 def network(given: Mapping[str, Any]) -> Any:
     """Its GPT with random weights, norms and biases."""
     arguments = Namespace(**given)
+    mixture = {name: value for name, value in given.items() if name.startswith("moe_")}
+    mixture |= {"num_moe_experts": given["num_experts"]} if "num_experts" in given else {}
     config = import_module("megatron.core.transformer.transformer_config").TransformerConfig(
         num_layers=arguments.num_layers,
         hidden_size=arguments.hidden_size,
@@ -139,11 +182,17 @@ def network(given: Mapping[str, Any]) -> Any:
         layernorm_epsilon=arguments.norm_epsilon,
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
+        **mixture,
     )
     gpt, specs = (import_module(f"megatron.core.models.gpt.{name}") for name in ("gpt_model", "gpt_layer_specs"))
+    spec = specs.get_gpt_layer_local_spec(normalization=arguments.normalization)
+    if mixture:
+        spec = specs.get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=arguments.normalization
+        )
     model = gpt.GPTModel(
         config=config,
-        transformer_layer_spec=specs.get_gpt_layer_local_spec(normalization=arguments.normalization),
+        transformer_layer_spec=spec,
         vocab_size=arguments.padded_vocab_size,
         max_sequence_length=arguments.max_position_embeddings,
         share_embeddings_and_output_weights=not arguments.untie_embeddings_and_output_weights,
@@ -179,14 +228,16 @@ def save_sharded(
 ) -> None:
     """As Megatron-LM's ``torch`` format: one file a rank, for the tensor and pipeline sizes in ``given``."""
     ranks, stages = given["tensor_model_parallel_size"], given["pipeline_model_parallel_size"]
-    for rank in range(ranks):
-        for stage in range(stages):
-            home = folder / f"iter_{step:07d}" / f"mp_rank_{rank:02d}{f'_{stage:03d}' if stages > 1 else ''}"
-            home.mkdir(parents=True)
-            pieces = [_piece(state, given, rank, stage, chunk, chunks) for chunk in range(chunks)]
-            models = {"model": pieces[0]} if chunks == 1 else {f"model{n}": piece for n, piece in enumerate(pieces)}
-            about = {"args": Namespace(**given), "checkpoint_version": 3.0, "iteration": step}
-            torch.save({**about, **models, **more}, home / "model_optim_rng.pt")
+    sharers = given.get("expert_model_parallel_size", 1)
+    for rank, stage, sharer in product(range(ranks), range(stages), range(sharers)):
+        numbers = (f"_{stage:03d}" if stages > 1 else "") + (f"_{sharer:03d}" if sharers > 1 else "")
+        home = folder / f"iter_{step:07d}" / f"mp_rank_{rank:02d}{numbers}"
+        home.mkdir(parents=True)
+        pieces = [_piece(state, given, rank, stage, chunk, chunks) for chunk in range(chunks)]
+        pieces = [_share(piece, sharer, given.get("num_experts", 0) // sharers) for piece in pieces]
+        models = {"model": pieces[0]} if chunks == 1 else {f"model{n}": piece for n, piece in enumerate(pieces)}
+        about = {"args": Namespace(**given), "checkpoint_version": 3.0, "iteration": step}
+        torch.save({**about, **models, **more}, home / "model_optim_rng.pt")
     (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
 
 
@@ -211,6 +262,19 @@ def _piece(
     if at_end and not at_start and not given["untie_embeddings_and_output_weights"]:
         repeated = state["embedding.word_embeddings.weight"]
         found["output_layer.weight"] = _part("output_layer.weight", repeated, rank, ranks)
+    return found
+
+
+def _share(piece: Mapping[str, Any], sharer: int, experts: int) -> dict[str, Any]:
+    """What one of the ranks that share experts holds: its own, numbered from 0."""
+    found: dict[str, Any] = {}
+    for name, tensor in piece.items():
+        before, local, after = name.partition(".local_experts.")
+        if not local:
+            found[name] = tensor
+        elif int(after.split(".")[0]) // experts == sharer:
+            number, _, rest = after.partition(".")
+            found[f"{before}{local}{int(number) % experts}.{rest}"] = tensor
     return found
 
 

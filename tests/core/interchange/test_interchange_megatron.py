@@ -6,6 +6,7 @@ The layouts themselves are compared with megatron-core in the file beside this o
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from argparse import Namespace
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from megatron_run.errors import CheckpointError
 from megatron_run.interchange import megatron
 from megatron_run.interchange.folder import write_folder
 from megatron_run.interchange.gpt import gpt_options, logical_shapes
-from tests.support.megatron_checkpoints import GPT, LENGTH, random_state, save_sharded
+from tests.support.megatron_checkpoints import GPT, LENGTH, MIXTURE, random_state, save_sharded
 
 STATE = random_state(GPT)
 #: What a name was before megatron-core's.
@@ -98,6 +99,18 @@ def test_norms_may_be_fused_with_the_layer_after_them(modern: dict[str, Tensor],
     assert equal(tensors(tmp_path), modern)
 
 
+def test_experts_may_be_tensors_of_one_layer(tmp_path: Path) -> None:
+    state = random_state(MIXTURE)
+    names = {name: re.sub(r"local_experts\.(\d)\.(linear_fc.)\.weight", r"\2.weight\1", name) for name in state}
+    assert len(set(names.values()) - set(state)) == 2 * 4 * 2
+    write_state(tmp_path / "alone", state, args=Namespace(**MIXTURE))
+    write_state(tmp_path / "one", {names[name]: state[name] for name in state}, args=Namespace(**MIXTURE))
+    assert equal(tensors(tmp_path / "one"), tensors(tmp_path / "alone"))
+    weights = megatron.read(tmp_path / "one")
+    assert gpt_options(weights).expert_layers == {0, 2}
+    write_folder(weights, tmp_path / "ours", "theirs")
+
+
 def test_norms_that_are_kept_minus_one(modern: dict[str, Tensor], tmp_path: Path) -> None:
     state = {name: tensor - 1 if "norm.weight" in name else tensor for name, tensor in STATE.items()}
     write_state(tmp_path, state, args=Namespace(**GPT, apply_layernorm_1p=True))
@@ -167,8 +180,8 @@ def test_an_import_is_a_step_of_ours(tmp_path: Path) -> None:
     ("arguments", "why"),
     [
         ({"qk_layernorm": True}, "--qk-layernorm: queries and keys are not normalised"),
-        ({"num_experts": 8}, "--num-experts 8: checkpoints with experts are not read yet"),
-        ({"num_experts": 8, "rotary_percent": 0.5}, "--rotary-percent 0.5: all features of a head are rotated"),
+        ({"moe_router_enable_expert_bias": True}, "--moe-router-enable-expert-bias: what a router adds"),
+        ({"qk_l2_norm": True, "rotary_percent": 0.5}, "--rotary-percent 0.5: all features of a head are rotated"),
         ({"kv_channels": 12}, "--kv-channels 12: heads share the hidden size evenly"),
         ({"num_query_groups": 3, "group_query_attention": True}, "4 heads in 3 groups"),
     ],

@@ -24,6 +24,7 @@ from tests.support.megatron_checkpoints import (
     GPT,
     LENGTH,
     LLAMA,
+    MIXTURE,
     VOCAB,
     logits,
     megatron_core,
@@ -37,7 +38,7 @@ pytestmark = [
     pytest.mark.skipif(not installed(), reason="megatron-core is the oracle"),
     pytest.mark.filterwarnings("ignore"),  # it warns of its own defaults
 ]
-FAMILIES = {"gpt": GPT, "llama": LLAMA}
+FAMILIES = {"gpt": GPT, "llama": LLAMA, "mixture": MIXTURE}
 TOKENS = torch.arange(3 * LENGTH).remainder(VOCAB).view(3, LENGTH)
 Family = tuple[Mapping[str, Any], Any, Tensor]
 
@@ -61,8 +62,10 @@ def our_logits(weights: Weights) -> Tensor:
 
 @pytest.mark.parametrize(("ranks", "stages", "chunks"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 2)])
 def test_files_of_ranks(family: Family, ranks: int, stages: int, chunks: int, tmp_path: Path) -> None:
+    """Experts, where there are any, are shared by as many ranks as layers are."""
     given, model, expected = family
     given = {**given, "tensor_model_parallel_size": ranks, "pipeline_model_parallel_size": stages}
+    given |= {"expert_model_parallel_size": ranks} if "num_experts" in given else {}
     save_sharded(model.state_dict(), given, tmp_path, 10, chunks)
     name, weights = read_source(tmp_path)
     assert (name, weights.step, weights.sequence_length) == ("megatron", 10, LENGTH)

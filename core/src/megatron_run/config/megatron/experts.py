@@ -21,9 +21,9 @@ def experts(arguments: Arguments) -> Iterator[Setting]:
     balanced = given("moe_router_load_balancing_type", "aux_loss") == "aux_loss"
     coefficient = given("moe_aux_loss_coeff", 0.0) if balanced else 0.0
     yield Setting("model.aux_loss_coeff", coefficient, "--moe-aux-loss-coeff" if coefficient else "Megatron's default")
-    frequency = str(given("moe_layer_freq", 1))
-    if "[" in frequency:
-        yield Setting("model.expert_layer_pattern", layer_pattern(frequency), "--moe-layer-freq")
+    frequency = given("moe_layer_freq", 1)  # a text in a script, a number or a list in a checkpoint
+    if "[" in str(frequency):
+        yield Setting("model.expert_layer_pattern", layer_pattern(str(frequency)), "--moe-layer-freq")
     else:
         yield Setting("model.expert_layer_freq", int(frequency), "--moe-layer-freq")
     if given("moe_token_dispatcher_type") in ("allgather", None):
@@ -62,6 +62,7 @@ def _list(node: ast.expr) -> list[int]:
 
 
 def _bit(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and node.value in (0, 1):
-        return int(node.value)
+    match node:
+        case ast.Constant(value=int() as value) if value in (0, 1):
+            return value
     raise ValueError("this is neither 0 nor 1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from megatron_run.config.megatron.experts import experts
 from megatron_run.config.megatron.model import WITH_PADDING, find_vocabulary, is_rotated, network, network_faults
 from megatron_run.errors import CheckpointError
 from megatron_run.interchange.megatron.distributed import is_distributed, read_distributed
@@ -30,11 +31,10 @@ def read(source: Path) -> Weights:
     folder = _step_folder(source)
     found = read_shards(folder) if is_sharded(folder) else read_distributed(folder)
     reasons = list(network_faults(found.arguments))
-    if found.arguments.get("num_experts"):
-        reasons.append(f"--num-experts {found.arguments['num_experts']}: checkpoints with experts are not read yet")
     if reasons:
         raise CheckpointError(f"{source} cannot be imported", why="; ".join(reasons))
-    sections = {setting.key.removeprefix("model."): setting.value for setting in network(found.arguments)}
+    settings = (*network(found.arguments), *experts(found.arguments))
+    sections = {setting.key.removeprefix("model."): setting.value for setting in settings}
     longest = found.arguments.get("max_position_embeddings" if not is_rotated(found.arguments) else "seq_length")
     return Weights(
         config=sections,
@@ -73,6 +73,7 @@ def _layout(found: Found) -> Network:
         queries=heads // groups,
         vocab=None if vocabulary is None else vocabulary.value,
         gated=bool(given("swiglu")),
+        experts=given("num_experts") or 0,
         tied=not given("untie_embeddings_and_output_weights"),
         centred=bool(given("apply_layernorm_1p")),
     )

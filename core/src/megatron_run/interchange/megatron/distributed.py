@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,13 +21,15 @@ from torch import Tensor
 from megatron_run.checkpoint.boxes import Box, cover_fault
 from megatron_run.checkpoint.files import reading
 from megatron_run.errors import CheckpointError
-from megatron_run.interchange.megatron.names import NO_WEIGHT
+from megatron_run.interchange.megatron.names import NO_WEIGHT, common_name
 from megatron_run.interchange.megatron.shards import Found, arguments_of, step_of
 from megatron_run.interchange.untrusted import load_metadata, load_tensor, load_weights
 from megatron_run.interchange.weights import Read
 
 _ABOUT, _COMMON, _METADATA = "metadata.json", "common.pt", ".metadata"
-_STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)(.+)")
+_STACKED = re.compile(r"^decoder\.layers\.(?!\d+\.)(.+)")
+#: Where experts are stacked along a dimension too, the first or after that of the layers.
+_EXPERTS = ".mlp.experts.experts.linear"
 #: What the optimizer and the random generators keep.
 _MASTERS = ("optimizer.state.fp32_param", "optimizer.state.param")
 _STATE = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state")
@@ -129,19 +132,18 @@ def _master(name: str, stored: Mapping[str, Stored]) -> tuple[str, Stored] | Non
 
 
 def _readers(folder: Path, name: str, key: str, stored: Stored) -> Iterator[tuple[str, list[Read]]]:
-    """What reads the tensor ``name``, which stands under ``key``, layer by layer; each has one piece, the whole."""
-    stacked = _STACKED.fullmatch(name)
-    if stacked is None:
-        box = Box((0,) * len(stored.shape), stored.shape)
-        yield name, [partial(read_box, folder, key, stored, box)]
-        return
-    for layer in range(stored.shape[0]):
-        box = Box((layer, *(0,) * (len(stored.shape) - 1)), (1, *stored.shape[1:]))
-        yield f"decoder.layers.{layer}.{stacked[1]}", [partial(_layer, folder, key, stored, box)]
+    """What reads the tensor ``name``, which stands under ``key``, by layer and expert; each is one piece, the whole."""
+    pattern = _STACKED.sub(r"decoder.layers.{}.\1", name)
+    pattern = pattern.replace(_EXPERTS, f"{_EXPERTS[: -len('linear')]}{{}}.linear")
+    axes, shape = pattern.count("{}"), stored.shape
+    for indices in product(*map(range, shape[:axes])):
+        box = Box((*indices, *(0,) * len(shape[axes:])), (*(1,) * axes, *shape[axes:]))
+        yield common_name(pattern.format(*indices)), [partial(_flattened, folder, key, stored, box, axes)]
 
 
-def _layer(folder: Path, name: str, stored: Stored, box: Box) -> Tensor:
-    return read_box(folder, name, stored, box)[0]
+def _flattened(folder: Path, name: str, stored: Stored, box: Box, axes: int) -> Tensor:
+    """One box, without its first ``axes`` dimensions, which are 1."""
+    return read_box(folder, name, stored, box).view(box.sizes[axes:])
 
 
 def _check_backend(path: Path) -> None:

@@ -37,6 +37,7 @@ class Network:
     queries: int
     vocab: int | None
     gated: bool
+    experts: int
     tied: bool
     centred: bool
 
@@ -84,28 +85,44 @@ def half(index: int, _: Network, pieces: Pieces) -> Tensor:
     return torch.cat([read().float().chunk(2)[index] for read in pieces])
 
 
-def _layer_table(*, gated: bool) -> dict[str, Ours]:
+def _feed_forward(theirs: str, into: str, out: str, *, gated: bool) -> dict[str, Ours]:
+    """What the two layers of a feed-forward network become: ours is ``into`` at its input and ``out`` at its output."""
+    found: dict[str, Ours] = {
+        f"{theirs}.linear_fc2.weight": ((f"{out}.weight", columns),),
+        f"{theirs}.linear_fc2.bias": ((f"{out}.bias", whole),),
+    }
+    for kind in ("weight", "bias"):
+        gate, up = f"{into}.gate.{kind}", f"{into}.up.{kind}"
+        halves = ((gate, partial(half, 0)), (up, partial(half, 1)))
+        found[f"{theirs}.linear_fc1.{kind}"] = halves if gated else ((up, rows),)
+        found |= {f"{theirs}.linear_fc1.{kind}_w": ((gate, rows),), f"{theirs}.linear_fc1.{kind}_v": ((up, rows),)}
+    return found
+
+
+def _layer_table(*, gated: bool, experts: range) -> dict[str, Ours]:
     """What a layer's tensors of Megatron become. Norms stand alone, or in the layer that they are fused with."""
-    attention, mlp = "self_attention.linear_qkv", "mlp.linear_fc1"
+    attention, mlp = "self_attention.linear_qkv", "moe" if experts else "mlp.input"
     found: dict[str, Ours] = {
         "self_attention.linear_proj.weight": (("attention.output.weight", columns),),
         "self_attention.linear_proj.bias": (("attention.output.bias", whole),),
-        "mlp.linear_fc2.weight": (("mlp.output.weight", columns),),
-        "mlp.linear_fc2.bias": (("mlp.output.bias", whole),),
     }
     norms = {"input_layernorm.": "attention.qkv", f"{attention}.layer_norm_": "attention.qkv"}
-    norms |= {"pre_mlp_layernorm.": "mlp.input", f"{mlp}.layer_norm_": "mlp.input"}
+    norms |= {"pre_mlp_layernorm.": mlp, "mlp.linear_fc1.layer_norm_": mlp}
     for theirs, ours in norms.items():
         found |= {f"{theirs}weight": ((f"{ours}.norm.weight", norm),), f"{theirs}bias": ((f"{ours}.norm.bias", whole),)}
     for kind in ("weight", "bias"):
-        gate, up = f"mlp.input.gate.{kind}", f"mlp.input.up.{kind}"
         parts = enumerate(("query", "key", "value"))
         found[f"{attention}.{kind}"] = tuple(
             (f"attention.qkv.{name}.{kind}", partial(projection, index)) for index, name in parts
         )
-        halves = ((gate, partial(half, 0)), (up, partial(half, 1)))
-        found[f"{mlp}.{kind}"] = halves if gated else ((up, rows),)
-        found |= {f"{mlp}.{kind}_w": ((gate, rows),), f"{mlp}.{kind}_v": ((up, rows),)}
+    if not experts:
+        return found | _feed_forward("mlp", "mlp.input", "mlp.output", gated=gated)
+    found["mlp.router.weight"] = (("moe.router.weight", whole),)
+    found["mlp.shared_experts.gate_weight"] = (("moe.shared.gate.weight", whole),)
+    found |= _feed_forward("mlp.shared_experts", "moe.shared.mlp.input", "moe.shared.mlp.output", gated=gated)
+    for expert in experts:
+        into, out = (f"moe.experts.{side}.{expert}" for side in ("input", "output"))
+        found |= _feed_forward(f"mlp.experts.{expert}", into, out, gated=gated)
     return found
 
 
@@ -121,8 +138,8 @@ _OUTSIDE: Mapping[str, Ours] = MappingProxyType(
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 #: What is not a weight: the state of FP8 scaling, and angles, which follow from the configuration.
 NO_WEIGHT = re.compile(r".*\._extra_state(\..*)?|.*\.?rotary_pos_emb\.inv_freq|.*\.rotary_emb\.inv_freq")
-#: The names that came before megatron-core's.
-_LEGACY = tuple(
+#: Older names, and those of experts: alone, in one layer of Transformer Engine's, or each a tensor of its own.
+_OTHER_NAMES = tuple(
     (re.compile(old), new)
     for old, new in (
         (r"language_model\.", ""),
@@ -135,13 +152,15 @@ _LEGACY = tuple(
         (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
         (r"\.final_norm\.", ".final_layernorm."),
         (r"^word_embeddings(_for_head)?\.weight$", "output_layer.weight"),
+        (r"\.mlp\.experts\.(?:local_experts|experts)\.(\d+)\.", r".mlp.experts.\1."),
+        (r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r".mlp.experts.\3.\1.\2"),
     )
 )
 
 
-def modern_name(name: str) -> str:
-    """megatron-core's name of a tensor that may go by an older one."""
-    for old, new in _LEGACY:
+def common_name(name: str) -> str:
+    """The one name of a tensor that may go by others: megatron-core's, of an expert ``mlp.experts.3.linear_fc1``."""
+    for old, new in _OTHER_NAMES:
         name = old.sub(new, name)
     return name
 
@@ -152,13 +171,14 @@ def our_tensors(network: Network, theirs: Mapping[str, Pieces], source: str) -> 
     The output layer of a tied model, which the last stage repeats, is left out. Raises :class:`CheckpointError` naming
     ``source`` for tensors that have no place.
     """
-    layer_table = _layer_table(gated=network.gated)
+    dense, mixed = (_layer_table(gated=network.gated, experts=range(count)) for count in (0, network.experts))
     found: dict[str, Read] = {}
     foreign = []
     for name, pieces in theirs.items():
         layer = _LAYER.fullmatch(name)
         prefix = f"layers.{layer[1]}." if layer else ""
-        ours = layer_table.get(layer[2], ()) if layer else _OUTSIDE.get(name, ())
+        table = mixed if layer and f"decoder.layers.{layer[1]}.mlp.router.weight" in theirs else dense
+        ours = table.get(layer[2], ()) if layer else _OUTSIDE.get(name, ())
         foreign += [] if ours else [name]
         found |= {f"{prefix}{each}": partial(cut, network, pieces) for each, cut in ours}
     if foreign:

@@ -1,8 +1,8 @@
-"""Megatron's ``torch`` format: a folder for each model-parallel rank, ``mp_rank_TT`` or ``mp_rank_TT_PPP``.
+"""Megatron's ``torch`` format: a folder for each model-parallel rank, ``mp_rank_TT``, ``mp_rank_TT_PPP`` and so on.
 
 The file in it holds the whole state of that rank, ``model``, or ``model0``, ``model1`` ... where the pipeline is
 interleaved. Layers are numbered anew in each piece of the model, so that their order follows from the pieces: chunk by
-chunk, and in a chunk stage by stage.
+chunk, and in a chunk stage by stage. Ranks that share experts have one more number, and each counts its own from 0.
 """
 
 from __future__ import annotations
@@ -17,16 +17,21 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron_run.errors import CheckpointError
-from megatron_run.interchange.megatron.names import NO_WEIGHT, modern_name
+from megatron_run.interchange.megatron.names import NO_WEIGHT, common_name
 from megatron_run.interchange.untrusted import Inert, load_weights
 from megatron_run.interchange.weights import Read
 
-_RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
+_RANK = re.compile(r"mp_rank_\d{2}(_\d{3}){0,2}")
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..+)")
+_EXPERT = re.compile(r"(.+\.mlp\.experts\.)(\d+)(\..+)")
 _CHUNK = re.compile(r"model\d+")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 #: Since this version query, key and value lie group by group; before it they lay otherwise.
 _GROUPED = 2.0
+
+
+#: What was saved by ranks that share experts, in their order; one where none are shared.
+States = list[dict[str, Any]]
 
 
 class Found(NamedTuple):
@@ -51,17 +56,27 @@ def read_shards(folder: Path) -> Found:
 
     Raises :class:`CheckpointError` for a rank that is missing, and for ranks that do not hold the same tensors.
     """
-    first = _state(folder, 0, 0, staged=(folder / "mp_rank_00_000").is_dir())
-    arguments = arguments_of(first, folder)
-    ranks, stages = (int(arguments.get(f"{kind}_model_parallel_size", 1)) for kind in ("tensor", "pipeline"))
+    first = min(folder.glob("mp_rank_00*"))
+    arguments = arguments_of(_state(first), folder)
+    sizes = {kind: int(arguments.get(f"{kind}_model_parallel_size") or 1) for kind in ("tensor", "pipeline", "expert")}
+    split = arguments.get("expert_tensor_parallel_size")
+    if sizes["expert"] > 1 and split not in (None, sizes["tensor"]):
+        raise CheckpointError(
+            f"{folder} cannot be imported",
+            why=f"experts are split over {split} ranks and layers over {sizes['tensor']}",
+        )
     states = [
-        [first if (rank, stage) == (0, 0) else _state(folder, rank, stage, staged=stages > 1) for rank in range(ranks)]
-        for stage in range(stages)
+        [
+            [_state(folder / _name(rank, stage, expert, sizes)) for expert in range(sizes["expert"])]
+            for rank in range(sizes["tensor"])
+        ]
+        for stage in range(sizes["pipeline"])
     ]
+    experts = int(arguments.get("num_experts") or 0) // sizes["expert"]
     tensors: dict[str, list[Read]] = {}
-    for name, pieces in _merged(states, folder):
+    for name, pieces in _merged(states, experts, folder):
         tensors.setdefault(name, pieces)  # what a later stage repeats is the same
-    return Found(arguments, step_of(first), tensors)
+    return Found(arguments, step_of(states[0][0][0]), tensors)
 
 
 def arguments_of(state: Mapping[str, Any], source: Path) -> dict[str, Any]:
@@ -78,9 +93,14 @@ def step_of(state: Mapping[str, Any]) -> int:
     return step if isinstance(step, int) and step >= 0 else 0
 
 
-def _state(folder: Path, rank: int, stage: int, *, staged: bool) -> dict[str, Any]:
-    """What rank ``rank`` of stage ``stage`` saved."""
-    home = folder / (f"mp_rank_{rank:02d}_{stage:03d}" if staged else f"mp_rank_{rank:02d}")
+def _name(rank: int, stage: int, expert: int, sizes: Mapping[str, int]) -> str:
+    """The folder of a rank; what is not split is not counted."""
+    found = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if sizes["pipeline"] > 1 else "")
+    return found + (f"_{expert:03d}" if sizes["expert"] > 1 else "")
+
+
+def _state(home: Path) -> dict[str, Any]:
+    """What the rank whose folder is ``home`` saved."""
     path = next((home / name for name in _FILES if (home / name).is_file()), home / _FILES[0])
     state = load_weights(path)
     if not isinstance(state, dict) or not any(name in state for name in ("model", "model0")):
@@ -91,18 +111,29 @@ def _state(folder: Path, rank: int, stage: int, *, staged: bool) -> dict[str, An
     return state
 
 
-def _merged(states: list[list[dict[str, Any]]], folder: Path) -> Iterator[tuple[str, list[Read]]]:
+def _merged(states: list[list[States]], experts: int, folder: Path) -> Iterator[tuple[str, list[Read]]]:
     """Every tensor by its global name, with the pieces of the tensor-parallel ranks."""
     numbers = count()
-    for chunk in _chunks(states[0][0]):
+    for chunk in _chunks(states[0][0][0]):
         for stage in states:
-            pieces = [dict(_tensors(state.get(chunk, {}))) for state in stage]
+            pieces = [_with_all_experts([each.get(chunk, {}) for each in sharers], experts) for sharers in stage]
             if any(piece.keys() != pieces[0].keys() for piece in pieces):
                 raise CheckpointError(f"the ranks in {folder} do not belong together", why="their tensors differ")
             local = sorted({int(match[2]) for name in pieces[0] if (match := _LAYER.fullmatch(name))})
             globally = {number: next(numbers) for number in local}
             for name in pieces[0]:
                 yield _renumbered(name, globally), [partial(_itself, piece[name]) for piece in pieces]
+
+
+def _with_all_experts(models: States, experts: int) -> dict[str, Tensor]:
+    """The tensors of one rank, and of those with which it shares ``experts`` each."""
+    found = dict(_tensors(models[0]))
+    for rank, model in enumerate(models[1:], start=1):
+        for name, tensor in _tensors(model):
+            match = _EXPERT.fullmatch(name)
+            if match:
+                found[f"{match[1]}{rank * experts + int(match[2])}{match[3]}"] = tensor
+    return found
 
 
 def _chunks(state: Mapping[str, Any]) -> list[str]:
@@ -119,7 +150,7 @@ def _tensors(state: object, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     for name, value in state.items() if isinstance(state, dict) else ():
         full = f"{prefix}{name}"
         if isinstance(value, Tensor) and not NO_WEIGHT.fullmatch(full):
-            yield modern_name(full), value
+            yield common_name(full), value
         elif isinstance(value, dict):
             yield from _tensors(value, f"{full}.")
 
