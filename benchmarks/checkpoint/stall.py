@@ -11,20 +11,24 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.optimizer.model import SHAPES, train_section
+from benchmarks.optimizer.model import train_section
 from benchmarks.support.ranks import on_ranks
 from benchmarks.support.report import table
+from benchmarks.support.shape import SMALL, TINY
 from megatron_run import load_config
 from megatron_run.contracts import CheckpointMetrics, Observer, StepMetrics
 from megatron_run.run_folder import RunFolder
 from megatron_run.trainer import train_rank
 from megatron_run.world import StopRequest, World
 
+#: By name: the tests have a smaller one. Short steps, so that what a save takes is seen.
+SHAPES = {"small": replace(SMALL, microbatches=1), "tiny": TINY}
 SHAPE = "small"
 #: Steps from one save to the next, of which the first are the save's and the last show how long a step takes.
 INTERVAL, QUIET = 10, 4
