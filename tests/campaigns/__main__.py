@@ -18,6 +18,7 @@ from benchmarks.support.report import heading, table
 from tests.campaigns.damage import crash_points, flips
 from tests.campaigns.figures import Figures
 from tests.campaigns.fuzz import fuzz_all
+from tests.campaigns.hangs import flipped_replicas, hangs, slow_steps
 from tests.campaigns.kills import kills
 from tests.campaigns.malformed import damaged_runs, malformed
 from tests.campaigns.stops import stops
@@ -29,6 +30,9 @@ CAMPAIGNS: dict[str, Campaign] = {
     "crash-points": lambda folder, seed, jobs, share: [crash_points(folder, share)],
     "flips": lambda folder, seed, jobs, share: [flips(folder, _some(1000, share), seed)],
     "stops": lambda folder, seed, jobs, share: [stops(folder, _some(50, share), seed, jobs)],
+    "hangs": lambda folder, seed, jobs, share: [hangs(folder, _some(50, share), seed, jobs)],
+    "slow": lambda folder, seed, jobs, share: [slow_steps(folder, _some(1000, share), seed)],
+    "replicas": lambda folder, seed, jobs, share: [flipped_replicas(folder, _some(20, share), seed, jobs)],
     "malformed": lambda folder, seed, jobs, share: [malformed(folder / "inputs", share), damaged_runs(folder, share)],
     "fuzz": lambda folder, seed, jobs, share: fuzz_all(folder, _some(5000, share), seed),
 }
