@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.support.report import heading, table
 from tests.campaigns.damage import crash_points, flips
 from tests.campaigns.figures import Figures
 from tests.campaigns.fuzz import fuzz_all
+from tests.campaigns.hangs import flipped_replicas, hangs, slow_steps
 from tests.campaigns.kills import kills
 from tests.campaigns.malformed import damaged_runs, malformed
 from tests.campaigns.stops import stops
@@ -29,6 +30,9 @@ CAMPAIGNS: dict[str, Campaign] = {
     "crash-points": lambda folder, seed, jobs, share: [crash_points(folder, share)],
     "flips": lambda folder, seed, jobs, share: [flips(folder, _some(1000, share), seed)],
     "stops": lambda folder, seed, jobs, share: [stops(folder, _some(50, share), seed, jobs)],
+    "hangs": lambda folder, seed, jobs, share: [hangs(folder, _some(50, share), seed, jobs)],
+    "slow": lambda folder, seed, jobs, share: [slow_steps(folder, _some(1000, share), seed)],
+    "replicas": lambda folder, seed, jobs, share: [flipped_replicas(folder, _some(20, share), seed, jobs)],
     "malformed": lambda folder, seed, jobs, share: [malformed(folder / "inputs", share), damaged_runs(folder, share)],
     "fuzz": lambda folder, seed, jobs, share: fuzz_all(folder, _some(5000, share), seed),
 }
@@ -46,16 +50,22 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="runs at once")
     parser.add_argument("--share", type=float, default=1.0, help="how much of each to do, 1 is all")
     asked = parser.parse_args(words)
-    found: list[Figures] = []
+    print("\n".join(heading("Reliability", ("make", "campaigns"))), end="\n\n")
+    faults: list[str] = []
+    for row in table(("what was tried", "as promised", "took", "and"), _rows(asked, faults)):
+        print(row, flush=True)
+    print("\n".join(faults), file=sys.stderr)
+    return 1 if faults else 0
+
+
+def _rows(asked: argparse.Namespace, faults: list[str]) -> Iterator[tuple[str, ...]]:
+    """A row for each finding, as soon as it is there; what was not as promised goes into ``faults``."""
     for name in asked.only:
         print(f"{name} ...", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            found += CAMPAIGNS[name](Path(folder), asked.seed, asked.jobs, asked.share)
-    print("\n".join(heading("Reliability", ("make", "campaigns"))), end="\n\n")
-    print("\n".join(table(("what was tried", "as promised", "took", "and"), [figures.row for figures in found])))
-    faults = [fault for figures in found for fault in figures.faults]
-    print("\n".join(faults), file=sys.stderr)
-    return 1 if faults else 0
+            for figures in CAMPAIGNS[name](Path(folder), asked.seed, asked.jobs, asked.share):
+                faults += figures.faults
+                yield figures.row
 
 
 if __name__ == "__main__":

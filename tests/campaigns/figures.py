@@ -30,10 +30,17 @@ class Figures:
 
 
 def campaign(what: str, trial: Callable[[int], Sequence[str]], seeds: Iterable[int], jobs: int = 1) -> Figures:
-    """Do ``trial`` with each seed, ``jobs`` at a time; a trial returns what went wrong in it."""
+    """Do ``trial`` with each seed, ``jobs`` at a time; a trial returns what went wrong in it, or raises that."""
+
+    def attempt(seed: int) -> Sequence[str]:
+        try:
+            return trial(seed)
+        except Exception as error:
+            return [f"seed {seed}: {type(error).__name__}: {error}"]
+
     start = time.perf_counter()
     with ThreadPoolExecutor(jobs) as pool:
-        results = list(pool.map(trial, seeds))
+        results = list(pool.map(attempt, seeds))
     figures = Figures(what, len(results), ["; ".join(faults) for faults in results if faults])
     figures.seconds = time.perf_counter() - start
     return figures

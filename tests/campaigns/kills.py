@@ -83,7 +83,7 @@ class Kills:
 def lost(folder: Path) -> list[str]:
     """Commits that are gone: after step n was done, the save of step n - 1 had returned."""
     checkpoints = Checkpoints(folder / "checkpoints")
-    done = max(learned(folder), default=0) if (folder / "metrics.jsonl").exists() else 0
+    done = max(learned(folder), default=0)
     try:
         newest = checkpoints.newest() or 0
         for step in checkpoints.steps():

@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_run.checkpoint.step_folder import Checkpoints
+from megatron_run.config.request import Request
 from megatron_run_cli.main import main
 from tests.campaigns.figures import Figures, campaign, some
 from tests.campaigns.kills import LAST, request
 from tests.support.broken import write_broken
-from tests.support.forked import run_forked
+from tests.support.forked import run_forked, tiny
 
 #: Every key with its type and bounds: ``train.lr | number | above 0 | 0.00015``.
 OPTIONS = Path(__file__).parents[1] / "core" / "config" / "options.txt"
+#: Sections that belong to no plugin.
+SECTIONS = ("run", "train", "parallel", "eval", "checkpoint", "guard")
 #: Types that the word below is not.
 TYPED = re.compile(r"int|number|true or false|one of .*|auto or int|span|time")
 #: Seconds that an answer may take.
@@ -28,18 +31,22 @@ PROMPT = 3.0
 
 @dataclass(frozen=True)
 class Input:
-    """What is typed after ``megatron-run``, its exit code, and a variable."""
+    """What is typed after ``megatron-run``, its exit code, and a variable; or what a run is asked for."""
 
     typed: tuple[str, ...]
     code: int
     fault: str = ""
+    asked: Request | None = None
+
+    def __str__(self) -> str:
+        return f"{' '.join(self.typed)}{self.fault}" if self.asked is None else str(self.asked)
 
 
 def inputs(folder: Path) -> Iterator[Input]:
     """Every one; files are written into ``folder``."""
     rows = [[cell.strip() for cell in line.split("|")] for line in OPTIONS.read_text().splitlines()]
     for key, kind, bounds, _ in rows:
-        if key.count(".") > 1 or key.partition(".")[0] not in ("run", "train", "parallel", "eval", "checkpoint"):
+        if key.count(".") > 1 or key.partition(".")[0] not in SECTIONS:
             continue
         if TYPED.fullmatch(kind):
             yield Input(("preset:tiny", "--set", f"{key}=banana", "--dry-run"), 2)
@@ -47,12 +54,18 @@ def inputs(folder: Path) -> Iterator[Input]:
             yield Input(("preset:tiny", "--set", f"{key}={outside}", "--dry-run"), 2)
         yield Input(("preset:tiny", "--set", f"{key[:-1]}={'1'}", "--dry-run"), 2)
     for name in ("duplicate", "unknown", "typed", "tab", "tag", "bomb", "deep", "huge", "directive", "missing"):
-        yield Input((f"./{name}.yaml", "--dry-run"), 2)
+        yield Input(("preset:tiny", f"./{name}.yaml", "--dry-run"), 2)
     for text in ("rank", "at=send", "kind=kill", "at=sned,kind=kill", "at=send,kind=kil", "rank=9,at=send,kind=kill"):
         yield Input(("preset:tiny", "--dry-run"), 2, text)
     (folder / "empty.txt").touch()
-    for name in ("empty.txt", "absent.txt", "empty.txt/x"):
-        yield Input(("preset:tiny", "--plugin", f"data=text,paths={name}", *_here(folder)), 5)
+    for number, name in enumerate(("empty.txt", "absent.txt", "empty.txt/x")):
+        place = {"run.folder": str(folder / f"run-{number}"), "run.device": "cpu", "run.threads": 1}
+        data = f"data=text,paths={folder / name}"
+        yield Input((), 5, asked=Request(("preset:tiny",), plugins=(data,), values=place, nproc=1))
+    for words in ("traim", "preset:tinny", "--set lr", "--plugin model", "--nproc zero", "--resume soon", "--nprocs 2"):
+        yield Input((*words.split(), "--dry-run"), 2)
+    for command in ("list", "verify", "inspect"):
+        yield Input(("checkpoint", command, "nowhere"), 5)
     yield from _run_folders(folder)
 
 
@@ -60,10 +73,6 @@ def _outside(bounds: str) -> Iterator[str]:
     """A value beyond each bound: ``at least 1, below 8`` -> 0, 8."""
     for word, number in re.findall(r"(at least|above|below|at most) ([0-9.]+)", bounds):
         yield {"at least": f"-{number}" if float(number) else "-1", "at most": f"{number}1"}.get(word, number)
-
-
-def _here(folder: Path) -> tuple[str, ...]:
-    return ("--set", f"run.folder={folder / 'run'}", "--set", "run.device=cpu", "--set", "run.threads=1")
 
 
 def _run_folders(folder: Path) -> Iterator[Input]:
@@ -75,7 +84,7 @@ def _run_folders(folder: Path) -> Iterator[Input]:
     (folder / "garbage" / "run.json").write_bytes(b"\x80\x04K*.")
     (folder / "elsewhere").symlink_to("/")
     for name in ("file", "full", "garbage", "elsewhere", "file/below"):
-        yield Input(("preset:tiny", "--set", f"run.folder={folder / name}"), 2)
+        yield Input((), 2, asked=tiny(folder / name, nproc=1))
 
 
 class Malformed:
@@ -86,6 +95,9 @@ class Malformed:
         write_broken(folder)
         self._folder = folder
         self.inputs = list(inputs(folder))
+        run = Input((), 0, asked=tiny(folder.parent / "first", nproc=1))
+        for first in (Input(("preset:tiny", "--dry-run"), 0), run):
+            assert self._type(first)[0] == first.code  # what is imported at first is not counted
         self.slowest = 0.0
 
     def trial(self, index: int) -> Sequence[str]:
@@ -98,9 +110,13 @@ class Malformed:
         faults += [] if _is_one_line(said) else [f"it said {said!r}"]
         faults += [f"it took {seconds:.1f} s"] if seconds > PROMPT else []
         faults += ["it trained"] if list(self._folder.rglob("metrics.jsonl")) else []
-        return [f"{' '.join(asked.typed)} {asked.fault}: {each}" for each in faults]
+        return [f"{asked}: {each}" for each in faults]
 
     def _type(self, asked: Input) -> tuple[int, str]:
+        """The exit code, and what is said: by the command, or by the launcher of a run."""
+        if asked.asked is not None:
+            ran = run_forked(asked.asked)
+            return ran.code, f"megatron-run: {ran.message}\n"
         said, before = io.StringIO(), Path.cwd()
         os.chdir(self._folder)
         if asked.fault:

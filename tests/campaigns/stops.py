@@ -41,7 +41,7 @@ class Stops:
         while True:
             folder = self._folder / f"run-{seed}"
             with ForkedRun(request(folder)) as run:
-                wait_until((folder / "metrics.jsonl").exists)
+                wait_until(lambda run=folder: learned(run), 60)
                 time.sleep(draw.uniform(0.0, 0.15))
                 sent = time.monotonic()
                 run.signal(signal.SIGTERM)

@@ -43,3 +43,12 @@ def test_a_rank_that_is_slow_is_no_alarm(tmp_path: Path) -> None:
     slow = run(tmp_path / "run", f"rank=2,step=2,at=optimizer,nth=1,kind=slow,seconds={0.7 * LIMIT}")
     assert (slow.code, slow.message) == (0, "")
     assert slow.seconds > LIMIT
+
+
+def test_a_rank_that_is_slow_again_and_again_is_named_with_what_it_is_slow_in(tmp_path: Path) -> None:
+    sets = {"train.steps": 10, "guard.straggler_interval": 10, "checkpoint.interval": 0}
+    folder = tmp_path / "run"
+    slow = run_forked(tiny(folder, sets, nproc=4), "rank=1,at=forward,kind=slow,seconds=0.03")
+    assert (slow.code, slow.message) == (0, "")
+    log = (folder / "logs" / "attempt-001" / "rank-00000.log").read_text()
+    assert "rank 1 holds the others up in forward: it takes " in log

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron_run.checkpoint.step_folder import Checkpoints
 from tests.support.forked import Ran, learned, run_forked, saved_bits, tiny
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(60)]
@@ -43,3 +44,11 @@ def test_a_storm_ends_the_run_with_advice(tmp_path: Path) -> None:
     assert stopped.code == 6
     assert "3 steps in a row were skipped" in stopped.message
     assert "lower train.lr" in stopped.message
+
+
+def test_a_bit_that_flips_in_one_replica_ends_the_run_and_names_it(tmp_path: Path) -> None:
+    request = tiny(tmp_path / "run", {"guard.replica_interval": 1, "checkpoint.interval": 2}, nproc=4)
+    flipped = run_forked(request, "rank=2,step=3,at=observe,kind=flip")
+    assert flipped.code == 6
+    assert flipped.message.startswith("after step 3 rank 2 holds another embedding.word.weight than ranks 0, 1 and 3: ")
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [2]

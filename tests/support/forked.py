@@ -243,8 +243,13 @@ def _become_rank(job: Path, log: int, env: Mapping[str, str], kept: Sequence[int
 
 
 def learned(folder: Path) -> dict[int, dict[str, Any]]:
-    """By step what was learned in the run ``folder``, from ``metrics.jsonl``: the last line of a step wins."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """By step what was learned in the run ``folder``, from ``metrics.jsonl``: the last line of a step wins.
+
+    Nothing before there is such a file.
+    """
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be half written
     return {row["step"]: {name: row[name] for name in COMPARED} for row in rows}
 
 

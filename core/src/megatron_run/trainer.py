@@ -48,8 +48,8 @@ def train_rank(
     """
     make_deterministic(run.config.run.deterministic, world.device)
     assembly = build(run, world, phases)
-    install_faults(run, assembly, folder.attempt)
     trainer = Trainer(run, assembly, folder, stop)
+    install_faults(run, assembly, folder.attempt)
     first_step = trainer.resume()
     observers = start_observers(run, assembly, trainer.validation_samples, folder, first_step)
     try:

@@ -66,6 +66,16 @@ def test_a_rank_that_says_something_new_now_and_then_is_not_named(site: Site) ->
         assert site.wait(LIMIT - 0.5) is None
 
 
+def test_who_is_let_go_after_a_long_wait_is_no_alarm_unless_it_stays(site: Site) -> None:
+    site.ranks[0].collective("all-reduce", "world", 4).__enter__()
+    for _ in range(4):
+        site.ranks[1].enter("backward", "B0.0")
+        assert site.wait(LIMIT - 0.5) is None
+    site.ranks[1].collective("all-reduce", "world", 4).__enter__()
+    assert site.wait(LIMIT / 4) is None, "the first has not noticed yet that the second has come"
+    assert "hangs" in (site.wait(LIMIT + 1) or "")
+
+
 def test_a_watcher_that_was_held_up_itself_accuses_nobody(site: Site) -> None:
     assert site.wait(1000, look=1000.0) is None
     assert site.wait(LIMIT - 1.5) is None

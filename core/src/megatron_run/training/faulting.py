@@ -30,7 +30,10 @@ SILENT = 9
 
 
 def install_faults(run: ResolvedRun, assembly: Assembly, attempt: int) -> None:
-    """Let this rank have the faults that ``run`` was asked for with, in this ``attempt``."""
+    """Let this rank have the faults that ``run`` was asked for with, in this ``attempt``.
+
+    Who else listens to the phases comes before: what takes long then takes long in the phase that was entered.
+    """
     parameters = [parameter for described in assembly.infos for parameter in described]
     faults = read_faults(run.request.environment, run.sizes.world)
     add_faults(faults, assembly.context.groups.phases, assembly.context.topology.rank, attempt, parameters)

@@ -2,7 +2,8 @@
 
 A rank that has said nothing new for the time limit is *stuck*. Most of the stuck ones merely wait: in a collective for
 the ranks that have entered fewer of its scope, in a message for its other end. Whoever is stuck and waits for nobody is
-the one to name. While a stuck rank waits for one that goes on, nothing is wrong: that one is slow.
+the one to name, unless it was let go only just now: the last of the others has come, and it has not noticed yet. While
+a stuck rank waits for one that goes on, nothing is wrong: that one is slow.
 """
 
 from __future__ import annotations
@@ -10,27 +11,31 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from megatron_run.errors import RankLostError
 from megatron_run.watch.page import Entered, Page
 
 #: Seconds that a rank has at least until its first step: libraries are loaded and connections made, step by big step.
 BEGINNING = 60.0
+#: Of the time limit: for so long a rank that is named has waited for nobody.
+_ALONE = 1 / 3
 
 
 @dataclass(frozen=True)
 class Seen:
     """One rank as its watcher sees it.
 
-    ``quiet`` are the seconds for which it has said nothing new, and ``stopped`` those for which it has been stopped by
-    a signal, both as long as the watcher itself ran; ``page`` is what it said last, None before it has said anything.
-    ``ended``: its process has ended well.
+    ``quiet`` are the seconds for which it has said nothing new, ``stopped`` those for which it has been stopped by a
+    signal, and ``alone`` those for which it has waited for nobody, all as long as the watcher itself ran; ``page`` is
+    what it said last, None before it has said anything. ``ended``: its process has ended well.
     """
 
     page: Page | None
     quiet: float = 0.0
     stopped: float = 0.0
     ended: bool = False
+    alone: float = inf
 
 
 def judge(ranks: Sequence[Seen], timeout: float) -> RankLostError | None:
@@ -40,12 +45,16 @@ def judge(ranks: Sequence[Seen], timeout: float) -> RankLostError | None:
     if not stuck:
         return None
     roots = {rank for each in stuck for rank in case.roots(each)}
-    guilty = [rank for rank in roots if case.is_stuck(rank) or ranks[rank].ended or ranks[rank].page is None]
+    guilty = [rank for rank in roots if case.holds_up(rank)]
     if guilty:
         return case.clash(guilty) or case.hung(max(sorted(guilty), key=case.suspicion))
-    if any(not case.is_stuck(rank) for rank in roots):
-        return None
-    return case.crossed(stuck)
+    return None if roots else case.crossed(stuck)
+
+
+def who_waits_for_nobody(ranks: Sequence[Seen], timeout: float) -> list[bool]:
+    """By rank, whether it could go on as far as the others are concerned."""
+    case = _Case(ranks, timeout)
+    return [not case.awaited(rank) for rank in range(len(ranks))]
 
 
 class _Case:
@@ -61,6 +70,17 @@ class _Case:
             return False
         limit = max(self._timeout, BEGINNING) if seen.page.phase == "start" else self._timeout
         return max(seen.quiet, seen.stopped) >= limit
+
+    def holds_up(self, rank: int) -> bool:
+        """Whether ``rank``, which waits for nobody, is why others do not go on."""
+        seen = self._ranks[rank]
+        if seen.page is None or seen.ended:
+            return True
+        return self.is_stuck(rank) and (seen.stopped > 0 or seen.alone >= _ALONE * self._timeout)
+
+    def awaited(self, rank: int) -> Sequence[int]:
+        """Whom ``rank`` waits for."""
+        return self._awaited[rank]
 
     def stuck(self) -> list[int]:
         return [rank for rank in range(len(self._ranks)) if self.is_stuck(rank)]
