@@ -13,6 +13,7 @@ import torch
 
 from megatron_run.checkpoint.step_folder import Checkpoints
 from megatron_run.errors import ExitCode, GuardError
+from megatron_run.training.not_finite import _joined
 from megatron_run.training.spikes import spike_limit
 from tests.support.training_bench import Bench
 
@@ -104,6 +105,14 @@ def test_a_rewind_goes_back_to_the_last_saved_step_and_past_the_samples_since(tm
     assert [step.samples for step in bench.watch.steps][10:] == [72, 80, 88, 96]
 
 
+def test_no_sample_is_read_twice_however_often_the_run_goes_back(tmp_path: Path) -> None:
+    bench = spiked(tmp_path, "rewind", "checkpoint.interval=1", steps=(10, 12))
+    bench.train()
+    assert [step.step for step in bench.watch.steps] == [*range(1, 11), 10, 11, 11, 12]
+    assert bench.read == [*range(0, 14 * 8, 8)]
+    assert (bench.trainer._progress.dropped, bench.trainer._progress.rewinds) == (16, 2)
+
+
 def test_what_a_rewind_changed_is_saved(tmp_path: Path) -> None:
     bench = spiked(tmp_path, "rewind", "checkpoint.interval=8")
     bench.train()
@@ -159,6 +168,19 @@ def test_a_loss_that_is_not_finite_is_named_and_its_update_skipped(tmp_path: Pat
         "all weights are finite"
     )
     assert len(bench.trainer._progress.losses) == 3
+
+
+def test_the_first_microbatch_is_named_and_then_the_lowest_rank() -> None:
+    def note(*losses: tuple[int, str, str], stage: int = 1, weights: str = "") -> dict[str, Any]:
+        return {"stage": stage, "loss": min(losses, default=None), "weights": weights}
+
+    clean, late, early = note(stage=0), note((3, "lm", "inf")), note((1, "lm", "nan"))
+    assert (
+        _joined([clean, late, early, early]).loss
+        == "the loss lm is nan, first seen by rank 2 (stage 1) in microbatch 1"
+    )
+    assert _joined([clean, clean]) == ("", "")
+    assert _joined([clean, note(weights="a holds nan"), note(weights="b holds inf")]).weights == "a holds nan on rank 1"
 
 
 def test_it_stops_the_run_where_that_is_wanted(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ class Guards:
         interval = self._config.straggler_interval.steps(last, batch)
         self._stragglers = Stragglers(context, interval, self._config.straggler_factor)
         if interval:
-            context.groups.phases.listeners.append(self._stragglers.enter)
+            context.groups.phases.listeners.insert(0, self._stragglers.enter)  # before whoever takes time over it
         self._reason = ""  # why the update of the last step was left out
         self._spike = ""  # what to go back for
 
@@ -139,7 +139,7 @@ class Guards:
         self._assembly.wait_for_parameters()
         found = compare_replicas(self._assembly, self._ranks, deterministic=self._deterministic)
         if found is not None:
-            fix = "run again without that machine, if it happens there again: the run goes on from the last saved step"
+            fix = "run again, it goes on from the last saved step; without that machine if it happens there again"
             self._stop(GuardError(f"after step {step} {found}", why="a memory, a link or a kernel failed", fix=fix))
 
     def _look_for_stragglers(self, step: int) -> None:
