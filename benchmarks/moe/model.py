@@ -30,7 +30,8 @@ class Shape:
         )
 
 
-SMALL = Shape(experts=8, top_k=2, hidden=384, ffn=1536, tokens=1024)
+#: Of SwiGLU 8/3 of the hidden size are as many parameters as 4 times of another activation.
+SMALL = Shape(experts=8, top_k=2, hidden=384, ffn=1024, tokens=1024)
 TINY = Shape(experts=4, top_k=2, hidden=32, ffn=48, tokens=24)
 SHAPES = {"small": SMALL, "tiny": TINY}
 

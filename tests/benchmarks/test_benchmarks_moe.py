@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.moe.peers.huggingface import WAYS, installed, name_of
-from benchmarks.moe.speed import APART, NAIVE, OURS, goal_table, measure, time_table
+from benchmarks.moe.peers.naive import NAME as NAIVE
+from benchmarks.moe.speed import APART, OURS, goal_table, measure, time_table
 from tests.support.ranks import run_ranks
 
 

@@ -5,8 +5,9 @@ Legend: s sequence, b micro batch, h hidden, f feed-forward size, t tensor-paral
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -59,5 +60,25 @@ def activation(name: Activation) -> Callable[[Tensor], Tensor]:
 
 def swiglu(x: Tensor) -> Tensor:
     """``silu(gate) * up``: [*, 2f] holding gate then up -> [*, f]."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    result: Tensor = _Swiglu.apply(x)  # type: ignore[no-untyped-call]  # torch's
+    return result
+
+
+class _Swiglu(torch.autograd.Function):
+    """Keeps x alone, and writes both halves of its gradient where they belong, so that nothing is put together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,), (grad,) = ctx.saved_tensors, grads
+        gate, up = x.chunk(2, dim=-1)
+        result = torch.empty_like(x)
+        of_gate, of_up = result.chunk(2, dim=-1)
+        torch.mul(grad, F.silu(gate), out=of_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
+        return result
