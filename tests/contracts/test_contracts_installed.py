@@ -10,7 +10,7 @@ from megatron_run.testing.suites import SUITES, checks_for
 from tests.support.conformance import installed_plugins
 
 #: They need a library of their own: their tests run this suite, te's on a GPU with it and elsewhere on a stand-in.
-ELSEWHERE = {"parallel-layer=te", "optimizer=deepspeed"}
+ELSEWHERE = {"parallel-layer=te", "graph-capture=te", "optimizer=deepspeed"}
 CASES = {
     f"{name}: {check.name}": check
     for name, plugin in installed_plugins()
@@ -36,6 +36,7 @@ FIRST_PARTY = {
     "schedule=gpipe",
     "schedule=interleaved",
     "schedule=zero-bubble",
+    "graph-capture=partial",
     "observer=tensorboard",
     "observer=trace",
     "parallel-layer=tensor",

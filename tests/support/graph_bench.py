@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron_run.builtin.parallel_layer.dense import DenseLayers
 from megatron_run.comm import Groups
 from megatron_run.contracts import BuildContext, CaptureSize, Chunk, Microbatch, Region, Schedule, Segment
 from megatron_run.gradients import main_grad
+from megatron_run.graphs import RegionCapture
 from megatron_run.pipeline.plan import Plan, positions
 from megatron_run.pipeline.verify import verify
 from megatron_run.testing.context import context_at, example_microbatch, prepare, single_process_context
@@ -41,7 +42,7 @@ class Stage:
     context: BuildContext
     chunks: list[Chunk]
     parameters: list[Parameter]
-    capture: PartialCapture
+    capture: RegionCapture
     regions: Sequence[Region]
     size: CaptureSize | None = None
 
@@ -66,7 +67,7 @@ class Done:
 class Pipeline:
     """A gpt over ``stages`` x ``chunks`` places, one layer each unless ``model`` has more; SGD updates it.
 
-    ``options`` are those of the capture; microbatches have two samples of 16 tokens.
+    ``options`` are those of the capture, or ``make`` makes it; microbatches have two samples of 16 tokens.
     """
 
     def __init__(
@@ -78,24 +79,24 @@ class Pipeline:
         chunks: int = 1,
         model: GptOptions = SMALL,
         dtype: torch.dtype = torch.float32,
+        make: Callable[[BuildContext], RegionCapture] | None = None,
         **options: Any,
     ) -> None:
+        self._make = make or (lambda context: partial_capture(context, **options))
         layout = looped_layout(LayoutSpec(stages, chunks, model.num_layers))
         spec = ScheduleSpec(layout, stages, chunks, microbatches)
         self.plan: Plan = verify(spec, schedule.actions(spec))
         self.microbatches, self.vocab = microbatches, model.vocab_size or 0
         self.places, self.last = positions(layout), len(layout) - 1
-        self.stages = [self._stage(stage, layout, model, dtype, stages, options) for stage in range(stages)]
+        self.stages = [self._stage(stage, layout, model, dtype, stages) for stage in range(stages)]
 
-    def _stage(
-        self, stage: int, layout: Any, model: GptOptions, dtype: torch.dtype, stages: int, options: Mapping[str, Any]
-    ) -> Stage:
+    def _stage(self, stage: int, layout: Any, model: GptOptions, dtype: torch.dtype, stages: int) -> Stage:
         context = context_at(Topology(Sizes(pipeline=stages), stage), Groups(), model, dtype=dtype)
         gpt, layers, shared = Gpt(context, model), DenseLayers(context), dict[str, Parameter]()
         mine = sorted((place.chunk, position) for position, place in enumerate(layout) if place.stage == stage)
         chunks = [gpt.build_chunk(position, layout, layers, shared) for _, position in mine]
         described = prepare(context, chunks)
-        capture = partial_capture(context, **options)
+        capture = self._make(context)
         regions = capture.regions([chunk.segments() for chunk in chunks])
         context.segments.watch(regions)
         return Stage(context, chunks, list(described), capture, regions)

@@ -43,6 +43,11 @@ class RandomStreams:
         self.sharded = _default_generator(device)
         self.replicated = torch.Generator(device if device.type == "cuda" else "cpu")
 
+    @property
+    def streams(self) -> tuple[torch.Generator, torch.Generator]:
+        """Both."""
+        return self.sharded, self.replicated
+
     def position(self, microbatch: Microbatch, layer: int, segment: int) -> None:
         """Seed both streams for one segment of one layer."""
         place = mix(self._seed, microbatch.step, microbatch.sample0, layer, segment)

@@ -5,6 +5,7 @@ together, in which order they must be recorded and replayed, how many sets of in
 function must not do.
 """
 
+from megatron_run.graphs.capture import CaptureOptions, Hooks, Recorded, RecordedRegion, RegionCapture
 from megatron_run.graphs.lint import kept_streams, lint, run_backward, zeros_like
 from megatron_run.graphs.order import OrderGuard, Pass, passes
 from megatron_run.graphs.picture import slots_text
@@ -14,8 +15,13 @@ from megatron_run.graphs.slots import Slots, shared_slots, slots_by_chunk
 
 __all__ = [
     "BrokenRule",
+    "CaptureOptions",
+    "Hooks",
     "OrderGuard",
     "Pass",
+    "Recorded",
+    "RecordedRegion",
+    "RegionCapture",
     "Rules",
     "Slots",
     "blamed",

@@ -16,6 +16,8 @@ from megatron_run.errors import GraphCaptureError
 from megatron_run.graphs.rules import Rules, blamed
 
 if TYPE_CHECKING:
+    from torch.nn import Parameter
+
     from megatron_run.contracts import Region, Segment
     from megatron_run.gradients import Gradients
 
@@ -26,18 +28,20 @@ def lint(
     device: torch.device,
     gradients: Gradients,
     generators: Sequence[torch.Generator],
-) -> None:
+) -> tuple[Parameter, ...]:
     """Run each segment forward and backward on zeros like ``examples`` and see that it keeps the rules.
 
-    Leaves parameters, gradients and the random streams of ``generators`` as they were. Raises
+    Returns the parameters whose layers hand their gradients to the ledger themselves, which a recorded backward then
+    does without its word. Leaves parameters, gradients and the random streams of ``generators`` as they were. Raises
     :class:`GraphCaptureError`, which names the segment and the operation.
     """
     environment = dict(zip(region.inputs, (zeros_like(example, device) for example in examples), strict=True))
-    with kept_streams(generators), gradients.recording():
+    with kept_streams(generators), gradients.recording() as handed_over:
         for segment in region.segments:
             inputs = [_leaf(environment[name]) for name in segment.inputs]
             outputs = _try(segment, inputs, generators, alone=len(region.segments) == 1)
             environment.update(zip(segment.outputs, outputs, strict=True))
+    return tuple(handed_over)
 
 
 def zeros_like(example: Tensor, device: torch.device) -> Tensor:

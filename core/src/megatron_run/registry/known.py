@@ -69,7 +69,7 @@ KNOWN: tuple[Known, ...] = (
     Known("parallel-layer", "tensor", available=True, provides=_TENSOR, options=("overlap",)),
     Known("parallel-layer", "te", available=True, provides=_TENSOR),
     Known("graph-capture", "partial", available=True),
-    Known("graph-capture", "te"),
+    Known("graph-capture", "te", available=True),
     Known("model", "bert"),
     Known("data", "indexed"),
     Known("observer", "tensorboard", available=True),

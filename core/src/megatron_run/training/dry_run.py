@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megatron_run.graphs import passes, shared_slots, slots_text
 from megatron_run.pipeline.timeline import timeline, timeline_text
 from megatron_run.training.size import model_size
 from megatron_run.training.source import check_source
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megatron_run.contracts import CaptureSize
+    from megatron_run.pipeline.plan import Plan
     from megatron_run.resolve import ResolvedRun
     from megatron_run.training.size import ModelSize, RankSize
 
@@ -16,9 +21,12 @@ if TYPE_CHECKING:
 def dry_run_text(run: ResolvedRun) -> str:
     """For people. Raises what building the model and opening the data raise."""
     open_data(run)
-    parts = [run.describe(), _parameters_text(model_size(run))]
+    size, plan = model_size(run), run.plans[max(run.plans)]
+    parts = [run.describe(), _parameters_text(size)]
     if run.sizes.pipeline > 1:
-        parts.append(f"one step\n{timeline_text(timeline(run.plans[max(run.plans)]))}")
+        parts.append(f"one step\n{timeline_text(timeline(plan))}")
+    if any(captured.regions for captured in size.captures):
+        parts.append(_captures_text(size.captures, plan))
     return "\n\n".join(parts)
 
 
@@ -44,7 +52,20 @@ def dry_run_json(run: ResolvedRun) -> dict[str, Any]:
         "padding_by_stage": [stage.padding for stage in size.stages],
         "memory_by_stage": [dict(stage.memory) for stage in size.stages],
         "padded_vocab": size.padded_vocab,
+        "graphs_by_stage": [
+            {"regions": captured.regions, "graphs": captured.graphs, "slots": captured.slots}
+            for captured in size.captures
+        ],
     }
+
+
+def _captures_text(captures: Sequence[CaptureSize], plan: Plan) -> str:
+    """What each stage captures, and who holds the first stage's slots when: later stages need no more."""
+    order = passes(plan.lists[0], plan.chunks)
+    lines = [f"  stage {stage}: {captured}" for stage, captured in enumerate(captures)]
+    return "\n".join(
+        ("graphs", *lines, "the microbatches in flight on stage 0", slots_text(order, shared_slots(order)))
+    )
 
 
 def _parameters_text(size: ModelSize) -> str:

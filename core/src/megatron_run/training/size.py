@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from torch.nn import Parameter
 
-    from megatron_run.contracts import BuildContext, Chunk, Optimizer, ParamInfo
+    from megatron_run.contracts import BuildContext, CaptureSize, Chunk, GraphCapture, Optimizer, ParamInfo
     from megatron_run.resolve import ResolvedRun
 
 
@@ -39,13 +39,15 @@ class ModelSize(NamedTuple):
     """``parameters`` of the whole model, each counted once, and the first rank of each stage.
 
     A tied embedding counts on every stage that holds a copy of it. ``vocab`` is the number of token ids, and
-    ``padded_vocab`` that of rows over all tensor-parallel ranks.
+    ``padded_vocab`` that of rows over all tensor-parallel ranks. ``captures`` is what each stage would capture in a
+    step of the full batch.
     """
 
     parameters: int
     stages: tuple[RankSize, ...]
     vocab: int
     padded_vocab: int
+    captures: tuple[CaptureSize, ...]
 
 
 def model_size(run: ResolvedRun) -> ModelSize:
@@ -62,14 +64,15 @@ def model_size(run: ResolvedRun) -> ModelSize:
 
 def _model_size(run: ResolvedRun) -> ModelSize:
     options = with_vocabulary(run, run.one("data").create())
-    total, stages, padded = 0, [], 0
+    total, stages, padded, captures = 0, [], 0, []
     for stage in range(run.sizes.pipeline):
         on_ranks = [_build(run, options, stage, expert) for expert in range(run.sizes.expert)]
         total += count_parameters(info for rank in on_ranks for info in rank.held.values())
         context, held = on_ranks[0].context, on_ranks[0].held
         stages.append(_rank_size(held, _memory(run, on_ranks[0])))
+        captures.append(_capture_size(run, on_ranks[0], stage))
         padded = max(padded, _rows_over(context.vocab_size, held) * run.sizes.tensor)
-    return ModelSize(total, tuple(stages), context.vocab_size, padded)
+    return ModelSize(total, tuple(stages), context.vocab_size, padded, tuple(captures))
 
 
 class _Built(NamedTuple):
@@ -92,6 +95,13 @@ def _build(run: ResolvedRun, options: BaseModel, stage: int, expert: int) -> _Bu
     context = make_context(run, topology, Groups(), torch.device("meta"), options)
     _, _, chunks = build_chunks(run, context)
     return _Built(context, chunks, [describe_parameters(chunk) for chunk in chunks])
+
+
+def _capture_size(run: ResolvedRun, built: _Built, stage: int) -> CaptureSize:
+    """What graph capture would make of the segments of ``stage``."""
+    capture = cast("GraphCapture", run.one("graph-capture").create(context=built.context))
+    regions = capture.regions([chunk.segments() for chunk in built.chunks])
+    return capture.plan(regions, run.plans[max(run.plans)].lists[stage])
 
 
 def _rank_size(held: Mapping[Parameter, ParamInfo], memory: Mapping[str, int]) -> RankSize:

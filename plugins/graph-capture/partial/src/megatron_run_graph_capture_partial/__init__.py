@@ -3,8 +3,9 @@
 On a CUDA device they become CUDA graphs, on a CPU tapes of operations with the same rules. What is dynamic, as the
 dispatch of tokens to experts, runs eagerly in between.
 
-Reading order: ``capture`` (what the kernel calls), ``recording`` (recording in the order of the run), ``region_graph``
-(one region and its autograd function), ``backend``, then ``tape`` with ``arena`` and ``executors``, or ``cuda``.
+Reading order: ``capture`` (what the kernel calls), ``reuse`` (how often what is recorded), ``recording`` (in the order
+of the run), ``region_graph`` (one region and its autograd function), ``backend``, then ``tape`` with ``arena`` and
+``executors``, or ``cuda``.
 """
 
 from __future__ import annotations

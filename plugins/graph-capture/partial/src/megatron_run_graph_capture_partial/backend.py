@@ -58,7 +58,7 @@ def weak_alias(tensor: Tensor) -> Tensor:
 
 def backend_for(context: BuildContext, executor: str) -> Backend:
     """CUDA graphs on a CUDA device, tapes on any other; ``executor`` replays tapes."""
-    generators = (context.rng.sharded, context.rng.replicated)
+    generators = context.rng.streams
     if context.device.type == "cuda":
         from megatron_run_graph_capture_partial.cuda import CudaBackend
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import Region
+    from megatron_run.graphs import Hooks
 
 
 @dataclass(eq=False)
@@ -41,6 +42,20 @@ class RegionGraph:
     input_gradients: tuple[Tensor | None, ...] = ()
     arrivals: tuple[Parameter, ...] = field(default=())
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether any output depends on an input or a parameter in a way that can be differentiated."""
+        return self.backward is not None
+
+    def replay(self, hooks: Hooks, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run it on ``tensors``; differentiable."""
+        hooks.before_forward()
+        grows = any(tensor.requires_grad for tensor in tensors)
+        # Tokens have no gradient: then a parameter stands in, so that there is a backward at all.
+        anchor = () if grows or self.backward is None else self.region.segments[0].params[:1]
+        result: tuple[Tensor, ...] = _Replay.apply(self, hooks, *tensors, *anchor)  # type: ignore[no-untyped-call]  # torch's
+        return result
+
     def load(self, tensors: Sequence[Tensor]) -> None:
         """Bring ``tensors`` to the inputs' places."""
         for place, tensor in zip(self.inputs, tensors, strict=True):
@@ -61,24 +76,9 @@ class RegionGraph:
                 place.copy_(gradient)
 
 
-#: Called before the forward's and the backward's replay, and after the backward's.
-Hooks = tuple[Callable[[], None], Callable[[], None], Callable[[], None]]
-
-
-def replay(graph: RegionGraph, hooks: Hooks, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Run ``graph`` on ``tensors``; differentiable."""
-    before, *rest = hooks
-    before()
-    grows = any(tensor.requires_grad for tensor in tensors)
-    # Tokens have no gradient: then a parameter stands in, so that there is a backward at all.
-    anchor = () if grows or graph.backward is None else graph.region.segments[0].params[:1]
-    result: tuple[Tensor, ...] = _Replay.apply(graph, rest, *tensors, *anchor)  # type: ignore[no-untyped-call]  # torch's
-    return result
-
-
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, graph: RegionGraph, hooks: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, graph: RegionGraph, hooks: Hooks, *tensors: Tensor) -> tuple[Tensor, ...]:
         graph.load(tensors[: len(graph.inputs)])
         graph.forward.replay()
         ctx.graph, ctx.hooks, ctx.given = graph, hooks, len(tensors)
@@ -91,12 +91,11 @@ class _Replay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         graph: RegionGraph = ctx.graph
-        before, after = ctx.hooks
-        before()
+        ctx.hooks.before_backward()
         assert graph.backward is not None  # nothing else of it could be differentiated
         graph.load_gradients(gradients)
         graph.backward.replay()
-        after()
+        ctx.hooks.after_backward()
         found = [
             None if place is None else place.clone() if graph.first else place.detach()
             for place in graph.input_gradients

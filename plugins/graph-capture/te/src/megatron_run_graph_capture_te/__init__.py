@@ -1,0 +1,37 @@
+"""Graph capture ``te``: regions of layers are recorded and replayed by NVIDIA Transformer Engine.
+
+Reading order: ``engine`` (finding the library), ``capture`` (what the kernel calls), ``handover`` (what the library is
+given, and the checks that it does not make), ``callables`` (what is made of its results).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_run.contracts import PluginInfo
+from megatron_run.hookspecs import hookimpl
+from megatron_run_graph_capture_te.capture import TeCapture
+from megatron_run_graph_capture_te.engine import find_engine
+from megatron_run_graph_capture_te.options import TeOptions, check_config
+
+if TYPE_CHECKING:
+    from megatron_run.contracts import BuildContext, GraphCapture
+
+
+def check_device(device: str, options: TeOptions) -> None:  # noqa: ARG001  # the contract's
+    """Raise :class:`megatron_run.errors.PluginError` where Transformer Engine cannot capture on ``device``."""
+    find_engine(torch.device(device))
+
+
+@hookimpl
+def megatron_run_plugin_info() -> PluginInfo:
+    """Needs a GPU and Transformer Engine."""
+    return PluginInfo("graph-capture", "te", options=TeOptions, check_config=check_config, check_device=check_device)
+
+
+@hookimpl
+def megatron_run_create_graph_capture(context: BuildContext, options: TeOptions) -> GraphCapture:
+    """Make the capture; the library is looked for when something is captured."""
+    return TeCapture(context, options, lambda: find_engine(context.device))

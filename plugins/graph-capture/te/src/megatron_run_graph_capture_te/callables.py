@@ -1,0 +1,74 @@
+"""What the library made of one region and microbatch, between two autograd functions of ours.
+
+They check the order before each replay, tell of weight gradients after it, and hand out copies where something leaves
+the chunk. What leaves a graph otherwise is its own memory, valid until its backward was replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from megatron_run.graphs import Hooks
+
+
+@dataclass(frozen=True)
+class GraphedRegion:
+    """``run`` is the library's; ``first`` and ``last`` say whether the region is that of its chunk."""
+
+    run: Callable[..., Any]
+    arrivals: tuple[Parameter, ...]
+    first: bool
+    last: bool
+    has_backward: bool = True
+
+    def replay(self, hooks: Hooks, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Its outputs; differentiable."""
+        hooks.before_forward()
+        entered = _Enter.apply(self, hooks, *tensors)  # type: ignore[no-untyped-call]  # torch's
+        found = self.run(*entered)
+        outputs = found if isinstance(found, tuple) else (found,)
+        left: tuple[Tensor, ...] = _Leave.apply(self, hooks, *outputs)  # type: ignore[no-untyped-call]  # torch's
+        return left
+
+
+class _Enter(torch.autograd.Function):
+    """Nothing forward; backward it runs after the library's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, region: GraphedRegion, hooks: Hooks, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.region, ctx.hooks = region, hooks
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.hooks.after_backward()
+        copied = ctx.region.first
+        return (None, None, *(g.clone() if copied and g is not None else g for g in gradients))
+
+
+class _Leave(torch.autograd.Function):
+    """Backward it runs before the library's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, region: GraphedRegion, hooks: Hooks, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.hooks = hooks
+        outputs = tuple(tensor.clone() if region.last else tensor.view_as(tensor) for tensor in tensors)
+        ctx.mark_non_differentiable(*(out for out in outputs if not (out.is_floating_point() or out.is_complex())))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.hooks.before_backward()
+        return (None, None, *gradients)

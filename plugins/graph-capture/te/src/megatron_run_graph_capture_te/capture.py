@@ -1,0 +1,75 @@
+"""What the kernel calls: the regions of the run, recorded by Transformer Engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_run.contracts import CaptureSize
+from megatron_run.errors import GraphCaptureError
+from megatron_run.gradients import main_grad
+from megatron_run.graphs import Recorded, RegionCapture, by_chunk, kept_streams, passes, shared_slots
+from megatron_run_graph_capture_te.callables import GraphedRegion
+from megatron_run_graph_capture_te.handover import prepare
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_run.actions import Action
+    from megatron_run.contracts import BuildContext, Region
+    from megatron_run_graph_capture_te.options import TeOptions
+
+
+#: Finds ``make_graphed_callables`` once it is needed.
+FindEngine = Callable[[], Callable[..., Any]]
+
+
+class TeCapture(RegionCapture):
+    """Captures the segments of ``options.scope`` with the ``make_graphed_callables`` that ``find_engine`` gives."""
+
+    def __init__(self, context: BuildContext, options: TeOptions, find_engine: FindEngine) -> None:
+        super().__init__(context, options)
+        self._warmup, self._find_engine = options.warmup, find_engine
+
+    def plan(self, regions: Sequence[Region], actions: Sequence[Action]) -> CaptureSize:
+        """A forward and a backward of each region for each microbatch."""
+        order = passes(actions, len(self.chunks))
+        of_chunk = by_chunk(regions, len(self.chunks))
+        graphs = sum(len(of_chunk[each.chunk]) for each in order if each.kind != "end")
+        return CaptureSize(len(regions), graphs, shared_slots(order).count)
+
+    def record(
+        self, regions: Sequence[Region], actions: Sequence[Action], examples: Mapping[Region, tuple[Tensor, ...]]
+    ) -> Recorded:
+        """Check what the library does not, and have it record."""
+        self._check_streams(regions)
+        engine, of_chunk = self._find_engine(), by_chunk(regions, len(self.chunks))
+        handover = prepare(of_chunk, actions, examples, self.context.device)
+        totals = [main_grad(p) for module in handover.modules for p in module.read]
+        before = [total.clone() for total in totals]  # its warm-up runs backward, which adds to them
+        with kept_streams(self.context.rng.streams), self.context.gradients.recording():
+            made = handover.call(engine, self._warmup)
+        for total, value in zip(totals, before, strict=True):
+            total.copy_(value)
+        recorded = {
+            (region, microbatch): GraphedRegion(
+                run,
+                self.handed_over[region],
+                first=region is of_chunk[region.chunk][0],
+                last=region is of_chunk[region.chunk][-1],
+            )
+            for (region, microbatch), run in zip(handover.places, made, strict=True)
+        }
+        pairs = {(region.chunk, microbatch) for region, microbatch in handover.places}
+        static = {id(tensor): tensor.nbytes for tensors in handover.sample_args for tensor in tensors}
+        size = CaptureSize(len(regions), 2 * len(recorded), handover.slot_count, sum(static.values()))
+        return Recorded(recorded, {pair: pair[1] for pair in pairs}, size)
+
+    def _check_streams(self, regions: Sequence[Region]) -> None:
+        drawing = [region for region in regions if region.drawing.draws]
+        if drawing and self.context.topology.sizes.tensor > 1:
+            raise GraphCaptureError(
+                f"{drawing[0]} cannot be captured by graph-capture=te over tensor-parallel ranks",
+                why="it draws from the stream that they share, of which Transformer Engine's graphs are not told",
+                fix="set model.dropout=0, or choose --plugin graph-capture=partial",
+            )

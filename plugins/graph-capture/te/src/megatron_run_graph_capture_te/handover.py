@@ -1,0 +1,148 @@
+"""What Transformer Engine is given, made from the same regions and order as any capture, and checked before.
+
+It numbers forward passes chunk by chunk, in each chunk microbatch by microbatch, in each of these region by region; and
+it takes the k-th forward and the k-th backward of a chunk for its k-th microbatch, whatever the schedule meant.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_run.actions import signed_order
+from megatron_run.errors import GraphCaptureError
+from megatron_run.graphs import Slots, call, passes, shared_slots, zeros_like
+
+if TYPE_CHECKING:
+    from megatron_run.actions import Action
+    from megatron_run.contracts import Region
+
+_INSTEAD = "choose --plugin graph-capture=partial"
+
+
+class RegionModule(nn.Module):
+    """A region as the module that Transformer Engine wants: tensors to tensors, with the region's parameters."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self._region = region
+        self.read = nn.ParameterList({id(p): p for segment in region.segments for p in segment.params}.values())
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run the segments."""
+        return call(self._region, tensors)
+
+
+@dataclass(frozen=True)
+class Handover:
+    """The arguments of ``make_graphed_callables``, and ``places``: region and microbatch of each forward pass.
+
+    ``sample_args`` share their tensors between microbatches that are never in flight together. ``reuses_buffers``
+    lets the library do the same with what it makes itself; it takes all inputs for alike, so only where they are.
+    """
+
+    modules: tuple[RegionModule, ...]
+    sample_args: list[tuple[Tensor, ...]]
+    order: list[int]
+    layers_per_chunk: list[int]
+    reuses_buffers: bool
+    places: tuple[tuple[Region, int], ...]
+    slot_count: int
+
+    def call(self, make_graphed_callables: Callable[..., Any], warmup: int) -> tuple[Callable[..., Any], ...]:
+        """Have everything recorded: one callable for each of ``places``."""
+        made = make_graphed_callables(
+            self.modules,
+            self.sample_args,
+            num_warmup_iters=warmup,
+            allow_unused_input=True,
+            _order=self.order,
+            _num_layers_per_chunk=self.layers_per_chunk,
+            _reuse_graph_input_output_buffers=self.reuses_buffers,
+        )
+        if not isinstance(made, tuple) or len(made) != len(self.places):
+            raise GraphCaptureError(
+                f"Transformer Engine did not return {len(self.places)} callables, one for each forward pass",
+                fix=f"see which version is installed, or {_INSTEAD}",
+            )
+        return made
+
+
+def prepare(
+    of_chunk: Sequence[Sequence[Region]],
+    actions: Sequence[Action],
+    examples: Mapping[Region, tuple[Tensor, ...]],
+    device: torch.device,
+) -> Handover:
+    """Make the arguments for the regions of each chunk. Raises :class:`GraphCaptureError` for what goes wrong there."""
+    order = passes(actions, len(of_chunk))
+    slots = shared_slots(order)
+    numbers = {chunk: number for number, chunk in enumerate(c for c, regions in enumerate(of_chunk) if regions)}
+    _check_order(actions)
+    microbatches = sorted({action.microbatch for action in actions if action.op == "F"})
+    places = tuple((region, m) for chunk in numbers for m in microbatches for region in of_chunk[chunk])
+    for region, _ in places:
+        _check_region(region, examples[region])
+    signatures = {tuple((tuple(x.shape), x.dtype) for x in examples[region]) for region, _ in places}
+    static = _static_inputs(places, of_chunk, examples, slots, device)
+    captured = [action._replace(chunk=numbers[action.chunk]) for action in actions if action.chunk in numbers]
+    return Handover(
+        modules=tuple(RegionModule(region) for chunk in numbers for region in of_chunk[chunk]),
+        sample_args=list(static),
+        order=signed_order(captured),
+        layers_per_chunk=[len(of_chunk[chunk]) for chunk in numbers],
+        reuses_buffers=len(signatures) == 1,
+        places=places,
+        slot_count=slots.count,
+    )
+
+
+def _static_inputs(
+    places: Sequence[tuple[Region, int]],
+    of_chunk: Sequence[Sequence[Region]],
+    examples: Mapping[Region, tuple[Tensor, ...]],
+    slots: Slots,
+    device: torch.device,
+) -> Iterator[tuple[Tensor, ...]]:
+    """One tuple for each forward pass, the same one where slot, place in the chunk and kind are the same."""
+    made: dict[object, tuple[Tensor, ...]] = {}
+    for region, microbatch in places:
+        kind = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in examples[region])
+        key = slots.of[region.chunk, microbatch], of_chunk[region.chunk].index(region), kind
+        if key not in made:
+            made[key] = tuple(zeros_like(example, device) for example in examples[region])
+        yield made[key]
+
+
+def _check_order(actions: Sequence[Action]) -> None:
+    """Refuse what the library would take for another order, or could not keep."""
+    seen: dict[tuple[str, int], int] = defaultdict(int)
+    for index, action in enumerate(actions):
+        kind = "F" if action.op == "F" else "B" if action.op in "BI" else ""
+        if action.op == "W":
+            raise GraphCaptureError(
+                f"action {index}, {action}, cannot be served by graph-capture=te",
+                why="what layers put off to W reads outputs that Transformer Engine has given to others by then",
+                fix=_INSTEAD,
+            )
+        if kind and action.microbatch != seen[kind, action.chunk]:
+            raise GraphCaptureError(
+                f"action {index}, {action}, cannot be served by graph-capture=te",
+                why=f"Transformer Engine would take it for microbatch {seen[kind, action.chunk]}",
+                fix=_INSTEAD,
+            )
+        seen[kind, action.chunk] += 1
+
+
+def _check_region(region: Region, examples: Sequence[Tensor]) -> None:
+    if not any(example.requires_grad for example in examples):
+        raise GraphCaptureError(
+            f"{region} cannot be captured by graph-capture=te",
+            why="nothing that it is given has a gradient, so that nothing would tell when its backward was replayed",
+            fix=f"leave {region.segments[0].name} out of graph-capture.scope, or {_INSTEAD}",
+        )

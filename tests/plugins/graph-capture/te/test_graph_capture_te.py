@@ -1,0 +1,163 @@
+"""What Transformer Engine is handed, and what is made of its results, tried on a stand-in; and finding the library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_run.actions import Action, signed_order
+from megatron_run.builtin.model.gpt import GptOptions
+from megatron_run.builtin.schedule.sequential import Sequential
+from megatron_run.contracts import BuildContext
+from megatron_run.errors import GraphCaptureError, PluginError
+from megatron_run.graphs import RegionCapture
+from megatron_run.testing.check import Check
+from megatron_run.testing.graph_capture import graph_capture_checks
+from megatron_run_graph_capture_te import check_device
+from megatron_run_graph_capture_te.capture import TeCapture
+from megatron_run_graph_capture_te.engine import find_engine
+from megatron_run_graph_capture_te.options import TeOptions
+from megatron_run_schedule_interleaved import Interleaved
+from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
+from tests.support.fake_plugins import FakeSite
+from tests.support.graph_bench import Pipeline
+from tests.support.graphed_stand_in import StandIn
+
+CUDA = torch.device("cuda", 0)
+
+
+class Bench:
+    """Makes captures over stand-ins and keeps these."""
+
+    def __init__(self, *scope: str, **options: Any) -> None:
+        self.options = TeOptions(scope=scope or ("attn", "mlp"), **options)
+        self.stand_ins: list[StandIn] = []
+
+    def __call__(self, context: BuildContext) -> RegionCapture:
+        stand_in = StandIn(context.gradients)
+        self.stand_ins.append(stand_in)
+        return TeCapture(context, self.options, lambda: stand_in)
+
+
+@pytest.mark.parametrize("check", graph_capture_checks(Bench()), ids=lambda check: check.name)
+def test_it_conforms_over_the_stand_in(check: Check) -> None:
+    check.run()
+
+
+def interleaved(bench: Bench, **options: Any) -> Pipeline:
+    model = GptOptions(num_layers=4, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1)
+    return Pipeline(Interleaved(), 4, stages=2, chunks=2, model=model, make=bench, **options)
+
+
+def test_the_library_is_handed_the_plan() -> None:
+    """Bar 14: the order, the layers of each chunk, and inputs that are shared as the slots are."""
+    bench = Bench("attn", "mlp", warmup=2)
+    pipeline, eager = interleaved(bench), interleaved(Bench())
+    assert pipeline.step(1).equals(eager.step(1))
+    sizes = pipeline.start_capture()
+    for index, (stand_in, size) in enumerate(zip(bench.stand_ins, sizes, strict=True)):
+        given = stand_in.given
+        assert given["_order"] == signed_order(pipeline.actions(index))
+        assert given["_num_layers_per_chunk"] == [2, 2]
+        assert given["num_warmup_iters"] == 2
+        assert given["allow_unused_input"]
+        assert given["_reuse_graph_input_output_buffers"]
+        assert len({id(x) for args in given["sample_args"] for x in args}) == 2 * size.slots
+        assert size.slots == pipeline.plan.peak_in_flight[index]
+        assert size.graphs == 2 * 2 * 2 * 4  # chunks, layers, microbatches
+    assert pipeline.step(2).equals(eager.step(2))
+
+
+def test_inputs_that_differ_are_not_said_to_be_alike() -> None:
+    bench = Bench("attn", "moe_combine")
+    model = GptOptions(num_layers=1, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.0, experts=2, top_k=2)
+    pipeline = Pipeline(Sequential(), 2, model=model, make=bench)
+    eager = Pipeline(Sequential(), 2, model=model, make=Bench("attn"))
+    pipeline.step(1), eager.step(1)
+    pipeline.start_capture()
+    assert not bench.stand_ins[0].given["_reuse_graph_input_output_buffers"]
+    assert pipeline.step(2).equals(eager.step(2))
+
+
+def test_what_the_library_would_take_for_another_order_is_refused() -> None:
+    bench = Bench("attn")
+    pipeline = Pipeline(Sequential(), 2, make=bench)
+    pipeline.step(1)
+    (stage,) = pipeline.stages
+    actions = [Action.parse(text) for text in ["F0.0", "F1.0", "B1.0", "B0.0"]]
+    with pytest.raises(GraphCaptureError, match=r"action 2, B1\.0, .* would take it for microbatch 0; choose --plugin"):
+        stage.capture.capture(stage.regions, actions, stage.context.segments.examples)
+    assert not bench.stand_ins[0].given, "it is validated before the library is called"
+
+
+def test_a_split_backward_is_refused() -> None:
+    pipeline = Pipeline(ZeroBubbleH1(), 2, stages=2, make=Bench("attn"))
+    pipeline.step(1)
+    with pytest.raises(GraphCaptureError, match=r"W0\.0, cannot be served by graph-capture=te: what layers put"):
+        pipeline.start_capture()
+
+
+def test_a_region_without_a_gradient_to_pass_on_is_refused() -> None:
+    pipeline = Pipeline(Sequential(), 2, make=Bench("embedding"))
+    pipeline.step(1)
+    with pytest.raises(GraphCaptureError, match="embedding of layer -1 cannot be captured by graph-capture=te"):
+        pipeline.start_capture()
+
+
+def test_a_library_that_returns_something_else_is_told() -> None:
+    pipeline = Pipeline(
+        Sequential(), 2, make=lambda context: TeCapture(context, TeOptions(), lambda: lambda *_, **__: ())
+    )
+    pipeline.step(1)
+    with pytest.raises(GraphCaptureError, match="did not return 4 callables"):
+        pipeline.start_capture()
+
+
+_EMPTY = "raise RuntimeError('Found empty `transformer-engine` meta package installed. Install ...')\n"
+#: State of the library -> (version, source of the package, what the message says).
+STATES: dict[str, tuple[str | None, str, str]] = {
+    "absent": (None, "", "needs Transformer Engine, which is not installed; type: pip install"),
+    "empty": ("2.9.0", _EMPTY, "is its empty meta package: its extension for PyTorch is not installed; type: pip"),
+    "broken": ("2.9.0", "raise ImportError('libcudnn.so.9')\n", "cannot be imported: ImportError: libcudnn"),
+    "too old": ("2.6.0", "raise AssertionError('it was imported')\n", "2.6.0 is too old .*: 2.7 is the first"),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_library_that_cannot_be_used_is_told_with_what_to_type(state: str, tmp_path: Path) -> None:
+    """Bar 14: four messages."""
+    version, source, message = STATES[state]
+    site = FakeSite(tmp_path / "site")
+    if version is not None:
+        site.module("transformer_engine", source)
+        site.distribution("transformer-engine", {}, version=version)
+    with site.importable(), pytest.raises(PluginError, match=f"{message}.*graph-capture=partial"):
+        find_engine(CUDA)
+
+
+def test_the_library_is_found_where_it_is(tmp_path: Path) -> None:
+    site = FakeSite(tmp_path / "site")
+    site.module("transformer_engine", "")
+    site.module("transformer_engine/pytorch", "def make_graphed_callables(*_):\n    return 'graphs'\n")
+    site.distribution("transformer-engine", {}, version="2.7.0")
+    with site.importable():
+        assert find_engine(CUDA)() == "graphs"
+
+
+def test_a_cpu_is_refused_with_what_works_there() -> None:
+    with pytest.raises(PluginError, match="needs an NVIDIA GPU: this run is on cpu; choose --plugin graph"):
+        check_device("cpu", TeOptions())
+
+
+@pytest.mark.gpu
+def test_it_conforms_on_a_gpu() -> None:
+    """With the library itself."""
+    pytest.importorskip("transformer_engine.pytorch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    engine = find_engine(CUDA)
+    for check in graph_capture_checks(lambda context: TeCapture(context, TeOptions(), lambda: engine)):
+        check.run()
