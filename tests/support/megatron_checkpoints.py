@@ -148,7 +148,7 @@ def _mixture(given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, ffn, shared = (
         given[name] for name in ("hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
     )
-    found = {
+    found: dict[str, tuple[int, ...]] = {
         "self_attention.linear_qkv": (3 * hidden, hidden),
         "self_attention.linear_proj": (hidden, hidden),
         "mlp.router": (given["num_experts"], hidden),

@@ -23,7 +23,7 @@ from megatron_run.errors import CheckpointError
 from megatron_run.interchange import megatron
 from megatron_run.interchange.folder import write_folder
 from megatron_run.interchange.gpt import gpt_options, logical_shapes
-from tests.support.megatron_checkpoints import GPT, LENGTH, MIXTURE, random_state, save_sharded
+from tests.support.megatron_checkpoints import GPT, LENGTH, MIXTURE, PADDED, random_state, save_sharded
 
 STATE = random_state(GPT)
 #: What a name was before megatron-core's.
@@ -193,6 +193,31 @@ def test_a_network_that_cannot_be_had_is_refused(arguments: dict[str, Any], why:
     assert why in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_attention_heads": "four"},
+        {"tensor_model_parallel_size": 1 << 40},
+        {"num_experts": -1},
+        {"num_experts": 2, "moe_layer_freq": [3]},
+        {"kv_channels": Path("/")},
+    ],
+)
+def test_arguments_that_make_no_sense_are_one_line(arguments: dict[str, Any], tmp_path: Path) -> None:
+    write_state(tmp_path, STATE, args=Namespace(**{**GPT, **arguments}))
+    with pytest.raises(CheckpointError, match=r"the arguments in .* are damaged") as caught:
+        write_folder(megatron.read(tmp_path), tmp_path / "ours", "theirs")
+    assert "\n" not in str(caught.value)
+
+
+def test_without_a_word_on_the_vocabulary_it_is_the_embedding(tmp_path: Path) -> None:
+    silent = {name: value for name, value in GPT.items() if "vocab" not in name}
+    write_state(tmp_path, STATE, args=Namespace(**silent))
+    weights = megatron.read(tmp_path)
+    assert weights.config["vocab_size"] == len(weights.tensors["embedding.word.weight"]()) == PADDED
+    assert any("with its padding" in note for note in weights.notes)
+
+
 def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
     given = {**GPT, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     save_sharded(STATE, given, tmp_path, 3)
@@ -202,6 +227,10 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
         megatron.read(tmp_path)
     shutil.rmtree(step / "mp_rank_01_001")
     with pytest.raises(CheckpointError, match="mp_rank_01_001"):
+        megatron.read(tmp_path)
+    for left in step.glob("mp_rank_00*"):
+        shutil.rmtree(left)
+    with pytest.raises(CheckpointError, match="mp_rank_00"):
         megatron.read(tmp_path)
 
 

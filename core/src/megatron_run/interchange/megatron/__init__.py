@@ -6,11 +6,18 @@ import re
 from pathlib import Path
 
 from megatron_run.config.megatron.experts import experts
-from megatron_run.config.megatron.model import WITH_PADDING, find_vocabulary, is_rotated, network, network_faults
-from megatron_run.errors import CheckpointError
+from megatron_run.config.megatron.model import (
+    WITH_PADDING,
+    Setting,
+    find_vocabulary,
+    is_rotated,
+    network,
+    network_faults,
+)
+from megatron_run.errors import CheckpointError, InputError
 from megatron_run.interchange.megatron.distributed import is_distributed, read_distributed
 from megatron_run.interchange.megatron.names import Network, our_tensors
-from megatron_run.interchange.megatron.shards import Found, is_sharded, read_shards
+from megatron_run.interchange.megatron.shards import Found, count_of, is_sharded, read_shards
 from megatron_run.interchange.weights import Weights
 
 #: The file that names the newest step.
@@ -30,18 +37,22 @@ def read(source: Path) -> Weights:
     """
     folder = _step_folder(source)
     found = read_shards(folder) if is_sharded(folder) else read_distributed(folder)
-    reasons = list(network_faults(found.arguments))
+    try:
+        reasons = list(network_faults(found.arguments))
+        vocabulary = _vocabulary(found)
+        settings = (*network(found.arguments), *experts(found.arguments), vocabulary)
+        layout = _layout(found, vocabulary.value)
+    except (TypeError, ValueError, ArithmeticError, InputError) as error:
+        raise CheckpointError(f"the arguments in {source} are damaged", why=str(error)) from error
     if reasons:
         raise CheckpointError(f"{source} cannot be imported", why="; ".join(reasons))
-    settings = (*network(found.arguments), *experts(found.arguments))
-    sections = {setting.key.removeprefix("model."): setting.value for setting in settings}
     longest = found.arguments.get("max_position_embeddings" if not is_rotated(found.arguments) else "seq_length")
     return Weights(
-        config=sections,
-        tensors=our_tensors(_layout(found), found.tensors, str(source)),
+        config={setting.key.removeprefix("model."): setting.value for setting in settings},
+        tensors=our_tensors(layout, found.tensors, str(source)),
         step=found.step,
         sequence_length=longest if isinstance(longest, int) else None,
-        notes=tuple(_notes(found)),
+        notes=tuple(_notes(found, vocabulary)),
     )
 
 
@@ -60,30 +71,37 @@ def _step_folder(source: Path) -> Path:
     return folder
 
 
-def _layout(found: Found) -> Network:
-    """What the layouts of tensors depend on. Raises :class:`CheckpointError` where the arguments do not say it."""
+def _vocabulary(found: Found) -> Setting:
+    """The size of the vocabulary: as the arguments say, else the rows of the embedding."""
+    said = find_vocabulary(found.arguments)
+    if said is not None:
+        return said
+    rows = sum(len(read()) for read in found.tensors.get("embedding.word_embeddings.weight", ()))
+    return Setting("model.vocab_size", rows, WITH_PADDING)
+
+
+def _layout(found: Found, vocabulary: int) -> Network:
+    """What the layouts of tensors depend on. Raises ValueError where the arguments do not say it."""
     given = found.arguments.get
-    heads = given("num_attention_heads")
-    groups = given("num_query_groups", 1) if given("group_query_attention") else heads
-    if not isinstance(heads, int) or not isinstance(groups, int) or groups < 1 or heads % groups:
-        raise CheckpointError("the checkpoint's arguments are damaged", why=f"{heads} heads in {groups} groups")
-    vocabulary = find_vocabulary(found.arguments)
+    heads = count_of(found.arguments, "num_attention_heads")
+    groups = count_of(found.arguments, "num_query_groups") if given("group_query_attention") else heads
+    if not groups or heads % groups:
+        raise ValueError(f"{heads} heads in {groups} groups")
     return Network(
         groups=groups,
         queries=heads // groups,
-        vocab=None if vocabulary is None else vocabulary.value,
+        vocab=vocabulary,
         gated=bool(given("swiglu")),
-        experts=given("num_experts") or 0,
+        experts=count_of(found.arguments, "num_experts"),
         tied=not given("untie_embeddings_and_output_weights"),
         centred=bool(given("apply_layernorm_1p")),
     )
 
 
-def _notes(found: Found) -> list[str]:
+def _notes(found: Found, vocabulary: Setting) -> list[str]:
     """What the user should know: what was not taken."""
     notes = []
-    vocabulary = find_vocabulary(found.arguments)
-    if vocabulary is None or vocabulary.why == WITH_PADDING:
+    if vocabulary.why == WITH_PADDING:
         notes.append(f"the vocabulary is the embedding's, {WITH_PADDING}")
     precision = next((name for name in ("bf16", "fp16") if found.arguments.get(name)), "")
     if precision and not found.masters:

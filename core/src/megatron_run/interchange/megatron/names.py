@@ -35,7 +35,7 @@ class Network:
 
     groups: int
     queries: int
-    vocab: int | None
+    vocab: int
     gated: bool
     experts: int
     tied: bool

@@ -28,6 +28,8 @@ _CHUNK = re.compile(r"model\d+")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 #: Since this version query, key and value lie group by group; before it they lay otherwise.
 _GROUPED = 2.0
+#: Of heads, experts or ranks nobody has more.
+_MOST = 1 << 20
 
 
 #: What was saved by ranks that share experts, in their order; one where none are shared.
@@ -56,9 +58,14 @@ def read_shards(folder: Path) -> Found:
 
     Raises :class:`CheckpointError` for a rank that is missing, and for ranks that do not hold the same tensors.
     """
-    first = min(folder.glob("mp_rank_00*"))
+    first = min(folder.glob("mp_rank_00*"), default=folder / "mp_rank_00")
     arguments = arguments_of(_state(first), folder)
-    sizes = {kind: int(arguments.get(f"{kind}_model_parallel_size") or 1) for kind in ("tensor", "pipeline", "expert")}
+    try:
+        kinds = ("tensor", "pipeline", "expert")
+        sizes = {kind: count_of(arguments, f"{kind}_model_parallel_size") or 1 for kind in kinds}
+        experts = count_of(arguments, "num_experts") // sizes["expert"]
+    except ValueError as error:
+        raise CheckpointError(f"the arguments in {folder} are damaged", why=str(error)) from error
     split = arguments.get("expert_tensor_parallel_size")
     if sizes["expert"] > 1 and split not in (None, sizes["tensor"]):
         raise CheckpointError(
@@ -72,7 +79,6 @@ def read_shards(folder: Path) -> Found:
         ]
         for stage in range(sizes["pipeline"])
     ]
-    experts = int(arguments.get("num_experts") or 0) // sizes["expert"]
     tensors: dict[str, list[Read]] = {}
     for name, pieces in _merged(states, experts, folder):
         tensors.setdefault(name, pieces)  # what a later stage repeats is the same
@@ -85,6 +91,14 @@ def arguments_of(state: Mapping[str, Any], source: Path) -> dict[str, Any]:
     if not isinstance(saved, Inert):
         raise CheckpointError(f"{source} does not say what model it holds", why="no arguments were saved in it")
     return {name: value for name, value in vars(saved).items() if name != "arguments"}
+
+
+def count_of(arguments: Mapping[str, Any], name: str) -> int:
+    """The number that an argument is, 0 where it is not there. Raises ValueError for what is none, or absurd."""
+    value = arguments.get(name) or 0
+    if not isinstance(value, int) or not 0 <= value <= _MOST:
+        raise ValueError(f"{name} is {value!r}")
+    return value
 
 
 def step_of(state: Mapping[str, Any]) -> int:
