@@ -59,7 +59,7 @@ def train_many(world: int, requests: Sequence[Request], *, timeout: float = 110)
         halves = run_ranks(_train_alone, 2, texts, timeout=timeout)
         return [[halves[index % 2][index // 2]] for index in range(len(texts))]
     with tempfile.TemporaryDirectory() as folder:
-        by_rank = run_ranks(_train_in_turn, world, texts, folder, timeout=timeout)
+        by_rank = run_ranks(train_in_turn, world, texts, folder, timeout=timeout)
     return [list(ranks) for ranks in zip(*by_rank, strict=True)]
 
 
@@ -68,24 +68,25 @@ def _train_alone(rank: int, world: int, requests: list[str]) -> list[Seen]:
         return [train_here(0, 1, request) for request in requests[rank::world]]
 
 
-def _train_in_turn(rank: int, world: int, requests: list[str], folder: str) -> list[Seen]:
+def train_in_turn(rank: int, world: int, requests: list[str], folder: str) -> list[Seen]:
     """A new world for each request, as each run has one of its own."""
-    import torch.distributed as dist
-
     seen = []
     with found_once():
         for index, request in enumerate(requests):
-            dist.barrier()
-            dist.destroy_process_group()
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{folder}/{index}",
-                rank=rank,
-                world_size=world,
-                timeout=timedelta(seconds=30),
-            )
+            enter_new_world(rank, world, f"{folder}/{index}")
             seen.append(train_here(rank, world, request))
     return seen
+
+
+def enter_new_world(rank: int, world: int, store: str) -> None:
+    """Leave the world of the run before, together, for one that meets at the file ``store``."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=30)
+    )
 
 
 @contextmanager

@@ -1,18 +1,22 @@
-"""Whole runs with DeepSpeed's partitions under every kind of split, beside the same runs with adamw."""
+"""Whole runs with DeepSpeed's partitions under every kind of split, beside the same runs with adamw; and resumed."""
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_run.config.request import Request
-from tests.support.training import Seen, train_many
+from tests.support.ranks import run_ranks
+from tests.support.reshaping import SHAPES, Found, check_bits, check_samples, reshape
+from tests.support.training import Seen, enter_new_world, found_once, train_in_turn
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")]
 
+#: What each rank saw, by split and optimizer.
+Runs = dict[tuple[str, str], list[Seen]]
 BASE = ("train.steps=4", "train.clip_norm=0.5")
 #: Words of four ranks, of which two are data-parallel, or none.
 SPLITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -33,24 +37,47 @@ CASES = [("tied stages", 1), ("tied stages", 2), ("interleaved in bf16", 2), ("b
 CASES += [("tensor and sequence", 2), ("stages without layers", 1)]
 
 
-@cache
-def runs() -> dict[tuple[str, str], list[Seen]]:
-    """By split and optimizer, all in the same processes."""
+#: Shapes without a pipeline, which load from each other.
+RESHAPED = tuple(shape for shape in SHAPES if shape[1] == 1)
+
+
+def train_then_reshape(rank: int, world: int, requests: list[str], folder: str) -> tuple[list[Seen], Found]:
+    seen = train_in_turn(rank, world, requests, folder)
+    enter_new_world(rank, world, f"{folder}/last")
+    with found_once():
+        return seen, reshape(rank, world, Path(folder), "deepspeed", RESHAPED)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Runs, list[Found]]:
+    """By split and optimizer, all in the same processes; then what the shapes loaded, by rank, and their folder."""
     asked = {(split, "optimizer=adamw"): SPLITS[split] for split in SPLITS}
     asked |= {(split, f"optimizer=deepspeed,stage={stage}"): SPLITS[split] for split, stage in CASES}
     requests = [
         Request(configs=("preset:tiny",), sets=(*BASE, *sets), plugins=(*plugins, optimizer), nproc=4)
         for (_, optimizer), (plugins, sets) in asked.items()
     ]
-    return dict(zip(asked, train_many(4, requests), strict=True))
+    folder = tmp_path_factory.mktemp("runs")
+    ranks = run_ranks(train_then_reshape, 4, [request.to_json() for request in requests], str(folder), timeout=110)
+    by_request = zip(*(seen for seen, _ in ranks), strict=True)
+    return folder, dict(zip(asked, map(list, by_request), strict=True)), [found for _, found in ranks]
 
 
 @pytest.mark.parametrize(("split", "stage"), CASES)
-def test_a_run_of_any_split_is_that_of_adamw(split: str, stage: int) -> None:
-    first, expected = runs()[split, f"optimizer=deepspeed,stage={stage}"][0], runs()[split, "optimizer=adamw"][0]
+def test_a_run_of_any_split_is_that_of_adamw(split: str, stage: int, trained: tuple[Path, Runs, list[Found]]) -> None:
+    _, runs, _ = trained
+    first, expected = runs[split, f"optimizer=deepspeed,stage={stage}"][0], runs[split, "optimizer=adamw"][0]
     tolerance = 2e-3 if "bf16" in split else 1e-6
     assert len(expected.losses) == 4
     np.testing.assert_allclose(first.losses, expected.losses, rtol=0, atol=tolerance)
     np.testing.assert_allclose(first.validation, expected.validation, rtol=0, atol=tolerance)
     np.testing.assert_allclose(first.norms, expected.norms, rtol=tolerance)
     assert min(expected.norms) > 0.5, "nothing was clipped"
+
+
+def test_shapes_without_a_pipeline_load_the_bits_and_the_place_that_the_others_saved(
+    trained: tuple[Path, Runs, list[Found]],
+) -> None:
+    folder, _, found = trained
+    check_bits(folder, found, RESHAPED)
+    check_samples(found)
