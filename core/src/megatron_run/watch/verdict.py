@@ -23,7 +23,7 @@ class Seen:
     """One rank as its watcher sees it.
 
     ``quiet`` are the seconds for which it has said nothing new, and ``stopped`` those for which it has been stopped by
-    a signal, both as long as the watcher itself ran; ``page`` is what it said last, None before it has said anything.
+    a signal, both as long as the watcher itself ran; ``page`` is what it said last, None before that is known.
     ``ended``: its process has ended well.
     """
 
@@ -40,7 +40,7 @@ def judge(ranks: Sequence[Seen], timeout: float) -> RankLostError | None:
     if not stuck:
         return None
     roots = {rank for each in stuck for rank in case.roots(each)}
-    guilty = [rank for rank in roots if case.is_stuck(rank) or ranks[rank].ended or ranks[rank].page is None]
+    guilty = [rank for rank in roots if case.is_stuck(rank) or ranks[rank].ended or case.is_missing(rank)]
     if guilty:
         return case.clash(guilty) or case.hung(max(sorted(guilty), key=case.suspicion))
     if any(not case.is_stuck(rank) for rank in roots):
@@ -61,6 +61,10 @@ class _Case:
             return False
         limit = max(self._timeout, BEGINNING) if seen.page.phase == "start" else self._timeout
         return max(seen.quiet, seen.stopped) >= limit
+
+    def is_missing(self, rank: int) -> bool:
+        seen = self._ranks[rank]
+        return seen.page is None and seen.quiet >= max(self._timeout, BEGINNING)
 
     def stuck(self) -> list[int]:
         return [rank for rank in range(len(self._ranks)) if self.is_stuck(rank)]
