@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron_run.checkpoint.step_folder import Checkpoints
@@ -41,7 +42,7 @@ class Stops:
         while True:
             folder = self._folder / f"run-{seed}"
             with ForkedRun(request(folder)) as run:
-                wait_until(lambda run=folder: learned(run), 60)
+                wait_until(partial(learned, folder), 60)
                 time.sleep(draw.uniform(0.0, 0.15))
                 sent = time.monotonic()
                 run.signal(signal.SIGTERM)

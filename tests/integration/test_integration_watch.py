@@ -54,3 +54,12 @@ def test_a_run_starts_again_by_itself_and_ends(tmp_path: Path) -> None:
     assert (ran.code, ran.message) == (0, "")
     (line,) = [line for line in ran.told if "starting again" in line]
     assert re.fullmatch(r"a rank was killed by SIGKILL in .*; starting again, 1 of 1, from step 3", line)
+
+
+def test_a_rank_that_is_slow_again_and_again_is_named_with_what_it_is_slow_in(tmp_path: Path) -> None:
+    sets = {"train.steps": 10, "guard.straggler_interval": 10, "checkpoint.interval": 0}
+    folder = tmp_path / "run"
+    slow = run_forked(tiny(folder, sets, nproc=4), "rank=1,at=forward,kind=slow,seconds=0.03")
+    assert (slow.code, slow.message) == (0, "")
+    log = (folder / "logs" / "attempt-001" / "rank-00000.log").read_text()
+    assert "rank 1 holds the others up in forward: it takes " in log

@@ -113,8 +113,9 @@ class ForkedRun:
                 self.pids.append(value)
         seconds, ended = time.monotonic() - self._began, time.time()
         wait_until(lambda: not any(map(alive, self.pids)), 1.0)
+        gone, self.pids = tuple(self.pids), []  # their numbers may be somebody else's by now
         code, message, told = value
-        return Ran(code, message, tuple(told), seconds, ended, tuple(self.pids))
+        return Ran(code, message, tuple(told), seconds, ended, gone)
 
 
 def run_forked(request: Request, fault: str = "", timeout: float = 60.0, max_restarts: int = 0) -> Ran:
