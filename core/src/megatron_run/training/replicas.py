@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from megatron_run.contracts import ParamInfo
     from megatron_run.training.build import Assembly
 
-#: Values that are hashed at once: their products take 8 bytes each.
-_BLOCK = 2**22
+#: Values that are hashed at once, 8 bytes each: as many as a cache holds, on a GPU as many as keep it busy.
+_IN_CACHE, _AT_ONCE = 2**18, 2**24
 #: The integers that have the bits of a value, by its bytes.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -87,19 +87,21 @@ def find_difference(notes: Sequence[Mapping[str, int]]) -> Difference | None:
 
 
 @torch.no_grad()
-def content_hash(tensor: Tensor) -> Tensor:
+def content_hash(tensor: Tensor, block: int | None = None) -> Tensor:
     """A hash of the bits of ``tensor``, int64 [] on its device: the sum of value i, as an integer, times 2 i + 1.
 
     Modulo 2^64. A single flipped bit always changes it, since an odd number times a power of two below 2^64 is not 0.
+    ``block`` values are hashed at once.
     """
+    block = block or (_IN_CACHE if tensor.device.type == "cpu" else _AT_ONCE)
     flat = tensor.detach().contiguous().view(-1)
     bits = flat.view(_BITS[flat.element_size()])
-    odd = torch.arange(1, 2 * min(_BLOCK, len(bits)) + 1, 2, device=bits.device)
+    odd = torch.arange(1, 2 * min(block, len(bits)) + 1, 2, device=bits.device)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, len(bits), _BLOCK):
-        block = bits[start : start + _BLOCK].long()
-        total += block.sum() * (2 * start)
-        total += block.mul_(odd[: len(block)]).sum()
+    for start in range(0, len(bits), block):
+        some = bits[start : start + block].long()
+        total += some.sum() * (2 * start)
+        total += some.mul_(odd[: len(some)]).sum()
     return total
 
 

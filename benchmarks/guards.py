@@ -1,0 +1,82 @@
+"""What the guards of a step cost, in processor time, which other work on the machine does not lengthen as much.
+
+    python benchmarks/guards.py [RUNS]
+
+Comparing replicas is hashing every weight, so it is set beside the update of as many, which every step makes. The rest
+is what a step on which nothing is wrong pays: one look at the losses' window, and one mark at each change of phase.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from megatron_run.comm import Groups
+from megatron_run.phases import Phases
+from megatron_run.testing.context import context_at
+from megatron_run.topology import Sizes, Topology
+from megatron_run.training.replicas import content_hash
+from megatron_run.training.spikes import spike_limit
+from megatron_run.training.stragglers import Stragglers
+
+#: Values of the matrix that is hashed and updated.
+VALUES = 2**24
+#: Phases that are entered for one time of one.
+ENTERED = 10_000
+
+
+def measured(work: Callable[[], object], runs: int) -> float:
+    """The median processor time of ``work`` in seconds, after one run that counts for nothing."""
+    times = []
+    for _ in range(runs + 1):
+        start = time.process_time()
+        work()
+        times.append(time.process_time() - start)
+    return statistics.median(times[1:])
+
+
+def enter_phases(*, timed: bool) -> Callable[[], None]:
+    """Enter ``ENTERED`` phases, which a clock of the guards hears if they are ``timed``."""
+    phases = Phases()
+    phases.step(1)
+    stragglers = Stragglers(context_at(Topology(Sizes(data=2), 0), Groups(), dtype=torch.float32), 1, 2.0)
+    if timed:
+        phases.listeners.append(stragglers.enter)
+
+    def work() -> None:
+        for _ in range(ENTERED):
+            phases.enter("forward", 0)
+
+    return work
+
+
+def main() -> None:
+    """Measure and print a table."""
+    runs = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+    torch.set_num_threads(1)
+    weights = torch.nn.Parameter(torch.randn(VALUES))
+    weights.grad = torch.randn(VALUES)
+    half = weights.detach().bfloat16()
+    update = torch.optim.AdamW([weights], fused=True)
+    losses = torch.rand(128).tolist()
+    rows = {
+        f"hash of {VALUES:,} fp32 weights, ms": measured(lambda: content_hash(weights), runs) * 1e3,
+        "the same in bf16, ms": measured(lambda: content_hash(half), runs) * 1e3,
+        f"update of {VALUES:,} weights (fused AdamW), ms": measured(update.step, runs) * 1e3,
+        "the limit of a spike over 128 losses, us": measured(lambda: spike_limit(losses, 10.0), runs) * 1e6,
+        "a change of phase, us": measured(enter_phases(timed=False), runs) / ENTERED * 1e6,
+        "a change of phase that is timed, us": measured(enter_phases(timed=True), runs) / ENTERED * 1e6,
+    }
+    print(f"{platform.machine()}, one thread, torch {torch.__version__}, {runs} runs\n")
+    print("| | processor time, median |\n|---|---|")
+    for name, value in rows.items():
+        print(f"| {name} | {value:.2g} |")
+
+
+if __name__ == "__main__":
+    main()
