@@ -9,6 +9,7 @@ import base64
 import select
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hmac import compare_digest
@@ -17,7 +18,7 @@ from typing import Any
 from megatron_run.errors import ExitCode, RankLostError
 from megatron_run.watch.lines import Lines
 from megatron_run.watch.page import Page
-from megatron_run.watch.verdict import Seen, judge
+from megatron_run.watch.verdict import Seen, Waits, judge
 from megatron_run.watch.watcher import INTERVAL
 
 #: Seconds that ranks get to end by themselves once one of them is lost: all are gone within 5.
@@ -35,7 +36,7 @@ class Hub:
     def __init__(self, size: int, timeout: float, token: str, address: str) -> None:
         self._timeout, self._token = timeout, token
         self._server = socket.create_server((address, 0), backlog=size)
-        self._seen = [Seen(None) for _ in range(size)]
+        self._seen, self._waits = [Seen(None) for _ in range(size)], Waits(timeout, size)
         self._lines: dict[Lines, int | None] = {}
         self._verdict: dict[str, Any] = {}
         self._closing = False
@@ -57,6 +58,7 @@ class Hub:
         self._thread.join(within)
 
     def _run(self) -> None:
+        looked = time.monotonic()
         while not self._closing or self._pending():  # what has arrived is read to its end
             heard: Sequence[socket.socket | Lines] = [self._server, *self._lines]
             for each in select.select(heard, [], [], INTERVAL)[0]:
@@ -64,7 +66,10 @@ class Hub:
                     self._hear(each)
                 else:
                     self._lines[Lines(each.accept()[0])] = None
-            if not self._verdict and (error := judge(self._seen, self._timeout)) is not None:
+            now = time.monotonic()
+            looked, passed = now, now - looked
+            seen = self._waits.after(passed, self._seen)
+            if not self._verdict and (error := judge(seen, self._timeout)) is not None:
                 self._end_all(error, 0.0)
         for lines in self._lines:
             lines.say(bye=True)

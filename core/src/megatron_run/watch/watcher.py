@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_run.errors import RankLostError
 from megatron_run.watch.page import Page
-from megatron_run.watch.verdict import Seen, judge, who_waits_for_nobody
+from megatron_run.watch.verdict import Seen, Waits, judge
 
 #: Seconds between two looks.
 INTERVAL = 0.1
@@ -32,7 +32,7 @@ class RankWatch:
     def __init__(self, path: Path, stopped: Callable[[int], bool] = is_stopped) -> None:
         self._path, self._is_stopped = path, stopped
         self._changes = 0
-        self._quiet = self._stopped = self._alone = 0.0
+        self._quiet = self._stopped = 0.0
 
     def look(self, passed: float) -> None:
         """Look again after ``passed`` seconds."""
@@ -40,14 +40,10 @@ class RankWatch:
         if changes == self._changes:
             self._quiet += passed
         else:
-            self._quiet = self._alone = 0.0
+            self._quiet = 0.0
         self._changes = changes
         page = self.page() if self._quiet and changes else None
         self._stopped = self._stopped + passed if page is not None and self._is_stopped(page.process) else 0.0
-
-    def note(self, passed: float, *, waits: bool) -> None:
-        """Whether it has waited for another rank in the ``passed`` seconds."""
-        self._alone = 0.0 if waits else self._alone + passed
 
     def page(self) -> Page | None:
         """What the rank has said last."""
@@ -55,7 +51,7 @@ class RankWatch:
 
     def seen(self, *, ended: bool = False) -> Seen:
         """The rank as it is judged."""
-        return Seen(self.page(), self._quiet, self._stopped, ended, self._alone)
+        return Seen(self.page(), self._quiet, self._stopped, ended)
 
     @property
     def age(self) -> float:
@@ -74,6 +70,7 @@ class Watcher:
         stopped: Callable[[int], bool] = is_stopped,
     ) -> None:
         self._ranks = [RankWatch(path, stopped) for path in paths]
+        self._waits = Waits(timeout, len(paths))
         self._timeout, self._clock = timeout, clock
         self._last = clock()
 
@@ -88,8 +85,7 @@ class Watcher:
         if all(rank.age < self._timeout / 2 for rank in self._ranks):
             return None  # early enough to learn who waits for nobody, and not at every look
         seen = [rank.seen(ended=number in ended) for number, rank in enumerate(self._ranks)]
-        for rank, free in zip(self._ranks, who_waits_for_nobody(seen, self._timeout), strict=True):
-            rank.note(min(passed, _LONGEST), waits=not free)
+        seen = self._waits.after(min(passed, _LONGEST), seen)
         return judge(seen, self._timeout) if any(rank.age >= self._timeout for rank in self._ranks) else None
 
     def page(self, rank: int) -> Page | None:
