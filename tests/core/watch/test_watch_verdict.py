@@ -166,8 +166,12 @@ def test_a_collective_that_all_have_entered_and_that_does_not_end_names_a_rank_i
 
 def test_a_rank_that_has_not_begun_is_named_by_those_that_wait_for_all_to_begin() -> None:
     starting = Seen(page("start", detail="process groups"), BEGINNING)
-    assert told(starting, Seen(None, 30.0)).startswith("rank 1 does not begin: it has said nothing yet, rank 0 waits")
-    assert named(Seen(None, 30.0), Seen(None, 30.0)) is None  # the meeting names who does not come
+    assert told(starting, Seen(None, BEGINNING)).startswith("rank 1 does not begin: it has said nothing yet, rank 0")
+    assert named(Seen(None, BEGINNING), Seen(None, BEGINNING)) is None  # the meeting names who does not come
+
+
+def test_a_rank_of_which_nothing_is_known_yet_is_not_blamed() -> None:
+    assert named(within("world", 7, 2 * LIMIT), Seen(None, 1.0)) is None
 
 
 def test_a_rank_has_longer_until_its_first_step() -> None:

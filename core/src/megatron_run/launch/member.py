@@ -22,6 +22,7 @@ from megatron_run.launch.failure import classify, exit_code, one_line
 from megatron_run.launch.meeting import Meeting, PeerError, attempt, close_group
 from megatron_run.launch.process import assign_device, gpu_name, set_threads, start_device
 from megatron_run.launch.signals import stopping_on_signals
+from megatron_run.launch.watched import Watched
 from megatron_run.phases import Phases
 from megatron_run.run_folder import OpenedFolder, RunFolder, join_run_folder, open_run_folder
 from megatron_run.trainer import train_rank
@@ -74,6 +75,8 @@ class Member:
         self._arguments, self._quiet, self._debug = arguments, quiet, debug
         self._opened: OpenedFolder | None = None
         self._meeting: Meeting | None = None
+        self._watched: Watched | None = None
+        self._terminal = os.dup(2)  # whoever speaks for all does it where the user looks
 
     def run(self) -> MemberEnd:
         """Train. Nothing is raised: whatever happens has an exit code."""
@@ -82,6 +85,8 @@ class Member:
             close_group()
         except BaseException as error:
             end = self._describe(error)
+        if self._watched is not None:
+            self._watched.close(end.code)
         if self._meeting is not None:
             if end.message and self._world.launcher != "local":  # our launcher hears all ranks, and compares
                 with stopping_on_signals(StopRequest()):  # torchrun stops the ranks as soon as one is gone
@@ -93,6 +98,7 @@ class Member:
                 with suppress(OSError):  # a full disk must not change the exit code
                     self._opened.folder.end(end.code, end.message)
             self._opened.lock.release()
+        os.close(self._terminal)
         return end
 
     def _run(self) -> ExitCode:
@@ -112,10 +118,19 @@ class Member:
             return ExitCode.DONE
         set_threads(run, world)
         phases = Phases()
-        if self._page is not None:
-            PageWriter(self._page, phases, ahead=world.device != "cpu")
+        self._be_watched(meeting, world, self.folder, timeout, phases)
         join_group(meeting, world, patience(timeout))
         return train_in_folder(run, world, self.folder, phases)
+
+    def _be_watched(self, meeting: Meeting, world: World, folder: RunFolder, timeout: float, phases: Phases) -> None:
+        """Show what this rank does, to our launcher or to a watcher of its own."""
+        if self._page is not None:
+            PageWriter(self._page, phases, ahead=world.device != "cpu")
+        if self._page is not None or world.launcher == "local":
+            return
+        self._watched = watched = Watched(world, folder, timeout, self._terminal)
+        hub = attempt(lambda: watched.start_hub() if world.rank == 0 else {})
+        watched.start(meeting.settle("watch", hub, lambda note: note).first["hub"], phases)
 
     def _find_folder(self, meeting: Meeting, run: ResolvedRun) -> RunFolder | None:
         """Rank 0 opens the run folder and the others find it; None when it is finished."""

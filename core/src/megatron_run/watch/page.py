@@ -84,10 +84,12 @@ class Page:
             content = path.read_bytes()
         except OSError:
             return None
-        return cls._of(content) if len(content) == _SIZE else None
+        return cls.parse(content) if len(content) == _SIZE else None
 
     @classmethod
-    def _of(cls, content: bytes) -> Page | None:
+    def parse(cls, content: bytes) -> Page | None:
+        """The page whose bytes these are, zeros at the end left out or not; None when its rank has said nothing."""
+        content = content.ljust(_SIZE, b"\0")
         changes, process, step, done, ahead, peer, slot, number, phase, detail = _HEAD.unpack_from(content)
         if not changes:
             return None

@@ -28,7 +28,7 @@ class Seen:
 
     ``quiet`` are the seconds for which it has said nothing new, ``stopped`` those for which it has been stopped by a
     signal, and ``alone`` those for which it has waited for nobody, all as long as the watcher itself ran; ``page`` is
-    what it said last, None before it has said anything. ``ended``: its process has ended well.
+    what it said last, None before that is known. ``ended``: its process has ended well.
     """
 
     page: Page | None
@@ -74,13 +74,17 @@ class _Case:
     def holds_up(self, rank: int) -> bool:
         """Whether ``rank``, which waits for nobody, is why others do not go on."""
         seen = self._ranks[rank]
-        if seen.page is None or seen.ended:
+        if seen.ended or self.is_missing(rank):
             return True
         return self.is_stuck(rank) and (seen.stopped > 0 or seen.alone >= _ALONE * self._timeout)
 
     def awaited(self, rank: int) -> Sequence[int]:
         """Whom ``rank`` waits for."""
         return self._awaited[rank]
+
+    def is_missing(self, rank: int) -> bool:
+        seen = self._ranks[rank]
+        return seen.page is None and seen.quiet >= max(self._timeout, BEGINNING)
 
     def stuck(self) -> list[int]:
         return [rank for rank in range(len(self._ranks)) if self.is_stuck(rank)]

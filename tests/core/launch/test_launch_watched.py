@@ -1,0 +1,51 @@
+"""A rank that somebody else has started, and its watcher: each ends with the other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import alive, process_ids, wait_until
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(60)]
+
+RANK = Path(__file__).parents[2] / "support" / "watched_rank.py"
+
+
+def ended(folder: Path, what: str) -> tuple[int, str, dict[str, object]]:
+    """Exit code, last words and status of a rank that did so; its watcher is gone soon after."""
+    words = (sys.executable, str(RANK), str(folder), what)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    (watcher,) = process_ids(folder)
+    wait_until(lambda: not alive(watcher), seconds=5)
+    return done.returncode, done.stderr, json.loads((folder / "status.json").read_text())
+
+
+@pytest.mark.parametrize(("what", "named"), [("hang", "hangs"), ("stop", "is stopped by a signal (SIGSTOP)")])
+def test_a_rank_that_hangs_or_is_stopped_ends_with_its_code_its_line_and_its_status(
+    what: str, named: str, tmp_path: Path
+) -> None:
+    code, said, status = ended(tmp_path, what)
+    assert code == 4
+    (line,) = said.splitlines()
+    assert line.startswith(f"megatron-run: rank 0 {named}: nothing new for ")
+    assert " s in forward F0.0 of step 1; see the log of that rank" in line
+    assert line.endswith(f" (log: {tmp_path}/logs/attempt-001/rank-00000.log)")
+    assert (status["state"], status["exit_code"], status["retry"]) == ("failed", 4, True)
+    assert f"megatron-run: {status['message']}" == line
+
+
+def test_a_killed_rank_leaves_a_status_that_says_so_and_no_process(tmp_path: Path) -> None:
+    code, said, status = ended(tmp_path, "kill")
+    assert (code, said) == (-9, "")
+    assert (status["state"], status["exit_code"]) == ("failed", 4)
+    assert status["message"] == "rank 0 was lost: its process ended without a word in forward F0.0 of step 1"
+
+
+def test_a_rank_that_ends_by_itself_takes_its_watcher_with_it_and_keeps_its_status(tmp_path: Path) -> None:
+    code, said, status = ended(tmp_path, "leave")
+    assert (code, said, status["exit_code"]) == (0, "", None)

@@ -1,0 +1,37 @@
+"""A rank without torch that has a watcher of its own: ``watched_rank.py FOLDER hang|stop|kill|leave``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from megatron_run.errors import ExitCode
+from megatron_run.launch.watched import Watched
+from megatron_run.phases import Phases
+from megatron_run.run_folder import RunFolder
+from megatron_run.world import World
+
+
+def main() -> None:
+    folder, what = Path(sys.argv[1]), sys.argv[2]
+    run, phases = RunFolder(folder, 1), Phases()
+    run.start()
+    watched = Watched(World(launcher="torchrun"), run, 1.0, os.dup(2))
+    watched.start(watched.start_hub()["hub"], phases)
+    assert watched._process is not None
+    (folder / "watcher.pid").write_text(str(watched._process.pid))
+    phases.step(1)
+    phases.enter("forward", "F0.0")
+    if what == "leave":
+        watched.close(ExitCode.DONE)
+        sys.exit(0)
+    if what in ("stop", "kill"):
+        os.kill(os.getpid(), signal.SIGSTOP if what == "stop" else signal.SIGKILL)
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    main()
