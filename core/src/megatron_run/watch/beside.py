@@ -23,7 +23,7 @@ from typing import Any
 
 from megatron_run.watch.hub import Hub
 from megatron_run.watch.lines import Lines
-from megatron_run.watch.watcher import INTERVAL, RankWatch
+from megatron_run.watch.watcher import INTERVAL, LONGEST, RankWatch
 
 #: Seconds between two reports, and of silence after which a rank's page is sent: until then nobody needs it.
 _SENT_AFTER = 0.5
@@ -85,7 +85,7 @@ class Beside:
             if self._lines in ready and self._lines is not None:
                 self._hear(self._lines)
             now = time.monotonic()
-            self._rank.look(min(now - last, 1.0))
+            self._rank.look(min(now - last, LONGEST))
             last = now
             if now - self._reported >= _SENT_AFTER:
                 self._reported = now

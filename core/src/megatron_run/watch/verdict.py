@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 from megatron_run.errors import RankLostError
@@ -51,19 +51,10 @@ def judge(ranks: Sequence[Seen], timeout: float) -> RankLostError | None:
     return None if roots else case.crossed(stuck)
 
 
-class Waits:
-    """Counts, look by look, for how long each of so many ``ranks`` has waited for nobody."""
-
-    def __init__(self, timeout: float, ranks: int) -> None:
-        self._timeout, self._alone = timeout, [0.0] * ranks
-
-    def after(self, passed: float, ranks: Sequence[Seen]) -> list[Seen]:
-        """The ``ranks`` as they are ``passed`` seconds after the last look, with what has been counted."""
-        case = _Case(ranks, self._timeout)
-        for rank, seen in enumerate(ranks):
-            before = self._alone[rank] if seen.quiet else 0.0
-            self._alone[rank] = 0.0 if case.awaited(rank) else before + passed
-        return [replace(seen, alone=alone) for seen, alone in zip(ranks, self._alone, strict=True)]
+def who_waits_for_nobody(ranks: Sequence[Seen], timeout: float) -> list[bool]:
+    """By rank, whether it could go on as far as the others are concerned."""
+    case = _Case(ranks, timeout)
+    return [not case.awaited(rank) for rank in range(len(ranks))]
 
 
 class _Case:
@@ -83,9 +74,7 @@ class _Case:
     def holds_up(self, rank: int) -> bool:
         """Whether ``rank``, which waits for nobody, is why others do not go on."""
         seen = self._ranks[rank]
-        if seen.page is None:
-            return self.is_missing(rank)
-        if seen.ended:
+        if seen.ended or self.is_missing(rank):
             return True
         return self.is_stuck(rank) and (seen.stopped > 0 or seen.alone >= _ALONE * self._timeout)
 
