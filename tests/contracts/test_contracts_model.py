@@ -106,6 +106,20 @@ WRONG = {
 }
 
 
+def test_a_mixture_of_experts_conforms() -> None:
+    options = GptOptions.model_validate(
+        {
+            **SMALL["model"],
+            "experts": 4,
+            "expert_layer_pattern": (0, 1),
+            "expert_capacity_factor": 1.0,
+            "shared_expert_ffn_size": 8,
+            "z_loss_coeff": 0.1,
+        }
+    )
+    assert not failures(model_checks(lambda context, _: Gpt(context, options), options))
+
+
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
 def test_the_suite_sees_a_wrong_model(wrong: type[Gpt]) -> None:
     name, message = WRONG[wrong]

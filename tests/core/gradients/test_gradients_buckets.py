@@ -62,3 +62,15 @@ def test_a_tied_parameter_of_two_chunks_lies_alone_and_once() -> None:
     assert len(holding) == 1
     assert holding[0].chunk is None
     assert holding[0].parameters == (shared,)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_experts_lie_apart_and_are_shared_among_those_that_hold_them(whole: bool) -> None:  # pytest's
+    chunk = described(100, 300)
+    expert = next(iter(chunk))
+    chunk[expert] = replace(chunk[expert], replicas="expert_data")
+    buckets = {bucket.replicas: bucket for bucket in build_buckets([chunk], 4, whole=whole, expert_shards=2)}
+    assert buckets["expert_data"].parameters == (expert,)
+    assert {axis: len(bucket.shares) for axis, bucket in buckets.items()} == {"data": 4, "expert_data": 2}
+    for bucket in buckets.values():
+        assert sum(map(len, bucket.shares)) == len(bucket.grad)

@@ -112,7 +112,7 @@ class ExpertBlock(Block):
         stream = ("y",) * len(shared)
         maps, carried = ("weights", "order", "place"), ("routed", *moe.dispatcher.carries)
         routed = ("tokens", "weights", "chosen", "load", *moe.spec.loss_names, *stream)
-        placed = ("order", "place", "counts", "spread") + ("weights",) * (moe.spec.capacity_factor is not None)
+        placed = ("order", "place", "counts", "spread")
 
         def segment(
             name: str, fn: Callable[..., object], inputs: Names, outputs: Names, *read: nn.Module, why: str = ""

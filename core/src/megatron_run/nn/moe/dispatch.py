@@ -87,7 +87,7 @@ class AllToAll(Dispatcher):
         return pad_rows(rows, weights.numel())
 
     def combine(self, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        """Each token's rows are at home: [n*k, h] -> [n, h]."""
+        """Each token's rows are at home: [n*k, h] -> [n, h]. What was dropped is zero, whatever its weight."""
         return combine_rows(returned, weights, order, place)
 
     def _traffic(self, routed: Tensor) -> tuple[list[int], list[int]]:

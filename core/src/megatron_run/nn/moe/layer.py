@@ -15,7 +15,7 @@ from megatron_run.nn.linear import linear
 from megatron_run.nn.mlp import Mlp
 from megatron_run.nn.moe.dispatch import DISPATCHERS
 from megatron_run.nn.moe.experts import Experts
-from megatron_run.nn.moe.placement import keep_weights, place_all, place_within_capacity, spread
+from megatron_run.nn.moe.placement import place_all, place_within_capacity, spread
 from megatron_run.nn.moe.router import Router, balance_loss, choose, load_of, z_loss
 from megatron_run.nn.parameter import empty_parameter
 
@@ -60,12 +60,12 @@ class MixtureOfExperts(nn.Module):
         return tokens, weights, chosen, load, *self._losses(logits, scores, load), *shared
 
     def place(self, weights: Tensor, chosen: Tensor, load: Tensor) -> tuple[Tensor, ...]:
-        """Order and place of all assignments [n*k], counts [e], spread [3]; with a capacity also the weights kept."""
+        """Order and place of all assignments [n*k], counts [e], spread [3]."""
         if self.spec.capacity_factor is None:
             placement = place_all(chosen, load)
-            return *placement, spread(load, placement.counts)
-        placement = place_within_capacity(chosen, weights, load, self.spec)
-        return *placement, spread(load, placement.counts), keep_weights(weights, placement)
+        else:
+            placement = place_within_capacity(chosen, weights, load, self.spec)
+        return *placement, spread(load, placement.counts)
 
     def compute(self, rows: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
         """The experts on their rows [m, h], and home with what they made."""

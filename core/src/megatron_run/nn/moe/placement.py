@@ -47,12 +47,6 @@ def place_within_capacity(chosen: Tensor, weights: Tensor, load: Tensor, spec: E
     return Placement(order, _inverse(order), load.clamp(max=capacity))
 
 
-def keep_weights(weights: Tensor, placement: Placement) -> Tensor:
-    """``weights`` [n, k], those of dropped assignments zero."""
-    kept = placement.place < placement.counts.sum()
-    return weights * kept.view_as(weights)
-
-
 def spread(load: Tensor, counts: Tensor) -> Tensor:
     """The fullest and the emptiest expert's tokens over the mean, and the dropped share of all, fp32 [3].
 
