@@ -1,0 +1,93 @@
+"""What replaying tapes costs and holds: the layers of a stage, eagerly, by the executor in Python, by the native one.
+
+    python -m benchmarks.graph_capture [SAMPLES]
+
+Sides take turns in one process and one thread; processor time, which other work on the machine lengthens little. First
+each side's gradient is compared with the eager one's, bit for bit. Prints benchmarks/results/graph_capture.md. Nothing
+is judged: a CPU launches its kernels cheaply, and what is saved here is Python.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.graph_capture.stage import Executor, Size, Stage, one_f_one_b
+from benchmarks.support.report import heading, table
+
+SAMPLES = 15
+STEPS = 5
+#: Hidden size -> how many times as fast as eager the native executor should be.
+GOALS = {64: 1.4, 128: 1.2, 256: 0.97}
+EXECUTORS: tuple[Executor, ...] = ("python", "native")
+IN_FLIGHT = 4
+
+
+def main() -> None:
+    """Measure speed by hidden size, then memory by the number of microbatches."""
+    samples = int(sys.argv[1]) if len(sys.argv) > 1 else SAMPLES
+    torch.set_num_threads(1)
+    print("\n".join(heading("Graph capture on a CPU", ("python", "-m", "benchmarks.graph_capture", str(samples)))))
+    print(f"\nTwo layers, forward and backward, 64 tokens, fp32: median of {samples} samples of {STEPS} steps.\n")
+    columns = (
+        "hidden",
+        "eager, ms",
+        *(f"{name}, ms" for name in EXECUTORS),
+        *(f"{n}, x eager" for n in EXECUTORS),
+        "goal",
+    )
+    print("\n".join(table(columns, (speed_row(hidden, samples) for hidden in GOALS))))
+    print(f"\nOne stage with {IN_FLIGHT} microbatches in flight under 1F1B, two layers of hidden size 64:\n")
+    columns = ("graphs for each", "microbatches", "graphs", "slots", "static inputs, KiB", "graph memory, KiB")
+    rows = (
+        memory_row(reuse, count) for reuse in ("per_microbatch", "per_slot") for count in (IN_FLIGHT, 4 * IN_FLIGHT)
+    )
+    print("\n".join(table(columns, rows)))
+
+
+def speed_row(hidden: int, samples: int) -> tuple[object, ...]:
+    """Milliseconds a step of each side, and how many times as fast as eager each executor is."""
+    actions = one_f_one_b(1, 1)
+    sides: dict[str, Stage] = {"eager": Stage(Size(hidden))}
+    for executor in EXECUTORS:
+        torch.manual_seed(0)
+        sides[executor] = Stage(Size(hidden))
+        sides[executor].x, sides[executor].gradient = sides["eager"].x, sides["eager"].gradient
+        sides[executor].capture(actions, executor)
+        if not torch.equal(sides[executor].run(actions, 1), sides["eager"].run(actions, 1)):
+            raise SystemExit(f"the gradient by {executor} at hidden size {hidden} is not the eager one")
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for sample in range(samples):
+        for name, stage in sides.items():
+            times[name].append(timed(lambda stage=stage, sample=sample: several(stage, sample)))  # type: ignore[misc]
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    ratios = (f"{medians['eager'] / medians[name]:.2f}" for name in EXECUTORS)
+    return hidden, *(f"{1e3 * seconds / STEPS:.2f}" for seconds in medians.values()), *ratios, f"{GOALS[hidden]:.2f}"
+
+
+def several(stage: Stage, sample: int) -> None:
+    """The steps of a sample."""
+    for step in range(STEPS):
+        stage.run(one_f_one_b(1, 1), 2 + sample * STEPS + step)
+
+
+def timed(call: Callable[[], None]) -> float:
+    """Processor seconds of ``call``."""
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def memory_row(reuse: str, microbatches: int) -> tuple[object, ...]:
+    """What a capture of so many microbatches makes and holds."""
+    size = Stage(Size(64)).capture(one_f_one_b(IN_FLIGHT, microbatches), reuse=reuse)
+    held = (f"{(each or 0) / 1024:.0f}" for each in (size.static_bytes, size.pool_bytes))
+    return reuse.replace("per_", ""), microbatches, size.graphs, size.slots, *held
+
+
+if __name__ == "__main__":
+    main()
