@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_run.training.replicas import Difference, content_hash, find_difference
+from megatron_run.contracts import Init, ParamInfo, Part
+from megatron_run.training.replicas import Difference, _label, content_hash, find_difference
 from tests.support.guarded_ranks import FLIPS, all_of_it
 from tests.support.ranks import run_ranks
 
@@ -54,6 +55,15 @@ def test_the_first_tensor_that_differs_is_named_with_the_ranks_that_hold_another
     assert find_difference([{"a#0": 1}, {"b#0": 5}, {"a#0": 1}]) is None, "one copy alone equals itself"
     apart = [{"a#0": 1}, {"a#0": 2}, {"a#0": 1}, {"a#0": 2}]
     assert find_difference(apart) == Difference("a", (0, 1, 2, 3), (), 0)
+
+
+def test_ranks_that_hold_other_experts_or_parts_under_one_name_are_not_compared() -> None:
+    def label(part: str, start: int = 0, own: int = 0) -> str:
+        return _label(ParamInfo("mlp.weight", (Part(part, (8, 4), range(2), start),), Init("zeros"), True), own)
+
+    assert label("mlp.weight") == label("mlp.weight")
+    others = [label("mlp.1.weight"), label("mlp.2.weight"), label("mlp.weight", start=2), label("mlp.weight", own=1)]
+    assert len({label("mlp.weight"), *others}) == 5
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,9 @@ def test_spikes_in_a_row_stop_the_run(tmp_path: Path) -> None:
         bench.train()
 
 
-def test_a_rewind_goes_back_to_the_last_saved_step_and_past_the_samples_since(tmp_path: Path) -> None:
-    bench = spiked(tmp_path, "rewind", "checkpoint.interval=8")
+@pytest.mark.parametrize("behind", ["false", "true"])
+def test_a_rewind_goes_back_to_the_last_saved_step_and_past_the_samples_since(tmp_path: Path, behind: str) -> None:
+    bench = spiked(tmp_path, "rewind", "checkpoint.interval=8", f"checkpoint.async_save={behind}")
     weights, began = kept(bench), list[torch.Tensor]()
     zero_grad = bench.assembly.optimizer.zero_grad
 

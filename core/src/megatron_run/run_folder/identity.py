@@ -12,7 +12,7 @@ from megatron_run.resolve.show import leaves, sections
 if TYPE_CHECKING:
     from megatron_run.resolve import ResolvedRun
 
-#: Sections that say what is learned. The others (run, parallel, eval, schedule, parallel_layer, graph_capture,
+#: Sections that say what is learned. The others (run, parallel, eval, guard, schedule, parallel_layer, graph_capture,
 #: observer) say where, how fast and who watches: they may change between attempts, and losses agree to rounding.
 LEARNED = ("version", "model", "train", "data", "optimizer", "scaler")
 #: Keys of those sections that say when to give up, what is counted and how memory is spent, not what is learned.

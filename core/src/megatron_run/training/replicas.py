@@ -61,7 +61,7 @@ def compare_replicas(assembly: Assembly, ranks: Ranks, *, deterministic: bool) -
     for described in assembly.infos:
         for parameter, info in described.items():
             own = 0 if deterministic or info.partial_over == "tensor" else tensor_rank
-            hashes[f"{_label(info)}#{own}"] = content_hash(parameter)
+            hashes[_label(info, own)] = content_hash(parameter)
     numbers = torch.stack(list(hashes.values())).tolist() if hashes else []
     notes = ranks.gather(json.dumps(dict(zip(hashes, numbers, strict=True))))
     found = find_difference([json.loads(note) for note in notes]) if ranks.rank == 0 else None
@@ -83,7 +83,7 @@ def find_difference(notes: Sequence[Mapping[str, int]]) -> Difference | None:
     majority = votes > others[0][1]
     agree = tuple(rank for rank, number in copies.items() if majority and number == most)
     odd = tuple(rank for rank in copies if rank not in agree)
-    return Difference(key.rpartition("#")[0], odd, agree, len(differing) - 1)
+    return Difference(key.partition("#")[0], odd, agree, len(differing) - 1)
 
 
 @torch.no_grad()
@@ -105,11 +105,15 @@ def content_hash(tensor: Tensor, block: int | None = None) -> Tensor:
     return total
 
 
-def _label(info: ParamInfo) -> str:
-    """What a copy of the same values is called on every rank: the parameter, and where its part of it starts."""
+def _label(info: ParamInfo, own: int) -> str:
+    """What copies of the same values are called on every rank that holds one, of those that are compared at all.
+
+    The parameter and where its part of it starts, for people; then which logical tensor begins it, for ranks that hold
+    others under one name, as experts, and ``own``, for copies that are not compared.
+    """
     first = info.parts[0]
     whole = not first.start and not first.column
-    return info.name if whole else f"{info.name}[{first.start}:, {first.column}:]"
+    return f"{info.name}{'' if whole else f'[{first.start}:, {first.column}:]'}#{first.name}#{own}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
