@@ -1,0 +1,63 @@
+"""What is said before a run: the graphs and slots of each stage, and refusals that need no rank to be started."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_run.config.request import Request
+from megatron_run.errors import InputError, PluginError, Problems
+from megatron_run.resolve import resolve
+from megatron_run.training.dry_run import dry_run_json, dry_run_text
+from tests.support.checkout import ROOT
+
+EXPERTS = ("model.experts=4", "model.top_k=2")
+CAPTURE = "graph-capture=partial,scope=attn,moe_router,moe_preprocess"
+
+
+def request(*plugins: str, sets: tuple[str, ...] = (), nproc: int | None = None) -> Request:
+    return Request(configs=("preset:tiny",), sets=sets, plugins=plugins, nproc=nproc)
+
+
+def test_a_dry_run_says_what_the_page_shows() -> None:
+    run = resolve(request(CAPTURE, "schedule=interleaved", sets=EXPERTS))
+    shown = dry_run_text(run).partition("\ngraphs\n")[2]
+    assert f"graphs\n{shown}\n" in (ROOT / "docs" / "graph-capture.md").read_text(encoding="utf-8")
+    peaks = run.plans[max(run.plans)].peak_in_flight
+    assert dry_run_json(run)["graphs_by_stage"] == [
+        {"regions": 2, "graphs": 2 * 2 * 4, "slots": peak}
+        for peak in peaks  # two layers, four microbatches
+    ]
+
+
+def test_nothing_is_said_of_graphs_where_none_are_captured() -> None:
+    run = resolve(request("schedule=interleaved"))
+    assert "graphs\n" not in dry_run_text(run)
+    assert [stage["graphs"] for stage in dry_run_json(run)["graphs_by_stage"]] == [0, 0]
+
+
+def test_a_name_that_no_layer_publishes_is_refused_with_where_it_was_written() -> None:
+    run = resolve(request("graph-capture=partial,scope=atn", nproc=1))
+    with pytest.raises(InputError, match=r"names 'atn'.* \(from --plugin graph-capture=.*scope=atn\); did you"):
+        dry_run_text(run)
+
+
+def test_a_segment_that_must_run_eagerly_is_refused() -> None:
+    run = resolve(request("graph-capture=partial,scope=moe_experts", sets=EXPERTS, nproc=1))
+    with pytest.raises(PluginError, match="its shapes follow how many tokens each expert gets"):
+        dry_run_text(run)
+
+
+@pytest.mark.parametrize(
+    ("sets", "options", "message"),
+    [
+        (("train.recompute=full",), "", "graph-capture=partial with train.recompute=full: a layer that is recomputed"),
+        (
+            ("train.ramp_up.start=4", "train.ramp_up.increment=4", "train.ramp_up.samples=16"),
+            ",strict=true",
+            "graph-capture.strict=true with train.ramp_up: the number of microbatches changes",
+        ),
+    ],
+)
+def test_what_could_never_be_served_is_refused_at_once(sets: tuple[str, ...], options: str, message: str) -> None:
+    with pytest.raises(Problems, match=message):
+        resolve(request(f"graph-capture=partial{options}", sets=sets, nproc=1))
