@@ -19,7 +19,7 @@ from megatron_run.errors import ExitCode, RankLostError
 from megatron_run.watch.lines import Lines
 from megatron_run.watch.page import Page
 from megatron_run.watch.verdict import Seen, Waits, judge
-from megatron_run.watch.watcher import INTERVAL
+from megatron_run.watch.watcher import INTERVAL, LONGEST
 
 #: Seconds that ranks get to end by themselves once one of them is lost: all are gone within 5.
 GRACE = 3.5
@@ -34,7 +34,7 @@ class Hub:
     """
 
     def __init__(self, size: int, timeout: float, token: str, address: str) -> None:
-        self._timeout, self._token = timeout, token
+        self._timeout, self._token, self._looked = timeout, token, time.monotonic()
         self._server = socket.create_server((address, 0), backlog=size)
         self._seen, self._waits = [Seen(None) for _ in range(size)], Waits(timeout, size)
         self._lines: dict[Lines, int | None] = {}
@@ -58,7 +58,6 @@ class Hub:
         self._thread.join(within)
 
     def _run(self) -> None:
-        looked = time.monotonic()
         while not self._closing or self._pending():  # what has arrived is read to its end
             heard: Sequence[socket.socket | Lines] = [self._server, *self._lines]
             for each in select.select(heard, [], [], INTERVAL)[0]:
@@ -66,15 +65,23 @@ class Hub:
                     self._hear(each)
                 else:
                     self._lines[Lines(each.accept()[0])] = None
-            now = time.monotonic()
-            looked, passed = now, now - looked
-            seen = self._waits.after(passed, self._seen)
-            if not self._verdict and (error := judge(seen, self._timeout)) is not None:
-                self._end_all(error, 0.0)
+            self._look()
         for lines in self._lines:
             lines.say(bye=True)
             lines.close()
         self._server.close()
+
+    def _look(self) -> None:
+        """Judge, as often as it is worth it; while somebody is silent."""
+        passed = time.monotonic() - self._looked
+        if passed < INTERVAL or self._verdict:
+            return
+        self._looked += passed
+        if all(max(seen.quiet, seen.stopped) < self._timeout / 2 for seen in self._seen):
+            return
+        error = judge(self._waits.after(min(passed, LONGEST), self._seen), self._timeout)
+        if error is not None:
+            self._end_all(error, 0.0)
 
     def _pending(self) -> bool:
         """Whether something has arrived that was not read yet."""

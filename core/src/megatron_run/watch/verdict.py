@@ -83,9 +83,7 @@ class _Case:
     def holds_up(self, rank: int) -> bool:
         """Whether ``rank``, which waits for nobody, is why others do not go on."""
         seen = self._ranks[rank]
-        if seen.page is None:
-            return self.is_missing(rank)
-        if seen.ended:
+        if seen.ended or self.is_missing(rank):
             return True
         return self.is_stuck(rank) and (seen.stopped > 0 or seen.alone >= _ALONE * self._timeout)
 
@@ -124,10 +122,10 @@ class _Case:
         silent = [each for each, other in enumerate(self._ranks) if other.quiet >= self._timeout / 2]
         waiting = [each for each in silent if rank in self._awaited[each]]
         why = [self._silence(rank), self._witness(waiting)]
-        if seen.page is None:
-            what = f"rank {rank} does not begin"
-        elif seen.ended:
+        if seen.ended:
             what = f"rank {rank} has ended without the others"
+        elif seen.page is None:
+            what = f"rank {rank} does not begin"
         elif seen.stopped:
             what = f"rank {rank} is stopped by a signal (SIGSTOP)"
         else:

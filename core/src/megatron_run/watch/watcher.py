@@ -14,7 +14,7 @@ from megatron_run.watch.verdict import Seen, Waits, judge
 #: Seconds between two looks.
 INTERVAL = 0.1
 #: A look that comes later than this finds that the watcher itself was held up, and counts no more.
-_LONGEST = 1.0
+LONGEST = 1.0
 
 
 def is_stopped(process: int) -> bool:
@@ -81,11 +81,11 @@ class Watcher:
             return None
         self._last += passed
         for rank in self._ranks:
-            rank.look(min(passed, _LONGEST))
+            rank.look(min(passed, LONGEST))
         if all(rank.age < self._timeout / 2 for rank in self._ranks):
             return None  # early enough to learn who waits for nobody, and not at every look
         seen = [rank.seen(ended=number in ended) for number, rank in enumerate(self._ranks)]
-        seen = self._waits.after(min(passed, _LONGEST), seen)
+        seen = self._waits.after(min(passed, LONGEST), seen)
         return judge(seen, self._timeout) if any(rank.age >= self._timeout for rank in self._ranks) else None
 
     def page(self, rank: int) -> Page | None:

@@ -1,4 +1,4 @@
-"""The program that watches one rank from outside: ``python -m megatron_run.watch.beside ORDER``.
+"""The program that watches one rank from outside: ``python -m megatron_run.launch.beside ORDER``.
 
 Where our launcher started the ranks it watches them all; torchrun and Slurm do not, so each rank starts one of these.
 It talks to the watchers of the other ranks at their hub, ends its rank when it is told to, and ends with it. It ignores
@@ -23,7 +23,7 @@ from typing import Any
 
 from megatron_run.watch.hub import Hub
 from megatron_run.watch.lines import Lines
-from megatron_run.watch.watcher import INTERVAL, RankWatch
+from megatron_run.watch.watcher import INTERVAL, LONGEST, RankWatch
 
 #: Seconds between two reports, and of silence after which a rank's page is sent: until then nobody needs it.
 _SENT_AFTER = 0.5
@@ -85,7 +85,7 @@ class Beside:
             if self._lines in ready and self._lines is not None:
                 self._hear(self._lines)
             now = time.monotonic()
-            self._rank.look(min(now - last, 1.0))
+            self._rank.look(min(now - last, LONGEST))
             last = now
             if now - self._reported >= _SENT_AFTER:
                 self._reported = now
