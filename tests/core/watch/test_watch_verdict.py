@@ -183,7 +183,8 @@ def test_a_rank_has_longer_until_its_first_step() -> None:
 def test_a_rank_that_has_ended_is_only_named_when_it_is_waited_for() -> None:
     over = Seen(page("end", detail=""), 5 * LIMIT, ended=True)
     assert named(over, computing(1.0)) is None
-    assert told(over, receiving(0, LIMIT)).startswith("rank 0 has ended without the others")
+    for ended in (over, Seen(None, ended=True)):
+        assert told(ended, receiving(0, LIMIT)).startswith("rank 0 has ended without the others")
 
 
 def test_a_rank_that_hangs_in_its_end_is_named() -> None:

@@ -1,4 +1,4 @@
-"""A rank of torchrun's or Slurm's, watched from outside by a process that it starts: see ``watch.beside``."""
+"""A rank of torchrun's or Slurm's, watched from outside by a process that it starts: see ``beside``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_run.errors import ExitCode
+from megatron_run.launch.beside import Order
 from megatron_run.phases import Phases
 from megatron_run.run_folder import RunFolder
-from megatron_run.watch.beside import Order
 from megatron_run.watch.page import PageWriter
 from megatron_run.world import World
 
-_PROGRAM = (sys.executable, "-m", "megatron_run.watch.beside")
+_PROGRAM = (sys.executable, "-m", "megatron_run.launch.beside")
 
 
 class Watched:

@@ -18,8 +18,8 @@ from typing import Any
 from megatron_run.errors import ExitCode, RankLostError
 from megatron_run.watch.lines import Lines
 from megatron_run.watch.page import Page
-from megatron_run.watch.verdict import Seen
-from megatron_run.watch.watcher import INTERVAL, LONGEST, Jury
+from megatron_run.watch.verdict import Seen, Waits, judge
+from megatron_run.watch.watcher import INTERVAL, LONGEST
 
 #: Seconds that ranks get to end by themselves once one of them is lost: all are gone within 5.
 GRACE = 3.5
@@ -34,9 +34,9 @@ class Hub:
     """
 
     def __init__(self, size: int, timeout: float, token: str, address: str) -> None:
-        self._jury, self._token, self._looked = Jury(size, timeout), token, time.monotonic()
+        self._timeout, self._token, self._looked = timeout, token, time.monotonic()
         self._server = socket.create_server((address, 0), backlog=size)
-        self._seen = [Seen(None) for _ in range(size)]
+        self._seen, self._waits = [Seen(None) for _ in range(size)], Waits(timeout, size)
         self._lines: dict[Lines, int | None] = {}
         self._verdict: dict[str, Any] = {}
         self._closing = False
@@ -72,14 +72,14 @@ class Hub:
         self._server.close()
 
     def _look(self) -> None:
-        """Judge, now and then: reports do not come more often."""
+        """Judge, as often as it is worth it; while somebody is silent."""
         passed = time.monotonic() - self._looked
         if passed < INTERVAL or self._verdict:
             return
         self._looked += passed
-        if self._jury.is_early(max(seen.quiet, seen.stopped) for seen in self._seen):
+        if all(max(seen.quiet, seen.stopped) < self._timeout / 2 for seen in self._seen):
             return
-        error = self._jury.look(self._seen, min(passed, LONGEST))
+        error = judge(self._waits.after(min(passed, LONGEST), self._seen), self._timeout)
         if error is not None:
             self._end_all(error, 0.0)
 

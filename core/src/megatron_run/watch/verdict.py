@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from megatron_run.errors import RankLostError
@@ -51,10 +51,19 @@ def judge(ranks: Sequence[Seen], timeout: float) -> RankLostError | None:
     return None if roots else case.crossed(stuck)
 
 
-def who_waits_for_nobody(ranks: Sequence[Seen], timeout: float) -> list[bool]:
-    """By rank, whether it could go on as far as the others are concerned."""
-    case = _Case(ranks, timeout)
-    return [not case.awaited(rank) for rank in range(len(ranks))]
+class Waits:
+    """Counts, look by look, for how long each of so many ``ranks`` has waited for nobody."""
+
+    def __init__(self, timeout: float, ranks: int) -> None:
+        self._timeout, self._alone = timeout, [0.0] * ranks
+
+    def after(self, passed: float, ranks: Sequence[Seen]) -> list[Seen]:
+        """The ``ranks`` as they are ``passed`` seconds after the last look, with what has been counted."""
+        case = _Case(ranks, self._timeout)
+        for rank, seen in enumerate(ranks):
+            before = self._alone[rank] if seen.quiet else 0.0
+            self._alone[rank] = 0.0 if case.awaited(rank) else before + passed
+        return [replace(seen, alone=alone) for seen, alone in zip(ranks, self._alone, strict=True)]
 
 
 class _Case:
@@ -113,10 +122,10 @@ class _Case:
         silent = [each for each, other in enumerate(self._ranks) if other.quiet >= self._timeout / 2]
         waiting = [each for each in silent if rank in self._awaited[each]]
         why = [self._silence(rank), self._witness(waiting)]
-        if seen.page is None:
-            what = f"rank {rank} does not begin"
-        elif seen.ended:
+        if seen.ended:
             what = f"rank {rank} has ended without the others"
+        elif seen.page is None:
+            what = f"rank {rank} does not begin"
         elif seen.stopped:
             what = f"rank {rank} is stopped by a signal (SIGSTOP)"
         else:

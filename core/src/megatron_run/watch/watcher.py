@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
 from math import inf
 from pathlib import Path
 
 from megatron_run.errors import RankLostError
 from megatron_run.watch.page import Page
-from megatron_run.watch.verdict import Seen, judge, who_waits_for_nobody
+from megatron_run.watch.verdict import Seen, Waits, judge
 
 #: Seconds between two looks.
 INTERVAL = 0.1
@@ -38,7 +37,10 @@ class RankWatch:
     def look(self, passed: float) -> None:
         """Look again after ``passed`` seconds."""
         changes = Page.changes_at(self._path)
-        self._quiet = self._quiet + passed if changes == self._changes else 0.0
+        if changes == self._changes:
+            self._quiet += passed
+        else:
+            self._quiet = 0.0
         self._changes = changes
         page = self.page() if self._quiet and changes else None
         self._stopped = self._stopped + passed if page is not None and self._is_stopped(page.process) else 0.0
@@ -57,27 +59,6 @@ class RankWatch:
         return max(self._quiet, self._stopped)
 
 
-class Jury:
-    """Judges ``size`` ranks again and again, and remembers for how long each has waited for nobody."""
-
-    def __init__(self, size: int, timeout: float) -> None:
-        self._timeout = timeout
-        self._alone, self._quiet = [0.0] * size, [0.0] * size
-
-    def is_early(self, ages: Iterable[float]) -> bool:
-        """Whether nothing is to be learned yet from ranks that have been silent for so long."""
-        return all(age < self._timeout / 2 for age in ages)
-
-    def look(self, ranks: Sequence[Seen], passed: float) -> RankLostError | None:
-        """What is wrong with ``ranks``, if anything is, ``passed`` seconds after the look before."""
-        for rank, (seen, free) in enumerate(zip(ranks, who_waits_for_nobody(ranks, self._timeout), strict=True)):
-            went_on = seen.quiet < self._quiet[rank]
-            self._alone[rank] = 0.0 if went_on or not free else self._alone[rank] + passed
-            self._quiet[rank] = seen.quiet
-        judged = [replace(seen, alone=alone) for seen, alone in zip(ranks, self._alone, strict=True)]
-        return judge(judged, self._timeout)
-
-
 class Watcher:
     """Watches the ranks whose pages are at ``paths``, by rank, as often as :meth:`look` is called."""
 
@@ -89,7 +70,8 @@ class Watcher:
         stopped: Callable[[int], bool] = is_stopped,
     ) -> None:
         self._ranks = [RankWatch(path, stopped) for path in paths]
-        self._timeout, self._clock, self._jury = timeout, clock, Jury(len(paths), timeout)
+        self._waits = Waits(timeout, len(paths))
+        self._timeout, self._clock = timeout, clock
         self._last = clock()
 
     def look(self, ended: Collection[int] = ()) -> RankLostError | None:
@@ -100,10 +82,11 @@ class Watcher:
         self._last += passed
         for rank in self._ranks:
             rank.look(min(passed, LONGEST))
-        if self._jury.is_early(rank.age for rank in self._ranks):
-            return None
+        if all(rank.age < self._timeout / 2 for rank in self._ranks):
+            return None  # early enough to learn who waits for nobody, and not at every look
         seen = [rank.seen(ended=number in ended) for number, rank in enumerate(self._ranks)]
-        return self._jury.look(seen, min(passed, LONGEST))
+        seen = self._waits.after(min(passed, LONGEST), seen)
+        return judge(seen, self._timeout) if any(rank.age >= self._timeout for rank in self._ranks) else None
 
     def page(self, rank: int) -> Page | None:
         """What ``rank`` has said last."""

@@ -1,4 +1,4 @@
-"""The program that watches one rank from outside: ``python -m megatron_run.watch.beside ORDER``.
+"""The program that watches one rank from outside: ``python -m megatron_run.launch.beside ORDER``.
 
 Where our launcher started the ranks it watches them all; torchrun and Slurm do not, so each rank starts one of these.
 It talks to the watchers of the other ranks at their hub, ends its rank when it is told to, and ends with it. It ignores
