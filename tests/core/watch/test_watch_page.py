@@ -39,9 +39,10 @@ def test_a_page_says_from_the_beginning_whose_it_is(path: Path) -> None:
 
 def test_each_change_is_counted_and_read_back(path: Path, phases: Phases) -> None:
     phases.step(12)
+    phases.enter("forward", Action("F", 1, 0))
     phases.enter("backward", Action("B", 1, 0))
     page = read(path)
-    assert (page.changes, Page.changes_at(path), page.place) == (2, 2, "backward B1.0 of step 12")
+    assert (page.changes, Page.changes_at(path), page.place) == (3, 3, "backward B1.0 of step 12")
     assert (page.peer, page.inside) == (None, None)
 
 

@@ -124,6 +124,17 @@ def test_a_stopped_rank_is_named_whatever_it_was_doing(state: str) -> None:
     assert named(*ranks) == 2
 
 
+def test_whoever_is_stopped_in_a_collective_that_it_entered_last_is_waited_for() -> None:
+    waiting = within("world", 7, LIMIT)
+    assert named(waiting, Seen(within("world", 7, 0).page, LIMIT - 1, stopped=1.0), waiting, waiting) is None
+    assert named(waiting, Seen(within("world", 7, 0).page, LIMIT, stopped=2.0), waiting, waiting) == 1
+
+
+def test_a_rank_that_does_nothing_with_others_is_named_before_those_in_a_collective_that_all_have_entered() -> None:
+    entered_by_all = within("tensor", 4, LIMIT + 1)
+    assert named(entered_by_all, entered_by_all, computing(LIMIT, tensor=4), entered_by_all) == 2
+
+
 def test_a_rank_that_was_stopped_for_a_moment_while_it_waited_long_is_no_alarm() -> None:
     waiting = Seen(within("world", 7, 0).page, 3 * LIMIT, stopped=0.5)
     assert named(waiting, computing(1.0, world=6)) is None

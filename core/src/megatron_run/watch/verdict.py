@@ -110,11 +110,11 @@ class _Case:
             followed.update(self._awaited[here])
         return found
 
-    def suspicion(self, rank: int) -> tuple[bool, bool, float]:
-        """How likely ``rank`` is what the others wait for: one that is stopped, or in nothing that takes several."""
+    def suspicion(self, rank: int) -> tuple[bool, float]:
+        """How likely ``rank`` is what the others wait for: rather one that is in nothing that takes several."""
         seen = self._ranks[rank]
         alone = seen.page is None or (seen.page.peer is None and seen.page.inside is None)
-        return seen.stopped > 0, alone, max(seen.quiet, seen.stopped)
+        return alone, max(seen.quiet, seen.stopped)
 
     def hung(self, rank: int) -> RankLostError:
         """The error that names ``rank``, and one of those that wait for it."""
