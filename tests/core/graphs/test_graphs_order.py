@@ -95,6 +95,7 @@ def test_a_split_backward_is_captured_whole_and_ends_at_its_weight_gradient() ->
     assert [(each.kind, each.copy) for each in passes(actions, 1)] == [
         ("F", 0), ("B", 0), ("F", 1), ("end", 0), ("B", 1), ("end", 1),
     ]  # fmt: skip
+    assert shared_slots(passes(actions, 1)).count == 2
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def _topology(run: ResolvedRun) -> list[str]:
     sizes, chunks = run.sizes, run.config.parallel.chunks
     head = f"world {sizes.world} = tensor {sizes.tensor} x pipeline {sizes.pipeline} x data {sizes.data}"
     pieces = f"; {chunks} chunks per stage" if chunks > 1 else ""
+    pieces += f"; data ranks split experts {sizes.expert} ways" if sizes.expert > 1 else ""
     rows = [
         (f"rank {record['rank']}", f"stage {record['stage']}", *_axes(run, record), f"layers {record['layers_text']}")
         for record in (_rank_record(run, rank) for rank in range(sizes.world))
@@ -72,7 +73,7 @@ def _topology(run: ResolvedRun) -> list[str]:
 
 def _axes(run: ResolvedRun, record: dict[str, Any]) -> Iterator[str]:
     """The coordinates along axes that are split at all."""
-    for axis in ("tensor", "data"):
+    for axis in ("tensor", "data", "expert"):
         if getattr(run.sizes, axis) > 1:
             yield f"{axis} {record[axis]}"
 
@@ -85,6 +86,7 @@ def _rank_record(run: ResolvedRun, rank: int) -> dict[str, Any]:
         "stage": place.stage,
         "tensor": place.tensor_rank,
         "data": place.data_rank,
+        "expert": place.expert_rank,
         "layers": [list(each.layers) for each in mine],
         "layers_text": " | ".join(_span(each) for each in mine),
     }

@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_run.actions import Action
 from megatron_run.builtin.model.gpt import GptOptions
+from megatron_run.contracts import Microbatch, Segment
 from megatron_run.graphs import OrderGuard, Pass
+from megatron_run.testing.context import single_process_context
 from megatron_run_graph_capture_partial import capture as capturing
 from megatron_run_graph_capture_partial.arena import ALIGNMENT, Arena
 from megatron_run_graph_capture_partial.backend import weak_alias
 from megatron_run_graph_capture_partial.reuse import Reuse, per_microbatch, per_slot
 from megatron_run_schedule_1f1b import OneForwardOneBackward
-from tests.support.graph_bench import Pipeline
+from tests.support.graph_bench import Pipeline, one_region, partial_capture
 
 STAGES = 4
 FIRST_STAGE = GptOptions(num_layers=4, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.0)
@@ -106,3 +109,41 @@ def test_neighbouring_free_blocks_are_joined() -> None:
 def test_strides_are_kept() -> None:
     transposed = torch.empty(3, 5).t()
     assert Arena().like(transposed).stride() == transposed.stride()
+
+
+def test_what_leaves_a_chunk_is_a_copy() -> None:
+    """A message may still read the output, or the input's gradient, when the graph's memory is used again."""
+    x = torch.randn(2, 4, requires_grad=True)
+    capture, region, _ = one_region(lambda v: v.tanh() * v, [x])
+    (out,) = capture.replay(region, Microbatch(0, 1, 0, {}), x)
+    (gradient,) = torch.autograd.grad(out, x, torch.ones_like(out))
+    sent = [(each, each.detach().clone()) for each in (out, gradient)]
+    (again,) = capture.replay(region, Microbatch(0, 2, 0, {}), (x + 1).detach().requires_grad_())
+    again.sum().backward()
+    assert all(torch.equal(each, before) for each, before in sent)
+
+
+def test_what_eager_layers_put_off_to_w_is_kept_until_then() -> None:
+    """Between two regions an eager segment may read the first one's output as late as W, and the other's gradient."""
+    context = single_process_context(dtype=torch.float32)
+    capture = partial_capture(context, scope=("a", "b"))
+    segments = [
+        Segment(name, 0, place, lambda v: v.tanh() * v, ("x",), ("x",), ())
+        for place, name in enumerate(("a", "e", "b"))
+    ]
+    first, last = capture.regions([segments])
+    x = torch.randn(64, 64, requires_grad=True)
+    example = (torch.empty(64, 64, device="meta", requires_grad=True),)
+    actions = [Action.parse(text) for text in ["F0.0", "I0.0", "F1.0", "W0.0", "I1.0", "W1.0"]]
+    capture.capture([first, last], actions, {first: example, last: example})
+
+    def forward(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        (middle,) = capture.replay(first, Microbatch(index, 1, index, {}), x * (index + 1))
+        (out,) = capture.replay(last, Microbatch(index, 1, index, {}), middle * 2)
+        return middle, out
+
+    middle, out = forward(0)
+    put_off = middle.detach().clone()
+    out.sum().backward()
+    forward(1)
+    assert torch.equal(middle, put_off)

@@ -69,6 +69,9 @@ def test_the_library_is_handed_the_plan() -> None:
         assert size.slots == pipeline.plan.peak_in_flight[index]
         assert size.graphs == 2 * 2 * 2 * 4  # chunks, layers, microbatches
     assert pipeline.step(2).equals(eager.step(2))
+    for mine, other in zip(pipeline.stages, eager.stages, strict=True):  # the ledger heard of every gradient
+        assert [*mine.context.gradients._arrivals.values()] == [4 * 2] * len(mine.parameters)
+        assert mine.context.gradients._arrivals.total() == other.context.gradients._arrivals.total()
 
 
 def test_inputs_that_differ_are_not_said_to_be_alike() -> None:
