@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.optimizer.model import train_section
+from benchmarks.support.gpt import train_section
 from benchmarks.support.ranks import on_ranks
 from benchmarks.support.report import table
 from benchmarks.support.shape import SMALL, TINY
@@ -61,7 +61,7 @@ def measure(folder: str, shape: str, saves: int, behind: bool) -> dict[str, Any]
     config = {
         "run": {"device": "cpu"},
         "model": {"num_layers": sizes.layers, "hidden_size": sizes.hidden, "num_heads": sizes.heads},
-        "train": {**train_section(sizes), "steps": INTERVAL * (saves + 1), "lr_warmup": 0},
+        "train": {**train_section(sizes, dist.get_world_size()), "steps": INTERVAL * (saves + 1), "lr_warmup": 0},
         "data": {"use": "mock", "vocab_size": sizes.vocab},
         "eval": {"interval": 0, "batches": 1},
         "checkpoint": {"interval": INTERVAL, "async_save": behind},

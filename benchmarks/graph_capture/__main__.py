@@ -1,6 +1,6 @@
 """What replaying tapes costs and holds: the layers of a stage, eagerly, by the executor in Python, by the native one.
 
-    python -m benchmarks.graph_capture [SAMPLES]
+    python -m benchmarks.graph_capture [--quick] [--only speed memory]
 
 Sides take turns in one process and one thread; processor time, which other work on the machine lengthens little. First
 each side's gradient is compared with the eager one's, bit for bit. Prints benchmarks/results/graph_capture.md. Nothing
@@ -10,16 +10,16 @@ is judged: a CPU launches its kernels cheaply, and what is saved here is Python.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from benchmarks.graph_capture.stage import Executor, Size, Stage, one_f_one_b
-from benchmarks.support.report import heading, table
+from benchmarks.support.command import run
+from benchmarks.support.report import table
 
-SAMPLES = 15
+SAMPLES, FEW = 15, 5
 STEPS = 5
 #: Hidden size -> how many times as fast as eager the native executor should be.
 GOALS = {64: 1.4, 128: 1.2, 256: 0.97}
@@ -27,26 +27,23 @@ EXECUTORS: tuple[Executor, ...] = ("python", "native")
 IN_FLIGHT = 4
 
 
-def main() -> None:
-    """Measure speed by hidden size, then memory by the number of microbatches."""
-    samples = int(sys.argv[1]) if len(sys.argv) > 1 else SAMPLES
+def speed(*, quick: bool) -> Iterator[str]:
+    """Time by hidden size."""
     torch.set_num_threads(1)
-    print("\n".join(heading("Graph capture on a CPU", ("python", "-m", "benchmarks.graph_capture", str(samples)))))
-    print(f"\nTwo layers, forward and backward, 64 tokens, fp32: median of {samples} samples of {STEPS} steps.\n")
-    columns = (
-        "hidden",
-        "eager, ms",
-        *(f"{name}, ms" for name in EXECUTORS),
-        *(f"{n}, x eager" for n in EXECUTORS),
-        "goal",
-    )
-    print("\n".join(table(columns, (speed_row(hidden, samples) for hidden in GOALS))))
-    print(f"\nOne stage with {IN_FLIGHT} microbatches in flight under 1F1B, two layers of hidden size 64:\n")
+    samples = FEW if quick else SAMPLES
+    yield f"\nTwo layers, forward and backward, 64 tokens, fp32: median of {samples} samples of {STEPS} steps.\n"
+    times, factors = (f"{name}, ms" for name in EXECUTORS), (f"{name}, x eager" for name in EXECUTORS)
+    rows = (speed_row(hidden, samples) for hidden in GOALS)
+    yield from table(("hidden", "eager, ms", *times, *factors, "goal"), rows)
+
+
+def memory(*, quick: bool) -> Iterator[str]:
+    """What graphs hold, by the number of microbatches: there is nothing to sample."""
+    del quick
+    yield f"\nOne stage with {IN_FLIGHT} microbatches in flight under 1F1B, two layers of hidden size 64:\n"
     columns = ("graphs for each", "microbatches", "graphs", "slots", "static inputs, KiB", "graph memory, KiB")
-    rows = (
-        memory_row(reuse, count) for reuse in ("per_microbatch", "per_slot") for count in (IN_FLIGHT, 4 * IN_FLIGHT)
-    )
-    print("\n".join(table(columns, rows)))
+    cases = ((reuse, count) for reuse in ("per_microbatch", "per_slot") for count in (IN_FLIGHT, 4 * IN_FLIGHT))
+    yield from table(columns, (memory_row(*case) for case in cases))
 
 
 def speed_row(hidden: int, samples: int) -> tuple[object, ...]:
@@ -90,4 +87,4 @@ def memory_row(reuse: str, microbatches: int) -> tuple[object, ...]:
 
 
 if __name__ == "__main__":
-    main()
+    run("graph_capture", "Graph capture on a CPU", __doc__ or "", {"speed": speed, "memory": memory})

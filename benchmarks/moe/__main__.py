@@ -10,23 +10,8 @@ cores this takes about two minutes, and ``--quick``, with fewer samples, about o
 
 from __future__ import annotations
 
-import argparse
-import sys
-
 from benchmarks.moe.speed import report
-from benchmarks.support.report import heading
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.moe", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help="fewer samples")
-    given = parser.parse_args()
-    for line in heading("Mixture of experts", (parser.prog, *sys.argv[1:])):
-        print(line, flush=True)
-    for line in report(quick=given.quick):
-        print(line, flush=True)
-
+from benchmarks.support.command import run
 
 if __name__ == "__main__":
-    main()
+    run("moe", "Mixture of experts", __doc__ or "", report)

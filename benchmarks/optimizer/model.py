@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.support.gpt import gpt_options
 from benchmarks.support.shape import SMALL, TINY, Shape
 from megatron_run.actions import LayoutSpec, looped_layout
-from megatron_run.builtin.model.gpt import Gpt, GptOptions
+from megatron_run.builtin.model.gpt import Gpt
 from megatron_run.builtin.parallel_layer.dense import DenseLayers
 from megatron_run.contracts import BuildContext, Chunk, Microbatch, ParamInfo
 from megatron_run.parameters import describe_parameters, initialise
@@ -27,24 +28,6 @@ LR, WEIGHT_DECAY, BETAS, EPS, CLIP = 1e-3, 0.1, (0.9, 0.95), 1e-8, 1.0
 #: Little to compute for what is to be sent: one sequence through three times the parameters.
 WIDE = Shape(layers=6, hidden=768, heads=12, sequence=256, vocab=8192, micro_batch=1, microbatches=1)
 SHAPES = {"small": SMALL, "wide": WIDE, "tiny": TINY}
-
-
-def options(shape: Shape) -> GptOptions:
-    """The built-in model of these sizes."""
-    return GptOptions(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        num_heads=shape.heads,
-        vocab_size=shape.vocab,
-        tie_embeddings=False,
-        dropout=0.0,
-    )
-
-
-def train_section(shape: Shape) -> dict[str, Any]:
-    """What the section ``train`` of a run says of these sizes."""
-    sizes = {"sequence_length": shape.sequence, "micro_batch_size": shape.micro_batch}
-    return {**sizes, "global_batch_size": shape.micro_batch * shape.microbatches * dist.get_world_size()}
 
 
 class Batch:
@@ -97,7 +80,7 @@ class Side(Protocol):
 def build(context: BuildContext, shape: Shape) -> tuple[MeanLoss, dict[nn.Parameter, ParamInfo]]:
     """The whole model in one chunk, initialised: the same values in each call and on each rank."""
     layout = looped_layout(LayoutSpec(1, 1, shape.layers))
-    model = MeanLoss(Gpt(context, options(shape)).build_chunk(0, layout, DenseLayers(context), {}))
+    model = MeanLoss(Gpt(context, gpt_options(shape)).build_chunk(0, layout, DenseLayers(context), {}))
     infos = describe_parameters(model.chunk)
     initialise(infos, context.train.seed)
     return model, infos

@@ -9,18 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.optimizer.model import (
-    BETAS,
-    CLIP,
-    EPS,
-    LR,
-    WEIGHT_DECAY,
-    Batch,
-    build,
-    gathered,
-    options,
-    train_section,
-)
+from benchmarks.optimizer.model import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Batch, build, gathered
+from benchmarks.support.gpt import gpt_options, train_section
 from benchmarks.support.shape import Shape
 from megatron_run.builtin.optimizer import adamw
 from megatron_run.comm import Groups, Pending, create_groups
@@ -44,7 +34,13 @@ class Ranks:
     def context(self, shape: Shape, groups: Groups | None = None) -> BuildContext:
         """The context of a model of ``shape``, in fp32."""
         groups = self.groups if groups is None else groups
-        return context_at(self.topology, groups, options(shape), dtype=torch.float32, train=train_section(shape))
+        return context_at(
+            self.topology,
+            groups,
+            gpt_options(shape),
+            dtype=torch.float32,
+            train=train_section(shape, dist.get_world_size()),
+        )
 
 
 class OurSide:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.support.gpt import gpt_options, train_section
 from benchmarks.support.shape import Shape
 from benchmarks.tensor_parallel.model import Batch, gathered
 from megatron_run.actions import LayoutSpec, looped_layout
@@ -116,14 +117,6 @@ def split(shape: Shape, batch: Batch, ranks: Ranks, *, sequence: bool = False, o
 
 
 def _context(shape: Shape, topology: Topology, groups: Groups, *, sequence: bool = False) -> BuildContext:
-    options = GptOptions(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        num_heads=shape.heads,
-        vocab_size=shape.vocab,
-        tie_embeddings=False,
-        dropout=0.0,
+    return context_at(
+        topology, groups, gpt_options(shape), sequence=sequence, dtype=torch.float32, train=train_section(shape)
     )
-    train = {"sequence_length": shape.sequence, "micro_batch_size": shape.micro_batch}
-    train["global_batch_size"] = shape.micro_batch * shape.microbatches
-    return context_at(topology, groups, options, sequence=sequence, dtype=torch.float32, train=train)

@@ -26,7 +26,7 @@ def test_a_command_prints_what_the_page_shows(where: str) -> None:
 
 @pytest.mark.parametrize("line", TYPED)
 def test_a_command_can_be_typed_as_it_stands(line: str) -> None:
-    """One that would train says what it would train instead."""
+    """One that would train says what it would train instead. Blocks marked ``sh`` need files of the reader's own."""
     code, output = typed(line)
     assert code == 0, output
 
