@@ -20,8 +20,10 @@ def main() -> None:
     run, phases = RunFolder(folder, 1), Phases()
     run.start()
     watched = Watched(World(launcher="torchrun"), run, 1.0, os.dup(2))
-    watched.start(watched.start_hub()["hub"], phases)
+    hub = watched.start_hub()["hub"]
+    watched.start(hub, phases)
     assert watched._process is not None
+    assert hub["token"] not in str(watched._process.args), "others see the words of a command line"
     (folder / "watcher.pid").write_text(str(watched._process.pid))
     phases.step(1)
     phases.enter("forward", "F0.0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +18,15 @@ RANK = Path(__file__).parents[2] / "support" / "watched_rank.py"
 
 
 def ended(folder: Path, what: str) -> tuple[int, str, dict[str, object]]:
-    """Exit code, last words and status of a rank that did so; its watcher is gone soon after."""
+    """Exit code, last words and status of a rank that did so; its watcher is gone soon after, and so are its files."""
     words = (sys.executable, str(RANK), str(folder), what)
-    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False, env=environment)
     (watcher,) = process_ids(folder)
     wait_until(lambda: not alive(watcher), seconds=5)
+    assert not list(scratch.iterdir())
     return done.returncode, done.stderr, json.loads((folder / "status.json").read_text())
 
 

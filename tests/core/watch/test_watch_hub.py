@@ -114,8 +114,9 @@ def test_a_hub_that_ends_says_good_bye_so_that_nobody_takes_it_for_dead(site: Si
     assert site.told(1) == [{"bye": True}]
 
 
-def test_who_does_not_know_the_word_is_sent_away_and_garbage_is_nothing(site: Site) -> None:
-    stranger = site.connect(1, token="guess")
+@pytest.mark.parametrize("guess", ["guess", "wörd", "\ud800"])
+def test_who_does_not_know_the_word_is_sent_away_and_garbage_is_nothing(site: Site, guess: str) -> None:
+    stranger = site.connect(1, token=guess)
     stranger.say(over=1)
     assert select.select([stranger], [], [], 3.0)[0]
     assert list(stranger.hear()) == []

@@ -1,8 +1,9 @@
-"""The program that watches one rank from outside: ``python -m megatron_run.launch.beside ORDER``.
+"""The program that watches one rank from outside: ``python -m megatron_run.launch.beside``.
 
 Where our launcher started the ranks it watches them all; torchrun and Slurm do not, so each rank starts one of these.
 It talks to the watchers of the other ranks at their hub, ends its rank when it is told to, and ends with it. It ignores
-signals: they are meant for the rank.
+signals: they are meant for the rank. The first line that it reads is its order, which holds a secret: others see the
+words of a command line.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import base64
 import json
 import os
 import select
+import shutil
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -53,7 +54,7 @@ class Order:
     listen: str = ""
 
     def to_json(self) -> str:
-        """One word for the command line."""
+        """One line."""
         return json.dumps(asdict(self))
 
 
@@ -108,7 +109,7 @@ class Beside:
         return [self._lines] if self._lines is not None and self._lines.open else []
 
     def _leave(self, word: bytes) -> None:
-        """Tell the hub how the rank ended: by its word, or with none, when it is dead."""
+        """Tell the hub how the rank ended: by its word, or with none, when it is dead and cannot clean up."""
         page = self._rank.page()
         why = f"its process ended without a word in {page.place if page is not None else 'the beginning'}"
         if word:
@@ -119,6 +120,8 @@ class Beside:
             self._hub.finish(within=2.0)
             if not word:
                 self._write_status(self._message or f"rank {self._order.rank} was lost: {why}")
+        if not word:
+            shutil.rmtree(Path(self._order.page).parent, ignore_errors=True)
 
     def _hear(self, lines: Lines) -> None:
         for message in lines.hear():
@@ -148,9 +151,9 @@ class Beside:
         seen = self._rank.seen()
         page: dict[str, str] = {}
         if seen.page is not None and seen.quiet >= _SENT_AFTER and seen.page.changes != self._sent:
-            self._sent = seen.page.changes
-            content = Path(self._order.page).read_bytes().rstrip(b"\0")
-            page = {"page": base64.b64encode(content).decode()}
+            with suppress(OSError):  # a rank that ends by itself takes its page away
+                content = Path(self._order.page).read_bytes().rstrip(b"\0")
+                page, self._sent = {"page": base64.b64encode(content).decode()}, seen.page.changes
         self._say(quiet=seen.quiet, stopped=seen.stopped, **page)
 
     def _say(self, **message: Any) -> None:
@@ -175,13 +178,22 @@ def tell(**line: Any) -> None:
         os.write(1, json.dumps(line).encode() + b"\n")
 
 
+def _first_line() -> bytes:
+    """Byte by byte: what follows is for ``select``."""
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(0, 1)):
+        line += byte
+    return line
+
+
 def main() -> None:
-    """Watch as the first word orders."""
+    """Watch as the first line orders."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.chdir("/")
-    with suppress(BrokenPipeError):
-        Beside(Order(**json.loads(sys.argv[1]))).run()
+    if line := _first_line():
+        with suppress(BrokenPipeError):
+            Beside(Order(**json.loads(line))).run()
 
 
 if __name__ == "__main__":

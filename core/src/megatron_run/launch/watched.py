@@ -78,12 +78,15 @@ class Watched:
             **how,
         )
         self._process = subprocess.Popen(
-            [*_PROGRAM, order.to_json()],
+            _PROGRAM,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
         )
+        assert self._process.stdin is not None
+        with suppress(OSError):  # a watcher that is gone is found out where it is heard
+            self._process.stdin.write(order.to_json().encode() + b"\n")
 
     def _listen(self) -> None:
         """Wait for the word to end, which may never come."""
@@ -94,9 +97,10 @@ class Watched:
 
     def _obey(self, word: Mapping[str, Any]) -> None:
         line = f"{word['end']} (log: {self._run_folder.log(word['rank'])})"
-        with suppress(OSError):
+        with suppress(OSError):  # a full disk must not take the last word
             if self._world.rank == 0:
                 self._run_folder.end(ExitCode.RANK_LOST, line)
+        with suppress(OSError):
             if word["speak"]:
                 os.write(self._terminal, f"megatron-run: {line}\n".encode())
         os._exit(ExitCode.RANK_LOST)

@@ -102,7 +102,8 @@ class Hub:
 
     def _greet(self, lines: Lines, message: Mapping[str, Any]) -> None:
         rank = message.get("rank")
-        if compare_digest(str(message.get("token")), self._token) and rank in range(len(self._seen)):
+        known = compare_digest(str(message.get("token")).encode(errors="replace"), self._token.encode())
+        if known and rank in range(len(self._seen)):
             self._lines[lines] = rank
             if self._verdict:  # it comes too late
                 lines.say(**self._verdict, speak=False)
