@@ -63,15 +63,16 @@ def test_collectives_are_counted_by_scope_and_a_wait_is_no_new_one() -> None:
 
 
 def test_another_thread_has_phases_of_its_own_that_the_listeners_hear() -> None:
-    phases, ear, recorder = Phases(), Ear(), Ear()
+    phases, ear, recorder, timer = Phases(), Ear(), Ear(), Ear()
     phases.step(7)
     beside = phases.beside()
     phases.recorder = recorder
+    phases.timers.append(timer)
     phases.listeners.append(ear)  # whoever comes later hears both
     phases.enter("forward")
     beside.enter("save-flush", "step7")
     assert ear.heard == [(7, "forward", ""), (7, "save-flush", "step7")]
-    assert recorder.heard == [(7, "forward", "")]
+    assert recorder.heard == timer.heard == [(7, "forward", "")]
     assert phases.now == ("forward", "")
 
 

@@ -50,14 +50,16 @@ class Exchange(NamedTuple):
 class Phases:
     """The phases of one thread of one rank.
 
-    ``recorder``, if there is one, and then the ``listeners`` are told of every change, before what it announces is
-    done. ``members`` are the ranks of each scope in which this rank takes part in collectives.
+    ``recorder``, if there is one, the ``timers``, and then the ``listeners``, who may take time over it, are told of
+    every change, before what it announces is done. ``members`` are the ranks of each scope in which this rank takes
+    part in collectives.
     """
 
-    __slots__ = ("_detail", "_name", "_numbers", "_step", "listeners", "members", "recorder")
+    __slots__ = ("_detail", "_name", "_numbers", "_step", "listeners", "members", "recorder", "timers")
 
     def __init__(self) -> None:
         self.recorder: Listener | None = None
+        self.timers: list[Listener] = []
         self.listeners: list[Listener] = []
         self.members: dict[str, tuple[int, ...]] = {}
         self._step = 0
@@ -79,6 +81,8 @@ class Phases:
         self._name, self._detail = name, detail
         if self.recorder is not None:
             self.recorder(self._step, name, detail)
+        for timer in self.timers:
+            timer(self._step, name, detail)
         for listener in self.listeners:
             listener(self._step, name, detail)
 
@@ -92,7 +96,7 @@ class Phases:
         return Within(self, "collective", Collective(operation, scope, self._numbers[scope], values))
 
     def beside(self) -> Phases:
-        """The phases of another thread of this rank: the same listeners hear them, and the recorder does not."""
+        """The phases of another thread of this rank: the same listeners hear them; recorder and timers do not."""
         other = Phases()
         other.listeners, other._step = self.listeners, self._step
         return other

@@ -84,13 +84,13 @@ def test_the_last_steps_before_a_report_are_timed(interval: int, monkeypatch: py
     stragglers = Stragglers(context, interval, 2.0)
     with mock.patch("megatron_run.training.stragglers.find_straggler", compare):
         for step in range(1, 26):
-            for name in ("data", "forward", "save-flush", "backward", "optimizer", "observe"):
+            for name in ("data", "forward", "send", "backward", "optimizer", "observe"):
                 stragglers.enter(step, name, "")
             stragglers.report(step)
     assert len(rows) == 25 // interval
     for found in rows:
         assert found == [row(), row(data=1.0, forward=1.0, backward=1.0, optimizer=1.0)]
-    assert next(clock) == (25 if interval == 4 else 10) * 5
+    assert next(clock) == (25 if interval == 4 else 10) * 6
 
 
 def test_a_rank_alone_is_not_timed() -> None:

@@ -48,7 +48,7 @@ class Guards:
         interval = self._config.straggler_interval.steps(last, batch)
         self._stragglers = Stragglers(context, interval, self._config.straggler_factor)
         if interval:
-            context.groups.phases.listeners.insert(0, self._stragglers.enter)  # before whoever takes time over it
+            context.groups.phases.timers.append(self._stragglers.enter)
         self._reason = ""  # why the update of the last step was left out
         self._spike = ""  # what to go back for
 

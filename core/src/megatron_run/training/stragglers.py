@@ -46,11 +46,8 @@ class Stragglers:
         self._marks: list[tuple[str, Any]] = []
 
     def enter(self, step: int, name: str, detail: object) -> None:
-        """Phase ``name`` begins in ``step``: a listener of the rank's phases.
-
-        Saving is no part of a step, and may be said by another thread, while this one computes.
-        """
-        if self._interval and -step % self._interval < _TIMED and not name.startswith("save"):
+        """Phase ``name`` begins in ``step``: a timer of the rank's phases."""
+        if self._interval and -step % self._interval < _TIMED:
             self._marks.append((name, self._now()))
 
     def report(self, step: int) -> Straggler | None:
