@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -105,6 +106,26 @@ def test_a_run_that_was_saved_goes_on_from_itself(first: Path, tmp_path: Path) -
     again = attempt(tmp_path / "run", {**NEW, "run.init_from": str(first)}, number=3, resume="never")
     assert again.first == 1
     assert again.numbers[2] == resumed.numbers[2]
+
+
+def start_unreadable(rank: int, world: int, source: str, folder: str) -> str:
+    """What this rank says of weights that rank 1 cannot read while both bring them to each other."""
+    read = Reader.read
+
+    def unreadable(reader: Reader, name: str, *box: Any) -> Any:
+        if rank == 1 and "attention" in name:
+            raise CheckpointError("the file cannot be read", why="Input/output error")
+        return read(reader, name, *box)
+
+    with found_once(), mock.patch.object(Reader, "read", unreadable), pytest.raises(CheckpointError) as error:
+        attempt(Path(folder), {**NEW, "run.init_from": source}, ("optimizer=zero1",), rank=rank, world=world)
+    return str(error.value)
+
+
+@pytest.mark.multiproc
+def test_a_read_that_fails_on_one_rank_ends_all_of_them(imported: Path, tmp_path: Path) -> None:
+    said = run_ranks(start_unreadable, 2, str(imported), str(tmp_path))
+    assert said == ["the file cannot be read: Input/output error (from rank 1)"] * 2
 
 
 def start_splits(rank: int, world: int, source: str, folder: str) -> list[Any]:

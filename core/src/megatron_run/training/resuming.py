@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megatron_run.checkpoint.manifest import About, DataRecord, Manifest
     from megatron_run.checkpoint.ranks import Ranks
     from megatron_run.checkpoint.step_folder import Checkpoints
+    from megatron_run.contracts import Optimizer, ReadState
     from megatron_run.resolve import ResolvedRun
     from megatron_run.training.build import Assembly
     from megatron_run.training.upgrading import Upgrade
@@ -119,32 +120,35 @@ def _check(run: ResolvedRun, saved: About, data: DataRecord) -> Findings:
     return Findings(Progress(**saved.counters, losses=saved.losses), scaler_state(saved, run.plugins, allowed), upgrade)
 
 
-class Reading:
-    """How ``optimizer`` looks its state up; ``anew``: what was not saved starts from zeros.
+def load_state(optimizer: Optimizer, read: ReadState) -> None:
+    """Let ``optimizer`` load what ``read`` gives it, and then raise what the first read that failed raised.
 
-    Nothing is raised while it does: it brings what it has read to the other ranks, which would wait for one that left.
-    From the first failure on it reads zeros, and :meth:`check` raises afterwards.
+    Nothing is raised while it loads: it brings what it has read to the other ranks, which would wait for one that left.
+    From the first failure on it reads zeros.
     """
+    failures: list[Exception] = []
+
+    def read_or_zeros(name: str, field: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        if not failures:
+            try:
+                return read(name, field, starts, sizes)
+            except Exception as error:  # whatever it is: the others wait
+                failures.append(error)
+        return torch.zeros(sizes)
+
+    optimizer.load_state(read_or_zeros)
+    if failures:
+        raise failures[0]
+
+
+class Reading:
+    """How ``optimizer`` looks its state up; ``anew``: what was not saved starts from zeros."""
 
     def __init__(self, reader: Reader | UpgradingReader, optimizer: str, *, anew: bool) -> None:
         self._reader, self._optimizer, self._anew = reader, optimizer, anew
-        self._failure: Exception | None = None
 
     def __call__(self, name: str, field: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-        """The box, or zeros."""
-        if self._failure is None:
-            try:
-                return self._read(name, field, starts, sizes)
-            except Exception as error:  # whatever it is: the others wait
-                self._failure = error
-        return torch.zeros(sizes)
-
-    def check(self) -> None:
-        """Raise what the first read that failed raised, if one did."""
-        if self._failure is not None:
-            raise self._failure
-
-    def _read(self, name: str, field: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        """The box. Raises :class:`CheckpointError` where it was not saved and cannot start from zeros."""
         known = self._reader.fields(name)
         if field in known or not known:
             return self._reader.read(name, field, starts, sizes)
@@ -165,7 +169,6 @@ class Reading:
 
 def _load(assembly: Assembly, read: Reading, scaler: Mapping[str, Any] | None) -> None:
     """Masters and moments, box by box; then the loss scale."""
-    assembly.optimizer.load_state(read)
-    read.check()
+    load_state(assembly.optimizer, read)
     if scaler is not None:
         assembly.scaler.load_state_dict(scaler)

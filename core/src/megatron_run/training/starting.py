@@ -13,7 +13,7 @@ from megatron_run.checkpoint.ranks import all_do, first_does
 from megatron_run.checkpoint.reader import Reader
 from megatron_run.checkpoint.step_folder import Checkpoints
 from megatron_run.contracts.state import MASTER
-from megatron_run.training.resuming import verify_share
+from megatron_run.training.resuming import load_state, verify_share
 from megatron_run.training.source import choose_source, differing_options, refuse_other_model
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def start_from(run: ResolvedRun, assembly: Assembly, path: Path, ranks: Ranks, s
         said = f"; {differences}" if differences else ""
         assembly.context.log.warning("weights of step %s of %s%s", step, checkpoints.path.parent, said)
     read = _reading(Reader(checkpoints.folder(step), manifest))
-    all_do(ranks, lambda: assembly.optimizer.load_state(read))
+    all_do(ranks, lambda: load_state(assembly.optimizer, read))
 
 
 def _choose(run: ResolvedRun, path: Path) -> tuple[str, int]:
