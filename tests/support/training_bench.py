@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from megatron_run.contracts import EvalMetrics, Observer, ParamInfo, StepMetrics
+from megatron_run.contracts import CheckpointMetrics, EvalMetrics, Observer, ParamInfo, StepMetrics
 from megatron_run.errors import ExitCode
 from megatron_run.gradients import main_grad
 from megatron_run.resolve import load_config
@@ -29,6 +29,7 @@ class Watch(Observer):
         self.steps: list[StepMetrics] = []
         self.evaluations: list[EvalMetrics] = []
         self.texts: list[str] = []
+        self.saved: list[int] = []
         self.after_step: Callable[[], object] = lambda: None
 
     def on_step_end(self, metrics: StepMetrics) -> None:
@@ -37,6 +38,9 @@ class Watch(Observer):
 
     def on_eval_end(self, metrics: EvalMetrics) -> None:
         self.evaluations.append(metrics)
+
+    def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
+        self.saved.append(metrics.step)
 
     def on_sample(self, text: str) -> None:
         self.texts.append(text)

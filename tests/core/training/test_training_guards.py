@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_run.checkpoint.saving import Saver
 from megatron_run.checkpoint.step_folder import Checkpoints
-from megatron_run.errors import ExitCode, GuardError
+from megatron_run.errors import CheckpointError, ExitCode, GuardError
 from megatron_run.training.not_finite import _joined
 from megatron_run.training.spikes import spike_limit
 from tests.support.training_bench import Bench
@@ -104,6 +107,37 @@ def test_a_rewind_goes_back_to_the_last_saved_step_and_past_the_samples_since(tm
     progress = bench.trainer._progress
     assert (progress.step, progress.samples, progress.dropped, progress.rewinds) == (12, 96, 16, 1)
     assert [step.samples for step in bench.watch.steps][10:] == [72, 80, 88, 96]
+
+
+def held_up(bench: Bench, then: Callable[[], None]) -> Any:
+    """A patch: saving step 8 takes until after the spike of step 10, does ``then``, and goes on."""
+    spiked, save = threading.Event(), Saver.save
+    bench.watch.after_step = lambda: bench.watch.steps[-1].step == 10 and threading.Timer(0.1, spiked.set).start()
+
+    def late(saver: Saver, about: Any, *rest: Any) -> int:
+        if about.step == 8:
+            assert spiked.wait(20)
+            then()
+        return save(saver, about, *rest)
+
+    return mock.patch.object(Saver, "save", late)
+
+
+def test_a_rewind_waits_for_the_step_that_is_being_saved_and_tells_of_it(tmp_path: Path) -> None:
+    bench = spiked(tmp_path, "rewind", "checkpoint.interval=8", "checkpoint.async_save=true")
+    with held_up(bench, lambda: None):
+        bench.train()
+    assert [step.step for step in bench.watch.steps] == [*range(1, 11), *range(9, 13)]
+    assert bench.watch.saved == [8, 12]
+
+
+def test_a_step_that_could_not_be_saved_ends_the_run_that_wants_to_go_back_to_it(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise CheckpointError("step 8 could not be saved")
+
+    bench = spiked(tmp_path, "rewind", "checkpoint.interval=8", "checkpoint.async_save=true")
+    with held_up(bench, fail), pytest.raises(CheckpointError, match="step 8 could not be saved"):
+        bench.train()
 
 
 def test_no_sample_is_read_twice_however_often_the_run_goes_back(tmp_path: Path) -> None:

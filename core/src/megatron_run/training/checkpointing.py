@@ -59,6 +59,7 @@ class Checkpointing:
         )
         self._behind = self._make_behind() if run.config.checkpoint.async_save else None
         self._stood_still = 0.0  # for the step that is being saved behind the training
+        self._saved: list[CheckpointMetrics] = []  # on the disk, and not told yet
 
     def _make_behind(self) -> SavingBehind:
         """What saves behind the training: it meets the other ranks in a group that the training does not use."""
@@ -88,8 +89,12 @@ class Checkpointing:
         return progress
 
     def go_back(self) -> Progress | None:
-        """Load the newest saved step again, and say how far the run had come; None when none is saved. Collective."""
-        self.close()  # a step that is still being saved is the newest
+        """Load the newest saved step again, and say how far the run had come; None when none is saved. Collective.
+
+        Raises :class:`megatron_run.errors.CheckpointError` as :meth:`after_step` does.
+        """
+        if self._behind is not None:
+            self._saved += self._take(self._behind, wait=True)  # it is the newest, once it is whole
         progress = self._load("auto")
         return progress if progress.step else None
 
@@ -112,10 +117,11 @@ class Checkpointing:
         due, final = self.is_due(progress.step, last), stopping or progress.step == last
         if self._behind is None:
             return [self._save(progress)] if due or final else []
+        told, self._saved = self._saved, []
         start = time.perf_counter()
         if due or final:
             self._phases.enter("save", f"step{progress.step}")
-        saved = self._take(self._behind, wait=due or final)
+        saved = [*told, *self._take(self._behind, wait=due or final)]
         if final:
             return [*saved, self._save(progress)]
         if due:
