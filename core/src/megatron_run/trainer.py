@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from megatron_run.contracts import StepMetrics
     from megatron_run.phases import Phases
     from megatron_run.pipeline.execute import StepRecord
     from megatron_run.resolve import ResolvedRun
@@ -69,6 +70,8 @@ class Trainer:
         self._run, self._assembly, self._folder, self._stop = run, assembly, folder, stop
         train, self._context, self._phases = run.config.train, assembly.context, assembly.context.groups.phases
         self._batches = BatchSizes(train, run.sizes.data)
+        self._last = self._batches.steps()
+        self._eval_interval = run.config.eval.interval.steps(self._last, train.global_batch_size)
         self._learning_rate = LearningRate.from_config(train)
         self._weight_decay = WeightDecay.from_config(train)
         self._progress = Progress()
@@ -82,7 +85,7 @@ class Trainer:
         validation = assembly.data.dataset("validation", train.sequence_length, train.seed)
         self._evaluator = Evaluator(run, assembly, self._feed, validation)
         self._checkpoints = Checkpointing(run, assembly, folder, self._dataset)
-        self._guards = Guards(run, assembly, self._losses, self._batches.steps())
+        self._guards = Guards(run, assembly, self._losses, self._last)
 
     @property
     def validation_samples(self) -> list[int]:
@@ -100,36 +103,42 @@ class Trainer:
 
     def train(self, observers: Observers) -> ExitCode:
         """Step until the last step, or until a rank is asked to stop; evaluate and save on the way and at the end."""
-        last = self._batches.steps()
-        interval = self._run.config.eval.interval.steps(last, self._run.config.train.global_batch_size)
         graphs = GraphSteps(self._run, self._assembly, self._batches, self._progress)
-        tracing = start_tracing(self._run.plans, self._context, observers, last)
-        while self._progress.step < last:
+        tracing = start_tracing(self._run.plans, self._context, observers, self._last)
+        while self._progress.step < self._last:
             graphs.prepare(self._progress, observers)
             clock = tracing.clock(self._progress.step + 1)
             metrics, times, stop = self._step(clock)
-            step = metrics.step
-            self._phases.enter("observe")
-            self._folder.heartbeat(step)
-            observers.on_step_end(metrics)
+            self._tell(metrics, observers)
             if clock is not None:
-                tracing.report(step, metrics.microbatches, times, observers)
+                tracing.report(metrics.step, metrics.microbatches, times, observers)
             if (back := self._guards.rewind(self._progress, self._checkpoints)) is not None:
                 self._progress = back
                 continue
-            due = bool(stop) or self._checkpoints.is_due(step, last)
-            self._guards.check(self._progress, saving=due)
-            if step == last or (interval and step % interval == 0):
-                observers.on_eval_end(self._evaluator.evaluate(step))
-            if due:
-                self._assembly.wait_for_parameters()  # a run may end here, and nothing may be on its way then
-            for saved in self._checkpoints.after_step(self._progress, last, stopping=stop is not None):
-                observers.on_checkpoint(saved)
-            if stop and step < last:
+            self._look_and_save(observers, stopping=stop is not None)
+            if stop is not None and metrics.step < self._last:
                 return stop
         self._let_it_write(observers)
         self._phases.enter("end")
         return ExitCode.DONE
+
+    def _tell(self, metrics: StepMetrics, observers: Observers) -> None:
+        """A step is done: the run folder and the observers hear of it."""
+        self._phases.enter("observe")
+        self._folder.heartbeat(metrics.step)
+        observers.on_step_end(metrics)
+
+    def _look_and_save(self, observers: Observers, *, stopping: bool) -> None:
+        """What comes after steps that stay: the guards look, the model is evaluated and saved where that is due."""
+        step, last = self._progress.step, self._last
+        saving = stopping or self._checkpoints.is_due(step, last)
+        self._guards.check(self._progress, saving=saving)
+        if step == last or (self._eval_interval and step % self._eval_interval == 0):
+            observers.on_eval_end(self._evaluator.evaluate(step))
+        if saving:
+            self._assembly.wait_for_parameters()  # a run may end here, and nothing may be on its way then
+        for saved in self._checkpoints.after_step(self._progress, last, stopping=stopping):
+            observers.on_checkpoint(saved)
 
     def _let_it_write(self, observers: Observers) -> None:
         """Show what the model has learned, where ``eval.sample`` asks for it."""
