@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_run.checkpoint.manifest import MANIFEST, Manifest
 from megatron_run.checkpoint.step_folder import CHECKPOINTS, Checkpoints, check_length, verify_files
+from megatron_run.contracts.state import MASTER
 from megatron_run.errors import CheckpointError
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -116,12 +117,12 @@ def inspect_text(manifest: Manifest) -> str:
 
 
 def _tensor_text(manifest: Manifest, name: str) -> str:
-    """``[64, 32]  master F32, exp_avg F32, step F32 []``: a shape of its own is said."""
+    """``[64, 32]  master F32, exp_avg F32, step F32 []``: a shape of its own is said, masters first."""
     fields = manifest.tensors[name]
     shape = max((record.shape for record in fields.values()), key=prod)
     texts = [
         f"{field} {record.dtype}" + (f" {list(record.shape)}" if record.shape != shape else "")
-        for field, record in fields.items()
+        for field, record in sorted(fields.items(), key=lambda each: (each[0] != MASTER, each[0]))
     ]
     return f"{list(shape)}  {', '.join(texts)}"
 
