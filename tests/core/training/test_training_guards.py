@@ -112,7 +112,12 @@ def test_a_rewind_goes_back_to_the_last_saved_step_and_past_the_samples_since(tm
 def held_up(bench: Bench, then: Callable[[], None]) -> Any:
     """A patch: saving step 8 takes until after the spike of step 10, does ``then``, and goes on."""
     spiked, save = threading.Event(), Saver.save
-    bench.watch.after_step = lambda: bench.watch.steps[-1].step == 10 and threading.Timer(0.1, spiked.set).start()
+
+    def after_step() -> None:
+        if bench.watch.steps[-1].step == 10:
+            threading.Timer(0.1, spiked.set).start()
+
+    bench.watch.after_step = after_step
 
     def late(saver: Saver, about: Any, *rest: Any) -> int:
         if about.step == 8:
