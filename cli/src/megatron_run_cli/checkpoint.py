@@ -69,8 +69,7 @@ def inspect(folder: Path | None, *, step: int | None, as_json: bool) -> None:
     """Show what a saved step holds: counters, plugins, topology, files, and every logical tensor."""
     from megatron_run.checkpoint import show
 
-    checkpoints, named = show.find(folder)
-    chosen = next(each for each in (step, named, checkpoints.steps()[-1]) if each is not None)
+    checkpoints, chosen = show.find_step(folder, step)
     manifest = checkpoints.manifest(chosen)
     if as_json:
         print_json(manifest.model_dump(mode="json"))

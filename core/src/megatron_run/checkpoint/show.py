@@ -55,6 +55,15 @@ def find(path: Path | None) -> tuple[Checkpoints, int | None]:
     raise CheckpointError(f"no checkpoints in {start}", fix="name a run folder, its checkpoints, or one of its steps")
 
 
+def find_step(path: Path | None, step: int | None = None) -> tuple[Checkpoints, int]:
+    """The checkpoints at ``path`` as :func:`find` has them; of their steps ``step``, else ``path``'s, else the newest.
+
+    Raises :class:`CheckpointError` where there is none.
+    """
+    checkpoints, named = find(path)
+    return checkpoints, next(each for each in (step, named, checkpoints.steps()[-1]) if each is not None)
+
+
 def look(checkpoints: Checkpoints, steps: Sequence[int] = (), *, thorough: bool = False) -> Iterator[Finding]:
     """What there is of ``steps``, all when empty: manifests and lengths, and every byte when ``thorough``."""
     for step in steps or checkpoints.steps():

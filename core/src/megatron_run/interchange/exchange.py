@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_run.checkpoint.files import FileSystem, saving
-from megatron_run.checkpoint.show import find
+from megatron_run.checkpoint.show import find_step
 from megatron_run.interchange.folder import count_values, make_new, read_step, write_folder
 from megatron_run.interchange.formats import read_source, writer
 
@@ -52,8 +52,7 @@ def export_model(source: Path | None, folder: Path, name: str, step: int | None 
     newest. Raises a RunError; nothing is left behind then.
     """
     write, files = writer(name), FileSystem()
-    checkpoints, named = find(source)
-    chosen = next(each for each in (step, named, checkpoints.steps()[-1]) if each is not None)
+    checkpoints, chosen = find_step(source, step)
     with saving(f"{folder} could not be written"):
         make_new(folder, files)  # the place is taken, and known to be ours
         temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_run.checkpoint.show import find
+from megatron_run.checkpoint.show import find_step
 from megatron_run.checkpoint.step_folder import CHECKPOINTS, Checkpoints
 from megatron_run.errors import CheckpointError, advice
 from megatron_run.registry.discover import KERNEL
@@ -35,12 +35,11 @@ def check_source(run: ResolvedRun) -> None:
 def choose_source(run: ResolvedRun, path: Path) -> tuple[Checkpoints, int]:
     """The saved steps at ``path`` and the one that it names, or the newest. Raises :class:`CheckpointError`."""
     try:
-        checkpoints, step = find(path.expanduser().absolute())
+        return find_step(path.expanduser().absolute())
     except CheckpointError as error:
         error.origin = _origin(run)
         error.fix = advice(error.fix, "a model of another format is imported first: megatron-run import SOURCE FOLDER")
         raise
-    return checkpoints, checkpoints.steps()[-1] if step is None else step
 
 
 def differing_options(run: ResolvedRun, checkpoints: Checkpoints, step: int) -> str:
