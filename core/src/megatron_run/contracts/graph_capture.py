@@ -88,8 +88,8 @@ class GraphCapture(ABC):
     def regions(self, chunks: Sequence[Sequence[Segment]]) -> Sequence[Region]:
         """Choose what to capture among each chunk's segments (in forward order); never across a layer.
 
-        Called also while a run is planned, with every stage in turn. Raises :class:`megatron_run.errors.RunError`
-        where a segment that was asked for may not be captured.
+        Called also while a run is planned, with every stage in turn and with all of them as one. Raises
+        :class:`megatron_run.errors.RunError` where a segment that was asked for may not be captured.
         """
 
     @abstractmethod

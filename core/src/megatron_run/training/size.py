@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -11,7 +12,7 @@ from megatron_run.comm import Groups
 from megatron_run.errors import RunError
 from megatron_run.parameters import count_parameters, describe_parameters
 from megatron_run.resolve.topology import attribute
-from megatron_run.topology import Topology
+from megatron_run.topology import Sizes, Topology
 from megatron_run.training.build import build_chunks, make_context, with_vocabulary
 
 if TYPE_CHECKING:
@@ -65,13 +66,16 @@ def model_size(run: ResolvedRun) -> ModelSize:
 def _model_size(run: ResolvedRun) -> ModelSize:
     options = with_vocabulary(run, run.one("data").create())
     total, stages, padded, captures = 0, [], 0, []
+    chunks: list[Chunk] = []
     for stage in range(run.sizes.pipeline):
         on_ranks = [_build(run, options, stage, expert) for expert in range(run.sizes.expert)]
         total += count_parameters(info for rank in on_ranks for info in rank.held.values())
         context, held = on_ranks[0].context, on_ranks[0].held
         stages.append(_rank_size(held, _memory(run, on_ranks[0])))
         captures.append(_capture_size(run, on_ranks[0], stage))
+        chunks += on_ranks[0].chunks
         padded = max(padded, _rows_over(context.vocab_size, held) * run.sizes.tensor)
+    _check_capture(run, context, chunks)
     return ModelSize(total, tuple(stages), context.vocab_size, padded, tuple(captures))
 
 
@@ -102,6 +106,13 @@ def _capture_size(run: ResolvedRun, built: _Built, stage: int) -> CaptureSize:
     capture = cast("GraphCapture", run.one("graph-capture").create(context=built.context))
     regions = capture.regions([chunk.segments() for chunk in built.chunks])
     return capture.plan(regions, run.plans[max(run.plans)].lists[stage])
+
+
+def _check_capture(run: ResolvedRun, context: BuildContext, chunks: Sequence[Chunk]) -> None:
+    """Have graph capture choose as if one rank held all ``chunks``: it alone sees what no stage publishes."""
+    alone = replace(context, topology=Topology(Sizes(), 0))
+    capture = cast("GraphCapture", run.one("graph-capture").create(context=alone))
+    capture.regions([chunk.segments() for chunk in chunks])
 
 
 def _rank_size(held: Mapping[Parameter, ParamInfo], memory: Mapping[str, int]) -> RankSize:

@@ -9,10 +9,11 @@ from torch.nn import Parameter
 
 from megatron_run.actions import Action
 from megatron_run.builtin.schedule.sequential import Sequential
-from megatron_run.contracts import Microbatch, Region
+from megatron_run.contracts import Microbatch, Region, Segment
 from megatron_run.errors import GraphCaptureError
 from megatron_run.gradients import main_grad
-from tests.support.graph_bench import Pipeline, one_region
+from megatron_run.testing.context import single_process_context
+from tests.support.graph_bench import Pipeline, one_region, partial_capture
 
 ONE = [Action("F", 0, 0), Action("B", 0, 0)]
 
@@ -109,6 +110,23 @@ def test_a_layer_whose_inputs_have_no_gradient_still_trains() -> None:
     out.sum().backward()
     assert main_grad(table).sum(1).tolist() == [3.0, 0.0, 3.0, 0.0, 0.0]
     assert context.gradients._arrivals == {table: 1}
+
+
+def test_a_parameter_of_a_later_segment_stands_in_where_the_first_has_none() -> None:
+    table = Parameter(torch.randn(5, 3))
+    context = single_process_context(dtype=torch.float32)
+    context.gradients.adopt(table, "weight")
+    table.main_grad = torch.zeros_like(table)  # type: ignore[attr-defined]  # where the kernel keeps it
+    segments = (
+        Segment("shift", 0, 0, lambda ids: ids + 1, ("tokens",), ("ids",), ()),
+        Segment("look", 0, 1, lambda ids: table[ids], ("ids",), ("x",), (table,)),
+    )
+    capture = partial_capture(context, scope=("shift", "look"))
+    (region,) = capture.regions([segments])
+    capture.capture([region], ONE, {region: (torch.empty(1, dtype=torch.int64, device="meta"),)})
+    (out,) = capture.replay(region, at(1), torch.tensor([2]))
+    out.sum().backward()
+    assert main_grad(table).sum(1).tolist() == [0.0, 0.0, 0.0, 3.0, 0.0]
 
 
 def test_parameters_are_ready_before_every_replay_and_nobody_asks_while_capturing() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from megatron_run_graph_capture_partial.arena import ALIGNMENT, Arena
 from megatron_run_graph_capture_partial.backend import weak_alias
 from megatron_run_graph_capture_partial.reuse import Reuse, per_microbatch, per_slot
 from megatron_run_schedule_1f1b import OneForwardOneBackward
+from megatron_run_schedule_interleaved import Interleaved
 from tests.support.graph_bench import Pipeline, one_region, partial_capture
 
 STAGES = 4
@@ -54,6 +56,27 @@ def test_graphs_by_slot_are_as_few_as_can_be_and_exact() -> None:
     assert [size.graphs for size in sizes] == [2 * min(STAGES - stage, 2 * STAGES) for stage in range(STAGES)]
     assert [size.slots for size in sizes] == list(pipeline.plan.peak_in_flight)
     assert gradients_are_eager(pipeline, 2 * STAGES)
+
+
+def test_graphs_by_slot_follow_the_peak_of_each_chunk() -> None:
+    """Bar 8 with two chunks of two layers: their peaks differ, and a pool of each chunk and slot stays exact."""
+    model = FIRST_STAGE.model_copy(update={"num_layers": 8})
+    eager, captured = (
+        Pipeline(Interleaved(), 4, stages=2, chunks=2, model=model, scope=("attn",), graph_reuse="per_slot")
+        for _ in range(2)
+    )
+    eager.step(1), captured.step(1)
+    sizes = captured.start_capture()
+    peaks = [[peak(captured.actions(stage), chunk) for chunk in range(2)] for stage in range(2)]
+    assert len({*peaks[0]}) == 2
+    assert [size.graphs for size in sizes] == [2 * sum(2 * each for each in found) for found in peaks]
+    assert captured.step(2).equals(eager.step(2))
+
+
+def peak(actions: Sequence[Action], chunk: int) -> int:
+    """The most microbatches that ``chunk`` has in flight, counted action by action."""
+    changes = ({"F": 1, "B": -1}[op] for op, _, other in actions if other == chunk and op in "FB")
+    return max(accumulate(changes))
 
 
 def first_microbatch_for_all(order: tuple[Pass, ...], chunks: int) -> Reuse:

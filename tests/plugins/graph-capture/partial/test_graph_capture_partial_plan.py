@@ -35,10 +35,17 @@ def test_nothing_is_said_of_graphs_where_none_are_captured() -> None:
     assert [stage["graphs"] for stage in dry_run_json(run)["graphs_by_stage"]] == [0, 0]
 
 
-def test_a_name_that_no_layer_publishes_is_refused_with_where_it_was_written() -> None:
-    run = resolve(request("graph-capture=partial,scope=atn", nproc=1))
+@pytest.mark.parametrize("schedule", ["sequential", "interleaved"])
+def test_a_name_that_no_layer_publishes_is_refused_with_where_it_was_written(schedule: str) -> None:
+    """Also where no stage publishes every name."""
+    run = resolve(request("graph-capture=partial,scope=atn", f"schedule={schedule}"))
     with pytest.raises(InputError, match=r"names 'atn'.* \(from --plugin graph-capture=.*scope=atn\); did you"):
         dry_run_text(run)
+
+
+def test_names_of_different_stages_may_be_in_one_scope() -> None:
+    run = resolve(request("graph-capture=partial,scope=embedding,loss", "schedule=interleaved"))
+    assert [stage["regions"] for stage in dry_run_json(run)["graphs_by_stage"]] == [1, 1]
 
 
 def test_a_segment_that_must_run_eagerly_is_refused() -> None:

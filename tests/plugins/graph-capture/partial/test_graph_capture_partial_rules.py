@@ -13,12 +13,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megatron_run.actions import Action
+from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.contracts import Segment
 from megatron_run.errors import GraphCaptureError
 from megatron_run.graphs import Rules
 from megatron_run.testing.context import single_process_context
 from megatron_run_graph_capture_partial.arena import Arena
-from tests.support.graph_bench import one_region, partial_capture
+from megatron_run_graph_capture_partial.recording import Recording
+from tests.support.graph_bench import Pipeline, one_region, partial_capture
 
 Violation = Callable[[Tensor], Any]
 
@@ -152,3 +154,26 @@ def test_a_failed_capture_leaves_nothing_behind() -> None:
     assert arenas() == before
     with Rules(()):
         pass  # no mode was left switched on
+
+
+def test_training_goes_on_after_a_failed_capture_as_if_none_had_been_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bar 12: eager steps keep their bits, and another capture may follow."""
+    eager, captured = (Pipeline(Sequential(), 2) for _ in range(2))
+    eager.step(1), captured.step(1)
+    recorded, record_backward = [], Recording._record_backward
+
+    def fails_late(self: Recording, *args: Any) -> list[Tensor | None]:
+        recorded.append(record_backward(self, *args))
+        if len(recorded) == 3:
+            raise RuntimeError("out of luck")
+        return recorded[-1]
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Recording, "_record_backward", fails_late)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            captured.start_capture()
+    assert eager.step(2).equals(captured.step(2))
+    arrivals = [list(each.stages[0].context.gradients._arrivals.values()) for each in (eager, captured)]
+    assert arrivals[0] == arrivals[1], "the ledger hears of every gradient again"
+    captured.start_capture()
+    assert eager.step(3).equals(captured.step(3))

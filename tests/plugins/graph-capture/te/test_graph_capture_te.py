@@ -11,15 +11,17 @@ import torch
 from megatron_run.actions import Action, signed_order
 from megatron_run.builtin.model.gpt import GptOptions
 from megatron_run.builtin.schedule.sequential import Sequential
+from megatron_run.config.request import Request
 from megatron_run.contracts import BuildContext
-from megatron_run.errors import GraphCaptureError, PluginError
+from megatron_run.errors import GraphCaptureError, InputError, PluginError
 from megatron_run.graphs import RegionCapture
+from megatron_run.resolve import resolve
 from megatron_run.testing.check import Check
 from megatron_run.testing.graph_capture import graph_capture_checks
 from megatron_run_graph_capture_te import check_device
 from megatron_run_graph_capture_te.capture import TeCapture
 from megatron_run_graph_capture_te.engine import find_engine
-from megatron_run_graph_capture_te.options import TeOptions
+from megatron_run_graph_capture_te.options import TeOptions, check_config
 from megatron_run_schedule_interleaved import Interleaved
 from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
 from tests.support.fake_plugins import FakeSite
@@ -153,6 +155,22 @@ def test_the_library_is_found_where_it_is(tmp_path: Path) -> None:
 def test_a_cpu_is_refused_with_what_works_there() -> None:
     with pytest.raises(PluginError, match="needs an NVIDIA GPU: this run is on cpu; choose --plugin graph"):
         check_device("cpu", TeOptions())
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (("train.recompute=full",), "graph-capture=te with train.recompute=full"),
+        (
+            ("train.ramp_up.start=4", "train.ramp_up.increment=4", "train.ramp_up.samples=16"),
+            "graph-capture.strict=true with train.ramp_up",
+        ),
+    ],
+)
+def test_what_could_never_be_served_is_refused_before_a_run(sets: tuple[str, ...], message: str) -> None:
+    config = resolve(Request(configs=("preset:tiny",), sets=sets, nproc=1)).config
+    with pytest.raises(InputError, match=message):
+        list(check_config(config, TeOptions(strict=True)))
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_run.errors import InputError
+from megatron_run.graphs import refuse_misfits
 
 if TYPE_CHECKING:
     from megatron_run.config.schema import Config
@@ -31,17 +31,6 @@ class PartialOptions(BaseModel):
 
 
 def check_config(config: Config, options: PartialOptions) -> Iterator[str]:
-    """Refuse what would end under ``strict`` in any case; a notice where nothing would ever be replayed."""
-    if options.strict and config.train.ramp_up is not None:
-        raise InputError(
-            "graph-capture.strict=true with train.ramp_up",
-            why="the number of microbatches changes on the way, and each change needs another capture",
-            fix="leave one of them out",
-        )
-    if config.train.recompute == "full":
-        raise InputError(
-            "graph-capture=partial with train.recompute=full",
-            why="a layer that is recomputed in the backward must run eagerly",
-            fix="set train.recompute=none, or choose --plugin graph-capture=none",
-        )
+    """No notices. Raises InputError for what would never be replayed, or end ``strict``."""
+    refuse_misfits("partial", config, options)
     yield from ()

@@ -18,12 +18,10 @@ from torch import Tensor
 from megatron_run.gradients import main_grad
 from megatron_run.graphs import blamed, call, run_backward, zeros_like
 from megatron_run_graph_capture_partial.backend import Backend, weak_alias
-from megatron_run_graph_capture_partial.region_graph import RegionGraph
+from megatron_run_graph_capture_partial.region_graph import RegionGraph, trained
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
-
-    from torch.nn import Parameter
 
     from megatron_run.contracts import Region
     from megatron_run.gradients import Gradients
@@ -177,7 +175,7 @@ class Recording:
         """The inputs' gradients; those of parameters are added to their ``main_grad`` within the graph."""
         given = [gradient for gradient in graph.output_gradients if gradient is not None]
         roots = [output for output in outputs if output.requires_grad]
-        parameters = _trained(graph.region)
+        parameters = trained(graph.region)
         wanted = [x for x in inputs if x.requires_grad]
         found = run_backward(roots, given, [*wanted, *parameters])
         for parameter, gradient in zip(parameters, found[len(wanted) :], strict=True):
@@ -195,11 +193,6 @@ class Recording:
         if not keep:
             held = [(other, gradients) for other, gradients in held if other.segments[0].layer == layer]
         self._input_gradients[key] = [*held, (region, made)]
-
-
-def _trained(region: Region) -> list[Parameter]:
-    """The region's parameters, each once."""
-    return list({id(p): p for segment in region.segments for p in segment.params if p.requires_grad}.values())
 
 
 def _own(gradient: Tensor | None, shared: set[int]) -> Tensor | None:

@@ -52,7 +52,7 @@ class RegionGraph:
         hooks.before_forward()
         grows = any(tensor.requires_grad for tensor in tensors)
         # Tokens have no gradient: then a parameter stands in, so that there is a backward at all.
-        anchor = () if grows or self.backward is None else self.region.segments[0].params[:1]
+        anchor = () if grows or self.backward is None else trained(self.region)[:1]
         result: tuple[Tensor, ...] = _Replay.apply(self, hooks, *tensors, *anchor)  # type: ignore[no-untyped-call]  # torch's
         return result
 
@@ -74,6 +74,11 @@ class RegionGraph:
         for place, gradient in zip(self.output_gradients, gradients, strict=True):
             if place is not None and place.data_ptr() != gradient.data_ptr():
                 place.copy_(gradient)
+
+
+def trained(region: Region) -> list[Parameter]:
+    """The region's parameters that have a gradient, each once."""
+    return list({id(p): p for segment in region.segments for p in segment.params if p.requires_grad}.values())
 
 
 class _Replay(torch.autograd.Function):

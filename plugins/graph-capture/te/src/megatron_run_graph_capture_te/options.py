@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_run.errors import InputError
+from megatron_run.graphs import refuse_misfits
 
 if TYPE_CHECKING:
     from megatron_run.config.schema import Config
@@ -24,12 +24,7 @@ class TeOptions(BaseModel):
     warmup: int = Field(3, ge=1, description="times that each region is run before it is recorded")
 
 
-def check_config(config: Config, options: TeOptions) -> Iterator[str]:  # noqa: ARG001  # the contract's
-    """Refuse layers that are recomputed in the backward: they must run eagerly."""
-    if config.train.recompute == "full":
-        raise InputError(
-            "graph-capture=te with train.recompute=full",
-            why="a layer that is recomputed in the backward must run eagerly",
-            fix="set train.recompute=none, or choose --plugin graph-capture=none",
-        )
+def check_config(config: Config, options: TeOptions) -> Iterator[str]:
+    """No notices. Raises InputError for what would never be replayed, or end ``strict``."""
+    refuse_misfits("te", config, options)
     yield from ()
