@@ -92,6 +92,25 @@ def test_a_rank_that_dies_without_a_word_gives_the_others_a_moment_to_say_more(s
         assert (message["rank"], message["grace"]) == (2, GRACE)
 
 
+def test_where_a_rank_has_said_itself_why_it_ends_no_watcher_says_it_again(site: Site) -> None:
+    site.watchers[2].say(gone="its process ended without a word in forward F0.0 of step 4")
+    assert [message["rank"] for message in site.told(0)] == [2]
+    site.watchers[1].say(over=4)
+    assert site.told(0) == [{"hush": True}]
+
+
+def test_a_rank_that_died_is_the_reason_why_its_neighbour_failed_whoever_was_heard_first(site: Site) -> None:
+    site.watchers[1].say(over=4)
+    first, hush = site.told(0)
+    assert (first["rank"], hush) == (1, {"hush": True})
+    site.watchers[2].say(gone="its process ended without a word in forward F0.0 of step 4")
+    (then,) = site.told(0)
+    assert then["end"].startswith("rank 2 was lost: ")
+    assert then["grace"] < GRACE
+    site.watchers[0].say(gone="killed, as it was told")  # what follows from that is no news
+    assert site.told(0, 0.3) == []
+
+
 def test_a_host_that_vanishes_takes_its_rank_with_it(site: Site) -> None:
     site.watchers[1].close()
     (message,) = site.told(0)

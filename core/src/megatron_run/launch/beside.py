@@ -71,7 +71,7 @@ class Beside:
         self._lines = self._reach()
         self._sent, self._reported = 0, 0.0
         self._acts: list[tuple[float, Callable[[], None]]] = []
-        self._message = ""
+        self._message, self._hushed = "", False
 
     def run(self) -> None:
         """Watch until the rank is gone, or says that it needs no watcher any more."""
@@ -128,6 +128,9 @@ class Beside:
             if "bye" in message:
                 lines.close()
                 return
+            if "hush" in message:
+                self._hushed = True
+                continue
             self._message = str(message["end"])
             self._end_rank(message["grace"], **{key: message[key] for key in ("end", "rank", "speak")})
         if not lines.open and not self._acts and self._hub is None:  # the hub is dead: it would have said good-bye
@@ -140,7 +143,7 @@ class Beside:
         self._acts = [(start, lambda: self._tell_rank(line)), (start + _TO_OBEY, self._kill)]
 
     def _tell_rank(self, line: dict[str, Any]) -> None:
-        tell(**line)
+        tell(**{**line, "speak": line["speak"] and not self._hushed})
         os.kill(self._order.process, signal.SIGCONT)
 
     def _kill(self) -> None:

@@ -39,6 +39,7 @@ class Hub:
         self._seen, self._waits = [Seen(None) for _ in range(size)], Waits(timeout, size)
         self._lines: dict[Lines, int | None] = {}
         self._verdict: dict[str, Any] = {}
+        self._provisional, self._ending = False, 0.0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
 
@@ -115,7 +116,10 @@ class Hub:
         if "over" in message:
             self._seen[rank] = replace(self._seen[rank], ended=True)
             if message["over"] not in _IN_ORDER:
+                self._provisional = not self._verdict
                 self._end_all(RankLostError(f"rank {rank} failed, and the others did not end", rank=rank), GRACE)
+                for lines in self._lines:
+                    lines.say(hush=True)  # it says itself why, and one line is enough
         elif "gone" in message:
             self._lost(rank, message["gone"])
         elif "quiet" in message:
@@ -124,13 +128,17 @@ class Hub:
 
     def _lost(self, rank: int, why: str) -> None:
         self._seen[rank] = replace(self._seen[rank], ended=True)
-        self._end_all(RankLostError(f"rank {rank} was lost", why=why, rank=rank), GRACE)
+        left = GRACE
+        if self._provisional and self._verdict:  # those that failed before failed because of this one
+            self._verdict, self._provisional = {}, False
+            left = max(0.0, GRACE - (time.monotonic() - self._ending))
+        self._end_all(RankLostError(f"rank {rank} was lost", why=why, rank=rank), left)
 
     def _end_all(self, error: RankLostError, grace: float) -> None:
         """Tell every watcher to end its rank after ``grace`` seconds; one of the innocent ranks speaks for all."""
         if self._verdict:
             return
-        self._verdict = {"end": str(error), "rank": error.rank, "grace": grace}
+        self._verdict, self._ending = {"end": str(error), "rank": error.rank, "grace": grace}, time.monotonic()
         known = {rank: lines for lines, rank in self._lines.items() if rank is not None}
         innocent = [rank for rank in known if rank != error.rank and not self._seen[rank].ended]
         speaker = min(innocent, default=error.rank)
