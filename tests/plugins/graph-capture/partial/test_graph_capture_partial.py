@@ -102,6 +102,18 @@ def test_a_split_backward_leaves_the_bits_of_an_eager_one(scope: tuple[str, ...]
         assert all(map(torch.equal, mine.weights, other.weights))
 
 
+def test_w_that_follows_at_once_reads_what_the_backward_gave_out() -> None:
+    """Without dropout the last eager layer puts off a product with the very gradient that a graph handed it."""
+    model = GptOptions(num_layers=4, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.0)
+    eager, captured = (
+        Pipeline(ZeroBubbleH1(), 4, stages=2, model=model, scope=("embedding", "attn", "head", "loss"))
+        for _ in range(2)
+    )
+    eager.step(1), captured.step(1)
+    captured.start_capture()
+    assert all(map(torch.equal, eager.step(2).weights, captured.step(2).weights))
+
+
 #: An expert takes at most its even share of tokens.
 CAPACITY = {"expert_capacity_factor": 1.0, "shared_expert_ffn_size": 16}
 EXPERTS = GptOptions(

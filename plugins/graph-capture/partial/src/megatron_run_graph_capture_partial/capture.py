@@ -43,7 +43,12 @@ class PartialCapture(RegionCapture):
         static = StaticTensors(context.device)
         recording = Recording(backend, context.gradients, by_chunk(regions, len(self.chunks)), examples, links, static)
         with kept_streams(context.rng.streams):
-            recording.record(reuse.recorded, reuse.slots, lambda chunk, copy: pools[reuse.pools[chunk, copy]])
+            recording.record(
+                reuse.recorded,
+                reuse.slots,
+                lambda chunk, copy: pools[reuse.pools[chunk, copy]],
+                split=any(action.op == "W" for action in actions),
+            )
         graphs = len(recording.graphs) + sum(graph.has_backward for graph in recording.graphs.values())
         size = CaptureSize(len(regions), graphs, reuse.slot_count, static.nbytes, backend.pool_bytes(pools))
         return Recorded(recording.graphs, reuse.copies, size)

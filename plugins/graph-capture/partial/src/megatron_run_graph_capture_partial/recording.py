@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -90,9 +89,13 @@ class Recording:
         self._read_later: dict[Key, list[object]] = defaultdict(list)
         self.graphs: dict[tuple[Region, int], RegionGraph] = {}
 
-    def record(self, order: Sequence[Pass], slots: Mapping[Key, int], pool_of: Callable[[int, int], Any]) -> None:
-        """Record each pass of ``order``; its memory comes from ``pool_of(chunk, copy)``."""
-        ends_at_once = {a[1:] for a, b in pairwise(order) if a.kind == "B" and b == ("end", *a[1:])}
+    def record(
+        self, order: Sequence[Pass], slots: Mapping[Key, int], pool_of: Callable[[int, int], Any], *, split: bool
+    ) -> None:
+        """Record each pass of ``order``; its memory comes from ``pool_of(chunk, copy)``.
+
+        With a ``split`` backward W reads after the last region's backward, even where it follows at once.
+        """
         for kind, chunk, copy in order:
             regions, key = self._chunks[chunk], (chunk, copy)
             if kind == "F":
@@ -100,7 +103,7 @@ class Recording:
                     self._forward(region, copy, slots[key], pool_of(*key))
             elif kind == "B":
                 for region in reversed(regions):
-                    self._backward(region, copy, pool_of(*key), keep=key not in ends_at_once)
+                    self._backward(region, copy, pool_of(*key), keep=split)
             else:
                 self._input_gradients.pop(key, None)
                 self._read_later.pop(key, None)
