@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,14 @@ def test_a_finished_run_says_so(tmp_path: Path) -> None:
     assert result.finished
     assert read(tmp_path / "status.json")["state"] == "finished"
     assert len(read(tmp_path / "run.json")["attempts"]) == 1
+
+
+@pytest.mark.parametrize("word", ["never", "2"])
+def test_a_finished_run_goes_on_from_the_step_that_is_named(tmp_path: Path, word: str) -> None:
+    run = tiny(tmp_path)
+    opened(run).folder.end(ExitCode.DONE)
+    result = opened(replace(run, request=replace(run.request, resume=word)))
+    assert (result.finished, result.folder.attempt) == (False, 2)
 
 
 @pytest.mark.parametrize("content", ["results.txt", "run.json"])

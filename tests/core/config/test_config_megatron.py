@@ -216,6 +216,10 @@ def test_the_global_batch_follows_from_the_launcher() -> None:
         ("--num-experts 4 --moe-router-load-balancing-type sinkhorn", "--moe-router-load-balancing-type sinkhorn: "),
         ("--moe-router-num-groups 4", "--moe-router-num-groups 4: experts are chosen among all"),
         ("--num-layer 2", "--num-layer 2: this flag is not known; did you mean '--num-layers'?"),
+        (
+            "--moe-aux-loss-coef 0.1",
+            "--moe-aux-loss-coef 0.1: this flag is not known; did you mean '--moe-aux-loss-coeff'?",
+        ),
         ("--save $OUT", "--save $OUT: only a shell knows the value: set run.folder"),
     ],
 )

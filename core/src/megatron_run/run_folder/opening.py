@@ -125,7 +125,7 @@ def _enter(path: Path, lock: FolderLock, run: ResolvedRun, arguments: Sequence[s
     _check_same_run(path, record, keys, run.request.allow_plugin_change)
     before = RunFolder(path, max(1, len(record["attempts"])))
     status = before.read_status()
-    if status is not None and status.state == "finished":
+    if status is not None and status.state == "finished" and run.request.resume == "auto":
         return OpenedFolder(before, lock, record["id"], finished=True)
     folder = RunFolder(path, len(record["attempts"]) + 1)
     if (path / "logs").is_symlink():

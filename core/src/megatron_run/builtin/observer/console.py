@@ -22,6 +22,7 @@ from megatron_run.contracts import (
     RunSummary,
     StepMetrics,
 )
+from megatron_run.errors import plural
 from megatron_run.hookspecs import hookimpl
 
 #: Evenly spaced step lines of one run in plain form; with those of its first moments some fifty in all.
@@ -186,7 +187,8 @@ class ConsoleObserver(Observer):
             took = duration(self._last.time - self._start.time + self._start.step_time_s)
             say(self._console, f"{reason}: {steps} step{'s' if steps > 1 else ''} in {took}")
             if self._last.skipped_total:
-                say(self._console, f"{self._last.skipped_total} steps were skipped")
+                skipped = self._last.skipped_total
+                say(self._console, f"{plural(skipped, 'step')} {'was' if skipped == 1 else 'were'} skipped")
         if self._validation and self._run:
             say(self._console, loss_text(self._validation) + comparison(self._validation.loss, self._run.baselines))
 

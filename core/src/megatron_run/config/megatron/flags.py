@@ -287,6 +287,24 @@ FLAGS = (*_MODEL, *_TRAIN, *_PLUGINS, *_PARALLEL, *_EXPERTS, *_RUN, *_ALWAYS, *_
 
 
 def find(name: str) -> Flag | None:
-    """The flag ``name`` (with ``_`` as ``-``), None where it is not known."""
+    """The flag ``name`` (with ``_`` as ``-``), None where it is not known.
+
+    A pattern such as ``--moe-*`` does not take a name that is one slip away from a flag which decides what is learned.
+    """
     wanted = name.replace("_", "-")
-    return next((flag for flag in FLAGS if fnmatchcase(wanted, flag.name)), None)
+    found = next((flag for flag in FLAGS if fnmatchcase(wanted, flag.name)), None)
+    slip = found is not None and "*" in found.name and any(_is_a_slip(wanted, known) for known in _DECIDING)
+    return None if slip else found
+
+
+#: The names of flags that decide what is learned.
+_DECIDING = [flag.name for flag in FLAGS if flag.verdict in (Verdict.TAKEN, Verdict.DIFFERS) and "*" not in flag.name]
+
+
+def _is_a_slip(word: str, known: str) -> bool:
+    """Whether one character too many, too few or another makes ``word`` of ``known``."""
+    short, long = sorted((word, known), key=len)
+    same = next(
+        (place for place, (one, other) in enumerate(zip(short, long, strict=False)) if one != other), len(short)
+    )
+    return long[same + 1 :] == short[same + (len(short) == len(long)) :]
