@@ -98,3 +98,25 @@ def test_a_rank_alone_is_not_timed() -> None:
     stragglers.enter(1, "forward", "")
     assert stragglers.report(1) is None
     assert not stragglers._marks
+
+
+def test_what_comes_between_a_report_and_the_next_timed_steps_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(0, 100_000, 1000))
+    monkeypatch.setattr("megatron_run.training.stragglers._clock", lambda _: (lambda: next(now), lambda a, b: b - a))
+    context = context_at(Topology(Sizes(data=2), 0), Groups(), dtype=torch.float32)
+    stragglers = Stragglers(context, 100, 2.0)
+    found: list[list[list[float]]] = []
+    monkeypatch.setattr("megatron_run.training.stragglers.find_straggler", lambda rows, *_: found.append(rows))
+
+    def steps(first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            for phase in ("forward", "observe"):
+                stragglers.enter(step, phase, "")
+        stragglers.report(last)
+
+    steps(1, 100)
+    stragglers.enter(100, "evaluate", "")
+    stragglers.enter(100, "forward", "")  # of an evaluation: it would last until step 191
+    steps(101, 200)
+    steps(151, 200)  # the run has gone back
+    assert [rows[0][SECTIONS.index("forward")] for rows in found] == [1000.0] * 3
