@@ -1,4 +1,4 @@
-"""Compares a layer of experts with a naive loop over experts and with Hugging Face's Mixtral block.
+"""Compares a layer of experts with a naive loop over them, Hugging Face's Mixtral block and a dense layer.
 
     python -m benchmarks.moe [--quick] > benchmarks/results/moe.md
 

@@ -2,7 +2,8 @@
 
 All sides live in one process with two threads, under the allocator's settings that this project's launcher makes. Their
 outputs and gradients are compared before anything is timed, but for those of Hugging Face in bf16: its router computes
-in bf16 too, and some tokens choose another expert. Each round takes one step of every side, in an order of its
+in bf16 too, and some tokens choose another expert. A dense layer of as many products shows what could be reached at
+most: it routes nothing. Each round takes one step of every side, in an order of its
 own, so that nobody always follows the same neighbour.
 """
 
@@ -16,6 +17,8 @@ from typing import Any
 
 from benchmarks.moe.model import SHAPES, Precision, Shape, Side
 from benchmarks.moe.ours import OurLayer
+from benchmarks.moe.peers.dense import NAME as DENSE
+from benchmarks.moe.peers.dense import DenseLayer
 from benchmarks.moe.peers.huggingface import WAYS, Mixtral, installed, name_of
 from benchmarks.moe.peers.naive import NAME as NAIVE
 from benchmarks.moe.peers.naive import NaiveLoop
@@ -36,7 +39,8 @@ GOAL = 1.35
 def make_sides(shape: Shape, precision: Precision) -> dict[str, Side]:
     """Every side that can be made here, by name."""
     sides: dict[str, Side] = {OURS: OurLayer(shape, precision), NAIVE: NaiveLoop(shape, precision)}
-    return sides | {name_of(way): Mixtral(shape, precision, way) for way in WAYS if installed()}
+    sides |= {name_of(way): Mixtral(shape, precision, way) for way in WAYS if installed()}
+    return sides | {DENSE: DenseLayer(shape, precision)}
 
 
 def measure(shape: str, precision: Precision, samples: int) -> dict[str, Any]:
@@ -46,7 +50,7 @@ def measure(shape: str, precision: Precision, samples: int) -> dict[str, Any]:
         side.clear()
         side.step()
         results[name] = side.results()
-    alike = [name for name in sides if precision == "fp32" or name in (OURS, NAIVE)]
+    alike = [name for name in sides if name != DENSE and (precision == "fp32" or name in (OURS, NAIVE))]
     apart = {name: compare(results[name], results[NAIVE], APART[precision]) for name in alike}
     order = random.Random(1)
     rounds = [_round(sides, order) for _ in range(WARM_UP + samples)][WARM_UP:]

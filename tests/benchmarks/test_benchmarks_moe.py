@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.moe.peers.dense import NAME as DENSE
 from benchmarks.moe.peers.huggingface import WAYS, installed, name_of
 from benchmarks.moe.peers.naive import NAME as NAIVE
 from benchmarks.moe.speed import APART, OURS, goal_table, measure, time_table
@@ -36,6 +37,6 @@ def test_all_sides_compute_the_same_layer() -> None:
     found = run_ranks(measure_tiny, 1, timeout=110)[0]
     others = [name_of(way) for way in WAYS if installed()]
     for precision, each in found.items():
-        assert each["sides"] == [OURS, NAIVE, *others]
+        assert each["sides"] == [OURS, NAIVE, *others, DENSE]
         assert each["apart"][OURS] < APART[precision] / 3
         assert all(each["samples"][0][f"{side} seconds"] > 0 for side in each["sides"])

@@ -39,6 +39,7 @@ def test_flops_are_those_that_torch_counts(extra: dict[str, object]) -> None:
     accumulated = {
         torch.ops.aten.addmm_: lambda _, left, right, **__: mm_flop(left, right),
         torch.ops.aten._grouped_mm: lambda rows, matrices, *_, **__: 2 * math.prod(rows) * matrices[-1],
+        torch.ops.mkldnn._linear_pointwise: lambda rows, matrix, *_, **__: 2 * math.prod(rows) * matrix[0],
         torch.ops.aten.bmm: lambda left, right, **_: 0 if 1 in (left[1], right[2]) else bmm_flop(left, right),
     }
     with FlopCounterMode(display=False, custom_mapping=accumulated) as counter, sdpa_kernel(SDPBackend.MATH):
