@@ -22,7 +22,7 @@ unexport PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 # DeepSpeed comes as sources, and would compile operators that nothing here uses.
 export DS_BUILD_OPS := 0
 
-.PHONY: run test lint types unit gpu grid campaigns setup format docs wheels clean
+.PHONY: run test lint types unit gpu grid graph-grid campaigns setup format docs wheels clean
 run: $(RUNTIME)
 	.venv/bin/megatron-run --plugin schedule=interleaved
 
@@ -42,6 +42,9 @@ gpu: $(DEV)
 # Every schedule in every shape and variant, where `test` runs each shape once: minutes.
 grid: $(DEV)
 	$(PY) -m tests.integration.whole_grid
+# Captured graphs in every arrangement of ranks and every way, where `test` runs a selection: minutes.
+graph-grid: $(DEV)
+	$(PY) -m tests.integration.whole_graph_grid
 # Hundreds of kills, signals, damaged files and malformed inputs, where `test` tries each kind once: minutes.
 campaigns: $(DEV)
 	$(PY) -m tests.campaigns

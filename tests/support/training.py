@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +24,7 @@ class Seen:
 
     By step: ``executed`` actions, ``peaks`` of activations in flight, the most sent tensors ``held`` at once, and the
     messages ``left`` when the step had ended. ``plan`` is what was planned, for this rank's ``stage``; ``captured``
-    what was said of graphs (rank 0).
+    what was said of graphs, and ``weights`` a digest of all weights after the last step.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -37,6 +38,7 @@ class Seen:
     plan: Any = None
     stage: int = 0
     captured: list[Any] = field(default_factory=list)
+    weights: str = ""
 
     @property
     def planned(self) -> list[str]:
@@ -113,21 +115,23 @@ def train_here(rank: int, world: int, request: str) -> Seen:
     from megatron_run.training.observing import Observers
     from megatron_run.world import StopRequest, World
 
-    seen = Seen()
+    seen, assemblies = Seen(), list[Any]()
 
-    class Watch(Observer):
+    class WatchGraphs(Observer):
+        def on_capture(self, metrics: CaptureMetrics) -> None:
+            seen.captured.append(metrics)
+
+    class Watch(WatchGraphs):
         def on_step_end(self, metrics: StepMetrics) -> None:
             seen.losses.append(metrics.loss if metrics.loss is not None else float("nan"))
             seen.norms.append(metrics.grad_norm if metrics.grad_norm is not None else float("nan"))
-
-        def on_capture(self, metrics: CaptureMetrics) -> None:
-            seen.captured.append(metrics)
 
         def on_eval_end(self, metrics: EvalMetrics) -> None:
             seen.validation.append(metrics.loss)
 
     def watched_build(*arguments: Any) -> Any:
         assembly = build(*arguments)
+        assemblies.append(assembly)
         seen.plan, seen.stage = run.plans[max(run.plans)], assembly.context.topology.stage
         _record_actions(assembly, seen)
         _record_first_gradients(assembly, seen)
@@ -135,9 +139,10 @@ def train_here(rank: int, world: int, request: str) -> Seen:
 
     run = resolve(Request.from_json(request))
     with shared_folder(rank, world) as folder, mock.patch("megatron_run.trainer.build", watched_build):
-        observers = Observers([("watch", Watch())] if rank == 0 else [], mock.Mock())
+        observers = Observers([("watch", Watch() if rank == 0 else WatchGraphs())], mock.Mock())
         with mock.patch("megatron_run.trainer.start_observers", return_value=observers):
             train_rank(run, World(rank=rank, size=world), RunFolder(folder, 1), StopRequest())
+    seen.weights = _digest(*assemblies)
     return seen
 
 
@@ -151,6 +156,18 @@ def shared_folder(rank: int, world: int) -> Iterator[Path]:
         if world > 1:
             dist.broadcast_object_list(found)
         yield Path(found[0])
+
+
+def _digest(assembly: Any) -> str:
+    """Of this rank's weights, bit for bit."""
+    import torch
+
+    assembly.wait_for_parameters()
+    found = sha256()
+    for described in assembly.infos:
+        for parameter in described:
+            found.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def _record_actions(assembly: Any, seen: Seen) -> None:

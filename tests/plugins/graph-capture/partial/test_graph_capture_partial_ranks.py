@@ -27,6 +27,11 @@ RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     ),
     "zero1": (("optimizer=zero1",), SHORT, "scope=embedding,attn,mlp,head"),
     "tensor": (("parallel-layer=tensor",), (*SHORT, "parallel.tensor=2"), "scope=attn,mlp"),
+    "sequence": (
+        ("parallel-layer=tensor",),
+        (*SHORT, "parallel.tensor=2", "parallel.sequence=true"),
+        "scope=embedding,attn,mlp,head",
+    ),
     "a growing batch": ((), ("train.steps=8", *GROWING), "scope=attn"),
 }
 
@@ -49,7 +54,7 @@ def trained() -> dict[tuple[str, bool], Seen]:
 def test_losses_norms_and_evaluations_are_those_of_the_run_without(
     name: str, trained: dict[tuple[str, bool], Seen]
 ) -> None:
-    """The gather of zero1, an all-reduce within a region and overlapping reductions among them."""
+    """The gather of zero1, collectives within a region and overlapping reductions among them."""
     eager, captured = trained[name, False], trained[name, True]
     assert len(eager.losses) >= 4
     assert captured.losses == eager.losses

@@ -124,7 +124,7 @@ class _Recorder(Rules):
             return unwritten(func, args, kwargs)
         result = func(*args, **kwargs)
         if collective:
-            wait(result)
+            result = _done(result)
         moved = self._move(func, args, kwargs, result)
         written = func._schema.is_mutable or collective
         if func not in _WITHOUT_VALUES and (written or any(place is not None for place in moved.places)):
@@ -161,6 +161,22 @@ class _Recorder(Rules):
 class _Moved(NamedTuple):
     result: Any
     places: tuple[Tensor | None, ...]
+
+
+def _done(result: Any) -> Any:
+    """``result`` of a collective once it is there, with a work that is done in place of its own.
+
+    The layer waits too, and a wait may copy: only then gloo's reduce-scatter brings this rank's part, from a buffer of
+    its own. Were that recorded beside the collective, every replay would end with what the buffer holds now.
+    """
+    *others, work = result if isinstance(result, tuple | list) else (result,)
+    if not hasattr(work, "wait"):
+        return result
+    from torch._C._distributed_c10d import FakeWork
+
+    work.wait()
+    done = FakeWork().boxed()
+    return (*others, done) if others else done
 
 
 def wait(result: Any) -> None:
