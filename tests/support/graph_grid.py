@@ -214,6 +214,15 @@ class Case:
         return f"{self.arrangement}; {self.network}; {self.precision}; {self.way or 'eager'}"
 
     @property
+    def reordered(self) -> bool:
+        """Whether some gradient is added up in another order than without capture, so that its last bits may differ.
+
+        Captured weight gradients come at I, others at W. It matters where two chunks of one stage add to the same
+        gradient, and a V is the schedule that puts both ends of a model on one stage.
+        """
+        return "tied" in self.network.name and self.arrangement.shape.schedule == "zero-bubble,variant=v"
+
+    @property
     def eager(self) -> Case:
         """The same without capture."""
         return replace(self, way=None)

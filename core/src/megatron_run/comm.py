@@ -249,6 +249,14 @@ class Groups:
         with self.phases.collective("gather", "world", tensor.numel()):
             dist.gather(tensor, found, dst=0, group=self.world)
 
+    def gather_names(self, names: Sequence[str]) -> list[Sequence[str]]:
+        """Every rank's ``names``, by rank; for a start, since they travel as objects."""
+        found = [names] * (1 if self.world is None else dist.get_world_size(self.world))
+        if self.world is not None:
+            with self.phases.collective("all-gather", "world", len(names)):
+                dist.all_gather_object(found, names, group=self.world)
+        return found
+
 
 def patience(timeout: float) -> float:
     """Seconds until a collective gives up by itself, where a rank that does nothing for ``timeout`` is ended.

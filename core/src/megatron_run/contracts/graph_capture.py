@@ -36,6 +36,11 @@ class Region:
         """The segment for which the random streams are positioned: the one that draws, else the last."""
         return next((segment for segment in self.segments if segment.draws), self.segments[-1])
 
+    @property
+    def differentiable(self) -> bool:
+        """Whether it has a backward, by what its segments say."""
+        return any(segment.differentiable for segment in self.segments)
+
 
 @dataclass(frozen=True)
 class CaptureSize:

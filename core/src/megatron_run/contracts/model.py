@@ -92,6 +92,7 @@ class Segment:
     random stream; the embedding is layer -1, the head layer ``num_layers``. ``why_eager`` says why it must not be
     captured, empty when it may. ``draws`` says that ``fn`` draws random numbers in training: only then does the random
     stream have to be positioned just before it, also where it is captured together with its neighbours.
+    ``differentiable`` says that something of what it returns has a gradient: else it has no backward to capture.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Segment:
     params: tuple[nn.Parameter, ...]
     why_eager: str = ""
     draws: bool = False
+    differentiable: bool = True
 
 
 class Chunk(Protocol):

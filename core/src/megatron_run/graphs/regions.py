@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING
-
-import torch
 
 from megatron_run.contracts import Region
 from megatron_run.errors import GraphCaptureError, InputError, advice, did_you_mean
@@ -38,19 +36,15 @@ def check_scope(scope: Sequence[str], chunks: Sequence[Sequence[Segment]], conte
 
     Stages publish different segments: only the first has an embedding. While a run is planned there is nobody to ask.
     """
-    here = [segment.name for segments in chunks for segment in segments]
-    counts = torch.tensor(
-        [here.count(name) for name in scope], device="cpu" if context.groups.world is None else context.device
-    )
-    counts = context.groups.sum_(counts, "world")
     if context.groups.world is None and context.topology.sizes.world > 1:
         return
-    missing = [name for name, count in zip(scope, counts.tolist(), strict=True) if not count]
+    here = [segment.name for segments in chunks for segment in segments]
+    published = list(dict.fromkeys(chain.from_iterable(context.groups.gather_names(here))))
+    missing = [name for name in scope if name not in published]
     if missing:
-        listed = f"the model publishes {', '.join(dict.fromkeys(here))}"
         raise InputError(
             f"graph-capture.scope names {missing[0]!r}, which no layer publishes",
-            fix=advice(did_you_mean(missing[0], here), listed),
+            fix=advice(did_you_mean(missing[0], published), f"the model publishes {', '.join(published)}"),
         )
 
 

@@ -119,13 +119,14 @@ def _splitting(run: ResolvedRun) -> ResolvedRun:
 
     A refusal comes before anything is written.
 
-    Only the layers know what they divide, so they are made, without memory; those that do not serve
-    ``parallel.tensor`` divide nothing. What fails otherwise is left to the ranks.
+    Only the layers know what they divide, and what of them can be captured, so they are made, without memory. Those
+    that do not serve ``parallel.tensor`` divide nothing. What fails otherwise is left to the ranks.
     """
     from megatron_run.training.source import check_source
 
     check_source(run)
-    if any("parallel.tensor" in plugin.provides for plugin in chain.from_iterable(run.plugins.values())):
+    divides = any("parallel.tensor" in plugin.provides for plugin in chain.from_iterable(run.plugins.values()))
+    if divides or run.one("graph-capture").name != "none":
         from megatron_run.training.size import model_size
 
         try:

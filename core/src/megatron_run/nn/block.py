@@ -118,8 +118,18 @@ class ExpertBlock(Block):
             name: str, fn: Callable[..., object], inputs: Names, outputs: Names, *read: nn.Module, why: str = ""
         ) -> Segment:
             index = ("moe_router", "moe_preprocess", "moe_dispatch", "moe_experts", "moe_combine").index(name) + 1
-            draws = self.draws and name == "moe_combine"
-            return Segment(name, self.layer, index, fn, inputs, outputs, parameters_of(*read), why_eager or why, draws)
+            return Segment(
+                name,
+                self.layer,
+                index,
+                fn,
+                inputs,
+                outputs,
+                parameters_of(*read),
+                why_eager or why,
+                draws=self.draws and name == "moe_combine",
+                differentiable=name != "moe_preprocess",  # maps are whole numbers
+            )
 
         return (
             segment("moe_router", moe.route, ("x",), routed, moe.norm, moe.router),

@@ -24,9 +24,19 @@ def _optimizer(plugin: Plugin) -> tuple[Check, ...]:
 
 
 def _graph_capture(plugin: Plugin) -> tuple[Check, ...]:
+    from megatron_run.errors import PluginError
     from megatron_run.testing.graph_capture import graph_capture_checks
 
-    return graph_capture_checks(lambda context: plugin.create(context=context))
+    def why_not() -> str:
+        """What the plugin has against the CPU on which it is tried. What it raises by mistake is not that."""
+        try:
+            if plugin.info.check_device is not None:
+                plugin.info.check_device("cpu", plugin.options)
+        except PluginError as refusal:
+            return refusal.what
+        return ""
+
+    return graph_capture_checks(lambda context: plugin.create(context=context), why_not)
 
 
 def _schedule(plugin: Plugin) -> tuple[Check, ...]:

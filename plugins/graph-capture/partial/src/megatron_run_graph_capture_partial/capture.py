@@ -30,7 +30,12 @@ class PartialCapture(RegionCapture):
     def plan(self, regions: Sequence[Region], actions: Sequence[Action]) -> CaptureSize:
         """From the order of the actions alone."""
         reuse, of_chunk = self._reuse(actions), by_chunk(regions, len(self.chunks))
-        graphs = sum(len(of_chunk[each.chunk]) for each in reuse.recorded if each.kind != "end")
+        graphs = sum(
+            each.kind == "F" or region.differentiable
+            for each in reuse.recorded
+            if each.kind != "end"
+            for region in of_chunk[each.chunk]
+        )
         return CaptureSize(len(regions), graphs, reuse.slot_count)
 
     def record(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -59,12 +59,21 @@ class CudaGraph:
                 self._graph.capture_begin(pool=pool)
                 try:
                     yield
-                finally:
-                    self._graph.capture_end()
+                except BaseException:
+                    self._abandon()
+                    raise
+                self._graph.capture_end()
         finally:
             if collects:
                 gc.enable()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def _abandon(self) -> None:
+        """End a capture that went wrong. What else goes wrong then comes of it, and must not take its place."""
+        with suppress(RuntimeError):
+            self._graph.capture_end()
+        with suppress(RuntimeError):
+            self._graph.reset()
 
     def replay(self) -> None:
         """Launch everything at once on the current stream."""
