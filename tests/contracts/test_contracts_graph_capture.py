@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import pytest
 from torch import Tensor
 
 from megatron_run.actions import Action
@@ -71,6 +72,16 @@ def test_captured_regions_are_replayed_and_give_eager_results() -> None:
 
 def test_a_replay_that_differs_is_rejected_with_the_step() -> None:
     assert "step 2: losses are" in " ".join(failures(graph_capture_checks(Spoiled)).values())
+
+
+def test_a_plugin_that_cannot_say_where_it_works_fails() -> None:
+    def broken() -> str:
+        raise ZeroDivisionError
+
+    (_, *captured) = graph_capture_checks(Again, broken)
+    for check in captured:
+        with pytest.raises(ZeroDivisionError):
+            check.run()
 
 
 class Boaster(Again):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_run.comm import Groups
 from megatron_run.contracts import Region, Segment
 from megatron_run.errors import GraphCaptureError, InputError
 from megatron_run.graphs import call, chained, check_scope, choose_regions
@@ -103,3 +105,17 @@ def test_a_name_that_no_layer_publishes_is_refused_with_the_nearest() -> None:
     check_scope(("attn",), [DENSE], context)
     with pytest.raises(InputError, match=r"names 'atn', which no layer publishes; did you mean 'attn'\? the model pub"):
         check_scope(("atn",), [DENSE], context)
+
+
+class Stages(Groups):
+    """The groups of the second of two stages, of which the first publishes an embedding."""
+
+    def gather_names(self, names: Sequence[str]) -> list[Sequence[str]]:
+        return [["embedding", "attn"], names]
+
+
+def test_what_another_stage_publishes_is_known_and_listed() -> None:
+    context = replace(single_process_context(), groups=Stages())
+    check_scope(("embedding",), [DENSE], context)
+    with pytest.raises(InputError, match=r"did you mean 'embedding'\? the model publishes embedding, attn, mlp"):
+        check_scope(("embeding",), [DENSE], context)

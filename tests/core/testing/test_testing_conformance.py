@@ -56,6 +56,18 @@ def test_what_there_was_nothing_to_try_with_is_not_called_well(tmp_path: Path) -
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"), [("te", "graph-capture=te needs an NVIDIA GPU"), ("none", "it chooses no region")]
+)
+def test_where_nothing_can_be_captured_there_is_nothing_to_try(name: str, reason: str) -> None:
+    (report,) = check(f"graph-capture={name}")
+    assert report.passed
+    states = {result.name: (result.state, result.message) for result in report.results}
+    assert states["regions lie within a layer and may be captured"] == ("ok", "")
+    for tried in ("captured steps give the losses and gradients of eager ones", "invalidate goes back to eager"):
+        assert states[tried] == ("nothing to try", reason)
+
+
 def test_a_broken_promise_is_found_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(schedule_source())  # gives one list, whatever the number of stages

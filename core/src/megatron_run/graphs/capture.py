@@ -104,6 +104,7 @@ class _Captured(NamedTuple):
     recorded: Recorded
     guard: OrderGuard
     addresses: Mapping[Parameter, tuple[int, int]]
+    trained: frozenset[Parameter]
 
 
 class RegionCapture(GraphCapture):
@@ -143,19 +144,24 @@ class RegionCapture(GraphCapture):
             dict(examples),
             recorded,
             OrderGuard(self._events(regions, actions, recorded)),
-            {p: _addresses(p) for region in regions for segment in region.segments for p in segment.params},
+            {parameter: _addresses(parameter) for parameter in _parameters(regions)},
+            frozenset(parameter for parameter in _parameters(regions) if parameter.requires_grad),
         )
         return recorded.size
 
     def misfit(self, actions: Sequence[Action]) -> str:
-        """Whether the actions, the shapes and the places of parameters are still those that were captured."""
+        """Whether actions, shapes, the places of parameters and which are trained are still what was captured."""
         captured = self._captured
         if captured is None:
             return "nothing is captured"
         if captured.actions != tuple(actions):
             return f"a step of {_microbatches(actions)} microbatches follows steps of {_microbatches(captured.actions)}"
         moved = sum(_addresses(parameter) != places for parameter, places in captured.addresses.items())
-        return self._misfit or (f"{moved} parameters or their gradients were moved in memory" if moved else "")
+        changed = sum(p.requires_grad != (p in captured.trained) for p in captured.addresses)
+        if moved or changed:
+            what = "or their gradients were moved in memory" if moved else "were frozen, or are trained again"
+            return self._misfit or f"{moved or changed} parameters {what}"
+        return self._misfit
 
     def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Replay ``region``; what has another shape runs eagerly, and another capture follows."""
@@ -207,6 +213,10 @@ class RegionCapture(GraphCapture):
             self._eager = {other for other in self._eager if other[0] == microbatch.step} | {pair}
         captured.guard.leave_out([Event(kind, region, microbatch.index) for kind in "FB"], microbatch.step)
         return False
+
+
+def _parameters(regions: Sequence[Region]) -> Iterator[Parameter]:
+    return (parameter for region in regions for segment in region.segments for parameter in segment.params)
 
 
 def _addresses(parameter: Parameter) -> tuple[int, int]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.config.request import Request
-from megatron_run.errors import InputError, PluginError, Problems
+from megatron_run.errors import InputError, PluginError, Problems, RunError
+from megatron_run.launch import train
 from megatron_run.resolve import resolve
 from megatron_run.training.dry_run import dry_run_json, dry_run_text
 from tests.support.checkout import ROOT
+from tests.support.graph_bench import SMALL, Pipeline
 
 EXPERTS = ("model.experts=4", "model.top_k=2")
 CAPTURE = "graph-capture=partial,scope=attn,moe_router,moe_preprocess"
@@ -46,6 +51,28 @@ def test_a_name_that_no_layer_publishes_is_refused_with_where_it_was_written(sch
 def test_names_of_different_stages_may_be_in_one_scope() -> None:
     run = resolve(request("graph-capture=partial,scope=embedding,loss", "schedule=interleaved"))
     assert [stage["regions"] for stage in dry_run_json(run)["graphs_by_stage"]] == [1, 1]
+
+
+def test_what_has_no_backward_is_planned_and_captured_without() -> None:
+    """Maps of tokens are whole numbers."""
+    model = SMALL.model_copy(update={"experts": 2, "top_k": 1})
+    pipeline = Pipeline(Sequential(), 2, model=model, scope=("moe_preprocess",))
+    pipeline.step(1)
+    (size,), (stage,) = pipeline.start_capture(), pipeline.stages
+    planned = stage.capture.plan(stage.regions, pipeline.actions())
+    assert (planned.regions, planned.graphs) == (size.regions, size.graphs) == (2, 2 * 2)  # layers x microbatches
+
+
+@pytest.mark.parametrize("sets", [(), ("parallel.pipeline=2",)], ids=["one rank", "two"])
+@pytest.mark.parametrize(("scope", "error"), [("atn", InputError), ("moe_experts", PluginError)])
+def test_a_wrong_scope_is_refused_before_a_run_folder_is_made(
+    scope: str, error: type[RunError], sets: tuple[str, ...], tmp_path: Path
+) -> None:
+    settings = (*EXPERTS, *sets, f"run.folder={tmp_path / 'run'}")
+    run = resolve(request(f"graph-capture=partial,scope={scope}", "schedule=1f1b", sets=settings))
+    with pytest.raises(error, match=r"embedding, attn, moe_router" if scope == "atn" else "its shapes follow"):
+        train(run)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_segment_that_must_run_eagerly_is_refused() -> None:

@@ -18,12 +18,14 @@ from megatron_run.graphs import RegionCapture
 from megatron_run.resolve import resolve
 from megatron_run.testing.check import Check
 from megatron_run.testing.graph_capture import graph_capture_checks
+from megatron_run.training.dry_run import dry_run_text
 from megatron_run_graph_capture_te import check_device
 from megatron_run_graph_capture_te.capture import TeCapture
 from megatron_run_graph_capture_te.engine import find_engine
 from megatron_run_graph_capture_te.options import TeOptions, check_config
 from megatron_run_schedule_interleaved import Interleaved
 from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
+from tests.support.checkout import ROOT
 from tests.support.fake_plugins import FakeSite
 from tests.support.graph_bench import Pipeline
 from tests.support.graphed_stand_in import StandIn
@@ -110,6 +112,50 @@ def test_a_region_without_a_gradient_to_pass_on_is_refused() -> None:
     pipeline.step(1)
     with pytest.raises(GraphCaptureError, match="embedding of layer -1 cannot be captured by graph-capture=te"):
         pipeline.start_capture()
+
+
+@pytest.mark.parametrize(
+    ("plugins", "sets", "message"),
+    [
+        (
+            ("schedule=zero-bubble",),
+            ("parallel.pipeline=2",),
+            (
+                "action 3, W0.0, cannot be served by graph-capture=te: what layers put off to W reads outputs that "
+                "Transformer Engine has given to others by then; choose --plugin graph-capture=partial"
+            ),
+        ),
+        (
+            ("parallel-layer=tensor",),
+            ("parallel.tensor=2", "model.dropout=0.1"),
+            (
+                "attn of layer 0 cannot be captured by graph-capture=te over tensor-parallel ranks: it draws from the "
+                "stream that they share, of which Transformer Engine's graphs are not told (from --set "
+                "model.dropout); set model.dropout=0, or choose --plugin graph-capture=partial"
+            ),
+        ),
+    ],
+    ids=["split backward", "dropout over ranks"],
+)
+def test_what_follows_from_the_configuration_is_refused_before_a_run(
+    plugins: tuple[str, ...], sets: tuple[str, ...], message: str
+) -> None:
+    run = resolve(Request(configs=("preset:tiny",), sets=sets, plugins=(*plugins, "graph-capture=te")))
+    with pytest.raises(GraphCaptureError) as refused:
+        dry_run_text(run)
+    assert str(refused.value) == message
+
+
+def test_the_page_lists_what_is_refused() -> None:
+    page = (ROOT / "docs" / "graph-capture.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    for words in (
+        "`schedule=zero-bubble`",
+        "`parallel.tensor`",
+        "nothing that is given to it",
+        "last microbatch first",
+    ):
+        assert any(words in row for row in rows), words
 
 
 def test_a_library_that_returns_something_else_is_told() -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_run.nn.moe.rows import combine_rows, copy_rows, pad_rows
+from megatron_run.nn.moe.rows import add_rows, combine_rows, copy_rows, pad_rows
 from megatron_run.nn.parallel.regions import gather_sequence, scatter_sequence
 
 if TYPE_CHECKING:
@@ -116,10 +116,9 @@ class AllGather(Dispatcher):
         return rows, routed, origin, row_weights
 
     def collect(self, made: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
-        """Weighted sums over this rank's experts, then over all: [m, h] -> [n, h]."""
+        """Weighted sums over this rank's experts, rounded to the type of ``made``, then over all: [m, h] -> [n, h]."""
         origin, row_weights = carried
-        sums = made.new_zeros(self.peers.size * len(weights), made.shape[1])
-        sums = sums.index_add(0, origin, made * row_weights.to(made.dtype)[:, None])
+        sums = add_rows(made, row_weights, origin, self.peers.size * len(weights))
         return scatter_sequence(sums, self.peers)
 
     def combine(self, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from megatron_run.errors import GraphCaptureError
 from megatron_run.gradients import main_grad
 from megatron_run.graphs import Recorded, RegionCapture, by_chunk, kept_streams, passes, shared_slots
 from megatron_run_graph_capture_te.callables import GraphedRegion
-from megatron_run_graph_capture_te.handover import prepare
+from megatron_run_graph_capture_te.handover import check_order, prepare
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,10 @@ class TeCapture(RegionCapture):
         self._warmup, self._find_engine = options.warmup, find_engine
 
     def plan(self, regions: Sequence[Region], actions: Sequence[Action]) -> CaptureSize:
-        """A forward and a backward of each region for each microbatch."""
+        """A forward and a backward of each region for each microbatch; what could not be recorded is refused."""
+        self._check_streams(regions)
+        if regions:
+            check_order(actions)
         order = passes(actions, len(self.chunks))
         of_chunk = by_chunk(regions, len(self.chunks))
         graphs = sum(len(of_chunk[each.chunk]) for each in order if each.kind != "end")

@@ -83,7 +83,7 @@ def prepare(
     order = passes(actions, len(of_chunk))
     slots = shared_slots(order)
     numbers = {chunk: number for number, chunk in enumerate(c for c, regions in enumerate(of_chunk) if regions)}
-    _check_order(actions)
+    check_order(actions)
     microbatches = sorted({action.microbatch for action in actions if action.op == "F"})
     places = tuple((region, m) for chunk in numbers for m in microbatches for region in of_chunk[chunk])
     for region, _ in places:
@@ -119,8 +119,8 @@ def _static_inputs(
         yield made[key]
 
 
-def _check_order(actions: Sequence[Action]) -> None:
-    """Refuse what the library would take for another order, or could not keep."""
+def check_order(actions: Sequence[Action]) -> None:
+    """Raise :class:`GraphCaptureError` for what the library would take for another order, or could not keep."""
     seen: dict[tuple[str, int], int] = defaultdict(int)
     for index, action in enumerate(actions):
         kind = "F" if action.op == "F" else "B" if action.op in "BI" else ""
