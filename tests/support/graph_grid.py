@@ -254,12 +254,11 @@ def whole_product() -> list[Case]:
 
 
 def selection() -> list[Case]:
-    """Few of it, over at most two ranks, that see every schedule, network, precision and way, but compile nothing."""
-    few = [*ALONE, *(each for each in (*TWO_STAGES, *SPREAD) if each.world == 2)]
+    """Few of it, over at most two ranks, that meet every schedule, network, precision and way, but compile nothing."""
+    alone, piped, spread = (ALONE[1], ALONE[2], ALONE[3]), (TWO_STAGES[4], TWO_STAGES[7], TWO_STAGES[10]), SPREAD[2:4]
+    ways = [way for way in WAYS if way.executor == "python"]
     chosen = []
-    for turn, arrangement in enumerate(few):
-        cases = list(trainings([arrangement]))
-        case = cases[turn % len(cases)]
-        ways = [way for way in WAYS if way.executor == "python"]
-        chosen.append(replace(case, precision=PRECISIONS[turn % 3], way=ways[turn // 2 % len(ways)]))
+    for turn, arrangement in enumerate((*alone, *spread, *piped)):
+        network, precision = NETWORKS[turn % len(NETWORKS)], PRECISIONS[turn % len(PRECISIONS)]
+        chosen.append(Case(arrangement, network, precision, ways[(turn + turn // 4) % len(ways)]))
     return chosen
