@@ -65,7 +65,12 @@ def find_step(path: Path | None, step: int | None = None) -> tuple[Checkpoints, 
 
 
 def look(checkpoints: Checkpoints, steps: Sequence[int] = (), *, thorough: bool = False) -> Iterator[Finding]:
-    """What there is of ``steps``, all when empty: manifests and lengths, and every byte when ``thorough``."""
+    """What there is of ``steps``, all when empty: manifests and lengths, and every byte when ``thorough``.
+
+    Raises :class:`CheckpointError` for one of ``steps`` that was never saved: that is no damage.
+    """
+    for step in steps:
+        checkpoints.find(step)
     for step in steps or checkpoints.steps():
         start, manifest, problem = time.perf_counter(), None, ""
         try:

@@ -62,14 +62,19 @@ class Checkpoints:
             )
         return newest
 
-    def manifest(self, step: int) -> Manifest:
-        """What was saved at ``step``. Raises :class:`CheckpointError`."""
+    def find(self, step: int) -> Path:
+        """Where ``step`` lies. Raises :class:`CheckpointError` with the steps that there are where it was not saved."""
         folder = self.folder(step)
         if folder.is_symlink() or not folder.is_dir():
             saved = ", ".join(map(str, self.steps()))
             raise CheckpointError(
                 f"there is no checkpoint {folder}", fix=f"saved steps: {saved}" if saved else "no step is saved there"
             )
+        return folder
+
+    def manifest(self, step: int) -> Manifest:
+        """What was saved at ``step``. Raises :class:`CheckpointError`."""
+        folder = self.find(step)
         manifest = read_manifest(folder)
         if manifest.about.step != step:
             raise CheckpointError(f"{folder} is not what its name says", why=f"it holds step {manifest.about.step}")
