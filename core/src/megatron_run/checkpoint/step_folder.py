@@ -7,8 +7,9 @@ the truth.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -95,6 +96,19 @@ class Checkpoints:
         manifest = self.manifest(step)
         verify_files(self.folder(step), manifest, manifest.files)
         return manifest
+
+    @contextmanager
+    def offering_older(self, step: int, how: Callable[[int], str], otherwise: str = "") -> Iterator[None]:
+        """Where the block finds ``step`` damaged, say ``how`` to take the newest older step that looks whole.
+
+        Where there is none, ``otherwise``. Nothing older is taken but by the user.
+        """
+        try:
+            yield
+        except CheckpointError as error:
+            older = next((each for each in reversed(self.steps()) if each < step and self.looks_whole(each)), None)
+            error.fix = error.fix or (otherwise if older is None else how(older))
+            raise
 
 
 def verify_files(folder: Path, manifest: Manifest, names: Iterable[str], threads: int = 1) -> None:

@@ -58,7 +58,9 @@ def export_model(source: Path | None, folder: Path, name: str, step: int | None 
         temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
         try:
             files.make_folder(temporary)
-            write(read_step(checkpoints, chosen), temporary)
+            with checkpoints.offering_older(chosen, lambda older: f"to export step {older}: --step {older}"):
+                weights = read_step(checkpoints, chosen)
+            write(weights, temporary)
             files.remove_folder(folder)
             files.rename(temporary, folder)
         except BaseException:

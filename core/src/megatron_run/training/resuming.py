@@ -79,14 +79,9 @@ def choose(word: str, checkpoints: Checkpoints) -> int | None:
 
 
 def _verify(checkpoints: Checkpoints, step: int, ranks: Ranks) -> Manifest:
-    try:
+    again = "to start again: --resume never"
+    with checkpoints.offering_older(step, lambda older: f"to go on from step {older}: --resume {older}", again):
         return verify_share(checkpoints, step, ranks)
-    except CheckpointError as error:
-        older = [each for each in checkpoints.steps() if each < step]
-        error.fix = error.fix or (
-            f"to go on from step {older[-1]}: --resume {older[-1]}" if older else "--resume never"
-        )
-        raise
 
 
 def files_at_once() -> int:

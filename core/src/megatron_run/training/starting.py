@@ -39,7 +39,7 @@ def start_from(run: ResolvedRun, assembly: Assembly, path: Path, ranks: Ranks, s
     """
     place, step = json.loads(first_does(ranks, lambda: json.dumps(_choose(run, path))))
     checkpoints = Checkpoints(Path(place))
-    manifest = all_do(ranks, lambda: verify_share(checkpoints, step, ranks))
+    manifest = all_do(ranks, lambda: _verify(checkpoints, step, ranks))
     notes = ranks.gather(json.dumps(shapes))
     differences = first_does(ranks, lambda: differing_options(run, checkpoints, step))
     first_does(ranks, lambda: _compare(run, manifest, notes, checkpoints.folder(step)))
@@ -54,6 +54,14 @@ def _choose(run: ResolvedRun, path: Path) -> tuple[str, int]:
     """The checkpoints' folder and the step, in words that all ranks understand."""
     checkpoints, step = choose_source(run, path)
     return str(checkpoints.path), step
+
+
+def _verify(checkpoints: Checkpoints, step: int, ranks: Ranks) -> Manifest:
+    def start_there(older: int) -> str:
+        return f"to start from step {older}: --set run.init_from={checkpoints.folder(older)}"
+
+    with checkpoints.offering_older(step, start_there):
+        return verify_share(checkpoints, step, ranks)
 
 
 def _compare(run: ResolvedRun, manifest: Manifest, notes: Sequence[str], folder: Path) -> str:
