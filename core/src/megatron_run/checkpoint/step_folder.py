@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from megatron_run.checkpoint.files import reading, sha256_of, size_of
+from megatron_run.checkpoint.files import reading, sha256_of, size_of, unwatched
 from megatron_run.checkpoint.manifest import Manifest, read_manifest
 from megatron_run.errors import CheckpointError
 
@@ -111,20 +111,26 @@ class Checkpoints:
             raise
 
 
-def verify_files(folder: Path, manifest: Manifest, names: Iterable[str], threads: int = 1) -> None:
-    """Compare files with their SHA-256, so many at once.
+def verify_files(
+    folder: Path,
+    manifest: Manifest,
+    names: Iterable[str],
+    threads: int = 1,
+    goes_on: Callable[[], None] = unwatched,
+) -> None:
+    """Compare files with their SHA-256, so many at once; their threads call ``goes_on`` at each stretch.
 
     Raises :class:`CheckpointError` naming the first that differs.
     """
     with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(partial(_verify_file, folder, manifest), names):
+        for _ in pool.map(partial(_verify_file, folder, manifest, goes_on=goes_on), names):
             pass
 
 
-def _verify_file(folder: Path, manifest: Manifest, name: str) -> None:
+def _verify_file(folder: Path, manifest: Manifest, name: str, goes_on: Callable[[], None]) -> None:
     check_length(folder, name, manifest)
     with reading(folder / name) as file:
-        if sha256_of(file) != manifest.files[name].sha256:
+        if sha256_of(file, goes_on) != manifest.files[name].sha256:
             raise CheckpointError(f"{folder / name} is damaged", why="its SHA-256 is not that of the manifest")
 
 

@@ -72,7 +72,7 @@ class Checkpointing:
         saver = Saver(  # one file after the other: the cores are the training's
             self._checkpoints, ranks, self._folder.run_id, keep, phases=phases, files_of_rank=files_at_once()
         )
-        return SavingBehind(saver, Staging(context.device), phases)
+        return SavingBehind(saver, Staging(context.device), phases, self._phases)
 
     def resume(self) -> Progress:
         """Go on from the step that ``--resume`` names: the newest, one by its number, or none. Collective.

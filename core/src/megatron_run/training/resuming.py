@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from megatron_run.checkpoint.files import unwatched
 from megatron_run.checkpoint.ranks import all_do, first_does
 from megatron_run.checkpoint.reader import Reader
 from megatron_run.checkpoint.step_folder import verify_files
@@ -18,7 +19,7 @@ from megatron_run.training.plugin_lock import changes, optimizer_upgrade, scaler
 from megatron_run.training.upgrading import UpgradingReader
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -58,7 +59,8 @@ def resume(
     step = json.loads(first_does(ranks, lambda: json.dumps(choose(word, checkpoints))))
     if step is None:
         return Progress()
-    manifest = all_do(ranks, lambda: _verify(checkpoints, step, ranks))
+    phases = assembly.context.groups.phases
+    manifest = all_do(ranks, lambda: _verify(checkpoints, step, ranks, phases.goes_on))
     found = all_do(ranks, lambda: _check(run, manifest.about, data))
     if ranks.rank == 0:
         for line in changes(manifest.about, run.plugins):
@@ -78,10 +80,10 @@ def choose(word: str, checkpoints: Checkpoints) -> int | None:
     return checkpoints.newest() if word == "auto" else int(word)
 
 
-def _verify(checkpoints: Checkpoints, step: int, ranks: Ranks) -> Manifest:
+def _verify(checkpoints: Checkpoints, step: int, ranks: Ranks, goes_on: Callable[[], None]) -> Manifest:
     again = "to start again: --resume never"
     with checkpoints.offering_older(step, lambda older: f"to go on from step {older}: --resume {older}", again):
-        return verify_share(checkpoints, step, ranks)
+        return verify_share(checkpoints, step, ranks, goes_on)
 
 
 def files_at_once() -> int:
@@ -89,11 +91,16 @@ def files_at_once() -> int:
     return min(_MOST_FILES, torch.get_num_threads())
 
 
-def verify_share(checkpoints: Checkpoints, step: int, ranks: Ranks) -> Manifest:
-    """The manifest of ``step``. Each rank reads some of the files, so that every file is read once."""
+def verify_share(
+    checkpoints: Checkpoints, step: int, ranks: Ranks, goes_on: Callable[[], None] = unwatched
+) -> Manifest:
+    """The manifest of ``step``. Each rank reads some of the files, so that every file is read once.
+
+    ``goes_on`` is called while it reads, by several threads.
+    """
     manifest = checkpoints.manifest(step)
     mine = sorted(manifest.files)[ranks.rank :: ranks.size]
-    verify_files(checkpoints.folder(step), manifest, mine, files_at_once())
+    verify_files(checkpoints.folder(step), manifest, mine, files_at_once(), goes_on)
     return manifest
 
 

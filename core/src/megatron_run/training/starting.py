@@ -17,7 +17,7 @@ from megatron_run.training.resuming import load_state, verify_share
 from megatron_run.training.source import choose_source, differing_options, refuse_other_model
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -39,7 +39,8 @@ def start_from(run: ResolvedRun, assembly: Assembly, path: Path, ranks: Ranks, s
     """
     place, step = json.loads(first_does(ranks, lambda: json.dumps(_choose(run, path))))
     checkpoints = Checkpoints(Path(place))
-    manifest = all_do(ranks, lambda: _verify(checkpoints, step, ranks))
+    phases = assembly.context.groups.phases
+    manifest = all_do(ranks, lambda: _verify(checkpoints, step, ranks, phases.goes_on))
     notes = ranks.gather(json.dumps(shapes))
     differences = first_does(ranks, lambda: differing_options(run, checkpoints, step))
     first_does(ranks, lambda: _compare(run, manifest, notes, checkpoints.folder(step)))
@@ -56,12 +57,12 @@ def _choose(run: ResolvedRun, path: Path) -> tuple[str, int]:
     return str(checkpoints.path), step
 
 
-def _verify(checkpoints: Checkpoints, step: int, ranks: Ranks) -> Manifest:
+def _verify(checkpoints: Checkpoints, step: int, ranks: Ranks, goes_on: Callable[[], None]) -> Manifest:
     def start_there(older: int) -> str:
         return f"to start from step {older}: --set run.init_from={checkpoints.folder(older)}"
 
     with checkpoints.offering_older(step, start_there):
-        return verify_share(checkpoints, step, ranks)
+        return verify_share(checkpoints, step, ranks, goes_on)
 
 
 def _compare(run: ResolvedRun, manifest: Manifest, notes: Sequence[str], folder: Path) -> str:
