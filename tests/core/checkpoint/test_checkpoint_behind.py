@@ -162,7 +162,7 @@ def test_a_copy_that_cannot_be_made_on_one_rank_fails_the_step_on_all(tmp_path: 
 
     for end in on_threads(2, save):
         assert isinstance(end, CheckpointError)
-        assert str(end) == "MemoryError: no pinned memory (from rank 1)"
+        assert str(end) == "step 1 could not be saved: MemoryError: no pinned memory (from rank 1)"
     assert not Checkpoints(tmp_path / "c").steps()
 
 

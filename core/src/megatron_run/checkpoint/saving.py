@@ -100,7 +100,7 @@ class Saver:
                 written = pool.map(lambda part: self._write_file(folder / part, parts[part]), parts)
                 files = dict(zip(parts, written, strict=True))
         except Exception as error:  # the others wait for a word from this rank, whatever happened to it
-            return {"failure": as_note(error)}, error
+            return {"failure": as_note(error, f"step {step} could not be saved")}, error
         return {"failure": None, "files": files, "shapes": dict(shapes), "pieces": rows}, None
 
     def _write_file(self, path: Path, pieces: Iterable[StatePiece]) -> dict[str, Any]:
