@@ -111,6 +111,7 @@ def test_inspect_tells_what_a_step_holds(run: Path, capsys: Output) -> None:
     shape = list(random_state(20, tensors=2)["layers.1.weight"]["master"].shape)
     assert f"layers.1.weight  {shape}  master F32, exp_avg" in text
     assert "step F32 []" in text
+    assert "  scale       65536\n" in text
     assert as_json(capsys, "inspect", run, "--step", 10)["about"]["counters"]["samples"] == 80
 
 

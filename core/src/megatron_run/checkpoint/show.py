@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_run.checkpoint.manifest import MANIFEST, Manifest
 from megatron_run.checkpoint.step_folder import CHECKPOINTS, Checkpoints, check_length, verify_files
+from megatron_run.contracts.scaler import scale_text
 from megatron_run.contracts.state import MASTER
 from megatron_run.errors import CheckpointError
 
@@ -115,7 +116,7 @@ def inspect_text(manifest: Manifest) -> str:
     about = manifest.about
     lines = [f"step {about.step} of run {about.run}, saved {about.time}", ""]
     lines += _section("counters", about.counters.items())
-    lines += _section("scaler", about.scaler.items())
+    lines += _section("scaler", [(name, scale_text(number)) for name, number in about.scaler.items()])
     lines += _section("data", [("samples", about.data.samples), ("sha256", about.data.sha256)])
     lines += _section("topology", about.topology.items())
     lines += _section("versions", about.versions.items())
