@@ -293,3 +293,10 @@ def test_no_flag_stands_twice_and_none_hides_another() -> None:
     names = [flag.name for flag in FLAGS]
     assert len(set(names)) == len(names)
     assert not [name for name in names if "*" not in name and find(name) != FLAGS[names.index(name)]]
+
+
+def test_of_two_flags_that_say_one_span_the_comment_names_the_one_that_counts() -> None:
+    found = flags_of("--lr-warmup-iters 0 --lr-warmup-samples 9")
+    assert [each[1:] for each in found.settings if each.key == "train.lr_warmup"] == [
+        ("9 samples", "--lr-warmup-samples")
+    ]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron_run.checkpoint.manifest import About, DataRecord, Manifest
     from megatron_run.checkpoint.ranks import Ranks
     from megatron_run.checkpoint.step_folder import Checkpoints
-    from megatron_run.contracts import Optimizer, ReadState
+    from megatron_run.contracts import ReadState
     from megatron_run.resolve import ResolvedRun
     from megatron_run.training.build import Assembly
     from megatron_run.training.upgrading import Upgrade
@@ -69,7 +69,8 @@ def resume(
     reader = Reader(checkpoints.folder(step), manifest)
     upgrading = UpgradingReader(reader, found.upgrade) if found.upgrade else reader
     reading = Reading(upgrading, str(run.one("optimizer")), anew=anew)
-    all_do(ranks, lambda: _load(assembly, reading, found.scaler))
+    begun = any(tensor.keys() != {MASTER} for tensor in manifest.tensors.values())
+    all_do(ranks, lambda: _load(assembly, reading, found.scaler, begun=begun))
     return found.progress
 
 
@@ -122,8 +123,8 @@ def _check(run: ResolvedRun, saved: About, data: DataRecord) -> Findings:
     return Findings(Progress(**saved.counters, losses=saved.losses), scaler_state(saved, run.plugins, allowed), upgrade)
 
 
-def load_state(optimizer: Optimizer, read: ReadState) -> None:
-    """Let ``optimizer`` load what ``read`` gives it, and then raise what the first read that failed raised.
+def load(into: Callable[[ReadState], None], read: ReadState) -> None:
+    """Load what ``read`` gives ``into`` an optimizer, and then raise what the first read that failed raised.
 
     Nothing is raised while it loads: it brings what it has read to the other ranks, which would wait for one that left.
     From the first failure on it reads zeros.
@@ -138,7 +139,7 @@ def load_state(optimizer: Optimizer, read: ReadState) -> None:
                 failures.append(error)
         return torch.zeros(sizes)
 
-    optimizer.load_state(read_or_zeros)
+    into(read_or_zeros)
     if failures:
         raise failures[0]
 
@@ -156,12 +157,6 @@ class Reading:
             return self._reader.read(name, field, starts, sizes)
         if self._anew:
             return torch.zeros(sizes)
-        if known == {MASTER}:
-            raise CheckpointError(
-                f"the step was saved before the first update, with weights and no state of {self._optimizer}",
-                why=f"a rule of its own begins with {field} as it likes, and zeros may not be that",
-                fix="start again: --resume never",
-            )
         raise CheckpointError(
             f"what was saved has no {field} of {name}, which {self._optimizer} needs",
             why=f"it has {', '.join(sorted(known))}",
@@ -169,8 +164,11 @@ class Reading:
         )
 
 
-def _load(assembly: Assembly, read: Reading, scaler: Mapping[str, Any] | None) -> None:
-    """Masters and moments, box by box; then the loss scale."""
-    load_state(assembly.optimizer, read)
+def _load(assembly: Assembly, read: Reading, scaler: Mapping[str, Any] | None, *, begun: bool) -> None:
+    """Masters and moments, box by box; then the loss scale.
+
+    Not ``begun``: the step was saved before the first update, by a rule that begins with a state of its own.
+    """
+    load(assembly.optimizer.load_state if begun else assembly.optimizer.load_weights, read)
     if scaler is not None:
         assembly.scaler.load_state_dict(scaler)
