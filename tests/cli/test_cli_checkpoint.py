@@ -93,7 +93,15 @@ def test_verify_one_step(run: Path, capsys: Output) -> None:
     assert told(capsys, "verify", run, "--step", 20).startswith("step20  intact")
     assert told(capsys, "verify", run / "checkpoints" / "step20").startswith("step20  intact")
     told(capsys, "verify", run, "--step", 10, code=5)
-    assert "there is no checkpoint" in told(capsys, "verify", run, "--step", 15, code=5)
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_step_that_was_never_saved_is_not_called_damaged(run: Path, more: tuple[str, ...], capsys: Output) -> None:
+    assert main(["checkpoint", "verify", str(run), "--step", "15", *more]) == 5
+    said = capsys.readouterr()
+    missing = run / "checkpoints" / "step15"
+    assert said.err == f"megatron-run: there is no checkpoint {missing}; saved steps: 10, 20\n"
+    assert said.out == ""
 
 
 def test_inspect_tells_what_a_step_holds(run: Path, capsys: Output) -> None:
@@ -103,6 +111,7 @@ def test_inspect_tells_what_a_step_holds(run: Path, capsys: Output) -> None:
     shape = list(random_state(20, tensors=2)["layers.1.weight"]["master"].shape)
     assert f"layers.1.weight  {shape}  master F32, exp_avg" in text
     assert "step F32 []" in text
+    assert "  scale       65536\n" in text
     assert as_json(capsys, "inspect", run, "--step", 10)["about"]["counters"]["samples"] == 80
 
 

@@ -121,7 +121,7 @@ NOTICES = {
     "factors that round": (
         f"{FP16} --plugin scaler=dynamic,growth_factor=1.5,backoff_factor=0.3,min_loss_scale=3,initial_loss_scale=5e9",
         [
-            f"scaler.initial_loss_scale=5e+09 {ROUNDS}",
+            f"scaler.initial_loss_scale=5000000000 {ROUNDS}",
             f"scaler.min_loss_scale=3 {ROUNDS}",
             f"scaler.growth_factor=1.5 {ROUNDS}",
             f"scaler.backoff_factor=0.3 {ROUNDS}",

@@ -100,3 +100,17 @@ def test_mistakes_are_one_line(
     assert why in text
     assert text.count("\n") == 1
     assert not (tmp_path / "new").exists()
+
+
+def test_a_damaged_newest_step_names_the_older_one_and_what_to_type(tmp_path: Path, capsys: Output) -> None:
+    for step in (7, 8):
+        saved_network(tmp_path / "run", GPT2, step=step)
+    file = tmp_path / "run" / "checkpoints" / "step8" / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    text = told(capsys, "export", tmp_path / "run", tmp_path / "new", "--to", "huggingface", code=5)
+    assert f"{file} is damaged: its SHA-256 is not that of the manifest; " in text
+    assert text.endswith("; to export step 7: --step 7\n")
+    words = text.rpartition(": ")[2].split()
+    told(capsys, "export", tmp_path / "run", tmp_path / "new", "--to", "huggingface", *words)

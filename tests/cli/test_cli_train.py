@@ -100,7 +100,8 @@ def test_sigterm_finishes_the_step_and_saves_it_and_the_next_start_goes_on(tmp_p
         assert (process.returncode, err.splitlines()[-1]) == (143, "megatron-run: stopped by SIGTERM")
         assert "stopped by SIGTERM: " in out
         saved = [int(path.name.removeprefix("step")) for path in (tmp_path / "run" / "checkpoints").glob("step*")]
-        assert f"step {max(saved)} is saved: to go on from it, run the same command\n" in err
+        command = f"run the same command with --set run.folder={tmp_path}/run --resume auto"
+        assert f"step {max(saved)} is saved: to go on from it, {command}\n" in err
         assert (status(tmp_path)["state"], status(tmp_path)["attempt"]) == ("stopped", attempt)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, max(saved) + 1)), "no step is missing or done twice"
@@ -119,7 +120,9 @@ def test_ctrl_c_ends_quickly(tmp_path: Path) -> None:
     with training(tmp_path) as process:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=10)
-    assert (process.returncode, err.splitlines()[-1]) == (130, "megatron-run: stopped by SIGINT")
+    line = "stopped by SIGINT, which saves nothing: no step was saved before"
+    assert (process.returncode, err.splitlines()[-1]) == (130, f"megatron-run: {line}")
+    assert status(tmp_path)["message"] == line
 
 
 def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:

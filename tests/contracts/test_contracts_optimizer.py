@@ -100,6 +100,11 @@ def gives_twice(optimizer: Any, iter_state: Change) -> Any:
     return (piece for _ in range(2) for piece in iter_state())
 
 
+def forgets_nothing(optimizer: Any, load_weights: Change, read: Any) -> None:
+    optimizer._update.forget = lambda: None
+    load_weights(read)
+
+
 def fails_without_parameters(optimizer: Any, clip: Change, max_norm: float) -> Any:
     norm = clip(max_norm)
     return norm if optimizer._shares else norm + 1
@@ -117,6 +122,7 @@ PROMISES: dict[str, tuple[str, Change]] = {
     "small updates of 16-bit parameters are not lost": ("step", forgets_masters),
     "memory tells bytes by role, planned or real": ("memory", tells_of_padding),
     "a fresh optimizer goes on from saved state bit for bit": ("iter_state", drops_the_moments),
+    "with weights alone it begins as at first": ("load_weights", forgets_nothing),
     "the state of all ranks is every value once": ("iter_state", gives_twice),
     "a stage without parameters is no special case": ("clip_", fails_without_parameters),
 }

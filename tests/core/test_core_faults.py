@@ -113,6 +113,18 @@ def test_it_strikes_in_its_step_at_the_nth_entrance_and_nowhere_else() -> None:
     phases.enter("backward")
 
 
+def test_a_thread_beside_the_training_counts_its_collectives_by_itself() -> None:
+    phases = Phases()
+    beside = phases.beside()
+    add_faults(asked("at=collective,nth=3,kind=oom"), phases, 1, 1, parameters())
+    for each in (phases, beside, phases, beside):
+        with each.collective("all-reduce", "world", 1):
+            pass
+    for each in (beside, phases):
+        with pytest.raises(MemoryError), each.collective("all-reduce", "world", 1):
+            pass
+
+
 def test_non_finite_gradients_fill_what_is_accumulated_into() -> None:
     for kind in ("nan", "inf"):
         held = parameters()

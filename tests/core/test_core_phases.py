@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_run.phases import Collective, Exchange, PhaseName, Phases
+from megatron_run.phases import BESIDE, Collective, Exchange, PhaseName, Phases
 from tests.support.ranks import run_ranks
 from tests.support.resuming import SMALL
 
@@ -74,6 +74,37 @@ def test_another_thread_has_phases_of_its_own_that_the_listeners_hear() -> None:
     assert ear.heard == [(7, "forward", ""), (7, "save-flush", "step7")]
     assert recorder.heard == timer.heard == [(7, "forward", "")]
     assert phases.now == ("forward", "")
+
+
+def test_work_that_goes_on_is_no_new_entrance() -> None:
+    phases, ear, recorder = Phases(), Ear(), Ear()
+    phases.recorder = recorder
+    phases.listeners.append(ear)
+    phases.timers.append(ear)
+    phases.step(4)
+    phases.enter("save-shard", "step4/rank-00000")
+    ear.heard.clear()
+    phases.goes_on()
+    phases.goes_on(("save-rename", "step2"))
+    told = [(4, "save-shard", "step4/rank-00000")] * 2 + [(4, "save-rename", "step2")]
+    assert (recorder.heard, ear.heard) == (told, [])
+    assert phases.now == ("save-shard", "step4/rank-00000"), "what another thread does is not what this one does"
+
+
+def test_what_another_thread_said_last_can_be_passed_on_and_its_collectives_are_its_own() -> None:
+    phases = Phases()
+    phases.members["world"] = (0, 1)
+    beside = phases.beside()
+    assert beside.said is None
+    phases.collective("all-reduce", "world", 8)
+    with beside.collective("gather", "world", 3):
+        assert beside.said == ("collective", Collective("gather", BESIDE, 1, 3))
+    assert beside.said == ("start", "")
+    before = beside.said
+    beside.goes_on()
+    assert beside.said == before
+    assert beside.said is not before, "it has said it once more"
+    assert phases.members[BESIDE] == (0, 1)
 
 
 def test_details_read_as_a_person_would_say_them() -> None:

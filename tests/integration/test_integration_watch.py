@@ -38,6 +38,16 @@ def test_a_rank_that_hangs_or_is_stopped_is_named_with_its_phase_and_the_others_
     assert ran.seconds < LIMIT + BUSY
 
 
+def test_a_save_behind_the_training_that_hangs_is_named_with_its_part_when_it_is_waited_for(tmp_path: Path) -> None:
+    ran = run(tmp_path / "run", "rank=1,step=3,at=save-shard,kind=hang", **{"checkpoint.async_save": True})
+    assert ran.code == 4
+    part = r"save-shard step3/rank-00001\.safetensors of step 4"
+    waits = (
+        r"rank 0 and 2 more wait for it in all-reduce of 1 values, number \d over beside, in save step4 of step 4; see "
+    )
+    assert re.match(rf"rank 1 hangs: nothing new for \d\.\d s in {part}, {waits}", ran.message), ran.message
+
+
 def test_a_step_that_takes_longer_than_the_limit_is_no_alarm_as_long_as_it_goes_on(tmp_path: Path) -> None:
     """Phases of 0.5 s, several in one step, for which the other ranks wait."""
     fault = "rank=1,step=2,at=forward,kind=slow,seconds=0.5;rank=1,step=2,at=backward,kind=slow,seconds=0.5"

@@ -95,9 +95,11 @@ def save_model(
     return checkpoints
 
 
-def saved_network(path: Path, given: Mapping[str, Any], *, moments: bool = False) -> tuple[Built, GptOptions]:
+def saved_network(
+    path: Path, given: Mapping[str, Any], *, step: int = 7, moments: bool = False
+) -> tuple[Built, GptOptions]:
     """A network whose weights are saved as a step in the run folder ``path``."""
     options = options_of(given)
     built = network(options)
-    save_model(path, logical_values(built.infos), options, moments=moments)
+    save_model(path, logical_values(built.infos), options, step, moments=moments)
     return built, options

@@ -16,6 +16,8 @@ PhaseName = Literal[
     "optimizer", "parameter-gather", "observe", "evaluate", "generate", "capture", "load", "save", "save-shard",
     "save-manifest", "save-rename", "save-latest", "save-retention", "save-flush", "end",
 ]  # fmt: skip
+#: The scope over which a thread that works beside the training meets those of the other ranks.
+BESIDE = "beside"
 #: Called with the step, the phase that begins and its detail, of which ``str`` is the text.
 Listener = Callable[[int, PhaseName, object], None]
 
@@ -47,6 +49,10 @@ class Exchange(NamedTuple):
         return f"{self.message}, rank {self.rank}"
 
 
+#: A phase and its detail.
+Doing = tuple[PhaseName, object]
+
+
 class Phases:
     """The phases of one thread of one rank.
 
@@ -68,7 +74,7 @@ class Phases:
         self._numbers: Counter[str] = Counter()
 
     @property
-    def now(self) -> tuple[PhaseName, object]:
+    def now(self) -> Doing:
         """The current phase and its detail."""
         return self._name, self._detail
 
@@ -86,6 +92,15 @@ class Phases:
         for listener in self.listeners:
             listener(self._step, name, detail)
 
+    def goes_on(self, what: Doing | None = None) -> None:
+        """What this rank does goes on, so that nobody who watches it takes it for a hang: only the recorder hears.
+
+        ``what`` is what another thread does for which this one waits; else it is the current phase. Threads that work
+        for this one while it waits for them may call it too.
+        """
+        if self.recorder is not None:
+            self.recorder(self._step, *(what or self.now))
+
     def within(self, name: PhaseName, detail: object = "") -> Within:
         """A context in which this rank does ``name``, and after which it goes on with what it did before."""
         return Within(self, name, detail)
@@ -95,11 +110,9 @@ class Phases:
         self._numbers[scope] += 1
         return Within(self, "collective", Collective(operation, scope, self._numbers[scope], values))
 
-    def beside(self) -> Phases:
+    def beside(self) -> PhasesBeside:
         """The phases of another thread of this rank: the same listeners hear them; recorder and timers do not."""
-        other = Phases()
-        other.listeners, other._step = self.listeners, self._step
-        return other
+        return PhasesBeside(self)
 
 
 class Within:
@@ -117,3 +130,28 @@ class Within:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if kind is None:
             self._phases.enter(*self._before)
+
+
+class PhasesBeside(Phases):
+    """The phases of a thread that works beside the training on the rank of ``phases``.
+
+    Its collectives are counted over a scope of their own. ``said`` is what it said last, a new tuple each time, for the
+    thread that waits for it to pass on.
+    """
+
+    __slots__ = ("said",)
+
+    def __init__(self, phases: Phases) -> None:
+        super().__init__()
+        self.listeners, self._step = phases.listeners, phases._step
+        if "world" in phases.members:
+            phases.members[BESIDE] = phases.members["world"]
+        self.recorder = self._note
+        self.said: Doing | None = None
+
+    def collective(self, operation: str, scope: str, values: int) -> Within:
+        """Count a collective that is about to begin: over such threads of all ranks."""
+        return super().collective(operation, BESIDE, values)
+
+    def _note(self, step: int, name: PhaseName, detail: object) -> None:
+        self.said = name, detail

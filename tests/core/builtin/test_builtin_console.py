@@ -107,12 +107,13 @@ def test_a_storm_of_skipped_steps_is_told_now_and_then(tmp_path: Path) -> None:
     observer = ConsoleObserver(ConsoleOptions(), Console(file=stream, width=80, _environ={}))
     observer.on_train_start(example_run(tmp_path, steps=1000))
     for step in range(1, 1001):
-        metrics = replace(example_step(step, None), skipped_total=step)
+        metrics = replace(example_step(step, None), skipped_total=step, loss_scale=2.0**32)
         observer.on_step_end(metrics)
         observer.on_skip(metrics)
     observer.on_train_end("stopped")
     text = stream.getvalue()
     assert text.count("a gradient is not finite") == 10
+    assert "step 4 skipped: a gradient is not finite (4 so far, loss scale 4294967296)\n" in text
     assert "1000 steps were skipped" in text
 
 

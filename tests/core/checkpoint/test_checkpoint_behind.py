@@ -13,12 +13,13 @@ import torch
 
 from megatron_run.checkpoint.behind import SavingBehind
 from megatron_run.checkpoint.files import FileSystem, NewFile
-from megatron_run.checkpoint.ranks import Ranks
+from megatron_run.checkpoint.ranks import Alone, Ranks
 from megatron_run.checkpoint.saving import Saver
 from megatron_run.checkpoint.staging import Staging
 from megatron_run.checkpoint.step_folder import Checkpoints
 from megatron_run.contracts.state import StatePiece
 from megatron_run.errors import CheckpointError
+from megatron_run.phases import Phases
 from tests.support.saved_steps import (
     RUN,
     about,
@@ -63,6 +64,28 @@ def test_the_values_that_are_saved_are_those_of_the_moment_whatever_the_next_ste
     assert not behind.busy
     assert (found.steps(), found.hint()) == ([3], 3)
     assert same_state(read_all(found, 3), STATE)
+
+
+def test_who_waits_for_a_save_says_what_its_thread_does(tmp_path: Path) -> None:
+    gate, said = Gate(), list[tuple[int, str, str]]()
+    training = Phases()
+    training.step(5)
+    training.enter("save", "step5")
+
+    def hear(step: int, name: str, detail: object) -> None:
+        said.append((step, name, str(detail)))
+        if name == "save-shard":
+            gate.opened.set()  # nothing else opens it
+
+    phases = training.beside()
+    saver = Saver(Checkpoints(tmp_path / "c"), Alone(), RUN, files=gate, phases=phases)
+    behind = SavingBehind(saver, Staging(torch.device("cpu")), phases, training)
+    save_behind(behind, 3, STATE)
+    assert gate.reached.wait(10)
+    training.recorder = hear
+    behind.wait()
+    assert said[0] == (5, "save-shard", "step3/rank-00000.safetensors")
+    assert said[-1] == (5, "save", "step5"), "what it does itself again"
 
 
 def test_the_size_and_the_time_of_a_step_are_those_of_its_files(tmp_path: Path) -> None:
@@ -139,7 +162,7 @@ def test_a_copy_that_cannot_be_made_on_one_rank_fails_the_step_on_all(tmp_path: 
 
     for end in on_threads(2, save):
         assert isinstance(end, CheckpointError)
-        assert str(end) == "MemoryError: no pinned memory (from rank 1)"
+        assert str(end) == "step 1 could not be saved: MemoryError: no pinned memory (from rank 1)"
     assert not Checkpoints(tmp_path / "c").steps()
 
 

@@ -183,3 +183,17 @@ def test_the_manifest_is_json_that_any_tool_reads(saved: Checkpoints) -> None:
     content = json.loads((saved.folder(2) / MANIFEST).read_text())
     assert content["manifest"]["about"]["step"] == 2
     assert read_manifest(saved.folder(2)).encode() == (saved.folder(2) / MANIFEST).read_bytes()
+
+
+def test_of_the_older_steps_the_newest_that_looks_whole_is_offered(tmp_path: Path) -> None:
+    for step in range(1, 5):
+        saved = save_alone(tmp_path / "c", step, random_state(step, tensors=2), keep=9)
+    (saved.folder(3) / SHARD).write_bytes(b"")
+
+    def offered(step: int, fix: str = "") -> str:
+        with pytest.raises(CheckpointError) as error, saved.offering_older(step, "take step {}".format, "begin"):
+            raise CheckpointError("damaged", fix=fix)
+        return error.value.fix
+
+    assert [offered(step) for step in (4, 3, 2, 1)] == ["take step 2", "take step 2", "take step 1", "begin"]
+    assert offered(4, fix="read the manual") == "read the manual"

@@ -18,6 +18,8 @@ from megatron_run.checkpoint.shard import deal
 from megatron_run.checkpoint.step_folder import Checkpoints, verify_files
 from megatron_run.contracts.state import StatePiece
 from megatron_run.errors import CheckpointError, ExitCode
+from megatron_run.phases import Phases
+from megatron_run.training.resuming import verify_share
 from tests.support.saved_steps import (
     RUN,
     State,
@@ -95,6 +97,36 @@ def test_a_rank_with_much_to_save_writes_several_files_of_about_one_length(tmp_p
     (step / names[2]).write_bytes(content)
     with pytest.raises(CheckpointError, match=f"{names[2]} is damaged"):
         verify_files(step, found.manifest(1), names, threads=3)
+
+
+def test_a_long_file_says_again_and_again_that_it_goes_on_when_it_is_written_and_when_it_is_read(
+    tmp_path: Path,
+) -> None:
+    state, phases = {"w": {"master": torch.rand(10_000)}}, Phases()
+    said: list[tuple[str, str]] = []
+    phases.recorder = lambda step, name, detail: said.append((name, str(detail)))
+    (pieces,) = dealt(0, state, 1)
+    checkpoints = Checkpoints(tmp_path / "c")
+    with mock.patch("megatron_run.checkpoint.shard._AT_ONCE", 4096):
+        Saver(checkpoints, Alone(), RUN, phases=phases).save(about(1), pieces, shapes_of(state))
+    file = checkpoints.folder(1) / "rank-00000.safetensors"
+    longest = 2 * 4096  # a stretch ends with the box that fills it
+    assert said.count(("save-shard", f"step1/{file.name}")) > 1 + file.stat().st_size // longest
+    read: list[int] = []
+    with mock.patch("megatron_run.checkpoint.files._AT_ONCE", 4096):
+        verify_share(checkpoints, 1, Alone(), lambda: read.append(1))
+    assert len(read) == -(-file.stat().st_size // 4096)
+
+
+def test_a_disk_is_waited_for_while_much_is_written_and_not_for_all_of_it_at_the_end(tmp_path: Path) -> None:
+    with mock.patch("megatron_run.checkpoint.files._SYNCED", 1000), mock.patch("os.fsync") as sync:
+        with FileSystem().create(tmp_path / "file") as file:
+            for _ in range(50):
+                file.write(bytes(99))
+        assert sync.call_count == 4
+        with FileSystem().create(tmp_path / "small") as file:
+            file.write(bytes(999))
+        assert sync.call_count == 4
 
 
 @pytest.mark.parametrize(("sizes", "files"), [([], 1), ([10], 1), ([999, 1000], 1), ([1000, 1000], 2), ([400] * 20, 3)])

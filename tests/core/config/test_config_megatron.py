@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -209,6 +210,10 @@ def test_the_global_batch_follows_from_the_launcher() -> None:
         ("--qk-layernorm", "--qk-layernorm: queries and keys are not normalised"),
         ("--rotary-percent 0.5", "--rotary-percent 0.5: all features of a head are rotated"),
         ("--attention-dropout 0", "--attention-dropout 0.0: one dropout serves all: model.dropout is 0.1"),
+        (
+            "--hidden-dropout 0",
+            "Megatron's default of --attention-dropout, 0.1: one dropout serves all: model.dropout is",
+        ),
         ("--load /other", "--load /other: starts from other weights"),
         ("--kv-channels 64 --hidden-size 64 --num-attention-heads 2", "--kv-channels 64: heads share the hidden size"),
         ("--position-embedding-type relative", "--position-embedding-type relative: positions are learned"),
@@ -226,6 +231,32 @@ def test_the_global_batch_follows_from_the_launcher() -> None:
 def test_what_makes_another_run_is_a_warning(words: str, warning: str) -> None:
     (found,) = flags_of(words).warnings
     assert found.startswith(warning)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        GPT,
+        LLAMA,
+        MIXTURE,
+        "t.py --lr 1",
+        "t.py --group-query-attention --use-rotary-position-embeddings --no-bias-gelu-fusion --lr-warmup-iters 0",
+        "t.py --disable-bias-linear --lr-decay-style WSD --lr-wsd-decay-iters 5 --lr-warmup-iters 0",
+        "t.py --lr-warmup-iters 0 --lr-warmup-samples 9",
+        "t.py --weight-decay-incr-style linear --end-weight-decay 1 --optimizer sgd --adam-beta2 0.9",
+        "t.py --num-experts 4 --moe-aux-loss-coeff 0 --swiglu --hidden-size 64 --checkpoint-activations --bf16",
+        "t.py --num-experts 4 --moe-router-load-balancing-type none --eval-iters 0",
+        "t.py --num-layers 8 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+    ],
+)
+def test_a_comment_names_a_flag_that_was_given_or_says_that_it_is_a_default(script: str) -> None:
+    """And no default hides a flag: what stands after its word is a flag that was not given."""
+    given = set(re.findall(r"--[a-z][\w-]*", script))
+    for name, _, why in translate(script if "\n" in script else f"python {script}", "train.sh").settings:
+        asked, _, default = re.sub(r"\bno (?=--)", "Megatron's default of ", why).partition("Megatron's default")
+        assert set(re.findall(r"--[\w-]+", asked)) <= given, f"{name}: {why}"
+        assert not set(re.findall(r"--[\w-]+", default)) & given, f"{name}: {why}"
+        assert asked or default, name
 
 
 @pytest.mark.parametrize(
@@ -262,3 +293,10 @@ def test_no_flag_stands_twice_and_none_hides_another() -> None:
     names = [flag.name for flag in FLAGS]
     assert len(set(names)) == len(names)
     assert not [name for name in names if "*" not in name and find(name) != FLAGS[names.index(name)]]
+
+
+def test_of_two_flags_that_say_one_span_the_comment_names_the_one_that_counts() -> None:
+    found = flags_of("--lr-warmup-iters 0 --lr-warmup-samples 9")
+    assert [each[1:] for each in found.settings if each.key == "train.lr_warmup"] == [
+        ("9 samples", "--lr-warmup-samples")
+    ]

@@ -14,7 +14,7 @@ from megatron_run.checkpoint.step_folder import Checkpoints
 from megatron_run.config.yaml import bare, parse
 from megatron_run.errors import CheckpointError, InputError, RunError
 from megatron_run.interchange import exchange
-from megatron_run.interchange.folder import read_step, write_folder
+from megatron_run.interchange.folder import new_folder, read_step, write_folder
 from megatron_run.interchange.formats import FORMATS, read_source, writer
 from megatron_run.interchange.gpt import logical_shapes
 from megatron_run.interchange.weights import Weights
@@ -77,6 +77,38 @@ def test_nothing_is_overwritten_and_nothing_left_behind(tmp_path: Path, monkeypa
     with pytest.raises(CheckpointError, match=r"other could not be written: No space left.*part-00000"):
         write_folder(weights, tmp_path / "other", "x")
     assert not (tmp_path / "other").exists()
+
+
+def test_folders_around_a_new_one_go_with_it_but_for_those_that_others_use(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+
+    folder = tmp_path / "mine" / "a" / "b" / "new"
+
+    def use(*written: Path) -> None:
+        with new_folder(folder, FileSystem()):
+            for path in written:
+                path.write_text("something")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        use(folder / "half")
+    assert [entry.name for entry in tmp_path.rglob("*")] == ["mine"]
+    with pytest.raises(KeyboardInterrupt):
+        use(folder / "half", tmp_path / "mine" / "a" / "of somebody else")
+    assert sorted(entry.name for entry in tmp_path.rglob("*")) == ["a", "mine", "of somebody else"]
+
+
+def test_an_export_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved_network(tmp_path / "run", GPT2)
+    before = sorted(tmp_path.rglob("*"))
+
+    def broken(files: FileSystem, source: Path, target: Path) -> None:
+        raise OSError(5, "Input/output error", str(target))
+
+    monkeypatch.setattr(FileSystem, "rename", broken)
+    with pytest.raises(CheckpointError, match="could not be written: Input/output error"):
+        exchange.export_model(tmp_path / "run", tmp_path / "new" / "place" / "hf", "huggingface")
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("wrong", ["missing", "shape", "type"])

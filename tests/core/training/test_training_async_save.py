@@ -144,6 +144,28 @@ def test_a_disk_that_is_full_ends_the_run_at_the_next_step_with_path_and_reason(
     assert done == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("where", "said", "bug"),
+    [
+        ("write_shard", "step 2 could not be saved: KeyError: 'w'", False),
+        ("make_manifest", "a step could not be saved behind the training: KeyError: 'w'", True),
+    ],
+)
+def test_what_failed_in_saving_is_said_whole_when_something_else_ends_the_run(
+    where: str, said: str, bug: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stop(step: int) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    broken = mock.patch(f"megatron_run.checkpoint.saving.{where}", side_effect=KeyError("w"))
+    with broken, pytest.raises(KeyboardInterrupt):
+        attempt(tmp_path, {**BEHIND, "checkpoint.interval": 2}, each_step=stop)
+    (record,) = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert record.message == said
+    assert bool(record.exc_info) == bug, "the traceback is kept where this rank has it"
+
+
 def train_behind(rank: int, world: int, folder: str) -> Attempt:
     """Two stages of two ranks, one late with its shard; then one with a full disk; then one that cannot read."""
     place = Path(folder)

@@ -99,6 +99,14 @@ def test_an_import_is_as_good_as_the_run(first: Path, imported: Path, tmp_path: 
     assert step.numbers == one.numbers
 
 
+def test_a_rule_of_its_own_begins_by_itself_with_weights_from_elsewhere(first: Path, tmp_path: Path) -> None:
+    """Rprop's first step is of a size that it chooses; with zeros as its state it would be next to nothing."""
+    own = {**NEW, "optimizer.rule": "torch.optim:Rprop", "run.init_from": str(first)}
+    begun: list[Any] = []
+    attempt(tmp_path, own, loaded=lambda built: begun.extend(built.optimizer.iter_state()))
+    assert {piece.field for piece in begun} == {"master"}, "nothing is there that the rule would take for its own"
+
+
 def test_a_run_that_was_saved_goes_on_from_itself(first: Path, tmp_path: Path) -> None:
     start(first, tmp_path / "run", NEW, stop_after=1)
     resumed = attempt(tmp_path / "run", {**NEW, "run.init_from": str(tmp_path / "gone")}, number=2)

@@ -8,13 +8,17 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_run.errors import RunError
-from megatron_run.phases import Phases
+from megatron_run.phases import Phases, PhasesBeside
 
 if TYPE_CHECKING:
     from megatron_run.checkpoint.manifest import About
     from megatron_run.checkpoint.saving import Saver, Shapes
     from megatron_run.checkpoint.staging import Staging
     from megatron_run.contracts.state import StatePiece
+
+
+#: Seconds between two looks at what the thread does that is waited for.
+_LOOK = 0.05
 
 
 class Committed(NamedTuple):
@@ -29,12 +33,15 @@ class SavingBehind:
     """Saves one step at a time with ``saver``, whose ranks nobody else may talk over, out of a copy in ``staging``.
 
     Every rank has one. Each step ends for all of them alike, committed or failed; only when they notice differs.
-    ``phases`` are those of the thread.
+    ``phases`` are those of the thread, and ``training`` those of the one that uses this object.
     """
 
-    def __init__(self, saver: Saver, staging: Staging, phases: Phases | None = None) -> None:
+    def __init__(
+        self, saver: Saver, staging: Staging, phases: PhasesBeside | None = None, training: Phases | None = None
+    ) -> None:
         self._saver, self._staging = saver, staging
-        self._phases = Phases() if phases is None else phases
+        self._training = Phases() if training is None else training
+        self._phases = self._training.beside() if phases is None else phases
         self._thread: threading.Thread | None = None
         self._result: Committed | BaseException | None = None
 
@@ -67,10 +74,17 @@ class SavingBehind:
     def wait(self) -> Committed:
         """Return when the step is committed. Raises what its saving raised, on every rank the same failure.
 
-        Talks to no other rank by itself: where one has died, the thread finds out.
+        Talks to no other rank by itself: where one has died, the thread finds out. What the thread does meanwhile shows
+        as what this rank does.
         """
         assert self._thread is not None, "a step was started"
-        self._thread.join()
+        shown = None
+        while self._thread.is_alive():
+            if (doing := self._phases.said) is not shown:
+                self._training.goes_on(doing)
+                shown = doing
+            self._thread.join(_LOOK)
+        self._training.goes_on()
         self._thread, result, self._result = None, self._result, None
         if isinstance(result, Committed):
             return result

@@ -7,7 +7,7 @@ import fcntl
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
@@ -19,8 +19,8 @@ from megatron_run.errors import CheckpointError
 _NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
-#: Bytes after which the disk is set to work on what was written.
-_STRETCH = 1 << 25
+#: Bytes after which the disk is set to work on what was written, and after which it is waited for.
+_STRETCH, _SYNCED = 1 << 25, 1 << 30
 #: Bytes that are read and hashed at once: they stay in the processor's cache.
 _AT_ONCE = 1 << 20
 
@@ -32,7 +32,7 @@ class NewFile:
         self.path = path
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._handle = os.open(path, flags, 0o644)
-        self._written = self._on_its_way = 0
+        self._written = self._on_its_way = self._on_the_disk = 0
 
     def write(self, data: bytes | memoryview) -> None:
         """Append ``data``, all of it."""
@@ -46,6 +46,9 @@ class NewFile:
             length = self._written - self._on_its_way
             os.posix_fadvise(self._handle, self._on_its_way, length, os.POSIX_FADV_DONTNEED)
             self._on_its_way = self._written
+        if self._written - self._on_the_disk >= _SYNCED:  # a slow disk would keep the last sync waiting for all of it
+            self.sync()
+            self._on_the_disk = self._written
 
     def sync(self) -> None:
         """Return once the content is on the disk."""
@@ -158,13 +161,18 @@ def size_of(file: BufferedReader) -> int:
     return os.fstat(file.fileno()).st_size
 
 
-def sha256_of(file: BufferedReader) -> str:
-    """SHA-256 of an open file, in hexadecimal. The disk reads ahead meanwhile."""
+def unwatched() -> None:
+    """Where nobody wants to hear that the work goes on."""
+
+
+def sha256_of(file: BufferedReader, goes_on: Callable[[], None] = unwatched) -> str:
+    """SHA-256 of an open file, in hexadecimal; ``goes_on`` hears of each stretch. The disk reads ahead meanwhile."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
     total, memory = hashlib.sha256(), memoryview(bytearray(_AT_ONCE))
     while length := file.raw.readinto(memory):
         total.update(memory[:length])
+        goes_on()
     return total.hexdigest()
 
 

@@ -142,8 +142,9 @@ def raise_first(notes: Sequence[str]) -> str:
     return ""
 
 
-def as_note(error: BaseException) -> dict[str, str]:
-    """An error as another rank can raise it again."""
+def as_note(error: BaseException, what: str = "") -> dict[str, str]:
+    """An error as another rank can raise it again; ``what`` failed, where the error does not say it itself."""
     if isinstance(error, RunError):
         return {"what": error.what, "why": error.why, "origin": error.origin, "fix": error.fix}
-    return {"what": type(error).__name__, "why": str(error), "origin": "", "fix": ""}
+    why = f"{type(error).__name__}: {error}" if what else str(error)
+    return {"what": what or type(error).__name__, "why": why, "origin": "", "fix": ""}

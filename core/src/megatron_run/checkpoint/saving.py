@@ -18,6 +18,8 @@ from megatron_run.errors import CheckpointError
 from megatron_run.phases import Phases
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from megatron_run.checkpoint.manifest import About
     from megatron_run.checkpoint.ranks import Ranks
     from megatron_run.checkpoint.step_folder import Checkpoints
@@ -92,14 +94,17 @@ class Saver:
         try:
             parts = {file_name(rank, part): hand for part, hand in enumerate(deal(list(pieces), self._files_of_rank))}
             rows = [row for name, hand in parts.items() for row in _described(name, hand)]
-            folder = self._commit.temporary(step)
+            folder, name = self._commit.temporary(step), self._checkpoints.folder(step).name
             with saving(f"step {step} could not be saved"), ThreadPoolExecutor(self._at_once) as pool:
-                self._phases.enter("save-shard", file_name(rank))
-                written = pool.map(lambda name: write_shard(folder / name, parts[name], self._files)._asdict(), parts)
+                self._phases.enter("save-shard", f"{name}/{file_name(rank)}")
+                written = pool.map(lambda part: self._write_file(folder / part, parts[part]), parts)
                 files = dict(zip(parts, written, strict=True))
         except Exception as error:  # the others wait for a word from this rank, whatever happened to it
-            return {"failure": as_note(error)}, error
+            return {"failure": as_note(error, f"step {step} could not be saved")}, error
         return {"failure": None, "files": files, "shapes": dict(shapes), "pieces": rows}, None
+
+    def _write_file(self, path: Path, pieces: Iterable[StatePiece]) -> dict[str, Any]:
+        return write_shard(path, pieces, self._files, self._phases.goes_on)._asdict()
 
     def _finish(self, about: About, texts: Sequence[str]) -> str:
         """Commit what the ranks say they wrote, then remove what is too old."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from megatron_run.checkpoint.boxes import Box
+from megatron_run.checkpoint.files import unwatched
 from megatron_run.checkpoint.header import Entry, encode_header, lay_out
 
 if TYPE_CHECKING:
@@ -92,13 +93,23 @@ def place(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
     return lay_out({name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()})
 
 
-def write_shard(path: Path, pieces: Iterable[StatePiece], files: FileSystem) -> Written:
-    """Write ``pieces`` to the new file ``path``, return when they are on the disk. Raises OSError naming the path."""
-    return write_tensors(path, {name: piece.tensor for name, piece in by_name(pieces).items()}, files)
+def write_shard(
+    path: Path, pieces: Iterable[StatePiece], files: FileSystem, goes_on: Callable[[], None] = unwatched
+) -> Written:
+    """Write ``pieces`` to the new file ``path``, return when they are on the disk. Raises OSError naming the path.
+
+    ``goes_on`` is called whenever a stretch of it is written, maybe by another thread.
+    """
+    tensors = {name: piece.tensor for name, piece in by_name(pieces).items()}
+    return write_tensors(path, tensors, files, goes_on=goes_on)
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], files: FileSystem, metadata: Mapping[str, str] | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    files: FileSystem,
+    metadata: Mapping[str, str] | None = None,
+    goes_on: Callable[[], None] = unwatched,
 ) -> Written:
     """Write ``tensors`` by name to the new file ``path``, return when they are on the disk. Raises OSError."""
     entries = place(tensors)
@@ -113,6 +124,7 @@ def write_tensors(
                 size += len(data)
             if len(waiting) > _AHEAD:
                 waiting.popleft().result()
+            goes_on()
         for rest in waiting:
             rest.result()
         file.sync()

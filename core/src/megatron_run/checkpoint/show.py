@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_run.checkpoint.manifest import MANIFEST, Manifest
 from megatron_run.checkpoint.step_folder import CHECKPOINTS, Checkpoints, check_length, verify_files
+from megatron_run.contracts.scaler import scale_text
 from megatron_run.contracts.state import MASTER
 from megatron_run.errors import CheckpointError
 
@@ -65,7 +66,12 @@ def find_step(path: Path | None, step: int | None = None) -> tuple[Checkpoints, 
 
 
 def look(checkpoints: Checkpoints, steps: Sequence[int] = (), *, thorough: bool = False) -> Iterator[Finding]:
-    """What there is of ``steps``, all when empty: manifests and lengths, and every byte when ``thorough``."""
+    """What there is of ``steps``, all when empty: manifests and lengths, and every byte when ``thorough``.
+
+    Raises :class:`CheckpointError` for one of ``steps`` that was never saved: that is no damage.
+    """
+    for step in steps:
+        checkpoints.find(step)
     for step in steps or checkpoints.steps():
         start, manifest, problem = time.perf_counter(), None, ""
         try:
@@ -110,7 +116,7 @@ def inspect_text(manifest: Manifest) -> str:
     about = manifest.about
     lines = [f"step {about.step} of run {about.run}, saved {about.time}", ""]
     lines += _section("counters", about.counters.items())
-    lines += _section("scaler", about.scaler.items())
+    lines += _section("scaler", [(name, scale_text(number)) for name, number in about.scaler.items()])
     lines += _section("data", [("samples", about.data.samples), ("sha256", about.data.sha256)])
     lines += _section("topology", about.topology.items())
     lines += _section("versions", about.versions.items())

@@ -7,12 +7,13 @@ the truth.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from megatron_run.checkpoint.files import reading, sha256_of, size_of
+from megatron_run.checkpoint.files import reading, sha256_of, size_of, unwatched
 from megatron_run.checkpoint.manifest import Manifest, read_manifest
 from megatron_run.errors import CheckpointError
 
@@ -62,14 +63,19 @@ class Checkpoints:
             )
         return newest
 
-    def manifest(self, step: int) -> Manifest:
-        """What was saved at ``step``. Raises :class:`CheckpointError`."""
+    def find(self, step: int) -> Path:
+        """Where ``step`` lies. Raises :class:`CheckpointError` with the steps that there are where it was not saved."""
         folder = self.folder(step)
         if folder.is_symlink() or not folder.is_dir():
             saved = ", ".join(map(str, self.steps()))
             raise CheckpointError(
                 f"there is no checkpoint {folder}", fix=f"saved steps: {saved}" if saved else "no step is saved there"
             )
+        return folder
+
+    def manifest(self, step: int) -> Manifest:
+        """What was saved at ``step``. Raises :class:`CheckpointError`."""
+        folder = self.find(step)
         manifest = read_manifest(folder)
         if manifest.about.step != step:
             raise CheckpointError(f"{folder} is not what its name says", why=f"it holds step {manifest.about.step}")
@@ -91,21 +97,40 @@ class Checkpoints:
         verify_files(self.folder(step), manifest, manifest.files)
         return manifest
 
+    @contextmanager
+    def offering_older(self, step: int, how: Callable[[int], str], otherwise: str = "") -> Iterator[None]:
+        """Where the block finds ``step`` damaged, say ``how`` to take the newest older step that looks whole.
 
-def verify_files(folder: Path, manifest: Manifest, names: Iterable[str], threads: int = 1) -> None:
-    """Compare files with their SHA-256, so many at once.
+        Where there is none, ``otherwise``. Nothing older is taken but by the user.
+        """
+        try:
+            yield
+        except CheckpointError as error:
+            older = next((each for each in reversed(self.steps()) if each < step and self.looks_whole(each)), None)
+            error.fix = error.fix or (otherwise if older is None else how(older))
+            raise
+
+
+def verify_files(
+    folder: Path,
+    manifest: Manifest,
+    names: Iterable[str],
+    threads: int = 1,
+    goes_on: Callable[[], None] = unwatched,
+) -> None:
+    """Compare files with their SHA-256, so many at once; their threads call ``goes_on`` at each stretch.
 
     Raises :class:`CheckpointError` naming the first that differs.
     """
     with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(partial(_verify_file, folder, manifest), names):
+        for _ in pool.map(partial(_verify_file, folder, manifest, goes_on=goes_on), names):
             pass
 
 
-def _verify_file(folder: Path, manifest: Manifest, name: str) -> None:
+def _verify_file(folder: Path, manifest: Manifest, name: str, goes_on: Callable[[], None]) -> None:
     check_length(folder, name, manifest)
     with reading(folder / name) as file:
-        if sha256_of(file) != manifest.files[name].sha256:
+        if sha256_of(file, goes_on) != manifest.files[name].sha256:
             raise CheckpointError(f"{folder / name} is damaged", why="its SHA-256 is not that of the manifest")
 
 

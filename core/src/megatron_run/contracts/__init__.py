@@ -17,7 +17,7 @@ from megatron_run.contracts.optimizer import Optimizer
 from megatron_run.contracts.parallel_layer import AttentionShape, LinearPart, ParallelLayers, StackedLayers
 from megatron_run.contracts.parameters import Init, ParameterSpec, ParamInfo, Part
 from megatron_run.contracts.plugin import KINDS, PluginInfo, entry_point_group
-from megatron_run.contracts.scaler import Scaler, scale_notices
+from megatron_run.contracts.scaler import Scaler, scale_notices, scale_text
 from megatron_run.contracts.schedule import Schedule
 from megatron_run.contracts.state import MASTER, ReadState, StatePiece
 
@@ -61,4 +61,5 @@ __all__ = [
     "StepTrace",
     "entry_point_group",
     "scale_notices",
+    "scale_text",
 ]

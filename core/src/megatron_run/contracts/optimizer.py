@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from megatron_run.contracts.state import MASTER
+
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
@@ -129,3 +131,16 @@ class Optimizer(ABC):
         Whoever wrote the state may have been laid out otherwise, and another optimizer with the same fields. Collective
         over the data-parallel ranks.
         """
+
+    def load_weights(self, read: ReadState) -> None:
+        """Replace the masters by what ``read`` looks up, and begin the rest anew, as before the first step.
+
+        Collective as :meth:`load_state`. By default the rest is loaded as zeros, which is right for a rule whose state
+        begins so.
+        """
+        from torch import zeros
+
+        def read_or_zeros(name: str, field: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+            return read(name, field, starts, sizes) if field == MASTER else zeros(sizes)
+
+        self.load_state(read_or_zeros)

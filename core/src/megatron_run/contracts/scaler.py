@@ -93,6 +93,11 @@ class Scaler(ABC):
             )
 
 
+def scale_text(scale: float) -> str:
+    """A loss scale for people, with all its digits, by which one knows a power of two: ``4294967296``, ``0.5``."""
+    return f"{scale:.0f}" if float(scale).is_integer() else str(float(scale))
+
+
 def scale_notices(config: Config, numbers: Mapping[str, float]) -> Iterator[str]:
     """What the user of a loss scale should know, for ``PluginInfo.check_config``.
 
@@ -105,4 +110,4 @@ def scale_notices(config: Config, numbers: Mapping[str, float]) -> Iterator[str]
         yield f"{needless}: gradients of train.precision={precision} do not vanish as those of fp16 do"
     for name, number in numbers.items():
         if frexp(number)[0] != 0.5:
-            yield f"scaler.{name}={number:g} is not a power of two: scaling by it rounds gradients"
+            yield f"scaler.{name}={scale_text(number)} is not a power of two: scaling by it rounds gradients"

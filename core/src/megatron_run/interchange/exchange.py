@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_run.checkpoint.files import FileSystem, saving
 from megatron_run.checkpoint.show import find_step
-from megatron_run.interchange.folder import count_values, make_new, read_step, write_folder
+from megatron_run.interchange.folder import count_values, new_folder, read_step, write_folder
 from megatron_run.interchange.formats import read_source, writer
 
 
@@ -53,18 +53,18 @@ def export_model(source: Path | None, folder: Path, name: str, step: int | None 
     """
     write, files = writer(name), FileSystem()
     checkpoints, chosen = find_step(source, step)
-    with saving(f"{folder} could not be written"):
-        make_new(folder, files)  # the place is taken, and known to be ours
+    with saving(f"{folder} could not be written"), new_folder(folder, files):  # the place is taken, and ours
         temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
         try:
             files.make_folder(temporary)
-            write(read_step(checkpoints, chosen), temporary)
+            with checkpoints.offering_older(chosen, lambda older: f"to export step {older}: --step {older}"):
+                weights = read_step(checkpoints, chosen)
+            write(weights, temporary)
             files.remove_folder(folder)
             files.rename(temporary, folder)
         except BaseException:
-            for path in (temporary, folder):
-                if path.is_dir():
-                    files.remove_tree(path)
+            if temporary.is_dir():
+                files.remove_tree(temporary)
             raise
         files.sync_folder(folder.parent)
     return Exported(str(checkpoints.path), chosen, str(folder), name)

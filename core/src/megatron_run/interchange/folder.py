@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -74,24 +75,33 @@ def write_folder(weights: Weights, folder: Path, source: str) -> Manifest:
     identity = _identity(weights)
     _check_names(weights)
     files = FileSystem()
-    with saving(f"{folder} could not be written"):
-        make_new(folder, files)
-        try:
-            with files.create(folder / CONFIG) as file:
-                file.write(_config_text(weights, source).encode())
-                file.sync()
-            return _write_step(weights, Checkpoints(folder / CHECKPOINTS), identity, files)
-        except BaseException:
-            files.remove_tree(folder)
-            raise
+    with saving(f"{folder} could not be written"), new_folder(folder, files):
+        with files.create(folder / CONFIG) as file:
+            file.write(_config_text(weights, source).encode())
+            file.sync()
+        return _write_step(weights, Checkpoints(folder / CHECKPOINTS), identity, files)
 
 
-def make_new(folder: Path, files: FileSystem) -> None:
-    """Make ``folder``, and those around it. Raises :class:`InputError` when there is something of that name."""
+@contextmanager
+def new_folder(folder: Path, files: FileSystem) -> Iterator[None]:
+    """``folder``, new, and those around it that are missing; where the block fails they are gone again, all of them.
+
+    Raises :class:`InputError` when there is something of that name.
+    """
     if folder.is_symlink() or folder.exists():
         raise InputError(f"{folder} exists already", why="nothing is ever overwritten", fix="name a new folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    files.make_folder(folder)
+    missing = [each for each in folder.parents if not each.exists()]
+    made: list[Path] = []
+    try:
+        for each in (*reversed(missing), folder):
+            files.make_folder(each)
+            made.append(each)
+        yield
+    except BaseException:
+        for each in reversed(made):
+            with suppress(OSError):  # it is gone already, or somebody else has put something into it
+                (files.remove_tree if each == folder else files.remove_folder)(each)
+        raise
 
 
 def _write_step(weights: Weights, checkpoints: Checkpoints, identity: Mapping[str, Any], files: FileSystem) -> Manifest:

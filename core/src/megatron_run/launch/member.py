@@ -18,9 +18,10 @@ import torch.distributed as dist
 from megatron_run.comm import patience
 from megatron_run.errors import ExitCode, RankLostError
 from megatron_run.launch.agreement import check_digests, check_gpus
-from megatron_run.launch.failure import classify, exit_code, one_line
+from megatron_run.launch.failure import classify, exit_code
 from megatron_run.launch.meeting import Meeting, PeerError, attempt, close_group
 from megatron_run.launch.process import assign_device, gpu_name, set_threads, start_device
+from megatron_run.launch.saved import last_line
 from megatron_run.launch.signals import stopping_on_signals
 from megatron_run.launch.watched import Watched
 from megatron_run.phases import Phases
@@ -154,7 +155,8 @@ class Member:
             traceback.print_exception(error)
         known = classify(error)
         lost = known.rank if isinstance(known, RankLostError) else None
-        return MemberEnd(code, "" if peer else one_line(error), peer or isinstance(known, RankLostError), lost)
+        message = "" if peer else last_line(error, None if self.folder is None else self.folder.path)
+        return MemberEnd(code, message, peer or isinstance(known, RankLostError), lost)
 
 
 def train_in_folder(run: ResolvedRun, world: World, folder: RunFolder, phases: Phases | None = None) -> ExitCode:

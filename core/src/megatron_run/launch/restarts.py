@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_run.checkpoint.step_folder import CHECKPOINTS, Checkpoints
 from megatron_run.errors import ExitCode
 from megatron_run.launch.job import Ending
+from megatron_run.launch.saved import last_saved
 
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
@@ -45,5 +45,5 @@ def going_on(run: ResolvedRun, request: Request, folder: Path) -> tuple[Resolved
 
 
 def _from(folder: Path | None) -> str:
-    steps = Checkpoints(folder / CHECKPOINTS).steps() if folder is not None else []
-    return f"from step {steps[-1]}" if steps else "from the first step"
+    step = last_saved(folder)
+    return "from the first step" if step is None else f"from step {step}"

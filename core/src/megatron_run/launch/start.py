@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from megatron_run.checkpoint.step_folder import CHECKPOINTS, Checkpoints
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, InputError, RunError
 from megatron_run.launch.job import Ending
 from megatron_run.launch.restarts import Restarts, going_on
+from megatron_run.launch.saved import how_to_go_on, interrupted, last_line, last_saved
 from megatron_run.launch.threads import quiet_torch
 from megatron_run.launch.worlds import How, find_world
 from megatron_run.world import World
@@ -167,7 +167,7 @@ def _train_here(run: ResolvedRun) -> Ending:
 
 
 def _train_in_own_folder(run: ResolvedRun, world: World) -> Ending:
-    from megatron_run.launch.failure import exit_code, one_line
+    from megatron_run.launch.failure import exit_code
     from megatron_run.launch.member import train_in_folder
     from megatron_run.run_folder import open_run_folder
 
@@ -178,7 +178,7 @@ def _train_in_own_folder(run: ResolvedRun, world: World) -> Ending:
         try:
             code = train_in_folder(run, world, opened.folder)
         except BaseException as error:
-            opened.folder.end(exit_code(error), one_line(error))
+            opened.folder.end(exit_code(error), last_line(error, opened.folder.path))
             raise
         opened.folder.end(code)
     return Ending(code, opened.folder.path)
@@ -204,7 +204,7 @@ def _start_local(run: ResolvedRun, request: Request, terms: Terms) -> Ending:
         terms.tell(line)
         current = going_on(*current, ending.folder)
         ending = _attempt(*current, terms)
-    _tell_how_to_go_on(run, ending, terms.tell)
+    _tell_how_to_go_on(ending, terms.tell)
     return ending
 
 
@@ -233,7 +233,7 @@ def _attempt(run: ResolvedRun, request: Request, terms: Terms) -> Ending:
             timeout=run.config.run.timeout,
         )
         try:
-            ending = run_local(plan)
+            ending = _saying_what_is_saved(run_local(plan))
         except BaseException as error:
             opened.folder.end(ExitCode.BUG, repr(error))
             raise
@@ -241,12 +241,16 @@ def _attempt(run: ResolvedRun, request: Request, terms: Terms) -> Ending:
     return ending
 
 
-def _tell_how_to_go_on(run: ResolvedRun, ending: Ending, tell: Callable[[str], None]) -> None:
+def _saying_what_is_saved(ending: Ending) -> Ending:
+    if ending.code != ExitCode.SIGINT:
+        return ending
+    return replace(ending, message=interrupted(ending.message, ending.folder))
+
+
+def _tell_how_to_go_on(ending: Ending, tell: Callable[[str], None]) -> None:
     """Where another start would go on from what was saved, say so."""
-    saved = Checkpoints(ending.folder / CHECKPOINTS).steps() if ending.folder and ending.code.retry else []
-    if saved:
-        named = "" if run.config.run.folder else f" with --set run.folder={ending.folder}"
-        tell(f"step {saved[-1]} is saved: to go on from it, run the same command{named}")
+    if ending.folder is not None and ending.code.retry and (step := last_saved(ending.folder)) is not None:
+        tell(f"step {step} is saved: {how_to_go_on(ending.folder)}")
 
 
 def _already_finished(opened: OpenedFolder, tell: Callable[[str], None]) -> Ending:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, get_args
 
 import torch
@@ -11,7 +12,7 @@ from megatron_run.gradients import build_buckets
 from megatron_run.optim.norm import sum_of_squares
 from megatron_run.optim.rules import find_rule
 from megatron_run.optim.share import Share
-from megatron_run.optim.state import iter_state, load_state
+from megatron_run.optim.state import iter_state, load_state, load_weights
 from megatron_run.optim.traffic import GradientTraffic
 from megatron_run.optim.update import Update
 from megatron_run.topology import Replicas
@@ -169,8 +170,15 @@ class FlatOptimizer(Optimizer):
 
     def load_state(self, read: ReadState) -> None:
         """Read masters and state of all that this rank updates, then bring the parameters to every rank."""
+        self._load(partial(load_state, self._update, read))
+
+    def load_weights(self, read: ReadState) -> None:
+        """Read the masters alone; the rule makes its state in the next step, as in the first one."""
+        self._load(partial(load_weights, self._update, read))
+
+    def _load(self, load: Callable[[], None]) -> None:
         self.ensure_ready(self._bucket_of)  # what is still on its way would arrive over what is loaded
-        load_state(self._update, read)
+        load()
         for share in self._shares:
             share.give_values()
         self.start_param_sync()

@@ -38,10 +38,21 @@ def iter_state(update: Update) -> Iterator[StatePiece]:
                     yield StatePiece(piece.part.name, field, (0,) * tensor.ndim, tuple(tensor.shape), tensor)
 
 
-@torch.no_grad()
 def load_state(update: Update, read: ReadState) -> None:
     """Fill masters and state of every segment from the boxes that ``read`` looks up."""
     update.start()
+    _fill(update, read)
+
+
+def load_weights(update: Update, read: ReadState) -> None:
+    """Fill the masters of every segment from the boxes that ``read`` looks up; the rule has no state then."""
+    update.forget()
+    _fill(update, read)
+
+
+@torch.no_grad()
+def _fill(update: Update, read: ReadState) -> None:
+    """Fill masters and what state there is."""
     for segment in update.segments:
         state = update.state(segment)
         for index, piece in enumerate(segment.share.pieces(segment.world)):

@@ -84,6 +84,12 @@ class Update:
             if "step" in state:
                 state["step"] *= 0
 
+    def forget(self) -> None:
+        """Have no state, as before the first step."""
+        self._begun = False
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+
     def begin(self) -> None:
         """Have the state that the first step will find, where that is known."""
         if not self._begun and self._rule.starts_at_zero:

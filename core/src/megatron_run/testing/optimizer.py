@@ -42,6 +42,7 @@ _ALONE: Mapping[str, Callable[[OptimizerFactory], None]] = MappingProxyType(
         "small updates of 16-bit parameters are not lost": alone.check_small_updates,
         "memory tells bytes by role, planned or real": alone.check_memory,
         "a fresh optimizer goes on from saved state bit for bit": alone.check_round_trip,
+        "with weights alone it begins as at first": alone.check_weights_alone,
         "a stage without parameters is no special case": alone.check_nothing,
     }
 )

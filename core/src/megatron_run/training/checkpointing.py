@@ -21,6 +21,7 @@ from megatron_run.checkpoint.staging import Staging
 from megatron_run.checkpoint.step_folder import Checkpoints
 from megatron_run.comm import create_aside, patience
 from megatron_run.contracts import CheckpointMetrics
+from megatron_run.errors import RunError
 from megatron_run.run_folder.identity import digest, identity
 from megatron_run.training.plugin_lock import plugin_records
 from megatron_run.training.resuming import files_at_once, resume
@@ -72,7 +73,7 @@ class Checkpointing:
         saver = Saver(  # one file after the other: the cores are the training's
             self._checkpoints, ranks, self._folder.run_id, keep, phases=phases, files_of_rank=files_at_once()
         )
-        return SavingBehind(saver, Staging(context.device), phases)
+        return SavingBehind(saver, Staging(context.device), phases, self._phases)
 
     def resume(self) -> Progress:
         """Go on from the step that ``--resume`` names: the newest, one by its number, or none. Collective.
@@ -136,8 +137,11 @@ class Checkpointing:
         log = self._assembly.context.log
         try:
             log.info("step %d is saved", self._behind.wait().step)
-        except Exception as error:
+        except RunError as error:
             log.warning("%s", error)
+        except Exception as error:  # a bug, or a rank that is gone
+            what = "a step could not be saved behind the training"
+            log.warning("%s: %s: %s", what, type(error).__name__, error, exc_info=True)
 
     def _save(self, progress: Progress) -> CheckpointMetrics:
         """Save a step; returns when it is on the disk."""

@@ -14,6 +14,7 @@ import torch
 
 from megatron_run.faults import Fault, read_faults
 from megatron_run.gradients.buckets import main_grad
+from megatron_run.phases import BESIDE, Collective
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -52,17 +53,22 @@ def add_faults(
 
 
 class _Faulty:
-    """Counts how often each phase is entered in a step, and strikes when it is time."""
+    """Counts how often each phase is entered in a step, and strikes when it is time.
+
+    A thread that saves behind the training enters collectives in the same steps, in no order with the training's: it
+    counts them by itself.
+    """
 
     def __init__(self, faults: Sequence[Fault], rank: int, parameters: Sequence[Parameter]) -> None:
         self._faults, self._rank, self._parameters = faults, rank, parameters
-        self._entered: Counter[tuple[int, str]] = Counter()
+        self._entered: Counter[tuple[int, str, bool]] = Counter()
 
     def __call__(self, step: int, phase: str, detail: object) -> None:
         """The rank enters ``phase``."""
-        self._entered[step, phase] += 1
+        entered = step, phase, isinstance(detail, Collective) and detail.scope == BESIDE
+        self._entered[entered] += 1
         for fault in self._faults:
-            if fault.strikes(step, phase, self._entered[step, phase]):
+            if fault.strikes(step, phase, self._entered[entered]):
                 _say(f"fault: {fault.kind} on rank {self._rank} in step {step}, {phase}{f' {detail}' * bool(detail)}")
                 self._strike(fault, str(detail))
 

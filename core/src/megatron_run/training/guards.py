@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from megatron_run.checkpoint.ranks import WorldRanks
+from megatron_run.contracts import scale_text
 from megatron_run.errors import GuardError
 from megatron_run.training.losses import LANGUAGE_MODEL
 from megatron_run.training.not_finite import find_not_finite
@@ -130,7 +131,7 @@ class Guards:
     def _stop_skipping(self, progress: Progress) -> NoReturn:
         weights = find_not_finite(self._assembly, (), self._ranks).weights
         scale = self._assembly.scaler.scale.item()
-        at = f", with a loss scale of {scale:g}" if self._reason == _GRADIENT and scale != 1 else ""
+        at = f", with a loss scale of {scale_text(scale)}" if self._reason == _GRADIENT and scale != 1 else ""
         why = f"last at step {progress.step}: {self._reason}{at}" + (f"; {weights}" if weights else "")
         fix = _fix(weights, f"{_CALMER}, or raise train.max_skips")
         self._stop(GuardError(f"{progress.skipped_in_a_row} steps in a row were skipped", why=why, fix=fix))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from megatron_run.checkpoint.files import unwatched
 from megatron_run.checkpoint.ranks import all_do, first_does
 from megatron_run.checkpoint.reader import Reader
 from megatron_run.checkpoint.step_folder import verify_files
@@ -18,14 +19,14 @@ from megatron_run.training.plugin_lock import changes, optimizer_upgrade, scaler
 from megatron_run.training.upgrading import UpgradingReader
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
     from megatron_run.checkpoint.manifest import About, DataRecord, Manifest
     from megatron_run.checkpoint.ranks import Ranks
     from megatron_run.checkpoint.step_folder import Checkpoints
-    from megatron_run.contracts import Optimizer, ReadState
+    from megatron_run.contracts import ReadState
     from megatron_run.resolve import ResolvedRun
     from megatron_run.training.build import Assembly
     from megatron_run.training.upgrading import Upgrade
@@ -58,7 +59,8 @@ def resume(
     step = json.loads(first_does(ranks, lambda: json.dumps(choose(word, checkpoints))))
     if step is None:
         return Progress()
-    manifest = all_do(ranks, lambda: _verify(checkpoints, step, ranks))
+    phases = assembly.context.groups.phases
+    manifest = all_do(ranks, lambda: _verify(checkpoints, step, ranks, phases.goes_on))
     found = all_do(ranks, lambda: _check(run, manifest.about, data))
     if ranks.rank == 0:
         for line in changes(manifest.about, run.plugins):
@@ -67,7 +69,8 @@ def resume(
     reader = Reader(checkpoints.folder(step), manifest)
     upgrading = UpgradingReader(reader, found.upgrade) if found.upgrade else reader
     reading = Reading(upgrading, str(run.one("optimizer")), anew=anew)
-    all_do(ranks, lambda: _load(assembly, reading, found.scaler))
+    begun = any(tensor.keys() != {MASTER} for tensor in manifest.tensors.values())
+    all_do(ranks, lambda: _load(assembly, reading, found.scaler, begun=begun))
     return found.progress
 
 
@@ -78,15 +81,10 @@ def choose(word: str, checkpoints: Checkpoints) -> int | None:
     return checkpoints.newest() if word == "auto" else int(word)
 
 
-def _verify(checkpoints: Checkpoints, step: int, ranks: Ranks) -> Manifest:
-    try:
-        return verify_share(checkpoints, step, ranks)
-    except CheckpointError as error:
-        older = [each for each in checkpoints.steps() if each < step]
-        error.fix = error.fix or (
-            f"to go on from step {older[-1]}: --resume {older[-1]}" if older else "--resume never"
-        )
-        raise
+def _verify(checkpoints: Checkpoints, step: int, ranks: Ranks, goes_on: Callable[[], None]) -> Manifest:
+    again = "to start again: --resume never"
+    with checkpoints.offering_older(step, lambda older: f"to go on from step {older}: --resume {older}", again):
+        return verify_share(checkpoints, step, ranks, goes_on)
 
 
 def files_at_once() -> int:
@@ -94,11 +92,16 @@ def files_at_once() -> int:
     return min(_MOST_FILES, torch.get_num_threads())
 
 
-def verify_share(checkpoints: Checkpoints, step: int, ranks: Ranks) -> Manifest:
-    """The manifest of ``step``. Each rank reads some of the files, so that every file is read once."""
+def verify_share(
+    checkpoints: Checkpoints, step: int, ranks: Ranks, goes_on: Callable[[], None] = unwatched
+) -> Manifest:
+    """The manifest of ``step``. Each rank reads some of the files, so that every file is read once.
+
+    ``goes_on`` is called while it reads, by several threads.
+    """
     manifest = checkpoints.manifest(step)
     mine = sorted(manifest.files)[ranks.rank :: ranks.size]
-    verify_files(checkpoints.folder(step), manifest, mine, files_at_once())
+    verify_files(checkpoints.folder(step), manifest, mine, files_at_once(), goes_on)
     return manifest
 
 
@@ -120,8 +123,8 @@ def _check(run: ResolvedRun, saved: About, data: DataRecord) -> Findings:
     return Findings(Progress(**saved.counters, losses=saved.losses), scaler_state(saved, run.plugins, allowed), upgrade)
 
 
-def load_state(optimizer: Optimizer, read: ReadState) -> None:
-    """Let ``optimizer`` load what ``read`` gives it, and then raise what the first read that failed raised.
+def load(into: Callable[[ReadState], None], read: ReadState) -> None:
+    """Load what ``read`` gives ``into`` an optimizer, and then raise what the first read that failed raised.
 
     Nothing is raised while it loads: it brings what it has read to the other ranks, which would wait for one that left.
     From the first failure on it reads zeros.
@@ -136,7 +139,7 @@ def load_state(optimizer: Optimizer, read: ReadState) -> None:
                 failures.append(error)
         return torch.zeros(sizes)
 
-    optimizer.load_state(read_or_zeros)
+    into(read_or_zeros)
     if failures:
         raise failures[0]
 
@@ -154,12 +157,6 @@ class Reading:
             return self._reader.read(name, field, starts, sizes)
         if self._anew:
             return torch.zeros(sizes)
-        if known == {MASTER}:
-            raise CheckpointError(
-                f"the step was saved before the first update, with weights and no state of {self._optimizer}",
-                why=f"a rule of its own begins with {field} as it likes, and zeros may not be that",
-                fix="start again: --resume never",
-            )
         raise CheckpointError(
             f"what was saved has no {field} of {name}, which {self._optimizer} needs",
             why=f"it has {', '.join(sorted(known))}",
@@ -167,8 +164,11 @@ class Reading:
         )
 
 
-def _load(assembly: Assembly, read: Reading, scaler: Mapping[str, Any] | None) -> None:
-    """Masters and moments, box by box; then the loss scale."""
-    load_state(assembly.optimizer, read)
+def _load(assembly: Assembly, read: Reading, scaler: Mapping[str, Any] | None, *, begun: bool) -> None:
+    """Masters and moments, box by box; then the loss scale.
+
+    Not ``begun``: the step was saved before the first update, by a rule that begins with a state of its own.
+    """
+    load(assembly.optimizer.load_state if begun else assembly.optimizer.load_weights, read)
     if scaler is not None:
         assembly.scaler.load_state_dict(scaler)

@@ -7,23 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from megatron_run.checkpoint.ranks import all_do, first_does
 from megatron_run.checkpoint.reader import Reader
 from megatron_run.checkpoint.step_folder import Checkpoints
 from megatron_run.contracts.state import MASTER
-from megatron_run.training.resuming import load_state, verify_share
+from megatron_run.training.resuming import load, verify_share
 from megatron_run.training.source import choose_source, differing_options, refuse_other_model
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
+    from collections.abc import Callable, Sequence
 
     from megatron_run.checkpoint.manifest import Manifest
     from megatron_run.checkpoint.ranks import Ranks
-    from megatron_run.contracts import ReadState
     from megatron_run.resolve import ResolvedRun
     from megatron_run.training.build import Assembly
 
@@ -39,21 +34,30 @@ def start_from(run: ResolvedRun, assembly: Assembly, path: Path, ranks: Ranks, s
     """
     place, step = json.loads(first_does(ranks, lambda: json.dumps(_choose(run, path))))
     checkpoints = Checkpoints(Path(place))
-    manifest = all_do(ranks, lambda: verify_share(checkpoints, step, ranks))
+    phases = assembly.context.groups.phases
+    manifest = all_do(ranks, lambda: _verify(checkpoints, step, ranks, phases.goes_on))
     notes = ranks.gather(json.dumps(shapes))
     differences = first_does(ranks, lambda: differing_options(run, checkpoints, step))
     first_does(ranks, lambda: _compare(run, manifest, notes, checkpoints.folder(step)))
     if ranks.rank == 0:
         said = f"; {differences}" if differences else ""
         assembly.context.log.warning("weights of step %s of %s%s", step, checkpoints.path.parent, said)
-    read = _reading(Reader(checkpoints.folder(step), manifest))
-    all_do(ranks, lambda: load_state(assembly.optimizer, read))
+    read = Reader(checkpoints.folder(step), manifest).read
+    all_do(ranks, lambda: load(assembly.optimizer.load_weights, read))
 
 
 def _choose(run: ResolvedRun, path: Path) -> tuple[str, int]:
     """The checkpoints' folder and the step, in words that all ranks understand."""
     checkpoints, step = choose_source(run, path)
     return str(checkpoints.path), step
+
+
+def _verify(checkpoints: Checkpoints, step: int, ranks: Ranks, goes_on: Callable[[], None]) -> Manifest:
+    def start_there(older: int) -> str:
+        return f"to start from step {older}: --set run.init_from={checkpoints.folder(older)}"
+
+    with checkpoints.offering_older(step, start_there):
+        return verify_share(checkpoints, step, ranks, goes_on)
 
 
 def _compare(run: ResolvedRun, manifest: Manifest, notes: Sequence[str], folder: Path) -> str:
@@ -71,12 +75,3 @@ def _differing_shapes(saved: Shapes, wanted: Shapes) -> list[str]:
         if there != here:
             texts.append(f"{name} is {there} there, {here} here")
     return texts
-
-
-def _reading(reader: Reader) -> ReadState:
-    """Weights as they were saved; moments and counters of the update rule start from zeros."""
-
-    def read(name: str, field: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-        return reader.read(name, field, starts, sizes) if field == MASTER else torch.zeros(sizes)
-
-    return read

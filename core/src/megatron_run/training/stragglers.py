@@ -44,17 +44,18 @@ class Stragglers:
         self._interval = interval if context.topology.sizes.world > 1 else 0
         self._now, self._seconds = _clock(context.device)
         self._marks: list[tuple[str, Any]] = []
-        self._step = self._reported = 0
+        self._step = self._over = 0
 
     def enter(self, step: int, name: str, detail: object) -> None:
         """Phase ``name`` begins in ``step``: a timer of the rank's phases."""
         if step < self._step:  # the run has gone back
             self._marks.clear()
-            self._reported = 0
+            self._over = 0
         self._step = step
-        # What comes after the report of a step, an evaluation above all, is no part of the steps before the next one.
-        if self._interval and -step % self._interval < _TIMED and step != self._reported:
+        if self._interval and -step % self._interval < _TIMED and step != self._over:
             self._marks.append((name, self._now()))
+        if name == "observe":  # what comes now, an evaluation above all, is no part of any step
+            self._over = step
 
     def report(self, step: int) -> Straggler | None:
         """Who held the others up in the last steps up to ``step``, when it is time to say. Collective."""
@@ -63,7 +64,6 @@ class Stragglers:
         steps = min(_TIMED, self._interval, step)
         own = [seconds / steps for seconds in section_seconds(self._marks, self._seconds)]
         self._marks.clear()
-        self._reported = step
         topology = self._context.topology
         table = torch.zeros(topology.sizes.world, len(SECTIONS), dtype=torch.float64, device=self._context.device)
         table[topology.rank] = torch.tensor(own, dtype=torch.float64)

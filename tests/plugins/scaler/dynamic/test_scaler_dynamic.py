@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 from random import Random
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_run.contracts import scale_text
 from megatron_run.errors import DataError
 from megatron_run.testing.context import single_process_context
 from megatron_run_scaler_dynamic import DynamicScaler, megatron_run_create_scaler
@@ -178,3 +180,14 @@ def test_a_state_that_does_not_fit_is_refused_whole(state: dict[str, float], lin
         subject.load_state_dict(state)
     assert str(caught.value) == line
     assert subject.state_dict() == scaler().state_dict()
+
+
+@pytest.mark.parametrize("exponent", [-13, -1, 0, 1, 16, 24, 32, 60])
+def test_a_power_of_two_is_shown_in_all_its_digits(exponent: int) -> None:
+    text = scale_text(2.0**exponent)
+    assert Fraction(text) == Fraction(2) ** exponent
+    assert set(text) <= set("0123456789.")
+
+
+def test_any_other_scale_is_shown_as_it_would_be_typed() -> None:
+    assert [scale_text(each) for each in (1000, 1000.5, 0.1)] == ["1000", "1000.5", "0.1"]

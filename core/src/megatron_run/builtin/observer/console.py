@@ -21,6 +21,7 @@ from megatron_run.contracts import (
     PluginInfo,
     RunSummary,
     StepMetrics,
+    scale_text,
 )
 from megatron_run.errors import plural
 from megatron_run.hookspecs import hookimpl
@@ -154,7 +155,7 @@ class ConsoleObserver(Observer):
     def on_skip(self, metrics: StepMetrics) -> None:
         """Say so at the 1st, 2nd, 4th, 8th, ... skipped step: a storm of them must not flood the terminal."""
         if metrics.skipped_total & (metrics.skipped_total - 1) == 0:
-            many = f"{metrics.skipped_total} so far, loss scale {metrics.loss_scale:g}"
+            many = f"{metrics.skipped_total} so far, loss scale {scale_text(metrics.loss_scale)}"
             say(self._console, f"step {metrics.step} skipped: a gradient is not finite ({many})")
 
     def on_eval_end(self, metrics: EvalMetrics) -> None:

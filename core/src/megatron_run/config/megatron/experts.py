@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from megatron_run.config.megatron.model import Arguments, Setting, given_keys
+from megatron_run.config.megatron.model import Arguments, Setting, given_keys, given_or_default
 from megatron_run.errors import InputError
 
 _LONGEST = 500  # characters of a pattern, and layers
@@ -18,16 +18,18 @@ def experts(arguments: Arguments) -> Iterator[Setting]:
         return
     yield Setting("model.experts", given("num_experts"), "--num-experts")
     yield from given_keys(arguments, "model", "--moe-")
-    balanced = given("moe_router_load_balancing_type", "aux_loss") == "aux_loss"
-    coefficient = given("moe_aux_loss_coeff", 0.0) if balanced else 0.0
-    yield Setting("model.aux_loss_coeff", coefficient, "--moe-aux-loss-coeff" if coefficient else "Megatron's default")
-    frequency = given("moe_layer_freq", 1)  # a text in a script, a number or a list in a checkpoint
-    if "[" in str(frequency):
-        yield Setting("model.expert_layer_pattern", layer_pattern(str(frequency)), "--moe-layer-freq")
+    if (kind := given("moe_router_load_balancing_type", "aux_loss")) == "aux_loss":
+        yield given_or_default(arguments, "model.aux_loss_coeff", "--moe-aux-loss-coeff", 0.0)
     else:
-        yield Setting("model.expert_layer_freq", int(frequency), "--moe-layer-freq")
+        yield Setting("model.aux_loss_coeff", 0.0, f"--moe-router-load-balancing-type {kind}")
+    # A text in a script, a number or a list in a checkpoint.
+    frequency = given_or_default(arguments, "model.expert_layer_freq", "--moe-layer-freq", 1)
+    if "[" in str(frequency.value):
+        yield Setting("model.expert_layer_pattern", layer_pattern(str(frequency.value)), frequency.why)
+    else:
+        yield frequency._replace(value=int(frequency.value))
     if given("moe_token_dispatcher_type") in ("allgather", None):
-        yield Setting("model.token_dispatcher", "allgather", "--moe-token-dispatcher-type")
+        yield given_or_default(arguments, "model.token_dispatcher", "--moe-token-dispatcher-type", "allgather")
 
 
 def expert_faults(arguments: Arguments) -> Iterator[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_run.config.megatron.model import Arguments, Setting, find_vocabulary, given_keys
+from megatron_run.config.megatron.model import Arguments, Setting, find_vocabulary, given_keys, given_or_default
 
 #: Global batches of an evaluation, and steps between two, where no flag says it.
 _EVAL_BATCHES, _EVAL_INTERVAL = 100, 1000
@@ -15,10 +15,12 @@ def parallel(arguments: Arguments) -> Iterator[Setting]:
     given = arguments.get
     tensor, pipeline = sizes(arguments)
     chunks = count_chunks(arguments)
-    yield Setting("parallel.tensor", tensor, "--tensor-model-parallel-size")
-    yield Setting("parallel.pipeline", pipeline, "--pipeline-model-parallel-size")
+    yield given_or_default(arguments, "parallel.tensor", "--tensor-model-parallel-size", 1)
+    yield given_or_default(arguments, "parallel.pipeline", "--pipeline-model-parallel-size", 1)
     if chunks > 1:
-        yield Setting("parallel.chunks", chunks, "layers of a stage / --num-layers-per-virtual-pipeline-stage")
+        told = given("num_virtual_stages_per_pipeline_rank")
+        each = "layers of a stage / --num-layers-per-virtual-pipeline-stage"
+        yield Setting("parallel.chunks", chunks, "--num-virtual-stages-per-pipeline-rank" if told else each)
     if given("sequence_parallel") and tensor > 1:
         yield Setting("parallel.sequence", True, "--sequence-parallel")
     if given("expert_model_parallel_size", 1) > 1:
@@ -62,11 +64,12 @@ def data(arguments: Arguments) -> Iterator[Setting]:
 def run(arguments: Arguments) -> Iterator[Setting]:
     """The sections ``eval``, ``checkpoint``, ``guard`` and ``run``."""
     given = arguments.get
-    batches = given("eval_iters", _EVAL_BATCHES)
-    interval = given("eval_interval", _EVAL_INTERVAL) if batches else 0
-    yield Setting("eval.interval", interval, "--eval-interval" if batches else "--eval-iters 0: only at the end")
-    if batches:
-        yield Setting("eval.batches", batches, "--eval-iters" if "eval_iters" in arguments else "Megatron's default")
+    batches = given_or_default(arguments, "eval.batches", "--eval-iters", _EVAL_BATCHES)
+    if batches.value:
+        yield given_or_default(arguments, "eval.interval", "--eval-interval", _EVAL_INTERVAL)
+        yield batches
+    else:
+        yield Setting("eval.interval", 0, "--eval-iters 0: only at the end")
     interval = given("save_interval")
     why = "--save-interval" if interval else "no --save-interval: only at the end and when stopped"
     yield Setting("checkpoint.interval", interval or 0, why)

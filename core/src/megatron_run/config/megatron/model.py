@@ -37,23 +37,37 @@ def given_keys(arguments: Arguments, section: str, start: str = "") -> Iterator[
             yield Setting(flag.text, value, flag.name)
 
 
+def default_of(flag: str) -> str:
+    """Why a key has its value where ``flag`` was not given."""
+    return f"Megatron's default of {flag}"
+
+
+def given_or_default(arguments: Arguments, key: str, flag: str, default: Any) -> Setting:
+    """``key`` with the value of ``flag``, or with Megatron's ``default``: then the user has not asked for it."""
+    value = arguments.get(flag.removeprefix("--").replace("-", "_"))
+    return Setting(key, default, default_of(flag)) if value is None else Setting(key, value, flag)
+
+
 def network(arguments: Arguments) -> Iterator[Setting]:
     """The keys of the section ``model``, but for what only training decides."""
     given = arguments.get
     yield from given_keys(arguments, "model")
     if given("group_query_attention"):
-        yield Setting("model.num_kv_heads", given("num_query_groups", 1), "--num-query-groups")
+        yield given_or_default(arguments, "model.num_kv_heads", "--num-query-groups", 1)
     yield from _ffn(arguments)
     vocabulary = find_vocabulary(arguments)
     if vocabulary is not None:
         yield vocabulary
     if is_rotated(arguments):
-        yield Setting("model.position", "rope", "--position-embedding-type rope")
-    yield Setting("model.norm", _NORMS.get(given("normalization") or "", "layernorm"), "--normalization")
+        by_type = given("position_embedding_type") == _ROTATED
+        why = "--position-embedding-type rope" if by_type else "--use-rotary-position-embeddings"
+        yield Setting("model.position", "rope", why)
+    norm = _NORMS.get(given("normalization") or "")
+    yield Setting("model.norm", norm or "layernorm", "--normalization" if norm else default_of("--normalization"))
     yield _activation(arguments)
-    yield Setting("model.bias", given("add_bias_linear", True), "--disable-bias-linear clears it")
-    tied = not given("untie_embeddings_and_output_weights", False)
-    yield Setting("model.tie_embeddings", tied, "--untie-embeddings-and-output-weights clears it")
+    yield _cleared("model.bias", "--disable-bias-linear", cleared=not given("add_bias_linear", True))
+    untied = bool(given("untie_embeddings_and_output_weights"))
+    yield _cleared("model.tie_embeddings", "--untie-embeddings-and-output-weights", cleared=untied)
 
 
 def network_faults(arguments: Arguments) -> Iterator[str]:
@@ -95,12 +109,19 @@ def find_vocabulary(arguments: Arguments) -> Setting | None:
     return None if padded is None else Setting("model.vocab_size", padded, WITH_PADDING)
 
 
+def _cleared(key: str, flag: str, *, cleared: bool) -> Setting:
+    """A key that is true unless ``flag`` clears it."""
+    return Setting(key, not cleared, flag if cleared else f"Megatron's default; {flag} clears it")
+
+
 def _ffn(arguments: Arguments) -> Iterator[Setting]:
     size, hidden = arguments.get("ffn_hidden_size"), arguments.get("hidden_size")
     if size is not None:
         yield Setting("model.ffn_size", size, "--ffn-hidden-size")
     elif arguments.get("swiglu") and hidden is not None:
-        yield Setting("model.ffn_size", hidden * 8 // 3 // 64 * 64, "Megatron's default with --swiglu")
+        yield Setting(
+            "model.ffn_size", hidden * 8 // 3 // 64 * 64, "--swiglu: two thirds of four times the hidden size"
+        )
 
 
 def _activation(arguments: Arguments) -> Setting:
@@ -111,5 +132,6 @@ def _activation(arguments: Arguments) -> Setting:
     if given("openai_gelu"):
         return Setting("model.activation", "gelu_tanh", "--openai-gelu")
     if given("add_bias_linear", True) and given("bias_gelu_fusion", True):
-        return Setting("model.activation", "gelu_tanh", "what Megatron's fused bias and GeLU computes")
-    return Setting("model.activation", "gelu", "not fused with a bias")
+        return Setting("model.activation", "gelu_tanh", "Megatron's default: what its fused bias and GeLU computes")
+    flag = "--no-bias-gelu-fusion" if given("add_bias_linear", True) else "--disable-bias-linear"
+    return Setting("model.activation", "gelu", f"{flag}: not fused with a bias")

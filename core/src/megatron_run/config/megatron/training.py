@@ -7,7 +7,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from megatron_run.config.megatron.model import Arguments, Setting, given_keys
+from megatron_run.config.megatron.model import Arguments, Setting, default_of, given_keys, given_or_default
 
 _SHAPES = {
     "constant": "constant",
@@ -30,37 +30,47 @@ def train(arguments: Arguments, batch: int) -> Iterator[Setting]:
     for key, value in zip(("start", "increment", "samples"), given("rampup_batch_size") or (), strict=False):
         yield Setting(f"train.ramp_up.{key}", value, "--rampup-batch-size")
     precision = "bf16" if given("bf16") else "fp16" if given("fp16") else "fp32"
-    yield Setting("train.precision", precision, f"--{precision}" if precision != "fp32" else "Megatron's default")
+    why = f"--{precision}" if precision != "fp32" else "Megatron's default, without --bf16 and --fp16"
+    yield Setting("train.precision", precision, why)
     yield from _learning_rate(arguments, size or batch)
     yield from _weight_decay(arguments)
     if given("recompute_granularity") == "full" or given("checkpoint_activations"):
-        yield Setting("train.recompute", "full", "--recompute-granularity full")
+        full = given("recompute_granularity") == "full"
+        yield Setting("train.recompute", "full", "--recompute-granularity full" if full else "--checkpoint-activations")
 
 
 def _learning_rate(arguments: Arguments, batch: int) -> Iterator[Setting]:
     given = arguments.get
     style = given("lr_decay_style")
     shape = _SHAPES.get(style or "linear", style)
-    yield Setting("train.lr_shape", shape, "--lr-decay-style" if style else "Megatron's default")
+    yield Setting("train.lr_shape", shape, "--lr-decay-style" if style else default_of("--lr-decay-style"))
     decay = _span(arguments, "lr_decay")
     if decay is not None:
-        yield Setting("train.lr_decay", decay, "--lr-decay-iters or -samples")
+        yield Setting("train.lr_decay", decay, _span_flag(arguments, "lr_decay"))
     fraction = given("lr_warmup_fraction")
     if fraction is not None:
         yield Setting("train.lr_warmup", _share(fraction, decay, batch), f"--lr-warmup-fraction {fraction}")
     else:
-        yield Setting("train.lr_warmup", _span(arguments, "lr_warmup") or 0, "--lr-warmup-iters or -samples")
+        why = _span_flag(arguments, "lr_warmup") or default_of("--lr-warmup-iters")
+        yield Setting("train.lr_warmup", _span(arguments, "lr_warmup") or 0, why)
     if shape == "wsd":
-        yield Setting("train.lr_wsd_shape", given("lr_wsd_decay_style", "exponential"), "--lr-wsd-decay-style")
+        yield given_or_default(arguments, "train.lr_wsd_shape", "--lr-wsd-decay-style", "exponential")
         length = _span(arguments, "lr_wsd_decay")
         if length is not None:
-            yield Setting("train.lr_wsd", length, "--lr-wsd-decay-iters or -samples")
+            yield Setting("train.lr_wsd", length, _span_flag(arguments, "lr_wsd_decay"))
 
 
 def _span(arguments: Arguments, name: str) -> int | str | None:
     """``NAME-iters`` as a number of steps, ``NAME-samples`` as samples."""
     steps, samples = arguments.get(f"{name}_iters"), arguments.get(f"{name}_samples")
     return steps or (f"{samples} samples" if samples else None)
+
+
+def _span_flag(arguments: Arguments, name: str) -> str:
+    """Which flag says the span: steps win. Empty where none was given."""
+    given = [unit for unit in ("iters", "samples") if arguments.get(f"{name}_{unit}") is not None]
+    decides = next((unit for unit in given if arguments[f"{name}_{unit}"]), *given[:1] or [""])
+    return f"--{name.replace('_', '-')}-{decides}" if decides else ""
 
 
 def _share(fraction: float, of: int | str | None, batch: int) -> int | str:
@@ -80,8 +90,8 @@ def _weight_decay(arguments: Arguments) -> Iterator[Setting]:
         if given("weight_decay") is not None:
             yield Setting("train.weight_decay", given("weight_decay"), "--weight-decay")
         return
-    yield Setting("train.weight_decay", given("start_weight_decay", 0.0), "--start-weight-decay")
-    yield Setting("train.weight_decay_end", given("end_weight_decay", 0.0), "--end-weight-decay")
+    yield given_or_default(arguments, "train.weight_decay", "--start-weight-decay", 0.0)
+    yield given_or_default(arguments, "train.weight_decay_end", "--end-weight-decay", 0.0)
     yield Setting("train.weight_decay_shape", given("weight_decay_incr_style"), "--weight-decay-incr-style")
 
 
@@ -101,15 +111,20 @@ def scaler(arguments: Arguments) -> Iterator[Setting]:
 def optimizer(arguments: Arguments) -> Iterator[Setting]:
     """The section ``optimizer``."""
     given = arguments.get
-    sharded = given("use_distributed_optimizer")
-    yield Setting("optimizer.use", "zero1" if sharded else "adamw", "--use-distributed-optimizer chooses zero1")
+    if given("use_distributed_optimizer"):
+        yield Setting("optimizer.use", "zero1", "--use-distributed-optimizer")
+    else:
+        yield Setting("optimizer.use", "adamw", "Megatron's default; --use-distributed-optimizer chooses zero1")
     rule = (given("optimizer") or "adam").removeprefix("dist_")
     if rule != "adam":
         yield Setting("optimizer.rule", rule, "--optimizer")
-        yield Setting("optimizer.momentum", given(f"{rule}_momentum", _MOMENTUM), f"--{rule}-momentum")
+        yield given_or_default(arguments, "optimizer.momentum", f"--{rule}-momentum", _MOMENTUM)
     if given("adam_beta1") is not None or given("adam_beta2") is not None:
-        betas = [given("adam_beta1", 0.9), given("adam_beta2", 0.999)]
-        yield Setting("optimizer.betas", betas, "--adam-beta1, --adam-beta2")
+        betas = [
+            given_or_default(arguments, "optimizer.betas", flag, default)
+            for flag, default in (("--adam-beta1", 0.9), ("--adam-beta2", 0.999))
+        ]
+        yield Setting("optimizer.betas", [beta.value for beta in betas], ", ".join(sorted(beta.why for beta in betas)))
     yield from given_keys(arguments, "optimizer")
     if given("decoupled_lr") and given("lr"):
         factor = f"{arguments['decoupled_lr'] / arguments['lr']:g}"

@@ -11,7 +11,7 @@ from megatron_run.config.megatron import layout, training
 from megatron_run.config.megatron.experts import expert_faults, experts
 from megatron_run.config.megatron.flag import Flag, Verdict
 from megatron_run.config.megatron.flags import FLAGS, find
-from megatron_run.config.megatron.model import Setting, network, network_faults
+from megatron_run.config.megatron.model import Setting, default_of, given_or_default, network, network_faults
 from megatron_run.config.megatron.script import Script, read_script
 from megatron_run.config.megatron.words import is_known
 from megatron_run.errors import InputError, did_you_mean
@@ -138,8 +138,9 @@ def _conflicts(arguments: dict[str, Any]) -> Iterator[tuple[Verdict, Note]]:
     """What flags that become keys ask for and keys cannot say: by their values, or two of them together."""
     hidden, attention = arguments.get("hidden_dropout", 0.1), arguments.get("attention_dropout", 0.1)
     if hidden != attention:
-        note = Note(f"--attention-dropout {attention}", f"one dropout serves all: model.dropout is {hidden}")
-        yield Verdict.DIFFERS, note
+        flag = "--attention-dropout"
+        written = f"{flag} {attention}" if "attention_dropout" in arguments else f"{default_of(flag)}, {attention}"
+        yield Verdict.DIFFERS, Note(written, f"one dropout serves all: model.dropout is {hidden}")
     each = arguments.get("num_layers_per_virtual_pipeline_stage")
     if each and layout.count_chunks(arguments) == 1:
         (_, stages), layers = layout.sizes(arguments), arguments.get("num_layers")
@@ -154,7 +155,7 @@ def _conflicts(arguments: dict[str, Any]) -> Iterator[tuple[Verdict, Note]]:
 
 
 def _dropout(arguments: dict[str, Any]) -> Iterator[Setting]:
-    yield Setting("model.dropout", arguments.get("hidden_dropout", 0.1), "--hidden-dropout")
+    yield given_or_default(arguments, "model.dropout", "--hidden-dropout", 0.1)
 
 
 def _data_parallel(script: Script, arguments: dict[str, Any]) -> int:

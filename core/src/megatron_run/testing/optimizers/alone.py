@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_run.contracts import MASTER
 from megatron_run.gradients import main_grad
 from megatron_run.testing.check import CheckFailed
 from megatron_run.testing.context import single_process_context
@@ -151,6 +152,19 @@ def check_round_trip(factory: OptimizerFactory) -> None:
             expect_same(f"{since} loaded", other.values(), undisturbed.values())
             for bench in (undisturbed, one, other):
                 bench.step(gradients(step))
+
+
+def check_weights_alone(factory: OptimizerFactory) -> None:
+    """``load_weights`` takes the masters that are read, and goes on as before the first step."""
+    fresh, trained = Bench(factory), Bench(factory)
+    for step in range(3):
+        trained.step(gradients(step))
+    masters = [piece for piece in fresh.optimizer.iter_state() if piece.field == MASTER]
+    trained.optimizer.load_weights(SavedState(masters, shapes(fresh)).read)
+    for step in range(3):
+        expect_same(f"{step} steps after the weights alone were loaded", trained.values(), fresh.values())
+        for bench in (fresh, trained):
+            bench.step(gradients(step))
 
 
 def check_nothing(factory: OptimizerFactory) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_run.contracts import PluginInfo, Scaler, scale_notices
+from megatron_run.contracts import PluginInfo, Scaler, scale_notices, scale_text
 from megatron_run.errors import DataError
 from megatron_run.hookspecs import hookimpl
 from megatron_run_scaler_dynamic.options import LARGEST, SMALLEST, Options
@@ -79,7 +79,7 @@ class DynamicScaler(Scaler):
             )
         if not SMALLEST <= state["scale"] <= LARGEST:
             raise DataError(
-                f"the state of scaler=dynamic has the scale {state['scale']:g}",
+                f"the state of scaler=dynamic has the scale {scale_text(state['scale'])}",
                 why=f"it must be between {SMALLEST:g} and {LARGEST:g}",
             )
         for name, tensor in mine.items():

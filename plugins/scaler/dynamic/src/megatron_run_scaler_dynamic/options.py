@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from megatron_run.contracts import scale_text
+
 #: Scales within these bounds, and their reciprocals, are normal numbers of fp32.
 SMALLEST, LARGEST = 1e-30, 1e30
 
@@ -27,7 +29,7 @@ class Options(BaseModel):
     def _below_initial(cls, smallest: float, info: ValidationInfo) -> float:
         first = info.data.get("initial_loss_scale", smallest)
         if smallest > first:
-            raise ValueError(f"it must be at most scaler.initial_loss_scale, which is {first:g}")
+            raise ValueError(f"it must be at most scaler.initial_loss_scale, which is {scale_text(first)}")
         return smallest
 
     def factors(self) -> dict[str, float]:
