@@ -10,6 +10,8 @@ from megatron_run.nn.grouped import Groups, _takes_grouped, grouped_linear
 #: Some without rows; sizes that one call takes, and sizes that it does not.
 COUNTS, SIZES = ([3, 0, 5, 1], [0, 0, 0, 0], [9, 0, 0, 0]), ((8, 16), (5, 7))
 
+CPU = torch.device("cpu")
+
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float64) -> Parameter:
     made = Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=dtype))
@@ -72,5 +74,23 @@ def test_a_processor_takes_what_is_aligned_in_one_call() -> None:
 def test_sums_of_products_are_added_to_what_is_there() -> None:
     left, right = torch.randn(5, 8), torch.randn(5, 4)
     totals = torch.ones(2, 8, 4)
-    Groups(torch.tensor([2, 3])).add_products(totals, left, right)
+    Groups(torch.tensor([2, 3]), CPU).add_products(totals, left, right)
     torch.testing.assert_close(totals, 1 + torch.stack([left[:2].T @ right[:2], left[2:].T @ right[2:]]))
+
+
+@pytest.mark.parametrize("counts", [[2, 3, 4], [0, 5, 4], [9, 0, 0], [4, 5, 0]], ids=str)
+def test_one_call_adds_nothing_to_a_group_without_rows(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the device's call makes of no rows."""
+    grouped = torch._grouped_mm
+
+    def careless(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        products = grouped(left, right, offs=offs)
+        products[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return products
+
+    monkeypatch.setattr(torch, "_grouped_mm", careless)
+    left, right = torch.randn(9, 16), torch.randn(9, 8)
+    totals = torch.ones(3, 16, 8)
+    Groups(torch.tensor(counts), CPU).add_grouped(totals, left, right)
+    parts = zip(left.split(counts), right.split(counts), strict=True)
+    torch.testing.assert_close(totals, 1 + torch.stack([one.T @ other for one, other in parts]))

@@ -32,6 +32,13 @@ def test_the_hash_is_the_same_however_it_is_cut_into_blocks() -> None:
     assert len({int(content_hash(values, block)) for block in (96, 500, 999, 1000, 4096)}) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8])
+def test_hashing_changes_nothing(dtype: torch.dtype) -> None:
+    values = torch.arange(1, 40).to(dtype)
+    content_hash(values)
+    assert torch.equal(values, torch.arange(1, 40).to(dtype))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_single_bit_and_every_swap_changes_the_hash(dtype: torch.dtype) -> None:
     values = torch.randn(3, 8).to(dtype)

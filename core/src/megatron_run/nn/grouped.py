@@ -7,7 +7,7 @@ Legend: g groups, n rows of all groups together, i inputs, o outputs.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(rows)
         # The parameters themselves, which know their main_grad: saved tensors may come back as copies.
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
-        groups = Groups(counts)
+        groups = Groups(counts, rows.device)
         ctx.groups, ctx.bias_share = groups, bias_share
         y = groups.multiply(rows, groups.stacked(weight).transpose(1, 2))
         if bias is not None:
@@ -74,13 +74,13 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class Groups:
-    """Rows that lie group by group: ``counts`` [g], int64 on the CPU, of each.
+    """Rows that lie group by group on ``device``: ``counts`` [g], int64 on the CPU, of each.
 
     ``places`` are the groups that have any, with where theirs lie.
     """
 
-    def __init__(self, counts: Tensor) -> None:
-        self._ends = list(accumulate(counts.tolist(), initial=0))
+    def __init__(self, counts: Tensor, device: torch.device) -> None:
+        self._device, self._ends = device, list(accumulate(counts.tolist(), initial=0))
         bounds = enumerate(pairwise(self._ends))
         self.places = [(group, slice(start, end)) for group, (start, end) in bounds if end > start]
 
@@ -92,7 +92,7 @@ class Groups:
         """Each group's rows [n, a] times its matrix of ``matrices`` [g, a, c]: [n, c]."""
         by_onednn = _has_onednn(rows.device.type, rows.dtype)
         if not by_onednn and _takes_grouped(rows, matrices):
-            grouped: Tensor = torch._grouped_mm(rows, matrices, offs=self._offsets(rows.device))
+            grouped: Tensor = torch._grouped_mm(rows, matrices, offs=self._all_ends)
             return grouped
         product = rows.new_empty(len(rows), matrices.shape[2])
         for group, where in self.places:
@@ -105,14 +105,28 @@ class Groups:
     def add_products(self, totals: Tensor, left: Tensor, right: Tensor) -> None:
         """``totals[g] += left[g].T @ right[g]`` over the rows of each group: [g, a, c] of left [n, a], right [n, c]."""
         if left.device.type != "cpu" and _takes_grouped(left, right):  # a CPU adds each product in place
-            totals.add_(torch._grouped_mm(left.t(), right, offs=self._offsets(left.device)))
+            self.add_grouped(totals, left, right)
             return
         for group, where in self.places:
             add_product(totals[group], left[where].t(), right[where])
 
-    def _offsets(self, device: torch.device) -> Tensor:
-        """Where each group ends, int32 [g]."""
-        return torch.tensor(self._ends[1:], dtype=torch.int32).to(device, non_blocking=True)
+    def add_grouped(self, totals: Tensor, left: Tensor, right: Tensor) -> None:
+        """The same by one call, which is asked for no group without rows: on some devices its part is not zero."""
+        ends = self._on_device([where.stop for _, where in self.places])
+        products = torch._grouped_mm(left.t(), right, offs=ends)  # [groups with rows, a, c]
+        if len(products) == len(totals):
+            totals.add_(products)
+            return
+        for (group, _), product in zip(self.places, products, strict=True):
+            totals[group].add_(product)
+
+    @cached_property
+    def _all_ends(self) -> Tensor:
+        """Where each group ends, int32 [g]: uploaded once for both directions."""
+        return self._on_device(self._ends[1:])
+
+    def _on_device(self, ends: list[int]) -> Tensor:
+        return torch.tensor(ends, dtype=torch.int32).to(self._device, non_blocking=True)
 
 
 def _submit(

@@ -42,7 +42,8 @@ def generate_text(run: ResolvedRun, assembly: Assembly) -> str | None:
 def _next_token(run: ResolvedRun, assembly: Assembly, window: list[int], generator: torch.Generator) -> int:
     """Run the stages on ``window``; the last one draws a token and tells the others.
 
-    Under sequence parallelism the window is filled up so that it divides; no token sees the ones after it.
+    Under sequence parallelism the window is filled up so that it divides. No token sees the ones after it, though
+    where experts have a capacity they take part in the choice of what is dropped.
     """
     context, last = assembly.context, run.layout[-1].stage
     filling = [window[-1]] * (-len(window) % context.sequence_shards)

@@ -99,7 +99,7 @@ def content_hash(tensor: Tensor, block: int | None = None) -> Tensor:
     odd = torch.arange(1, 2 * min(block, len(bits)) + 1, 2, device=bits.device)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, len(bits), block):
-        some = bits[start : start + block].long()
+        some = bits[start : start + block].to(torch.int64, copy=True)
         total += some.sum() * (2 * start)
         total += some.mul_(odd[: len(some)]).sum()
     return total

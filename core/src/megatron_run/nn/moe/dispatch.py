@@ -130,9 +130,9 @@ class AllGather(Dispatcher):
 
         ``orders`` [p, n*k]: in each rank's, what one expert takes lies together.
         """
-        ends = routed.cumsum(1)
+        ends, sizes = routed.cumsum(1).tolist(), routed.tolist()
         parts = [
-            orders[rank, ends[rank, expert] - routed[rank, expert] : ends[rank, expert]] + rank * orders.shape[1]
+            orders[rank, ends[rank][expert] - sizes[rank][expert] : ends[rank][expert]] + rank * orders.shape[1]
             for expert, rank in product(self.held, range(self.peers.size))
         ]
         return torch.cat(parts)

@@ -43,7 +43,7 @@ class RouterReports:
         return {
             name: (
                 total := torch.stack([layer[name] for layer in layers]).sum(),
-                total.new_tensor(len(layers) * weight),
+                total.new_full((), len(layers) * weight),
             )
             for name, weight in self._weights.items()
         }
