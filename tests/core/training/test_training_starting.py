@@ -202,3 +202,14 @@ def test_nothing_there_and_damage_are_named(imported: Path, tmp_path: Path) -> N
             attempt(tmp_path / "run", {**NEW, "run.init_from": str(imported)})
     finally:
         shard.write_bytes(content)
+
+
+def test_where_the_newest_step_is_damaged_the_older_one_is_offered_to_start_from(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    for step in (1, 2):
+        saved = save_alone(tmp_path / "other" / "checkpoints", step, random_state(step))
+    shard = saved.folder(2) / "rank-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="is damaged") as error:
+        attempt(tmp_path / "run", {**NEW, "run.init_from": str(tmp_path / "other")})
+    assert error.value.fix == f"to start from step 1: --set run.init_from={saved.folder(1)}"
