@@ -10,7 +10,7 @@ import pytest
 from megatron_run.contracts import CaptureMetrics, CaptureSize
 from tests.integration import whole_graph_grid
 from tests.integration.whole_graph_grid import run
-from tests.support.graph_grid import ALONE, NETWORKS, WAYS, Case
+from tests.support.graph_grid import ALONE, NETWORKS, SPREAD, WAYS, Case
 from tests.support.graph_grid_checks import Compared, bit_faults, byte_faults, capture_faults, number_faults
 from tests.support.ranks import RankFailed
 from tests.support.training import Seen
@@ -110,4 +110,8 @@ def test_graphs_that_hold_more_by_another_executor_or_when_chained_are_faults() 
     native, copied = (replace(CASE, way=way) for way in (WAYS[1], WAYS[2]))
     assert not list(byte_faults({CASE: holding(100, 1000), native: holding(100, 1000), copied: holding(200, 1000)}))
     assert list(byte_faults({CASE: holding(100, 1000), native: holding(100, 1001)}))
+    assert list(byte_faults({CASE: holding(100, 1000), native: holding(99, 1000)}))
     assert list(byte_faults({CASE: holding(300, 1000), copied: holding(200, 1000)}))
+    over_ranks, natively = (replace(case, arrangement=SPREAD[3]) for case in (CASE, native))
+    assert not list(byte_faults({over_ranks: holding(100, 1000), natively: holding(100, 1001)}))
+    assert list(byte_faults({over_ranks: holding(100, 1000), natively: holding(100, 1100)}))
