@@ -17,7 +17,7 @@ def test_collectives_of_a_world_of_one_change_nothing() -> None:
     assert groups.sum_(tensor, "world") is tensor
     assert groups.max_(tensor, "data").item() == 3.0
     assert groups.broadcast_(tensor, 0, "pipeline").item() == 3.0
-    assert groups.gather_names(["a"]) == [["a"]]
+    assert groups.gather_names(["a"], tensor.device) == [["a"]]
 
 
 def sums(rank: int, world: int) -> dict[str, Any]:
@@ -25,7 +25,8 @@ def sums(rank: int, world: int) -> dict[str, Any]:
     groups = create_groups(topology, timedelta(seconds=20))
     scopes = ("tensor", "data", "pipeline", "tie", "world")
     found = {scope: groups.sum_(torch.tensor([10.0**rank]), scope).item() for scope in scopes}  # type: ignore[arg-type]
-    assert groups.gather_names(["a"] * rank) == [["a"] * each for each in range(world)]
+    named = groups.gather_names(["é", "bc"][:rank], torch.device("cpu"))
+    assert named == [["é", "bc"][:each] for each in range(world)]
     return {**found, "channels": groups.channels is not None, "max": groups.max_(torch.tensor([rank]), "data").item()}
 
 

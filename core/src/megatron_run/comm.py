@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import torch
 import torch.distributed as dist
 
 from megatron_run import gloo
@@ -249,13 +250,16 @@ class Groups:
         with self.phases.collective("gather", "world", tensor.numel()):
             dist.gather(tensor, found, dst=0, group=self.world)
 
-    def gather_names(self, names: Sequence[str]) -> list[Sequence[str]]:
-        """Every rank's ``names``, by rank; for a start, since they travel as objects."""
-        found = [names] * (1 if self.world is None else dist.get_world_size(self.world))
-        if self.world is not None:
-            with self.phases.collective("all-gather", "world", len(names)):
-                dist.all_gather_object(found, names, group=self.world)
-        return found
+    def gather_names(self, names: Sequence[str], device: torch.device) -> list[list[str]]:
+        """Every rank's ``names``, by rank, through memory of ``device``; a name holds no new line."""
+        if self.world is None:
+            return [list(names)]
+        text = torch.tensor(list("\n".join(names).encode()), dtype=torch.uint8, device=device)
+        longest = int(self.max_(torch.tensor([len(text)], device=device), "world"))
+        rows = text.new_zeros(dist.get_world_size(self.world), longest)
+        rows[dist.get_rank(self.world), : len(text)] = text
+        found = (bytes(row).rstrip(b"\0").decode() for row in self.sum_(rows, "world").tolist())
+        return [each.split("\n") if each else [] for each in found]
 
 
 def patience(timeout: float) -> float:

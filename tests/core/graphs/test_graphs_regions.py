@@ -110,8 +110,8 @@ def test_a_name_that_no_layer_publishes_is_refused_with_the_nearest() -> None:
 class Stages(Groups):
     """The groups of the second of two stages, of which the first publishes an embedding."""
 
-    def gather_names(self, names: Sequence[str]) -> list[Sequence[str]]:
-        return [["embedding", "attn"], names]
+    def gather_names(self, names: Sequence[str], device: torch.device) -> list[list[str]]:
+        return [["embedding", "attn"], list(names)]
 
 
 def test_what_another_stage_publishes_is_known_and_listed() -> None:

@@ -39,7 +39,7 @@ def check_scope(scope: Sequence[str], chunks: Sequence[Sequence[Segment]], conte
     if context.groups.world is None and context.topology.sizes.world > 1:
         return
     here = [segment.name for segments in chunks for segment in segments]
-    published = list(dict.fromkeys(chain.from_iterable(context.groups.gather_names(here))))
+    published = list(dict.fromkeys(chain.from_iterable(context.groups.gather_names(here, context.device))))
     missing = [name for name in scope if name not in published]
     if missing:
         raise InputError(
