@@ -33,9 +33,10 @@ lint: $(DEV)
 types: $(DEV)
 	$(PY) -m mypy
 # Tests of one file stay in one process: they share what is costly to make. Many start processes of their own, so there
-# is one for a core, and not more than four.
+# is one for a core, and not more than four. tests/conftest.py puts the longest files first; xdist's own order, by the
+# number of tests, would put many of them last.
 unit: $(DEV)
-	$(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+	$(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # The tests that need a CUDA device; elsewhere they are skipped, and say so.
 gpu: $(DEV)
 	$(PY) -m pytest -q -m gpu

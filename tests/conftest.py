@@ -6,6 +6,7 @@ import os
 import sys
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Settings of the developer's own would change what the tests see.
 for _name in [name for name in os.environ if name.startswith("MEGATRON_RUN_")]:
     del os.environ[_name]
+
+# Ranks share the cores. Where a message that arrives interrupts its sender, who holds gloo's lock just then, another of
+# gloo's threads spins. Inherited by every process, this makes steps of four ranks on two cores a fifth cheaper.
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 #: Every process that a test starts inherits this variable, and can be found by it even when its parent is gone.
 MARK = "TESTED_BY"
@@ -48,6 +54,20 @@ def _torch_is_as_new() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = True
         torch.set_default_dtype(torch.float32)
         torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that may take longest, so that no worker is left with one when the others are done."""
+    longest: dict[Path, tuple[float, bool]] = {}
+    for item in items:
+        longest[item.path] = max(longest.get(item.path, (0.0, False)), _may_take(item))
+    items.sort(key=lambda item: longest[item.path], reverse=True)  # files of equal rank, and tests, keep their order
+
+
+def _may_take(item: pytest.Item) -> tuple[float, bool]:
+    """The time limit of ``item`` where it has one of its own, and whether it is marked as slow."""
+    limit = item.get_closest_marker("timeout")
+    return float(limit.args[0]) if limit else 0.0, item.get_closest_marker("slow") is not None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
