@@ -201,6 +201,16 @@ def test_the_newest_whole_steps_are_kept(tmp_path: Path) -> None:
     assert found.steps() == [3, 4, 5], "step 4 is damaged, so step 3 is one of the two newest whole ones"
 
 
+def test_no_manifest_is_read_while_there_are_not_more_steps_than_are_kept(tmp_path: Path) -> None:
+    with mock.patch.object(Checkpoints, "looks_whole", side_effect=Checkpoints.looks_whole, autospec=True) as looks:
+        for step in (1, 2):
+            save_alone(tmp_path / "c", step, STATE, keep=2)
+        looks.assert_not_called()
+        found = save_alone(tmp_path / "c", 3, STATE, keep=2)
+    assert found.steps() == [2, 3]
+    assert looks.called
+
+
 def test_fewer_than_two_cannot_be_kept(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least 2"):
         save_alone(tmp_path / "c", 1, STATE, keep=1)

@@ -69,6 +69,8 @@ class Commit:
         """Remove the steps that are older than the ``keep`` newest whole ones."""
         self._phases.enter("save-retention")
         steps = self._checkpoints.steps()[::-1]
+        if len(steps) <= keep:
+            return  # whether they are whole is then all the same, and takes reading their manifests
         whole = [step for step in steps if self._checkpoints.looks_whole(step)][:keep]
         if len(whole) == keep:
             for step in reversed([step for step in steps if step < whole[-1]]):
