@@ -19,7 +19,7 @@ for _name in [name for name in os.environ if name.startswith("MEGATRON_RUN_")]:
     del os.environ[_name]
 
 # Ranks share the cores. Where a message that arrives interrupts its sender, who holds gloo's lock just then, another of
-# gloo's threads spins. Inherited by every process, this makes steps of four ranks on two cores a fifth cheaper.
+# gloo's threads spins. Inherited by every process, this makes steps of four ranks on two cores up to a fifth cheaper.
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
