@@ -31,12 +31,13 @@ def on_ranks(
     *,
     threads: int = 1,
     keeping: bool = False,
+    sleeping: bool = False,
 ) -> Any:
     """What ``measurement(**arguments)`` returns on rank 0 of ``world`` fresh processes, one process group.
 
     ``measurement`` is a function of a module; arguments and result pass through JSON. ``threads`` are those of each
-    rank; ``keeping``: glibc keeps freed memory, as on the ranks that our launcher starts. Raises :class:`SystemExit` as
-    soon as one rank has failed, and ends the others.
+    rank; ``keeping``: glibc keeps freed memory, and ``sleeping``: threads that wait do not spin, as on the ranks that
+    our launcher starts. Raises :class:`SystemExit` as soon as one rank has failed, and ends the others.
     """
     with tempfile.TemporaryDirectory() as folder:
         job, result = Path(folder) / "job.json", Path(folder) / "result.json"
@@ -45,6 +46,7 @@ def on_ranks(
         environment = {**os.environ, **SETTINGS, "WORLD_SIZE": str(world)}
         environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
         environment |= {"GLIBC_TUNABLES": KEEPING} if keeping else {}
+        environment |= {"OMP_WAIT_POLICY": "passive"} if sleeping else {}
         command = (sys.executable, "-m", "benchmarks.support.rank", str(job))
         ranks = [subprocess.Popen(command, cwd=ROOT, env={**environment, "RANK": str(rank)}) for rank in range(world)]
         try:

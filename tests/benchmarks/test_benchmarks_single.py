@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.single import waiting
 from benchmarks.single.attention import CASES, measure_attention
 from benchmarks.single.memory import measure_memory
 from benchmarks.single.model import TINY
@@ -91,3 +94,21 @@ def test_every_part_measures() -> None:
     assert case["chosen"] in ("fused", "matmuls")
     assert CASES[0].dtype == "fp32"
     assert case["samples"][0]["matmuls seconds"] > 0
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_threads_that_sleep_are_compared_with_such_that_spin(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a neighbour that has ended when the table is made; no sample counts as disturbed by him."""
+    alive, here = [], Path(f"/proc/self/task/{os.getpid()}/children")
+
+    def on_ranks(*_: object, sleeping: bool, **__: object) -> list[dict[str, float]]:
+        alive.append(len(here.read_text().split()))
+        return [{"seconds": 0.01 if sleeping else 0.03, "foreign": 0.5 * busy}] * 4
+
+    before = len(here.read_text().split())
+    monkeypatch.setattr(waiting, "on_ranks", on_ranks)
+    row = waiting._row("tiny", busy, 2)
+    assert row[2:5] == ("30.0", "10.0", "3.00")
+    assert row[5] == ("all" if busy else "8 of 8; 8 of 8")
+    assert alive == [before + busy] * 4
+    assert len(here.read_text().split()) == before

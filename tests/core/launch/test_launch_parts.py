@@ -43,21 +43,19 @@ def test_a_containers_quota_limits_the_cores(tmp_path: Path, text: str, cores: i
     assert available_cores() >= 1
 
 
-def test_waiting_threads_do_not_spin_when_there_are_more_than_cores() -> None:
-    assert "OMP_WAIT_POLICY" not in rank_environment({}, threads=4, local_size=2, cores=8)
-    assert rank_environment({}, threads=5, local_size=2, cores=8)["OMP_WAIT_POLICY"] == "passive"
-    told = rank_environment({"OMP_WAIT_POLICY": "active"}, threads=5, local_size=2, cores=8)
-    assert told["OMP_WAIT_POLICY"] == "active"
+def test_waiting_threads_do_not_spin_unless_told_otherwise() -> None:
+    assert rank_environment({}, threads=4)["OMP_WAIT_POLICY"] == "passive"
+    assert rank_environment({"OMP_WAIT_POLICY": "active"}, threads=4)["OMP_WAIT_POLICY"] == "active"
 
 
 def test_local_ranks_talk_over_the_loopback_interface_unless_told_otherwise() -> None:
-    assert rank_environment({}, 1, 1, 1)["GLOO_SOCKET_IFNAME"] == ("lo0" if sys.platform == "darwin" else "lo")
-    assert rank_environment({"GLOO_SOCKET_IFNAME": "eth0"}, 1, 1, 1)["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert rank_environment({}, 1)["GLOO_SOCKET_IFNAME"] == ("lo0" if sys.platform == "darwin" else "lo")
+    assert rank_environment({"GLOO_SOCKET_IFNAME": "eth0"}, 1)["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
 def test_torchs_warnings_about_peers_are_kept_back_unless_told_otherwise() -> None:
-    assert rank_environment({}, 1, 1, 1)["TORCH_CPP_LOG_LEVEL"] == "ERROR"
-    assert rank_environment({"TORCH_CPP_LOG_LEVEL": "INFO"}, 1, 1, 1)["TORCH_CPP_LOG_LEVEL"] == "INFO"
+    assert rank_environment({}, 1)["TORCH_CPP_LOG_LEVEL"] == "ERROR"
+    assert rank_environment({"TORCH_CPP_LOG_LEVEL": "INFO"}, 1)["TORCH_CPP_LOG_LEVEL"] == "INFO"
 
 
 @pytest.mark.parametrize(
@@ -74,12 +72,12 @@ def test_freed_memory_is_kept_unless_the_allocator_was_told_otherwise(
     told: dict[str, str], kept: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_run.launch.threads._has_glibc", lambda: True)
-    assert rank_environment(told, 1, 1, 1).get("GLIBC_TUNABLES") == kept
+    assert rank_environment(told, 1).get("GLIBC_TUNABLES") == kept
 
 
 def test_another_allocator_than_glibcs_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.confstr_names", {})  # as on macOS
-    assert "GLIBC_TUNABLES" not in rank_environment({}, 1, 1, 1)
+    assert "GLIBC_TUNABLES" not in rank_environment({}, 1)
 
 
 @pytest.mark.multiproc
@@ -93,7 +91,7 @@ def test_glibc_understands_that_it_must_keep_what_is_freed() -> None:
         del block
         print(resident() - before)
     """
-    told = {"PATH": "", **rank_environment({}, 1, 1, 1)}
+    told = {"PATH": "", **rank_environment({}, 1)}
     for environment, least, most in (({}, 0, 2**22), (told, 2**25, 2**28)):
         found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True)
         assert least <= max(0, int(found.stdout)) <= most

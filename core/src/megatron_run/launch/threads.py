@@ -1,6 +1,6 @@
 """How many CPU threads each rank gets, and the environment that must stand before a rank starts.
 
-What a setting brings was measured; ``python -m benchmarks.single --only settings`` measures the allocator's.
+What they bring was measured: ``python -m benchmarks.single --only settings waiting``.
 """
 
 from __future__ import annotations
@@ -40,15 +40,14 @@ def threads_per_rank(setting: int | Literal["auto"], local_size: int, cores: int
     return max(1, (cores or available_cores()) // local_size)
 
 
-def rank_environment(base: Mapping[str, str], threads: int, local_size: int, cores: int) -> dict[str, str]:
+def rank_environment(base: Mapping[str, str], threads: int) -> dict[str, str]:
     """``base`` with the variables that OpenMP, MKL, gloo and glibc's allocator read when a rank starts.
 
-    Threads that wait do not spin when ranks x threads exceed the cores: spinning then takes the cores from the threads
-    that work, and saves little where every thread has its own. What the user has set of all but the threads stays.
+    Threads that wait sleep: spinning takes the cores from whatever else runs here, and from the threads that work. What
+    the user has set of all but the threads stays.
     """
     environment = {**base, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    if local_size * threads > cores:
-        environment.setdefault("OMP_WAIT_POLICY", "passive")
+    environment.setdefault("OMP_WAIT_POLICY", "passive")
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     quiet_torch(environment)
     keep_memory(environment)
