@@ -47,6 +47,6 @@ def test_a_capacity_that_drops_most_choices_is_told_with_its_arithmetic() -> Non
     """64 tokens that meet 2 of 4 experts are 128 choices, 32 an expert: a tenth is 3.2, rounded up."""
     (notice,) = notices("model.expert_capacity_factor=0.1", "train.micro_batch_size=2", "train.sequence_length=32")
     assert notice == (
-        "model.expert_capacity_factor=0.1 drops most choices: 4 experts x 4 tokens keep at most 16 of the 128 choices of "
-        "a microbatch, 12%"
+        "model.expert_capacity_factor=0.1 drops most choices: 4 experts x 4 tokens keep at most 16 of the 128 choices "
+        "of a microbatch, 12%"
     )
