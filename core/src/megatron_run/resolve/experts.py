@@ -17,6 +17,11 @@ def experts_of(model: Plugin | None) -> int | None:
     return experts if isinstance(experts, int) else None
 
 
+def held_experts(experts: int, ways: int, position: int) -> range:
+    """The numbers of those that the rank at ``position`` of ``ways`` along the expert axis holds of a layer."""
+    return range(position * experts // ways, (position + 1) * experts // ways)
+
+
 @dataclass(frozen=True)
 class ExpertSplit:
     """``experts`` of a layer over the ranks of ``parallel``, of which ``nproc`` are started, if it is said how many."""
