@@ -10,8 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from megatron_run.builtin.parallel_layer.dense import DenseLayers
-from megatron_run.contracts import AttentionShape, BuildContext, Init, LinearPart, ParallelLayers, StackedLayers
+from megatron_run.contracts import (
+    AttentionShape,
+    BuildContext,
+    Init,
+    LinearPart,
+    ParallelLayers,
+    ParameterSpec,
+    StackedLayers,
+)
 from megatron_run.errors import ExitCode, PluginError
+from megatron_run.parameters import unspecified
 from megatron_run.resolve import load_config
 from megatron_run.testing.check import CheckFailed
 from megatron_run.testing.context import single_process_context
@@ -63,9 +72,9 @@ def test_a_run_with_such_a_layer_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(PluginError) as refused:
         model_size(run)
     assert str(refused.value) == (
-        "norm of parallel-layer=dense+bare returned RMSNorm, which does not say what weight is: parameter_specs, a dict "
-        "on the module that owns a parameter, say how it starts, and over which ranks its gradient is a part of a sum; "
-        'set self.parameter_specs = {"weight": ParameterSpec(Init(...))} there'
+        "norm of parallel-layer=dense+bare returned RMSNorm, which does not say what weight is: parameter_specs, a "
+        "dict on the module that owns a parameter, say how it starts, and over which ranks its gradient is a part of a "
+        'sum; set self.parameter_specs = {"weight": ParameterSpec(Init(...))} there'
     )
     assert refused.value.exit_code == ExitCode.PLUGIN
 
@@ -97,6 +106,20 @@ def test_the_suite_says_it_too() -> None:
     (check,) = (check for check in parallel_layer_checks(make) if check.name == "root-mean-square norm")
     with pytest.raises(CheckFailed, match="no parameter_specs say what weight is: how it starts"):
         check.run()
+
+
+def test_the_first_owner_of_a_parameter_speaks_of_it() -> None:
+    """As around a layer of a library, which owns the parameters as well."""
+
+    class Around(nn.Module):
+        def __init__(self, *known: str) -> None:
+            super().__init__()
+            self.inner = nn.LayerNorm(4)
+            self.weight, self.bias = self.inner.weight, self.inner.bias
+            self.parameter_specs = dict.fromkeys(known, ParameterSpec(Init("ones")))
+
+    assert not unspecified(Around("weight", "bias"))
+    assert unspecified(Around("weight")) == "bias"
 
 
 def test_what_is_passed_on_works_as_before() -> None:
