@@ -135,3 +135,19 @@ def test_the_design_page_draws_this_order() -> None:
     drawn = page.partition("## Who may import whom")[2].split("```")[1].split("\n")
     lines = [tuple(line.split()) for line in drawn if line.strip()]
     assert [set(line) for line in reversed(lines)] == [set(parts) - {"__version__"} for parts in ORDER]
+
+
+def test_the_page_for_authors_names_what_plugins_may_import() -> None:
+    """All of it may be imported, and all that our own plugins import is named."""
+    page = (ROOT / "docs" / "plugin-authors.md").read_text(encoding="utf-8")
+    sentence = page.partition("the modules that plugins are made from: ")[2].partition(" in tests.")[0]
+    named = {word for index, word in enumerate(sentence.split("`")) if index % 2}
+    used = {
+        part_of(name)
+        for plugin in PLUGINS
+        for file in plugin.modules.values()
+        for name in imported_by(file)
+        if name.split(".")[0] == "megatron_run"
+    }
+    assert named <= OPEN_TO_PLUGINS
+    assert used - {*megatron_run.__all__} <= named

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_run.errors import ExitCode
 from tests.support.plugin_file import schedule_file
-from tests.support.resolving import mistake
+from tests.support.resolving import mistake, mistakes
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,77 @@ def test_experts_that_ranks_cannot_split() -> None:
     line, code = mistake(sets=["parallel.expert=4", "model.experts=6", "train.global_batch_size=8"], nproc=4)
     assert line == (
         "model.experts=6 do not split over parallel.expert=4 ranks: 6 / 4 = 1.5 (from --set parallel.expert and --set "
-        "model.experts); set parallel.expert to 3 or 6, or model.experts to 4 or 8"
+        "model.experts); set parallel.expert to 2, or model.experts to 4 or 8"
     )
+    assert code == ExitCode.INPUT
+
+
+@pytest.mark.parametrize(
+    ("experts", "ways", "nproc", "sets", "what", "fix"),
+    [
+        (4, 3, None, [], "4 / 3 = 1.33333", "set parallel.expert to 2 or 4"),
+        (4, 8, None, [], "4 / 8 = 0.5", "set parallel.expert to 4"),
+        (6, 4, None, [], "6 / 4 = 1.5", "set parallel.expert to 2, or model.experts to 4 or 8"),
+        (
+            4,
+            3,
+            4,
+            [],
+            "and parallel.expert=3 does not divide the data-parallel size 4",
+            "set parallel.expert to 2 or 4",
+        ),
+        (
+            8,
+            4,
+            2,
+            [],
+            "does not divide the data-parallel size 2",
+            "set parallel.expert to 2, or start 4 ranks (--nproc 4)",
+        ),
+        (
+            4,
+            2,
+            None,
+            ["parallel.data=1"],
+            "the data-parallel size 1",
+            "set parallel.expert to 1, or parallel.data to 2",
+        ),
+    ],
+)
+def test_ways_to_split_experts_that_work_with_everything_else(
+    experts: int, ways: int, nproc: int | None, sets: list[str], what: str, fix: str
+) -> None:
+    """Nothing else is told: a batch of 8 in micro batches of 2 divides over each size that is offered."""
+    sets = [f"model.experts={experts}", f"parallel.expert={ways}", *sets]
+    line, code = mistake(sets=sets, nproc=nproc)
+    assert what in line
+    assert line.endswith(f"; {fix}")
+    assert code == ExitCode.INPUT
+
+
+def test_experts_and_ranks_that_nothing_divides_are_told_with_the_batch() -> None:
+    experts, batch = mistakes(sets=["model.experts=4", "parallel.expert=2"], nproc=3)
+    assert str(experts) == (
+        "parallel.expert=2 does not divide the data-parallel size 3: nothing above 1 divides both 4 experts and 3 "
+        "ranks (from --set parallel.expert); set parallel.expert to 1, or start 2 or 4 ranks (--nproc 2)"
+    )
+    assert str(batch).startswith(
+        "train.global_batch_size=8 is not a multiple of micro batch x data parallel: 2 x 3 = 6"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sets", "fix"),
+    [
+        (["model.experts=8", "model.top_k=1"], "set model.router_pre_softmax to true (from --set model.top_k)"),
+        (["model.experts=1"], "; set model.experts to 2 or more, or to 0 for the one network "),
+        (["model.experts=1", "model.top_k=1"], "; set model.experts to 2 or more, or to 0 for the one network "),
+        (["model.experts=4", "model.top_k=5"], "; set it to at most 4 "),
+    ],
+)
+def test_a_router_that_cannot_choose(sets: list[str], fix: str) -> None:
+    line, code = mistake(sets=sets)
+    assert fix in line
     assert code == ExitCode.INPUT
 
 

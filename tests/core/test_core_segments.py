@@ -4,11 +4,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_run.contracts import CaptureSize, GraphCapture, Microbatch, Region, Segment
+from megatron_run.errors import GraphCaptureError
 from megatron_run.rng import RandomStreams
 from megatron_run.segments import SegmentRunner
 
@@ -132,3 +134,20 @@ def test_streams_are_positioned_for_the_segment_that_draws_and_left_where_the_la
     for index in (0, 1):
         streams.position(Microbatch(0, 1, 0, {}), 0, index)
         assert torch.equal(seen[index], streams.sharded.get_state())
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"), [(torch.zeros(1), "a Tensor"), ((), "a tuple of 0"), ((torch.zeros(1),) * 2, "a tuple of 2")]
+)
+def test_a_replay_that_does_not_return_the_regions_outputs_is_refused_in_one_line(returned: Any, said: str) -> None:
+    segments = [segment(name, lambda x: x + 1, "x", "x", index=i) for i, name in enumerate("ab")]
+    run, capture = runner(), Fused()
+    run.watch(capture.regions([segments]))
+    run.replay_with(capture, "graph-capture=mine")
+    capture.replay = lambda *_: returned  # type: ignore[method-assign]
+    with pytest.raises(GraphCaptureError) as refused:
+        run.run(segments, Microbatch(0, 1, 0, {}), {"x": torch.zeros(1)})
+    assert str(refused.value) == (
+        f"graph-capture=mine replayed a+b of layer 0 and returned {said}: replay returns a tuple of 1, the region's "
+        "outputs: x; correct its replay, or choose --plugin graph-capture=none"
+    )

@@ -35,6 +35,21 @@ def describe_parameters(chunk: Chunk, tensor_rank: int = 0) -> dict[Parameter, P
     return infos
 
 
+def unspecified(module: nn.Module) -> str:
+    """The first parameter of ``module`` of which no ``parameter_specs`` speak, by its path; empty without one.
+
+    As in :func:`describe_parameters`, the first module that owns a parameter speaks of it.
+    """
+    seen: set[Parameter] = set()
+    for path, each in module.named_modules():
+        specs: dict[str, ParameterSpec] = getattr(each, "parameter_specs", {})
+        for name, parameter in each.named_parameters(recurse=False):
+            if name not in specs and parameter not in seen:
+                return f"{path}.{name}".lstrip(".")
+            seen.add(parameter)
+    return ""
+
+
 def initialise(infos: dict[Parameter, ParamInfo], seed: int) -> None:
     """Fill every parameter from its :class:`Init`; the values depend on seed and name alone."""
     for parameter, info in infos.items():

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron_run.errors import GraphCaptureError
+
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
@@ -29,6 +31,7 @@ class SegmentRunner:
         self._rng = rng
         self._ensure_ready: EnsureReady | None = None
         self._capture: GraphCapture | None = None
+        self._capture_name = ""
         self._regions: dict[int, Region] = {}
         self._examples: dict[Region, tuple[Tensor, ...]] = {}
 
@@ -46,9 +49,9 @@ class SegmentRunner:
         self._regions = {id(region.segments[0]): region for region in regions}
         self._examples.clear()
 
-    def replay_with(self, capture: GraphCapture | None) -> None:
-        """From now on run the watched regions through ``capture``; None goes back to eager."""
-        self._capture = capture
+    def replay_with(self, capture: GraphCapture | None, name: str = "the graph capture") -> None:
+        """From now on run the watched regions through ``capture``, called ``name``; None goes back to eager."""
+        self._capture, self._capture_name = capture, name
 
     def run(self, segments: Sequence[Segment], microbatch: Microbatch, environment: Environment) -> None:
         """Run a layer's ``segments`` in order, reading inputs from and writing outputs to ``environment``."""
@@ -77,9 +80,19 @@ class SegmentRunner:
             self._make_ready(segment)
         self._rng.position(microbatch, region.drawing.layer, region.drawing.index)
         outputs = capture.replay(region, microbatch, *(environment[name] for name in region.inputs))
+        if not isinstance(outputs, tuple) or len(outputs) != len(region.outputs):
+            raise self._no_outputs(region, outputs)
         environment.update(zip(region.outputs, outputs, strict=True))
         if region.drawing is not last:
             self._rng.position(microbatch, last.layer, last.index)  # where an eager layer leaves the streams
+
+    def _no_outputs(self, region: Region, returned: object) -> GraphCaptureError:
+        said = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+        return GraphCaptureError(
+            f"{self._capture_name} replayed {region} and returned {said}",
+            why=f"replay returns a tuple of {len(region.outputs)}, the region's outputs: {', '.join(region.outputs)}",
+            fix="correct its replay, or choose --plugin graph-capture=none",
+        )
 
     def _make_ready(self, segment: Segment) -> None:
         if self._ensure_ready is not None:

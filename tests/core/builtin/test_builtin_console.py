@@ -18,7 +18,7 @@ from megatron_run.builtin.observer.console import (
     duration,
     megatron_run_create_observer,
 )
-from megatron_run.contracts import CheckpointMetrics, EvalMetrics
+from megatron_run.contracts import CaptureMetrics, CaptureSize, CheckpointMetrics, EvalMetrics
 from megatron_run.testing.observer import example_run, example_step
 
 
@@ -148,3 +148,12 @@ def test_durations_read_well(seconds: float, text: str) -> None:
 @pytest.mark.parametrize(("value", "text"), [(0, "0"), (950, "950"), (12_345, "12.3k"), (4_500_000, "4.5M")])
 def test_rates_read_well(value: float, text: str) -> None:
     assert amount(value) == text
+
+
+@pytest.mark.parametrize(("ranks", "whose"), [(1, ""), (2, " on rank 0 (stage 0):")])
+def test_a_capture_is_told_of_the_rank_that_is_seen(ranks: int, whose: str, tmp_path: Path) -> None:
+    stream, size = io.StringIO(), CaptureSize(1, 2, 1)
+    observer = ConsoleObserver(ConsoleOptions(plain=True), Console(file=stream, width=120))
+    observer.on_train_start(replace(example_run(tmp_path), world_size=ranks))
+    observer.on_capture(CaptureMetrics(2, size, size, 0.12))
+    assert f"step 2  captured{whose} 1 region, 2 graphs, 1 slot in 0.1 s, as planned\n" in stream.getvalue()

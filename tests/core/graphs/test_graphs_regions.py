@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_run.comm import Groups
 from megatron_run.contracts import Region, Segment
-from megatron_run.errors import GraphCaptureError, InputError
+from megatron_run.errors import InputError
 from megatron_run.graphs import call, chained, check_scope, choose_regions
 from megatron_run.testing.context import single_process_context
 
@@ -67,7 +67,7 @@ def test_a_region_ends_before_a_second_segment_that_draws() -> None:
 
 
 def test_what_must_run_eagerly_is_refused_with_its_reason() -> None:
-    with pytest.raises(GraphCaptureError, match=r"dispatch of layer 0 .*: it reads the tokens .*; leave dispatch"):
+    with pytest.raises(InputError, match=r"dispatch of layer 0 .*: it reads the tokens .*; leave dispatch"):
         choose_regions([EXPERTS], {"attn", "dispatch"})
 
 

@@ -235,6 +235,7 @@ def test_a_model_between_the_families_is_not_exported(
     with pytest.raises(RunError) as error:
         exchange.export_model(tmp_path / "run", tmp_path / "hf", "huggingface")
     assert [reason for reason in reasons if reason not in str(error.value)] == []
+    assert str(error.value).endswith("; --to distributed writes any model")
     assert list(tmp_path.iterdir()) == [tmp_path / "run"], "nothing is left behind"
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_run.resolve import load_config
+from megatron_run.resolve.describe import spans
 from megatron_run.topology import Sizes
 from megatron_run.training.dry_run import dry_run_json, dry_run_text
 from megatron_run.training.size import ModelSize, model_size
@@ -38,6 +39,36 @@ def test_experts_count_whichever_rank_holds_them() -> None:
         size = model_size(load_config("preset:tiny", sets=[*sets, f"parallel.expert={ranks}"]))
         held = whole - (4 - 4 // ranks) * expert
         assert (size.parameters, size.stages[0].parameters) == (whole, held)
+
+
+def test_a_dry_run_tells_the_mixture_and_who_holds_which_experts() -> None:
+    """Four experts, two of which a token meets, in layers 0 and 2 of two stages; each on one of two ranks."""
+    sets = ["model.experts=4", "model.expert_ffn_size=16", "model.expert_layer_freq=2", "parallel.expert=2"]
+    run = load_config("preset:tiny", sets=sets, plugins=["schedule=1f1b"])
+    expert, router = 2 * 16 * 32 + 16 + 32, 4 * 32
+    whole = 4 * LAYER + 2 * (router - 8 * 32 * 32 - 5 * 32) + 8 * expert + WORDS + POSITIONS + NORM
+    text, data = dry_run_text(run), dry_run_json(run)
+    assert "experts: 4 in each of layers 0, 2, of which a token meets 2\n" in text
+    assert "a rank holds of its layers' experts: 2 of each layer, as the topology lists them\n" in text
+    assert f"parameters that a token meets: {whole - 4 * expert:,} of {whole:,}\n" in text
+    assert "  rank 1  stage 0  data 1  experts 2-3 of 4  layers 0-1\n" in text
+    assert data["mixture"] == {"layers": [0, 2], "experts": 4, "top_k": 2, "parameters_per_token": whole - 4 * expert}
+    assert [rank["experts"] for rank in data["topology"]["ranks"]] == [[0, 1], [2, 3]] * 2
+
+
+def test_a_dry_run_tells_no_mixture_where_there_is_none() -> None:
+    run = load_config("preset:tiny")
+    assert dry_run_json(run)["mixture"] is None
+    assert "experts" not in dry_run_text(run)
+    one_rank = load_config("preset:tiny", sets=["model.experts=4"])
+    assert "a rank holds of its layers' experts: all of them\n" in dry_run_text(one_rank)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"), [((), "none"), ((3,), "3"), ((0, 1, 2), "0-2"), ((0, 2, 3, 4, 7), "0, 2-4, 7")]
+)
+def test_numbers_are_told_in_few_words(numbers: tuple[int, ...], words: str) -> None:
+    assert spans(numbers) == words
 
 
 def test_the_124_million_of_gpt2() -> None:

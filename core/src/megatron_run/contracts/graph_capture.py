@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_run.errors import plural
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -58,7 +60,7 @@ class CaptureSize:
     pool_bytes: int | None = None
 
     def __str__(self) -> str:
-        parts = [f"{self.regions} regions", f"{self.graphs} graphs", f"{self.slots} slots"]
+        parts = [plural(self.regions, "region"), plural(self.graphs, "graph"), plural(self.slots, "slot")]
         if self.static_bytes is not None:
             parts.append(f"{self.static_bytes / 2**20:,.2f} MiB of static inputs")
         if self.pool_bytes is not None:

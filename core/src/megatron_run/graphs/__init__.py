@@ -9,7 +9,7 @@ from megatron_run.graphs.capture import CaptureOptions, Hooks, Recorded, Recorde
 from megatron_run.graphs.lint import kept_streams, lint, run_backward, zeros_like
 from megatron_run.graphs.order import OrderGuard, Pass, passes
 from megatron_run.graphs.picture import slots_text
-from megatron_run.graphs.refusals import refuse_misfits
+from megatron_run.graphs.refusals import check_capture
 from megatron_run.graphs.regions import by_chunk, call, chained, check_scope, choose_regions
 from megatron_run.graphs.rules import BrokenRule, Rules, blamed, unwritten, written
 from megatron_run.graphs.slots import Slots, shared_slots, slots_by_chunk
@@ -29,12 +29,12 @@ __all__ = [
     "by_chunk",
     "call",
     "chained",
+    "check_capture",
     "check_scope",
     "choose_regions",
     "kept_streams",
     "lint",
     "passes",
-    "refuse_misfits",
     "run_backward",
     "shared_slots",
     "slots_by_chunk",

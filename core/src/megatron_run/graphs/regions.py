@@ -8,7 +8,7 @@ from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING
 
 from megatron_run.contracts import Region
-from megatron_run.errors import GraphCaptureError, InputError, advice, did_you_mean
+from megatron_run.errors import InputError, advice, did_you_mean
 from megatron_run.graphs.rules import blamed
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def choose_regions(chunks: Sequence[Sequence[Segment]], scope: Collection[str]) 
     """The regions of each chunk's segments (in forward order) whose names are in ``scope``.
 
     A region ends with its layer, and before a second segment that draws random numbers. Raises
-    :class:`GraphCaptureError` for one that must run eagerly, with its reason.
+    :class:`InputError` for one that must run eagerly, with its reason.
     """
     found: list[Region] = []
     for chunk, segments in enumerate(chunks):
@@ -54,7 +54,7 @@ def _runs(layer: Sequence[Segment], scope: Collection[str]) -> Iterator[tuple[tu
     for index, segment in enumerate(layer):
         captured = segment.name in scope
         if captured and segment.why_eager:
-            raise GraphCaptureError(
+            raise InputError(
                 f"segment {segment.name} of layer {segment.layer} cannot be captured",
                 why=segment.why_eager,
                 fix=f"leave {segment.name} out of graph-capture.scope",

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import plural
 from megatron_run.pipeline.timeline import timeline
+from megatron_run.resolve.experts import experts_of, held_experts
 from megatron_run.resolve.options import dumped
 from megatron_run.resolve.show import sections
 from megatron_run.topology import Topology
 
 if TYPE_CHECKING:
-    from megatron_run.actions import Place
     from megatron_run.pipeline.plan import Plan
     from megatron_run.registry.load import Plugin
     from megatron_run.resolve.run import ResolvedRun
@@ -63,7 +63,7 @@ def _topology(run: ResolvedRun) -> list[str]:
     sizes, chunks = run.sizes, run.config.parallel.chunks
     head = f"world {sizes.world} = tensor {sizes.tensor} x pipeline {sizes.pipeline} x data {sizes.data}"
     pieces = f"; {chunks} chunks per stage" if chunks > 1 else ""
-    pieces += f"; data ranks split experts {sizes.expert} ways" if sizes.expert > 1 else ""
+    pieces += f"; data ranks split a layer's experts {sizes.expert} ways" if sizes.expert > 1 else ""
     rows = [
         (f"rank {record['rank']}", f"stage {record['stage']}", *_axes(run, record), f"layers {record['layers_text']}")
         for record in (_rank_record(run, rank) for rank in range(sizes.world))
@@ -72,10 +72,13 @@ def _topology(run: ResolvedRun) -> list[str]:
 
 
 def _axes(run: ResolvedRun, record: dict[str, Any]) -> Iterator[str]:
-    """The coordinates along axes that are split at all."""
-    for axis in ("tensor", "data", "expert"):
+    """The coordinates along axes that are split at all, and the experts that a rank holds where not all do."""
+    for axis in ("tensor", "data"):
         if getattr(run.sizes, axis) > 1:
             yield f"{axis} {record[axis]}"
+    if run.sizes.expert > 1:
+        held, experts = record["experts"], experts_of(run.one("model"))
+        yield f"experts {spans(held)} of {experts}" if held else f"expert group {record['expert']}"
 
 
 def _rank_record(run: ResolvedRun, rank: int) -> dict[str, Any]:
@@ -87,14 +90,18 @@ def _rank_record(run: ResolvedRun, rank: int) -> dict[str, Any]:
         "tensor": place.tensor_rank,
         "data": place.data_rank,
         "expert": place.expert_rank,
+        "experts": [*held_experts(experts_of(run.one("model")) or 0, run.sizes.expert, place.expert_rank)],
         "layers": [list(each.layers) for each in mine],
-        "layers_text": " | ".join(_span(each) for each in mine),
+        "layers_text": " | ".join(spans(each.layers) for each in mine),
     }
 
 
-def _span(place: Place) -> str:
-    layers = place.layers
-    return "none" if not layers else f"{layers[0]}" if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+def spans(numbers: Sequence[int]) -> str:
+    """Rising ``numbers`` in few words: ``"0-3"``, ``"0, 2-4"``, ``"none"``."""
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    pairs = zip(starts, ends, strict=True)
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in pairs) or "none"
 
 
 def _plans(run: ResolvedRun) -> list[str]:

@@ -38,6 +38,7 @@ from megatron_run.registry.compatibility import misfits, misstacked, unserved
 from megatron_run.registry.discover import Catalog, scan
 from megatron_run.registry.load import Plugin
 from megatron_run.resolve.choosing import apply_suggestions, choose_plugins
+from megatron_run.resolve.experts import ExpertSplit, experts_of
 from megatron_run.resolve.options import kind_section, with_options
 from megatron_run.resolve.planning import layers_of, microbatch_counts, plan_run
 from megatron_run.resolve.run import ResolvedRun
@@ -105,7 +106,7 @@ class _Resolver:
         evaluation = self._section(EvalSection, "eval", layer)
         checkpoint = self._section(CheckpointSection, "checkpoint", layer)
         guard = self._section(GuardSection, "guard", layer)
-        sizes = self._sizes(parallel)
+        sizes = self._sizes(parallel, train, plugins)
         self._check_faults(sizes)
         fits = self._fits(parallel, train, plugins, catalog)
         counts = self._counts(train, sizes)
@@ -150,11 +151,25 @@ class _Resolver:
         """A section of the kernel, or None when something in it is wrong. No name: the keys above the sections."""
         return validate_section(model, name, layer.values, self._findings)
 
-    def _sizes(self, parallel: ParallelSection | None) -> Sizes | None:
-        if parallel is not None:
-            self._notices += idle_keys(parallel)
+    def _sizes(self, parallel: ParallelSection | None, train: TrainSection | None, plugins: Plugins) -> Sizes | None:
+        """The size of every axis; None also where ranks are to be as many as experts need, and the experts are wrong.
+
+        With experts that are wrong and a world that is given, the other sizes are still right.
+        """
+        if parallel is None:
+            return None
+        self._notices += idle_keys(parallel)
+        nproc, experts = self._request.nproc, experts_of(_ready(plugins.get("model", ())))
+        if experts is not None:
+            right = False
             with self._findings.collect():
-                return infer_sizes(parallel, self._request.nproc)
+                ExpertSplit(experts, parallel, train, nproc).check()
+                right = True
+            if not right and nproc is None and parallel.data is None:
+                return None
+            parallel = parallel if right else parallel.model_copy(update={"expert": 1})
+        with self._findings.collect():
+            return infer_sizes(parallel, nproc)
         return None
 
     def _check_faults(self, sizes: Sizes | None) -> None:

@@ -23,6 +23,7 @@ from megatron_run.pipeline.messages import Messenger
 from megatron_run.rng import RandomStreams
 from megatron_run.segments import SegmentRunner
 from megatron_run.topology import Topology
+from megatron_run.training.made_layers import CheckedLayers
 from megatron_run.training.programs import Programs
 
 if TYPE_CHECKING:
@@ -170,6 +171,8 @@ def build_chunks(run: ResolvedRun, context: BuildContext) -> tuple[Model, tuple[
     for plugin in run.plugins["parallel-layer"]:
         layers = cast("ParallelLayers", plugin.create(context=context, base=layers))
     assert layers is not None  # there is always at least the default
+    name = f"parallel-layer={'+'.join(plugin.name for plugin in run.plugins['parallel-layer'])}"
+    layers = CheckedLayers(layers, name)
     model = cast("Model", run.one("model").with_options(context.model).create(context=context))
     mine = [(place.chunk, index) for index, place in enumerate(run.layout) if place.stage == context.topology.stage]
     positions = tuple(position for _, position in sorted(mine))

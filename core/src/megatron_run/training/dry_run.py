@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.graphs import passes, shared_slots, slots_text
 from megatron_run.pipeline.timeline import timeline, timeline_text
+from megatron_run.resolve.describe import spans
 from megatron_run.training.size import model_size
 from megatron_run.training.source import check_source
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from megatron_run.contracts import CaptureSize
     from megatron_run.pipeline.plan import Plan
     from megatron_run.resolve import ResolvedRun
-    from megatron_run.training.size import ModelSize, RankSize
+    from megatron_run.training.size import Mixture, ModelSize, RankSize
 
 
 def dry_run_text(run: ResolvedRun) -> str:
@@ -23,6 +24,8 @@ def dry_run_text(run: ResolvedRun) -> str:
     open_data(run)
     size, plan = model_size(run), run.plans[max(run.plans)]
     parts = [run.describe(), _parameters_text(size)]
+    if size.mixture is not None:
+        parts.append(_mixture_text(size.mixture, size.parameters, run.sizes.expert))
     if run.sizes.pipeline > 1:
         parts.append(f"one step\n{timeline_text(timeline(plan))}")
     if any(captured.regions for captured in size.captures):
@@ -52,11 +55,37 @@ def dry_run_json(run: ResolvedRun) -> dict[str, Any]:
         "padding_by_stage": [stage.padding for stage in size.stages],
         "memory_by_stage": [dict(stage.memory) for stage in size.stages],
         "padded_vocab": size.padded_vocab,
+        "mixture": _mixture_record(size),
         "graphs_by_stage": [
             {"regions": captured.regions, "graphs": captured.graphs, "slots": captured.slots}
             for captured in size.captures
         ],
     }
+
+
+def _mixture_record(size: ModelSize) -> dict[str, Any] | None:
+    mixture = size.mixture
+    if mixture is None:
+        return None
+    return {
+        "layers": list(mixture.layers),
+        "experts": mixture.experts,
+        "top_k": mixture.top_k,
+        "parameters_per_token": size.parameters - mixture.unmet,
+    }
+
+
+def _mixture_text(mixture: Mixture, parameters: int, ways: int) -> str:
+    """Which layers have experts, how many of them a rank holds, and what of the model one token meets."""
+    held = "all of them" if ways == 1 else f"{mixture.experts // ways} of each layer, as the topology lists them"
+    layers = spans(mixture.layers)
+    return "\n".join(
+        (
+            f"experts: {mixture.experts} in each of layers {layers}, of which a token meets {mixture.top_k}",
+            f"  a rank holds of its layers' experts: {held}",
+            f"  parameters that a token meets: {parameters - mixture.unmet:,} of {parameters:,}",
+        )
+    )
 
 
 def _captures_text(captures: Sequence[CaptureSize], plan: Plan) -> str:

@@ -44,10 +44,12 @@ class GraphSteps:
             observers.on_capture(self._record(step, actions))
 
     def _record(self, step: int, actions: Sequence[Action]) -> CaptureMetrics:
-        self._context.groups.phases.enter("capture")
+        phases = self._context.groups.phases
+        phases.step(step)  # the one that observers are told of
+        phases.enter("capture")
         start = time.perf_counter()
         size = self._capture.capture(self._regions, actions, self._context.segments.examples)
-        self._context.segments.replay_with(self._capture)
+        self._context.segments.replay_with(self._capture, str(self._run.one("graph-capture")))
         self._replays = True
         planned = self._capture.plan(self._regions, actions)
         return CaptureMetrics(step, planned, size, time.perf_counter() - start)

@@ -36,12 +36,29 @@ class RankSize(NamedTuple):
     memory: Mapping[str, int]
 
 
+class Mixture(NamedTuple):
+    """The ``layers`` that have experts, ``experts`` each, of which a token meets ``top_k``.
+
+    ``parameters`` are those of all experts of all layers.
+    """
+
+    layers: tuple[int, ...]
+    experts: int
+    top_k: int
+    parameters: int
+
+    @property
+    def unmet(self) -> int:
+        """The parameters that one token does not meet: experts of a layer are of one size."""
+        return self.parameters // self.experts * (self.experts - self.top_k)
+
+
 class ModelSize(NamedTuple):
     """``parameters`` of the whole model, each counted once, and the first rank of each stage.
 
     A tied embedding counts on every stage that holds a copy of it. ``vocab`` is the number of token ids, and
     ``padded_vocab`` that of rows over all tensor-parallel ranks. ``captures`` is what each stage would capture in a
-    step of the full batch.
+    step of the full batch; ``mixture`` is None where no layer has experts.
     """
 
     parameters: int
@@ -49,6 +66,7 @@ class ModelSize(NamedTuple):
     vocab: int
     padded_vocab: int
     captures: tuple[CaptureSize, ...]
+    mixture: Mixture | None
 
 
 def model_size(run: ResolvedRun) -> ModelSize:
@@ -67,6 +85,7 @@ def _model_size(run: ResolvedRun) -> ModelSize:
     options = with_vocabulary(run, run.one("data").create())
     total, stages, padded, captures = 0, [], 0, []
     chunks: list[Chunk] = []
+    everyone: list[_Built] = []
     for stage in range(run.sizes.pipeline):
         on_ranks = [_build(run, options, stage, expert) for expert in range(run.sizes.expert)]
         total += count_parameters(info for rank in on_ranks for info in rank.held.values())
@@ -74,9 +93,10 @@ def _model_size(run: ResolvedRun) -> ModelSize:
         stages.append(_rank_size(held, _memory(run, on_ranks[0])))
         captures.append(_capture_size(run, on_ranks[0], stage))
         chunks += on_ranks[0].chunks
+        everyone += on_ranks
         padded = max(padded, _rows_over(context.vocab_size, held) * run.sizes.tensor)
     _check_capture(run, context, chunks)
-    return ModelSize(total, tuple(stages), context.vocab_size, padded, tuple(captures))
+    return ModelSize(total, tuple(stages), context.vocab_size, padded, tuple(captures), _mixture(options, everyone))
 
 
 class _Built(NamedTuple):
@@ -99,6 +119,20 @@ def _build(run: ResolvedRun, options: BaseModel, stage: int, expert: int) -> _Bu
     context = make_context(run, topology, Groups(), torch.device("meta"), options)
     _, _, chunks = build_chunks(run, context)
     return _Built(context, chunks, [describe_parameters(chunk) for chunk in chunks])
+
+
+def _mixture(options: BaseModel, ranks: Sequence[_Built]) -> Mixture | None:
+    """The experts of all ``ranks``, where the model's ``options`` say how many there are and how many a token meets."""
+    experts, top_k = (getattr(options, name, None) for name in ("experts", "top_k"))
+    if not experts or not top_k:
+        return None
+    layers, parameters = set[int](), 0
+    for rank in ranks:
+        split = {parameter: info for parameter, info in rank.held.items() if info.replicas == "expert_data"}
+        segments = (segment for chunk in rank.chunks for segment in chunk.segments())
+        layers |= {segment.layer for segment in segments if not split.keys().isdisjoint(segment.params)}
+        parameters += count_parameters(split.values())
+    return Mixture(tuple(sorted(layers)), experts, top_k, parameters) if layers else None
 
 
 def _capture_size(run: ResolvedRun, built: _Built, stage: int) -> CaptureSize:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.config.request import Request
-from megatron_run.errors import InputError, PluginError, Problems, RunError
+from megatron_run.errors import InputError, Problems
 from megatron_run.launch import train
 from megatron_run.resolve import resolve
 from megatron_run.training.dry_run import dry_run_json, dry_run_text
@@ -64,20 +64,20 @@ def test_what_has_no_backward_is_planned_and_captured_without() -> None:
 
 
 @pytest.mark.parametrize("sets", [(), ("parallel.pipeline=2",)], ids=["one rank", "two"])
-@pytest.mark.parametrize(("scope", "error"), [("atn", InputError), ("moe_experts", PluginError)])
+@pytest.mark.parametrize("scope", ["atn", "moe_experts"])
 def test_a_wrong_scope_is_refused_before_a_run_folder_is_made(
-    scope: str, error: type[RunError], sets: tuple[str, ...], tmp_path: Path
+    scope: str, sets: tuple[str, ...], tmp_path: Path
 ) -> None:
     settings = (*EXPERTS, *sets, f"run.folder={tmp_path / 'run'}")
     run = resolve(request(f"graph-capture=partial,scope={scope}", "schedule=1f1b", sets=settings))
-    with pytest.raises(error, match=r"embedding, attn, moe_router" if scope == "atn" else "its shapes follow"):
+    with pytest.raises(InputError, match=r"embedding, attn, moe_router" if scope == "atn" else "its shapes follow"):
         train(run)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_segment_that_must_run_eagerly_is_refused() -> None:
     run = resolve(request("graph-capture=partial,scope=moe_experts", sets=EXPERTS, nproc=1))
-    with pytest.raises(PluginError, match="its shapes follow how many tokens each expert gets"):
+    with pytest.raises(InputError, match="its shapes follow how many tokens each expert gets"):
         dry_run_text(run)
 
 
@@ -90,8 +90,23 @@ def test_a_segment_that_must_run_eagerly_is_refused() -> None:
             ",strict=true",
             "graph-capture.strict=true with train.ramp_up: the number of microbatches changes",
         ),
+        ((), ",scope=attn,mlp,attn", "graph-capture.scope names attn twice .*; write each name once"),
+        (
+            ("train.steps=6",),
+            ",capture_after=6,strict=true",
+            "the run ends after 6 steps, and all of them run eagerly .*; set it below 6, or leave graph-capture.strict",
+        ),
     ],
 )
 def test_what_could_never_be_served_is_refused_at_once(sets: tuple[str, ...], options: str, message: str) -> None:
     with pytest.raises(Problems, match=message):
         resolve(request(f"graph-capture=partial{options}", sets=sets, nproc=1))
+
+
+@pytest.mark.parametrize(("steps", "fix"), [(6, "; set it below 6"), (1, "; take more steps"), (7, "")])
+def test_a_run_that_ends_before_anything_is_captured_is_told(steps: int, fix: str) -> None:
+    run = resolve(request("graph-capture=partial,capture_after=6", sets=(f"train.steps={steps}",), nproc=1))
+    said = [notice for notice in run.notices if "capture_after" in notice]
+    assert len(said) == bool(fix)
+    assert all(notice.startswith("graph-capture.capture_after=6 captures nothing: ") for notice in said)
+    assert all(notice.endswith(fix) for notice in said)

@@ -8,19 +8,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megatron_run.builtin.model.expert_notices import expert_notices
 from megatron_run.builtin.model.gpt_options import GptOptions
 from megatron_run.contracts import Boundary, Chunk, Model, ParameterSpec, PluginInfo
-from megatron_run.errors import InputError, nearest_divisors, nearest_multiples
 from megatron_run.hookspecs import hookimpl
 from megatron_run.nn import DecoderChunk, Embedding, RouterReports
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch.nn import Parameter
 
     from megatron_run.actions import Place
-    from megatron_run.config.schema import Config
     from megatron_run.contracts import BuildContext, Microbatch, ParallelLayers
 
 __all__ = ["Gpt", "GptOptions"]
@@ -92,36 +89,11 @@ class Gpt(Model):
         )
 
 
-def check_config(config: Config, options: GptOptions) -> Iterator[str]:
-    """Notices about what does nothing. Raises :class:`InputError` for experts that ranks cannot share evenly."""
-    ranks, experts = config.parallel.expert, options.experts
-    if ranks > 1 and not experts:
-        raise InputError(
-            f"parallel.expert={ranks} splits experts over ranks",
-            why="the model has none: model.experts=0",
-            fix=f"set model.experts to a multiple of {ranks}, or parallel.expert=1",
-        )
-    if experts % ranks:
-        raise InputError(
-            f"model.experts={experts} do not split over parallel.expert={ranks} ranks: {experts} / {ranks} = "
-            f"{experts / ranks:g}",
-            fix=f"set parallel.expert to {nearest_divisors(experts, ranks)}, "
-            f"or model.experts to {nearest_multiples(experts, ranks)}",
-        )
-    idle = () if experts else options.expert_keys
-    if idle:
-        yield f"{', '.join(f'model.{key}' for key in idle)}: without model.experts nothing reads it"
-    if experts and ranks == 1 and options.token_dispatcher != "alltoall":
-        yield "model.token_dispatcher changes nothing: with parallel.expert=1 every rank holds all experts"
-    if experts and options.shared_expert_gate and not options.shared_expert_ffn_size:
-        yield "model.shared_expert_gate changes nothing: without model.shared_expert_ffn_size there is no shared expert"
-
-
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
     """Describe the plugin: ranks can split its experts."""
     return PluginInfo(
-        "model", "gpt", options=GptOptions, provides=frozenset({"parallel.expert"}), check_config=check_config
+        "model", "gpt", options=GptOptions, provides=frozenset({"parallel.expert"}), check_config=expert_notices
     )
 
 

@@ -10,6 +10,9 @@ from megatron_run.builtin.model.decoder_options import DecoderOptions
 from megatron_run.nn import ExpertSpec, TransformerSpec
 from megatron_run.nn.moe.spec import Dispatch, DropPolicy, Scores
 
+#: What to do in place of a mixture of one.
+_ONE_EXPERT = "set model.experts to 2 or more, or to 0 for the one network that every layer has without experts"
+
 
 class GptOptions(DecoderOptions):
     """Options of model ``gpt``."""
@@ -44,6 +47,8 @@ class GptOptions(DecoderOptions):
     @classmethod
     def _chooses_among_experts(cls, top_k: int, info: ValidationInfo) -> int:
         experts = info.data.get("experts")
+        if experts == 1 and top_k > 1:
+            raise ValueError(f"a token cannot meet {top_k} of 1 expert; {_ONE_EXPERT}")
         if experts and top_k > experts:
             raise ValueError(f"a token cannot meet {top_k} of {experts} experts; set it to at most {experts}")
         return top_k
@@ -61,9 +66,11 @@ class GptOptions(DecoderOptions):
     @field_validator("router_pre_softmax")
     @classmethod
     def _one_expert_learns(cls, pre_softmax: bool, info: ValidationInfo) -> bool:  # pydantic calls it
-        one = info.data.get("experts") and info.data.get("top_k") == 1
+        experts = info.data.get("experts")
+        one = experts and info.data.get("top_k") == 1
         if one and not pre_softmax and info.data.get("router_score_function") == "softmax":
-            raise ValueError("with top_k=1 the one chosen expert always weighs 1, and a router learns nothing; set it")
+            why = "with model.top_k=1 the one chosen expert always weighs 1, and a router learns nothing"
+            raise ValueError(f"{why}; {_ONE_EXPERT if experts == 1 else 'set model.router_pre_softmax to true'}")
         return pre_softmax
 
     @property
@@ -80,9 +87,10 @@ class GptOptions(DecoderOptions):
 
     def spec(self, sequence_length: int) -> TransformerSpec:
         """The network these options describe. Raises ValueError while the vocabulary is unknown."""
-        return self.dense_spec(sequence_length, self._experts() if self.experts else None)
+        return self.dense_spec(sequence_length, self.expert_spec() if self.experts else None)
 
-    def _experts(self) -> ExpertSpec:
+    def expert_spec(self) -> ExpertSpec:
+        """A layer of experts, of which there are some."""
         return ExpertSpec(
             count=self.experts,
             top_k=self.top_k,

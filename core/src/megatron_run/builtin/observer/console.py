@@ -146,11 +146,12 @@ class ConsoleObserver(Observer):
         return pace * (self._run.steps - metrics.step)
 
     def on_capture(self, metrics: CaptureMetrics) -> None:
-        """Say what was captured on this rank's stage, and whether it is what was planned."""
+        """Say what was captured on rank 0, which is of stage 0, and whether it is what was planned."""
         captured, planned = metrics.captured, metrics.planned
         same = (captured.regions, captured.graphs, captured.slots) == (planned.regions, planned.graphs, planned.slots)
         as_planned = "as planned" if same else f"planned were {planned}"
-        say(self._console, f"step {metrics.step}  captured {captured} in {metrics.seconds:.1f} s, {as_planned}")
+        here = " on rank 0 (stage 0):" if self._run and self._run.world_size > 1 else ""
+        say(self._console, f"step {metrics.step}  captured{here} {captured} in {metrics.seconds:.1f} s, {as_planned}")
 
     def on_skip(self, metrics: StepMetrics) -> None:
         """Say so at the 1st, 2nd, 4th, 8th, ... skipped step: a storm of them must not flood the terminal."""

@@ -51,5 +51,7 @@ def _family(options: GptOptions) -> Family:
     fitting = next((name for name, reasons in misfits.items() if not reasons), None)
     if fitting is None:
         why = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in misfits.items())
-        raise InputError("the model has no counterpart at Hugging Face", why=f"no {why}")
+        raise InputError(
+            "the model has no counterpart at Hugging Face", why=f"no {why}", fix="--to distributed writes any model"
+        )
     return FAMILIES[fitting]

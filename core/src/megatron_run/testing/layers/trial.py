@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from megatron_run.builtin.parallel_layer.dense import DenseLayers
 from megatron_run.contracts import BuildContext, ChunkOut, Init, Microbatch, ParamInfo, Part, Segment
 from megatron_run.gradients import main_grad
-from megatron_run.parameters import initialise
+from megatron_run.parameters import initialise, unspecified
 from megatron_run.testing.check import CheckFailed
 from megatron_run.testing.context import prepare
 from megatron_run.testing.layers.cases import Case
@@ -101,6 +101,10 @@ class LayerTrial:
         return _array(outcome.output), tuple(gradients), outcome.pieces
 
     def _try(self, layer: nn.Module, context: BuildContext, rank: Rank, like: Tensor | None) -> Outcome:
+        if missing := unspecified(layer):
+            raise CheckFailed(
+                f"no parameter_specs say what {missing} is: how it starts, and over which ranks it is split"
+            )
         layer.train(self.case.training)
         infos = prepare(context, [_OneLayer(layer)])
         initial = {parameter: _array(parameter) for parameter in infos}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_run.graphs import refuse_misfits
+from megatron_run.graphs import check_capture
 
 if TYPE_CHECKING:
     from megatron_run.config.schema import Config
@@ -18,7 +18,12 @@ class PartialOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    scope: tuple[str, ...] = Field(("attn",), min_length=1, description="names of the segments to capture")
+    scope: tuple[str, ...] = Field(
+        ("attn",),
+        min_length=1,
+        description="segments to capture; those of gpt are embedding, attn, mlp, moe_router, moe_preprocess, "
+        "moe_combine, head and loss",
+    )
     graph_reuse: Literal["per_microbatch", "per_slot"] = Field(
         "per_microbatch", description="graphs for each microbatch, or only for as many as are in flight at once"
     )
@@ -31,6 +36,5 @@ class PartialOptions(BaseModel):
 
 
 def check_config(config: Config, options: PartialOptions) -> Iterator[str]:
-    """No notices. Raises InputError for what would never be replayed, or end ``strict``."""
-    refuse_misfits("partial", config, options)
-    yield from ()
+    """A notice where nothing would be captured. Raises InputError for what cannot be replayed, or ends ``strict``."""
+    yield from check_capture("partial", config, options)

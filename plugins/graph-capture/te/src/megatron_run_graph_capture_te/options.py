@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_run.graphs import refuse_misfits
+from megatron_run.graphs import check_capture
 
 if TYPE_CHECKING:
     from megatron_run.config.schema import Config
@@ -18,13 +18,17 @@ class TeOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    scope: tuple[str, ...] = Field(("attn",), min_length=1, description="names of the segments to capture")
+    scope: tuple[str, ...] = Field(
+        ("attn",),
+        min_length=1,
+        description="segments to capture; those of gpt are embedding, attn, mlp, moe_router, moe_preprocess, "
+        "moe_combine, head and loss",
+    )
     capture_after: int = Field(3, ge=1, description="steps that run eagerly before the capture")
     strict: bool = Field(False, description="an error where something no longer fits, instead of another capture")
     warmup: int = Field(3, ge=1, description="times that each region is run before it is recorded")
 
 
 def check_config(config: Config, options: TeOptions) -> Iterator[str]:
-    """No notices. Raises InputError for what would never be replayed, or end ``strict``."""
-    refuse_misfits("te", config, options)
-    yield from ()
+    """A notice where nothing would be captured. Raises InputError for what cannot be replayed, or ends ``strict``."""
+    yield from check_capture("te", config, options)
