@@ -36,17 +36,24 @@ CUDA = torch.device("cuda", 0)
 class Bench:
     """Makes captures over stand-ins and keeps these."""
 
-    def __init__(self, *scope: str, **options: Any) -> None:
-        self.options = TeOptions(scope=scope or ("attn", "mlp"), **options)
+    def __init__(self, *scope: str, accumulates: bool = False, **options: Any) -> None:
+        self.options, self._accumulates = TeOptions(scope=scope or ("attn", "mlp"), **options), accumulates
         self.stand_ins: list[StandIn] = []
 
     def __call__(self, context: BuildContext) -> RegionCapture:
-        stand_in = StandIn(context.gradients)
+        stand_in = StandIn(context.gradients, accumulates=self._accumulates)
         self.stand_ins.append(stand_in)
         return TeCapture(context, self.options, lambda: stand_in)
 
 
-@pytest.mark.parametrize("check", graph_capture_checks(Bench()), ids=lambda check: check.name)
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check, id=f"{name}: {check.name}")
+        for name, accumulates in (("2.7", False), ("later", True))
+        for check in graph_capture_checks(Bench(accumulates=accumulates))
+    ],
+)
 def test_it_conforms_over_the_stand_in(check: Check) -> None:
     check.run()
 
@@ -56,9 +63,10 @@ def interleaved(bench: Bench, **options: Any) -> Pipeline:
     return Pipeline(Interleaved(), 4, stages=2, chunks=2, model=model, make=bench, **options)
 
 
-def test_the_library_is_handed_the_plan() -> None:
+@pytest.mark.parametrize("accumulates", [False, True], ids=["2.7", "later"])
+def test_the_library_is_handed_the_plan(accumulates: bool) -> None:
     """Bar 14: the order, the layers of each chunk, and inputs that are shared as the slots are."""
-    bench = Bench("attn", "mlp", warmup=2)
+    bench = Bench("attn", "mlp", warmup=2, accumulates=accumulates)
     pipeline, eager = interleaved(bench), interleaved(Bench())
     assert pipeline.step(1).equals(eager.step(1))
     sizes = pipeline.start_capture()
