@@ -56,7 +56,9 @@ class CudaGraph:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
             with torch.cuda.stream(self._stream):
-                self._graph.capture_begin(pool=pool)
+                # Not "global", torch's default: a thread that saves a checkpoint meanwhile waits for events and pins
+                # memory, which would end this capture and fail there, though it is no part of it.
+                self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     yield
                 except BaseException:
