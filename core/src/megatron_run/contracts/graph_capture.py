@@ -117,7 +117,7 @@ class GraphCapture(ABC):
 
     @abstractmethod
     def misfit(self, actions: Sequence[Action]) -> str:
-        """Why what is captured cannot serve a step of ``actions``; empty where it can."""
+        """Why what is captured cannot serve a step of ``actions``; empty where it can. Ranks need not agree."""
 
     @abstractmethod
     def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:
