@@ -16,8 +16,6 @@ class CudaBackend:
     A pool's graphs hold its memory together: it is free again when the last of them is gone.
     """
 
-    name = "cuda"
-
     def __init__(self, device: torch.device, generators: Sequence[torch.Generator]) -> None:
         self._device, self._generators = device, generators
         self._stream = torch.cuda.Stream(device)
