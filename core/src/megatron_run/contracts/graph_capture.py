@@ -111,8 +111,9 @@ class GraphCapture(ABC):
         """Record ``regions`` in the order of ``actions``.
 
         ``examples`` are on the meta device: shape, type and ``requires_grad`` of what each region was given. Parameters
-        and their ``main_grad`` keep their values. Raises :class:`megatron_run.errors.PluginError` and leaves nothing
-        behind.
+        keep their values. What is left in their ``main_grad`` does not matter, so that no copy of it is needed: it is
+        between two steps, and each begins with ``Optimizer.zero_grad``. Raises
+        :class:`megatron_run.errors.PluginError` and leaves nothing behind.
         """
 
     @abstractmethod

@@ -14,6 +14,7 @@ from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.config.request import Request
 from megatron_run.contracts import BuildContext
 from megatron_run.errors import GraphCaptureError, InputError, PluginError
+from megatron_run.gradients import main_grad
 from megatron_run.graphs import RegionCapture
 from megatron_run.resolve import resolve
 from megatron_run.testing.check import Check
@@ -84,6 +85,17 @@ def test_the_library_is_handed_the_plan(accumulates: bool) -> None:
     for mine, other in zip(pipeline.stages, eager.stages, strict=True):  # the ledger heard of every gradient
         assert [*mine.context.gradients._arrivals.values()] == [4 * 2] * len(mine.parameters)
         assert mine.context.gradients._arrivals.total() == other.context.gradients._arrivals.total()
+
+
+def test_what_warm_ups_add_to_gradients_is_left_to_the_step_that_follows() -> None:
+    """Every step begins by clearing them: a copy would take as much memory again."""
+    captured, eager = Pipeline(Sequential(), 2, make=Bench("attn")), Pipeline(Sequential(), 2, make=Bench("attn"))
+    captured.step(1), eager.step(1)
+    (stage,) = captured.stages
+    before = [main_grad(parameter).clone() for parameter in stage.parameters]
+    captured.start_capture()
+    assert not all(map(torch.equal, before, map(main_grad, stage.parameters)))
+    assert captured.step(2).equals(eager.step(2))
 
 
 def test_inputs_that_differ_are_not_said_to_be_alike() -> None:

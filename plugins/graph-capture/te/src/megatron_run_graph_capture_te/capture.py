@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.contracts import CaptureSize
 from megatron_run.errors import GraphCaptureError
-from megatron_run.gradients import main_grad
 from megatron_run.graphs import Recorded, RegionCapture, by_chunk, kept_streams, passes, shared_slots
 from megatron_run_graph_capture_te.callables import GraphedRegion
 from megatron_run_graph_capture_te.handover import check_order, prepare
@@ -49,12 +48,8 @@ class TeCapture(RegionCapture):
         self._check_streams(regions)
         engine, of_chunk = self._find_engine(), by_chunk(regions, len(self.chunks))
         handover = prepare(of_chunk, actions, examples, self.context.device)
-        totals = [main_grad(p) for module in handover.modules for p in module.read]
-        before = [total.clone() for total in totals]  # its warm-up runs backward, which adds to them
         with kept_streams(self.context.rng.streams), self.context.gradients.recording() as arrived:
             made = handover.call(engine, self._warmup)
-        for total, value in zip(totals, before, strict=True):
-            total.copy_(value)
         arrivals = {region: self._arrivals(region, frozenset(arrived)) for regions in of_chunk for region in regions}
         recorded = {
             (region, microbatch): GraphedRegion(
