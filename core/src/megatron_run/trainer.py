@@ -22,7 +22,16 @@ from megatron_run.training.generate import generate_text
 from megatron_run.training.graphs import GraphSteps
 from megatron_run.training.guards import Guards
 from megatron_run.training.losses import Losses
-from megatron_run.training.numbers import STOP, Progress, StepDone, StepFacts, StepNumbers, agreed_code, step_metrics
+from megatron_run.training.numbers import (
+    MISFIT,
+    STOP,
+    Progress,
+    StepDone,
+    StepFacts,
+    StepNumbers,
+    agreed_code,
+    step_metrics,
+)
 from megatron_run.training.observing import Observers
 from megatron_run.training.reporting import start_observers
 from megatron_run.training.tracing import start_tracing
@@ -108,7 +117,8 @@ class Trainer:
         while self._progress.step < self._last:
             graphs.prepare(self._progress, observers)
             clock = tracing.clock(self._progress.step + 1)
-            metrics, times, stop = self._step(clock)
+            metrics, times, stop, misfit = self._step(clock)
+            graphs.hear(misfit=misfit)
             self._tell(metrics, observers)
             if clock is not None:
                 tracing.report(metrics.step, metrics.microbatches, times, observers)
@@ -159,7 +169,7 @@ class Trainer:
         progress.count(batch, skipped=numbers.skipped)
         facts = StepFacts(batch, microbatches, lr, time.perf_counter() - start)
         metrics = step_metrics(self._run, self._assembly.model, progress, facts, numbers, self._context.device)
-        return StepDone(metrics, times, agreed_code(numbers.means))
+        return StepDone(metrics, times, agreed_code(numbers.means), misfit=MISFIT in numbers.means)
 
     def _accumulate(self, microbatches: int, clock: Callable[[], float] | None) -> StepRecord:
         """Forward and backward of every microbatch, in the schedule's order, into ``main_grad``."""

@@ -14,7 +14,7 @@ from megatron_run.builtin.model.gpt import Gpt, GptOptions
 from megatron_run.builtin.parallel_layer.dense import DenseLayers
 from megatron_run.contracts import StackedLayers
 from megatron_run.errors import InputError
-from megatron_run.testing.context import example_microbatch, logical_gradients, single_process_context
+from megatron_run.testing.context import example_microbatch, logical_gradients, prepare, single_process_context
 from megatron_run.testing.model import Built, build_model
 
 OPTIONS = GptOptions(num_layers=2, hidden_size=16, num_heads=2, vocab_size=61)
@@ -66,6 +66,37 @@ def test_a_forward_runs_within_what_the_layers_say() -> None:
     for _ in range(2):
         chunk(None, MICROBATCH)
     assert happened == 2 * ["enter", "embedding", "attn", "attn", "head", "leave"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_what_a_forward_runs_in_is_there_wherever_a_segment_runs(recompute: str) -> None:
+    """In the forward once around all of them; alone, and again in the backward, around each."""
+    depth, seen = [0], list[tuple[str, int]]()
+
+    class Within(StackedLayers):
+        @contextmanager
+        def forward_pass(self) -> Iterator[None]:
+            depth[0] += 1
+            try:
+                yield
+            finally:
+                depth[0] -= 1
+
+        def norm(self, kind: Any, size: int, eps: float = 1e-5) -> Any:
+            layer = self.base.norm(kind, size, eps)
+            layer.register_forward_hook(lambda *_: seen.append(("norm", depth[0])))
+            return layer
+
+    context = single_process_context(OPTIONS, train={"recompute": recompute}, dtype=torch.float32)
+    chunk = Gpt(context, OPTIONS).build_chunk(0, (Place(0, 0, range(2)),), Within(DenseLayers(context)), {})
+    prepare(context, [chunk])
+    total, _ = chunk(None, MICROBATCH).losses["lm"]
+    total.backward()
+    attend = next(segment for segment in chunk.segments() if segment.name == "attn")
+    attend.fn(torch.ones(16, 2, OPTIONS.hidden_size))
+    again = 4 if recompute == "full" else 0
+    assert seen == [("norm", 1)] * (5 + again + 1)
+    assert depth == [0]
 
 
 def test_segments_are_made_once() -> None:

@@ -1,18 +1,104 @@
-"""A capture is told and watched under one number: that of the step before which it is done."""
+"""When graphs are captured, under which number, and that all ranks do it before one step, whosever no longer fit."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import pytest
 import torch
 
+from megatron_run.actions import Action
 from megatron_run.contracts import CaptureSize
 from megatron_run.phases import Phases
 from megatron_run.rng import RandomStreams
 from megatron_run.segments import SegmentRunner
+from megatron_run.testing.context import single_process_context
 from megatron_run.training.graphs import GraphSteps
+from megatron_run.training.numbers import MISFIT, Progress
+
+#: Step -> the ranks that find, before it, that their graphs do not fit.
+Misfits = Mapping[int, Sequence[int]]
+
+
+class Capture:
+    """Says that it does not fit before the steps it is told of; ``log`` is what happened, by step."""
+
+    def __init__(self, rank: int, capture_after: int, misfits: Misfits) -> None:
+        self.capture_after, self._rank, self._misfits = capture_after, rank, misfits
+        self.step, self.log = 0, list[str]()
+
+    def regions(self, chunks: Any) -> tuple[str, ...]:
+        return ("a region",)
+
+    def plan(self, regions: Any, actions: Sequence[Action]) -> CaptureSize:
+        return CaptureSize(1, 2, 1)
+
+    def capture(self, regions: Any, actions: Sequence[Action], examples: Any) -> CaptureSize:
+        self.log.append(f"captured before {self.step}")
+        return self.plan(regions, actions)
+
+    def misfit(self, actions: Sequence[Action]) -> str:
+        return "it was moved" if self._rank in self._misfits.get(self.step, ()) else ""
+
+    def invalidate(self, reason: str) -> None:
+        self.log.append(f"gave up before {self.step}: {reason}")
+
+
+class Rank:
+    """One rank's steps; its metrics are collected after each."""
+
+    def __init__(self, rank: int, capture_after: int, misfits: Misfits) -> None:
+        context: Any = single_process_context()
+        context.segments.watch = lambda _: None
+        self.metrics, self.groups = context.metrics, context.groups
+        self.capture = Capture(rank, capture_after, misfits)
+        plans = {1: SimpleNamespace(lists=[(Action("F", 0, 0), Action("B", 0, 0))])}
+        run: Any = SimpleNamespace(plans=plans, one=str)
+        batches: Any = SimpleNamespace(at=lambda _: 1, microbatches=lambda _: 1)
+        assembly: Any = SimpleNamespace(context=context, graph_capture=self.capture, chunks=())
+        self.steps = GraphSteps(run, assembly, batches, Progress())
+
+    def step(self, number: int) -> bool:
+        """Whether this rank says that its graphs did not fit."""
+        observers: Any = SimpleNamespace(on_capture=lambda _: None)
+        self.capture.step = number
+        self.steps.prepare(Progress(step=number - 1), observers)
+        return MISFIT in self.metrics.means(self.metrics.collect(self.groups).tolist())
+
+
+@pytest.mark.parametrize("capture_after", [1, 2, 3])
+@pytest.mark.parametrize(
+    "misfits",
+    [{}, {5: [0]}, {5: [1]}, {5: [0, 1]}, {5: [0], 6: [1]}, {5: [0], 6: [0, 1], 9: [1]}],
+    ids=["none", "the first", "the second", "both", "one after the other", "again and again"],
+)
+def test_ranks_capture_before_the_same_steps(misfits: Misfits, capture_after: int) -> None:
+    ranks = [Rank(rank, capture_after, misfits) for rank in range(2)]
+    for number in range(1, 20):
+        said = [rank.step(number) for rank in ranks]
+        for rank in ranks:
+            rank.steps.hear(misfit=any(said))  # as the sum over the ranks is
+    first, second = ([line for line in rank.capture.log if "captured" in line] for rank in ranks)
+    assert first == second
+    again = [f"captured before {5 + capture_after}"] if misfits else []
+    assert first[: 1 + len(again)] == [f"captured before {1 + capture_after}", *again]
+
+
+def test_a_rank_whose_graphs_fit_gives_them_up_a_step_later_and_says_why() -> None:
+    ranks = [Rank(rank, 1, {5: [0]}) for rank in range(2)]
+    for number in range(1, 8):
+        said = [rank.step(number) for rank in ranks]
+        for rank in ranks:
+            rank.steps.hear(misfit=any(said))
+    assert ranks[0].capture.log == ["captured before 2", "gave up before 5: it was moved", "captured before 6"]
+    assert ranks[1].capture.log == [
+        "captured before 2",
+        "gave up before 6: those of another rank no longer fit",
+        "captured before 6",
+    ]
 
 
 def test_the_step_that_is_watched_is_the_step_that_is_told() -> None:
@@ -23,6 +109,7 @@ def test_the_step_that_is_watched_is_the_step_that_is_told() -> None:
     context: Any = SimpleNamespace(
         segments=SegmentRunner(RandomStreams(1, torch.device("cpu"))),
         groups=SimpleNamespace(phases=phases),
+        metrics=MagicMock(),
         topology=SimpleNamespace(stage=0),
     )
     assembly: Any = SimpleNamespace(context=context, graph_capture=capture, chunks=())

@@ -113,13 +113,14 @@ class GraphCapture(ABC):
         """Record ``regions`` in the order of ``actions``.
 
         ``examples`` are on the meta device: shape, type and ``requires_grad`` of what each region was given. Parameters
-        and their ``main_grad`` keep their values. Raises :class:`megatron_run.errors.PluginError` and leaves nothing
-        behind.
+        keep their values. What is left in their ``main_grad`` does not matter, so that no copy of it is needed: it is
+        between two steps, and each begins with ``Optimizer.zero_grad``. Raises
+        :class:`megatron_run.errors.PluginError` and leaves nothing behind.
         """
 
     @abstractmethod
     def misfit(self, actions: Sequence[Action]) -> str:
-        """Why what is captured cannot serve a step of ``actions``; empty where it can."""
+        """Why what is captured cannot serve a step of ``actions``; empty where it can. Ranks need not agree."""
 
     @abstractmethod
     def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:

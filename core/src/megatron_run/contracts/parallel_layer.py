@@ -148,7 +148,8 @@ class ParallelLayers(ABC):
     def forward_pass(self) -> AbstractContextManager[object]:
         """What the forward of a whole chunk runs in, asked for anew each time; by default nothing.
 
-        A layer that is computed again in the backward is not in it.
+        A segment that runs outside of a chunk's forward has one of its own (:class:`megatron_run.nn.ForwardPass`): one
+        that is captured, and one of a layer that is computed again in the backward.
         """
         return nullcontext()
 

@@ -121,7 +121,10 @@ class RegionCapture(GraphCapture):
 
     @abstractmethod
     def record(self, regions: Sequence[Region], actions: Sequence[Action], examples: Examples) -> Recorded:
-        """Record ``regions``, which keep the rules, and leave parameters and random streams as they were."""
+        """Record ``regions``, which keep the rules, and leave parameters and random streams as they were.
+
+        What is left in ``main_grad`` does not matter (:meth:`megatron_run.contracts.GraphCapture.capture`).
+        """
 
     def regions(self, chunks: Sequence[Sequence[Segment]]) -> Sequence[Region]:
         """Neighbours whose names are in the scope go together."""

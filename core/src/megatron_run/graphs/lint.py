@@ -1,6 +1,9 @@
 """The rules of capture, tried on a region segment by segment before anything is recorded.
 
-It also is the warm-up: what initialises itself at its first call does so here.
+It also is the warm-up: what initialises itself at its first call does so here. Torch wants warm-ups on a side stream,
+because the nodes that accumulate into ``.grad`` remember the stream on which they were made and would draw it into the
+capture. Here the current stream is right: nothing is accumulated (:func:`run_backward`), no node outlives
+:func:`lint`, and so those of the capture are made anew, on its stream.
 """
 
 from __future__ import annotations

@@ -92,16 +92,13 @@ class OrderGuard:
 
     def leave_out(self, events: Iterable[Hashable], step: int) -> None:
         """These are not replayed in ``step``: what they belong to runs eagerly."""
-        if step != self._step:
-            self._begin(step)
+        self._enter(step)
         self._left_out.update(events)
 
     def check(self, event: Hashable, step: int) -> None:
         """Raise :class:`GraphCaptureError` unless ``event`` is the next one of ``step``; then await the one after."""
+        self._enter(step)
         self._skip()
-        if step != self._step or self._next == len(self._events):  # a run that goes back repeats a step's number
-            self._begin(step)
-            self._skip()
         if not self._events or self._events[self._next] != event:
             raise GraphCaptureError(
                 f"{event} was about to be replayed out of order",
@@ -110,9 +107,13 @@ class OrderGuard:
             )
         self._next += 1
 
-    def _begin(self, step: int) -> None:
+    def _enter(self, step: int) -> None:
+        """Begin ``step`` unless it is under way. A run that goes back repeats the number of one that is done."""
         self._skip()
-        if self._step is not None and self._next < len(self._events):
+        done = self._next == len(self._events)
+        if step == self._step and not done:
+            return
+        if self._step is not None and not done:
             raise GraphCaptureError(
                 f"step {step} begins before step {self._step} was replayed to its end",
                 why=f"recorded next was {self._ahead()}",

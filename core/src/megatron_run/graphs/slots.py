@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 from megatron_run.graphs.order import Pass
 
@@ -19,11 +18,6 @@ class Slots:
 
     of: Mapping[Key, int]
     count: int
-
-    @cached_property
-    def copies(self) -> tuple[int, ...]:
-        """The slots from 0."""
-        return tuple(range(self.count))
 
 
 def shared_slots(order: Iterable[Pass]) -> Slots:

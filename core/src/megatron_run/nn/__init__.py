@@ -10,6 +10,7 @@ from megatron_run.nn.chunk import DecoderChunk
 from megatron_run.nn.core_attention import CoreAttention
 from megatron_run.nn.cross_entropy import CrossEntropy, cross_entropy
 from megatron_run.nn.embedding import Embedding, embed
+from megatron_run.nn.forward_pass import ForwardPass
 from megatron_run.nn.linear import linear, submit_gradients
 from megatron_run.nn.mlp import Mlp
 from megatron_run.nn.moe.report import RouterReports
@@ -26,6 +27,7 @@ __all__ = [
     "Embedding",
     "ExpertBlock",
     "ExpertSpec",
+    "ForwardPass",
     "LayerNorm",
     "Mlp",
     "RmsNorm",

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_run.contracts import ChunkOut, Segment
 from megatron_run.nn.block import make_block, parameters_of
+from megatron_run.nn.forward_pass import ForwardPass
 from megatron_run.nn.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -54,13 +55,15 @@ class DecoderChunk(nn.Module):
         self.output = output
         self.cross_entropy = layers.cross_entropy(spec.vocab, spec.label_smoothing) if output is not None else None
 
-        self._runner, self._forward_pass, self._routers = context.segments, layers.forward_pass, routers
+        self._runner, self._forward_pass, self._routers = context.segments, ForwardPass(layers), routers
         self._recompute = context.train.recompute == "full"
         # Built once: graph capture recognises a segment by its identity.
-        self._embedding_segments = () if embedding is None else (embedding.segment(),)
-        why_eager = _RECOMPUTED if self._recompute else ""
-        self._blocks = tuple((block.segments(why_eager), block.reports) for block in blocks.values())
-        self._head_segments = () if output is None else self._make_head_segments(spec.layers)
+        around, why_eager = self._forward_pass.around, _RECOMPUTED if self._recompute else ""
+        self._embedding_segments = () if embedding is None else (around(embedding.segment()),)
+        self._blocks = tuple(
+            (tuple(map(around, block.segments(why_eager))), block.reports) for block in blocks.values()
+        )
+        self._head_segments = () if output is None else tuple(map(around, self._make_head_segments(spec.layers)))
 
     def segments(self) -> Sequence[Segment]:
         """Every segment in forward order."""

@@ -12,6 +12,7 @@ from megatron_run.actions import Action, LayoutSpec, looped_layout
 from megatron_run.builtin.model.gpt import Gpt, GptOptions
 from megatron_run.builtin.parallel_layer.dense import DenseLayers
 from megatron_run.contracts import BuildContext, Chunk, GraphCapture, Microbatch, Region
+from megatron_run.gradients import main_grad
 from megatron_run.testing.check import Check, CheckFailed
 from megatron_run.testing.context import (
     example_microbatch,
@@ -75,8 +76,10 @@ class _Bench:
         self.context.segments.replay_with(self.capture)
 
     def step(self, step: int) -> tuple[list[float], dict[str, Tensor]]:
-        """One step of sequential microbatches: its losses, and the gradients accumulated since the first."""
+        """One step of sequential microbatches: its losses and gradients."""
         losses = []
+        for parameter in self.infos:
+            main_grad(parameter).zero_()
         for index in range(_MICROBATCHES):
             example = example_microbatch(32, step=step, seed=index)
             microbatch = Microbatch(index, step, index, example.fields)

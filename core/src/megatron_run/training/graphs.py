@@ -1,4 +1,10 @@
-"""When graphs are captured: before each step it is decided whether the step runs eagerly or is replayed."""
+"""When graphs are captured: before each step it is decided whether the step runs eagerly or is replayed.
+
+A capture runs the collectives of the layers in it, so ranks must capture before the same step, though what no longer
+fits may be one rank's alone. That needs no collective of its own: who finds a misfit runs eagerly, with the collectives
+of the others' replays, and says so among the metrics of that step, which are summed over the world anyway. After it all
+give up their graphs, and all capture again when the first one would have.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from megatron_run.contracts import CaptureMetrics
+from megatron_run.training.numbers import MISFIT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,8 +33,14 @@ class GraphSteps:
         self._capture = assembly.graph_capture
         self._regions = tuple(self._capture.regions([chunk.segments() for chunk in assembly.chunks]))
         self._eager_until = progress.step + self._capture.capture_after
-        self._replays = False
+        self._replays = self._misfit_elsewhere = False
+        self._prepared = progress.step
+        self._meter = self._context.metrics.scalar(MISFIT)
         self._context.segments.watch(self._regions)
+
+    def hear(self, *, misfit: bool) -> None:
+        """Whether some rank's graphs did not fit the step that is done."""
+        self._misfit_elsewhere = misfit
 
     def prepare(self, progress: Progress, observers: Observers) -> None:
         """Make ready for the step after ``progress``; ``observers`` are told of a capture."""
@@ -35,13 +48,25 @@ class GraphSteps:
             return
         step, microbatches = progress.step + 1, self._batches.microbatches(self._batches.at(progress.samples))
         actions = self._run.plans[microbatches].lists[self._context.topology.stage]
-        reason = self._capture.misfit(actions) if self._replays else ""
-        if reason:
-            self._capture.invalidate(reason)
-            self._context.segments.replay_with(None)
-            self._replays, self._eager_until = False, step + self._capture.capture_after - 1
+        if self._replays:
+            self._give_up_misfits(step, actions)
+        self._prepared = step
         if not self._replays and step > self._eager_until:
             observers.on_capture(self._record(step, actions))
+
+    def _give_up_misfits(self, step: int, actions: Sequence[Action]) -> None:
+        reason = self._capture.misfit(actions)
+        if self._misfit_elsewhere:  # since the step before, and these count their eager steps from there
+            self._give_up(reason or "those of another rank no longer fit", self._prepared)
+        elif reason:
+            self._meter.add(1.0)
+            self._give_up(reason, step)
+
+    def _give_up(self, reason: str, step: int) -> None:
+        """Run eagerly from ``step`` on."""
+        self._capture.invalidate(reason)
+        self._context.segments.replay_with(None)
+        self._replays, self._eager_until = False, step + self._capture.capture_after - 1
 
     def _record(self, step: int, actions: Sequence[Action]) -> CaptureMetrics:
         phases = self._context.groups.phases

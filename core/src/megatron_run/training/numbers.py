@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 ZEROS = "optimizer/zeros"
 #: The metric by which ranks that want to stop say with which exit code; observers do not see it.
 STOP = "stop"
+#: The metric by which ranks say that their graphs did not fit; observers do not see it.
+MISFIT = "misfit"
 
 
 class StepNumbers(NamedTuple):
@@ -96,11 +98,15 @@ class Progress:
 
 
 class StepDone(NamedTuple):
-    """A step that was done: its metrics, the times of its actions if they were taken, and the code to stop with."""
+    """A step that was done: its metrics, the times of its actions if they were taken, and the code to stop with.
+
+    ``misfit`` says whether graphs did not fit it, on any rank.
+    """
 
     metrics: StepMetrics
     times: list[tuple[float, float]]
     stop: ExitCode | None
+    misfit: bool
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,7 @@ def agreed_code(means: Mapping[str, float]) -> ExitCode | None:
 
 
 def _extra(numbers: HostNumbers) -> dict[str, float]:
-    reported = {name: mean for name, mean in numbers.means.items() if name not in ("lm", STOP)}
+    reported = {name: mean for name, mean in numbers.means.items() if name not in ("lm", STOP, MISFIT)}
     return reported if numbers.zeros is None else {**reported, ZEROS: numbers.zeros}
 
 

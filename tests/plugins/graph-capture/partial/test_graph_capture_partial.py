@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_run.builtin.model.gpt import GptOptions
+from megatron_run.builtin.parallel_layer.dense import DenseLayers
 from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.contracts import Microbatch, Schedule
 from megatron_run.errors import InputError
 from megatron_run.gradients import main_grad
-from megatron_run.nn import core_attention
+from megatron_run.nn import LayerNorm, core_attention
 from megatron_run.testing.check import Check
 from megatron_run.testing.graph_capture import graph_capture_checks
 from megatron_run_schedule_1f1b import OneForwardOneBackward
@@ -44,6 +47,41 @@ VARIANTS: dict[str, dict[str, Any]] = {
 )
 def test_it_conforms(check: Check) -> None:
     check.run()
+
+
+class Rounding:
+    """A region in which norms round what they return to ``bfloat16``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._within, normalise = False, LayerNorm.forward
+
+        def forward(norm: LayerNorm, x: Tensor) -> Tensor:
+            y = normalise(norm, x)
+            return y.to(torch.bfloat16).to(y.dtype) if self._within else y
+
+        monkeypatch.setattr(LayerNorm, "forward", forward)
+        monkeypatch.setattr(DenseLayers, "forward_pass", lambda _: self._region())
+
+    @contextmanager
+    def _region(self) -> Iterator[None]:
+        self._within = True
+        yield
+        self._within = False
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_what_layers_say_that_a_forward_runs_in_is_captured(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture without it would compute something else, and nobody would be told."""
+    plain = Pipeline(OneForwardOneBackward(), 2, stages=2, **options).step(1)
+    Rounding(monkeypatch)
+    eager, captured = (Pipeline(OneForwardOneBackward(), 2, stages=2, **options) for _ in range(2))
+    first = eager.step(1)
+    assert first.equals(captured.step(1))
+    assert not first.equals(plain), "it makes a difference"
+    captured.start_capture()
+    assert eager.step(2).equals(captured.step(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,9 +20,11 @@ class Graph:
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.forbids = ""  # calls that a capture does not survive, of all threads or of its own
 
-    def capture_begin(self, pool: Any) -> None:
+    def capture_begin(self, pool: Any, capture_error_mode: str = "global") -> None:
         self.log.append(f"begin in {pool}")
+        self.forbids = capture_error_mode
 
     def capture_end(self) -> None:
         self.log.append("end")
@@ -67,6 +69,13 @@ def test_what_runs_within_is_recorded_in_the_pool_while_the_garbage_collector_re
         assert not gc.isenabled()
     assert gc.isenabled()
     assert [graph.log for graph in made] == [["begin in a pool", "end"]]
+
+
+def test_what_other_threads_do_meanwhile_is_their_own_affair(made: list[Graph]) -> None:
+    """A checkpoint may be written behind training, by a thread that waits for events and pins memory."""
+    with backend().graph().capture("a pool"):
+        pass
+    assert [graph.forbids for graph in made] == ["thread_local"]
 
 
 @pytest.mark.parametrize("broken", [False, True])

@@ -14,6 +14,7 @@ from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.config.request import Request
 from megatron_run.contracts import BuildContext
 from megatron_run.errors import GraphCaptureError, InputError, PluginError
+from megatron_run.gradients import main_grad
 from megatron_run.graphs import RegionCapture
 from megatron_run.resolve import resolve
 from megatron_run.testing.check import Check
@@ -36,17 +37,24 @@ CUDA = torch.device("cuda", 0)
 class Bench:
     """Makes captures over stand-ins and keeps these."""
 
-    def __init__(self, *scope: str, **options: Any) -> None:
-        self.options = TeOptions(scope=scope or ("attn", "mlp"), **options)
+    def __init__(self, *scope: str, accumulates: bool = False, **options: Any) -> None:
+        self.options, self._accumulates = TeOptions(scope=scope or ("attn", "mlp"), **options), accumulates
         self.stand_ins: list[StandIn] = []
 
     def __call__(self, context: BuildContext) -> RegionCapture:
-        stand_in = StandIn(context.gradients)
+        stand_in = StandIn(context.gradients, accumulates=self._accumulates)
         self.stand_ins.append(stand_in)
         return TeCapture(context, self.options, lambda: stand_in)
 
 
-@pytest.mark.parametrize("check", graph_capture_checks(Bench()), ids=lambda check: check.name)
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check, id=f"{name}: {check.name}")
+        for name, accumulates in (("2.7", False), ("later", True))
+        for check in graph_capture_checks(Bench(accumulates=accumulates))
+    ],
+)
 def test_it_conforms_over_the_stand_in(check: Check) -> None:
     check.run()
 
@@ -56,9 +64,10 @@ def interleaved(bench: Bench, **options: Any) -> Pipeline:
     return Pipeline(Interleaved(), 4, stages=2, chunks=2, model=model, make=bench, **options)
 
 
-def test_the_library_is_handed_the_plan() -> None:
+@pytest.mark.parametrize("accumulates", [False, True], ids=["2.7", "later"])
+def test_the_library_is_handed_the_plan(accumulates: bool) -> None:
     """Bar 14: the order, the layers of each chunk, and inputs that are shared as the slots are."""
-    bench = Bench("attn", "mlp", warmup=2)
+    bench = Bench("attn", "mlp", warmup=2, accumulates=accumulates)
     pipeline, eager = interleaved(bench), interleaved(Bench())
     assert pipeline.step(1).equals(eager.step(1))
     sizes = pipeline.start_capture()
@@ -76,6 +85,17 @@ def test_the_library_is_handed_the_plan() -> None:
     for mine, other in zip(pipeline.stages, eager.stages, strict=True):  # the ledger heard of every gradient
         assert [*mine.context.gradients._arrivals.values()] == [4 * 2] * len(mine.parameters)
         assert mine.context.gradients._arrivals.total() == other.context.gradients._arrivals.total()
+
+
+def test_what_warm_ups_add_to_gradients_is_left_to_the_step_that_follows() -> None:
+    """Every step begins by clearing them: a copy would take as much memory again."""
+    captured, eager = Pipeline(Sequential(), 2, make=Bench("attn")), Pipeline(Sequential(), 2, make=Bench("attn"))
+    captured.step(1), eager.step(1)
+    (stage,) = captured.stages
+    before = [main_grad(parameter).clone() for parameter in stage.parameters]
+    captured.start_capture()
+    assert not all(map(torch.equal, before, map(main_grad, stage.parameters)))
+    assert captured.step(2).equals(eager.step(2))
 
 
 def test_inputs_that_differ_are_not_said_to_be_alike() -> None:

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from megatron_run.comm import Peers
+from megatron_run.config.request import Request
 from megatron_run.contracts import Init, LinearPart
-from megatron_run.errors import InputError, PluginError
+from megatron_run.errors import InputError, PluginError, Problems
 from megatron_run.nn.parallel import Split
+from megatron_run.resolve import resolve
 from megatron_run.testing.context import prepare, single_process_context
 from megatron_run_parallel_layer_te import EngineLayers
 from megatron_run_parallel_layer_te.options import Options
@@ -91,6 +93,22 @@ def test_delayed_scales_are_renewed_once_after_a_whole_forward() -> None:
         second(first(torch.ones(16, 2, 32, dtype=torch.float64)))
         assert REGIONS.renewed == before
     assert REGIONS.renewed == before + 1
+
+
+@pytest.mark.parametrize("capture", ["partial", "te"])
+def test_delayed_scales_and_graphs_of_parts_of_a_forward_are_refused_together(capture: str) -> None:
+    def chosen(*plugins: str) -> Request:
+        return Request(configs=("preset:tiny",), plugins=plugins)
+
+    with pytest.raises(Problems) as refused:
+        resolve(chosen("parallel-layer=te,fp8=delayed", f"graph-capture={capture}"))
+    assert str(refused.value) == (
+        f"parallel-layer.fp8=delayed does not go with graph-capture={capture}: scales are renewed once after a whole "
+        "forward, and each graph of a part of it would renew them again (from --plugin parallel-layer=te,fp8=delayed); "
+        "set parallel-layer.fp8=current, or choose --plugin graph-capture=none"
+    )
+    resolve(chosen("parallel-layer=te,fp8=delayed"))
+    resolve(chosen("parallel-layer=te,fp8=current", f"graph-capture={capture}"))
 
 
 class Two(nn.Module):

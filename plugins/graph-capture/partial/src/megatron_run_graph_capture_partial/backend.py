@@ -28,8 +28,6 @@ class Graph(Protocol):
 class Backend(Protocol):
     """Makes graphs, and the pools of memory in which they leave their results."""
 
-    name: str
-
     def pool(self) -> Any:
         """Memory for graphs that are replayed in the order in which they were recorded."""
         ...

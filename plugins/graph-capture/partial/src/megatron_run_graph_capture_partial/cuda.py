@@ -16,8 +16,6 @@ class CudaBackend:
     A pool's graphs hold its memory together: it is free again when the last of them is gone.
     """
 
-    name = "cuda"
-
     def __init__(self, device: torch.device, generators: Sequence[torch.Generator]) -> None:
         self._device, self._generators = device, generators
         self._stream = torch.cuda.Stream(device)
@@ -56,7 +54,9 @@ class CudaGraph:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
             with torch.cuda.stream(self._stream):
-                self._graph.capture_begin(pool=pool)
+                # Not "global", torch's default: a thread that saves a checkpoint meanwhile waits for events and pins
+                # memory, which would end this capture and fail there, though it is no part of it.
+                self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     yield
                 except BaseException:

@@ -47,8 +47,6 @@ Executor = Callable[[Sequence[Operation]], Callable[[], None]]
 class TapeBackend:
     """Makes tapes, which ``executor`` replays; ``generators`` are those from which operations may draw."""
 
-    name = "tape"
-
     def __init__(self, generators: Sequence[torch.Generator], executor: Executor) -> None:
         self._generators, self._executor = generators, executor
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.contracts import CaptureSize
 from megatron_run.errors import GraphCaptureError
-from megatron_run.gradients import main_grad
 from megatron_run.graphs import Recorded, RegionCapture, by_chunk, kept_streams, passes, shared_slots
 from megatron_run_graph_capture_te.callables import GraphedRegion
 from megatron_run_graph_capture_te.handover import check_order, prepare
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Parameter
 
     from megatron_run.actions import Action
     from megatron_run.contracts import BuildContext, Region
@@ -48,16 +48,13 @@ class TeCapture(RegionCapture):
         self._check_streams(regions)
         engine, of_chunk = self._find_engine(), by_chunk(regions, len(self.chunks))
         handover = prepare(of_chunk, actions, examples, self.context.device)
-        totals = [main_grad(p) for module in handover.modules for p in module.read]
-        before = [total.clone() for total in totals]  # its warm-up runs backward, which adds to them
-        with kept_streams(self.context.rng.streams), self.context.gradients.recording():
+        with kept_streams(self.context.rng.streams), self.context.gradients.recording() as arrived:
             made = handover.call(engine, self._warmup)
-        for total, value in zip(totals, before, strict=True):
-            total.copy_(value)
+        arrivals = {region: self._arrivals(region, frozenset(arrived)) for regions in of_chunk for region in regions}
         recorded = {
             (region, microbatch): GraphedRegion(
                 run,
-                self.handed_over[region],
+                arrivals[region],
                 first=region is of_chunk[region.chunk][0],
                 last=region is of_chunk[region.chunk][-1],
             )
@@ -67,6 +64,16 @@ class TeCapture(RegionCapture):
         static = {id(tensor): tensor.nbytes for tensors in handover.sample_args for tensor in tensors}
         size = CaptureSize(len(regions), 2 * len(recorded), handover.slot_count, sum(static.values()))
         return Recorded(recorded, {pair: pair[1] for pair in pairs}, size)
+
+    def _arrivals(self, region: Region, arrived: Set[Parameter]) -> tuple[Parameter, ...]:
+        """Whose gradients a replayed backward of ``region`` adds to their ``main_grad``, since they ``arrived`` in one.
+
+        What layers hand over always is. Of the others the library returns the gradients, and they arrive by themselves;
+        but a release that records ``torch.autograd.backward`` also records what moves them to ``main_grad``.
+        """
+        handed_over = self.handed_over[region]
+        others = {p: None for segment in region.segments for p in segment.params if p in arrived}
+        return (*handed_over, *(p for p in others if p not in frozenset(handed_over)))
 
     def _check_streams(self, regions: Sequence[Region]) -> None:
         drawing = [region for region in regions if region.drawing.draws]

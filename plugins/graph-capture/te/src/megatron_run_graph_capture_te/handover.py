@@ -61,6 +61,7 @@ class Handover:
             self.sample_args,
             num_warmup_iters=warmup,
             allow_unused_input=True,
+            sample_kwargs=[{} for _ in self.sample_args],  # left out, releases up to 2.10 assign to a tuple of theirs
             _order=self.order,
             _num_layers_per_chunk=self.layers_per_chunk,
             _reuse_graph_input_output_buffers=self.reuses_buffers,

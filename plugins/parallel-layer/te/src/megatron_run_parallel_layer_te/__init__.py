@@ -21,7 +21,7 @@ from megatron_run_parallel_layer_te.attention import CoreAttention
 from megatron_run_parallel_layer_te.engine import Engine, find_engine
 from megatron_run_parallel_layer_te.linear import ColumnLinear, RowLinear
 from megatron_run_parallel_layer_te.norm import Norm
-from megatron_run_parallel_layer_te.options import Options
+from megatron_run_parallel_layer_te.options import Options, check_config
 from megatron_run_parallel_layer_te.precision import Precision, check_gpu
 from megatron_run_parallel_layer_te.tools import Tools
 
@@ -81,6 +81,7 @@ def megatron_run_plugin_info() -> PluginInfo:
         "te",
         options=Options,
         provides=frozenset({"parallel.tensor", "parallel.sequence"}),
+        check_config=check_config,
         check_device=check_device,
     )
 

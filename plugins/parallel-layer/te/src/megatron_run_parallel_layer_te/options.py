@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from megatron_run.errors import InputError
+
+if TYPE_CHECKING:
+    from megatron_run.config.schema import Config
 
 Fp8 = Literal["none", "delayed", "current", "mxfp8", "block"]
 
@@ -25,3 +31,15 @@ class Options(BaseModel):
     delay_weight_gradients: bool = Field(
         False, description="weight gradients wait for action W of a schedule that splits the backward"
     )
+
+
+def check_config(config: Config, options: Options) -> Iterator[str]:
+    """No notices. Raises InputError where a graph would be recorded of what must not be replayed by itself."""
+    capture = config.graph_capture.use
+    if options.fp8 == "delayed" and capture != "none":
+        raise InputError(
+            f"parallel-layer.fp8=delayed does not go with graph-capture={capture}",
+            why="scales are renewed once after a whole forward, and each graph of a part of it would renew them again",
+            fix="set parallel-layer.fp8=current, or choose --plugin graph-capture=none",
+        )
+    yield from ()
