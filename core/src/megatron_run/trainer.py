@@ -86,6 +86,7 @@ class Trainer:
         self._progress = Progress()
         self._losses = Losses(assembly.model, self._context.metrics)
         self._stop_meter = self._context.metrics.scalar(STOP)  # reported by each rank that wants to stop
+        self._misfits = self._context.metrics.scalar(MISFIT)  # by each whose captured graphs did not fit
         self._boundary = partial(
             assembly.model.boundary, micro_batch_size=train.micro_batch_size, sequence_length=train.sequence_length
         )
@@ -112,7 +113,7 @@ class Trainer:
 
     def train(self, observers: Observers) -> ExitCode:
         """Step until the last step, or until a rank is asked to stop; evaluate and save on the way and at the end."""
-        graphs = GraphSteps(self._run, self._assembly, self._batches, self._progress)
+        graphs = GraphSteps(self._run, self._assembly, self._batches, self._progress, self._misfits)
         tracing = start_tracing(self._run.plans, self._context, observers, self._last)
         while self._progress.step < self._last:
             graphs.prepare(self._progress, observers)

@@ -59,7 +59,7 @@ class Rank:
         run: Any = SimpleNamespace(plans=plans, one=str)
         batches: Any = SimpleNamespace(at=lambda _: 1, microbatches=lambda _: 1)
         assembly: Any = SimpleNamespace(context=context, graph_capture=self.capture, chunks=())
-        self.steps = GraphSteps(run, assembly, batches, Progress())
+        self.steps = GraphSteps(run, assembly, batches, Progress(), self.metrics.scalar(MISFIT))
 
     def step(self, number: int) -> bool:
         """Whether this rank says that its graphs did not fit."""
@@ -109,7 +109,6 @@ def test_the_step_that_is_watched_is_the_step_that_is_told() -> None:
     context: Any = SimpleNamespace(
         segments=SegmentRunner(RandomStreams(1, torch.device("cpu"))),
         groups=SimpleNamespace(phases=phases),
-        metrics=MagicMock(),
         topology=SimpleNamespace(stage=0),
     )
     assembly: Any = SimpleNamespace(context=context, graph_capture=capture, chunks=())
@@ -117,7 +116,7 @@ def test_the_step_that_is_watched_is_the_step_that_is_told() -> None:
     batches: Any = SimpleNamespace(at=lambda samples: 1, microbatches=lambda batch: 1)
     observers: Any = SimpleNamespace(on_capture=lambda metrics: told.append(metrics.step))
     progress: Any = SimpleNamespace(step=0, samples=0)
-    steps = GraphSteps(run, assembly, batches, progress)
+    steps = GraphSteps(run, assembly, batches, progress, MagicMock())
     for progress.step in (0, 1, 2):  # steps 1, 2 and 3
         steps.prepare(progress, observers)
         phases.step(progress.step + 1)

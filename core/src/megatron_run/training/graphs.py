@@ -12,13 +12,13 @@ import time
 from typing import TYPE_CHECKING
 
 from megatron_run.contracts import CaptureMetrics
-from megatron_run.training.numbers import MISFIT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from megatron_run.actions import Action
     from megatron_run.batch_size import BatchSizes
+    from megatron_run.metrics import Meter
     from megatron_run.resolve import ResolvedRun
     from megatron_run.training.build import Assembly
     from megatron_run.training.numbers import Progress
@@ -26,16 +26,21 @@ if TYPE_CHECKING:
 
 
 class GraphSteps:
-    """Captures after enough eager steps, and again where what was captured no longer fits. Collective."""
+    """Captures after enough eager steps, and again where what was captured no longer fits. Collective.
 
-    def __init__(self, run: ResolvedRun, assembly: Assembly, batches: BatchSizes, progress: Progress) -> None:
+    ``misfits`` carries among a step's metrics that graphs of this rank did not fit it.
+    """
+
+    def __init__(
+        self, run: ResolvedRun, assembly: Assembly, batches: BatchSizes, progress: Progress, misfits: Meter
+    ) -> None:
         self._run, self._context, self._batches = run, assembly.context, batches
         self._capture = assembly.graph_capture
         self._regions = tuple(self._capture.regions([chunk.segments() for chunk in assembly.chunks]))
         self._eager_until = progress.step + self._capture.capture_after
         self._replays = self._misfit_elsewhere = False
         self._prepared = progress.step
-        self._meter = self._context.metrics.scalar(MISFIT)
+        self._misfits = misfits
         self._context.segments.watch(self._regions)
 
     def hear(self, *, misfit: bool) -> None:
@@ -59,7 +64,7 @@ class GraphSteps:
         if self._misfit_elsewhere:  # since the step before, and these count their eager steps from there
             self._give_up(reason or "those of another rank no longer fit", self._prepared)
         elif reason:
-            self._meter.add(1.0)
+            self._misfits.add(1.0)
             self._give_up(reason, step)
 
     def _give_up(self, reason: str, step: int) -> None:

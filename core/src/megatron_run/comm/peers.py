@@ -1,30 +1,23 @@
-"""Process groups by axis, as an object that is handed down.
-
-A group of one rank is no group: its collectives do nothing.
-"""
+"""What the ranks that share one layer do together, as an object that is handed down."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 import torch.distributed as dist
 
 from megatron_run import gloo
 from megatron_run.phases import Phases
-from megatron_run.topology import Axis
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
 
     from megatron_run.gloo import Messages
-    from megatron_run.topology import Topology
 
 
 #: The phase of a wait that nobody is told of.
@@ -180,149 +173,3 @@ def _collective(name: Literal["all_gather", "reduce_scatter"]) -> Callable[..., 
     return found or getattr(
         dist, {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}[name]
     )
-
-
-#: Where a collective runs: along one axis, or over every rank.
-Scope = Axis | Literal["world"]
-#: The groups along an axis: which ranks belong together.
-Partition = tuple[tuple[int, ...], ...]
-#: Axes that get process groups, in the one order in which every rank creates them; ``tie`` is the last.
-_AXES: tuple[Axis, ...] = get_args(Axis)
-
-
-@dataclass(frozen=True)
-class Channels:
-    """The two communicators of pipeline messages: ``up`` to higher stages, ``down`` to lower ones.
-
-    Two, so that on NCCL an activation and a gradient between the same pair of ranks cannot wait for each other. A
-    message that takes longer than ``timeout`` is an error.
-    """
-
-    up: dist.ProcessGroup
-    down: dist.ProcessGroup
-    timeout: timedelta
-
-
-@dataclass(frozen=True)
-class Groups:
-    """This rank's process groups; an axis of one rank is missing from ``by_axis``. ``phases`` is told what they do."""
-
-    by_axis: Mapping[Axis, dist.ProcessGroup] = field(default_factory=dict)
-    channels: Channels | None = None
-    world: dist.ProcessGroup | None = None
-    phases: Phases = field(default_factory=Phases, compare=False, repr=False)
-
-    def group(self, scope: Scope) -> dist.ProcessGroup | None:
-        """The group of ``scope``, or None when it is this rank alone."""
-        return self.world if scope == "world" else self.by_axis.get(scope)
-
-    def peers(self, topology: Topology, axis: Axis) -> Peers:
-        """The ranks along ``axis`` with this one, as a layer that is split over them wants them."""
-        members = topology.peers(axis)
-        return Peers(members.index(topology.rank), len(members), self.by_axis.get(axis), axis, self.phases)
-
-    def sum_(self, tensor: Tensor, scope: Scope) -> Tensor:
-        """Sum ``tensor`` in place over ``scope``."""
-        group = self.group(scope)
-        if group is not None:
-            with self.phases.collective("all-reduce", scope, tensor.numel()):
-                dist.all_reduce(tensor, group=group)
-        return tensor
-
-    def max_(self, tensor: Tensor, scope: Scope) -> Tensor:
-        """Take the maximum of ``tensor`` in place over ``scope``."""
-        group = self.group(scope)
-        if group is not None:
-            with self.phases.collective("all-reduce", scope, tensor.numel()):
-                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
-        return tensor
-
-    def broadcast_(self, tensor: Tensor, source: int, scope: Scope) -> Tensor:
-        """Copy global rank ``source``'s ``tensor`` to every rank of ``scope``, in place."""
-        group = self.group(scope)
-        if group is not None:
-            with self.phases.collective("broadcast", scope, tensor.numel()):
-                dist.broadcast(tensor, source, group=group)
-        return tensor
-
-    def gather_(self, tensor: Tensor, found: list[Tensor] | None) -> None:
-        """Bring every rank's ``tensor`` into rank 0's ``found``, one for each rank of the world; None elsewhere."""
-        with self.phases.collective("gather", "world", tensor.numel()):
-            dist.gather(tensor, found, dst=0, group=self.world)
-
-    def gather_names(self, names: Sequence[str], device: torch.device) -> list[list[str]]:
-        """Every rank's ``names``, by rank, through memory of ``device``; a name holds no new line."""
-        if self.world is None:
-            return [list(names)]
-        text = torch.tensor(list("\n".join(names).encode()), dtype=torch.uint8, device=device)
-        longest = int(self.max_(torch.tensor([len(text)], device=device), "world"))
-        rows = text.new_zeros(dist.get_world_size(self.world), longest)
-        rows[dist.get_rank(self.world), : len(text)] = text
-        found = (bytes(row).rstrip(b"\0").decode() for row in self.sum_(rows, "world").tolist())
-        return [each.split("\n") if each else [] for each in found]
-
-
-def patience(timeout: float) -> float:
-    """Seconds until a collective gives up by itself, where a rank that does nothing for ``timeout`` is ended.
-
-    Long enough that a rank which is slow at first and hangs then is named by who watches it, and not by those that have
-    waited for it all the time: they know only that something is late.
-    """
-    return 2 * timeout + 10
-
-
-def create_groups(topology: Topology, timeout: timedelta, phases: Phases | None = None) -> Groups:
-    """Create every group that ``topology`` needs. Collective: all ranks call it at the same point.
-
-    ``phases`` hears of what is done with them, and learns who takes part.
-
-    Axes that group the ranks alike share one group. The tie comes last: it leaves ranks out, and a group that its
-    members make among themselves is named by how many its members have made before.
-    """
-    phases = Phases() if phases is None else phases
-    if topology.sizes.world == 1:
-        return Groups(phases=phases)
-    phases.members["world"] = tuple(range(topology.sizes.world))
-    made: dict[Partition, dist.ProcessGroup | None] = {}
-    by_axis: dict[Axis, dist.ProcessGroup] = {}
-    channels: Channels | None = None
-    for axis in _AXES:
-        if axis == "tie":
-            channels = _create_channels(topology, timeout)
-        partition = topology.all_groups(axis)
-        if partition not in made:
-            made[partition] = _create(partition, topology.rank, timeout)
-        group = made[partition]
-        if group is not None and topology.rank in topology.peers(axis):
-            by_axis[axis] = group
-            phases.members[axis] = topology.peers(axis)
-    return Groups(by_axis, channels, dist.group.WORLD, phases)
-
-
-def create_aside(size: int, timeout: timedelta, phases: Phases) -> Groups:
-    """The world once more, over gloo and on the host, for a thread that meets the other ranks beside the training.
-
-    ``phases`` are those of the thread. Collective: all ranks call it at the same point.
-    """
-    world = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
-    return Groups(world=world, phases=phases)
-
-
-def _create_channels(topology: Topology, timeout: timedelta) -> Channels | None:
-    partition = topology.all_groups("pipeline")
-    up, down = (_create(partition, topology.rank, timeout) for _ in range(2))
-    return Channels(up, down, timeout) if up is not None and down is not None else None
-
-
-def _create(partition: Partition, rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Create the groups of ``partition`` and return the one ``rank`` is in, None for a group of one or none at all.
-
-    On gloo only its members make a group. NCCL splits communicators, in which the whole world takes part.
-    """
-    members_only = dist.get_backend() == "gloo"
-    mine = None
-    for ranks in partition:
-        if len(ranks) > 1 and (rank in ranks or not members_only):
-            group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=members_only)
-            mine = group if rank in ranks else mine
-    return mine
