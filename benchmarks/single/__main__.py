@@ -7,7 +7,7 @@ Prints the tables of ``results/single.md``, one module of this package each:
 - speed: rate of a training step against every peer, in fp32 and bf16, and the goals beside what was measured;
 - memory: peak resident memory of each side;
 - settings: what the allocator's settings bring that the launcher makes;
-- waiting: threads without work that sleep, beside such that spin;
+- waiting: how long threads without work spin before they sleep;
 - attention: the fused kernel against two batched matrix products, by type, length and dropout.
 
 Hugging Face's side needs transformers (``pip install -c constraints.txt transformers``), megatron-core's needs it on

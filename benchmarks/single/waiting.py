@@ -1,4 +1,4 @@
-"""What it brings that threads without work sleep, as the launcher has them, where OpenMP would let them spin.
+"""How long threads without work should look for some before they sleep: as OpenMP has it, as the launcher, not at all.
 
 On a machine of our own spinning saves the time to wake them; where something else wants a core they take it away.
 """
@@ -8,39 +8,46 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from benchmarks.single.settings import THREADS, measure_steps
 from benchmarks.support.quiet import undisturbed
 from benchmarks.support.ranks import on_ranks
 from benchmarks.support.report import table
+from megatron_run.launch.threads import BRIEFLY
 
 #: Of a size: steps that are timed of one process, without ``--quick``.
 STEPS = {"tiny": 100, "small": 5}
-COLUMNS = ("size", "beside it", "step spinning, ms", "sleeping, ms", "rate, relative to spinning", "samples used")
+#: What is set for a process; the first is what the others are compared with.
+WAYS: Mapping[str, Mapping[str, str]] = {
+    "OpenMP's default": {},
+    "a brief spin": {"GOMP_SPINCOUNT": BRIEFLY},
+    "asleep at once": {"OMP_WAIT_POLICY": "passive"},
+}
 
 
 def report(*, quick: bool) -> Iterator[str]:
-    """Measure both alone and beside a process that keeps one core busy, and tell what was found."""
-    yield "\n## Threads that wait: asleep or spinning\n"
-    turns = 1 if quick else 3
-    rows = (_row(shape, busy, turns) for shape in STEPS for busy in (False, True))
-    yield from table(COLUMNS, rows)
+    """Measure all ways alone and beside a process that keeps one core busy, and tell what was found."""
+    yield "\n## Threads that wait: how long they spin\n"
+    yield f"A step of {THREADS} threads, in ms; in brackets the rate, relative to {next(iter(WAYS))}.\n"
+    rows = (_row(shape, busy, 1 if quick else 3) for shape in STEPS for busy in (False, True))
+    yield from table(("size", "beside it", *WAYS, "samples used"), rows)
 
 
 def _row(shape: str, busy: bool, turns: int) -> tuple[str, ...]:
-    taken: dict[bool, list[dict[str, float]]] = {False: [], True: []}
+    taken: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    job = {"shape": shape, "precision": "fp32", "samples": STEPS[shape]}
     for _ in range(turns):
-        for sleeping, steps in taken.items():
-            job = {"shape": shape, "precision": "fp32", "samples": STEPS[shape]}
+        for way, steps in taken.items():
             with _neighbour(busy):
-                steps.extend(on_ranks(measure_steps, 1, job, threads=THREADS, keeping=True, sleeping=sleeping))
-    used = "all" if busy else "; ".join(str(undisturbed(steps)) for steps in taken.values())
-    kept = {sleeping: steps if busy else undisturbed(steps).samples for sleeping, steps in taken.items()}
-    spun, slept = (statistics.median(sample["seconds"] for sample in kept[sleeping]) for sleeping in (False, True))
+                steps.extend(on_ranks(measure_steps, 1, job, threads=THREADS, keeping=True, environment=WAYS[way]))
+    kept = {way: undisturbed(steps) for way, steps in taken.items()}
+    counted = taken if busy else {way: each.samples for way, each in kept.items()}
+    first, *others = (1e3 * statistics.median(sample["seconds"] for sample in steps) for steps in counted.values())
     beside = "a process that computes" if busy else "nothing"
-    return shape, beside, f"{1e3 * spun:.1f}", f"{1e3 * slept:.1f}", f"{spun / slept:.2f}", used
+    cells = (f"{each:.1f} ({first / each:.2f})" for each in others)
+    return shape, beside, f"{first:.1f}", *cells, "all" if busy else "; ".join(map(str, kept.values()))
 
 
 @contextmanager

@@ -31,24 +31,23 @@ def on_ranks(
     *,
     threads: int = 1,
     keeping: bool = False,
-    sleeping: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> Any:
     """What ``measurement(**arguments)`` returns on rank 0 of ``world`` fresh processes, one process group.
 
     ``measurement`` is a function of a module; arguments and result pass through JSON. ``threads`` are those of each
-    rank; ``keeping``: glibc keeps freed memory, and ``sleeping``: threads that wait do not spin, as on the ranks that
-    our launcher starts. Raises :class:`SystemExit` as soon as one rank has failed, and ends the others.
+    rank; ``keeping``: glibc keeps freed memory, as on the ranks that our launcher starts; ``environment``: what else is
+    set there. Raises :class:`SystemExit` as soon as one rank has failed, and ends the others.
     """
     with tempfile.TemporaryDirectory() as folder:
         job, result = Path(folder) / "job.json", Path(folder) / "result.json"
         described = {"module": measurement.__module__, "function": measurement.__name__, "arguments": arguments}
         job.write_text(json.dumps({**described, "store": f"{folder}/store", "result": str(result)}), "utf-8")
-        environment = {**os.environ, **SETTINGS, "WORLD_SIZE": str(world)}
-        environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-        environment |= {"GLIBC_TUNABLES": KEEPING} if keeping else {}
-        environment |= {"OMP_WAIT_POLICY": "passive"} if sleeping else {}
+        settings = {**os.environ, **SETTINGS, **(environment or {}), "WORLD_SIZE": str(world)}
+        settings |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+        settings |= {"GLIBC_TUNABLES": KEEPING} if keeping else {}
         command = (sys.executable, "-m", "benchmarks.support.rank", str(job))
-        ranks = [subprocess.Popen(command, cwd=ROOT, env={**environment, "RANK": str(rank)}) for rank in range(world)]
+        ranks = [subprocess.Popen(command, cwd=ROOT, env={**settings, "RANK": str(rank)}) for rank in range(world)]
         try:
             _watch(ranks, measurement.__name__)
         finally:

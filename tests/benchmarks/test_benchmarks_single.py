@@ -97,18 +97,18 @@ def test_every_part_measures() -> None:
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_threads_that_sleep_are_compared_with_such_that_spin(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ways_to_wait_are_compared(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a neighbour that has ended when the table is made; no sample counts as disturbed by him."""
     alive, here = [], Path(f"/proc/self/task/{os.getpid()}/children")
 
-    def on_ranks(*_: object, sleeping: bool, **__: object) -> list[dict[str, float]]:
+    def on_ranks(*_: object, environment: dict[str, str], **__: object) -> list[dict[str, float]]:
         alive.append(len(here.read_text().split()))
-        return [{"seconds": 0.01 if sleeping else 0.03, "foreign": 0.5 * busy}] * 4
+        return [{"seconds": 0.01 if environment else 0.03, "foreign": 0.5 * busy}] * 4
 
     before = len(here.read_text().split())
     monkeypatch.setattr(waiting, "on_ranks", on_ranks)
     row = waiting._row("tiny", busy, 2)
-    assert row[2:5] == ("30.0", "10.0", "3.00")
-    assert row[5] == ("all" if busy else "8 of 8; 8 of 8")
-    assert alive == [before + busy] * 4
+    assert row[2:5] == ("30.0", "10.0 (3.00)", "10.0 (3.00)")
+    assert row[5] == ("all" if busy else "8 of 8; 8 of 8; 8 of 8")
+    assert alive == [before + busy] * 6
     assert len(here.read_text().split()) == before

@@ -80,7 +80,7 @@ def test_ranks_get_torchruns_variables_and_their_threads(launcher: Launcher) -> 
 def test_the_allocators_settings_stand_when_a_rank_starts_also_a_single_one(launcher: Launcher, size: int) -> None:
     environment = {"PATH": os.environ["PATH"]}
     launcher("*:environment GLIBC_TUNABLES", size=size, environment=environment)
-    expected = {"GLIBC_TUNABLES": rank_environment({}, 1).get("GLIBC_TUNABLES")}
+    expected = {"GLIBC_TUNABLES": rank_environment({}, 1, size, 1).get("GLIBC_TUNABLES")}
     assert [eval(launcher.log(rank)) for rank in range(size)] == [expected] * size
 
 

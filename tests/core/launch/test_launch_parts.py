@@ -17,6 +17,7 @@ from megatron_run.launch.device import Setting, choose_device, deterministic_env
 from megatron_run.launch.failure import exit_code, one_line
 from megatron_run.launch.job import Report
 from megatron_run.launch.threads import (
+    BRIEFLY,
     KEEPING,
     _has_glibc,
     _quota,
@@ -43,19 +44,31 @@ def test_a_containers_quota_limits_the_cores(tmp_path: Path, text: str, cores: i
     assert available_cores() >= 1
 
 
-def test_waiting_threads_do_not_spin_unless_told_otherwise() -> None:
-    assert rank_environment({}, threads=4)["OMP_WAIT_POLICY"] == "passive"
-    assert rank_environment({"OMP_WAIT_POLICY": "active"}, threads=4)["OMP_WAIT_POLICY"] == "active"
+@pytest.mark.parametrize(
+    ("told", "threads", "expected"),
+    [
+        ({}, 4, (None, BRIEFLY)),
+        ({}, 5, ("passive", None)),
+        ({"OMP_WAIT_POLICY": "active"}, 4, ("active", None)),
+        ({"OMP_WAIT_POLICY": "active"}, 5, ("active", None)),
+        ({"GOMP_SPINCOUNT": "7"}, 4, (None, "7")),
+    ],
+)
+def test_waiting_threads_spin_briefly_and_not_at_all_when_there_are_more_than_cores_unless_told_otherwise(
+    told: dict[str, str], threads: int, expected: tuple[str | None, str | None]
+) -> None:
+    environment = rank_environment(told, threads=threads, local_size=2, cores=8)
+    assert (environment.get("OMP_WAIT_POLICY"), environment.get("GOMP_SPINCOUNT")) == expected
 
 
 def test_local_ranks_talk_over_the_loopback_interface_unless_told_otherwise() -> None:
-    assert rank_environment({}, 1)["GLOO_SOCKET_IFNAME"] == ("lo0" if sys.platform == "darwin" else "lo")
-    assert rank_environment({"GLOO_SOCKET_IFNAME": "eth0"}, 1)["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert rank_environment({}, 1, 1, 1)["GLOO_SOCKET_IFNAME"] == ("lo0" if sys.platform == "darwin" else "lo")
+    assert rank_environment({"GLOO_SOCKET_IFNAME": "eth0"}, 1, 1, 1)["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
 def test_torchs_warnings_about_peers_are_kept_back_unless_told_otherwise() -> None:
-    assert rank_environment({}, 1)["TORCH_CPP_LOG_LEVEL"] == "ERROR"
-    assert rank_environment({"TORCH_CPP_LOG_LEVEL": "INFO"}, 1)["TORCH_CPP_LOG_LEVEL"] == "INFO"
+    assert rank_environment({}, 1, 1, 1)["TORCH_CPP_LOG_LEVEL"] == "ERROR"
+    assert rank_environment({"TORCH_CPP_LOG_LEVEL": "INFO"}, 1, 1, 1)["TORCH_CPP_LOG_LEVEL"] == "INFO"
 
 
 @pytest.mark.parametrize(
@@ -72,12 +85,12 @@ def test_freed_memory_is_kept_unless_the_allocator_was_told_otherwise(
     told: dict[str, str], kept: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_run.launch.threads._has_glibc", lambda: True)
-    assert rank_environment(told, 1).get("GLIBC_TUNABLES") == kept
+    assert rank_environment(told, 1, 1, 1).get("GLIBC_TUNABLES") == kept
 
 
 def test_another_allocator_than_glibcs_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.confstr_names", {})  # as on macOS
-    assert "GLIBC_TUNABLES" not in rank_environment({}, 1)
+    assert "GLIBC_TUNABLES" not in rank_environment({}, 1, 1, 1)
 
 
 @pytest.mark.multiproc
@@ -91,7 +104,7 @@ def test_glibc_understands_that_it_must_keep_what_is_freed() -> None:
         del block
         print(resident() - before)
     """
-    told = {"PATH": "", **rank_environment({}, 1)}
+    told = {"PATH": "", **rank_environment({}, 1, 1, 1)}
     for environment, least, most in (({}, 0, 2**22), (told, 2**25, 2**28)):
         found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True)
         assert least <= max(0, int(found.stdout)) <= most

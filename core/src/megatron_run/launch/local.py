@@ -25,7 +25,7 @@ from megatron_run.launch.cause import RankEnd, count_warnings, describe, first_c
 from megatron_run.launch.job import Ending, Job, Report, page_path
 from megatron_run.launch.relay import Relay
 from megatron_run.launch.signals import AFTER_THE_STEP, caught_signals
-from megatron_run.launch.threads import rank_environment
+from megatron_run.launch.threads import available_cores, rank_environment
 from megatron_run.run_folder import RunFolder
 from megatron_run.watch.watcher import Watcher
 
@@ -110,7 +110,7 @@ class _Ranks:
 
     def _start(self, rank: int, lifeline: int) -> subprocess.Popen[bytes]:
         plan = self._plan
-        environment = rank_environment(plan.environment, plan.threads)
+        environment = rank_environment(plan.environment, plan.threads, plan.size, available_cores())
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": plan.size, "LOCAL_WORLD_SIZE": plan.size}
         environment.update({name: str(value) for name, value in place.items()})
         if rank == 0:

@@ -14,6 +14,8 @@ from typing import Literal
 #: Freed memory stays with the process, in huge pages: the system clears each page that it hands out, which takes longer
 #: than many a kernel that writes it. The last is the size of free memory, 32 GiB, above which some is handed back.
 KEEPING = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=34359738368"
+#: How often a waiting thread of GNU's OpenMP looks before it sleeps: some microseconds, where it would be milliseconds.
+BRIEFLY = "1000"
 #: Who sets one of these knows better: glibc's own settings, and another allocator in its place.
 _ALLOCATORS = ("MALLOC_", "LD_PRELOAD")
 
@@ -40,14 +42,18 @@ def threads_per_rank(setting: int | Literal["auto"], local_size: int, cores: int
     return max(1, (cores or available_cores()) // local_size)
 
 
-def rank_environment(base: Mapping[str, str], threads: int) -> dict[str, str]:
+def rank_environment(base: Mapping[str, str], threads: int, local_size: int, cores: int) -> dict[str, str]:
     """``base`` with the variables that OpenMP, MKL, gloo and glibc's allocator read when a rank starts.
 
-    Threads that wait sleep: spinning takes the cores from whatever else runs here, and from the threads that work. What
-    the user has set of all but the threads stays.
+    Threads that wait sleep at once when ranks x threads exceed the cores: spinning then takes the cores from the
+    threads that work. Else they spin briefly, since whatever else runs here needs a core too. What the user has set of
+    all but the threads stays.
     """
     environment = {**base, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    environment.setdefault("OMP_WAIT_POLICY", "passive")
+    if local_size * threads > cores:
+        environment.setdefault("OMP_WAIT_POLICY", "passive")
+    elif "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", BRIEFLY)
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     quiet_torch(environment)
     keep_memory(environment)
