@@ -1,10 +1,10 @@
 """Time of every side, forward and backward, on the same weights and tokens, in turns.
 
-All sides live in one process with two threads, under the allocator's settings that this project's launcher makes. Their
-outputs and gradients are compared before anything is timed, but for those of Hugging Face in bf16: its router computes
-in bf16 too, and some tokens choose another expert. A dense layer of as many products shows what could be reached at
-most: it routes nothing. Each round takes one step of every side, in an order of its
-own, so that nobody always follows the same neighbour.
+All sides live in one process with two threads, under the allocator's settings that this project's launcher makes, and
+several such processes are measured. Outputs and gradients are compared before anything is timed, but for those of
+Hugging Face in bf16: its router computes in bf16 too, and some tokens choose another expert. A dense layer of as many
+products shows what could be reached at most: it routes nothing. Each round takes one step of every side, in an order of
+its own, so that nobody always follows the same neighbour.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from benchmarks.support.report import table
 
 THREADS = 2
 OURS = "megatron-run"
-#: Rounds whose time is discarded.
-WARM_UP = 3
+#: Of a precision: processes, and timed rounds in each after ``WARM_UP`` rounds whose time is discarded.
+PROCESSES, SAMPLES, WARM_UP = 7, 9, 3
 #: How far results may lie apart, relative to the largest value of a tensor: of 16-bit values, several roundings.
 APART: Mapping[Precision, float] = {"fp32": 1e-4, "bf16": 0.1}
 GOAL = 1.35
@@ -69,16 +69,7 @@ def _round(sides: Mapping[str, Side], order: random.Random) -> dict[str, float]:
 def report(*, quick: bool) -> Iterator[str]:
     """Measure in both precisions, and tell what was found."""
     precisions: tuple[Precision, ...] = ("fp32", "bf16")
-    found = {
-        precision: on_ranks(
-            measure,
-            1,
-            {"shape": "small", "precision": precision, "samples": 11 if quick else 41},
-            threads=THREADS,
-            keeping=True,
-        )
-        for precision in precisions
-    }
+    found = {precision: _in_several_processes(precision, 2 if quick else PROCESSES) for precision in precisions}
     yield "\n## Forward and backward of one layer\n"
     yield f"{SHAPES['small']}, SwiGLU, no biases; {THREADS} threads. bf16 is 16-bit weights, whose gradients we add"
     yield "up in fp32 and the others in bf16. Peers begin a step without gradients.\n"
@@ -87,6 +78,13 @@ def report(*, quick: bool) -> Iterator[str]:
         yield "\ntransformers is not installed here, and its sides are left out."
     yield "\n## Goals\n"
     yield from goal_table(found)
+
+
+def _in_several_processes(precision: Precision, processes: int) -> dict[str, Any]:
+    """What was measured in all of them: where its memory lies moves a side by a fifth, as long as a process runs."""
+    job = {"shape": "small", "precision": precision, "samples": SAMPLES}
+    first, *others = (on_ranks(measure, 1, job, threads=THREADS, keeping=True) for _ in range(processes))
+    return {**first, "samples": [sample for each in (first, *others) for sample in each["samples"]]}
 
 
 def time_table(found: Mapping[Precision, Mapping[str, Any]]) -> Iterator[str]:
