@@ -10,21 +10,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from megatron_run.config.request import Request
-from tests.support.grid import Shape
+from tests.support.grid import LITTLE, Shape
 
 #: One step runs eagerly, the next ones are replayed; an evaluation lies between.
 STEPS, EVALUATE = 6, 3
 #: Steps of the small batch, where it grows; the run is one step longer.
 SMALL = 3
-MODEL = (
-    "model.hidden_size=16",
-    "model.num_heads=2",
-    "train.sequence_length=8",
-    "train.micro_batch_size=1",
-    "train.lr=1e-3",
-    "eval.batches=1",
-    f"eval.interval={EVALUATE}",
-)
+MODEL = (*LITTLE, f"eval.interval={EVALUATE}")
 
 
 @dataclass(frozen=True, order=True)

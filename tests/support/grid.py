@@ -15,15 +15,15 @@ from megatron_run.config.request import Request
 
 STEPS = 20
 #: Little of everything: 20 steps take about a second.
-MODEL = (
+LITTLE = (
     "model.hidden_size=16",
     "model.num_heads=2",
     "train.sequence_length=8",
     "train.micro_batch_size=1",
     "train.lr=1e-3",
     "eval.batches=1",
-    f"train.steps={STEPS}",
 )
+MODEL = (*LITTLE, f"train.steps={STEPS}")
 #: P -> the M that are tried: one, fewer than the stages, as many, one more, and twice as many.
 MICROBATCHES = {1: (1, 3), 2: (1, 2, 3, 4, 5), 4: (1, 3, 4, 5, 8)}
 CHUNKS = (1, 2, 3)
