@@ -5,7 +5,8 @@ import torch
 from torch.nn import Parameter
 
 from megatron_run.gradients import Gradients, main_grad
-from megatron_run.nn.grouped import Groups, _takes_grouped, grouped_linear
+from megatron_run.nn import grouped
+from megatron_run.nn.grouped import Groups, _has_onednn, _takes_grouped, grouped_linear
 
 #: Some without rows; sizes that one call takes, and sizes that it does not.
 COUNTS, SIZES = ([3, 0, 5, 1], [0, 0, 0, 0], [9, 0, 0, 0]), ((8, 16), (5, 7))
@@ -19,12 +20,15 @@ def parameter(*shape: int, dtype: torch.dtype = torch.float64) -> Parameter:
     return made
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["one call", "one product a group"])
+@pytest.mark.parametrize("way", ["oneDNN", "one call", "one product a group"])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 def test_values_and_gradients_are_those_of_each_group_alone(
-    counts: list[int], inputs: int, outputs: int, dtype: torch.dtype
+    counts: list[int], inputs: int, outputs: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if way == "one call":
+        monkeypatch.setattr(grouped, "_has_onednn", lambda *_: False)
+    dtype = torch.float64 if way == "one product a group" else torch.float32
     rows = torch.randn(sum(counts), inputs, dtype=dtype, requires_grad=True)
     weight, bias = parameter(4 * outputs, inputs, dtype=dtype), parameter(4 * outputs, dtype=dtype)
     y = grouped_linear(rows, weight, bias, torch.tensor(counts), Gradients(), bias_share=0.5)
@@ -63,7 +67,9 @@ def test_a_gradient_of_every_group_arrives_though_it_has_no_rows() -> None:
 
 
 def test_a_processor_takes_what_is_aligned_in_one_call() -> None:
-    """Else half of the cases above would try nothing new."""
+    """Else two thirds of the cases above would try nothing new."""
+    assert _has_onednn("cpu", torch.float32)
+    assert not _has_onednn("cpu", torch.bfloat16)
     rows, matrices = torch.zeros(4, 8), torch.zeros(2, 8, 16)
     assert _takes_grouped(rows, matrices)
     assert _takes_grouped(rows, torch.zeros(2, 16, 8).transpose(1, 2))
@@ -81,10 +87,10 @@ def test_sums_of_products_are_added_to_what_is_there() -> None:
 @pytest.mark.parametrize("counts", [[2, 3, 4], [0, 5, 4], [9, 0, 0], [4, 5, 0]], ids=str)
 def test_one_call_adds_nothing_to_a_group_without_rows(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the device's call makes of no rows."""
-    grouped = torch._grouped_mm
+    careful = torch._grouped_mm
 
     def careless(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-        products = grouped(left, right, offs=offs)
+        products = careful(left, right, offs=offs)
         products[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
         return products
 
