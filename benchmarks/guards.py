@@ -16,13 +16,13 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_run.comm import Groups
-from megatron_run.phases import Phases
-from megatron_run.testing.context import context_at
-from megatron_run.topology import Sizes, Topology
-from megatron_run.training.replicas import content_hash
-from megatron_run.training.spikes import spike_limit
-from megatron_run.training.stragglers import Stragglers
+from megatron_run.contracts.activity import Activity
+from megatron_run.contracts.topology import Sizes, Topology
+from megatron_run_engine.runtime.comm import Groups
+from megatron_run_engine.training.health.replicas import content_hash
+from megatron_run_engine.training.health.spikes import spike_limit
+from megatron_run_engine.training.health.stragglers import Stragglers
+from megatron_run_testing.context import context_at
 
 #: Values of the matrix that is hashed and updated.
 VALUES = 2**24
@@ -42,15 +42,15 @@ def measured(work: Callable[[], object], runs: int) -> float:
 
 def enter_phases(*, timed: bool) -> Callable[[], None]:
     """Enter ``ENTERED`` phases, which a clock of the guards hears if they are ``timed``."""
-    phases = Phases()
-    phases.step(1)
+    activity = Activity()
+    activity.step(1)
     stragglers = Stragglers(context_at(Topology(Sizes(data=2), 0), Groups(), dtype=torch.float32), 1, 2.0)
     if timed:
-        phases.listeners.append(stragglers.enter)
+        activity.listeners.append(stragglers.enter)
 
     def work() -> None:
         for _ in range(ENTERED):
-            phases.enter("forward", 0)
+            activity.enter("forward", 0)
 
     return work
 

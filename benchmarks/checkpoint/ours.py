@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.checkpoint.state import State
-from megatron_run.checkpoint.manifest import About, DataRecord
-from megatron_run.checkpoint.ranks import WorldRanks, all_do
-from megatron_run.checkpoint.reader import Reader
-from megatron_run.checkpoint.saving import Saver
-from megatron_run.checkpoint.step_folder import Checkpoints
-from megatron_run.comm import Groups
-from megatron_run.training.resuming import files_at_once, verify_share
+from megatron_run_engine.checkpoint.collectives import WorldRanks, on_all_ranks
+from megatron_run_engine.checkpoint.manifest import About, DataRecord
+from megatron_run_engine.checkpoint.reader import Reader
+from megatron_run_engine.checkpoint.saving import Saver
+from megatron_run_engine.checkpoint.step_folder import Checkpoints
+from megatron_run_engine.runtime.comm import Groups
+from megatron_run_engine.training.state.resuming import files_at_once, verify_share
 
 _NOTHING = "0" * 64
 
@@ -50,7 +50,7 @@ class OurSide:
 
     def load(self, number: int) -> None:
         """Each rank verifies its part of the files; then each box is read."""
-        manifest = all_do(self._ranks, lambda: verify_share(self._checkpoints, number, self._ranks))
+        manifest = on_all_ranks(self._ranks, lambda: verify_share(self._checkpoints, number, self._ranks))
         reader = Reader(self._checkpoints.folder(number), manifest)
         for piece in self._state.pieces:
             piece.tensor.copy_(reader.read(*piece[:4]))

@@ -23,9 +23,9 @@ from benchmarks.support.report import table
 from benchmarks.support.shape import SMALL, TINY
 from megatron_run import load_config
 from megatron_run.contracts import CheckpointMetrics, Observer, StepMetrics
-from megatron_run.run_folder import RunFolder
-from megatron_run.trainer import train_rank
-from megatron_run.world import StopRequest, World
+from megatron_run_engine.run_folder import RunFolder
+from megatron_run_engine.runtime.world import StopRequest, World
+from megatron_run_engine.training.trainer import train_rank
 
 #: By name: the tests have a smaller one. Short steps, so that what a save takes is seen.
 SHAPES = {"small": replace(SMALL, microbatches=1), "tiny": TINY}

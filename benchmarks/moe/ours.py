@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from benchmarks.moe.model import DTYPES, Precision, Problem, Shape
-from megatron_run.actions import Place
-from megatron_run.builtin.model.gpt import Gpt, GptOptions
-from megatron_run.builtin.parallel_layer.dense import DenseLayers
-from megatron_run.gradients import main_grad
-from megatron_run.testing.context import prepare, single_process_context
+from megatron_run.contracts.actions import Place
+from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
+from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_testing.context import prepare, single_process_context
 
 
 class OurLayer:

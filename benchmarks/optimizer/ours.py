@@ -12,14 +12,15 @@ from torch import Tensor
 from benchmarks.optimizer.model import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Batch, build, gathered
 from benchmarks.support.gpt import gpt_options, train_section
 from benchmarks.support.shape import Shape
-from megatron_run.builtin.optimizer import adamw
-from megatron_run.comm import Groups, Pending, create_groups
-from megatron_run.contracts import BuildContext, Optimizer, StatePiece
-from megatron_run.gradients import Bucket
-from megatron_run.optim import FlatOptimizer, Sharing, UpdateOptions
-from megatron_run.testing.context import context_at
-from megatron_run.topology import Sizes, Topology
+from megatron_run.contracts import Optimizer, StatePiece
+from megatron_run.contracts.topology import Sizes, Topology
+from megatron_run_engine.builtin.optimizer import adamw
+from megatron_run_engine.optim import FlatOptimizer, ShardingStrategy, UpdateOptions
+from megatron_run_engine.runtime.comm import Groups, Pending, create_groups
+from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_engine.runtime.gradients import Bucket
 from megatron_run_optimizer_zero1 import Sharded, Zero1Options, megatron_run_create_optimizer
+from megatron_run_testing.context import context_at
 
 _NUMBERS = {"betas": BETAS, "eps": EPS}
 
@@ -109,7 +110,7 @@ class OurSide:
         return [piece._replace(tensor=piece.tensor.clone()) for piece in pieces]
 
 
-class _Silent(Sharing):
+class _Silent(ShardingStrategy):
     """As ``zero1``, but nothing is sent: what a step costs by itself. What is trained is worthless."""
 
     def __init__(self, sharded: Sharded) -> None:

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.pipeline.schedules import executed, step_inputs
-from megatron_run.actions import Place
-from megatron_run.builtin.model.gpt import Gpt, GptOptions
-from megatron_run.builtin.parallel_layer.dense import DenseLayers
-from megatron_run.comm import Groups
 from megatron_run.contracts import Microbatch
-from megatron_run.gradients import main_grad
-from megatron_run.nn import DecoderChunk
+from megatron_run.contracts.actions import Place
 from megatron_run.pipeline.plan import Plan
-from megatron_run.testing.context import logical_gradients, prepare, single_process_context
+from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
+from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+from megatron_run_engine.nn import DecoderChunk
+from megatron_run_engine.runtime.comm import Groups
+from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_testing.context import logical_gradients, prepare, single_process_context
 
 STAGES = 2
 

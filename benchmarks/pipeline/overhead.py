@@ -21,14 +21,14 @@ from benchmarks.pipeline.schedules import executed, make_plan, step_inputs
 from benchmarks.support.quiet import take_sample, undisturbed
 from benchmarks.support.ranks import on_ranks
 from benchmarks.support.report import table
-from megatron_run.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
-from megatron_run.comm import Channels, create_groups
 from megatron_run.contracts import Boundary, ChunkOut, Microbatch, Segment
-from megatron_run.gradients import Gradients, build_buckets
-from megatron_run.parameters import describe_parameters
+from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.verify import verify
-from megatron_run.topology import Sizes, Topology
+from megatron_run_engine.runtime.comm import Channels, create_groups
+from megatron_run_engine.runtime.gradients import GradientAccumulator, build_buckets
+from megatron_run_engine.runtime.parameters import describe_parameters
 
 CHUNKS = 4
 BOUNDARY = Boundary((8,), torch.float32)
@@ -169,8 +169,8 @@ class _BareStage:
         return tensor
 
 
-def _chunks(positions: Sequence[int], last: int) -> tuple[Gradients, list[Scale]]:
-    gradients, chunks = Gradients(), [Scale(last=position == last) for position in positions]
+def _chunks(positions: Sequence[int], last: int) -> tuple[GradientAccumulator, list[Scale]]:
+    gradients, chunks = GradientAccumulator(), [Scale(last=position == last) for position in positions]
     infos = [describe_parameters(chunk) for chunk in chunks]
     build_buckets(infos, 1)
     for described in infos:
@@ -180,7 +180,7 @@ def _chunks(positions: Sequence[int], last: int) -> tuple[Gradients, list[Scale]
 
 
 def _runner(
-    plan: Plan, stage: int, gradients: Gradients, chunks: Sequence[Scale], channels: Channels | None
+    plan: Plan, stage: int, gradients: GradientAccumulator, chunks: Sequence[Scale], channels: Channels | None
 ) -> Callable[[], None]:
     step = executed(plan, stage, chunks, gradients, channels, step_inputs(BOUNDARY))
 

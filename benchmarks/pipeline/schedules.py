@@ -9,16 +9,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_run.actions import LayoutSpec, ScheduleSpec
-from megatron_run.comm import Channels
 from megatron_run.contracts import Boundary, Chunk, Microbatch, Schedule
-from megatron_run.gradients import Gradients
-from megatron_run.pipeline.execute import Executor, StepInputs
+from megatron_run.contracts.actions import LayoutSpec, ScheduleSpec
 from megatron_run.pipeline.lower import lower
-from megatron_run.pipeline.messages import Messenger
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.verify import verify
-from megatron_run.training.programs import LOOKAHEAD
+from megatron_run_engine.runtime.comm import Channels
+from megatron_run_engine.runtime.execute import Executor, StepInputs
+from megatron_run_engine.runtime.gradients import GradientAccumulator
+from megatron_run_engine.runtime.messages import Messenger
+from megatron_run_engine.training.programs import LOOKAHEAD
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_gpipe import GPipe
 from megatron_run_schedule_interleaved import Interleaved
@@ -99,7 +99,7 @@ def executed(
     plan: Plan,
     stage: int,
     chunks: Sequence[Chunk],
-    gradients: Gradients,
+    gradients: GradientAccumulator,
     channels: Channels | None,
     inputs: StepInputs,
 ) -> Callable[[], object]:

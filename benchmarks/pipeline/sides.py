@@ -13,9 +13,9 @@ from benchmarks.pipeline.peers.megatron import MegatronStep
 from benchmarks.pipeline.peers.torch import TorchStep
 from benchmarks.pipeline.schedules import FOLD, SCHEDULES, Split, make_plan
 from benchmarks.support.megatron import NAME as MEGATRON
-from megatron_run.comm import create_groups
+from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.pipeline.plan import Plan
-from megatron_run.topology import Sizes, Topology
+from megatron_run_engine.runtime.comm import create_groups
 
 
 @dataclass(frozen=True)

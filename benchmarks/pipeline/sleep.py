@@ -20,11 +20,11 @@ from benchmarks.pipeline.schedules import SCHEDULES, executed, make_plan, step_i
 from benchmarks.support.quiet import take_sample, undisturbed
 from benchmarks.support.ranks import on_ranks
 from benchmarks.support.report import table
-from megatron_run.comm import create_groups
 from megatron_run.contracts import Boundary, ChunkOut, Microbatch, Segment
-from megatron_run.gradients import Gradients
+from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.pipeline.plan import Plan
-from megatron_run.topology import Sizes, Topology
+from megatron_run_engine.runtime.comm import create_groups
+from megatron_run_engine.runtime.gradients import GradientAccumulator
 
 MICROBATCHES = 8
 #: Seconds of a unit: long beside what a message and an action cost.
@@ -34,7 +34,7 @@ BOUNDARY = Boundary((1,), torch.float32)
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float, gradients: Gradients) -> Tensor:
+    def forward(ctx: Any, x: Tensor, seconds: float, gradients: GradientAccumulator) -> Tensor:
         ctx.seconds, ctx.gradients = seconds, gradients
         time.sleep(seconds)
         return x.clone()
@@ -49,7 +49,7 @@ class _Sleep(torch.autograd.Function):
 class Sleeper(nn.Module):
     """A chunk that sleeps ``seconds`` in its forward and in each half of its backward."""
 
-    def __init__(self, seconds: float, gradients: Gradients, *, last: bool) -> None:
+    def __init__(self, seconds: float, gradients: GradientAccumulator, *, last: bool) -> None:
         super().__init__()
         self.seconds, self.gradients, self.last = seconds, gradients, last
 
@@ -79,7 +79,7 @@ def measure_sleep(unit: float, samples: int) -> list[dict[str, Any]]:
     rank, world, found = dist.get_rank(), dist.get_world_size(), []
     groups = create_groups(Topology(Sizes(pipeline=world), rank), dist.default_pg_timeout)
     for name in SCHEDULES:
-        plan, gradients = make_plan(name, world, MICROBATCHES), Gradients()
+        plan, gradients = make_plan(name, world, MICROBATCHES), GradientAccumulator()
         mine = sorted((place.chunk, index) for index, place in enumerate(plan.layout) if place.stage == rank)
         chunks = [Sleeper(unit, gradients, last=position == len(plan.layout) - 1) for _, position in mine]
         step = executed(plan, rank, chunks, gradients, groups.channels, step_inputs(BOUNDARY))

@@ -14,20 +14,21 @@ from benchmarks.single.loop import adamw
 from benchmarks.single.model import CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, Batch, Precision, Side, Weights
 from benchmarks.support.shape import Shape
 from megatron_run import load_config
-from megatron_run.actions import LayoutSpec, looped_layout
-from megatron_run.builtin.model.gpt import Gpt, GptOptions
-from megatron_run.builtin.parallel_layer.dense import DenseLayers
-from megatron_run.contracts import BuildContext, CheckpointMetrics, Dtypes, Microbatch, Observer, StepMetrics
-from megatron_run.data.batches import SampleStream
+from megatron_run.contracts import CheckpointMetrics, Microbatch, Observer, StepMetrics
+from megatron_run.contracts.actions import LayoutSpec, looped_layout
 from megatron_run.errors import ExitCode
-from megatron_run.gradients import main_grad
-from megatron_run.run_folder import RunFolder
-from megatron_run.testing.context import logical_values, prepare, single_process_context
-from megatron_run.trainer import Trainer
-from megatron_run.training.build import build
-from megatron_run.training.device import make_deterministic
-from megatron_run.training.reporting import start_observers
-from megatron_run.world import StopRequest, World
+from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
+from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+from megatron_run_engine.data.batches import SampleStream
+from megatron_run_engine.run_folder import RunFolder
+from megatron_run_engine.runtime.context import BuildContext, Dtypes
+from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_engine.runtime.world import StopRequest, World
+from megatron_run_engine.training.build import build
+from megatron_run_engine.training.device import make_deterministic
+from megatron_run_engine.training.reporting import start_observers
+from megatron_run_engine.training.trainer import Trainer
+from megatron_run_testing.context import logical_values, prepare, single_process_context
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: More steps than are ever taken.

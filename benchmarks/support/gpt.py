@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.support.shape import Shape
-from megatron_run.builtin.model.gpt import GptOptions
+from megatron_run_engine.builtin.model.gpt import GptOptions
 
 
 def gpt_options(shape: Shape) -> GptOptions:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_run.launch.threads import KEEPING
+from megatron_run_engine.launch.threads import KEEPING
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {

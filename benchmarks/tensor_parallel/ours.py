@@ -12,15 +12,16 @@ from torch import Tensor
 from benchmarks.support.gpt import gpt_options, train_section
 from benchmarks.support.shape import Shape
 from benchmarks.tensor_parallel.model import Batch, gathered
-from megatron_run.actions import LayoutSpec, looped_layout
-from megatron_run.builtin.model.gpt import Gpt, GptOptions
-from megatron_run.builtin.parallel_layer.dense import DenseLayers
-from megatron_run.comm import Groups, create_groups
-from megatron_run.contracts import BuildContext, Microbatch, ParallelLayers
-from megatron_run.gradients import build_buckets, main_grad
-from megatron_run.testing.context import context_at, logical_values, prepare
-from megatron_run.topology import Sizes, Topology
+from megatron_run.contracts import Microbatch, ParallelLayers
+from megatron_run.contracts.actions import LayoutSpec, looped_layout
+from megatron_run.contracts.topology import Sizes, Topology
+from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
+from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+from megatron_run_engine.runtime.comm import Groups, create_groups
+from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_engine.runtime.gradients import build_buckets, main_grad
 from megatron_run_parallel_layer_tensor import Options, megatron_run_create_parallel_layer
+from megatron_run_testing.context import context_at, logical_values, prepare
 
 if TYPE_CHECKING:
     from torch.nn import Parameter

@@ -85,15 +85,21 @@ def test_imports_run_down() -> None:
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("from megatron_run.trainer import Trainer", ["megatron_run.nn.x imports megatron_run.trainer.Trainer"]),
-        ("def f():\n    import megatron_run.launch", ["megatron_run.nn.x imports megatron_run.launch"]),
-        ("from megatron_run import train", ["megatron_run.nn.x imports megatron_run.train"]),
-        ("if TYPE_CHECKING:\n    from megatron_run.trainer import Trainer", []),
+        (
+            "from megatron_run_engine.training.trainer import Trainer",
+            ["megatron_run.nn.x imports megatron_run.trainer.Trainer"],
+        ),
+        (
+            "def f():\n    import megatron_run_engine.launch",
+            ["megatron_run_engine.nn.x imports megatron_run_engine.launch"],
+        ),
+        ("from megatron_run_engine import train", ["megatron_run.nn.x imports megatron_run.train"]),
+        ("if TYPE_CHECKING:\n    from megatron_run_engine.training.trainer import Trainer", []),
         ("from megatron_run.contracts import Model\nimport torch", []),
     ],
 )
 def test_an_upward_import_is_found(source: str, expected: list[str]) -> None:
-    assert faults("megatron_run.nn.x", set(imports(ast.parse(source)))) == expected
+    assert faults("megatron_run_engine.nn.x", set(imports(ast.parse(source)))) == expected
 
 
 def test_kernel_modules_import_in_no_circle() -> None:
@@ -126,8 +132,8 @@ def test_plugins_import_public_kernel_names_only(plugin: Member) -> None:
 
 
 def test_module_names_are_read_from_paths() -> None:
-    assert module_name(Path("megatron_run/nn/__init__.py")) == "megatron_run.nn"
-    assert module_name(Path("megatron_run/nn/block.py")) == "megatron_run.nn.block"
+    assert module_name(Path("megatron_run/nn/__init__.py")) == "megatron_run_engine.nn"
+    assert module_name(Path("megatron_run/nn/block.py")) == "megatron_run_engine.nn.block"
 
 
 def test_the_design_page_draws_this_order() -> None:

@@ -19,7 +19,8 @@ WITHOUT_TORCH = sorted(
     name
     for name in KERNEL.modules
     if name.startswith(("megatron_run.contracts", "megatron_run.pipeline", "megatron_run.registry"))
-    or name in {"megatron_run", "megatron_run.actions", "megatron_run.hookspecs", "megatron_run.topology"}
+    or name
+    in {"megatron_run", "megatron_run.contracts.actions", "megatron_run.hookspecs", "megatron_run.contracts.topology"}
     if not name.endswith((".execute", ".messages"))
 )
 PLUGINS_LIST = """

@@ -43,7 +43,7 @@ def test_built_in_names_follow_from_their_module() -> None:
     for kind in KINDS:
         folder = kind.replace("-", "_")
         for name, module in KERNEL.project["entry-points"][entry_point_group(kind)].items():
-            assert module == f"megatron_run.builtin.{folder}.{name}"
+            assert module == f"megatron_run_engine.builtin.{folder}.{name}"
 
 
 def test_no_import_package_claims_a_foreign_name() -> None:

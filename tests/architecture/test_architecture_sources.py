@@ -24,9 +24,9 @@ UNSAFE_PACKAGE = "torch.distributed.checkpoint"
 #: The one file that may use each, and why.
 EXCEPTIONS = {
     # The format is a pickle by definition. It is read only after --trust-pickle, and written by torch.
-    "core/src/megatron_run/interchange/distributed.py": {UNSAFE_PACKAGE},
+    "core/engine/src/megatron_run_engine/formats/distributed.py": {UNSAFE_PACKAGE},
     # Megatron's files are pickles. Two interpreters with tables of what they may name read them, and execute nothing.
-    "core/src/megatron_run/interchange/untrusted.py": {"pickle", "torch.load", "weights_only"},
+    "core/engine/src/megatron_run_engine/formats/untrusted.py": {"pickle", "torch.load", "weights_only"},
 }
 #: Collectives that pickle what they are given, by their last name. The conformance suites may use them among processes
 #: that they have started themselves.

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from megatron_run.checkpoint.header import read_header
-from megatron_run.checkpoint.manifest import MANIFEST, read_manifest
 from megatron_run.config.request import Request
 from megatron_run.config.yaml import parse
 from megatron_run.errors import RunError
-from megatron_run.resolve import resolve
+from megatron_run.planning import resolve
+from megatron_run_engine.checkpoint.header import read_header
+from megatron_run_engine.checkpoint.manifest import MANIFEST, read_manifest
 from tests.campaigns.figures import Figures, campaign
 from tests.support.saved_steps import random_state, save_alone
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_run.checkpoint.step_folder import Checkpoints
 from megatron_run.config.request import Request
 from megatron_run.errors import CheckpointError
+from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from tests.campaigns.figures import Figures, campaign
 from tests.support.forked import learned, run_forked, saved_bits, tiny
 

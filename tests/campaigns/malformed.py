@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_run.checkpoint.step_folder import Checkpoints
 from megatron_run.config.request import Request
 from megatron_run_cli.main import main
+from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from tests.campaigns.figures import Figures, campaign, some
 from tests.campaigns.kills import LAST, request
 from tests.support.broken import write_broken

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_run.checkpoint.step_folder import Checkpoints
 from megatron_run.config.request import Request
+from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from tests.campaigns.figures import Figures, campaign
 from tests.support.forked import ForkedRun, learned, run_forked, saved_bits, tiny
 from tests.support.processes import wait_until

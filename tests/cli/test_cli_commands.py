@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_run.contracts.plugin import KINDS
-from megatron_run.launch import examine
 from megatron_run_cli.main import main
+from megatron_run_engine.launch import examine
 
 Output = pytest.CaptureFixture[str]
 

@@ -118,7 +118,7 @@ def test_ranks_of_somebody_elses_world_say_it_once(tmp_path: Path) -> None:
 #: A model that reads a value of its parameters while it is built, which only memory has.
 MODEL = """
 from megatron_run import PluginInfo, hookimpl
-from megatron_run.builtin.model.gpt import Gpt, GptOptions
+from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 
 
 class Touchy(Gpt):

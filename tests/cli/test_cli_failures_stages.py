@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import torch
 from megatron_run import PluginInfo, hookimpl
-from megatron_run.builtin.model.gpt import Gpt, GptOptions
+from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 
 
 def tamper(out):

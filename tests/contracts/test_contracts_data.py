@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_run.contracts import Dataset, DataSource, Split
-from megatron_run.testing.data import data_checks
+from megatron_run_testing.data import data_checks
 from tests.support.conformance import failures
 
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 import pytest
 from torch import Tensor
 
-from megatron_run.actions import Action
-from megatron_run.contracts import BuildContext, CaptureSize, GraphCapture, Microbatch, Region, Segment
-from megatron_run.testing.graph_capture import graph_capture_checks
+from megatron_run.contracts import CaptureSize, GraphCapture, Microbatch, Region, Segment
+from megatron_run.contracts.actions import Action
+from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_testing.graph_capture import graph_capture_checks
 from tests.support.conformance import failures
 
 
@@ -43,7 +44,7 @@ class Again(GraphCapture):
         }
         return CaptureSize(len(regions), graphs=0, slots=0)
 
-    def misfit(self, actions: Sequence[Action]) -> str:
+    def mismatch(self, actions: Sequence[Action]) -> str:
         return ""
 
     def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:

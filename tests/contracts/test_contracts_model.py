@@ -7,16 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_run.actions import Place
-from megatron_run.builtin.model.gpt import Gpt, GptOptions
-from megatron_run.contracts import (
-    Boundary,
-    Chunk,
-    ChunkOut,
-    Microbatch,
-    ParallelLayers,
-)
-from megatron_run.testing.model import model_checks
+from megatron_run.contracts import Boundary, Chunk, ChunkOut, Microbatch, ParallelLayers
+from megatron_run.contracts.actions import Place
+from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
+from megatron_run_testing.model import model_checks
 from tests.support.conformance import SMALL, failures
 
 OPTIONS = GptOptions.model_validate(SMALL["model"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_run.contracts import EvalMetrics, Observer, RunSummary, StepMetrics, StepTrace
-from megatron_run.testing.observer import Make, observer_checks
+from megatron_run_testing.observer import Make, observer_checks
 from tests.support.conformance import failures
 
 

@@ -9,11 +9,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megatron_run.builtin.optimizer.adamw import megatron_run_create_optimizer
-from megatron_run.contracts import MASTER, BuildContext, Optimizer
-from megatron_run.optim import UpdateOptions
-from megatron_run.testing.check import Check
-from megatron_run.testing.optimizer import optimizer_checks
+from megatron_run.contracts import MASTER, Optimizer
+from megatron_run_engine.builtin.optimizer.adamw import megatron_run_create_optimizer
+from megatron_run_engine.optim import UpdateOptions
+from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_testing.check import Check
+from megatron_run_testing.optimizer import optimizer_checks
 from tests.support.conformance import failures
 
 #: What is changed about the built-in optimizer; the original method comes first.
@@ -40,7 +41,7 @@ def unchanged(optimizer: Any, original: Change, *arguments: Any) -> Any:
 
 
 def forgets_to_clear(optimizer: Any, zero_grad: Change) -> None:
-    optimizer._traffic.start_step()
+    optimizer._reducer.start_step()
 
 
 def scales_twice(optimizer: Any, send: Change, bucket: Any) -> Any:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_run.builtin.parallel_layer.dense import DenseLayers
-from megatron_run.contracts import AttentionShape, BuildContext, Init, ParallelLayers, StackedLayers
-from megatron_run.testing.parallel_layer import parallel_layer_checks
+from megatron_run.contracts import AttentionShape, Init, ParallelLayers, StackedLayers
+from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_testing.parallel_layer import parallel_layer_checks
 from tests.support.conformance import failures
 from tests.support.tensor_layers import tensor_layers
 

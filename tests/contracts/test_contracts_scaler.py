@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_run.contracts import Scaler
-from megatron_run.testing.scaler import scaler_checks
+from megatron_run_testing.scaler import scaler_checks
 from tests.support.conformance import failures
 
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from megatron_run.actions import ScheduleSpec
 from megatron_run.contracts import Schedule
+from megatron_run.contracts.actions import ScheduleSpec
 from megatron_run.pipeline.lower import Instruction, lower
 from megatron_run.pipeline.plan import Plan
-from megatron_run.testing.check import CheckFailed
-from megatron_run.testing.schedule import schedule_checks
+from megatron_run_testing.check import CheckFailed
+from megatron_run_testing.schedule import schedule_checks
 from tests.support.broken_schedules import (
     BackwardFirst,
     BarePlaces,
@@ -305,12 +305,12 @@ def test_messages_that_a_lowering_swaps_are_found(monkeypatch: pytest.MonkeyPatc
         return tuple(step._replace(post=()) for step in lower(plan, stage, lookahead))
 
     name = "messages neither deadlock nor swap"
-    monkeypatch.setattr("megatron_run.testing.schedule.lower", in_order_of_use)
+    monkeypatch.setattr("megatron_run_testing.schedule.lower", in_order_of_use)
     assert failures(Crossing)[name] == (
         "P=2 V=1 M=2: the activation of microbatch 0 from stage 0 to stage 1 arrived where the activation of "
         "microbatch 1 from stage 0 to stage 1 was expected"
     )
-    monkeypatch.setattr("megatron_run.testing.schedule.lower", without_receives)
+    monkeypatch.setattr("megatron_run_testing.schedule.lower", without_receives)
     assert failures(Pipelined)[name] == (
         "P=2 V=1 M=1: stage 0 waits at B0.0 for the gradient of microbatch 0 from stage 1 to stage 0; "
         "stage 1 waits at F0.0 for the activation of microbatch 0 from stage 0 to stage 1"

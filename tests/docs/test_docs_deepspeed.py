@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_run.config.request import Request
-from megatron_run.resolve import resolve
+from megatron_run.planning import resolve
 from tests.support.checkout import ROOT
 from tests.support.ranks import run_ranks
 

@@ -11,9 +11,9 @@ import pytest
 from megatron_run.config.request import Request
 from megatron_run.contracts import KINDS
 from megatron_run.errors import ExitCode
-from megatron_run.launch import train
-from megatron_run.resolve import resolve
-from megatron_run.testing.conformance import check
+from megatron_run.planning import resolve
+from megatron_run_engine.launch import train
+from megatron_run_testing.conformance import check
 from tests.support.checkout import ROOT
 from tests.support.quoted import quotes
 

@@ -8,8 +8,8 @@ from itertools import product
 
 import pytest
 
-from megatron_run.actions import LayoutSpec, ScheduleSpec
 from megatron_run.contracts import Schedule
+from megatron_run.contracts.actions import LayoutSpec, ScheduleSpec
 from megatron_run.pipeline.lower import lower
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.timeline import timeline

@@ -9,8 +9,8 @@ from itertools import product
 
 import pytest
 
-from megatron_run.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.contracts import Schedule
+from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.pipeline.lower import Instruction, Message, lower
 from megatron_run.pipeline.verify import verify
 from megatron_run_schedule_1f1b import OneForwardOneBackward
@@ -123,13 +123,13 @@ def test_the_table_names_the_nine_operations_and_composes_them_as_their_names_sa
 
 
 def test_the_table_says_in_which_phases_each_operation_is_called() -> None:
-    plain = phases(one_forward_one_backward, PLAIN)
-    chunked = phases(interleaved, CHUNKED)
+    plain = activity(one_forward_one_backward, PLAIN)
+    chunked = activity(interleaved, CHUNKED)
     expected = {name: (plain.get(name, {"-"}), chunked.get(name, {"-"})) for name in OPERATIONS}
     assert {name: (set(one.split("; ")), set(two.split("; "))) for name, _, one, two in ROWS} == expected
 
 
-def phases(loop: Callable[..., Iterator[Action | Call]], shapes: Iterable[tuple[int, ...]]) -> dict[str, set[str]]:
+def activity(loop: Callable[..., Iterator[Action | Call]], shapes: Iterable[tuple[int, ...]]) -> dict[str, set[str]]:
     """Operation -> the phases in which a loop calls it, over all stages of ``shapes``."""
     found: dict[str, set[str]] = defaultdict(set)
     for stages, *rest in shapes:

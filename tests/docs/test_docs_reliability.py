@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from megatron_run.faults import KINDS
-from megatron_run.phases import PhaseName
+from megatron_run.config.faults import KINDS
+from megatron_run.contracts.activity import PhaseName
 
 TESTS = Path(__file__).parents[1]
 PAGE = (TESTS.parent / "docs" / "reliability.md").read_text()

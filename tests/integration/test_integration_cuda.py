@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run.checkpoint.step_folder import Checkpoints
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode
-from megatron_run.launch import train
-from megatron_run.resolve import resolve
+from megatron_run.planning import resolve
+from megatron_run_engine.checkpoint.step_folder import Checkpoints
+from megatron_run_engine.launch import train
 from tests.support.saved_steps import read_all, same_state
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_run.checkpoint.reader import Reader
-from megatron_run.checkpoint.step_folder import Checkpoints
+from megatron_run_engine.checkpoint.reader import Reader
+from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from tests.support.ranks import run_ranks
 from tests.support.resuming import SMALL, attempt, only_step
 from tests.support.saved_steps import same_bits

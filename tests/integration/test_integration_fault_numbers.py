@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_run.checkpoint.step_folder import Checkpoints
+from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from tests.support.forked import Ran, learned, run_forked, saved_bits, tiny
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(60)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_run.errors import ExitCode
-from megatron_run.launch import train
+from megatron_run_engine.launch import train
 from tests.support.loss_scale import LossScale
 from tests.support.resolving import TINY, resolved
 

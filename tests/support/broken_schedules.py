@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from megatron_run.actions import Action, LayoutSpec, Place, ScheduleSpec
 from megatron_run.contracts import Schedule
+from megatron_run.contracts.actions import Action, LayoutSpec, Place, ScheduleSpec
 from megatron_run.errors import ScheduleError
 
 

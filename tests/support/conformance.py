@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from megatron_run.registry.discover import scan
 from megatron_run.registry.load import Plugin, load
-from megatron_run.testing.check import Check, CheckFailed
+from megatron_run_testing.check import Check, CheckFailed
 
 Options = Mapping[str, object]
 

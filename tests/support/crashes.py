@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-from megatron_run.checkpoint.files import FileSystem, NewFile
+from megatron_run_engine.checkpoint.files import FileSystem, NewFile
 
 Kept = Literal["none", "all", "newest"]
 _KEPT: tuple[Kept, ...] = get_args(Kept)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_run.contracts import BuildContext
-from megatron_run.nn.parallel import Split
+from megatron_run_engine.nn.parallel import Split
+from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_parallel_layer_te import EngineLayers
 from megatron_run_parallel_layer_te.engine import Engine
 from megatron_run_parallel_layer_te.options import Options

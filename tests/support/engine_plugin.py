@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_run.contracts import BuildContext, ParallelLayers, PluginInfo
+from megatron_run.contracts import ParallelLayers, PluginInfo
 from megatron_run.hookspecs import hookimpl
+from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_parallel_layer_te.options import Options
 from tests.support.engine_layers import engine_layers
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from megatron_run.comm import Peers
+from megatron_run_engine.runtime.comm import ParallelGroup
 from tests.support.engine_recipes import DelayedScaling
 
 Group = dist.ProcessGroup
@@ -74,7 +74,7 @@ class _Base(nn.Module):
     def __init__(self, tp_group: Group | None, tp_size: int) -> None:
         super().__init__()
         size = tp_size if tp_group is None else dist.get_world_size(tp_group)
-        self.peers = Peers(0 if tp_group is None else dist.get_rank(tp_group), size, tp_group)
+        self.peers = ParallelGroup(0 if tp_group is None else dist.get_rank(tp_group), size, tp_group)
 
 
 class _Product(_Base):

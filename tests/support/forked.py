@@ -22,8 +22,8 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 from unittest import mock
 
-from megatron_run.checkpoint.step_folder import Checkpoints
 from megatron_run.config.request import Request
+from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from tests.support.processes import alive, wait_until
 from tests.support.ranks import CONTEXT, start_server
 from tests.support.resuming import COMPARED
@@ -127,7 +127,7 @@ def run_forked(request: Request, fault: str = "", timeout: float = 60.0, max_res
 def _launch(pipe: Connection, request: str, environment: Mapping[str, str], max_restarts: int) -> None:
     """The launcher's process: what the command does, once its words are read."""
     from megatron_run.errors import RunError
-    from megatron_run.launch import Terms, launch
+    from megatron_run_engine.launch import Terms, launch
 
     os.setsid()
     os.environ.update(environment)
@@ -146,9 +146,9 @@ def _launch(pipe: Connection, request: str, environment: Mapping[str, str], max_
 @contextmanager
 def _forking_ranks(pipe: Connection) -> Iterator[None]:
     """Within: the launcher's ``subprocess`` forks, and tells ``pipe`` of each rank; what is resolved stays so."""
-    import megatron_run.resolve
+    import megatron_run.planning
 
-    resolve = megatron_run.resolve.resolve
+    resolve = megatron_run.planning.resolve
     known: dict[str, Any] = {}
 
     def remembering(request: Request, objects: Sequence[object] = ()) -> Any:
@@ -164,14 +164,14 @@ def _forking_ranks(pipe: Connection) -> Iterator[None]:
 
     forking = SimpleNamespace(**{**vars(subprocess), "Popen": Rank})
     with (
-        mock.patch("megatron_run.launch.local.subprocess", forking),
-        mock.patch("megatron_run.resolve.resolve", remembering),
+        mock.patch("megatron_run_engine.launch.local.subprocess", forking),
+        mock.patch("megatron_run.planning.resolve", remembering),
     ):
         yield
 
 
 class ForkedProcess:
-    """As much of :class:`subprocess.Popen` as the launcher needs, for ``python -m megatron_run.launch.rank JOB``."""
+    """As much of :class:`subprocess.Popen` as the launcher needs, for ``python -m megatron_run_engine.launch.rank JOB``."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class ForkedProcess:
         pass_fds: Sequence[int],
         start_new_session: bool,
     ) -> None:
-        assert tuple(words[1:3]) == ("-m", "megatron_run.launch.rank"), words
+        assert tuple(words[1:3]) == ("-m", "megatron_run_engine.launch.rank"), words
         assert start_new_session
         assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would be missing in the rank"
         self.returncode: int | None = None
@@ -230,7 +230,7 @@ def _become_rank(job: Path, log: int, env: Mapping[str, str], kept: Sequence[int
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, masked)
-        from megatron_run.launch.rank import main
+        from megatron_run_engine.launch.rank import main
 
         code = main(job)
     except BaseException:

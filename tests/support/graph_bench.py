@@ -10,20 +10,21 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_run.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
-from megatron_run.builtin.model.gpt import Gpt, GptOptions
-from megatron_run.builtin.parallel_layer.dense import DenseLayers
-from megatron_run.comm import Groups
-from megatron_run.contracts import BuildContext, CaptureSize, Chunk, Microbatch, Region, Schedule, Segment
-from megatron_run.gradients import main_grad
-from megatron_run.graphs import RegionCapture
+from megatron_run.contracts import CaptureSize, Chunk, Microbatch, Region, Schedule, Segment
+from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.pipeline.plan import Plan, positions
 from megatron_run.pipeline.verify import verify
-from megatron_run.testing.context import context_at, example_microbatch, prepare, single_process_context
-from megatron_run.topology import Sizes, Topology
+from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
+from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+from megatron_run_engine.capture import RegionCapture
+from megatron_run_engine.runtime.comm import Groups
+from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_graph_capture_partial.backend import backend_for
 from megatron_run_graph_capture_partial.capture import PartialCapture
 from megatron_run_graph_capture_partial.options import PartialOptions
+from megatron_run_testing.context import context_at, example_microbatch, prepare, single_process_context
 
 SMALL = GptOptions(num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1)
 LR = 0.05

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_run.gradients import Gradients
+from megatron_run_engine.runtime.gradients import GradientAccumulator
 
 
 class StandIn:
@@ -25,7 +25,7 @@ class StandIn:
     parameters in ``.grad``. Those that are gone from there when it looks, it takes for none.
     """
 
-    def __init__(self, gradients: Gradients, *, accumulates: bool = False) -> None:
+    def __init__(self, gradients: GradientAccumulator, *, accumulates: bool = False) -> None:
         self.gradients, self.accumulates = gradients, accumulates
         self.given: dict[str, Any] = {}
 

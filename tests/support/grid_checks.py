@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_run.errors import ExitCode, InputError, Problems
 from megatron_run.pipeline.plan import Plan
-from megatron_run.resolve import resolve
+from megatron_run.planning import resolve
 from tests.support.grid import STEPS, Case, Shape
 from tests.support.training import Seen
 

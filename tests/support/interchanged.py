@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_run.builtin.model.gpt import Gpt, GptOptions
-from megatron_run.checkpoint.ranks import Alone
-from megatron_run.checkpoint.saving import Saver
-from megatron_run.checkpoint.step_folder import Checkpoints
 from megatron_run.contracts import Microbatch
 from megatron_run.contracts.state import StatePiece
-from megatron_run.testing.context import logical_values, single_process_context
-from megatron_run.testing.model import Built, build_model
+from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
+from megatron_run_engine.checkpoint.collectives import Alone
+from megatron_run_engine.checkpoint.saving import Saver
+from megatron_run_engine.checkpoint.step_folder import Checkpoints
+from megatron_run_testing.context import logical_values, single_process_context
+from megatron_run_testing.model import Built, build_model
 from tests.support.saved_steps import RUN, about
 
 #: Sizes that all differ, so that an axis that is taken for another does not fit.

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from megatron_run.config.explain import KeyInfo, kernel_keys, model_keys
 from megatron_run.config.origin import section_of
-from megatron_run.resolve.explain import installed_plugins
+from megatron_run.planning.explain import installed_plugins
 from tests.support.checkout import MEMBERS, ROOT
 
 REFERENCE = ROOT / "docs" / "configuration.md"

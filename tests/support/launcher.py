@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from megatron_run.config.request import Request
-from megatron_run.launch.job import Ending
-from megatron_run.launch.local import LocalPlan, run_local
-from megatron_run.run_folder import RunFolder
+from megatron_run_engine.launch.job import Ending
+from megatron_run_engine.launch.local import LocalPlan, run_local
+from megatron_run_engine.run_folder import RunFolder
 from tests.support.processes import alive, process_ids
 
 STAND_IN = Path(__file__).with_name("stand_in_rank.py")

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron_run.contracts import (
-    BuildContext,
     ChunkOut,
     Init,
     Microbatch,
@@ -20,8 +19,9 @@ from megatron_run.contracts import (
     Segment,
     StatePiece,
 )
-from megatron_run.gradients import main_grad
-from megatron_run.parameters import describe_parameters, initialise
+from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_engine.runtime.parameters import describe_parameters, initialise
 
 #: Shapes of which none divides by the ranks, so that shares begin and end within parameters and within rows.
 SHAPES: Mapping[str, tuple[int, ...]] = {

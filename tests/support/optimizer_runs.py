@@ -92,12 +92,12 @@ def _run_cases(rank: int, world: int, cases: Sequence[Case]) -> list[Held]:
 
 def _run_case(rank: int, world: int, case: Case) -> Held:
     from megatron_run.config.request import Request
-    from megatron_run.resolve import resolve
-    from megatron_run.run_folder import RunFolder
-    from megatron_run.trainer import train_rank
-    from megatron_run.training.build import build
-    from megatron_run.training.observing import Observers
-    from megatron_run.world import StopRequest, World
+    from megatron_run.planning import resolve
+    from megatron_run_engine.run_folder import RunFolder
+    from megatron_run_engine.runtime.world import StopRequest, World
+    from megatron_run_engine.training.build import build
+    from megatron_run_engine.training.observing import Observers
+    from megatron_run_engine.training.trainer import train_rank
 
     held = Held()
     assemblies: list[Any] = []
@@ -110,9 +110,11 @@ def _run_case(rank: int, world: int, case: Case) -> Held:
     sets = ("eval.interval=0", *case.sets)
     run = resolve(Request(configs=("preset:tiny",), sets=sets, plugins=case.plugins, nproc=world))
     with ExitStack() as patches, shared_folder(rank, world) as folder:
-        patches.enter_context(mock.patch("megatron_run.trainer.build", watched_build))
+        patches.enter_context(mock.patch("megatron_run_engine.training.trainer.build", watched_build))
         observers = Observers([("watch", _observer(held))] if rank == 0 else [], mock.Mock())
-        patches.enter_context(mock.patch("megatron_run.trainer.start_observers", return_value=observers))
+        patches.enter_context(
+            mock.patch("megatron_run_engine.training.trainer.start_observers", return_value=observers)
+        )
         train_rank(run, World(rank=rank, size=world), RunFolder(folder, 1), StopRequest())
     _look(assemblies[0], held)
     return held
@@ -131,11 +133,11 @@ def _observer(held: Held) -> Any:
 
 def _watch_steps(assembly: Any, held: Held, planted: Planted | None) -> None:
     """Note the scale and the weights of each step; spoil a gradient once this rank's microbatches are done."""
-    from megatron_run.gradients import main_grad
+    from megatron_run_engine.runtime.gradients import main_grad
 
     optimizer, scaler = assembly.optimizer, assembly.scaler
     zero_grad, update = optimizer.zero_grad, scaler.update
-    send, gradients = optimizer._traffic._start, assembly.context.gradients
+    send, gradients = optimizer._reducer._start, assembly.context.gradients
     arrived, arrivals = gradients._arrived, [0]
 
     def noting_zero_grad() -> None:
@@ -164,7 +166,7 @@ def _watch_steps(assembly: Any, held: Held, planted: Planted | None) -> None:
         return send(bucket)
 
     optimizer.zero_grad, scaler.update = noting_zero_grad, noting_update
-    optimizer._traffic._start, gradients._arrived = spoiling_send, counting_arrival
+    optimizer._reducer._start, gradients._arrived = spoiling_send, counting_arrival
 
 
 def _digest(assembly: Any) -> str:
@@ -188,7 +190,7 @@ def _look(assembly: Any, held: Held) -> None:
 
 def _storages(assembly: Any) -> int:
     """Bytes of the different storages of parameters, their gradients, and all tensors that the optimizer reaches."""
-    from megatron_run.gradients import main_grad
+    from megatron_run_engine.runtime.gradients import main_grad
 
     tensors = [tensor for infos in assembly.infos for p in infos for tensor in (p, main_grad(p))]
     tensors += _tensors_of(assembly.optimizer, set())

@@ -103,8 +103,8 @@ def _run_case(rank: int, world: int, case: Case) -> Ran:
     import torch
 
     from megatron_run.config.request import Request
-    from megatron_run.contracts import Dtypes
-    from megatron_run.training import build, generate
+    from megatron_run_engine.runtime.context import Dtypes
+    from megatron_run_engine.training import build, generate
 
     ran, make, write = Ran(Seen()), build.build, generate.generate_text
 
@@ -123,9 +123,9 @@ def _run_case(rank: int, world: int, case: Case) -> Ran:
     request = Request(configs=("preset:tiny",), sets=case.sets, plugins=case.plugins, nproc=world)
     with ExitStack() as patches:
         for target, replacement in {
-            "megatron_run.training.build.build": watched_build,
-            "megatron_run.training.build.DTYPES": {"fp32": Dtypes(param=dtype, main=dtype)},
-            "megatron_run.trainer.generate_text": written,
+            "megatron_run_engine.training.build.build": watched_build,
+            "megatron_run_engine.training.build.DTYPES": {"fp32": Dtypes(param=dtype, main=dtype)},
+            "megatron_run_engine.training.trainer.generate_text": written,
         }.items():
             patches.enter_context(mock.patch(target, replacement))
         ran.seen = train_here(rank, world, request.to_json())
@@ -135,7 +135,7 @@ def _run_case(rank: int, world: int, case: Case) -> Ran:
 
 def _watch_gradients(assembly: Any, ran: Ran) -> None:
     """Keep this rank's pieces of the first step's gradients, reduced and made whole."""
-    from megatron_run.gradients import main_grad
+    from megatron_run_engine.runtime.gradients import main_grad
 
     unscale = assembly.optimizer.unscale_
 
@@ -172,7 +172,7 @@ def _seeing_masks(ran: Ran, where: Where) -> Iterator[None]:
     """Within: each attention is followed by one of ones, from the same place of the random stream."""
     import torch
 
-    from megatron_run.nn import core_attention
+    from megatron_run_engine.nn import core_attention
 
     def watch(attend: Any) -> Any:
         def watched(query: Any, key: Any, value: Any, *rest: Any) -> Any:

@@ -17,7 +17,12 @@ from typing import Any
 #: Forks from a process that has torch loaded but never used.
 CONTEXT = multiprocessing.get_context("forkserver")
 #: ``torch._inductor.config`` is what asking for deterministic kernels imports: seconds, in every rank.
-_PRELOADED = ["torch.distributed", "torch._inductor.config", "megatron_run.launch.member", "megatron_run.launch.rank"]
+_PRELOADED = [
+    "torch.distributed",
+    "torch._inductor.config",
+    "megatron_run_engine.launch.member",
+    "megatron_run_engine.launch.rank",
+]
 CONTEXT.set_forkserver_preload(_PRELOADED)
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_run.comm import Channels
-from megatron_run.testing.ordered_channels import SwappedMessageError, TransportDeadlockError
+from megatron_run_engine.runtime.comm import Channels
+from megatron_run_testing.ordered_channels import SwappedMessageError, TransportDeadlockError
 
 
 @dataclass(eq=False)

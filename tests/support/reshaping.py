@@ -12,10 +12,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megatron_run.checkpoint.boxes import Box, cover_fault
-from megatron_run.checkpoint.reader import Reader
-from megatron_run.checkpoint.step_folder import Checkpoints
-from megatron_run.data.sampler import sample_index
+from megatron_run_engine.checkpoint.boxes import Box, cover_fault
+from megatron_run_engine.checkpoint.reader import Reader
+from megatron_run_engine.checkpoint.step_folder import Checkpoints
+from megatron_run_engine.data.sampler import sample_index
 from tests.support.resuming import SMALL, only_step
 from tests.support.saved_steps import same_bits
 
@@ -82,11 +82,11 @@ class Member:
 
     def __init__(self, rank: int, world: int, shape: Shape, optimizer: str) -> None:
         from megatron_run.config.request import Request
-        from megatron_run.resolve import resolve
-        from megatron_run.run_folder import RunFolder
-        from megatron_run.trainer import Trainer
-        from megatron_run.training.build import build
-        from megatron_run.world import StopRequest, World
+        from megatron_run.planning import resolve
+        from megatron_run_engine.run_folder import RunFolder
+        from megatron_run_engine.runtime.world import StopRequest, World
+        from megatron_run_engine.training.build import build
+        from megatron_run_engine.training.trainer import Trainer
 
         sets, plugins = settings(shape)
         request = Request(("preset:tiny",), nproc=world, plugins=(*plugins, f"optimizer={optimizer}"), values=sets)
@@ -96,8 +96,8 @@ class Member:
 
     def enter(self, folder: Path) -> None:
         """Go on in the run folder ``folder``: load what was saved there, or start where there is nothing."""
-        from megatron_run.run_folder import RunFolder
-        from megatron_run.training.checkpointing import Checkpointing
+        from megatron_run_engine.run_folder import RunFolder
+        from megatron_run_engine.training.state.checkpointing import Checkpointing
 
         folder.mkdir(parents=True, exist_ok=True)
         run_folder, dataset = RunFolder(folder, 1, self._rank), self._trainer._dataset
@@ -109,8 +109,8 @@ class Member:
         """Train until step ``stop_after``, which is saved; the losses, on rank 0."""
         from megatron_run.contracts import Observer, StepMetrics
         from megatron_run.errors import ExitCode
-        from megatron_run.training.observing import Observers
-        from megatron_run.world import StopRequest
+        from megatron_run_engine.runtime.world import StopRequest
+        from megatron_run_engine.training.observing import Observers
 
         losses: list[float] = []
         stop = self._trainer._stop = StopRequest()
@@ -127,10 +127,10 @@ class Member:
 
     def samples(self) -> dict[int, int]:
         """The samples of its next steps by their place in the stream, as many as make NEXT over all ranks."""
-        from megatron_run.training.feed import Feed
+        from megatron_run_engine.training.loader import BatchLoader
 
         asked, first = Asked(self._trainer._dataset), self._trainer._progress.samples
-        feed, found = Feed(self.run, self.assembly), dict[int, int]()
+        feed, found = BatchLoader(self.run, self.assembly), dict[int, int]()
         for consumed in range(first, first + NEXT, BATCH):
             microbatch = feed.training(asked, 0, consumed)
             for index in range(BATCH // self.run.sizes.data):
@@ -192,7 +192,7 @@ def check_bits(root: Path, ranks: Sequence[Found], shapes: Sequence[Shape]) -> N
 
 def check_samples(ranks: Sequence[Found]) -> None:
     """The next samples of every shape, whatever it loaded, are those at the next places of the stream."""
-    from megatron_run.resolve import load_config
+    from megatron_run.planning import load_config
 
     sets, _ = settings(SHAPES[0])
     run = load_config("preset:tiny", sets={name: value for name, value in sets.items() if name.startswith("data.")})

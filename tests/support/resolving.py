@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_run.errors import Problems, RunError
-from megatron_run.resolve import ResolvedRun, load_config
+from megatron_run.planning import ResolvedRun, load_config
 
 TINY = "preset:tiny"
 

@@ -63,12 +63,12 @@ def attempt(
     KeyboardInterrupt from it ends the run.
     """
     from megatron_run.contracts import CheckpointMetrics, Observer, StepMetrics
-    from megatron_run.resolve import resolve
-    from megatron_run.run_folder import RunFolder
-    from megatron_run.trainer import train_rank
-    from megatron_run.training.build import build
-    from megatron_run.training.observing import Observers
-    from megatron_run.world import StopRequest, World
+    from megatron_run.planning import resolve
+    from megatron_run_engine.run_folder import RunFolder
+    from megatron_run_engine.runtime.world import StopRequest, World
+    from megatron_run_engine.training.build import build
+    from megatron_run_engine.training.observing import Observers
+    from megatron_run_engine.training.trainer import train_rank
 
     seen, stop = Attempt(), StopRequest()
 
@@ -96,8 +96,8 @@ def attempt(
 
     request = Request(("preset:tiny",), nproc=world, plugins=plugins, values=dict(sets), **asked)
     with (
-        mock.patch("megatron_run.trainer.build", watched_build),
-        mock.patch("megatron_run.trainer.start_observers", start),
+        mock.patch("megatron_run_engine.training.trainer.build", watched_build),
+        mock.patch("megatron_run_engine.training.trainer.start_observers", start),
     ):
         folder.mkdir(parents=True, exist_ok=True)
         seen.code = train_rank(resolve(request), World(rank, world), RunFolder(folder, number, rank), stop)

@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_run.checkpoint.behind import SavingBehind
-from megatron_run.checkpoint.boxes import Box
-from megatron_run.checkpoint.files import FileSystem
-from megatron_run.checkpoint.manifest import About, DataRecord, PluginRecord
-from megatron_run.checkpoint.ranks import Alone, Ranks
-from megatron_run.checkpoint.reader import Reader
-from megatron_run.checkpoint.saving import Saver
-from megatron_run.checkpoint.shard import DTYPES
-from megatron_run.checkpoint.staging import Staging
-from megatron_run.checkpoint.step_folder import Checkpoints
 from megatron_run.contracts.state import StatePiece
+from megatron_run_engine.checkpoint.async_saver import AsyncSaver
+from megatron_run_engine.checkpoint.boxes import Box
+from megatron_run_engine.checkpoint.collectives import Alone, Ranks
+from megatron_run_engine.checkpoint.files import FileSystem
+from megatron_run_engine.checkpoint.manifest import About, DataRecord, PluginRecord
+from megatron_run_engine.checkpoint.reader import Reader
+from megatron_run_engine.checkpoint.saving import Saver
+from megatron_run_engine.checkpoint.shard import DTYPES
+from megatron_run_engine.checkpoint.staging import Staging
+from megatron_run_engine.checkpoint.step_folder import Checkpoints
 
 T = TypeVar("T")
 RUN = "0123456789abcdef"
@@ -118,12 +118,12 @@ def save_alone(path: Path, step: int, state: State, *, files: FileSystem | None 
     return checkpoints
 
 
-def saving_behind(path: Path, *, files: FileSystem | None = None, keep: int = 2) -> SavingBehind:
+def saving_behind(path: Path, *, files: FileSystem | None = None, keep: int = 2) -> AsyncSaver:
     """What saves into ``path`` out of a copy, as one rank does that holds everything."""
-    return SavingBehind(Saver(Checkpoints(path), Alone(), RUN, keep, files), Staging(torch.device("cpu")))
+    return AsyncSaver(Saver(Checkpoints(path), Alone(), RUN, keep, files), Staging(torch.device("cpu")))
 
 
-def save_behind(behind: SavingBehind, step: int, state: State) -> None:
+def save_behind(behind: AsyncSaver, step: int, state: State) -> None:
     """Start to save ``state``; before it can be on the disk its values are others."""
     changing = {name: {each: values.clone() for each, values in fields.items()} for name, fields in state.items()}
     (pieces,) = dealt(0, changing, 1)

@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from megatron_run.launch.job import Job, Report, page_path
-from megatron_run.launch.rank import hold_lifeline
-from megatron_run.phases import Phases
-from megatron_run.watch.page import PageWriter
+from megatron_run.contracts.activity import Activity
+from megatron_run_engine.launch.job import Job, Report, page_path
+from megatron_run_engine.launch.rank import hold_lifeline
+from megatron_run_engine.launch.watchdog.page import PageWriter
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -78,20 +78,20 @@ def have_a_child(folder: Path) -> None:
 
 def keep_page(job: Path, rest: str) -> None:
     """``slow`` for three seconds, ``wait`` in a collective of two ranks, ``stop`` by a signal, ``kill`` or ``hang``."""
-    phases = Phases()
-    phases.members["world"] = (0, 1)
-    PageWriter(page_path(job, RANK), phases)
-    phases.step(3)
-    phases.enter("optimizer")
+    activity = Activity()
+    activity.members["world"] = (0, 1)
+    PageWriter(page_path(job, RANK), activity)
+    activity.step(3)
+    activity.enter("optimizer")
     if rest == "wait":
-        phases.collective("all-reduce", "world", 8).__enter__()
+        activity.collective("all-reduce", "world", 8).__enter__()
     else:
-        phases.enter("backward", "B0.0")
+        activity.enter("backward", "B0.0")
     if rest in ("stop", "kill"):
         os.kill(os.getpid(), signal.SIGSTOP if rest == "stop" else signal.SIGKILL)
     if rest == "slow":
         for count in range(60):
-            phases.enter("forward", f"F{count}.0")
+            activity.enter("forward", f"F{count}.0")
             time.sleep(0.05)
         os._exit(0)
 

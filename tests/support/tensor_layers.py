@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 
-from megatron_run.actions import LayoutSpec, looped_layout
-from megatron_run.builtin.model.gpt import Gpt, GptOptions
-from megatron_run.comm import Groups, create_groups
-from megatron_run.contracts import BuildContext, ParallelLayers
+from megatron_run.contracts import ParallelLayers
+from megatron_run.contracts.actions import LayoutSpec, looped_layout
+from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.registry.choose import choose
 from megatron_run.registry.discover import scan
 from megatron_run.registry.load import load
-from megatron_run.testing.context import context_at, prepare
-from megatron_run.testing.model import Built
-from megatron_run.topology import Sizes, Topology
+from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
+from megatron_run_engine.runtime.comm import Groups, create_groups
+from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_testing.context import context_at, prepare
+from megatron_run_testing.model import Built
 
 #: Heads, key-value heads and features that divide by 4; a vocabulary that fills three of four ranks.
 GPT: Mapping[str, Any] = {

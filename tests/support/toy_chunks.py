@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_run.contracts import Boundary, ChunkOut, Init, Microbatch, ParameterSpec, Segment
-from megatron_run.gradients import Gradients
-from megatron_run.nn.linear import linear
+from megatron_run_engine.nn.linear import linear
+from megatron_run_engine.runtime.gradients import GradientAccumulator
 
 WIDTH = 3
 BOUNDARY = Boundary((2, WIDTH), torch.float64)
@@ -48,7 +48,7 @@ def thinning_boundary(microbatch: Microbatch) -> Boundary:
 class ToyChunk(nn.Module):
     """One position of the toy model."""
 
-    def __init__(self, position: int, last: bool, gradients: Gradients, *, thinning: bool = False) -> None:
+    def __init__(self, position: int, last: bool, gradients: GradientAccumulator, *, thinning: bool = False) -> None:
         super().__init__()
         self.position, self.last, self.gradients, self.thinning = position, last, gradients, thinning
         self.weight = nn.Parameter(weight(position))

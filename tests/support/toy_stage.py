@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from megatron_run.actions import Action
 from megatron_run.contracts import Boundary, Microbatch
-from megatron_run.gradients import Gradients, build_buckets, main_grad
-from megatron_run.parameters import describe_parameters
-from megatron_run.pipeline.execute import Executor, StepInputs, StepRecord
+from megatron_run.contracts.actions import Action
 from megatron_run.pipeline.lower import Instruction, lower
-from megatron_run.pipeline.messages import Messenger
 from megatron_run.pipeline.plan import Plan
+from megatron_run_engine.runtime.execute import Executor, StepInputs, StepRecord
+from megatron_run_engine.runtime.gradients import GradientAccumulator, build_buckets, main_grad
+from megatron_run_engine.runtime.messages import Messenger
+from megatron_run_engine.runtime.parameters import describe_parameters
 from tests.support.toy_chunks import BOUNDARY, ToyChunk, by_autograd, thinning_boundary
 from tests.support.witness import Witness
 
@@ -39,7 +39,7 @@ class Bench:
         thinning: bool = False,
         make_chunk: Callable[..., ToyChunk] = ToyChunk,
     ) -> None:
-        self.plan, self.stage, self.thinning, gradients = plan, stage, thinning, Gradients()
+        self.plan, self.stage, self.thinning, gradients = plan, stage, thinning, GradientAccumulator()
         mine = sorted((place.chunk, k) for k, place in enumerate(plan.layout) if place.stage == stage)
         self.chunks = [make_chunk(k, k == len(plan.layout) - 1, gradients, thinning=thinning) for _, k in mine]
         infos = [describe_parameters(chunk) for chunk in self.chunks]

@@ -99,8 +99,8 @@ def found_once() -> Iterator[None]:
 
     loaded = cache(load)
     with (
-        mock.patch("megatron_run.resolve.resolver.scan", cache(scan)),
-        mock.patch("megatron_run.resolve.choosing.load", lambda entry, origin, digests: loaded(entry, origin)),
+        mock.patch("megatron_run.planning.resolver.scan", cache(scan)),
+        mock.patch("megatron_run.planning.choosing.load", lambda entry, origin, digests: loaded(entry, origin)),
     ):
         yield
 
@@ -108,12 +108,12 @@ def found_once() -> Iterator[None]:
 def train_here(rank: int, world: int, request: str) -> Seen:
     """Train on this rank of a process group that exists already."""
     from megatron_run.contracts import CaptureMetrics, EvalMetrics, Observer, StepMetrics
-    from megatron_run.resolve import resolve
-    from megatron_run.run_folder import RunFolder
-    from megatron_run.trainer import train_rank
-    from megatron_run.training.build import build
-    from megatron_run.training.observing import Observers
-    from megatron_run.world import StopRequest, World
+    from megatron_run.planning import resolve
+    from megatron_run_engine.run_folder import RunFolder
+    from megatron_run_engine.runtime.world import StopRequest, World
+    from megatron_run_engine.training.build import build
+    from megatron_run_engine.training.observing import Observers
+    from megatron_run_engine.training.trainer import train_rank
 
     seen, assemblies = Seen(), list[Any]()
 
@@ -138,9 +138,9 @@ def train_here(rank: int, world: int, request: str) -> Seen:
         return assembly
 
     run = resolve(Request.from_json(request))
-    with shared_folder(rank, world) as folder, mock.patch("megatron_run.trainer.build", watched_build):
+    with shared_folder(rank, world) as folder, mock.patch("megatron_run_engine.training.trainer.build", watched_build):
         observers = Observers([("watch", Watch() if rank == 0 else WatchGraphs())], mock.Mock())
-        with mock.patch("megatron_run.trainer.start_observers", return_value=observers):
+        with mock.patch("megatron_run_engine.training.trainer.start_observers", return_value=observers):
             train_rank(run, World(rank=rank, size=world), RunFolder(folder, 1), StopRequest())
     seen.weights = _digest(*assemblies)
     return seen
@@ -198,7 +198,7 @@ def _record_first_gradients(assembly: Any, seen: Seen) -> None:
     """Keep the reduced gradients of the first step, by the logical tensors' names."""
     import torch
 
-    from megatron_run.gradients import main_grad
+    from megatron_run_engine.runtime.gradients import main_grad
 
     unscale = assembly.optimizer.unscale_
 

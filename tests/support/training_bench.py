@@ -13,13 +13,13 @@ import torch
 
 from megatron_run.contracts import CheckpointMetrics, EvalMetrics, Observer, ParamInfo, StepMetrics
 from megatron_run.errors import ExitCode
-from megatron_run.gradients import main_grad
-from megatron_run.resolve import load_config
-from megatron_run.run_folder import RunFolder
-from megatron_run.trainer import Trainer
-from megatron_run.training.build import build
-from megatron_run.training.observing import Observers
-from megatron_run.world import StopRequest, World
+from megatron_run.planning import load_config
+from megatron_run_engine.run_folder import RunFolder
+from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_engine.runtime.world import StopRequest, World
+from megatron_run_engine.training.build import build
+from megatron_run_engine.training.observing import Observers
+from megatron_run_engine.training.trainer import Trainer
 
 
 class Watch(Observer):
@@ -105,10 +105,10 @@ class Bench:
 
     def _note_positions(self) -> None:
         """Keep in ``read`` where each step began in the stream of samples."""
-        training = self.trainer._feed.training
+        training = self.trainer._loader.training
 
         def watched(dataset: Any, step: int, consumed: int) -> Any:
             self.read.append(consumed)
             return training(dataset, step, consumed)
 
-        cast("Any", self.trainer._feed).training = watched
+        cast("Any", self.trainer._loader).training = watched

@@ -8,25 +8,25 @@ import sys
 import time
 from pathlib import Path
 
+from megatron_run.contracts.activity import Activity
 from megatron_run.errors import ExitCode
-from megatron_run.launch.watched import Watched
-from megatron_run.phases import Phases
-from megatron_run.run_folder import RunFolder
-from megatron_run.world import World
+from megatron_run_engine.launch.watched import Watched
+from megatron_run_engine.run_folder import RunFolder
+from megatron_run_engine.runtime.world import World
 
 
 def main() -> None:
     folder, what = Path(sys.argv[1]), sys.argv[2]
-    run, phases = RunFolder(folder, 1), Phases()
+    run, activity = RunFolder(folder, 1), Activity()
     run.start()
     watched = Watched(World(launcher="torchrun"), run, 1.0, os.dup(2))
     hub = watched.start_hub()["hub"]
-    watched.start(hub, phases)
+    watched.start(hub, activity)
     assert watched._process is not None
     assert hub["token"] not in str(watched._process.args), "others see the words of a command line"
     (folder / "watcher.pid").write_text(str(watched._process.pid))
-    phases.step(1)
-    phases.enter("forward", "F0.0")
+    activity.step(1)
+    activity.enter("forward", "F0.0")
     if what == "leave":
         watched.close(ExitCode.DONE)
         sys.exit(0)

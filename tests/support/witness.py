@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import torch
 
-from megatron_run.actions import Action, Op
 from megatron_run.contracts import ChunkOut
-from megatron_run.gradients import Gradients
+from megatron_run.contracts.actions import Action, Op
+from megatron_run_engine.runtime.gradients import GradientAccumulator
 
 
 class Witness:
@@ -21,7 +21,7 @@ class Witness:
     shows an S, which computes nothing.
     """
 
-    def __init__(self, chunks: Sequence[Any], gradients: Gradients) -> None:
+    def __init__(self, chunks: Sequence[Any], gradients: GradientAccumulator) -> None:
         self.actions: list[Action] = []
         self._split = False
         self._defer, self._finish = gradients.deferring, gradients.run_deferred

@@ -14,7 +14,7 @@ from benchmarks.optimizer.model import BETAS, EPS, LR, WEIGHT_DECAY, MeanLoss, b
 from benchmarks.optimizer.ours import Ranks
 from benchmarks.support.shape import Shape
 from megatron_run.contracts import ParamInfo
-from megatron_run.gradients import Gradients
+from megatron_run_engine.runtime.gradients import GradientAccumulator
 
 Infos = Mapping[Parameter, ParamInfo]
 
@@ -35,7 +35,7 @@ class _First:
         self._parameter.grad = torch.zeros_like(self._parameter).index_add_(dim, index, source)
 
 
-class IntoGrad(Gradients):
+class IntoGrad(GradientAccumulator):
     """Layers hand their weight gradients over to this: they go to ``parameter.grad``, as autograd's own do."""
 
     def submit(self, parameters: Sequence[Parameter], compute: Callable[[], None]) -> None:

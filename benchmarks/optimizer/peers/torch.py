@@ -22,7 +22,7 @@ from benchmarks.optimizer.model import CLIP, Batch, gathered
 from benchmarks.optimizer.ours import Ranks
 from benchmarks.optimizer.peers.autograd import ADAMW, by_name, bytes_of, groups, logical, plain_model
 from benchmarks.support.shape import Shape
-from megatron_run.nn import DecoderChunk
+from megatron_run_engine.nn import DecoderChunk
 
 
 class DdpSide:

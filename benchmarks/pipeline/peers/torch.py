@@ -18,8 +18,8 @@ from megatron_run.contracts import Microbatch
 
 if TYPE_CHECKING:
     from benchmarks.pipeline.model import Stage
-    from megatron_run.gradients import Gradients
-    from megatron_run.nn import DecoderChunk
+    from megatron_run_engine.nn import DecoderChunk
+    from megatron_run_engine.runtime.gradients import GradientAccumulator
 
 #: Schedules of one stage object a rank; the others take a list.
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
@@ -44,7 +44,7 @@ class Piece(nn.Module):
 class SplitBackward:
     """Hands the weight gradients of each input gradient to the schedule, as the function that finishes them."""
 
-    def __init__(self, gradients: Gradients) -> None:
+    def __init__(self, gradients: GradientAccumulator) -> None:
         self._gradients, self._count, self._open = gradients, 0, ExitStack()
 
     def start(self) -> None:

@@ -28,7 +28,7 @@ def checkpoint() -> None:
 @debug_option
 def list_(folder: Path | None, *, as_json: bool) -> None:
     """List the saved steps; manifests and lengths are looked at, contents are not."""
-    from megatron_run.checkpoint import show
+    from megatron_run_engine.checkpoint import show
 
     checkpoints, _ = show.find(folder)
     findings = list(show.look(checkpoints))
@@ -46,7 +46,7 @@ def list_(folder: Path | None, *, as_json: bool) -> None:
 @debug_option
 def verify(folder: Path | None, *, step: int | None, as_json: bool) -> int:
     """Read every byte of the saved steps and compare it with what was written; exit code 5 when any is damaged."""
-    from megatron_run.checkpoint import show
+    from megatron_run_engine.checkpoint import show
 
     checkpoints, named = show.find(folder)
     chosen = [each for each in (step, named) if each is not None][:1]
@@ -67,7 +67,7 @@ def verify(folder: Path | None, *, step: int | None, as_json: bool) -> int:
 @debug_option
 def inspect(folder: Path | None, *, step: int | None, as_json: bool) -> None:
     """Show what a saved step holds: counters, plugins, topology, files, and every logical tensor."""
-    from megatron_run.checkpoint import show
+    from megatron_run_engine.checkpoint import show
 
     checkpoints, chosen = show.find_step(folder, step)
     manifest = checkpoints.manifest(chosen)

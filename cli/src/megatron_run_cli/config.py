@@ -29,9 +29,9 @@ def show(
     as_json: bool,
 ) -> None:
     """Print the resolved configuration, each key with where it came from."""
-    from megatron_run.resolve import resolve
-    from megatron_run.resolve.show import show as text
-    from megatron_run.resolve.show import show_json
+    from megatron_run.planning import resolve
+    from megatron_run.planning.show import show as text
+    from megatron_run.planning.show import show_json
 
     run = resolve(request)
     if as_json:
@@ -49,8 +49,8 @@ def explain(
     request: Request,
 ) -> None:
     """Say what KEY (train.lr) or a whole section (train) means; with a CONFIG or options, also its value there."""
-    from megatron_run.resolve import resolve
-    from megatron_run.resolve.explain import explain as text
+    from megatron_run.planning import resolve
+    from megatron_run.planning.explain import explain as text
 
     run = resolve(request) if request.configs or request.plugins or request.sets else None
     click.echo(text(key, run))
@@ -60,8 +60,8 @@ def explain(
 @debug_option
 def schema() -> None:
     """Print the JSON schema of a configuration file that may use any installed plugin; for editors."""
-    from megatron_run.resolve.explain import installed_plugins
-    from megatron_run.resolve.explain import schema as make
+    from megatron_run.planning.explain import installed_plugins
+    from megatron_run.planning.explain import schema as make
 
     plugins, notices = installed_plugins()
     for notice in notices:

@@ -13,7 +13,7 @@ from megatron_run_cli.output import print_json, print_table
 @debug_option
 def doctor(*, as_json: bool) -> int:
     """Check Python, torch, devices, communication, the run folder and every installed plugin."""
-    from megatron_run.launch.examine import examine
+    from megatron_run_engine.launch.examine import examine
 
     findings = examine()
     if as_json:

@@ -26,7 +26,7 @@ def import_(source: Path, folder: Path, *, name: str | None, trust_pickle: bool,
     FORMAT is huggingface (GPT-2 or Llama, safetensors), megatron (Megatron-LM's torch and torch_dist, of which nothing
     is executed) or distributed (torch.distributed.checkpoint, as exported).
     """
-    from megatron_run.interchange.exchange import import_model
+    from megatron_run_engine.formats.convert import import_model
 
     done = import_model(source, folder, name, trust_pickle=trust_pickle)
     for note in done.notes:
@@ -53,7 +53,7 @@ def export(words: tuple[Path, ...], *, name: str, step: int | None, as_json: boo
     """
     if not 1 <= len(words) <= 2:
         raise click.UsageError(f"expected [SOURCE] FOLDER, got {len(words)} words")
-    from megatron_run.interchange.exchange import export_model
+    from megatron_run_engine.formats.convert import export_model
 
     done = export_model(words[0] if len(words) == 2 else None, words[-1], name, step)
     if as_json:

@@ -72,9 +72,9 @@ def why(
     as_json: bool,
 ) -> None:
     """Say which plugin of KIND a run would take, why, and why not the others."""
+    from megatron_run.planning import resolve
     from megatron_run.registry.choose import check_kind
     from megatron_run.registry.introspect import why as explain
-    from megatron_run.resolve import resolve
 
     kind = check_kind(kind, "plugins why")
     run = resolve(request)
@@ -118,7 +118,7 @@ def new(kind: str, name: str, folder: Path | None, *, as_json: bool) -> None:
 @debug_option
 def check(target: str, sets: tuple[str, ...], *, as_json: bool) -> int:
     """Run the conformance suite on a plugin: an installed one, the folder of a package, or ./mine.py."""
-    from megatron_run.testing.conformance import check as run_suite
+    from megatron_run_testing.conformance import check as run_suite
 
     reports = run_suite(target, sets)
     if as_json:

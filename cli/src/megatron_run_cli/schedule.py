@@ -46,7 +46,7 @@ def show(
 ) -> None:
     """Verify one step of a schedule and draw its timeline."""
     from megatron_run.pipeline import show
-    from megatron_run.resolve.asking import Shape, ask_schedule
+    from megatron_run.planning.schedule_only import Shape, ask_schedule
 
     asked = ask_schedule(request, Shape(stages, chunks, microbatches, layers))
     try:

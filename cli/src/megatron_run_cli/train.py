@@ -13,7 +13,7 @@ from megatron_run_cli.output import print_json, tell, tell_error
 
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
-    from megatron_run.launch import Ending, How
+    from megatron_run_engine.launch import Ending, How
 
 
 @click.command()
@@ -65,9 +65,9 @@ def train(  # noqa: PLR0913  # one argument an option: so click calls it
     """Train a model; no CONFIG is preset:laptop."""
     request = replace(request, resume=resume, allow_plugin_change=allow_plugin_change)
     if dry_run:
-        from megatron_run.launch.process import why_not_here
-        from megatron_run.resolve import resolve
-        from megatron_run.training.dry_run import dry_run_json, dry_run_text
+        from megatron_run.planning import resolve
+        from megatron_run_engine.launch.process import why_not_here
+        from megatron_run_engine.training.dry_run import dry_run_json, dry_run_text
 
         run = resolve(request)
         why_not = why_not_here(run)
@@ -77,7 +77,7 @@ def train(  # noqa: PLR0913  # one argument an option: so click calls it
         else:
             click.echo("\n\n".join([dry_run_text(run), *(f"note: {notice}" for notice in notices)]))
         return 0
-    from megatron_run.launch import Terms, launch
+    from megatron_run_engine.launch import Terms, launch
 
     silent = (lambda _: None) if quiet else tell
     terms = Terms(sys.argv[1:], quiet=quiet or as_json, debug=debug, max_restarts=max_restarts, tell=silent)

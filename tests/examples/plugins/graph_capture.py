@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from megatron_run.actions import Action
 from megatron_run.contracts import CaptureSize, GraphCapture, Microbatch, PluginInfo, Region, Segment
+from megatron_run.contracts.actions import Action
 from megatron_run.hookspecs import hookimpl
 
 
@@ -30,7 +30,7 @@ class CallAgain(GraphCapture):
         self._captured = set(regions)
         return self.plan(regions, actions)
 
-    def misfit(self, actions: Sequence[Action]) -> str:
+    def mismatch(self, actions: Sequence[Action]) -> str:
         return ""
 
     def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from megatron_run.actions import Place
 from megatron_run.contracts import (
     Boundary,
-    BuildContext,
     Chunk,
     ChunkOut,
     Init,
@@ -23,7 +21,9 @@ from megatron_run.contracts import (
     PluginInfo,
     Segment,
 )
+from megatron_run.contracts.actions import Place
 from megatron_run.hookspecs import hookimpl
+from megatron_run_engine.runtime.context import BuildContext
 
 INIT = Init("normal", 0.02)
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_run.comm import Peers, Pending
-from megatron_run.contracts import BuildContext, Optimizer, PluginInfo
-from megatron_run.gradients import Bucket
+from megatron_run.contracts import Optimizer, PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run.optim import FlatOptimizer, Sharing, UpdateOptions, check_update
+from megatron_run_engine.optim import FlatOptimizer, ShardingStrategy, UpdateOptions, check_update
+from megatron_run_engine.runtime.comm import ParallelGroup, Pending
+from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_engine.runtime.gradients import Bucket
 
 
-class HalfTheBytes(Sharing):
-    def __init__(self, peers: Peers) -> None:
+class HalfTheBytes(ShardingStrategy):
+    def __init__(self, peers: ParallelGroup) -> None:
         self._peers = peers
 
     def updated(self, bucket: Bucket) -> range:

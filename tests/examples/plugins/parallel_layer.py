@@ -7,9 +7,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from megatron_run.contracts import BuildContext, Init, ParallelLayers, ParameterSpec, PluginInfo, StackedLayers
+from megatron_run.contracts import Init, ParallelLayers, ParameterSpec, PluginInfo, StackedLayers
 from megatron_run.hookspecs import hookimpl
-from megatron_run.nn import empty_parameter
+from megatron_run_engine.nn import empty_parameter
+from megatron_run_engine.runtime.context import BuildContext
 
 
 class PreciseRmsNorm(nn.Module):

@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from megatron_run import load_config, train
+from megatron_run import load_config
+from megatron_run_engine import train
 
 run = load_config("preset:tiny", sets={"train.lr": 2e-3})
 print(run)  # plugins and why, ranks and their layers, the pipeline

@@ -1,7 +1,8 @@
 """A plugin handed in as an object: an observer that keeps the losses, ready for a plot."""
 
-from megatron_run import load_config, train
+from megatron_run import load_config
 from megatron_run.contracts import Observer, StepMetrics
+from megatron_run_engine import train
 
 
 class Losses(Observer):

@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from megatron_run import load_config, train
+from megatron_run import load_config
+from megatron_run_engine import train
 
 for schedule in ("1f1b", "interleaved"):
     folder = Path("runs", schedule)

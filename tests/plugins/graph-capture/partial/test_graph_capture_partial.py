@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from megatron_run.builtin.model.gpt import GptOptions
-from megatron_run.builtin.parallel_layer.dense import DenseLayers
-from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.contracts import Microbatch, Schedule
 from megatron_run.errors import InputError
-from megatron_run.gradients import main_grad
-from megatron_run.nn import LayerNorm, core_attention
-from megatron_run.testing.check import Check
-from megatron_run.testing.graph_capture import graph_capture_checks
+from megatron_run.pipeline.sequential import Sequential
+from megatron_run_engine.builtin.model.gpt import GptOptions
+from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+from megatron_run_engine.nn import LayerNorm, core_attention
+from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_interleaved import Interleaved
 from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
+from megatron_run_testing.check import Check
+from megatron_run_testing.graph_capture import graph_capture_checks
 from tests.support.graph_bench import Pipeline, one_region, partial_capture
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from megatron_run.actions import Action
-from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.contracts import Microbatch, Region, Segment
+from megatron_run.contracts.actions import Action
 from megatron_run.errors import GraphCaptureError
-from megatron_run.gradients import main_grad
-from megatron_run.testing.context import single_process_context
+from megatron_run.pipeline.sequential import Sequential
+from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_testing.context import single_process_context
 from tests.support.graph_bench import Pipeline, one_region, partial_capture
 
 ONE = [Action("F", 0, 0), Action("B", 0, 0)]
@@ -57,16 +57,16 @@ def test_another_order_of_a_pipeline_is_refused() -> None:
 def test_another_number_of_microbatches_does_not_fit() -> None:
     layer, x = linear(), torch.ones(2, 4)
     capture, _, _ = one_region(layer, [x], params=[layer.weight])
-    assert not capture.misfit(ONE)
+    assert not capture.mismatch(ONE)
     more = [Action(op, m, 0) for m in range(2) for op in ("F", "B")]
-    assert capture.misfit(more) == "a step of 2 microbatches follows steps of 1"
+    assert capture.mismatch(more) == "a step of 2 microbatches follows steps of 1"
 
 
 def test_a_parameter_that_was_moved_does_not_fit() -> None:
     layer, x = linear(), torch.ones(2, 4)
     capture, _, _ = one_region(layer, [x], params=[layer.weight])
     layer.weight.data = layer.weight.data.clone()
-    assert capture.misfit(ONE) == "1 parameters or their gradients were moved in memory"
+    assert capture.mismatch(ONE) == "1 parameters or their gradients were moved in memory"
 
 
 def run(layer: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,7 +85,7 @@ def test_another_shape_runs_eagerly_and_asks_for_another_capture() -> None:
     assert torch.equal(out, expected)
     out.sum().backward()
     assert torch.equal(main_grad(layer.weight), gradient)
-    assert "attn of layer 3 was given (3, 4) torch.float32 and was captured with (2, 4)" in capture.misfit(ONE)
+    assert "attn of layer 3 was given (3, 4) torch.float32 and was captured with (2, 4)" in capture.mismatch(ONE)
     (again,) = capture.replay(region, at(2), x)  # the graphs themselves are as good as before
     assert torch.equal(again, run(layer, x)[0])
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from torch.nn import Parameter
 
-from megatron_run.builtin.model.gpt import GptOptions
-from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.contracts import Schedule
-from megatron_run.gradients import main_grad
+from megatron_run.pipeline.sequential import Sequential
+from megatron_run_engine.builtin.model.gpt import GptOptions
+from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
 from tests.support.graph_bench import Pipeline
@@ -79,7 +79,7 @@ def test_what_is_frozen_or_trained_again_after_the_capture_does_not_fit() -> Non
     captured.step(1)
     captured.start_capture()
     (stage,) = captured.stages
-    assert not stage.capture.misfit(captured.actions())
+    assert not stage.capture.mismatch(captured.actions())
     idle = [parameter for parameter in stage.parameters if not parameter.requires_grad]
     idle[0].requires_grad_()
-    assert stage.capture.misfit(captured.actions()) == "1 parameters were frozen, or are trained again"
+    assert stage.capture.mismatch(captured.actions()) == "1 parameters were frozen, or are trained again"

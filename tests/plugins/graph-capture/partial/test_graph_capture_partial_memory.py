@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_run.actions import Action
-from megatron_run.builtin.model.gpt import GptOptions
 from megatron_run.contracts import Microbatch, Segment
-from megatron_run.graphs import OrderGuard, Pass
-from megatron_run.testing.context import single_process_context
+from megatron_run.contracts.actions import Action
+from megatron_run_engine.builtin.model.gpt import GptOptions
+from megatron_run_engine.capture import OrderGuard, Pass
 from megatron_run_graph_capture_partial import capture as capturing
 from megatron_run_graph_capture_partial.arena import ALIGNMENT, Arena
 from megatron_run_graph_capture_partial.backend import weak_alias
 from megatron_run_graph_capture_partial.reuse import Reuse, per_microbatch, per_slot
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_interleaved import Interleaved
+from megatron_run_testing.context import single_process_context
 from tests.support.graph_bench import Pipeline, one_region, partial_capture
 
 STAGES = 4

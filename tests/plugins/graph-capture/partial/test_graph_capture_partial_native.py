@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-from megatron_run.builtin.schedule.sequential import Sequential
+from megatron_run.pipeline.sequential import Sequential
 from megatron_run_graph_capture_partial import native
 from megatron_run_graph_capture_partial.executors import find_executor, in_python, out_form
 from tests.support.graph_bench import Pipeline

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from megatron_run.actions import Action
-from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.contracts import Segment
+from megatron_run.contracts.actions import Action
 from megatron_run.errors import GraphCaptureError
-from megatron_run.graphs import Rules
-from megatron_run.testing.context import single_process_context
+from megatron_run.pipeline.sequential import Sequential
+from megatron_run_engine.capture import Rules
 from megatron_run_graph_capture_partial.arena import Arena
 from megatron_run_graph_capture_partial.recording import Recording
+from megatron_run_testing.context import single_process_context
 from tests.support.graph_bench import Pipeline, one_region, partial_capture
 
 Violation = Callable[[Tensor], Any]
@@ -149,7 +149,7 @@ def test_a_failed_capture_leaves_nothing_behind() -> None:
     assert len(calls) == 3
     assert not seen.any()
     assert torch.equal(stream, torch.get_rng_state())
-    assert capture.misfit(actions) == "nothing is captured"
+    assert capture.mismatch(actions) == "nothing is captured"
     assert gc.isenabled()
     assert arenas() == before
     with Rules(()):

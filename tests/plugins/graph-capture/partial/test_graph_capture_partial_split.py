@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from megatron_run.builtin.model.gpt import GptOptions
-from megatron_run.gradients import Gradients
+from megatron_run_engine.builtin.model.gpt import GptOptions
+from megatron_run_engine.runtime.gradients import GradientAccumulator
 from megatron_run_schedule_zero_bubble.v import ZeroBubbleV
 from tests.support.graph_bench import Pipeline
 
@@ -33,10 +33,10 @@ def test_a_tied_embedding_is_added_up_in_another_order() -> None:
 
 def test_the_bits_are_those_of_eager_weight_gradients_at_i(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def at_once(ledger: Gradients, key: tuple[int, int]) -> Iterator[None]:
+    def at_once(ledger: GradientAccumulator, key: tuple[int, int]) -> Iterator[None]:
         yield
 
-    monkeypatch.setattr(Gradients, "deferring", at_once)
+    monkeypatch.setattr(GradientAccumulator, "deferring", at_once)
     eager, captured = pipelines(TIED)
     for number in (2, 3):
         assert eager.step(number).equals(captured.step(number))

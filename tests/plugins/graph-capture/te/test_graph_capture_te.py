@@ -8,24 +8,24 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_run.actions import Action, signed_order
-from megatron_run.builtin.model.gpt import GptOptions
-from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.config.request import Request
-from megatron_run.contracts import BuildContext
+from megatron_run.contracts.actions import Action, signed_order
 from megatron_run.errors import GraphCaptureError, InputError, PluginError
-from megatron_run.gradients import main_grad
-from megatron_run.graphs import RegionCapture
-from megatron_run.resolve import resolve
-from megatron_run.testing.check import Check
-from megatron_run.testing.graph_capture import graph_capture_checks
-from megatron_run.training.dry_run import dry_run_text
+from megatron_run.pipeline.sequential import Sequential
+from megatron_run.planning import resolve
+from megatron_run_engine.builtin.model.gpt import GptOptions
+from megatron_run_engine.capture import RegionCapture
+from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_engine.training.dry_run import dry_run_text
 from megatron_run_graph_capture_te import check_device
 from megatron_run_graph_capture_te.capture import TeCapture
 from megatron_run_graph_capture_te.engine import find_engine
 from megatron_run_graph_capture_te.options import TeOptions, check_config
 from megatron_run_schedule_interleaved import Interleaved
 from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
+from megatron_run_testing.check import Check
+from megatron_run_testing.graph_capture import graph_capture_checks
 from tests.support.checkout import ROOT
 from tests.support.fake_plugins import FakeSite
 from tests.support.graph_bench import Pipeline

@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_run.actions import Op
 from megatron_run.contracts import EvalMetrics
-from megatron_run.testing.observer import example_run, example_step
+from megatron_run.contracts.actions import Op
 from megatron_run_observer_tensorboard import STEP_TAGS, TensorBoard
 from megatron_run_observer_tensorboard.picture import COLOURS, draw
+from megatron_run_testing.observer import example_run, example_step
 
 OPS: tuple[Op, ...] = ("F", "B", "I", "W")
 

@@ -14,8 +14,8 @@ from torch import nn
 from megatron_run import load_config
 from megatron_run.contracts import Init, ParamInfo, Part
 from megatron_run.errors import InputError, PluginError
-from megatron_run.launch import local
 from megatron_run_cli.main import main
+from megatron_run_engine.launch import local
 from megatron_run_optimizer_deepspeed import check_config
 from megatron_run_optimizer_deepspeed.library import MINIMUM, check_kind
 from megatron_run_optimizer_deepspeed.options import Options

@@ -18,13 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_run.comm import create_groups
-from megatron_run.contracts import BuildContext, Optimizer
+from megatron_run.contracts import Optimizer
+from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.errors import ExitCode
-from megatron_run.gradients import main_grad
-from megatron_run.optim import UpdateOptions
-from megatron_run.testing.context import context_at
-from megatron_run.topology import Sizes, Topology
+from megatron_run_engine.optim import UpdateOptions
+from megatron_run_engine.runtime.comm import create_groups
+from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_testing.context import context_at
 from tests.support.commands import COMMAND, run_command
 from tests.support.optimizer_bench import SHAPES, Bench, Trained, gathered, reader
 from tests.support.ranks import run_ranks
@@ -50,7 +51,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def adamw(context: BuildContext, **options: Any) -> Optimizer:
-    from megatron_run.builtin.optimizer.adamw import megatron_run_create_optimizer
+    from megatron_run_engine.builtin.optimizer.adamw import megatron_run_create_optimizer
 
     return megatron_run_create_optimizer(context, UpdateOptions(**options))
 

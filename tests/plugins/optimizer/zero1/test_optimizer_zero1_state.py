@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_run.comm import Groups, create_groups
-from megatron_run.contracts import BuildContext, Optimizer, StatePiece
+from megatron_run.contracts import Optimizer, StatePiece
+from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.registry.choose import choose
 from megatron_run.registry.discover import scan
 from megatron_run.registry.load import load
-from megatron_run.testing.context import context_at
-from megatron_run.testing.optimizers.alone import shapes
-from megatron_run.testing.optimizers.bench import Bench, mean_gradients
-from megatron_run.testing.optimizers.saved import SavedState
-from megatron_run.topology import Sizes, Topology
+from megatron_run_engine.runtime.comm import Groups, create_groups
+from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_testing.context import context_at
+from megatron_run_testing.optimizers.alone import shapes
+from megatron_run_testing.optimizers.bench import Bench, mean_gradients
+from megatron_run_testing.optimizers.saved import SavedState
 from tests.support.ranks import run_ranks
 
 STEPS = 3

@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_run.builtin.parallel_layer.dense import DenseLayers
-from megatron_run.contracts import AttentionShape, BuildContext, ChunkOut, Init, LinearPart, ParallelLayers, Segment
-from megatron_run.gradients import main_grad
-from megatron_run.nn import LayerNorm
-from megatron_run.testing.check import Check
-from megatron_run.testing.context import logical_gradients, logical_values, prepare, single_process_context
-from megatron_run.testing.parallel_layer import parallel_layer_checks
+from megatron_run.contracts import AttentionShape, ChunkOut, Init, LinearPart, ParallelLayers, Segment
+from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+from megatron_run_engine.nn import LayerNorm
+from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_parallel_layer_te.weight_gradients import after_backward
+from megatron_run_testing.check import Check
+from megatron_run_testing.context import logical_gradients, logical_values, prepare, single_process_context
+from megatron_run_testing.parallel_layer import parallel_layer_checks
 from tests.support import engine_stand_in
 from tests.support.engine_layers import delayed_layers, engine_layers
 

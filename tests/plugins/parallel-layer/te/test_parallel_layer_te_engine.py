@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_run import load_config, train
+from megatron_run import load_config
 from megatron_run.errors import InputError
-from megatron_run.launch import local
 from megatron_run_cli.main import main
+from megatron_run_engine import train
+from megatron_run_engine.launch import local
 from megatron_run_parallel_layer_te import shapes
 from tests.support import engine_stand_in
 from tests.support.engine_site import engine_site

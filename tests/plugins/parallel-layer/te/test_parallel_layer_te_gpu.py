@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_run.contracts import BuildContext, Init, LinearPart, ParallelLayers
-from megatron_run.testing.context import single_process_context
-from megatron_run.testing.parallel_layer import parallel_layer_checks
+from megatron_run.contracts import Init, LinearPart, ParallelLayers
+from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_parallel_layer_te import megatron_run_create_parallel_layer
 from megatron_run_parallel_layer_te.options import Options
+from megatron_run_testing.context import single_process_context
+from megatron_run_testing.parallel_layer import parallel_layer_checks
 from tests.support.conformance import failures
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # the library has warnings of its own

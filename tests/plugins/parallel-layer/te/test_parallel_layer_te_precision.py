@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_run.comm import Peers
 from megatron_run.config.request import Request
 from megatron_run.contracts import Init, LinearPart
 from megatron_run.errors import InputError, PluginError, Problems
-from megatron_run.nn.parallel import Split
-from megatron_run.resolve import resolve
-from megatron_run.testing.context import prepare, single_process_context
+from megatron_run.planning import resolve
+from megatron_run_engine.nn.parallel import Split
+from megatron_run_engine.runtime.comm import ParallelGroup
 from megatron_run_parallel_layer_te import EngineLayers
 from megatron_run_parallel_layer_te.options import Options
 from megatron_run_parallel_layer_te.precision import Precision, check_gpu, make_recipe
+from megatron_run_testing.context import prepare, single_process_context
 from tests.support import engine_recipes as recipes
 from tests.support.engine_layers import STAND_IN, engine_layers
 from tests.support.engine_stand_in import REGIONS
 
-ALONE, PAIR = Split(Peers()), Split(Peers(0, 2), sequence=True)
+ALONE, PAIR = Split(ParallelGroup()), Split(ParallelGroup(0, 2), sequence=True)
 INIT = Init("normal", 0.02)
 HYBRID, E4M3 = recipes.Format.HYBRID, recipes.Format.E4M3
 
@@ -61,9 +61,9 @@ def test_the_options_become_a_recipe(options: dict[str, Any], recipe: object) ->
 
 def test_delayed_scales_agree_over_tensor_parallel_ranks_and_never_over_the_world() -> None:
     group: Any = object()
-    for peers, reduced in ((Peers(0, 2, group), True), (Peers(), False)):
+    for peers, reduced in ((ParallelGroup(0, 2, group), True), (ParallelGroup(), False)):
         assert make_recipe(STAND_IN, Options(fp8="delayed"), Split(peers)).reduce_amax is reduced
-    layers = EngineLayers(single_process_context(), Split(Peers(0, 2, group)), STAND_IN, Options(fp8="delayed"))
+    layers = EngineLayers(single_process_context(), Split(ParallelGroup(0, 2, group)), STAND_IN, Options(fp8="delayed"))
     with layers.forward_pass():
         assert REGIONS.groups[-1] is group
 

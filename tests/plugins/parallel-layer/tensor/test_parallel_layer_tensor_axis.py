@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_run.builtin.parallel_layer.dense import DenseLayers
-from megatron_run.comm import Peers, create_groups
-from megatron_run.contracts import BuildContext, Init, LinearPart, ParallelLayers
+from megatron_run.contracts import Init, LinearPart, ParallelLayers
+from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.errors import InputError
-from megatron_run.gradients import main_grad
-from megatron_run.nn.parallel import Split
-from megatron_run.testing.context import context_at, prepare, single_process_context
-from megatron_run.topology import Sizes, Topology
+from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+from megatron_run_engine.nn.parallel import Split
+from megatron_run_engine.runtime.comm import ParallelGroup, create_groups
+from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_parallel_layer_tensor import TensorLayers
+from megatron_run_testing.context import context_at, prepare, single_process_context
 from tests.support.ranks import run_ranks
 
 
@@ -84,7 +85,7 @@ def test_layers_that_data_ranks_share_compute_what_one_rank_does() -> None:
 
 def test_what_does_not_divide_names_the_axis() -> None:
     with pytest.raises(InputError) as caught:
-        Split(Peers(0, 4), axis="context").part(18, "tokens")
+        Split(ParallelGroup(0, 4), axis="context").part(18, "tokens")
     assert str(caught.value) == (
         "18 tokens do not split over 4 context-parallel ranks: 18 / 4 = 4.5; "
         "set parallel.context to 3 or 6, or choose 16 or 20 tokens"

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_run.builtin.model.gpt import GptOptions
-from megatron_run.comm import Groups
 from megatron_run.contracts import ParamInfo
+from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.errors import InputError
-from megatron_run.topology import Sizes, Topology
+from megatron_run_engine.builtin.model.gpt import GptOptions
+from megatron_run_engine.runtime.comm import Groups
 from tests.support.tensor_layers import gpt_context, split_gpt
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -2,13 +2,13 @@ from itertools import product
 
 import pytest
 
-from megatron_run.actions import LayoutSpec, ScheduleSpec, looped_layout, signed_order
+from megatron_run.contracts.actions import LayoutSpec, ScheduleSpec, looped_layout, signed_order
 from megatron_run.errors import ScheduleError
 from megatron_run.pipeline.timeline import timeline, timeline_text
 from megatron_run.pipeline.verify import verify
-from megatron_run.testing.check import Check
-from megatron_run.testing.schedule import schedule_checks
 from megatron_run_schedule_1f1b import OneForwardOneBackward
+from megatron_run_testing.check import Check
+from megatron_run_testing.schedule import schedule_checks
 from tests.support.checkout import ROOT
 
 SHAPES = list(product(range(1, 9), (1, 2, 3, 4, 7, 8, 16)))

@@ -2,12 +2,12 @@ from itertools import product
 
 import pytest
 
-from megatron_run.actions import LayoutSpec, ScheduleSpec, looped_layout, signed_order
+from megatron_run.contracts.actions import LayoutSpec, ScheduleSpec, looped_layout, signed_order
 from megatron_run.pipeline.timeline import timeline, timeline_text
 from megatron_run.pipeline.verify import verify
-from megatron_run.testing.check import Check
-from megatron_run.testing.schedule import schedule_checks
 from megatron_run_schedule_gpipe import GPipe
+from megatron_run_testing.check import Check
+from megatron_run_testing.schedule import schedule_checks
 from tests.support.checkout import ROOT
 
 SHAPES = list(product((1, 2, 3, 4, 8), (1, 2, 3), (1, 2, 3, 4, 7, 8)))

@@ -3,13 +3,13 @@ from collections.abc import Iterator
 import pytest
 from pydantic import ValidationError
 
-from megatron_run.actions import LayoutSpec, ScheduleSpec, looped_layout, signed_order
+from megatron_run.contracts.actions import LayoutSpec, ScheduleSpec, looped_layout, signed_order
 from megatron_run.errors import ScheduleError
 from megatron_run.pipeline.timeline import timeline, timeline_text
 from megatron_run.pipeline.verify import verify
-from megatron_run.testing.check import Check
-from megatron_run.testing.schedule import schedule_checks
 from megatron_run_schedule_interleaved import Interleaved, Options
+from megatron_run_testing.check import Check
+from megatron_run_testing.schedule import schedule_checks
 from tests.support.checkout import ROOT
 
 

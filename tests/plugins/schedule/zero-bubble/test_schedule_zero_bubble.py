@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from megatron_run.actions import LayoutSpec, ScheduleSpec
 from megatron_run.contracts import Schedule
+from megatron_run.contracts.actions import LayoutSpec, ScheduleSpec
 from megatron_run.errors import ScheduleError
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.timeline import timeline, timeline_text

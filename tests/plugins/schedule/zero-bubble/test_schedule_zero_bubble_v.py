@@ -4,13 +4,13 @@ from itertools import accumulate, product
 
 import pytest
 
-from megatron_run.actions import Action, LayoutSpec, ScheduleSpec
+from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.timeline import timeline
 from megatron_run.pipeline.verify import verify
-from megatron_run.testing.check import Check
-from megatron_run.testing.schedule import schedule_checks
 from megatron_run_schedule_zero_bubble import ZeroBubbleV
+from megatron_run_testing.check import Check
+from megatron_run_testing.schedule import schedule_checks
 
 SHAPES = list(product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 7, 8, 16)))
 

@@ -19,7 +19,8 @@ from megatron_run_graph_capture_partial.capture import PartialCapture
 from megatron_run_graph_capture_partial.options import PartialOptions, check_config
 
 if TYPE_CHECKING:
-    from megatron_run.contracts import BuildContext, GraphCapture
+    from megatron_run.contracts import GraphCapture
+    from megatron_run_engine.runtime.context import BuildContext
 
 
 @hookimpl

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megatron_run.contracts import BuildContext
+    from megatron_run_engine.runtime.context import BuildContext
 
 
 class Graph(Protocol):

@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_run.contracts import CaptureSize
-from megatron_run.graphs import Recorded, RegionCapture, by_chunk, chained, kept_streams, passes
+from megatron_run_engine.capture import Recorded, RegionCapture, by_chunk, chained, kept_streams, passes
 from megatron_run_graph_capture_partial.recording import Recording, StaticTensors
 from megatron_run_graph_capture_partial.reuse import Reuse, per_microbatch, per_slot
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_run.actions import Action
-    from megatron_run.contracts import BuildContext, Region
+    from megatron_run.contracts import Region
+    from megatron_run.contracts.actions import Action
+    from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_graph_capture_partial.backend import Backend
     from megatron_run_graph_capture_partial.options import PartialOptions
 

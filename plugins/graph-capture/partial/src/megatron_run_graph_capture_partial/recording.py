@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_run.gradients import main_grad
-from megatron_run.graphs import blamed, call, run_backward, zeros_like
+from megatron_run_engine.capture import blamed, call, run_backward, zeros_like
+from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_graph_capture_partial.backend import Backend, weak_alias
 from megatron_run_graph_capture_partial.region_graph import RegionGraph, trained
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from megatron_run.contracts import Region
-    from megatron_run.gradients import Gradients
-    from megatron_run.graphs import Pass
+    from megatron_run_engine.capture import Pass
+    from megatron_run_engine.runtime.gradients import GradientAccumulator
 
 #: (chunk, copy)
 Key = tuple[int, int]
@@ -75,7 +75,7 @@ class Recording:
     def __init__(
         self,
         backend: Backend,
-        gradients: Gradients,
+        gradients: GradientAccumulator,
         chunks: Sequence[Sequence[Region]],
         examples: Mapping[Region, Sequence[Tensor]],
         chained: Mapping[Region, Region],

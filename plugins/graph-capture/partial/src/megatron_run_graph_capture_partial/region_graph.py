@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import Region
-    from megatron_run.graphs import Hooks
+    from megatron_run_engine.capture import Hooks
 
 
 @dataclass(eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from megatron_run.graphs import Pass, shared_slots, slots_by_chunk
+from megatron_run_engine.capture import Pass, shared_slots, slots_by_chunk
 
 #: (chunk, microbatch or copy)
 Key = tuple[int, int]

@@ -17,7 +17,8 @@ from megatron_run_graph_capture_te.engine import find_engine
 from megatron_run_graph_capture_te.options import TeOptions, check_config
 
 if TYPE_CHECKING:
-    from megatron_run.contracts import BuildContext, GraphCapture
+    from megatron_run.contracts import GraphCapture
+    from megatron_run_engine.runtime.context import BuildContext
 
 
 def check_device(device: str, options: TeOptions) -> None:  # noqa: ARG001  # the contract's

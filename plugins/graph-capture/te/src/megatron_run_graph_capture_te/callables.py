@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
-    from megatron_run.graphs import Hooks
+    from megatron_run_engine.capture import Hooks
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.contracts import CaptureSize
 from megatron_run.errors import GraphCaptureError
-from megatron_run.graphs import Recorded, RegionCapture, by_chunk, kept_streams, passes, shared_slots
+from megatron_run_engine.capture import Recorded, RegionCapture, by_chunk, kept_streams, passes, shared_slots
 from megatron_run_graph_capture_te.callables import GraphedRegion
 from megatron_run_graph_capture_te.handover import check_order, prepare
 
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-    from megatron_run.actions import Action
-    from megatron_run.contracts import BuildContext, Region
+    from megatron_run.contracts import Region
+    from megatron_run.contracts.actions import Action
+    from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_graph_capture_te.options import TeOptions
 
 

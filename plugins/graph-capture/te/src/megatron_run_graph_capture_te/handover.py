@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatron_run.actions import signed_order
+from megatron_run.contracts.actions import signed_order
 from megatron_run.errors import GraphCaptureError
-from megatron_run.graphs import Slots, call, passes, shared_slots, zeros_like
+from megatron_run_engine.capture import Slots, call, passes, shared_slots, zeros_like
 
 if TYPE_CHECKING:
-    from megatron_run.actions import Action
     from megatron_run.contracts import Region
+    from megatron_run.contracts.actions import Action
 
 _INSTEAD = "choose --plugin graph-capture=partial"
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_run.graphs import check_capture
+from megatron_run_engine.capture import check_capture
 
 if TYPE_CHECKING:
-    from megatron_run.config.schema import Config
+    from megatron_run.contracts.schema import Config
 
 
 class TeOptions(BaseModel):

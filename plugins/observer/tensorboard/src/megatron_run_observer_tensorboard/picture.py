@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from PIL import Image, ImageDraw, ImageFont
 
 if TYPE_CHECKING:
-    from megatron_run.actions import Op
+    from megatron_run.contracts.actions import Op
     from megatron_run.pipeline.timeline import Bar, Timeline
 
 Colour = tuple[int, int, int]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
-    from megatron_run.config.schema import Config
+    from megatron_run.contracts.schema import Config
     from megatron_run.pipeline.timeline import Timeline
 
 #: The step of an attempt that is traced where nobody says which: the first ones are slower than the others.

@@ -16,7 +16,7 @@ import torch
 from megatron_run.contracts import Optimizer, PluginInfo
 from megatron_run.errors import InputError
 from megatron_run.hookspecs import hookimpl
-from megatron_run.optim import check_update
+from megatron_run_engine.optim import check_update
 from megatron_run_optimizer_deepspeed.library import find_deepspeed
 from megatron_run_optimizer_deepspeed.optimizer import DeepSpeedZero
 from megatron_run_optimizer_deepspeed.options import Options
@@ -24,8 +24,8 @@ from megatron_run_optimizer_deepspeed.options import Options
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatron_run.config.schema import Config
-    from megatron_run.contracts import BuildContext
+    from megatron_run.contracts.schema import Config
+    from megatron_run_engine.runtime.context import BuildContext
 
 
 def check_config(config: Config, options: Options) -> Iterator[str]:

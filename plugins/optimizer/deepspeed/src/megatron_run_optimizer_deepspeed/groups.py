@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from megatron_run.contracts import BuildContext
+    from megatron_run_engine.runtime.context import BuildContext
 
 
 def data_group(context: BuildContext) -> Any:

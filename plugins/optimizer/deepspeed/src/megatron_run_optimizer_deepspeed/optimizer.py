@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_run.contracts import Optimizer
-from megatron_run.gradients import build_buckets, main_grad
-from megatron_run.optim.norm import sum_of_squares
+from megatron_run_engine.optim.norm import sum_of_squares
+from megatron_run_engine.runtime.gradients import build_buckets, main_grad
 from megatron_run_optimizer_deepspeed.groups import data_group
 from megatron_run_optimizer_deepspeed.library import find_deepspeed
 from megatron_run_optimizer_deepspeed.partitions import flat_groups
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
     from torch.nn import Parameter
 
-    from megatron_run.contracts import BuildContext, Chunk, ParamInfo, ReadState, StatePiece
-    from megatron_run.gradients import Bucket
+    from megatron_run.contracts import Chunk, ParamInfo, ReadState, StatePiece
+    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime.gradients import Bucket
     from megatron_run_optimizer_deepspeed.options import Options
-    from megatron_run_optimizer_deepspeed.partitions import FlatGroup, Share
+    from megatron_run_optimizer_deepspeed.partitions import FlatGroup, Shard
 
 
 class DeepSpeedZero(Optimizer):
@@ -41,7 +42,7 @@ class DeepSpeedZero(Optimizer):
         self._param = context.dtypes.param
         self._buckets: list[Bucket] = []
         self._flat: list[FlatGroup] = []
-        self._shares: list[Share] = []
+        self._shares: list[Shard] = []
         self._grads: list[Tensor] = []
         self._zero: Any = None
 
@@ -156,6 +157,6 @@ class DeepSpeedZero(Optimizer):
             yield from zip(self._flat, self._zero.masters, strict=True)
 
 
-def _gradient(share: Share) -> Tensor:
+def _gradient(share: Shard) -> Tensor:
     """Where the gradient of ``share`` is accumulated, flat."""
     return main_grad(share.parameter).view(-1)[share.param.start : share.param.stop]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_run.optim import param_ranges, part_boxes
+from megatron_run_engine.optim import param_ranges, part_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
     local: slice
 
 
-class Share(NamedTuple):
+class Shard(NamedTuple):
     """The values ``param`` of a flattened parameter, which lie at ``local`` in the rank's partition."""
 
     parameter: Parameter
@@ -69,13 +69,13 @@ class FlatGroup:
         """Bytes of the parameters of all partitions, which every rank holds."""
         return self.partition * self.ranks * next(iter(self.infos)).element_size()
 
-    def shares(self) -> Iterator[Share]:
+    def shares(self) -> Iterator[Shard]:
         """What lies in this rank's partition, in order and without the padding at its end."""
         lengths = {parameter: parameter.numel() for parameter in self.infos}
         starts = dict(zip(lengths, accumulate(lengths.values(), initial=0), strict=False))
         mine = range(self.rank * self.partition, (self.rank + 1) * self.partition)
         for parameter, found in param_ranges(starts, lengths, mine):
-            yield Share(parameter, self.infos[parameter], found.param, found.local)
+            yield Shard(parameter, self.infos[parameter], found.param, found.local)
 
 
 def flat_groups(

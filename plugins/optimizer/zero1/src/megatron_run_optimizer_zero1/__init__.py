@@ -13,17 +13,18 @@ from pydantic import Field
 
 from megatron_run.contracts import PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run.optim import FlatOptimizer, Sharing, UpdateOptions, check_update
+from megatron_run_engine.optim import FlatOptimizer, ShardingStrategy, UpdateOptions, check_update
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from megatron_run.comm import Peers, Pending
-    from megatron_run.config.schema import Config
-    from megatron_run.contracts import BuildContext, Optimizer
-    from megatron_run.gradients import Bucket
+    from megatron_run.contracts import Optimizer
+    from megatron_run.contracts.schema import Config
+    from megatron_run_engine.runtime.comm import ParallelGroup, Pending
+    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime.gradients import Bucket
 
 
 class Zero1Options(UpdateOptions):
@@ -34,10 +35,10 @@ class Zero1Options(UpdateOptions):
     )
 
 
-class Sharded(Sharing):
+class Sharded(ShardingStrategy):
     """Each data-parallel rank updates its own share of every bucket, and no other."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: ParallelGroup) -> None:
         self._peers = peers
 
     def updated(self, bucket: Bucket) -> range:

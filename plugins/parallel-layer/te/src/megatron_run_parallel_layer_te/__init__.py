@@ -16,7 +16,7 @@ import torch
 
 from megatron_run.contracts import ParallelLayers, PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run.nn.parallel import Split, SplitLayers
+from megatron_run_engine.nn.parallel import Split, SplitLayers
 from megatron_run_parallel_layer_te.attention import CoreAttention
 from megatron_run_parallel_layer_te.engine import Engine, find_engine
 from megatron_run_parallel_layer_te.linear import ColumnLinear, RowLinear
@@ -28,7 +28,8 @@ from megatron_run_parallel_layer_te.tools import Tools
 if TYPE_CHECKING:
     from torch import nn
 
-    from megatron_run.contracts import AttentionShape, BuildContext, Init, LinearPart
+    from megatron_run.contracts import AttentionShape, Init, LinearPart
+    from megatron_run_engine.runtime.context import BuildContext
 
 
 class EngineLayers(SplitLayers):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from megatron_run.contracts import Init, ParameterSpec
-from megatron_run.nn import empty_parameter
+from megatron_run_engine.nn import empty_parameter
 from megatron_run_parallel_layer_te.norm import Norm
 from megatron_run_parallel_layer_te.weight_gradients import WeightGradient
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from megatron_run.errors import InputError
 
 if TYPE_CHECKING:
-    from megatron_run.config.schema import Config
+    from megatron_run.contracts.schema import Config
 
 Fp8 = Literal["none", "delayed", "current", "mxfp8", "block"]
 

@@ -14,8 +14,8 @@ from megatron_run.errors import InputError, PluginError, nearest_multiples
 if TYPE_CHECKING:
     import torch
 
-    from megatron_run.config.schema import TrainSection
-    from megatron_run.nn.parallel import Split
+    from megatron_run.contracts.schema import TrainSection
+    from megatron_run_engine.nn.parallel import Split
     from megatron_run_parallel_layer_te.engine import Engine
     from megatron_run_parallel_layer_te.options import Options
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_run.nn import build_device
+from megatron_run_engine.nn import build_device
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_run.contracts import BuildContext
-    from megatron_run.nn.parallel import Split
+    from megatron_run_engine.nn.parallel import Split
+    from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_parallel_layer_te.engine import Engine
     from megatron_run_parallel_layer_te.options import Options
     from megatron_run_parallel_layer_te.precision import Precision

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_run.gradients import main_grad
+from megatron_run_engine.runtime.gradients import main_grad
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,7 +4,7 @@ A transformer layer needs two all-reduces in its forward and two in its backward
 with ``parallel.sequence``, as many pairs of all-gather and reduce-scatter, while norms, dropout and the residual stream
 hold s/t of the sequence (Korthikanti et al. 2022).
 
-The pieces are the kernel's, in ``megatron_run.nn.parallel``; ``linear`` makes layers of them.
+The pieces are the kernel's, in ``megatron_run_engine.nn.parallel``; ``linear`` makes layers of them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from torch import nn
 
 from megatron_run.contracts import ParallelLayers, PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run.nn import CoreAttention, LayerNorm, RmsNorm
-from megatron_run.nn.parallel import Split, SplitLayers
+from megatron_run_engine.nn import CoreAttention, LayerNorm, RmsNorm
+from megatron_run_engine.nn.parallel import Split, SplitLayers
 from megatron_run_parallel_layer_tensor.linear import ColumnLinear, RowLinear
 
 if TYPE_CHECKING:
-    from megatron_run.contracts import AttentionShape, BuildContext, Init, LinearPart
+    from megatron_run.contracts import AttentionShape, Init, LinearPart
+    from megatron_run_engine.runtime.context import BuildContext
 
 
 class Options(BaseModel):

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from megatron_run.contracts import Init, ParameterSpec
-from megatron_run.nn import empty_parameter, linear
-from megatron_run.nn.parallel import column_linear, g, scatter_sequence
+from megatron_run_engine.nn import empty_parameter, linear
+from megatron_run_engine.nn.parallel import column_linear, g, scatter_sequence
 
 if TYPE_CHECKING:
-    from megatron_run.contracts import BuildContext, LinearPart
-    from megatron_run.nn.parallel import Split
+    from megatron_run.contracts import LinearPart
+    from megatron_run_engine.nn.parallel import Split
+    from megatron_run_engine.runtime.context import BuildContext
 
 
 class ColumnLinear(nn.Module):

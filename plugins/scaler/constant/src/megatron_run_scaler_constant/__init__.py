@@ -15,8 +15,8 @@ from megatron_run.contracts import PluginInfo, Scaler, scale_notices
 from megatron_run.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from megatron_run.config.schema import Config
-    from megatron_run.contracts import BuildContext
+    from megatron_run.contracts.schema import Config
+    from megatron_run_engine.runtime.context import BuildContext
 
 
 class Options(BaseModel):

@@ -27,8 +27,8 @@ from megatron_run.hookspecs import hookimpl
 from megatron_run_scaler_dynamic.options import LARGEST, SMALLEST, Options
 
 if TYPE_CHECKING:
-    from megatron_run.config.schema import Config
-    from megatron_run.contracts import BuildContext
+    from megatron_run.contracts.schema import Config
+    from megatron_run_engine.runtime.context import BuildContext
 
 
 class DynamicScaler(Scaler):

@@ -12,8 +12,8 @@ time.
 
 from __future__ import annotations
 
-from megatron_run.actions import Action, ScheduleSpec
 from megatron_run.contracts import PluginInfo, Schedule
+from megatron_run.contracts.actions import Action, ScheduleSpec
 from megatron_run.hookspecs import hookimpl
 
 

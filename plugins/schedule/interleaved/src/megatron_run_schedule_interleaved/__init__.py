@@ -19,8 +19,8 @@ from itertools import count
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_run.actions import Action, ScheduleSpec
 from megatron_run.contracts import PluginInfo, Schedule
+from megatron_run.contracts.actions import Action, ScheduleSpec
 from megatron_run.errors import ScheduleError, plural
 from megatron_run.hookspecs import hookimpl
 

@@ -28,8 +28,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_run.actions import Action, LayoutSpec, Op, Place, ScheduleSpec, split_layers
 from megatron_run.contracts import Schedule
+from megatron_run.contracts.actions import Action, LayoutSpec, Op, Place, ScheduleSpec, split_layers
 from megatron_run.errors import ScheduleError
 
 

@@ -1,0 +1,144 @@
+"""data=text: the text a user names, by bytes or a tokenizer's file, split by document and packed into samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from math import isfinite
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from megatron_run.contracts import DataSource, PluginInfo, Split
+from megatron_run.errors import DataError
+from megatron_run.hookspecs import hookimpl
+from megatron_run_engine.data.bigram import Bigram
+from megatron_run_engine.data.documents import Document, find_documents
+from megatron_run_engine.data.packing import PackedDataset, pack
+from megatron_run_engine.data.split import CUT_FROM, Shares
+from megatron_run_engine.data.standard_library import standard_library
+from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from numpy.typing import NDArray
+
+
+#: Tokens that the bigram is fitted on at most: two seconds and half a gigabyte.
+BIGRAM_TOKENS = 2**24
+
+
+def _one_or_many(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+def _numbers(value: object) -> object:
+    return tuple(value.split(",")) if isinstance(value, str) else value
+
+
+def _shares(value: tuple[float, float, float]) -> tuple[float, float, float]:
+    if not all(isfinite(share) and share >= 0 for share in value) or not value[0]:
+        raise ValueError("data.split is three shares, as 90,5,5 for train, validation and test; train is above 0")
+    return value
+
+
+class TextOptions(BaseModel):
+    """The keys of section ``data`` when it uses text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    paths: Annotated[tuple[str, ...], BeforeValidator(_one_or_many)] = Field(
+        (), description="files, folders and patterns; empty: the sources of Python's standard library"
+    )
+    tokenizer: str = Field("bytes", description="bytes, or a JSON file of the `tokenizers` library")
+    split: Annotated[tuple[float, float, float], BeforeValidator(_numbers), AfterValidator(_shares)] = Field(
+        (90, 5, 5), description="shares of train, validation and test, in any unit"
+    )
+
+
+class Text(DataSource):
+    """Documents from files; read, split and tokenised when a split is first asked for, and then kept."""
+
+    def __init__(self, options: TextOptions) -> None:
+        self._options = options
+        self._shares = Shares(*options.split)
+        self._streams: dict[Split, NDArray[Any]] = {}
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return open_tokenizer(self._options.tokenizer)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids of the tokenizer; 257 for bytes, one of them the end of a document."""
+        return self._tokenizer.vocab_size
+
+    def dataset(self, split: Split, sequence_length: int, seed: int) -> PackedDataset:
+        """Open ``split``; ``seed`` changes nothing, the order of samples is the sampler's.
+
+        Raises :class:`DataError` for a file that is missing, empty, unreadable or not text for the tokenizer, and for a
+        split too short to fill one sample.
+        """
+        if split not in self._streams:
+            self._streams[split] = pack(self._documents(split), self._tokenizer)
+        dataset = PackedDataset(self._streams[split], sequence_length)
+        if not len(dataset):
+            raise self._too_short(split, sequence_length)
+        return dataset
+
+    def _find(self) -> tuple[Document, ...]:
+        return find_documents(self._options.paths) if self._options.paths else standard_library()
+
+    def _documents(self, split: Split) -> list[tuple[object, bytes]]:
+        """(path, content) of what belongs to ``split``; a document that is alone is cut whatever its size."""
+        documents = self._find()
+        portions = (
+            (document.path, self._shares.portion(document.read(), split, cut=len(documents) == 1))
+            for document in documents
+        )
+        return [(path, content) for path, content in portions if content]
+
+    def _too_short(self, split: Split, sequence_length: int) -> DataError:
+        low, high = self._shares.bounds(split)
+        shorter = " or lower train.sequence_length" if len(self._streams[split]) else ""
+        return DataError(
+            f"the {split} split is too short for one sample",
+            why=f"{high - low:.0%} of {len(self._find())} documents came to {len(self._streams[split])} tokens, and a "
+            f"sample needs {sequence_length + 1}; files below {CUT_FROM // 1024} KiB go to one split whole",
+            origin="data.paths and data.split",
+            fix=f"name more text, join it into one file, which is cut, give {split} a larger share as in "
+            f"--set data.split=80,10,10{shorter}",
+        )
+
+    def baselines(self, sequence_length: int, seed: int, samples: Sequence[int]) -> Mapping[str, float]:
+        """The loss of a bigram model of the training split on ``samples`` of the validation split.
+
+        Both models see the same tokens and labels, but for a sample's first token, where a bigram knows as much as it
+        ever does. Of a split longer than ``BIGRAM_TOKENS`` every n-th sample is counted.
+        """
+        train, validation = (self.dataset(split, sequence_length, seed) for split in ("train", "validation"))
+        every = 1 + len(train) * sequence_length // BIGRAM_TOKENS
+        model = Bigram(*train.pairs(range(0, len(train), every)), self.vocab_size)
+        return {f"{self._tokenizer.unit} bigram": model.loss(*validation.pairs(samples))}
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Token ids of ``text``."""
+        tokens: list[int] = self._tokenizer.encode(text.encode(), "the prompt").tolist()
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of ``tokens``."""
+        return self._tokenizer.decode(tokens)
+
+
+@hookimpl
+def megatron_run_plugin_info() -> PluginInfo:
+    """Plugin text of kind data."""
+    return PluginInfo("data", "text", options=TextOptions)
+
+
+@hookimpl
+def megatron_run_create_data(options: TextOptions) -> DataSource:
+    """Make the source; no file is read yet."""
+    return Text(options)

@@ -1,0 +1,104 @@
+"""Model ``gpt``: a decoder-only transformer, GPT-2 by its defaults, Llama-like by its options.
+
+Legend: s sequence, b micro batch, h hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_run.contracts import Boundary, Chunk, Model, ParameterSpec, PluginInfo
+from megatron_run.hookspecs import hookimpl
+from megatron_run_engine.builtin.model.expert_notices import expert_notices
+from megatron_run_engine.builtin.model.gpt_options import GptOptions
+from megatron_run_engine.nn import DecoderChunk, Embedding, RouterReports
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from megatron_run.contracts import Microbatch, ParallelLayers
+    from megatron_run.contracts.actions import Place
+    from megatron_run_engine.runtime.context import BuildContext
+
+__all__ = ["Gpt", "GptOptions"]
+
+#: The canonical name of the word embedding, which a tied output layer shares.
+WORD = "embedding.word.weight"
+
+
+class Gpt(Model):
+    """Builds the chunks of one rank, and ties the output layer to the word embedding across them."""
+
+    def __init__(self, context: BuildContext, options: GptOptions) -> None:
+        self._context, self._options = context, options
+        self._spec = options.spec(context.train.sequence_length)
+        self._routers: RouterReports | None = None
+        if self._spec.experts is not None:  # on every stage: the names of numbers are the same everywhere
+            self._routers = RouterReports(context.metrics, self._spec.experts, context.topology.sizes.tensor)
+            self.metric_names = ("lm", *self._spec.experts.loss_names)
+
+    def build_chunk(
+        self, position: int, layout: tuple[Place, ...], layers: ParallelLayers, shared: dict[str, Parameter]
+    ) -> Chunk:
+        """Build the blocks of ``layout[position]``, with the embedding at the first and the head at the last."""
+        spec, last = self._spec, len(layout) - 1
+        embedding = output = None
+        if position == 0:
+            embedding = Embedding(self._context, spec, layers)
+            self._tie(embedding.word, 0, layout, shared)
+        if position == last:
+            tied = shared.get(WORD) if self._options.tie_embeddings else None
+            output = layers.output_layer(spec.vocab, spec.hidden, init=spec.init, weight=tied)
+            self._tie(output, last, layout, shared)
+        indices = layout[position].layers
+        return DecoderChunk(
+            self._context, spec, layers, indices, embedding=embedding, output=output, routers=self._routers
+        )
+
+    def fields(self, position: int, layout: tuple[Place, ...]) -> tuple[str, ...]:
+        """Tokens enter at the first position; labels and their mask at the last."""
+        first = ("tokens",) if position == 0 else ()
+        return first + (("labels", "loss_mask") if position == len(layout) - 1 else ())
+
+    def boundary(self, microbatch: Microbatch, micro_batch_size: int, sequence_length: int) -> Boundary:
+        """The residual stream, [s, b, h], of which a rank holds its part of s under sequence parallelism."""
+        length = sequence_length // self._context.sequence_shards
+        return Boundary((length, micro_batch_size, self._spec.hidden), self._context.dtypes.param)
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """See :attr:`TransformerSpec.flops_per_token`."""
+        return replace(self._spec, sequence_length=sequence_length).flops_per_token
+
+    def _tie(self, module: Any, position: int, layout: tuple[Place, ...], shared: dict[str, Parameter]) -> None:
+        """Make the word matrix of ``module`` one with the other end's: the same Parameter, or copies kept equal.
+
+        ``module`` is a factory's: all that is known of it is its ``weight`` and its ``parameter_specs``. Copies on two
+        stages hold partial gradients, which the optimizer sums over the two; the first one counts.
+        """
+        if not self._options.tie_embeddings:
+            return
+        module.weight = shared.setdefault(WORD, module.weight)
+        first, last = layout[0].stage, layout[-1].stage
+        specs: dict[str, ParameterSpec] = module.parameter_specs
+        specs["weight"] = replace(
+            specs["weight"],
+            name=WORD,
+            tie="embedding" if len(layout) > 1 else "",
+            partial_over="tie" if first != last else None,
+            counted=position == 0 or first == last,
+        )
+
+
+@hookimpl
+def megatron_run_plugin_info() -> PluginInfo:
+    """Describe the plugin: ranks can split its experts."""
+    return PluginInfo(
+        "model", "gpt", options=GptOptions, provides=frozenset({"parallel.expert"}), check_config=expert_notices
+    )
+
+
+@hookimpl
+def megatron_run_create_model(context: BuildContext, options: GptOptions) -> Model:
+    """Make the model; ``options`` come with the vocabulary filled in."""
+    return Gpt(context, options)

@@ -1,0 +1,174 @@
+"""Parallel layers ``dense``: whole layers on one rank, and the oracle that every other factory is compared with.
+
+Legend: s sequence, b micro batch, h hidden, n heads, k key-value heads, d head size, v vocabulary, p padded vocabulary.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor, nn
+
+from megatron_run.contracts import Init, ParallelLayers, ParameterSpec, Part, PluginInfo
+from megatron_run.hookspecs import hookimpl
+from megatron_run_engine.nn import CoreAttention, CrossEntropy, LayerNorm, RmsNorm, embed, empty_parameter, linear
+from megatron_run_engine.nn.parallel import ExpertColumnLinear, ExpertRowLinear, Split, rows_of_a_rank, vocabulary_spec
+from megatron_run_engine.runtime.comm import ALONE
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from megatron_run.contracts import AttentionShape, LinearPart
+    from megatron_run_engine.runtime.context import BuildContext
+
+
+class Linear(nn.Module):
+    """``x @ weight.T + bias`` whose weight gradient goes to the kernel.
+
+    ``parts`` are the logical matrices stacked in the rows of ``weight``, in order; none: it is one matrix. ``norm`` is
+    applied to x first.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool,
+        init: Init,
+        parts: tuple[LinearPart, ...] = (),
+        norm: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.gradients = context.gradients
+        self.norm = norm
+        self.weight = empty_parameter(context, outputs, inputs)
+        self.bias = empty_parameter(context, outputs) if bias else None
+        self.parameter_specs = {
+            "weight": ParameterSpec(init, _stacked("weight", parts, (inputs,))),
+            "bias": ParameterSpec(Init("zeros"), _stacked("bias", parts, ())),
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, inputs] -> [s, b, outputs]."""
+        x = x if self.norm is None else self.norm(x)
+        return linear(x, self.weight, self.bias, self.gradients)
+
+
+class VocabEmbedding(nn.Module):
+    """A row of ``weight`` [p, h] for each token."""
+
+    def __init__(self, context: BuildContext, vocab: int, hidden: int, init: Init) -> None:
+        super().__init__()
+        self.gradients = context.gradients
+        self.weight = empty_parameter(context, rows_of_a_rank(vocab), hidden)
+        self.parameter_specs = {"weight": vocabulary_spec(vocab, hidden, init)}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[b, s] -> [s, b, h]."""
+        return embed(tokens.t(), self.weight, self.gradients)
+
+
+class OutputLayer(nn.Module):
+    """Logits over the padded vocabulary; ``weight`` [p, h] is its own or the word embedding's."""
+
+    def __init__(
+        self, context: BuildContext, vocab: int, hidden: int, init: Init, weight: Parameter | None = None
+    ) -> None:
+        super().__init__()
+        self.gradients = context.gradients
+        self.weight = empty_parameter(context, rows_of_a_rank(vocab), hidden) if weight is None else weight
+        self.parameter_specs = {"weight": vocabulary_spec(vocab, hidden, init)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, p]."""
+        return linear(x, self.weight, None, self.gradients)
+
+
+class DenseLayers(ParallelLayers):
+    """Makes the layers of a rank that shares its layers with nobody (t = 1)."""
+
+    def __init__(self, context: BuildContext) -> None:
+        self._context = context
+
+    def column_linear(
+        self,
+        inputs: int,
+        parts: tuple[LinearPart, ...],
+        *,
+        bias: bool,
+        init: Init,
+        norm: nn.Module | None = None,
+    ) -> nn.Module:
+        """All of the output features."""
+        outputs = sum(part.features for part in parts)
+        return Linear(self._context, inputs, outputs, bias=bias, init=init, parts=parts, norm=norm)
+
+    def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
+        """All of the input features."""
+        return Linear(self._context, inputs, outputs, bias=bias, init=init)
+
+    def vocab_embedding(self, vocab: int, hidden: int, *, init: Init) -> nn.Module:
+        """All of the vocabulary."""
+        return VocabEmbedding(self._context, vocab, hidden, init)
+
+    def output_layer(self, vocab: int, hidden: int, *, init: Init, weight: Parameter | None = None) -> nn.Module:
+        """All of the vocabulary, from a weight of its own or a shared one."""
+        return OutputLayer(self._context, vocab, hidden, init, weight)
+
+    def enter_region(self, x: Tensor) -> Tensor:
+        """Nothing: the region is this rank."""
+        return x
+
+    def leave_region(self, x: Tensor) -> Tensor:
+        """Nothing."""
+        return x
+
+    def expert_column_linear(
+        self, experts: range, inputs: int, parts: tuple[LinearPart, ...], *, bias: bool, init: Init
+    ) -> nn.Module:
+        """All of the output features of each expert."""
+        return ExpertColumnLinear(self._context, Split(ALONE), experts, inputs, parts, bias=bias, init=init)
+
+    def expert_row_linear(self, experts: range, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
+        """All of the input features of each expert."""
+        return ExpertRowLinear(self._context, Split(ALONE), experts, inputs, outputs, bias=bias, init=init)
+
+    def norm(self, kind: Literal["layernorm", "rmsnorm"], size: int, eps: float = 1e-5) -> nn.Module:
+        """Over the last dimension."""
+        return (LayerNorm if kind == "layernorm" else RmsNorm)(self._context, size, eps)
+
+    def dropout(self, p: float) -> nn.Module:
+        """From the device's default stream, which the kernel positions before each segment."""
+        return nn.Dropout(p)
+
+    def core_attention(self, shape: AttentionShape, dropout: float) -> nn.Module:
+        """All heads."""
+        return CoreAttention(dropout)
+
+    def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
+        """Over the whole vocabulary."""
+        return CrossEntropy(vocab, label_smoothing)
+
+
+def _stacked(name: str, parts: tuple[LinearPart, ...], columns: tuple[int, ...]) -> tuple[Part, ...]:
+    """Where the logical tensors ``<part>.<name>`` lie in the rows of a fused parameter."""
+    stops = list(accumulate(part.features for part in parts))
+    return tuple(
+        Part(f"{part.name}.{name}", (part.features, *columns), range(stop - part.features, stop))
+        for part, stop in zip(parts, stops, strict=True)
+    )
+
+
+@hookimpl
+def megatron_run_plugin_info() -> PluginInfo:
+    """Describe the plugin."""
+    return PluginInfo("parallel-layer", "dense")
+
+
+@hookimpl
+def megatron_run_create_parallel_layer(context: BuildContext) -> ParallelLayers:
+    """Make the factory."""
+    return DenseLayers(context)

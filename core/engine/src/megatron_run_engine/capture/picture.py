@@ -1,0 +1,32 @@
+"""A picture of a stage's slots over one step, for people who plan memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_run_engine.capture.order import Pass
+from megatron_run_engine.capture.slots import Slots
+
+
+def slots_text(order: Sequence[Pass], slots: Slots, width: int = 100) -> str:
+    """One line a slot; a column is a pass and shows the microbatch that holds the slot: a digit from its forward on.
+
+    The forward's column shows the digit, the backward's a small letter, and ``-`` lies between. Steps longer than
+    ``width`` passes are cut.
+    """
+    steps = [each for each in order if each.kind != "end"]
+    lines = [["."] * len(steps) for _ in range(slots.count)]
+    started: dict[tuple[int, int], int] = {}
+    for column, (kind, chunk, copy) in enumerate(steps):
+        line = lines[slots.of[chunk, copy]]
+        if kind == "F":
+            started[chunk, copy] = column
+            line[column] = str(copy % 10)
+            continue
+        first = started.pop((chunk, copy))
+        line[first + 1 : column] = ["-"] * (column - first - 1)
+        line[column] = chr(ord("a") + copy % 26)
+    margin = len(str(max(0, slots.count - 1)))
+    cut = "~" if len(steps) > width else "|"
+    shown = [f"slot {slot:{margin}} |{''.join(line[:width])}{cut}" for slot, line in enumerate(lines)]
+    return "\n".join([*shown, "digit: forward of that microbatch (its last digit); a, b, ...: its backward"])

@@ -1,0 +1,241 @@
+"""What every capture of regions does alike, whoever records them: choose, try, check the order, and notice a mismatch."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+from megatron_run.contracts import CaptureSize, GraphCapture
+from megatron_run.errors import GraphCaptureError
+from megatron_run_engine.capture.lint import lint
+from megatron_run_engine.capture.order import OrderGuard, passes
+from megatron_run_engine.capture.regions import by_chunk, call, check_scope, choose_regions
+from megatron_run_engine.runtime.gradients import main_grad
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Parameter
+
+    from megatron_run.contracts import Microbatch, Region, Segment
+    from megatron_run.contracts.actions import Action
+    from megatron_run_engine.runtime.context import BuildContext
+
+#: What each region is given, without values.
+Examples = Mapping["Region", tuple["Tensor", ...]]
+#: (step, chunk, microbatch)
+_Pair = tuple[int, int, int]
+
+
+class CaptureOptions(Protocol):
+    """The options that every such capture has."""
+
+    @property
+    def scope(self) -> tuple[str, ...]:
+        """Names of the segments to capture."""
+        ...
+
+    @property
+    def capture_after(self) -> int:
+        """Steps that run eagerly first."""
+        ...
+
+    @property
+    def strict(self) -> bool:
+        """Whether what no longer fits is an error."""
+        ...
+
+
+class Hooks(NamedTuple):
+    """To be called before a forward and a backward are replayed, and after the backward."""
+
+    before_forward: Callable[[], None]
+    before_backward: Callable[[], None]
+    after_backward: Callable[[], None]
+
+
+class RecordedRegion(Protocol):
+    """A region that was recorded once. ``arrivals`` are the parameters whose gradients its backward adds up."""
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether anything of it can be differentiated."""
+        ...
+
+    @property
+    def arrivals(self) -> Sequence[Parameter]:
+        """See above."""
+        ...
+
+    def replay(self, hooks: Hooks, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Its outputs; differentiable."""
+        ...
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """All regions of a stage. ``copies`` maps a chunk and microbatch to the copy of its regions that it replays."""
+
+    regions: Mapping[tuple[Region, int], RecordedRegion]
+    copies: Mapping[tuple[int, int], int]
+    size: CaptureSize
+
+
+class Event(NamedTuple):
+    """A replay as the order knows it."""
+
+    kind: str
+    region: Region
+    microbatch: int
+
+    def __str__(self) -> str:
+        name = "forward" if self.kind == "F" else "backward"
+        return f"the {name} of {self.region} for microbatch {self.microbatch}"
+
+
+class _Captured(NamedTuple):
+    """What there is to replay, and what it relies on."""
+
+    actions: tuple[Action, ...]
+    examples: Examples
+    recorded: Recorded
+    guard: OrderGuard
+    addresses: Mapping[Parameter, tuple[int, int]]
+    trained: frozenset[Parameter]
+
+
+class RegionCapture(GraphCapture):
+    """Captures neighbouring segments of ``options.scope`` together. A subclass says how much, and records."""
+
+    def __init__(self, context: BuildContext, options: CaptureOptions) -> None:
+        self.context, self._options = context, options
+        self.capture_after = options.capture_after
+        self.chunks: Sequence[Sequence[Segment]] = ()
+        self.handed_over: dict[Region, tuple[Parameter, ...]] = {}  # see lint
+        self._captured: _Captured | None = None
+        self._misfit = ""
+        self._eager: set[_Pair] = set()
+
+    @abstractmethod
+    def record(self, regions: Sequence[Region], actions: Sequence[Action], examples: Examples) -> Recorded:
+        """Record ``regions``, which keep the rules, and leave parameters and random streams as they were.
+
+        What is left in ``main_grad`` does not matter (:meth:`megatron_run.contracts.GraphCapture.capture`).
+        """
+
+    def regions(self, chunks: Sequence[Sequence[Segment]]) -> Sequence[Region]:
+        """Neighbours whose names are in the scope go together."""
+        self.chunks = chunks
+        check_scope(self._options.scope, chunks, self.context)
+        return choose_regions(chunks, self._options.scope)
+
+    def capture(self, regions: Sequence[Region], actions: Sequence[Action], examples: Examples) -> CaptureSize:
+        """Try every region by the rules, then record."""
+        context = self.context
+        for region in regions:
+            if region not in examples:
+                raise GraphCaptureError(f"{region} has not run yet", why="what it is given is not known")
+            self.handed_over[region] = lint(
+                region, examples[region], context.device, context.gradients, context.rng.streams
+            )
+        recorded = self.record(regions, actions, examples)
+        self._captured = _Captured(
+            tuple(actions),
+            dict(examples),
+            recorded,
+            OrderGuard(self._events(regions, actions, recorded)),
+            {parameter: _addresses(parameter) for parameter in _parameters(regions)},
+            frozenset(parameter for parameter in _parameters(regions) if parameter.requires_grad),
+        )
+        return recorded.size
+
+    def mismatch(self, actions: Sequence[Action]) -> str:
+        """Whether actions, shapes, the places of parameters and which are trained are still what was captured."""
+        captured = self._captured
+        if captured is None:
+            return "nothing is captured"
+        if captured.actions != tuple(actions):
+            return f"a step of {_microbatches(actions)} microbatches follows steps of {_microbatches(captured.actions)}"
+        moved = sum(_addresses(parameter) != places for parameter, places in captured.addresses.items())
+        changed = sum(p.requires_grad != (p in captured.trained) for p in captured.addresses)
+        if moved or changed:
+            what = "or their gradients were moved in memory" if moved else "were frozen, or are trained again"
+            return self._misfit or f"{moved or changed} parameters {what}"
+        return self._misfit
+
+    def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Replay ``region``; what has another shape runs eagerly, and another capture follows."""
+        captured = self._captured
+        assert captured is not None  # the kernel replays between capture and invalidate
+        if not self._fits(captured, region, microbatch, tensors):
+            return call(region, tensors)
+        recorded = captured.recorded.regions[region, captured.recorded.copies[region.chunk, microbatch.index]]
+        check, step = captured.guard.check, microbatch.step
+        hooks = Hooks(
+            partial(check, Event("F", region, microbatch.index), step),
+            partial(check, Event("B", region, microbatch.index), step),
+            partial(self.context.gradients.arrived, recorded.arrivals),
+        )
+        return recorded.replay(hooks, tensors)
+
+    def invalidate(self, reason: str) -> None:
+        """Give the graphs and their memory back; an error under ``strict``."""
+        if self._options.strict:
+            raise GraphCaptureError(
+                f"what was captured no longer fits: {reason}",
+                fix="leave graph-capture.strict out to capture again, at the cost of a pause",
+            )
+        self.context.log.warning("graphs will be captured again: %s", reason)
+        self._captured, self._misfit = None, ""
+        self._eager.clear()
+
+    def _events(self, regions: Sequence[Region], actions: Sequence[Action], recorded: Recorded) -> Iterator[Event]:
+        """Every replay of a step, in order."""
+        of_chunk = by_chunk(regions, len(self.chunks))
+        for kind, chunk, microbatch in passes(actions, len(self.chunks)):
+            copy = recorded.copies[chunk, microbatch]
+            if kind == "F":
+                yield from (Event("F", region, microbatch) for region in of_chunk[chunk])
+            elif kind == "B":
+                backward = (r for r in reversed(of_chunk[chunk]) if recorded.regions[r, copy].has_backward)
+                yield from (Event("B", region, microbatch) for region in backward)
+
+    def _fits(self, captured: _Captured, region: Region, microbatch: Microbatch, tensors: Sequence[Tensor]) -> bool:
+        """Whether ``tensors`` are like those of the capture. From the first that is not on, the chunk runs eagerly."""
+        pair = (microbatch.step, region.chunk, microbatch.index)
+        if pair not in self._eager:
+            fault = _difference(captured.examples[region], tensors)
+            if not fault:
+                return True
+            self._misfit = f"{region} was given {fault}"
+            if self._options.strict:
+                self.invalidate(self._misfit)
+            self._eager = {other for other in self._eager if other[0] == microbatch.step} | {pair}
+        captured.guard.leave_out([Event(kind, region, microbatch.index) for kind in "FB"], microbatch.step)
+        return False
+
+
+def _parameters(regions: Sequence[Region]) -> Iterator[Parameter]:
+    return (parameter for region in regions for segment in region.segments for parameter in segment.params)
+
+
+def _addresses(parameter: Parameter) -> tuple[int, int]:
+    return parameter.data_ptr(), main_grad(parameter).data_ptr()
+
+
+def _microbatches(actions: Sequence[Action]) -> int:
+    return len({action.microbatch for action in actions if action.op == "F"})
+
+
+def _difference(examples: Sequence[Tensor], tensors: Sequence[Tensor]) -> str:
+    """How the first of ``tensors`` that is not like its example differs; empty where all are alike."""
+    for example, tensor in zip(examples, tensors, strict=True):
+        if (example.shape, example.dtype) != (tensor.shape, tensor.dtype):
+            return f"{tuple(tensor.shape)} {tensor.dtype} and was captured with {tuple(example.shape)} {example.dtype}"
+        if example.requires_grad != tensor.requires_grad and torch.is_grad_enabled():
+            return f"a tensor with requires_grad={tensor.requires_grad}, unlike the captured one"
+    return ""

@@ -1,0 +1,82 @@
+"""Reads any box of a logical tensor, whatever boxes it was saved in: the step from one topology to another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_run.errors import CheckpointError, advice, did_you_mean
+from megatron_run_engine.checkpoint.boxes import Box, box_fault
+from megatron_run_engine.checkpoint.mapped import TensorFile
+from megatron_run_engine.checkpoint.shard import DTYPES, tensor_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_run_engine.checkpoint.manifest import FieldRecord, Manifest
+
+
+class Reader:
+    """The tensors of the step in ``folder``, whose files have been verified; a file is opened when first needed.
+
+    Files are mapped into memory, so that a rank reads from the disk what it asks for and nothing else.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._manifest = folder, manifest
+        self._mapped = cache(lambda file: TensorFile(folder / file))
+
+    def fields(self, name: str) -> frozenset[str]:
+        """The fields that were saved of the logical tensor ``name``; none when there is no such tensor."""
+        return frozenset(self._manifest.tensors.get(name, ()))
+
+    def shape(self, name: str, field: str) -> tuple[int, ...] | None:
+        """The global shape of ``field`` of ``name``; None when it was not saved."""
+        record = self._manifest.tensors.get(name, {}).get(field)
+        return None if record is None else record.shape
+
+    def read(self, name: str, field: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """The box of ``sizes`` values from ``starts`` on, on the host, in the type in which it was saved.
+
+        The tensor may share memory with the file's: copy it, and never write into it. Raises :class:`CheckpointError`
+        when there is no such tensor, field or box.
+        """
+        record, wanted = self._find(name, field), Box(tuple(starts), tuple(sizes))
+        fault = box_fault(record.shape, wanted)
+        if fault:
+            raise CheckpointError(f"{field} of {name} cannot be read from {self._folder}", why=fault)
+        result: Tensor | None = None
+        for piece in record.pieces:
+            common = piece.box.common(wanted)
+            if common is None:
+                continue
+            values = self._piece(piece.file, name, field, piece.box, record)[common.within(piece.box)]
+            if common == wanted:
+                return values
+            result = torch.empty(wanted.sizes, dtype=DTYPES[record.dtype]) if result is None else result
+            result[common.within(wanted)] = values
+        assert result is not None, "the pieces cover the tensor: the manifest was checked"
+        return result
+
+    def _find(self, name: str, field: str) -> FieldRecord:
+        fields = self._manifest.tensors.get(name)
+        if fields is None:
+            fix = did_you_mean(name, self._manifest.tensors)
+            raise CheckpointError(f"{self._folder} holds no tensor {name!r}", fix=fix)
+        if field not in fields:
+            fix = advice(did_you_mean(field, fields), f"it has {', '.join(fields)}")
+            raise CheckpointError(f"{self._folder} holds no {field!r} of {name}", fix=fix)
+        return fields[field]
+
+    def _piece(self, file: str, name: str, field: str, box: Box, record: FieldRecord) -> Tensor:
+        """A whole piece, as a view of the mapped file."""
+        mapped = self._mapped(file)
+        called = tensor_name(name, field, box)
+        entry = mapped.entries.get(called)
+        if entry is None or (entry.dtype, entry.shape) != (record.dtype, box.sizes):
+            raise CheckpointError(f"{self._folder / file} does not hold what the manifest says", why=f"{name}{box}")
+        return mapped.read(called)

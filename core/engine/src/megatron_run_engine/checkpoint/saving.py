@@ -1,0 +1,150 @@
+"""Saving a step together: every rank writes its shard, then rank 0 commits. Where one rank fails, all do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from megatron_run.contracts.activity import Activity
+from megatron_run.contracts.state import MASTER
+from megatron_run.errors import CheckpointError
+from megatron_run_engine.checkpoint.collectives import as_note, on_rank0, raise_first
+from megatron_run_engine.checkpoint.commit import LOCK, Commit
+from megatron_run_engine.checkpoint.files import FileSystem, lock, saving
+from megatron_run_engine.checkpoint.manifest import make_manifest
+from megatron_run_engine.checkpoint.shard import NAMES, deal, file_name, write_shard
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from megatron_run.contracts.state import StatePiece
+    from megatron_run_engine.checkpoint.collectives import Ranks
+    from megatron_run_engine.checkpoint.manifest import About
+    from megatron_run_engine.checkpoint.step_folder import Checkpoints
+
+#: The fewest whole steps that are kept: one may turn out to be damaged.
+FEWEST = 2
+Shapes = Mapping[str, tuple[int, ...]]
+#: What a rank says of its shard, as JSON data.
+Note = Mapping[str, Any]
+
+
+class Saver:
+    """Saves steps of the run ``run``, and keeps the ``keep`` newest of them; ``phases`` hears how far it is.
+
+    A rank with much to save writes up to ``files_of_rank`` files, ``at_once`` of them at a time.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        ranks: Ranks,
+        run: str,
+        keep: int = FEWEST,
+        files: FileSystem | None = None,
+        activity: Activity | None = None,
+        files_of_rank: int = 1,
+        at_once: int = 1,
+    ) -> None:
+        if keep < FEWEST:
+            raise ValueError(f"at least {FEWEST} steps are kept, got {keep}")
+        self._checkpoints, self._ranks, self._run, self._keep = checkpoints, ranks, run, keep
+        self._files = files or FileSystem()
+        self._activity = Activity() if activity is None else activity
+        self._commit = Commit(checkpoints, run, self._files, self._activity)
+        self._files_of_rank, self._at_once = files_of_rank, at_once
+
+    def save(self, about: About, pieces: Iterable[StatePiece], shapes: Shapes) -> int:
+        """Save the step of ``about``: this rank's ``pieces`` of logical tensors with these global ``shapes``.
+
+        Collective. Returns its size in bytes when the step is committed. Raises :class:`CheckpointError` on every rank
+        when a disk or a rank fails; what was saved before is then untouched.
+        """
+        with ExitStack() as held:
+            on_rank0(self._ranks, lambda: self._begin(about.step, held))
+            note, failure = self._write(about.step, pieces, shapes)
+            notes = self._ranks.gather(json.dumps(note))
+            return int(on_rank0(self._ranks, lambda: self._finish(about, notes), failure))
+
+    def set_aside(self, after: int | None, attempt: int) -> None:
+        """Make way for a run that goes on from step ``after``, or from the start: newer steps get other names.
+
+        Collective.
+        """
+        on_rank0(self._ranks, lambda: self._move(after, attempt))
+
+    def _move(self, after: int | None, attempt: int) -> str:
+        if not self._checkpoints.steps():
+            return ""
+        with saving("newer steps could not be set aside"), lock(self._checkpoints.path / LOCK, self._run):
+            return " ".join(self._commit.set_aside(after, attempt))
+
+    def _begin(self, step: int, held: ExitStack) -> str:
+        with saving(f"step {step} could not be saved"):
+            self._commit.make_home()
+            held.enter_context(lock(self._checkpoints.path / LOCK, self._run))
+            return str(self._commit.begin(step))
+
+    def _write(self, step: int, pieces: Iterable[StatePiece], shapes: Shapes) -> tuple[Note, Exception | None]:
+        """Write this rank's shard: what rank 0 has to know of it, and what kept it from being written."""
+        rank = self._ranks.rank
+        try:
+            parts = {file_name(rank, part): hand for part, hand in enumerate(deal(list(pieces), self._files_of_rank))}
+            rows = [row for name, hand in parts.items() for row in _described(name, hand)]
+            folder, name = self._commit.temporary(step), self._checkpoints.folder(step).name
+            with saving(f"step {step} could not be saved"), ThreadPoolExecutor(self._at_once) as pool:
+                self._activity.enter("save-shard", f"{name}/{file_name(rank)}")
+                written = pool.map(lambda part: self._write_file(folder / part, parts[part]), parts)
+                files = dict(zip(parts, written, strict=True))
+        except Exception as error:  # the others wait for a word from this rank, whatever happened to it
+            return {"failure": as_note(error, f"step {step} could not be saved")}, error
+        return {"failure": None, "files": files, "shapes": dict(shapes), "pieces": rows}, None
+
+    def _write_file(self, path: Path, pieces: Iterable[StatePiece]) -> dict[str, Any]:
+        return write_shard(path, pieces, self._files, self._activity.heartbeat)._asdict()
+
+    def _finish(self, about: About, texts: Sequence[str]) -> str:
+        """Commit what the ranks say they wrote, then remove what is too old."""
+        notes = [json.loads(text) for text in texts]
+        with saving(f"step {about.step} could not be saved"):
+            try:
+                raise_first([json.dumps(note["failure"]) for note in notes])
+                files = {name: file for note in notes for name, file in note["files"].items()}
+                manifest = make_manifest(about, files, _joined(notes))
+                self._commit.finish(manifest)
+            except BaseException:
+                self._commit.give_up(about.step)
+                raise
+        with saving(f"steps older than {about.step} could not be removed"):
+            self._commit.retain(self._keep)
+        return str(manifest.size)
+
+
+def _described(file: str, pieces: Iterable[StatePiece]) -> list[tuple[Any, ...]]:
+    """What is in ``file``, one row a piece."""
+    return [(file, piece.name, piece.field, NAMES[piece.tensor.dtype], piece.starts, piece.sizes) for piece in pieces]
+
+
+def _joined(notes: Sequence[Note]) -> dict[str, dict[str, Any]]:
+    """The tensors of all ranks' notes, as the manifest says it; one that nobody holds is named too."""
+    shapes: dict[str, list[int]] = {}
+    for note in notes:
+        for name, shape in note["shapes"].items():
+            if shapes.setdefault(name, shape) != shape:
+                raise CheckpointError(f"the ranks disagree on the shape of {name}", why=f"{shape}, {shapes[name]}")
+    tensors: dict[str, dict[str, Any]] = {name: {} for name in shapes}
+    for note in notes:
+        for file, name, field, dtype, starts, sizes in note["pieces"]:
+            record = tensors[name].setdefault(field, {"dtype": dtype, "shape": shapes[name], "pieces": []})
+            if record["dtype"] != dtype:
+                raise CheckpointError(f"the ranks disagree on the type of {field} of {name}")
+            record["pieces"].append((file, starts, sizes))
+    for fields in tensors.values():
+        for field, record in fields.items():
+            (_, starts, sizes), *others = record["pieces"]
+            if field != MASTER and not others and not any(starts):
+                record["shape"] = sizes  # a counter, or whatever a rule keeps for the tensor as a whole
+    return tensors

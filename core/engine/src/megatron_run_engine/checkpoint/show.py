@@ -1,0 +1,157 @@
+"""What ``megatron-run checkpoint`` tells of saved steps, as data and as rows of text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from megatron_run.contracts.scaler import scale_text
+from megatron_run.contracts.state import MASTER
+from megatron_run.errors import CheckpointError
+from megatron_run_engine.checkpoint.manifest import MANIFEST, Manifest
+from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints, check_length, verify_files
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found of one step: ``problem`` is empty when it is well, else the one line that says what is wrong."""
+
+    step: int
+    manifest: Manifest | None
+    problem: str = ""
+    seconds: float = 0.0
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """As JSON data; what the manifest says is missing where it cannot be read."""
+        found: dict[str, Any] = {"step": self.step, "ok": not self.problem, "problem": self.problem}
+        if self.manifest is not None:
+            about = self.manifest.about
+            found |= {"bytes": self.manifest.size, "files": len(self.manifest.files), "time": about.time}
+            found |= {"counters": dict(about.counters), "topology": dict(about.topology)}
+        return found
+
+
+def find(path: Path | None) -> tuple[Checkpoints, int | None]:
+    """The checkpoints of the run folder, checkpoints folder or step folder ``path``; the step where it is one's folder.
+
+    None is the latest run. Raises :class:`CheckpointError` where there is none.
+    """
+    start = Path("runs/latest") if path is None else path
+    if (start / MANIFEST).is_file():
+        step = Checkpoints(start.absolute().parent)
+        number = next((number for number in step.steps() if step.folder(number) == start.absolute()), None)
+        if number is not None:
+            return step, number
+    for candidate in (start / CHECKPOINTS, start):
+        found = Checkpoints(candidate)
+        if found.steps():
+            return found, None
+    raise CheckpointError(f"no checkpoints in {start}", fix="name a run folder, its checkpoints, or one of its steps")
+
+
+def find_step(path: Path | None, step: int | None = None) -> tuple[Checkpoints, int]:
+    """The checkpoints at ``path`` as :func:`find` has them; of their steps ``step``, else ``path``'s, else the newest.
+
+    Raises :class:`CheckpointError` where there is none.
+    """
+    checkpoints, named = find(path)
+    return checkpoints, next(each for each in (step, named, checkpoints.steps()[-1]) if each is not None)
+
+
+def look(checkpoints: Checkpoints, steps: Sequence[int] = (), *, thorough: bool = False) -> Iterator[Finding]:
+    """What there is of ``steps``, all when empty: manifests and lengths, and every byte when ``thorough``.
+
+    Raises :class:`CheckpointError` for one of ``steps`` that was never saved: that is no damage.
+    """
+    for step in steps:
+        checkpoints.find(step)
+    for step in steps or checkpoints.steps():
+        start, manifest, problem = time.perf_counter(), None, ""
+        try:
+            manifest = checkpoints.manifest(step)
+            for name in manifest.files:
+                check_length(checkpoints.folder(step), name, manifest)
+            if thorough:
+                verify_files(checkpoints.folder(step), manifest, manifest.files)
+        except CheckpointError as error:
+            problem = str(error)
+        yield Finding(step, manifest, problem, time.perf_counter() - start)
+
+
+def list_rows(findings: Sequence[Finding], hint: int | None) -> list[tuple[str, ...]]:
+    """One row a step: its name, whether it is whole, size, time, ranks, what ``latest`` says, and what is wrong."""
+    rows: list[tuple[str, ...]] = []
+    for finding in findings:
+        mark = "latest" if finding.step == hint else ""
+        state = "damaged" if finding.problem else "whole"
+        rows.append((f"step{finding.step}", state, *_facts(finding.manifest), mark, finding.problem))
+    return rows
+
+
+def _facts(manifest: Manifest | None) -> tuple[str, str, str]:
+    if manifest is None:
+        return "", "", ""
+    world = manifest.about.topology.get("world", 1)
+    return size_text(manifest.size), manifest.about.time, f"{world} rank{'s' if world > 1 else ''}"
+
+
+def verify_text(finding: Finding) -> str:
+    """One line: how much was read and found intact, or what is damaged."""
+    if finding.problem or finding.manifest is None:
+        return f"step{finding.step}  damaged: {finding.problem}"
+    files = len(finding.manifest.files)
+    read = f"{files} file{'s' if files > 1 else ''}, {size_text(finding.manifest.size)}"
+    return f"step{finding.step}  intact: {read} in {finding.seconds:.1f} s"
+
+
+def inspect_text(manifest: Manifest) -> str:
+    """What was saved, in words: when, by what, where in the run; then a row a file, then a row a logical tensor."""
+    about = manifest.about
+    lines = [f"step {about.step} of run {about.run}, saved {about.time}", ""]
+    lines += _section("counters", about.counters.items())
+    lines += _section("scaler", [(name, scale_text(number)) for name, number in about.scaler.items()])
+    lines += _section("data", [("samples", about.data.samples), ("sha256", about.data.sha256)])
+    lines += _section("topology", about.topology.items())
+    lines += _section("versions", about.versions.items())
+    chosen = [
+        (kind, f"{each.name}  {each.source}, state version {each.state_version}")
+        for kind, plugins in about.plugins.items()
+        for each in plugins
+    ]
+    lines += _section("plugins", chosen)
+    lines += _section("files", [(name, size_text(file.bytes)) for name, file in sorted(manifest.files.items())])
+    lines += _section("tensors", [(name, _tensor_text(manifest, name)) for name in sorted(manifest.tensors)])
+    return "\n".join(lines[:-1])
+
+
+def _tensor_text(manifest: Manifest, name: str) -> str:
+    """``[64, 32]  master F32, exp_avg F32, step F32 []``: a shape of its own is said, masters first."""
+    fields = manifest.tensors[name]
+    shape = max((record.shape for record in fields.values()), key=prod)
+    texts = [
+        f"{field} {record.dtype}" + (f" {list(record.shape)}" if record.shape != shape else "")
+        for field, record in sorted(fields.items(), key=lambda each: (each[0] != MASTER, each[0]))
+    ]
+    return f"{list(shape)}  {', '.join(texts)}"
+
+
+def _section(title: str, rows: Any) -> list[str]:
+    """A title, then its rows with aligned values, then an empty line; nothing where there are no rows."""
+    pairs = [(str(name), str(value)) for name, value in rows]
+    width = max((len(name) for name, _ in pairs), default=0)
+    return [title, *(f"  {name:{width}}  {value}" for name, value in pairs), ""] if pairs else []
+
+
+def size_text(size: int) -> str:
+    """``950 B``, ``12.3 MB``."""
+    amount, unit = float(size), 0
+    while amount >= 1000 and unit < len(_UNITS) - 1:
+        amount, unit = amount / 1000, unit + 1
+    return f"{amount:.1f} {_UNITS[unit]}" if unit else f"{size} B"

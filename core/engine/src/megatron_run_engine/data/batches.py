@@ -1,0 +1,51 @@
+"""The fields of a batch as tensors on the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from megatron_run.errors import DataError
+from megatron_run_engine.data.sampler import sample_index
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+    from megatron_run.contracts.data import Dataset
+
+
+class SampleStream:
+    """An endless shuffled stream over a dataset, read by position: ``seed`` fixes the order of every epoch."""
+
+    def __init__(self, dataset: Dataset, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+        self._length = len(dataset)
+
+    def fields(self, positions: Iterable[int], names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
+        """The fields ``names`` of the samples at ``positions``, each [b, s] on ``device``.
+
+        Raises :class:`DataError` when a sample lacks a field.
+        """
+        return fields(
+            self._dataset, [sample_index(self._length, self._seed, position) for position in positions], names, device
+        )
+
+
+def fields(dataset: Dataset, indices: Sequence[int], names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
+    """The fields ``names`` of samples ``indices``, each [b, s] on ``device``; nothing is read when no name is asked.
+
+    Raises :class:`DataError` when a sample lacks a field.
+    """
+    if not names:
+        return {}
+    samples = [dataset[index] for index in indices]
+    missing = [name for name in names if name not in samples[0]]
+    if missing:
+        raise DataError(
+            f"the data has no field {missing[0]!r}", why=f"its samples hold {', '.join(sorted(samples[0]))}"
+        )
+    return {name: torch.from_numpy(np.stack([sample[name] for sample in samples])).to(device) for name in names}

@@ -1,0 +1,45 @@
+"""Pieces of transformers made from a factory of parallel layers, and the arithmetic that such factories share.
+
+Reading order: ``spec`` (the sizes), ``block`` (attention and MLP between norms), ``chunk`` (a stage's part of a model),
+``linear`` (the backward that a schedule may split), ``moe`` (mixtures of experts).
+"""
+
+from megatron_run_engine.nn.attention import SelfAttention
+from megatron_run_engine.nn.block import ExpertBlock, TransformerBlock
+from megatron_run_engine.nn.chunk import DecoderChunk
+from megatron_run_engine.nn.core_attention import CoreAttention
+from megatron_run_engine.nn.cross_entropy import CrossEntropy, cross_entropy
+from megatron_run_engine.nn.embedding import Embedding, embed
+from megatron_run_engine.nn.forward_pass import ForwardPass
+from megatron_run_engine.nn.linear import linear, submit_gradients
+from megatron_run_engine.nn.mlp import Mlp
+from megatron_run_engine.nn.moe.report import RouterReports
+from megatron_run_engine.nn.moe.spec import ExpertSpec
+from megatron_run_engine.nn.norm import LayerNorm, RmsNorm
+from megatron_run_engine.nn.parameter import build_device, empty_parameter
+from megatron_run_engine.nn.rotary import Rotary
+from megatron_run_engine.nn.spec import TransformerSpec
+
+__all__ = [
+    "CoreAttention",
+    "CrossEntropy",
+    "DecoderChunk",
+    "Embedding",
+    "ExpertBlock",
+    "ExpertSpec",
+    "ForwardPass",
+    "LayerNorm",
+    "Mlp",
+    "RmsNorm",
+    "Rotary",
+    "RouterReports",
+    "SelfAttention",
+    "TransformerBlock",
+    "TransformerSpec",
+    "build_device",
+    "cross_entropy",
+    "embed",
+    "empty_parameter",
+    "linear",
+    "submit_gradients",
+]

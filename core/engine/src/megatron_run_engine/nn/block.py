@@ -1,0 +1,163 @@
+"""Pre-norm transformer blocks: attention, then one feed-forward network or a mixture of experts.
+
+Legend: s sequence (s/t under sequence parallelism), b micro batch, h hidden.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from megatron_run.contracts import Segment
+from megatron_run_engine.nn.attention import SelfAttention
+from megatron_run_engine.nn.mlp import Mlp
+from megatron_run_engine.nn.moe.layer import MixtureOfExperts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.nn import Parameter
+
+    from megatron_run.contracts import ParallelLayers
+    from megatron_run_engine.nn.moe.spec import ExpertSpec
+    from megatron_run_engine.nn.rotary import Rotary
+    from megatron_run_engine.nn.spec import TransformerSpec
+    from megatron_run_engine.runtime.context import BuildContext
+
+#: Names in a layer's environment.
+Names = tuple[str, ...]
+
+_READS_HOST = "the host reads how many tokens each expert gets"
+_FOLLOWS = "its shapes follow how many tokens each expert gets"
+
+
+class Block(nn.Module):
+    """``x += dropout(attention(x))``, then ``x += dropout(feed-forward(x))``; each half begins with its norm.
+
+    It is run through its segments, never called as a whole: between them the kernel makes parameters ready and
+    positions random numbers. ``reports`` are the names, besides ``x``, of what they leave in the environment for the
+    chunk.
+    """
+
+    reports: tuple[str, ...] = ()
+
+    def __init__(self, layers: ParallelLayers, spec: TransformerSpec, layer: int, rotary: Rotary | None) -> None:
+        super().__init__()
+        self.layer = layer
+        self.attention = SelfAttention(layers, spec, layer, rotary)
+        self.dropout = layers.dropout(spec.dropout)
+        self.draws = spec.dropout > 0
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Add the attention half: [s, b, h] -> [s, b, h]."""
+        added: Tensor = self.dropout(self.attention(x))
+        return x + added
+
+    def segments(self, why_eager: str = "") -> tuple[Segment, ...]:
+        """The halves, in order; ``why_eager`` says why none of them must be captured."""
+        attend = Segment(
+            "attn", self.layer, 0, self.attend, ("x",), ("x",), parameters_of(self.attention), why_eager, self.draws
+        )
+        return attend, *self.feed_segments(why_eager)
+
+    @abstractmethod
+    def feed_segments(self, why_eager: str) -> tuple[Segment, ...]:
+        """Those of the feed-forward half, from index 1 on."""
+
+
+class TransformerBlock(Block):
+    """A block with one feed-forward network for all tokens."""
+
+    def __init__(self, layers: ParallelLayers, spec: TransformerSpec, layer: int, rotary: Rotary | None) -> None:
+        super().__init__(layers, spec, layer, rotary)
+        self.mlp = Mlp(layers, spec, spec.ffn, norm=layers.norm(spec.norm, spec.hidden, spec.norm_eps))
+
+    def feed(self, x: Tensor) -> Tensor:
+        """Add the feed-forward half: [s, b, h] -> [s, b, h]."""
+        added: Tensor = self.dropout(self.mlp(x))
+        return x + added
+
+    def feed_segments(self, why_eager: str) -> tuple[Segment, ...]:
+        """One."""
+        return (
+            Segment("mlp", self.layer, 1, self.feed, ("x",), ("x",), parameters_of(self.mlp), why_eager, self.draws),
+        )
+
+
+class ExpertBlock(Block):
+    """A block with a mixture of experts, in five segments: only two of them depend on how tokens were routed."""
+
+    def __init__(
+        self,
+        context: BuildContext,
+        layers: ParallelLayers,
+        spec: TransformerSpec,
+        experts: ExpertSpec,
+        layer: int,
+        rotary: Rotary | None,
+    ) -> None:
+        super().__init__(layers, spec, layer, rotary)
+        self.moe = MixtureOfExperts(context, layers, spec, experts)
+        self.reports = ("spread", *experts.loss_names)
+
+    def combine(self, x: Tensor, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor, *y: Tensor) -> Tensor:
+        """Add the feed-forward half: [s, b, h] -> [s, b, h]."""
+        added: Tensor = self.dropout(self.moe.combine(x.shape[1], returned, weights, order, place, *y))
+        return x + added
+
+    def feed_segments(self, why_eager: str) -> tuple[Segment, ...]:
+        """Router, maps, tokens to the experts, the experts, and their sum."""
+        moe, shared = self.moe, () if self.moe.shared is None else (self.moe.shared,)
+        stream = ("y",) * len(shared)
+        maps, carried = ("weights", "order", "place"), ("routed", *moe.dispatcher.carries)
+        routed = ("tokens", "weights", "chosen", "load", *moe.spec.loss_names, *stream)
+        placed = ("order", "place", "counts", "spread")
+
+        def segment(
+            name: str, fn: Callable[..., object], inputs: Names, outputs: Names, *read: nn.Module, why: str = ""
+        ) -> Segment:
+            index = ("moe_router", "moe_preprocess", "moe_dispatch", "moe_experts", "moe_combine").index(name) + 1
+            return Segment(
+                name,
+                self.layer,
+                index,
+                fn,
+                inputs,
+                outputs,
+                parameters_of(*read),
+                why_eager or why,
+                draws=self.draws and name == "moe_combine",
+                differentiable=name != "moe_preprocess",  # maps are whole numbers
+            )
+
+        return (
+            segment("moe_router", moe.route, ("x",), routed, moe.norm, moe.router),
+            segment("moe_preprocess", moe.place, ("weights", "chosen", "load"), placed),
+            segment(
+                "moe_dispatch",
+                moe.dispatcher.dispatch,
+                ("tokens", *maps, "counts"),
+                ("rows", *carried),
+                why=_READS_HOST,
+            ),
+            segment(
+                "moe_experts", moe.compute, ("rows", "weights", *carried), ("returned",), moe.experts, why=_FOLLOWS
+            ),
+            segment("moe_combine", self.combine, ("x", "returned", *maps, *stream), ("x",), *shared),
+        )
+
+
+def make_block(
+    context: BuildContext, layers: ParallelLayers, spec: TransformerSpec, layer: int, rotary: Rotary | None
+) -> Block:
+    """The block that ``spec`` has at ``layer``."""
+    if spec.experts is not None and layer in spec.experts.layers:
+        return ExpertBlock(context, layers, spec, spec.experts, layer, rotary)
+    return TransformerBlock(layers, spec, layer, rotary)
+
+
+def parameters_of(*modules: nn.Module) -> tuple[Parameter, ...]:
+    """All parameters of ``modules``, in order."""
+    return tuple(parameter for module in modules for parameter in module.parameters())

@@ -1,0 +1,143 @@
+"""A piece of a decoder on one pipeline stage: embedding, blocks and head, as far as they live there.
+
+Legend: s sequence, b micro batch, h hidden, p padded vocabulary, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_run.contracts import ChunkOut, Segment
+from megatron_run_engine.nn.block import make_block, parameters_of
+from megatron_run_engine.nn.forward_pass import ForwardPass
+from megatron_run_engine.nn.rotary import Rotary
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megatron_run.contracts import Microbatch, ParallelLayers
+    from megatron_run_engine.nn.embedding import Embedding
+    from megatron_run_engine.nn.moe.report import RouterReports
+    from megatron_run_engine.nn.spec import TransformerSpec
+    from megatron_run_engine.runtime.context import BuildContext
+
+_RECOMPUTED = "the layer is recomputed in the backward (train.recompute=full)"
+
+
+class DecoderChunk(nn.Module):
+    """Runs ``embedding`` if it has one, the blocks ``indices``, and the head if it has an ``output`` layer.
+
+    ``routers`` takes what layers of experts report while training. Modules are named by their global index, so that
+    names do not depend on the layout.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        spec: TransformerSpec,
+        layers: ParallelLayers,
+        indices: range,
+        *,
+        embedding: Embedding | None = None,
+        output: nn.Module | None = None,
+        routers: RouterReports | None = None,
+    ) -> None:
+        super().__init__()
+        self.embedding = embedding
+        rotary = Rotary(context, spec) if spec.position == "rope" and indices else None
+        blocks = {index: make_block(context, layers, spec, index, rotary) for index in indices}
+        self.layers = nn.ModuleDict({str(index): block for index, block in blocks.items()})
+        self.final_norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps) if output is not None else None
+        self.output = output
+        self.cross_entropy = layers.cross_entropy(spec.vocab, spec.label_smoothing) if output is not None else None
+
+        self._runner, self._forward_pass, self._routers = context.segments, ForwardPass(layers), routers
+        self._recompute = context.train.recompute == "full"
+        # Built once: graph capture recognises a segment by its identity.
+        around, why_eager = self._forward_pass.around, _RECOMPUTED if self._recompute else ""
+        self._embedding_segments = () if embedding is None else (around(embedding.segment()),)
+        self._blocks = tuple(
+            (tuple(map(around, block.segments(why_eager))), block.reports) for block in blocks.values()
+        )
+        self._head_segments = () if output is None else tuple(map(around, self._make_head_segments(spec.layers)))
+
+    def segments(self) -> Sequence[Segment]:
+        """Every segment in forward order."""
+        blocks = (segment for block, _ in self._blocks for segment in block)
+        return (*self._embedding_segments, *blocks, *self._head_segments)
+
+    def forward(self, x: Tensor | None, microbatch: Microbatch) -> ChunkOut:
+        """Run forward: x [s, b, h], or None at the first position -> x for the next, losses, or logits [s, b, p/t].
+
+        The last position gives losses when the microbatch has labels and logits when it has none.
+        """
+        with self._forward_pass():
+            if self.embedding is not None:
+                x = self._run_embedding(microbatch)
+            assert x is not None  # only the first position starts from tokens
+            reported = []
+            for segments, names in self._blocks:
+                x, *values = self._run_block(segments, names, x, microbatch)
+                reported += [dict(zip(names, values, strict=True))] if names else []
+            out = self._run_head(x, microbatch) if self.output is not None else ChunkOut(x)
+            if self._routers is None or not microbatch.train:
+                return out
+            self._routers.count(reported)
+            return replace(out, losses={**out.losses, **self._routers.losses(reported)})
+
+    def _run_embedding(self, microbatch: Microbatch) -> Tensor:
+        environment = {"tokens": microbatch.fields["tokens"]}
+        self._runner.run(self._embedding_segments, microbatch, environment)
+        return environment["x"]
+
+    def _run_block(
+        self, segments: Sequence[Segment], names: Sequence[str], x: Tensor, microbatch: Microbatch
+    ) -> tuple[Tensor, ...]:
+        """X for the next block, and what this one reports under ``names``."""
+
+        def run(x: Tensor) -> tuple[Tensor, ...]:
+            environment = {"x": x}
+            self._runner.run(segments, microbatch, environment)
+            return environment["x"], *(environment[name] for name in names)
+
+        if not (self._recompute and microbatch.train and torch.is_grad_enabled()):
+            return run(x)
+        # No random state to preserve: the runner positions the stream again when the block runs again.
+        again: tuple[Tensor, ...] = checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+        return again
+
+    def _run_head(self, x: Tensor, microbatch: Microbatch) -> ChunkOut:
+        environment = {"x": x, **microbatch.fields}
+        if "labels" not in microbatch.fields:
+            self._runner.run(self._head_segments[:1], microbatch, environment)
+            return ChunkOut(None, logits=environment["logits"])
+        self._runner.run(self._head_segments, microbatch, environment)
+        return ChunkOut(None, losses={"lm": (environment["lm"], environment["lm_weight"])})
+
+    def _make_head_segments(self, layer: int) -> tuple[Segment, Segment]:
+        assert self.final_norm is not None
+        assert self.output is not None
+        params = parameters_of(self.final_norm, self.output)
+        return (
+            Segment("head", layer, 0, self._logits, ("x",), ("logits",), params),
+            Segment("loss", layer, 1, self._loss, ("logits", "labels", "loss_mask"), ("lm", "lm_weight"), ()),
+        )
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, p/t]."""
+        assert self.final_norm is not None
+        assert self.output is not None
+        logits: Tensor = self.output(self.final_norm(x))
+        return logits
+
+    def _loss(self, logits: Tensor, labels: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [s, b, p/t], labels and mask [b, s] -> (summed loss, number of tokens), scalars."""
+        assert self.cross_entropy is not None
+        loss = self.cross_entropy(logits, labels)  # [s, b]
+        mask = loss_mask.t().to(loss.dtype)  # [b, s] -> [s, b]
+        return (loss * mask).sum(), mask.sum()

@@ -1,0 +1,134 @@
+"""Cross entropy over a vocabulary that ranks may share.
+
+Of the logits' size nothing but the logits is kept for the backward, and nothing but their gradient is made: all that is
+computed in fp32 is computed for a few rows at a time, on a CPU within its caches.
+
+Legend: s sequence, b micro batch, N = s*b tokens, v vocabulary, p padded vocabulary, t ranks that share it, q = p/t
+columns of this rank, r <= q of them real, c rows at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_run_engine.nn.ownership import owned
+from megatron_run_engine.runtime.comm import ALONE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatron_run_engine.runtime.comm import ParallelGroup
+
+#: Values that are computed with at a time on a CPU: 1 MiB of fp32.
+CACHED = 2**18
+LOG2_E = 1 / math.log(2)
+
+
+def cross_entropy(
+    logits: Tensor, labels: Tensor, vocab: int, label_smoothing: float = 0.0, peers: ParallelGroup = ALONE
+) -> Tensor:
+    """Loss per token: logits [N, q], labels [N] -> [N], in nats and at least fp32; equal on all ``peers``.
+
+    Rank i of ``peers`` holds columns ``i*q`` to ``(i+1)*q - 1`` of the padded vocabulary. Columns from ``vocab`` on are
+    padding: they are no class and get no gradient. Only scalars per token cross ranks: the maximum, and the sums that
+    the loss is made of (Shoeybi et al. 2019, section 3). ``label_smoothing`` e gives
+    ``(1 - e) * nll + e * mean over v of -log p``. A label that is no class is an error, as in :func:`owned`.
+    """
+    result: Tensor = _CrossEntropy.apply(logits, labels, vocab, label_smoothing, peers)  # type: ignore[no-untyped-call]  # torch's
+    return result
+
+
+class CrossEntropy(nn.Module):
+    """Loss per token over the real vocabulary, which ``peers`` share, smoothed while training."""
+
+    def __init__(self, vocab: int, label_smoothing: float = 0.0, peers: ParallelGroup = ALONE) -> None:
+        super().__init__()
+        self.vocab, self.label_smoothing, self.peers = vocab, label_smoothing, peers
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Logits [s, b, q], labels [b, s] -> [s, b], at least fp32."""
+        smoothing = self.label_smoothing if self.training else 0.0
+        labels = labels.t().flatten()  # [b, s] -> [s*b]
+        loss = cross_entropy(logits.flatten(0, 1), labels, self.vocab, smoothing, self.peers)  # [s*b]
+        return loss.view(logits.shape[:2])
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab: int, smoothing: float, peers: ParallelGroup) -> Tensor:
+        first = peers.index * logits.shape[1]
+        real = logits[:, : max(vocab - first, 0)]  # [N, r]
+        column, mine = owned(labels, first, real.shape[1], vocab)
+        sums = [_sums(real[rows], spreads=smoothing > 0) for rows in _few_rows(logits)]
+        top, total, *spread = (torch.cat(parts) for parts in zip(*sums, strict=True))  # each [N], of this rank alone
+        # Differences to the largest logit of all ranks: they neither overflow nor lose digits.
+        largest = peers.max_(top.clone())
+        lower = top - largest if real.shape[1] else torch.zeros_like(top)
+        target = torch.where(mine, _at(real, column, largest), 0.0)
+        shares = [total * lower.exp(), target, *(each + lower * real.shape[1] for each in spread)]
+        total, target, *spread = peers.sum_(torch.stack(shares))
+        ctx.save_for_backward(logits, column, mine, largest, total)
+        ctx.columns, ctx.vocab, ctx.smoothing = real.shape[1], vocab, smoothing
+        likely = (1 - smoothing) * target + smoothing * spread[0] / vocab if smoothing else target
+        loss: Tensor = total.log() - likely
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """``(softmax - (1 - e) * one_hot(label) - e / v) * grad``, each value rounded once."""
+        (logits, column, mine, largest, total), (grad,) = ctx.saved_tensors, grads
+        real, scale, smooth = logits[:, : ctx.columns], grad / total, ctx.smoothing / ctx.vocab * grad
+        result = torch.empty_like(logits)
+        result[:, ctx.columns :].zero_()
+        for rows in _few_rows(logits):
+            part = _exp_(_exact(real[rows]) - largest[rows, None]).mul_(scale[rows, None])  # [c, r]
+            result[rows, : ctx.columns] = part.sub_(smooth[rows, None]) if ctx.smoothing else part
+        if ctx.columns:
+            likely = torch.where(mine, grad * (1 - ctx.smoothing), 0.0)
+            at_label = _exp_(_at(real, column, largest)) * scale - smooth - likely  # [N]
+            result[torch.arange(len(column), device=column.device), column] = at_label.to(result.dtype)
+        return result, None, None, None, None
+
+
+def _sums(real: Tensor, *, spreads: bool) -> tuple[Tensor, ...]:
+    """Of rows [c, r] the largest value; of the differences to it the sum of exponentials, and with ``spreads`` the sum.
+
+    Each is [c]. Where nothing is possible, or there are no columns, the least number stands for the largest.
+    """
+    exact = _exact(real)
+    least = torch.finfo(exact.dtype).min
+    top = exact.amax(1).clamp_(min=least) if real.shape[1] else exact.new_full((len(real),), least)
+    shifted = exact - top[:, None]
+    spread = (shifted.sum(1),) if spreads else ()
+    return top, _exp_(shifted).sum(1), *spread
+
+
+def _exp_(x: Tensor) -> Tensor:
+    """``exp`` in place, as a power of two: on a CPU this is PyTorch's own loop, and ``exp`` is MKL's.
+
+    MKL's is slow on processors that are not Intel's. The result is off by ``|x|`` roundings at most.
+    """
+    return x.mul_(LOG2_E).exp2_()
+
+
+def _exact(x: Tensor) -> Tensor:
+    """In at least fp32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _at(real: Tensor, column: Tensor, largest: Tensor) -> Tensor:
+    """Each row's value at ``column``, less the largest: [N, r], [N], [N] -> [N]; 0 of a rank without columns."""
+    if not real.shape[1]:
+        return torch.zeros_like(largest)
+    return _exact(real.gather(1, column[:, None]).squeeze(1)) - largest
+
+
+def _few_rows(logits: Tensor) -> Iterator[slice]:
+    """The rows, on a CPU as many at a time as its caches hold in fp32."""
+    count, columns = logits.shape
+    step = max(1, CACHED // columns) if logits.device.type == "cpu" else max(1, count)
+    return (slice(start, start + step) for start in range(0, max(1, count), step))

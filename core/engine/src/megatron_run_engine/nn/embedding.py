@@ -1,0 +1,105 @@
+"""Word and position embedding.
+
+Legend: s sequence, b micro batch, h hidden, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_run.contracts import ParameterSpec, Segment
+from megatron_run.errors import InputError
+from megatron_run_engine.nn.parameter import empty_parameter
+from megatron_run_engine.runtime.gradients import main_grad
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from megatron_run.contracts import ParallelLayers
+    from megatron_run_engine.nn.spec import TransformerSpec
+    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime.gradients import GradientAccumulator
+
+
+def embed(tokens: Tensor, weight: Parameter, gradients: GradientAccumulator) -> Tensor:
+    """Rows of ``weight`` [v, h] at ``tokens`` [*] -> [*, h]; the weight gradient goes to ``gradients``.
+
+    It is added into the rows that were used, without a dense gradient of the whole vocabulary in between.
+    """
+    result: Tensor = _Embed.apply(tokens, weight, gradients)  # type: ignore[no-untyped-call]  # torch's
+    return result
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Parameter, gradients: GradientAccumulator) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.weight, ctx.gradients = weight, gradients
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        (tokens,), (grad,), weight = ctx.saved_tensors, grads, ctx.weight
+        if weight.requires_grad:
+            flat, rows = tokens.flatten(), grad.flatten(0, -2)  # [N], [N, h]
+
+            def compute() -> None:
+                total = main_grad(weight)
+                total.index_add_(0, flat, rows.to(total.dtype))
+
+            ctx.gradients.submit((weight,), compute)
+        return None, None, None
+
+
+class Positions(nn.Module):
+    """Learned positions: one row of ``weight`` [s, h] for each place in the sequence.
+
+    Under sequence parallelism x holds this rank's places, and the gradient of the others comes from the other
+    tensor-parallel ranks.
+    """
+
+    def __init__(self, context: BuildContext, spec: TransformerSpec) -> None:
+        super().__init__()
+        split = context.sequence_shards > 1
+        self.shard = context.topology.tensor_rank if split else 0
+        self.weight = empty_parameter(context, spec.sequence_length, spec.hidden)
+        self.parameter_specs = {"weight": ParameterSpec(spec.init, partial_over="tensor" if split else None)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add positions: [s/t, b, h] -> [s/t, b, h]."""
+        first = self.shard * len(x)
+        return x + self.weight[first : first + len(x), None]
+
+
+class Embedding(nn.Module):
+    """The first layer of a model: words, learned positions unless the model rotates, dropout."""
+
+    def __init__(self, context: BuildContext, spec: TransformerSpec, layers: ParallelLayers) -> None:
+        super().__init__()
+        self.longest = spec.sequence_length
+        self.word = layers.vocab_embedding(spec.vocab, spec.hidden, init=spec.init)
+        self.position = Positions(context, spec) if spec.position == "learned" else None
+        self.dropout = layers.dropout(spec.dropout)
+        self.draws = spec.dropout > 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens [b, s] -> [s, b, h], or [s/t, b, h] under sequence parallelism.
+
+        Raises InputError when s is above the model's sequence length.
+        """
+        if tokens.shape[1] > self.longest:
+            raise InputError(
+                f"a sequence of {tokens.shape[1]} tokens is longer than the model's {self.longest}",
+                fix="raise train.sequence_length",
+            )
+        x = self.word(tokens)
+        result: Tensor = self.dropout(x if self.position is None else self.position(x))
+        return result
+
+    def segment(self) -> Segment:
+        """The whole layer as one segment, layer -1 of the model."""
+        return Segment("embedding", -1, 0, self, ("tokens",), ("x",), tuple(self.parameters()), draws=self.draws)

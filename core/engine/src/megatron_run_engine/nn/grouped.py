@@ -1,0 +1,190 @@
+"""A matrix product for each group of rows, as one call where the device has one.
+
+Its backward may be split in two as that of :func:`megatron_run_engine.nn.linear.linear`.
+
+Legend: g groups, n rows of all groups together, i inputs, o outputs.
+"""
+
+from __future__ import annotations
+
+from functools import cache, cached_property
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_run_engine.nn.linear import add_product
+from megatron_run_engine.runtime.gradients import main_grad
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from megatron_run_engine.runtime.gradients import GradientAccumulator
+
+
+def grouped_linear(
+    rows: Tensor,
+    weight: Parameter,
+    bias: Parameter | None,
+    counts: Tensor,
+    gradients: GradientAccumulator,
+    bias_share: float = 1.0,
+) -> Tensor:
+    """``rows @ weight[g].T + bias_share * bias[g]`` for the rows of each group g: [n, i] -> [n, o].
+
+    ``weight`` [g*o, i] and ``bias`` [g*o] stack the groups', and ``counts`` [g], int64 on the CPU, says how many rows
+    each has, one group after the other. Weight gradients go to ``gradients``, of a group without rows too.
+    """
+    result: Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]  # torch's
+        rows, weight, bias, counts, gradients, bias_share
+    )
+    return result
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Parameter,
+        bias: Parameter | None,
+        counts: Tensor,
+        gradients: GradientAccumulator,
+        bias_share: float,
+    ) -> Tensor:
+        ctx.save_for_backward(rows)
+        # The parameters themselves, which know their main_grad: saved tensors may come back as copies.
+        ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
+        groups = Groups(counts, rows.device)
+        ctx.groups, ctx.bias_share = groups, bias_share
+        y = groups.multiply(rows, groups.stacked(weight).transpose(1, 2))
+        if bias is not None:
+            for group, where in groups.places:
+                y[where].add_(groups.stacked(bias)[group], alpha=bias_share)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+        (rows,), (grad,), groups = ctx.saved_tensors, grads, ctx.groups
+        if ctx.weight.requires_grad:
+            _submit(ctx.gradients, ctx.weight, ctx.bias, rows, grad, groups, ctx.bias_share)
+        product = groups.multiply(grad, groups.stacked(ctx.weight)) if ctx.needs_input_grad[0] else None
+        return product, None, None, None, None, None
+
+
+class Groups:
+    """Rows that lie group by group on ``device``: ``counts`` [g], int64 on the CPU, of each.
+
+    ``places`` are the groups that have any, with where theirs lie.
+    """
+
+    def __init__(self, counts: Tensor, device: torch.device) -> None:
+        self._device, self._ends = device, list(accumulate(counts.tolist(), initial=0))
+        bounds = enumerate(pairwise(self._ends))
+        self.places = [(group, slice(start, end)) for group, (start, end) in bounds if end > start]
+
+    def stacked(self, parameter: Tensor) -> Tensor:
+        """[g*o, *] -> [g, o, *]."""
+        return parameter.view(len(self._ends) - 1, -1, *parameter.shape[1:])
+
+    def multiply(self, rows: Tensor, matrices: Tensor) -> Tensor:
+        """Each group's rows [n, a] times its matrix of ``matrices`` [g, a, c]: [n, c]."""
+        by_onednn = _has_onednn(rows.device.type, rows.dtype)
+        if not by_onednn and _takes_grouped(rows, matrices):
+            grouped: Tensor = torch._grouped_mm(rows, matrices, offs=self._all_ends)
+            return grouped
+        product = rows.new_empty(len(rows), matrices.shape[2])
+        for group, where in self.places:
+            if by_onednn:
+                product[where] = _onednn_product(rows[where], matrices[group])
+            else:
+                torch.mm(rows[where], matrices[group], out=product[where])
+        return product
+
+    def add_products(self, totals: Tensor, left: Tensor, right: Tensor) -> None:
+        """``totals[g] += left[g].T @ right[g]`` over the rows of each group: [g, a, c] of left [n, a], right [n, c]."""
+        if left.device.type != "cpu" and _takes_grouped(left, right):  # a CPU adds each product in place
+            self.add_grouped(totals, left, right)
+            return
+        for group, where in self.places:
+            add_product(totals[group], left[where].t(), right[where])
+
+    def add_grouped(self, totals: Tensor, left: Tensor, right: Tensor) -> None:
+        """The same by one call, which is asked for no group without rows: on some devices its part is not zero."""
+        ends = self._on_device([where.stop for _, where in self.places])
+        products = torch._grouped_mm(left.t(), right, offs=ends)  # [groups with rows, a, c]
+        if len(products) == len(totals):
+            totals.add_(products)
+            return
+        for (group, _), product in zip(self.places, products, strict=True):
+            totals[group].add_(product)
+
+    @cached_property
+    def _all_ends(self) -> Tensor:
+        """Where each group ends, int32 [g]: uploaded once for both directions."""
+        return self._on_device(self._ends[1:])
+
+    def _on_device(self, ends: list[int]) -> Tensor:
+        return torch.tensor(ends, dtype=torch.int32).to(self._device, non_blocking=True)
+
+
+def _submit(
+    gradients: GradientAccumulator,
+    weight: Parameter,
+    bias: Parameter | None,
+    rows: Tensor,
+    grad: Tensor,
+    groups: Groups,
+    bias_share: float,
+) -> None:
+    def compute() -> None:
+        groups.add_products(groups.stacked(main_grad(weight)), grad, rows)
+        if bias is not None:
+            total = groups.stacked(main_grad(bias))
+            for group, where in groups.places:
+                total[group].add_(grad[where].sum(0), alpha=bias_share)
+
+    gradients.submit((weight,) if bias is None else (weight, bias), compute)
+
+
+def _onednn_product(rows: Tensor, matrix: Tensor) -> Tensor:
+    """[n, a] times [a, c] by oneDNN.
+
+    torch.mm in fp32 asks MKL, and so does ``torch._grouped_mm`` on a CPU, group by group. That is slower for as few
+    rows as an expert has, on one thread by a little and on two by more.
+    """
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, matrix.t(), None, "none", [], "")
+    return product
+
+
+@cache
+def _has_onednn(device: str, dtype: torch.dtype) -> bool:
+    """Whether :func:`_onednn_product` works there and gains: in 16 bits torch.mm asks oneDNN itself."""
+    if device != "cpu" or dtype != torch.float32:
+        return False
+    try:
+        _onednn_product(torch.zeros(2, 2), torch.zeros(2, 2))
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
+def _takes_grouped(left: Tensor, right: Tensor) -> bool:
+    """Whether one call can do it: rows there are, of a type that it knows, aligned to 16 bytes."""
+    strides = [stride * each.element_size() for each in (left, right) for stride in each.stride() if stride != 1]
+    aligned = all(stride % 16 == 0 for stride in strides)
+    return len(left) > 0 and aligned and _has_grouped_mm(left.device.type, left.dtype)
+
+
+@cache
+def _has_grouped_mm(device: str, dtype: torch.dtype) -> bool:
+    """Whether ``torch._grouped_mm`` exists and works there: which devices and types it knows differs by release."""
+    try:
+        rows, matrices = (torch.zeros(shape, dtype=dtype, device=device) for shape in ((16, 16), (2, 16, 16)))
+        ends = torch.tensor([8, 16], dtype=torch.int32, device=device)
+        torch._grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
+        torch._grouped_mm(rows.t(), rows, offs=ends)
+    except (AttributeError, RuntimeError):
+        return False
+    return True

@@ -1,0 +1,84 @@
+"""The feed-forward half of a block: GeLU (Hendrycks and Gimpel 2016) or SwiGLU (Shazeer 2020).
+
+Legend: s sequence, b micro batch, h hidden, f feed-forward size, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_run.contracts import LinearPart
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from megatron_run.contracts import ParallelLayers
+    from megatron_run_engine.nn.spec import Activation, TransformerSpec
+
+
+class Mlp(nn.Module):
+    """``output(activation(input(x)))``; under SwiGLU the input layer computes gate and up at once."""
+
+    def __init__(
+        self,
+        layers: ParallelLayers,
+        spec: TransformerSpec,
+        ffn: int,
+        key: str = "model.ffn_size",
+        norm: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        parts = input_parts(spec.activation, ffn, key)
+        self.input = layers.column_linear(spec.hidden, parts, bias=spec.bias, init=spec.init, norm=norm)
+        self.activation = activation(spec.activation)
+        self.output = layers.row_linear(ffn, spec.hidden, bias=spec.bias, init=spec.residual_init)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, h]."""
+        result: Tensor = self.output(self.activation(self.input(x)))  # inside: [s, b, f/t]
+        return result
+
+
+def input_parts(name: Activation, ffn: int, key: str) -> tuple[LinearPart, ...]:
+    """The matrices to ``ffn`` features, which the configuration's ``key`` sets."""
+    names = ("gate", "up") if name == "swiglu" else ("up",)
+    return tuple(LinearPart(part, ffn, key) for part in names)
+
+
+def activation(name: Activation) -> Callable[[Tensor], Tensor]:
+    """What acts between the two layers; of SwiGLU's gate and up it makes one."""
+    if name == "swiglu":
+        return swiglu
+    if name == "gelu_tanh":
+        return lambda x: F.gelu(x, approximate="tanh")
+    return F.gelu
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """``silu(gate) * up``: [*, 2f] holding gate then up -> [*, f]."""
+    result: Tensor = _Swiglu.apply(x)  # type: ignore[no-untyped-call]  # torch's
+    return result
+
+
+class _Swiglu(torch.autograd.Function):
+    """Keeps x alone, and writes both halves of its gradient where they belong, so that nothing is put together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,), (grad,) = ctx.saved_tensors, grads
+        gate, up = x.chunk(2, dim=-1)
+        result = torch.empty_like(x)
+        of_gate, of_up = result.chunk(2, dim=-1)
+        torch.mul(grad, F.silu(gate), out=of_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
+        return result

@@ -1,0 +1,121 @@
+"""The feed-forward half of a block as a mixture of experts, step by step.
+
+Legend: s sequence (s/t under sequence parallelism), b micro batch, h hidden, n = s*b tokens of the whole sequence, e
+experts, k experts of a token, m rows of this rank's experts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from megatron_run.contracts import ParameterSpec
+from megatron_run_engine.nn.linear import linear
+from megatron_run_engine.nn.mlp import Mlp
+from megatron_run_engine.nn.moe.dispatch import DISPATCHERS
+from megatron_run_engine.nn.moe.experts import Experts
+from megatron_run_engine.nn.moe.placement import place_all, place_within_capacity, spread
+from megatron_run_engine.nn.moe.router import Router, balance_loss, choose, load_of, z_loss
+from megatron_run_engine.nn.parameter import empty_parameter
+
+if TYPE_CHECKING:
+    from megatron_run.contracts import ParallelLayers
+    from megatron_run_engine.nn.moe.spec import ExpertSpec
+    from megatron_run_engine.nn.spec import TransformerSpec
+    from megatron_run_engine.runtime.context import BuildContext
+
+
+class MixtureOfExperts(nn.Module):
+    """Norm, router, experts and what all tokens share, from ``route`` to ``combine``.
+
+    From ``route`` on it lies within one tensor-parallel region, which ``combine`` leaves: every rank of it routes all
+    tokens alike, and holds a part of each of its experts.
+    """
+
+    def __init__(
+        self, context: BuildContext, layers: ParallelLayers, spec: TransformerSpec, experts: ExpertSpec
+    ) -> None:
+        super().__init__()
+        self.spec, self._enter, self._leave = experts, layers.enter_region, layers.leave_region
+        self._parts_of_a_loss = context.topology.sizes.tensor
+        peers = context.groups.peers(context.topology, "expert")
+        self.dispatcher = DISPATCHERS[experts.dispatch](peers, experts.count)
+        self.norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
+        self.router = Router(context, spec, experts.count)
+        self.experts = Experts(layers, spec, self.dispatcher.held, experts.ffn)
+        self.shared = Shared(context, layers, spec, experts) if experts.shared_ffn else None
+
+    def route(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The residual stream [s, b, h] -> tokens [n, h], weights and chosen [n, k], load [e].
+
+        Then one scalar for each of ``spec.loss_names``, times its coefficient: this tensor-parallel rank's part of it.
+        Last, for what all tokens share, the stream after the norm [s, b, h].
+        """
+        y = self.norm(x)
+        tokens = self._enter(y).flatten(0, 1)
+        logits = self.router(tokens)
+        weights, chosen, scores = choose(logits, self.spec)
+        load = load_of(chosen, self.spec.count)
+        shared = () if self.shared is None else (y,)
+        return tokens, weights, chosen, load, *self._losses(logits, scores, load), *shared
+
+    def place(self, weights: Tensor, chosen: Tensor, load: Tensor) -> tuple[Tensor, ...]:
+        """Order and place of all assignments [n*k], counts [e], spread [3]."""
+        if self.spec.capacity_factor is None:
+            placement = place_all(chosen, load)
+        else:
+            placement = place_within_capacity(chosen, weights, load, self.spec)
+        return *placement, spread(load, placement.counts)
+
+    def compute(self, rows: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
+        """The experts on their rows [m, h], and home with what they made."""
+        made = self.experts(rows, self.dispatcher.count(routed))
+        return self.dispatcher.collect(made, weights, routed, *carried)
+
+    def combine(
+        self, batch: int, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor, *y: Tensor
+    ) -> Tensor:
+        """Each token's sum over its experts, and what all of ``batch`` sequences' tokens share: -> [s, b, h]."""
+        sums = self.dispatcher.combine(returned, weights, order, place)  # [n, h]
+        out = self._leave(sums.unflatten(0, (-1, batch)))
+        return out if self.shared is None else out + self.shared(*y)
+
+    def _losses(self, logits: Tensor, scores: Tensor, load: Tensor) -> list[Tensor]:
+        spec, losses = self.spec, []
+        if spec.balance:
+            losses.append(spec.balance / self._parts_of_a_loss * balance_loss(scores, load, spec.top_k))
+        if spec.z:
+            losses.append(spec.z / self._parts_of_a_loss * z_loss(logits))
+        return losses
+
+
+class Shared(nn.Module):
+    """A feed-forward network for every token (Dai et al. 2024, "DeepSeekMoE"), weighed by a gate if it has one."""
+
+    def __init__(
+        self, context: BuildContext, layers: ParallelLayers, spec: TransformerSpec, experts: ExpertSpec
+    ) -> None:
+        super().__init__()
+        self.mlp = Mlp(layers, spec, experts.shared_ffn, "model.shared_expert_ffn_size")
+        self.gate = Gate(context, spec) if experts.shared_gate else None
+
+    def forward(self, y: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, h]."""
+        out: Tensor = self.mlp(y)
+        return out if self.gate is None else out * self.gate(y)
+
+
+class Gate(nn.Module):
+    """One weight for each token, as in Qwen's mixtures: ``sigmoid(y @ weight.T)``, each rank of its own tokens."""
+
+    def __init__(self, context: BuildContext, spec: TransformerSpec) -> None:
+        super().__init__()
+        self.gradients = context.gradients
+        self.weight = empty_parameter(context, 1, spec.hidden)
+        split = context.sequence_shards > 1
+        self.parameter_specs = {"weight": ParameterSpec(spec.init, partial_over="tensor" if split else None)}
+
+    def forward(self, y: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, 1]."""
+        return linear(y, self.weight, None, self.gradients).sigmoid()

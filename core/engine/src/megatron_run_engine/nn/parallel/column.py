@@ -1,0 +1,66 @@
+"""The column-parallel product: enter the region and multiply, in one autograd function, so that its backward overlaps.
+
+Legend: s sequence, b micro batch, i inputs, o outputs, t tensor-parallel size; x is [s, b, *] inside the region and
+[s/t, b, *] outside under sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron_run_engine.nn.linear import linear, submit_gradients
+from megatron_run_engine.nn.parallel.regions import f, gather_sequence
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from megatron_run_engine.nn.parallel.split import Split
+    from megatron_run_engine.runtime.gradients import GradientAccumulator
+
+
+def column_linear(
+    x: Tensor, weight: Parameter, bias: Parameter | None, gradients: GradientAccumulator, split: Split
+) -> Tensor:
+    """Enter the region and multiply: x [s, b, i] or [s/t, b, i], weight [o/t, i], bias [o/t] -> [s, b, o/t]."""
+    if not split.overlap:
+        enter = gather_sequence if split.sequence else f
+        return linear(enter(x, split.peers), weight, bias, gradients)
+    result: Tensor = _ColumnLinear.apply(x, weight, bias, gradients, split)  # type: ignore[no-untyped-call]  # torch's
+    return result
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """``f`` (or ``gather_sequence``) and the product in one, so that their backwards can overlap.
+
+    What a forward keeps is this rank's part of x: under sequence parallelism the backward gathers the whole again. In a
+    split backward that happens with the input's gradient, so from then to the weight's (from ``I`` to ``W``) all of x
+    [s, b, i] is held, as it is from the forward on without sequence parallelism.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, gradients: GradientAccumulator, split: Split
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        # The parameters themselves, which know their main_grad: saved tensors may come back as copies.
+        ctx.weight, ctx.bias, ctx.gradients, ctx.split = weight, bias, gradients, split
+        return F.linear(split.peers.gather(x) if split.sequence else x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        """Each collective is in flight during one matrix product: the input's gradient, then the weight's."""
+        (x,), (grad,), peers, sequence = ctx.saved_tensors, grads, ctx.split.peers, ctx.split.sequence
+        trains, summing = ctx.weight.requires_grad, None
+        gathering = peers.start_gather(x) if sequence and trains else None
+        # [s, b, i]: this rank's share of the input's gradient
+        partial = grad @ ctx.weight if ctx.needs_input_grad[0] else None
+        x = gathering.wait() if gathering else x
+        if partial is not None:
+            summing = peers.start_scatter_sum(partial) if sequence else peers.start_sum(partial)
+        if trains:
+            submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad)
+        return (summing.wait() if summing else None), None, None, None, None

@@ -1,0 +1,88 @@
+"""Linear layers of experts: each expert's matrix is split as one of a column- or row-parallel layer.
+
+Their collectives are the region's, in which they lie: there is none here.
+
+Legend: e experts of this rank, n rows of all of them, i inputs, o outputs, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from megatron_run.contracts import Init, ParameterSpec, Part
+from megatron_run_engine.nn.grouped import grouped_linear
+from megatron_run_engine.nn.parameter import empty_parameter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatron_run.contracts import LinearPart
+    from megatron_run_engine.nn.parallel.split import Split
+    from megatron_run_engine.runtime.context import BuildContext
+
+
+class ExpertColumnLinear(nn.Module):
+    """This rank's part of the outputs of each of ``parts``, for each expert."""
+
+    def __init__(
+        self,
+        context: BuildContext,
+        split: Split,
+        experts: range,
+        inputs: int,
+        parts: tuple[LinearPart, ...],
+        *,
+        bias: bool,
+        init: Init,
+    ) -> None:
+        super().__init__()
+        self.gradients = context.gradients
+        rows = split.features(parts)
+        self.weight = empty_parameter(context, len(experts) * rows, inputs)
+        self.bias = empty_parameter(context, len(experts) * rows) if bias else None
+        weights, biases = split.rows_of("weight", parts, (inputs,)), split.rows_of("bias", parts)
+        self.parameter_specs = {
+            "weight": ParameterSpec(init, tuple(_of_each(experts, weights, rows)), replicas="expert_data"),
+            "bias": ParameterSpec(Init("zeros"), tuple(_of_each(experts, biases, rows)), replicas="expert_data"),
+        }
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """[n, i] -> [n, o/t]."""
+        return grouped_linear(rows, self.weight, self.bias, counts, self.gradients)
+
+
+class ExpertRowLinear(nn.Module):
+    """Takes this rank's part of the inputs; what it makes is one of t parts of a sum, and so is the bias."""
+
+    def __init__(
+        self, context: BuildContext, split: Split, experts: range, inputs: int, outputs: int, *, bias: bool, init: Init
+    ) -> None:
+        super().__init__()
+        self.gradients, self.bias_share = context.gradients, 1 / split.peers.size
+        self.weight = empty_parameter(context, len(experts) * outputs, split.part(inputs, "input features"))
+        self.bias = empty_parameter(context, len(experts) * outputs) if bias else None
+        weights, biases = split.columns_of("weight", inputs, outputs), (Part("bias", (outputs,), range(outputs)),)
+        self.parameter_specs = {
+            "weight": ParameterSpec(init, tuple(_of_each(experts, weights, outputs)), replicas="expert_data"),
+            "bias": ParameterSpec(
+                Init("zeros"),
+                tuple(_of_each(experts, biases, outputs)),
+                partial_over=split.axis if split.peers.size > 1 else None,
+                replicas="expert_data",
+            ),
+        }
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """[n, i/t] -> [n, o]."""
+        return grouped_linear(rows, self.weight, self.bias, counts, self.gradients, self.bias_share)
+
+
+def _of_each(experts: range, parts: tuple[Part, ...], rows: int) -> Iterator[Part]:
+    """``parts`` of the ``rows`` of one expert, for each of ``experts``, which lie one after the other."""
+    for index, expert in enumerate(experts):
+        for part in parts:
+            local = range(part.local.start + index * rows, part.local.stop + index * rows)
+            yield replace(part, name=f"{expert}.{part.name}", local=local)

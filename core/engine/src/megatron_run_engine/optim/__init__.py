@@ -1,0 +1,26 @@
+"""What data-parallel optimizers share: an update rule on flat buffers, and how ranks divide the work.
+
+``FlatOptimizer`` is the whole contract but for one question, how data-parallel ranks share a buffer: a ``Sharing``
+answers it. ``optimizer=adamw`` and ``optimizer=zero1`` are one each.
+"""
+
+from megatron_run_engine.optim.boxes import Box, PartBox, boxes, part_boxes
+from megatron_run_engine.optim.flat import FlatOptimizer
+from megatron_run_engine.optim.options import UpdateOptions
+from megatron_run_engine.optim.ranges import ParamRange, param_range, param_ranges
+from megatron_run_engine.optim.rules import check_update
+from megatron_run_engine.optim.sharding import ShardingStrategy
+
+__all__ = [
+    "Box",
+    "FlatOptimizer",
+    "ParamRange",
+    "PartBox",
+    "Sharing",
+    "UpdateOptions",
+    "boxes",
+    "check_update",
+    "param_range",
+    "param_ranges",
+    "part_boxes",
+]

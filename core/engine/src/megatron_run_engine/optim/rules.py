@@ -1,0 +1,136 @@
+"""Update rules by name: PyTorch's optimizers, applied to flat segments of the master weights.
+
+AdamW: Loshchilov and Hutter 2019; Adam: Kingma and Ba 2015; Muon: Jordan et al. 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_run.errors import InputError
+
+if TYPE_CHECKING:
+    from megatron_run.contracts.schema import Config
+    from megatron_run_engine.optim.options import UpdateOptions
+
+_MUON_MOMENTUM = 0.95  # of its authors and of PyTorch
+#: Options that not every rule reads, and which do.
+_READ_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "betas": ("adamw", "adam", "muon"),
+        "eps": ("adamw", "adam", "muon"),
+        "momentum": ("sgd", "muon"),
+        "nesterov": ("sgd",),
+        "adamw_for": ("muon",),
+    }
+)
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """A class of ``torch.optim`` with its arguments.
+
+    ``whole``: it must see each logical tensor whole and in its shape; else it treats every value alike, and may be
+    given any range of a buffer. ``rest`` is the rule for what this one cannot update: all but hidden matrices.
+    ``starts_at_zero``: all state is zero before the first step, as far as its updates can tell.
+    """
+
+    kind: type[torch.optim.Optimizer]
+    arguments: Mapping[str, Any]
+    whole: bool = False
+    rest: UpdateRule | None = None
+    starts_at_zero: bool = True
+
+    def make(self, groups: list[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
+        """The optimizer of ``groups``, with PyTorch's fused kernel where the rule asks for it and ``device`` has it.
+
+        Raises :class:`InputError` for arguments that the class does not take.
+        """
+        arguments = dict(self.arguments)
+        if device.type == "meta":
+            arguments.pop("fused", None)
+        try:
+            made: torch.optim.Optimizer = self.kind(groups, **arguments)
+        except (TypeError, ValueError) as error:
+            given = ", ".join(f"{key}={value}" for key, value in arguments.items()) or "nothing but parameters"
+            raise InputError(
+                f"optimizer.rule: {self.kind.__name__} cannot be made with {given}",
+                why=str(error),
+                fix="set optimizer.rule_options, or choose another rule",
+            ) from error
+        return made
+
+
+def check_update(config: Config, options: UpdateOptions) -> Iterator[str]:
+    """For ``PluginInfo.check_config``: refuse what :func:`find_rule` does, and tell of options that do nothing."""
+    find_rule(options, config.parallel.tensor)
+    for option, rules in _READ_BY.items():
+        if option in options.model_fields_set and options.rule not in rules:
+            yield f"optimizer.{option} does nothing with rule={options.rule}: it is for {', '.join(rules)}"
+    for key in sorted({"lr", "weight_decay"} & options.rule_options.keys()):
+        yield f"optimizer.rule_options: {key} does nothing: every step sets it from train.{key}"
+    if options.grad_dtype == "param" and config.train.precision == "fp32":
+        yield "optimizer.grad_dtype=param changes nothing: with train.precision=fp32 both types are fp32"
+
+
+def find_rule(options: UpdateOptions, tensor: int = 1) -> UpdateRule:
+    """The rule that ``options`` ask for, on parameters that ``tensor`` ranks split.
+
+    Raises :class:`InputError` for one that does not exist, or cannot work on parts of a matrix.
+    """
+    rule = _find(options)
+    if rule.whole and tensor > 1:
+        raise InputError(
+            f"optimizer.rule={options.rule} updates whole matrices",
+            why=f"parallel.tensor={tensor} cuts them",
+            fix="set parallel.tensor=1, or choose adamw, adam or sgd",
+        )
+    return rule
+
+
+def _find(options: UpdateOptions) -> UpdateRule:
+    more = options.rule_options
+    adamw = UpdateRule(torch.optim.AdamW, {"betas": options.betas, "eps": options.eps, "fused": True, **more})
+    match options.rule:
+        case "adamw":
+            return adamw
+        case "adam":
+            return UpdateRule(torch.optim.Adam, adamw.arguments)
+        case "sgd":
+            momentum = options.momentum or 0.0
+            arguments = {"momentum": momentum, "nesterov": options.nesterov, "fused": True, **more}
+            # Without dampening the first step, which takes the gradient as it is, is like all others.
+            return UpdateRule(torch.optim.SGD, arguments, starts_at_zero=not more.get("dampening"))
+        case "muon":
+            return _muon(options)
+        case name:
+            return UpdateRule(_import(name), more, whole=True, starts_at_zero=False)
+
+
+def _muon(options: UpdateOptions) -> UpdateRule:
+    """Muon for hidden matrices, AdamW for the rest."""
+    kind = getattr(torch.optim, "Muon", None)
+    if kind is None:
+        raise InputError(
+            f"optimizer.rule=muon needs a newer torch than {torch.__version__}", fix="upgrade torch, or choose adamw"
+        )
+    momentum = _MUON_MOMENTUM if options.momentum is None else options.momentum
+    rest = UpdateRule(torch.optim.AdamW, {"betas": options.betas, "eps": options.eps, "fused": True})
+    return UpdateRule(kind, {"momentum": momentum, **options.rule_options}, whole=True, rest=rest)
+
+
+def _import(name: str) -> type[torch.optim.Optimizer]:
+    module, _, attribute = name.partition(":")
+    try:
+        kind = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"optimizer.rule={name} cannot be imported", why=str(error), fix="install it") from error
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise InputError(f"optimizer.rule={name} is no torch.optim.Optimizer", fix="name a subclass of it")
+    return kind

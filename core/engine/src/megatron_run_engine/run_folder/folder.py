@@ -1,0 +1,131 @@
+"""Where everything of a run lies, and ``status.json``, which says how it goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_run.errors import ExitCode
+from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS
+
+State = Literal["starting", "running", "finished", "stopped", "failed"]
+
+#: Seconds between two heartbeats: often enough to tell a hang, rare enough for a network file system.
+HEARTBEAT = 1.0
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace ``path`` in one move, so that a reader never sees half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The mapping in ``path``, or None when there is none that can be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+@dataclass(frozen=True)
+class Status:
+    """The content of ``status.json``.
+
+    ``heartbeat`` is the time of writing, in seconds since the epoch; ``exit_code`` and ``retry`` (whether running the
+    same command again may succeed) are None until the attempt has ended.
+    """
+
+    state: State
+    step: int
+    attempt: int
+    heartbeat: float
+    exit_code: int | None = None
+    retry: bool | None = None
+    message: str = ""
+
+
+class RunFolder:
+    """One attempt's view of a run folder, from ``rank``. Every rank may call everything; only rank 0 writes."""
+
+    def __init__(self, path: Path, attempt: int, rank: int = 0) -> None:
+        self.path = path
+        self.attempt = attempt
+        self.rank = rank
+        self._beat = 0.0
+        self._step = 0
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r}, attempt={self.attempt})"
+
+    @property
+    def logs(self) -> Path:
+        """``logs/attempt-001``: what the ranks of this attempt print."""
+        return self.path / "logs" / f"attempt-{self.attempt:03d}"
+
+    def log(self, rank: int) -> Path:
+        """``logs/attempt-001/rank-00003.log``."""
+        return self.logs / f"rank-{rank:05d}.log"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the steps of all attempts are saved."""
+        return self.path / CHECKPOINTS
+
+    @property
+    def run_id(self) -> str:
+        """What ``run.json`` calls the run, of 32 letters and digits; ``unnamed`` where there is none."""
+        record = read_json(self.path / "run.json") or {}
+        return str(record.get("id", "unnamed"))
+
+    @property
+    def records(self) -> Path:
+        """Where this attempt's description goes: the folder itself, for a later attempt beside its logs."""
+        return self.path if self.attempt == 1 else self.logs
+
+    def read_status(self) -> Status | None:
+        """What ``status.json`` says, or None."""
+        content = read_json(self.path / "status.json")
+        try:
+            return Status(**content) if content else None
+        except TypeError:
+            return None
+
+    def heartbeat(self, step: int) -> None:
+        """Say that ``step`` is done; touches the disk at most once a second, and a full disk does not stop a run."""
+        self._step = step
+        if time.time() - self._beat >= HEARTBEAT:
+            with suppress(OSError):
+                self.flush()
+
+    def flush(self) -> None:
+        """Write the last heartbeat down, if it was not."""
+        self._beat = time.time()
+        self._write(Status("running" if self._step else "starting", self._step, self.attempt, self._beat))
+
+    def start(self) -> None:
+        """Say that this attempt begins."""
+        self._write(Status("starting", 0, self.attempt, time.time()))
+
+    def end(self, code: ExitCode, message: str = "") -> None:
+        """Say how this attempt ended, at the step last written down."""
+        last = self.read_status() or Status("starting", 0, self.attempt, 0.0)
+        stopped = code in (ExitCode.SIGINT, ExitCode.SIGTERM, ExitCode.TIME_LIMIT)
+        state: State = "finished" if code == ExitCode.DONE else "stopped" if stopped else "failed"
+        final = replace(last, state=state, attempt=self.attempt, heartbeat=time.time(), message=message)
+        self._write(replace(final, exit_code=int(code), retry=code.retry))
+
+    def _write(self, status: Status) -> None:
+        if self.rank == 0:
+            write_json(self.path / "status.json", asdict(status))

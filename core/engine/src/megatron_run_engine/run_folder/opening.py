@@ -1,0 +1,166 @@
+"""The rules by which a run folder is created, joined or refused. Nothing is ever overwritten."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_run.errors import InputError
+from megatron_run_engine.run_folder.folder import RunFolder, read_json, write_json
+from megatron_run_engine.run_folder.identity import differing_keys, digest, identity
+from megatron_run_engine.run_folder.lock import FolderLock
+from megatron_run_engine.run_folder.records import attempt_record, write_records
+
+if TYPE_CHECKING:
+    from megatron_run.planning import ResolvedRun
+
+#: Seconds in which a network file system shows a new file to the other hosts.
+VISIBLE_WITHIN = 10.0
+_OURS_BEFORE_START = frozenset({".lock", ".lock-exclusive"})
+
+
+@dataclass(frozen=True)
+class OpenedFolder:
+    """A folder that this process holds the lock of. ``finished``: an earlier attempt reached the end."""
+
+    folder: RunFolder
+    lock: FolderLock
+    run_id: str
+    finished: bool = False
+
+
+def open_run_folder(run: ResolvedRun, arguments: Sequence[str] = (), base: Path = Path("runs")) -> OpenedFolder:
+    """Create or join the run folder of ``run`` and describe this attempt in it; rank 0 or the launcher does this.
+
+    ``run.folder`` unset: a new ``base/<date>-<time>-<id>``. Raises :class:`InputError` for a folder that belongs to
+    another run or job, is no run folder, lies behind a link, or cannot be written.
+    """
+    wanted = run.config.run.folder
+    try:
+        path = _new_folder(base) if wanted is None else _chosen_folder(wanted)
+        lock = FolderLock(path)
+        try:
+            opened = _enter(path, lock, run, arguments)
+        except BaseException:
+            lock.release()
+            raise
+    except OSError as error:
+        raise InputError(
+            f"run folder {wanted or base} cannot be used",
+            why=f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}",
+            fix="choose another run.folder",
+        ) from error
+    if wanted is None:
+        _point_latest_at(path)
+    return opened
+
+
+def join_run_folder(path: Path, attempt: int, run_id: str, rank: int, wait: float = VISIBLE_WITHIN) -> RunFolder:
+    """The folder that rank 0 opened, as another rank sees it.
+
+    Raises :class:`InputError` when this host does not see rank 0's ``run.json`` within ``wait`` seconds.
+    """
+    deadline = time.monotonic() + wait
+    while not _shows(path, attempt, run_id):
+        if time.monotonic() > deadline:
+            raise InputError(
+                f"run folder {path} is not shared by all hosts",
+                why="what rank 0 wrote there cannot be read here",
+                fix="set run.folder to a folder on a file system that every host mounts",
+            )
+        time.sleep(0.1)
+    return RunFolder(path, attempt, rank)
+
+
+def _shows(path: Path, attempt: int, run_id: str) -> bool:
+    record = read_json(path / "run.json")
+    return record is not None and record.get("id") == run_id and len(record["attempts"]) >= attempt
+
+
+def _new_folder(base: Path) -> Path:
+    base.mkdir(parents=True, exist_ok=True)
+    while True:
+        path = base.absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+
+
+def _chosen_folder(wanted: Path) -> Path:
+    path = _follow_sibling_link(wanted.expanduser().absolute())
+    if path.exists() and not path.is_dir():
+        raise _refusal(path, "it is a file")
+    path.mkdir(parents=True, exist_ok=True)
+    entries = {entry.name for entry in path.iterdir()}
+    if entries - _OURS_BEFORE_START and "run.json" not in entries:
+        raise _refusal(path, "it holds other files and no run.json")
+    return path
+
+
+def _follow_sibling_link(path: Path) -> Path:
+    """``runs/latest`` stands for the run beside it; a link elsewhere is not followed."""
+    if not path.is_symlink():
+        return path
+    target = path.resolve()
+    if target.parent != path.parent.resolve():
+        raise _refusal(path, f"it is a symbolic link to {target}")
+    return target
+
+
+def _refusal(path: Path, why: str) -> InputError:
+    return InputError(f"{path} is not a run folder", why=why, fix="choose a new or an empty run.folder")
+
+
+def _enter(path: Path, lock: FolderLock, run: ResolvedRun, arguments: Sequence[str]) -> OpenedFolder:
+    keys = identity(run)
+    record = read_json(path / "run.json")
+    if record is None:
+        record = _first_record(path, keys)
+    _check_same_run(path, record, keys, run.request.allow_plugin_change)
+    before = RunFolder(path, max(1, len(record["attempts"])))
+    status = before.read_status()
+    if status is not None and status.state == "finished" and run.request.resume == "auto":
+        return OpenedFolder(before, lock, record["id"], finished=True)
+    folder = RunFolder(path, len(record["attempts"]) + 1)
+    if (path / "logs").is_symlink():
+        raise _refusal(path, "its logs are a symbolic link")
+    folder.logs.mkdir(parents=True)
+    write_records(folder, run)
+    folder.start()
+    record["attempts"].append(attempt_record(folder.attempt, run, arguments))
+    write_json(path / "run.json", record)
+    return OpenedFolder(folder, lock, record["id"])
+
+
+def _first_record(path: Path, keys: dict[str, Any]) -> dict[str, Any]:
+    if (path / "run.json").exists():
+        raise _refusal(path, "its run.json cannot be read")
+    return {"v": 1, "id": secrets.token_hex(16), "digest": digest(keys), "identity": keys, "attempts": []}
+
+
+def _check_same_run(path: Path, record: dict[str, Any], keys: dict[str, Any], allowed: Sequence[str]) -> None:
+    differing = differing_keys(record.get("identity", {}), keys, allowed)
+    if differing:
+        raise InputError(
+            f"run folder {path} belongs to another run",
+            why=", ".join(differing),
+            fix="choose another run.folder or give the same values",
+        )
+
+
+def _point_latest_at(path: Path) -> None:
+    """Make ``latest`` a link to ``path``; where links cannot be made there is none."""
+    link, temporary = path.parent / "latest", path.parent / f".latest-{path.name}"
+    if link.exists() and not link.is_symlink():
+        return
+    try:
+        temporary.symlink_to(path.name)
+        temporary.replace(link)
+    except OSError:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,63 @@
+"""What a plugin's factory is given: everything it may need, handed down and never global."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import logging
+
+    import torch
+    from pydantic import BaseModel
+
+    from megatron_run.contracts.schema import RunSection, TrainSection
+    from megatron_run.contracts.topology import Topology
+    from megatron_run_engine.runtime.comm import Groups
+    from megatron_run_engine.runtime.gradients import GradientAccumulator
+    from megatron_run_engine.runtime.metrics import Metrics
+    from megatron_run_engine.runtime.rng import RandomStreams
+    from megatron_run_engine.runtime.segments import SegmentRunner
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """``param``: type of parameters and activations. ``main``: type of master weights and of their update, fp32.
+
+    The type of ``main_grad`` is ``main`` unless the optimizer's option ``grad_dtype`` says otherwise.
+    """
+
+    param: torch.dtype
+    main: torch.dtype
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """Handed to every factory but those of pure data (schedule, data, observer).
+
+    ``topology`` is this rank's place in the grid and ``groups`` the process groups by axis; ``model`` the model
+    plugin's options with the vocabulary filled in; ``train`` and ``run`` sections of the configuration; ``gradients``
+    takes weight gradients; ``rng`` positions random streams; ``metrics`` makes meters for numbers to report;
+    ``segments`` runs the segments of layers, eager or captured. ``sequence_shards`` is the number of ranks that split
+    the sequence between blocks: the tensor-parallel size under sequence parallelism, else 1.
+    """
+
+    topology: Topology
+    groups: Groups
+    device: torch.device
+    dtypes: Dtypes
+    model: BaseModel
+    train: TrainSection
+    run: RunSection
+    gradients: GradientAccumulator
+    rng: RandomStreams
+    metrics: Metrics
+    segments: SegmentRunner
+    log: logging.Logger
+    sequence_shards: int = 1
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of the model, unpadded."""
+        size: int = self.model.vocab_size  # type: ignore[attr-defined]  # every model's options have it
+        return size

@@ -1,0 +1,234 @@
+"""The executor: runs one stage's lowered instructions, with no branch on the schedule's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megatron_run.contracts.activity import Activity
+from megatron_run.errors import PluginError, locate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_run.contracts import Boundary, Chunk, ChunkOut, Microbatch
+    from megatron_run.contracts.actions import Action
+    from megatron_run.contracts.activity import PhaseName
+    from megatron_run.pipeline.lower import Instruction, Message
+    from megatron_run_engine.runtime.gradients import GradientAccumulator
+    from megatron_run_engine.runtime.messages import Messenger
+
+#: The fields of a microbatch for whoever must not look at them, since another stage has others.
+_NO_FIELDS: Mapping[str, Tensor] = MappingProxyType({})
+#: (microbatch, chunk)
+Key = tuple[int, int]
+#: What a rank does in an action. ``S`` computes nothing.
+_PHASES: Mapping[str, PhaseName] = MappingProxyType(
+    {"F": "forward", "B": "backward", "I": "backward", "W": "backward", "R": "recompute", "S": "gradient-reduce"}
+)
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What the trainer hands to the executor for one step or one evaluation.
+
+    ``microbatch`` makes microbatch m for this stage; ``boundary`` is the shape and dtype of its messages, on every
+    stage the same, and gets no fields; ``seed`` maps (loss name, weight) to the gradient with which that loss starts
+    its backward, None without a backward;
+    ``report`` takes (microbatch, loss name, sum, weight), the last two as scalars; ``start_grad_sync`` is called with a
+    chunk after its last backward.
+    """
+
+    microbatch: Callable[[int], Microbatch]
+    boundary: Callable[[Microbatch], Boundary]
+    report: Callable[[int, str, Tensor, Tensor], None]
+    seed: Callable[[str, Tensor], Tensor] | None = None
+    start_grad_sync: Callable[[int], None] | None = None
+
+
+@dataclass
+class StepRecord:
+    """What happened: the actions in order, the most chunk-microbatches in flight, and logits if there are any.
+
+    ``times`` holds the start and the end of each action's computation by the clock of the run, nothing without one.
+    """
+
+    executed: list[Action] = field(default_factory=list)
+    peak_in_flight: int = 0
+    logits: dict[int, Tensor] = field(default_factory=dict)
+    times: list[tuple[float, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """What a backward needs of its forward: the input, and graph edges instead of outputs.
+
+    An edge keeps the graph alive but not the output's storage, which dies with its message.
+    """
+
+    x: Tensor | None
+    output: GradientEdge | None
+    losses: tuple[tuple[GradientEdge, Tensor], ...]
+
+
+class Executor:
+    """Interprets instructions over the chunks of one stage, which ``rank`` holds: errors name it.
+
+    ``phases`` hears which action is computed.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        gradients: GradientAccumulator,
+        messenger: Messenger,
+        rank: int,
+        activity: Activity | None = None,
+    ) -> None:
+        self._chunks, self._gradients, self._messenger, self._rank = chunks, gradients, messenger, rank
+        self._activity = Activity() if activity is None else activity
+        self._handlers: dict[str, Callable[[Action, Tensor | None], Tensor | None]] = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._input_gradient,
+            "W": self._weight_gradient,
+            "R": self._recompute,
+            "S": self._nothing,
+        }
+
+    def run(
+        self, program: Sequence[Instruction], inputs: StepInputs, clock: Callable[[], float] | None = None
+    ) -> StepRecord:
+        """Run ``program`` from its first instruction to its last; nothing is left in flight.
+
+        With ``clock`` the record holds when each action was computed, in the clock's unit; waiting is left out.
+        Whatever is raised on the way says on which rank and in which action: a :class:`RunError` as its origin, any
+        other exception as a note.
+        """
+        self._inputs, self._record, self._clock = inputs, StepRecord(), clock
+        self._microbatches: dict[int, Microbatch] = {}
+        self._boundaries: dict[int, Boundary] = {}
+        self._in_flight: dict[Key, _InFlight] = {}
+        self._to_recompute: dict[Key, Tensor | None] = {}
+        self._recomputed = {(a.microbatch, a.chunk) for a in (i.action for i in program) if a.op == "R"}
+        done = 0
+        try:
+            while done < len(program):
+                self._step(program[done])
+                done += 1
+            self._messenger.flush()
+        except Exception as error:
+            locate(error, f"rank {self._rank}, {_place(program, done)}")
+            raise
+        return self._record
+
+    def _step(self, instruction: Instruction) -> None:
+        """Post receives, take the input, compute, send the output, start a gradient sync: in this order."""
+        action = instruction.action
+        for message in instruction.post:
+            self._messenger.post(message, self._boundary(message.microbatch), one_order=instruction.one_order)
+        received = self._messenger.wait(instruction.receive) if instruction.receive else None
+        self._messenger.retire(instruction.retire)
+        result = self._compute(action, received)
+        self._record.executed.append(action)
+        if instruction.send:
+            if result is None:
+                raise _missing(instruction.send)
+            self._messenger.send(instruction.send, result, self._boundary(action.microbatch))
+        if instruction.sync and self._inputs.start_grad_sync is not None:
+            self._activity.enter("gradient-reduce", action)
+            self._inputs.start_grad_sync(action.chunk)
+
+    def _compute(self, action: Action, received: Tensor | None) -> Tensor | None:
+        self._activity.enter(_PHASES[action.op], action)
+        if self._clock is None:
+            return self._handlers[action.op](action, received)
+        start = self._clock()
+        result = self._handlers[action.op](action, received)
+        self._record.times.append((start, self._clock()))
+        return result
+
+    def _forward(self, action: Action, x: Tensor | None) -> Tensor | None:
+        key = (action.microbatch, action.chunk)
+        if key in self._recomputed:
+            self._to_recompute[key] = x
+        out = self._call(action, x, with_graph=self._inputs.seed is not None and key not in self._recomputed)
+        for name, (total, weight) in out.losses.items():
+            self._inputs.report(action.microbatch, name, total.detach(), weight.detach())
+        if out.logits is not None:
+            self._record.logits[action.microbatch] = out.logits.detach()
+        return None if out.x is None else out.x.detach()
+
+    def _recompute(self, action: Action, received: Tensor | None) -> None:
+        self._call(action, self._to_recompute.pop((action.microbatch, action.chunk)), with_graph=True)
+
+    def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
+        """From the gradient of the output and the losses' seeds to the gradient of the input."""
+        flight = self._in_flight.pop((action.microbatch, action.chunk))
+        roots = [edge for edge, _ in flight.losses]
+        seeds = [seed for _, seed in flight.losses]
+        if flight.output is not None:
+            assert gradient is not None  # lowering receives it for every position but the last
+            roots.append(flight.output)
+            seeds.append(gradient)
+        torch.autograd.backward(roots, seeds)
+        return None if flight.x is None else flight.x.grad
+
+    def _input_gradient(self, action: Action, gradient: Tensor | None) -> Tensor | None:
+        with self._gradients.deferring((action.microbatch, action.chunk)):
+            return self._backward(action, gradient)
+
+    def _weight_gradient(self, action: Action, received: Tensor | None) -> None:
+        self._gradients.run_deferred((action.microbatch, action.chunk))
+
+    def _nothing(self, action: Action, received: Tensor | None) -> None:
+        """Compute nothing: S only marks where a gradient sync starts, which every instruction may do."""
+
+    def _call(self, action: Action, x: Tensor | None, *, with_graph: bool) -> ChunkOut:
+        if x is not None and with_graph:
+            x.requires_grad_()
+        with torch.set_grad_enabled(with_graph):
+            out = self._chunks[action.chunk](x, self._microbatch(action.microbatch))
+        if with_graph:
+            self._in_flight[action.microbatch, action.chunk] = self._keep(x, out)
+            self._record.peak_in_flight = max(self._record.peak_in_flight, len(self._in_flight))
+        return out
+
+    def _keep(self, x: Tensor | None, out: ChunkOut) -> _InFlight:
+        seed = self._inputs.seed
+        assert seed is not None  # a graph is only built when there is a backward
+        losses = [(get_gradient_edge(total), seed(n, w)) for n, (total, w) in out.losses.items() if total.requires_grad]
+        return _InFlight(x, None if out.x is None else get_gradient_edge(out.x), tuple(losses))
+
+    def _microbatch(self, index: int) -> Microbatch:
+        if index not in self._microbatches:
+            with self._activity.within("data", index):
+                self._microbatches[index] = self._inputs.microbatch(index)
+        return self._microbatches[index]
+
+    def _boundary(self, index: int) -> Boundary:
+        if index not in self._boundaries:
+            self._boundaries[index] = self._inputs.boundary(replace(self._microbatch(index), fields=_NO_FIELDS))
+        return self._boundaries[index]
+
+
+def _place(program: Sequence[Instruction], index: int) -> str:
+    """What errors call the instruction at ``index``: counted from 0, as the verifier counts."""
+    if index == len(program):
+        return "the end of its actions"
+    return f"action {index}, {program[index].action}"
+
+
+def _missing(message: Message) -> PluginError:
+    """The error of a chunk that has nothing to hand on: no output, or an input that its output does not depend on."""
+    reason = {"x": "the chunk returned no x", "g": "what the chunk returned does not depend on its input x"}
+    return PluginError(
+        f"{message} does not exist",
+        why=reason[message.kind],
+        fix="every chunk but the last makes x of the x it is given",
+    )

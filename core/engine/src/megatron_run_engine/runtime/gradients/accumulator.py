@@ -1,0 +1,125 @@
+"""Where every weight gradient enters, now or later.
+
+A schedule may split the backward: ``I`` needs the input gradient only, and ``W`` finishes the weight gradients when the
+schedule says. A layer that knows how hands its weight-gradient computation to ``submit``; every other parameter
+arrives through a hook. The ledger also knows which arrival of a step is a parameter's last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_run.errors import PluginError
+from megatron_run_engine.runtime.gradients.buckets import main_grad
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+Compute = Callable[[], None]
+#: (microbatch, chunk): whose backward a deferred weight gradient belongs to.
+Key = tuple[int, int]
+
+
+class GradientAccumulator:
+    """The ledger of one rank.
+
+    How often a gradient arrives per microbatch is learned in the first step (a tied embedding arrives twice), in which
+    nothing is announced early: the executor's gradient-sync points send everything then.
+    """
+
+    def __init__(self) -> None:
+        self._deferred_to: Key | None = None
+        self._queues: dict[Key, deque[tuple[Sequence[Parameter], Compute]]] = {}
+        self._names: dict[Parameter, str] = {}
+        self._arrivals: Counter[Parameter] = Counter()
+        self._per_microbatch: dict[Parameter, float] = {}
+        self._microbatches = 0
+        self._on_ready: Callable[[Parameter], None] | None = None
+        self._recorded: list[Parameter] | None = None
+
+    def adopt(self, parameter: Parameter, name: str) -> None:
+        """Watch ``parameter``: what autograd accumulates into ``.grad`` is moved into ``main_grad``."""
+        if parameter not in self._names:
+            self._names[parameter] = name
+            parameter.register_post_accumulate_grad_hook(self._move_grad)
+
+    def submit(self, parameters: Sequence[Parameter], compute: Compute) -> None:
+        """Take over a layer's weight gradient: ``compute`` adds into the ``main_grad`` of ``parameters``.
+
+        It runs at once in a whole backward and is kept for ``W`` in a split one.
+        """
+        if self._deferred_to is None:
+            self._finish(parameters, compute)
+        else:
+            self._queues.setdefault(self._deferred_to, deque()).append((parameters, compute))
+
+    def start_step(self, microbatches: int, on_ready: Callable[[Parameter], None]) -> None:
+        """Begin a step of ``microbatches``; ``on_ready`` is told of each parameter's last arrival."""
+        if self._microbatches and not self._per_microbatch:
+            self._per_microbatch = {p: count / self._microbatches for p, count in self._arrivals.items()}
+        self._arrivals.clear()
+        self._microbatches, self._on_ready = microbatches, on_ready
+
+    @contextmanager
+    def deferring(self, key: Key) -> Iterator[None]:
+        """Within: weight gradients submitted wait for :meth:`run_deferred` with the same ``key`` (action I)."""
+        self._deferred_to = key
+        try:
+            yield
+        finally:
+            self._deferred_to = None
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Parameter]]:
+        """Within: nothing arrives; the list fills with whose gradients would have, in order (graph capture)."""
+        self._recorded = []
+        try:
+            yield self._recorded
+        finally:
+            self._recorded = None
+
+    def arrived(self, parameters: Iterable[Parameter]) -> None:
+        """Gradients of ``parameters`` were added to their ``main_grad`` by a replayed graph."""
+        for parameter in parameters:
+            self._arrived(parameter)
+
+    def run_deferred(self, key: Key) -> None:
+        """Finish the weight gradients of ``key``, first in, first out (action W)."""
+        for parameters, compute in self._queues.pop(key, ()):
+            self._finish(parameters, compute)
+
+    def _finish(self, parameters: Sequence[Parameter], compute: Compute) -> None:
+        with torch.no_grad():
+            compute()
+        for parameter in parameters:
+            self._arrived(parameter)
+
+    def _move_grad(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is None:
+            return  # the hook also fires when a Function returned None for a parameter it submitted
+        with torch.no_grad():
+            main_grad(parameter).add_(parameter.grad)
+        parameter.grad = None
+        self._arrived(parameter)  # type: ignore[arg-type]  # the hook is registered on parameters only
+
+    def _arrived(self, parameter: Parameter) -> None:
+        if self._recorded is not None:
+            self._recorded.append(parameter)
+            return
+        self._arrivals[parameter] += 1
+        last = self._per_microbatch.get(parameter, 0) * self._microbatches
+        if not last or self._on_ready is None:
+            return
+        if self._arrivals[parameter] == last:
+            self._on_ready(parameter)
+        elif self._arrivals[parameter] > last:
+            raise PluginError(
+                f"a gradient of {self._names.get(parameter, 'an unknown parameter')} arrived after its bucket was sent",
+                why=f"{last:g} arrivals were learned from the first step, this is number {self._arrivals[parameter]}",
+                fix="a parameter must take part in every microbatch equally often",
+            )

@@ -1,0 +1,63 @@
+"""Numbers of a step: summed on the device, joined over the ranks by one all-reduce, copied to the host once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_run.errors import PluginError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_run_engine.runtime.comm import Groups
+
+
+class Meter:
+    """A weighted mean over microbatches and ranks. ``add`` costs no host synchronisation."""
+
+    def __init__(self, cell: Tensor) -> None:
+        self._cell = cell  # [2]: sum of value * weight, sum of weights; float64, a view of the metrics' buffer
+
+    def add(self, total: Tensor | float, weight: Tensor | float = 1.0) -> None:
+        """Add a ``total`` that stands for ``weight`` units; both scalars."""
+        self._cell[0] += total
+        self._cell[1] += weight
+
+
+class Metrics:
+    """Makes meters while plugins are built, and reduces them all at once.
+
+    The set of names is closed before the first step and equal on every rank, so that one all-reduce of fixed size
+    carries everything. A rank that has nothing to say for a name adds nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cells: dict[str, Tensor] = {}
+
+    def scalar(self, name: str) -> Meter:
+        """Make the meter of ``name``, which observers see under that name. A name is given out once."""
+        if name in self._cells:
+            raise PluginError(f"the metric {name!r} is reported twice", fix="give it another name")
+        self._cells[name] = torch.zeros(2, dtype=torch.float64, device=self._device)
+        return Meter(self._cells[name])
+
+    def collect(self, groups: Groups) -> Tensor:
+        """Reduce over the world and reset: [names, 2] of (sum, weight), float64 on the device."""
+        if not self._cells:
+            return torch.zeros(0, 2, dtype=torch.float64, device=self._device)
+        sums = groups.sum_(torch.stack(list(self._cells.values())), "world")
+        for cell in self._cells.values():
+            cell.zero_()
+        return sums
+
+    @property
+    def names(self) -> list[str]:
+        """In the order of the rows of :meth:`collect`."""
+        return list(self._cells)
+
+    def means(self, sums: list[list[float]]) -> dict[str, float]:
+        """Means by name from :meth:`collect`'s numbers on the host; a name that nobody reported is left out."""
+        return {name: total / weight for name, (total, weight) in zip(self._cells, sums, strict=True) if weight}

@@ -1,0 +1,116 @@
+"""From modules to described and initialised parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_run.contracts import Init, ParameterSpec, ParamInfo, Part
+from megatron_run_engine.runtime.rng import initial_generator
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor, nn
+    from torch.nn import Parameter
+
+    from megatron_run.contracts import Chunk
+
+
+def describe_parameters(chunk: Chunk, tensor_rank: int = 0) -> dict[Parameter, ParamInfo]:
+    """Describe every parameter of ``chunk``, in the order of its modules.
+
+    A module's ``parameter_specs`` decide. Without a spec a 1-D ``weight`` starts as ones and any other 1-D parameter
+    as zeros; a matrix must have one. Raises TypeError. What every tensor-parallel rank holds whole is counted on the
+    first, so that the gradient norm sees it once.
+    """
+    infos: dict[Parameter, ParamInfo] = {}
+    for path, module in chunk.named_modules():
+        specs: dict[str, ParameterSpec] = getattr(module, "parameter_specs", {})
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter not in infos:
+                spec = specs.get(name) or _default_spec(path, name, parameter)
+                infos[parameter] = _info(path, name, parameter, spec, tensor_rank)
+    return infos
+
+
+def unspecified(module: nn.Module) -> str:
+    """The first parameter of ``module`` of which no ``parameter_specs`` speak, by its path; empty without one.
+
+    As in :func:`describe_parameters`, the first module that owns a parameter speaks of it.
+    """
+    seen: set[Parameter] = set()
+    for path, each in module.named_modules():
+        specs: dict[str, ParameterSpec] = getattr(each, "parameter_specs", {})
+        for name, parameter in each.named_parameters(recurse=False):
+            if name not in specs and parameter not in seen:
+                return f"{path}.{name}".lstrip(".")
+            seen.add(parameter)
+    return ""
+
+
+def initialise(infos: dict[Parameter, ParamInfo], seed: int) -> None:
+    """Fill every parameter from its :class:`Init`; the values depend on seed and name alone."""
+    for parameter, info in infos.items():
+        if parameter.device.type == "meta":
+            continue
+        with torch.no_grad():
+            parameter.zero_()
+            for part in info.parts:
+                _fill(parameter, part, info.init, seed)
+
+
+def count_parameters(infos: Iterable[ParamInfo]) -> int:
+    """Number of values in the counted logical tensors described by ``infos``, padding excluded."""
+    shapes = {part.name: part.shape for info in infos if info.counted for part in info.parts}
+    return sum(torch.Size(shape).numel() for shape in shapes.values())
+
+
+def _default_spec(path: str, name: str, parameter: Parameter) -> ParameterSpec:
+    if parameter.ndim > 1:
+        raise TypeError(f"{path}.{name} has no parameter_specs entry: a matrix must say how it starts")
+    return ParameterSpec(Init("ones" if name == "weight" else "zeros"))
+
+
+def _info(path: str, name: str, parameter: Parameter, spec: ParameterSpec, tensor_rank: int) -> ParamInfo:
+    full = spec.name or f"{path}.{name}"
+    prefix = full.rpartition(".")[0]
+    parts = tuple(
+        Part(f"{prefix}.{part.name}", part.shape, part.local, part.start, part.column) for part in spec.parts
+    ) or (Part(full, tuple(parameter.shape), range(parameter.shape[0])),)
+    decays = parameter.ndim > 1 and not name.endswith("bias")
+    return ParamInfo(
+        name=full,
+        parts=parts,
+        init=spec.init,
+        decay=decays if spec.decay is None else spec.decay,
+        partial_over=spec.partial_over,
+        tie=spec.tie,
+        replicas=spec.replicas,
+        counted=spec.counted and (tensor_rank == 0 or not _is_whole(parameter, parts)),
+    )
+
+
+def _is_whole(parameter: Parameter, parts: tuple[Part, ...]) -> bool:
+    """Whether ``parameter`` holds its logical tensors from the first row and column to the last."""
+    columns = parameter.shape[1:]
+    return all(part.shape == (len(part.local), *columns) for part in parts)
+
+
+def _fill(parameter: nn.Parameter, part: Part, init: Init, seed: int) -> None:
+    rows = parameter[part.local.start : part.local.stop]
+    if init.kind == "normal":
+        rows.copy_(_local_piece(_normal(part, init.std, seed), part, rows))
+    else:
+        rows.fill_(1.0 if init.kind == "ones" else 0.0)
+
+
+def _normal(part: Part, std: float, seed: int) -> Tensor:
+    """The whole logical tensor, fp32 on the CPU: every layout cuts its piece out of the same values."""
+    return torch.empty(part.shape).normal_(0.0, std, generator=initial_generator(seed, part.name))
+
+
+def _local_piece(whole: Tensor, part: Part, rows: Tensor) -> Tensor:
+    piece = whole[part.start : part.start + len(part.local)]
+    return piece if piece.ndim == 1 else piece[:, part.column : part.column + rows.shape[1]]

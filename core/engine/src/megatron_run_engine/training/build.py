@@ -1,0 +1,180 @@
+"""From a resolved run to the objects of one rank, in the order in which they need each other."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+
+from megatron_run.contracts.activity import Activity
+from megatron_run.contracts.topology import Topology
+from megatron_run.errors import InputError
+from megatron_run_engine.runtime.comm import ALONE, Groups, ParallelGroup, create_groups, patience
+from megatron_run_engine.runtime.context import BuildContext, Dtypes
+from megatron_run_engine.runtime.execute import Executor
+from megatron_run_engine.runtime.gradients import GradientAccumulator
+from megatron_run_engine.runtime.messages import Messenger
+from megatron_run_engine.runtime.metrics import Metrics
+from megatron_run_engine.runtime.parameters import describe_parameters, initialise
+from megatron_run_engine.runtime.rng import RandomStreams
+from megatron_run_engine.runtime.segments import SegmentRunner
+from megatron_run_engine.training.checked_layers import CheckedLayers
+from megatron_run_engine.training.programs import Programs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pydantic import BaseModel
+
+    from megatron_run.contracts import (
+        Chunk,
+        DataSource,
+        GraphCapture,
+        Model,
+        Optimizer,
+        ParallelLayers,
+        ParamInfo,
+        Scaler,
+    )
+    from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.runtime.world import World
+
+
+#: By ``train.precision``: 16-bit parameters are updated through fp32 masters.
+DTYPES: Mapping[str, Dtypes] = MappingProxyType(
+    {
+        "fp32": Dtypes(param=torch.float32, main=torch.float32),
+        "bf16": Dtypes(param=torch.bfloat16, main=torch.float32),
+        "fp16": Dtypes(param=torch.float16, main=torch.float32),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Everything one rank trains with. ``positions`` are those of its chunks in the layout."""
+
+    context: BuildContext
+    data: DataSource
+    model: Model
+    positions: tuple[int, ...]
+    chunks: Sequence[Chunk]
+    infos: Sequence[dict[nn.Parameter, ParamInfo]]
+    optimizer: Optimizer
+    scaler: Scaler
+    graph_capture: GraphCapture
+    executor: Executor
+    programs: Programs
+
+    def wait_for_parameters(self) -> None:
+        """Return when no updated parameter is on its way to this rank any more."""
+        for described in self.infos:
+            self.optimizer.ensure_ready(described)
+
+
+def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> Assembly:
+    """Build this rank's part of ``run``, which tells ``phases`` what it does. Collective over the world."""
+    data = cast("DataSource", run.one("data").create())
+    topology = Topology(run.sizes, world.rank, (run.layout[0].stage, run.layout[-1].stage))
+    activity = Activity() if activity is None else activity
+    activity.enter("start", "the process groups")
+    groups = create_groups(topology, timedelta(seconds=patience(run.config.run.timeout)), activity)
+    activity.enter("start", "the model")
+    context = make_context(run, topology, groups, torch.device(world.device), with_vocabulary(run, data))
+    model, positions, chunks = build_chunks(run, context)
+    infos = [describe_parameters(chunk, topology.tensor_rank) for chunk in chunks]
+    for described in infos:
+        initialise(described, run.config.train.seed)
+        for parameter, info in described.items():
+            context.gradients.adopt(parameter, info.name)
+    optimizer = cast("Optimizer", run.one("optimizer").create(context=context))
+    optimizer.attach(chunks, infos, grad_scale=1 / run.sizes.data)
+    context.segments.read_parameters_after(optimizer.ensure_ready)
+    messenger = Messenger(
+        groups.channels,
+        topology.peers("pipeline"),
+        context.device,
+        model=f"plugin {run.one('model')} of {run.one('model').source}",
+        sharers=_sharers(run, topology, groups),
+        activity=groups.activity,
+    )
+    return Assembly(
+        context=context,
+        data=data,
+        model=model,
+        positions=positions,
+        chunks=chunks,
+        infos=infos,
+        optimizer=optimizer,
+        scaler=cast("Scaler", run.one("scaler").create(context=context)),
+        graph_capture=cast("GraphCapture", run.one("graph-capture").create(context=context)),
+        executor=Executor(chunks, context.gradients, messenger, world.rank, groups.activity),
+        programs=Programs(run, topology.stage, context.device),
+    )
+
+
+def _sharers(run: ResolvedRun, topology: Topology, groups: Groups) -> ParallelGroup:
+    """The ranks that send equal parts of the same messages; under sequence parallelism messages are parts already."""
+    parallel = run.config.parallel
+    return groups.peers(topology, "tensor") if parallel.scatter_messages and not parallel.sequence else ALONE
+
+
+def with_vocabulary(run: ResolvedRun, data: DataSource) -> BaseModel:
+    """The model's options with the vocabulary filled in from ``data`` where the user left it open.
+
+    Raises :class:`InputError` when the data has token ids that the model does not.
+    """
+    options = run.one("model").options
+    assert options is not None  # resolve validated them
+    chosen: int | None = getattr(options, "vocab_size", None)
+    if chosen is None:
+        return options.model_copy(update={"vocab_size": data.vocab_size})
+    if chosen < data.vocab_size:
+        raise InputError(
+            f"model.vocab_size={chosen} is smaller than the data's vocabulary of {data.vocab_size}",
+            origin=str(run.origins.get(("model", "vocab_size"), "")),
+            fix=f"leave model.vocab_size out, or set it to at least {data.vocab_size}",
+        )
+    return options
+
+
+def make_context(
+    run: ResolvedRun, topology: Topology, groups: Groups, device: torch.device, model: BaseModel
+) -> BuildContext:
+    """What the factories of this rank are given."""
+    rng = RandomStreams(run.config.train.seed, device, shard=topology.tensor_rank)
+    return BuildContext(
+        topology=topology,
+        groups=groups,
+        device=device,
+        dtypes=DTYPES[run.config.train.precision],
+        model=model,
+        train=run.config.train,
+        run=run.config.run,
+        gradients=GradientAccumulator(),
+        rng=rng,
+        metrics=Metrics(device),
+        segments=SegmentRunner(rng),
+        log=logging.getLogger("megatron_run"),
+        sequence_shards=run.sizes.tensor if run.config.parallel.sequence else 1,
+    )
+
+
+def build_chunks(run: ResolvedRun, context: BuildContext) -> tuple[Model, tuple[int, ...], list[Chunk]]:
+    """The model and this stage's chunks, uninitialised, in the order of their chunk numbers."""
+    layers: ParallelLayers | None = None
+    for plugin in run.plugins["parallel-layer"]:
+        layers = cast("ParallelLayers", plugin.create(context=context, base=layers))
+    assert layers is not None  # there is always at least the default
+    name = f"parallel-layer={'+'.join(plugin.name for plugin in run.plugins['parallel-layer'])}"
+    layers = CheckedLayers(layers, name)
+    model = cast("Model", run.one("model").with_options(context.model).create(context=context))
+    mine = [(place.chunk, index) for index, place in enumerate(run.layout) if place.stage == context.topology.stage]
+    positions = tuple(position for _, position in sorted(mine))
+    shared: dict[str, nn.Parameter] = {}
+    return model, positions, [model.build_chunk(position, run.layout, layers, shared) for position in positions]

@@ -1,0 +1,123 @@
+"""What ``--dry-run`` says: the resolved run, the parameters each rank would hold, and a picture of one step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron_run.pipeline.timeline import timeline, timeline_text
+from megatron_run.planning.describe import spans
+from megatron_run_engine.capture import passes, shared_slots, slots_text
+from megatron_run_engine.training.memory_estimate import model_size
+from megatron_run_engine.training.state.init_source import check_source
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megatron_run.contracts import CaptureSize
+    from megatron_run.pipeline.plan import Plan
+    from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.training.memory_estimate import Mixture, ModelSize, RankSize
+
+
+def dry_run_text(run: ResolvedRun) -> str:
+    """For people. Raises what building the model and opening the data raise."""
+    open_data(run)
+    size, plan = model_size(run), run.plans[max(run.plans)]
+    parts = [run.describe(), _parameters_text(size)]
+    if size.mixture is not None:
+        parts.append(_mixture_text(size.mixture, size.parameters, run.sizes.expert))
+    if run.sizes.pipeline > 1:
+        parts.append(f"one step\n{timeline_text(timeline(plan))}")
+    if any(captured.regions for captured in size.captures):
+        parts.append(_captures_text(size.captures, plan))
+    return "\n\n".join(parts)
+
+
+def open_data(run: ResolvedRun) -> None:
+    """Open the splits that a run reads, so that a missing or empty file is found before anything is started.
+
+    So are the weights that it starts from.
+    """
+    check_source(run)
+    source, train = run.one("data").create(), run.config.train
+    for split in ("train", "validation"):
+        source.dataset(split, train.sequence_length, train.seed)
+
+
+def dry_run_json(run: ResolvedRun) -> dict[str, Any]:
+    """The same as data."""
+    open_data(run)
+    size = model_size(run)
+    return {
+        **run.to_json(),
+        "parameters": size.parameters,
+        "parameters_by_stage": [stage.parameters for stage in size.stages],
+        "padding_by_stage": [stage.padding for stage in size.stages],
+        "memory_by_stage": [dict(stage.memory) for stage in size.stages],
+        "padded_vocab": size.padded_vocab,
+        "mixture": _mixture_record(size),
+        "graphs_by_stage": [
+            {"regions": captured.regions, "graphs": captured.graphs, "slots": captured.slots}
+            for captured in size.captures
+        ],
+    }
+
+
+def _mixture_record(size: ModelSize) -> dict[str, Any] | None:
+    mixture = size.mixture
+    if mixture is None:
+        return None
+    return {
+        "layers": list(mixture.layers),
+        "experts": mixture.experts,
+        "top_k": mixture.top_k,
+        "parameters_per_token": size.parameters - mixture.unmet,
+    }
+
+
+def _mixture_text(mixture: Mixture, parameters: int, ways: int) -> str:
+    """Which layers have experts, how many of them a rank holds, and what of the model one token meets."""
+    held = "all of them" if ways == 1 else f"{mixture.experts // ways} of each layer, as the topology lists them"
+    layers = spans(mixture.layers)
+    return "\n".join(
+        (
+            f"experts: {mixture.experts} in each of layers {layers}, of which a token meets {mixture.top_k}",
+            f"  a rank holds of its layers' experts: {held}",
+            f"  parameters that a token meets: {parameters - mixture.unmet:,} of {parameters:,}",
+        )
+    )
+
+
+def _captures_text(captures: Sequence[CaptureSize], plan: Plan) -> str:
+    """What each stage captures, and who holds the first stage's slots when: later stages need no more."""
+    order = passes(plan.lists[0], plan.chunks)
+    lines = [f"  stage {stage}: {captured}" for stage, captured in enumerate(captures)]
+    return "\n".join(
+        ("graphs", *lines, "the microbatches in flight on stage 0", slots_text(order, shared_slots(order)))
+    )
+
+
+def _parameters_text(size: ModelSize) -> str:
+    held = [
+        f"{rank.parameters:,} on stage {stage}" + (f" (and {rank.padding:,} of padding)" if rank.padding else "")
+        for stage, rank in enumerate(size.stages)
+    ]
+    memory = [f"  stage {stage}: {_memory_text(rank)}" for stage, rank in enumerate(size.stages)]
+    return "\n".join(
+        (
+            f"parameters of the model: {size.parameters:,}",
+            f"parameters of a rank: {', '.join(held)}",
+            f"vocabulary: {size.vocab:,}, padded to {size.padded_vocab:,}",
+            "memory of a rank, beside activations and messages:",
+            *memory,
+        )
+    )
+
+
+def _memory_text(size: RankSize) -> str:
+    """The bytes of a rank, and what each of its parameters takes."""
+    total = sum(size.memory.values())
+    unit, name = (2**30, "GiB") if total >= 2**30 else (2**20, "MiB")
+    roles = " + ".join(f"{role.replace('_', ' ')} {held / unit:,.1f}" for role, held in size.memory.items() if held)
+    each = f", {total / size.parameters:.2f} bytes a parameter" if size.parameters else ""
+    return f"{total / unit:,.1f} {name}{each} ({roles})"

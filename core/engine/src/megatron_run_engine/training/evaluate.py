@@ -1,0 +1,84 @@
+"""Evaluation: the loss on held-out samples, by a forward-only plan that the kernel makes from the layout."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING
+
+from megatron_run.contracts import EvalMetrics
+from megatron_run.errors import DataError
+from megatron_run_engine.data.sampler import sample_index
+from megatron_run_engine.runtime.execute import StepInputs
+from megatron_run_engine.runtime.metrics import Metrics
+from megatron_run_engine.training.losses import LANGUAGE_MODEL, Losses
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch import Tensor
+
+    from megatron_run.contracts import Chunk, Dataset
+    from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.training.build import Assembly
+    from megatron_run_engine.training.loader import BatchLoader
+
+
+class Evaluator:
+    """Scores ``eval.batches`` global batches of the validation split: always the same samples, drawn from all of it.
+
+    ``samples`` are their indices, a whole number of microbatches on every data-parallel rank.
+    """
+
+    def __init__(self, run: ResolvedRun, assembly: Assembly, feed: BatchLoader, dataset: Dataset) -> None:
+        self._run, self._assembly, self._loader, self._dataset = run, assembly, feed, dataset
+        train = run.config.train
+        self._per_microbatch = train.micro_batch_size * run.sizes.data
+        self._per_batch = train.global_batch_size // self._per_microbatch
+        whole_batches = len(dataset) // train.global_batch_size  # whole ones: the same samples for every layout
+        available = whole_batches * self._per_batch or len(dataset) // self._per_microbatch
+        self._microbatches = min(available, run.config.eval.batches * self._per_batch)
+        drawn = range(self._microbatches * self._per_microbatch)
+        self.samples = [sample_index(len(dataset), train.seed, position) for position in drawn]
+        if not self._microbatches:
+            raise DataError(
+                f"the validation split has {len(dataset)} samples, one microbatch takes {self._per_microbatch}",
+                why=f"{train.micro_batch_size} samples on each of {run.sizes.data} data-parallel ranks",
+                fix="give more data, a larger share to validation, or a smaller train.micro_batch_size",
+            )
+
+    def evaluate(self, step: int) -> EvalMetrics:
+        """Score the model as it is after ``step`` steps. Collective over the world."""
+        self._assembly.context.groups.activity.enter("evaluate")
+        metrics = Metrics(self._assembly.context.device)
+        report = Losses(self._assembly.model, metrics).report
+        set_training(self._assembly.chunks, training=False)
+        for first in range(0, self._microbatches, self._per_batch):
+            self._run_batch(first, min(self._per_batch, self._microbatches - first), report)
+        set_training(self._assembly.chunks, training=True)
+        loss, tokens = self._language_loss(metrics)
+        return EvalMetrics(step, "validation", loss, math.exp(min(loss, 700.0)), tokens)
+
+    def _run_batch(self, first: int, microbatches: int, report: Callable[[int, str, Tensor, Tensor], None]) -> None:
+        """Run microbatches ``first..first+microbatches-1``; a batch at a time bounds what is held for receivers."""
+        run, assembly = self._run, self._assembly
+        train = run.config.train
+        boundary = partial(
+            assembly.model.boundary, micro_batch_size=train.micro_batch_size, sequence_length=train.sequence_length
+        )
+        microbatch = self._loader.evaluation(self._dataset, self.samples[first * self._per_microbatch :])
+        program = assembly.programs.forward_only(microbatches)
+        assembly.executor.run(program, StepInputs(microbatch, boundary, report))
+
+    def _language_loss(self, metrics: Metrics) -> tuple[float, int]:
+        sums = metrics.collect(self._assembly.context.groups).tolist()
+        total, weight = sums[metrics.names.index(LANGUAGE_MODEL)]
+        if not weight:
+            raise DataError("the validation samples hold no token that counts", why="their loss_mask is zero")
+        return total / weight, round(weight / self._run.sizes.tensor)
+
+
+def set_training(chunks: Iterable[Chunk], *, training: bool) -> None:
+    """Switch dropout on or off in every module of ``chunks``."""
+    for chunk in chunks:
+        chunk.train(training)

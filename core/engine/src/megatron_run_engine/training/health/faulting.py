@@ -1,0 +1,115 @@
+"""Makes the faults happen that were asked for: a listener of this rank's phases."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_run.config.faults import Fault, read_faults
+from megatron_run.contracts.activity import BESIDE, Collective
+from megatron_run_engine.runtime.gradients.buckets import main_grad
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch.nn import Parameter
+
+    from megatron_run.contracts.activity import Activity
+    from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.training.build import Assembly
+
+_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+#: With which a rank ends that leaves without a word.
+SILENT = 9
+
+
+def install_faults(run: ResolvedRun, assembly: Assembly, attempt: int) -> None:
+    """Let this rank have the faults that ``run`` was asked for with, in this ``attempt``.
+
+    Who else listens to the phases comes before: what takes long then takes long in the phase that was entered.
+    """
+    parameters = [parameter for described in assembly.infos for parameter in described]
+    faults = read_faults(run.request.environment, run.sizes.world)
+    add_faults(faults, assembly.context.groups.activity, assembly.context.topology.rank, attempt, parameters)
+
+
+def add_faults(
+    faults: Iterable[Fault], activity: Activity, rank: int, attempt: int, parameters: Sequence[Parameter]
+) -> None:
+    """Let ``phases`` bring about those of ``faults`` that are this rank's in this attempt; none: nothing is installed.
+
+    ``parameters`` are those of the rank, whose gradients and weights may be hit.
+    """
+    mine = [fault for fault in faults if fault.rank in (None, rank) and fault.attempt in (None, attempt)]
+    if mine:
+        activity.listeners.append(_Faulty(mine, rank, parameters))
+
+
+class _Faulty:
+    """Counts how often each phase is entered in a step, and strikes when it is time.
+
+    A thread that saves behind the training enters collectives in the same steps, in no order with the training's: it
+    counts them by itself.
+    """
+
+    def __init__(self, faults: Sequence[Fault], rank: int, parameters: Sequence[Parameter]) -> None:
+        self._faults, self._rank, self._parameters = faults, rank, parameters
+        self._entered: Counter[tuple[int, str, bool]] = Counter()
+
+    def __call__(self, step: int, phase: str, detail: object) -> None:
+        """The rank enters ``phase``."""
+        entered = step, phase, isinstance(detail, Collective) and detail.scope == BESIDE
+        self._entered[entered] += 1
+        for fault in self._faults:
+            if fault.strikes(step, phase, self._entered[entered]):
+                _say(f"fault: {fault.kind} on rank {self._rank} in step {step}, {phase}{f' {detail}' * bool(detail)}")
+                self._strike(fault, str(detail))
+
+    def _strike(self, fault: Fault, detail: str) -> None:
+        if fault.kind in _SIGNALS:
+            _signal(_SIGNALS[fault.kind], fault.after)
+        elif fault.kind == "exit":
+            os._exit(SILENT)
+        elif fault.kind == "hang":
+            while True:
+                time.sleep(3600)
+        elif fault.kind == "slow":
+            time.sleep(fault.seconds)
+        elif fault.kind == "oom":
+            raise MemoryError
+        elif fault.kind == "enospc":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), detail or None)
+        elif fault.kind == "flip":
+            flip_bit(self._parameters[0])
+        else:
+            for parameter in self._parameters:
+                main_grad(parameter).fill_(float(fault.kind))
+
+
+def _signal(number: signal.Signals, after: float) -> None:
+    """Send this process a signal, at once or from a thread after so many seconds."""
+    if not after:
+        os.kill(os.getpid(), number)
+        return
+    timer = threading.Timer(after, os.kill, (os.getpid(), number))
+    timer.daemon = True
+    timer.start()
+
+
+def flip_bit(parameter: torch.Tensor) -> None:
+    """Change a high bit of the mantissa of the value in the middle of ``parameter``."""
+    values = parameter.detach().view(-1)
+    middle = values[len(values) // 2 :][:1].view(torch.uint8)
+    middle[-2] ^= 0x20
+
+
+def _say(text: str) -> None:
+    """Into the rank's log, whatever comes next."""
+    os.write(2, f"{text}\n".encode())

@@ -1,0 +1,163 @@
+"""Guards: what a run does when its losses, its weights or its ranks go wrong.
+
+Every decision is made from numbers that all ranks have alike, so that they skip, go back and stop together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import isfinite
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from megatron_run.contracts import scale_text
+from megatron_run.errors import GuardError
+from megatron_run_engine.checkpoint.collectives import WorldRanks
+from megatron_run_engine.training.health.not_finite import find_not_finite
+from megatron_run_engine.training.health.replicas import compare_replicas
+from megatron_run_engine.training.health.spikes import spike_limit
+from megatron_run_engine.training.health.stragglers import Stragglers
+from megatron_run_engine.training.losses import LANGUAGE_MODEL
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.training.build import Assembly
+    from megatron_run_engine.training.losses import Losses
+    from megatron_run_engine.training.numbers import Progress
+    from megatron_run_engine.training.state.checkpointing import Checkpointing
+
+_GRADIENT = "a gradient was not finite"
+_CALMER = "lower train.lr, lengthen train.lr_warmup, check the data"
+
+
+class Guards:
+    """The guards of a run of ``last`` steps, on one of its ranks; ``losses`` is where this rank reports its own."""
+
+    def __init__(self, run: ResolvedRun, assembly: Assembly, losses: Losses, last: int) -> None:
+        self._config, self._max_skips = run.config.guard, run.config.train.max_skips
+        self._assembly, self._losses = assembly, losses
+        context, batch = assembly.context, run.config.train.global_batch_size
+        topology = context.topology
+        self._ranks = WorldRanks(context.groups, topology.rank, topology.sizes.world, context.device)
+        self._replica_interval = self._config.replica_interval.steps(last, batch) if topology.sizes.world > 1 else 0
+        self._deterministic = torch.are_deterministic_algorithms_enabled()
+        interval = self._config.straggler_interval.steps(last, batch)
+        self._stragglers = Stragglers(context, interval, self._config.straggler_factor)
+        if interval:
+            context.groups.activity.timers.append(self._stragglers.enter)
+        self._reason = ""  # why the update of the last step was left out
+        self._spike = ""  # what to go back for
+
+    def skips(self, progress: Progress, sums: Tensor, found_inf: Tensor) -> bool:
+        """Whether the update of the step that follows ``progress`` is left out; its loss joins the window if not.
+
+        ``sums`` are those of the metrics, ``found_inf`` the optimizer's: the host waits for both at once.
+        """
+        *flat, overflow = torch.cat((sums.flatten(), found_inf.double())).tolist()
+        means = self._assembly.context.metrics.means([flat[row : row + 2] for row in range(0, len(flat), 2)])
+        self._reason = self._reason_to_skip(progress, means, overflow=overflow > 0)
+        return bool(self._reason)
+
+    def rewind(self, progress: Progress, checkpoints: Checkpointing) -> Progress | None:
+        """Go back to the last saved step, past all samples since, if the loss spiked and that is wanted.
+
+        How far the run had come there, or None where it stays as it is. Collective.
+        """
+        spike, self._spike = self._spike, ""
+        if not spike:
+            return None
+        if progress.rewinds >= self._config.max_rewinds:
+            fix = f"{_CALMER}, or raise guard.max_rewinds"
+            self._stop(GuardError(f"the loss spiked again after {progress.rewinds} rewinds", why=spike, fix=fix))
+        back = checkpoints.go_back()
+        if back is None:
+            self._warn(f"step {progress.step} is skipped: nothing is saved yet that the run could go back to")
+            return None
+        dropped = progress.position - back.samples
+        self._warn(f"back to step {back.step}, past the samples {back.position} to {progress.position - 1}")
+        return replace(back, dropped=dropped, rewinds=progress.rewinds + 1)
+
+    def check(self, progress: Progress, *, saving: bool) -> None:
+        """What is looked at when a step is over, the weights also before they are saved. Collective.
+
+        Raises :class:`GuardError` on every rank.
+        """
+        if progress.skipped_in_a_row >= self._max_skips:
+            self._stop_skipping(progress)
+        if self._replica_interval and (saving or progress.step % self._replica_interval == 0):
+            self._compare_replicas(progress.step)
+        self._look_for_stragglers(progress.step)
+
+    def _reason_to_skip(self, progress: Progress, means: Mapping[str, float], *, overflow: bool) -> str:
+        if not all(isfinite(means.get(name, 0.0)) for name in self._losses.names):
+            return self._loss_not_finite(progress.step + 1)
+        if overflow:
+            return _GRADIENT
+        loss = means.get(LANGUAGE_MODEL)
+        if loss is None:
+            return ""
+        if reason := self._spiked(progress, loss):
+            return reason
+        progress.losses = (*progress.losses, loss)[-self._config.spike_window :]
+        return ""
+
+    def _loss_not_finite(self, step: int) -> str:
+        found = find_not_finite(self._assembly, self._losses.reported, self._ranks)
+        if self._config.nan_loss == "stop":
+            fix = _fix(found.weights, f"{_CALMER}, or skip such steps: guard.nan_loss=skip")
+            self._stop(GuardError(f"step {step}: {found.loss}", why=found.weights or "all weights are finite", fix=fix))
+        self._warn(f"step {step} is skipped: {found.loss}; {found.weights or 'all weights are finite'}")
+        return found.loss
+
+    def _spiked(self, progress: Progress, loss: float) -> str:
+        """Why the update is left out if ``loss`` is a spike."""
+        window, factor = progress.losses, self._config.spike_factor
+        if len(window) < self._config.spike_window or loss <= (limit := spike_limit(window, factor)):
+            return ""
+        spike = f"the loss of step {progress.step + 1} is {loss:.4g}, a spike above {limit:.4g}"
+        if self._config.spike == "continue":
+            self._warn(f"{spike}; training goes on")
+            return ""
+        if self._config.spike == "rewind":
+            self._spike = spike
+        self._warn(f"{spike}; its update is skipped")
+        return spike
+
+    def _stop_skipping(self, progress: Progress) -> NoReturn:
+        weights = find_not_finite(self._assembly, (), self._ranks).weights
+        scale = self._assembly.scaler.scale.item()
+        at = f", with a loss scale of {scale_text(scale)}" if self._reason == _GRADIENT and scale != 1 else ""
+        why = f"last at step {progress.step}: {self._reason}{at}" + (f"; {weights}" if weights else "")
+        fix = _fix(weights, f"{_CALMER}, or raise train.max_skips")
+        self._stop(GuardError(f"{progress.skipped_in_a_row} steps in a row were skipped", why=why, fix=fix))
+
+    def _compare_replicas(self, step: int) -> None:
+        self._assembly.wait_for_parameters()
+        found = compare_replicas(self._assembly, self._ranks, deterministic=self._deterministic)
+        if found is not None:
+            fix = "run again, it goes on from the last saved step; without that machine if it happens there again"
+            self._stop(GuardError(f"after step {step} {found}", why="a memory, a link or a kernel failed", fix=fix))
+
+    def _look_for_stragglers(self, step: int) -> None:
+        found = self._stragglers.report(step)
+        if found is not None:
+            times = f"{found.seconds * 1e3:.3g} ms a step, the others that do the same {found.typical * 1e3:.3g} ms"
+            self._warn(f"rank {found.rank} holds the others up in {found.section}: it takes {times}")
+
+    def _stop(self, error: GuardError) -> NoReturn:
+        self._assembly.wait_for_parameters()  # nothing may be on its way when the ranks part
+        raise error
+
+    def _warn(self, text: str) -> None:
+        if self._ranks.rank == 0:
+            self._assembly.context.log.warning("%s", text)
+
+
+def _fix(weights: str, otherwise: str) -> str:
+    """No step recovers from weights that are spoilt."""
+    return "go on from an earlier saved step: --resume STEP" if weights else otherwise

@@ -1,0 +1,52 @@
+"""Feeds microbatches: which samples this rank's microbatch m of a step holds. A pure function of the step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_run.contracts import Microbatch
+from megatron_run_engine.data.batches import SampleStream, fields
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from megatron_run.contracts import Dataset
+    from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.training.build import Assembly
+
+
+class BatchLoader:
+    """Makes the microbatches of one rank. Every stage loads the fields it needs by itself: data is never sent."""
+
+    def __init__(self, run: ResolvedRun, assembly: Assembly) -> None:
+        self._train = run.config.train
+        self._device = assembly.context.device
+        self._data_rank, self._data_size = assembly.context.topology.data_rank, run.sizes.data
+        wanted = [name for p in assembly.positions for name in assembly.model.fields(p, run.layout)]
+        self._names = tuple(dict.fromkeys(wanted))
+
+    def training(self, dataset: Dataset, step: int, consumed: int) -> Callable[[int], Microbatch]:
+        """Microbatches of training step ``step``, which starts after ``consumed`` samples of the shuffled stream."""
+        stream = SampleStream(dataset, self._train.seed)
+
+        def microbatch(index: int) -> Microbatch:
+            sample0 = self._first_sample(index)
+            positions = range(consumed + sample0, consumed + sample0 + self._train.micro_batch_size)
+            return Microbatch(index, step, sample0, stream.fields(positions, self._names, self._device))
+
+        return microbatch
+
+    def evaluation(self, dataset: Dataset, samples: Sequence[int]) -> Callable[[int], Microbatch]:
+        """Microbatches of an evaluation, which deals ``samples`` (indices into ``dataset``) to the ranks in turn."""
+
+        def microbatch(index: int) -> Microbatch:
+            sample0 = self._first_sample(index)
+            indices = samples[sample0 : sample0 + self._train.micro_batch_size]
+            loaded = fields(dataset, indices, self._names, self._device)
+            return Microbatch(index, 0, sample0, loaded, train=False)
+
+        return microbatch
+
+    def _first_sample(self, index: int) -> int:
+        """Index within the global batch: microbatches are dealt to the data-parallel ranks in turn."""
+        return (index * self._data_size + self._data_rank) * self._train.micro_batch_size

@@ -1,0 +1,220 @@
+"""The trainer: the one place where all kinds of plugin meet. Read it top to bottom."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_run.errors import ExitCode
+from megatron_run.planning.batch_size import BatchSizes
+from megatron_run.planning.learning_rate import LearningRate, WeightDecay
+from megatron_run_engine.runtime.execute import StepInputs
+from megatron_run_engine.training.build import Assembly, build
+from megatron_run_engine.training.capture_policy import CapturePolicy
+from megatron_run_engine.training.device import make_deterministic
+from megatron_run_engine.training.evaluate import Evaluator
+from megatron_run_engine.training.generate import generate_text
+from megatron_run_engine.training.health.faulting import install_faults
+from megatron_run_engine.training.health.guards import Guards
+from megatron_run_engine.training.loader import BatchLoader
+from megatron_run_engine.training.losses import Losses
+from megatron_run_engine.training.numbers import (
+    MISMATCH,
+    STOP,
+    Progress,
+    StepDone,
+    StepFacts,
+    StepNumbers,
+    agreed_code,
+    step_metrics,
+)
+from megatron_run_engine.training.observing import Observers
+from megatron_run_engine.training.reporting import start_observers
+from megatron_run_engine.training.state.checkpointing import Checkpointing
+from megatron_run_engine.training.tracing import start_tracing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from megatron_run.contracts import StepMetrics
+    from megatron_run.contracts.activity import Activity
+    from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.run_folder import RunFolder
+    from megatron_run_engine.runtime.execute import StepRecord
+    from megatron_run_engine.runtime.world import StopRequest, World
+
+
+def train_rank(
+    run: ResolvedRun, world: World, folder: RunFolder, stop: StopRequest, activity: Activity | None = None
+) -> ExitCode:
+    """Train ``run`` on this rank to the last step, or until ``stop`` is requested on any rank.
+
+    It starts from the first step, or goes on from the one that was saved last; ``phases`` hears how it goes.
+    """
+    make_deterministic(run.config.run.deterministic, world.device)
+    assembly = build(run, world, activity)
+    trainer = Trainer(run, assembly, folder, stop)
+    install_faults(run, assembly, folder.attempt)
+    first_step = trainer.resume()
+    observers = start_observers(run, assembly, trainer.validation_samples, folder, first_step)
+    try:
+        code = trainer.train(observers)
+    except BaseException as error:
+        observers.on_error(error)
+        trainer.close()
+        raise
+    observers.on_train_end("finished" if code is ExitCode.DONE else f"stopped by {code.name}")
+    return code
+
+
+class Trainer:
+    """Runs steps: the executor, the optimizer and the scaler in their order, then the observers."""
+
+    def __init__(self, run: ResolvedRun, assembly: Assembly, folder: RunFolder, stop: StopRequest) -> None:
+        self._run, self._assembly, self._folder, self._stop = run, assembly, folder, stop
+        train, self._context, self._activity = run.config.train, assembly.context, assembly.context.groups.activity
+        self._batches = BatchSizes(train, run.sizes.data)
+        self._last = self._batches.steps()
+        self._eval_interval = run.config.eval.interval.steps(self._last, train.global_batch_size)
+        self._learning_rate = LearningRate.from_config(train)
+        self._weight_decay = WeightDecay.from_config(train)
+        self._progress = Progress()
+        self._losses = Losses(assembly.model, self._context.metrics)
+        self._stop_meter = self._context.metrics.scalar(STOP)  # reported by each rank that wants to stop
+        self._mismatches = self._context.metrics.scalar(MISMATCH)  # by each whose captured graphs did not fit
+        self._boundary = partial(
+            assembly.model.boundary, micro_batch_size=train.micro_batch_size, sequence_length=train.sequence_length
+        )
+        self._loader = BatchLoader(run, assembly)
+        self._dataset = assembly.data.dataset("train", train.sequence_length, train.seed)
+        validation = assembly.data.dataset("validation", train.sequence_length, train.seed)
+        self._evaluator = Evaluator(run, assembly, self._loader, validation)
+        self._checkpoints = Checkpointing(run, assembly, folder, self._dataset)
+        self._guards = Guards(run, assembly, self._losses, self._last)
+
+    @property
+    def validation_samples(self) -> list[int]:
+        """The samples of the validation split on which the model is evaluated."""
+        return self._evaluator.samples
+
+    def resume(self) -> int:
+        """Take up what was saved, where there is something; the number of the first step to do."""
+        self._progress = self._checkpoints.resume()
+        return self._progress.step + 1
+
+    def close(self) -> None:
+        """Leave no step half saved, however the training has ended."""
+        self._checkpoints.close()
+
+    def train(self, observers: Observers) -> ExitCode:
+        """Step until the last step, or until a rank is asked to stop; evaluate and save on the way and at the end."""
+        graphs = CapturePolicy(self._run, self._assembly, self._batches, self._progress, self._mismatches)
+        tracing = start_tracing(self._run.plans, self._context, observers, self._last)
+        while self._progress.step < self._last:
+            graphs.prepare(self._progress, observers)
+            clock = tracing.clock(self._progress.step + 1)
+            metrics, times, stop, mismatch = self._step(clock)
+            graphs.hear(mismatch=mismatch)
+            self._tell(metrics, observers)
+            if clock is not None:
+                tracing.report(metrics.step, metrics.microbatches, times, observers)
+            if (back := self._guards.rewind(self._progress, self._checkpoints)) is not None:
+                self._progress = back
+                continue
+            self._look_and_save(observers, stopping=stop is not None)
+            if stop is not None and metrics.step < self._last:
+                return stop
+        self._let_it_write(observers)
+        self._activity.enter("end")
+        return ExitCode.DONE
+
+    def _tell(self, metrics: StepMetrics, observers: Observers) -> None:
+        """A step is done: the run folder and the observers hear of it."""
+        self._activity.enter("observe")
+        self._folder.heartbeat(metrics.step)
+        observers.on_step_end(metrics)
+
+    def _look_and_save(self, observers: Observers, *, stopping: bool) -> None:
+        """What comes after steps that stay: the guards look, the model is evaluated and saved where that is due."""
+        step, last = self._progress.step, self._last
+        saving = stopping or self._checkpoints.is_due(step, last)
+        self._guards.check(self._progress, saving=saving)
+        if step == last or (self._eval_interval and step % self._eval_interval == 0):
+            observers.on_eval_end(self._evaluator.evaluate(step))
+        if saving:
+            self._assembly.wait_for_parameters()  # a run may end here, and nothing may be on its way then
+        for saved in self._checkpoints.after_step(self._progress, last, stopping=stopping):
+            observers.on_checkpoint(saved)
+
+    def _let_it_write(self, observers: Observers) -> None:
+        """Show what the model has learned, where ``eval.sample`` asks for it."""
+        text = generate_text(self._run, self._assembly) if self._run.config.eval.sample else None
+        if text is not None:
+            observers.on_sample(text)
+
+    def _step(self, clock: Callable[[], float] | None) -> StepDone:
+        """One step, its actions timed by ``clock`` if there is one."""
+        start, progress = time.perf_counter(), self._progress
+        self._activity.step(progress.step + 1)
+        self._activity.enter("data")
+        batch = self._batches.at(progress.samples)
+        microbatches = self._batches.microbatches(batch)
+        lr, weight_decay = self._learning_rate.at(progress.scheduled), self._weight_decay.at(progress.scheduled)
+        times = self._accumulate(microbatches, clock).times
+        numbers = self._update(lr, weight_decay).to_host(self._context.metrics)
+        progress.count(batch, skipped=numbers.skipped)
+        facts = StepFacts(batch, microbatches, lr, time.perf_counter() - start)
+        metrics = step_metrics(self._run, self._assembly.model, progress, facts, numbers, self._context.device)
+        return StepDone(metrics, times, agreed_code(numbers.means), mismatch=MISMATCH in numbers.means)
+
+    def _accumulate(self, microbatches: int, clock: Callable[[], float] | None) -> StepRecord:
+        """Forward and backward of every microbatch, in the schedule's order, into ``main_grad``."""
+        optimizer = self._assembly.optimizer
+        optimizer.zero_grad()
+        self._context.gradients.start_step(microbatches, optimizer.grad_ready)
+        self._losses.start_step()
+        inputs = StepInputs(
+            microbatch=self._loader.training(self._dataset, self._progress.step + 1, self._progress.position),
+            boundary=self._boundary,
+            report=self._losses.report,
+            seed=partial(self._seed, microbatches),
+            start_grad_sync=optimizer.start_grad_sync,
+        )
+        record = self._assembly.executor.run(self._assembly.programs.training(microbatches), inputs, clock)
+        self._activity.enter("gradient-reduce")
+        optimizer.finish_grad_sync()
+        return record
+
+    def _update(self, lr: float, weight_decay: float) -> StepNumbers:
+        """Unscale, check, clip and step; a step with a gradient or loss that cannot be used changes no weight."""
+        optimizer, scaler, context = self._assembly.optimizer, self._assembly.scaler, self._context
+        self._activity.enter("optimizer")
+        if (code := self._stop.requested) is not None:
+            self._stop_meter.add(float(code))
+        sums = context.metrics.collect(context.groups)
+        scale = scaler.scale.clone()
+        found_inf = optimizer.unscale_(scaler.inv_scale)
+        scaler.update(found_inf)
+        norm = zeros = torch.full_like(found_inf, torch.nan)
+        skipped = self._guards.skips(self._progress, sums, found_inf)
+        if not skipped:
+            norm = optimizer.clip_(self._run.config.train.clip_norm)
+            if self._run.config.train.count_zeros:
+                zeros = optimizer.count_zeros()
+            optimizer.step(lr, weight_decay)
+            self._activity.enter("parameter-gather")
+            optimizer.start_param_sync()
+        return StepNumbers(sums, norm, zeros, scale, skipped)
+
+    def _seed(self, microbatches: int, name: str, weight: Tensor) -> Tensor:
+        """The gradient with which a loss starts its backward: it is scaled where it is produced.
+
+        The language-model loss is a mean over the microbatch's tokens, and each loss a mean over microbatches.
+        """
+        per = weight.clamp(min=1).float() if name == "lm" else torch.ones_like(weight, dtype=torch.float32)
+        return (self._assembly.scaler.scale / (microbatches * per)).reshape(())

@@ -1,0 +1,160 @@
+"""Layers of configuration and how a stronger one covers a weaker one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_run.config.origin import KIND_SECTIONS, Choice, Key, Origin, Text, Value, dotted, section_of
+from megatron_run.config.problems import Findings
+from megatron_run.config.yaml import Node, bare
+from megatron_run.contracts.schema import RIVALS, SECTIONS
+from megatron_run.errors import InputError, did_you_mean
+
+#: Kinds that take several plugins, and what separates their names.
+SEPARATORS: Mapping[str, str] = {"parallel-layer": "+", "observer": ","}
+
+
+@dataclass
+class Layer:
+    """One source of configuration, or several merged.
+
+    ``values`` are leaves by key; ``choices`` the plugins by kind; ``added`` are plugins to add to a weaker layer's
+    choice, which only kind ``observer`` has.
+    """
+
+    values: dict[Key, Value] = field(default_factory=dict)
+    choices: dict[str, tuple[Choice, ...]] = field(default_factory=dict)
+    added: dict[str, tuple[Choice, ...]] = field(default_factory=dict)
+
+    def put(self, key: Key, data: Any, origin: Origin) -> None:
+        """Set a leaf. Raises :class:`InputError` when this layer has it already."""
+        if key in self.values:
+            origins = dict.fromkeys((str(self.values[key].origin), str(origin)))
+            raise InputError(f"{dotted(key)} is given twice", origin=" and ".join(origins), fix="keep one")
+        self.values[key] = Value(data, origin)
+
+    def choose(self, kind: str, words: tuple[str, ...], origin: Origin, *, add: bool = False) -> None:
+        """Choose the plugins of a kind. Raises :class:`InputError` when this layer has chosen already."""
+        chosen = tuple(Choice(word, origin) for word in words)
+        if add:
+            self.added[kind] = self.added.get(kind, ()) + chosen
+            return
+        if kind in self.choices:
+            first = self.choices[kind][0]
+            raise InputError(
+                f"{kind} is chosen twice: {first.word} and {'+'.join(words)}",
+                origin=f"{first.origin} and {origin}",
+                fix=f"keep one{'; stack with +' if kind == 'parallel-layer' else ''}",
+            )
+        self.choices[kind] = chosen
+
+
+def layer_from(sections: Mapping[str, Node], findings: Findings) -> Layer:
+    """The layer that a file, or a mapping, holds. Unknown sections and wrong shapes are reported."""
+    layer = Layer()
+    for word, node in sections.items():
+        with findings.collect():
+            assign(layer, (word,), node)
+    return layer
+
+
+def assign(layer: Layer, key: Key, node: Node) -> None:
+    """Put ``node`` at ``key``, however deep the two together are. Raises :class:`InputError`."""
+    section = known_section(key[0], node.origin)
+    key = (section, *key[1:])
+    kind = KIND_SECTIONS.get(section)
+    if kind and key[1:] in ((), ("use",)) and not isinstance(node.data, dict):
+        if node.data is not None:
+            layer.choose(kind, plugin_words(kind, node.data, node.origin), node.origin)
+        return
+    if kind and len(key) > 2 and key[1] == "use":
+        raise InputError(f"{dotted(key[:2])} has no keys of its own, got {dotted(key)}", origin=str(node.origin))
+    if len(key) == 1 and section != "version" and not isinstance(node.data, dict):
+        if node.data is None:
+            return
+        raise InputError(f"{section} is a section, not a value", origin=str(node.origin), fix=f"write {section}.KEY")
+    if isinstance(node.data, dict) and (node.data or len(key) == 1):
+        for name, each in node.data.items():
+            assign(layer, (*key, name), each)
+        return
+    layer.put(key, bare(node), node.origin)
+
+
+def known_section(word: str, origin: Origin) -> str:
+    """The section that ``word`` names, ``-`` or ``_``. Raises :class:`InputError` with the nearest."""
+    section = word.replace("-", "_")
+    if section == "version" or section in SECTIONS or section in KIND_SECTIONS:
+        return section
+    sections = (*SECTIONS, *KIND_SECTIONS.values())
+    raise InputError(
+        f"unknown section {word!r}",
+        origin=str(origin),
+        fix=did_you_mean(word, sections) or f"the sections are {', '.join(sections)}",
+    )
+
+
+def plugin_words(kind: str, data: object, origin: Origin) -> tuple[str, ...]:
+    """The plugins that ``data`` names: one name, or for some kinds several (``tensor+mine``, a list)."""
+    separator = SEPARATORS.get(kind)
+    words = data if isinstance(data, list) else [data]
+    if separator:
+        words = [part.strip() for word in words for part in str(word).split(separator)] if data else []
+    if kind == "observer" and not words:
+        return ()
+    if not words or not all(isinstance(word, str | int) and str(word) for word in words) or isinstance(data, bool):
+        raise InputError(f"{kind}.use={data!r} is not the name of a plugin", origin=str(origin))
+    if len(words) > 1 and not separator:
+        raise InputError(f"{kind} takes one plugin, not {len(words)}", origin=str(origin))
+    return tuple(str(word) for word in words)
+
+
+def merge(layers: Iterable[Layer]) -> Layer:
+    """The layers from weak to strong as one: mappings merge, lists and scalars replace."""
+    merged = Layer()
+    for layer in layers:
+        for kind, choices in layer.choices.items():
+            _change_plugin(merged, kind, choices)
+        for kind, added in layer.added.items():
+            present = {choice.word for choice in merged.choices.get(kind, ())}
+            fresh = {choice.word: choice for choice in added if choice.word not in present}
+            asked = {choice.word: choice for choice in added}
+            kept = tuple(asked.get(choice.word, choice) for choice in merged.choices.get(kind, ()))
+            merged.choices[kind] = kept + tuple(fresh.values())
+        for key, value in layer.values.items():
+            for old in _covered(merged, layer, key):
+                del merged.values[old]
+            merged.values[key] = value
+    return merged
+
+
+def _covered(merged: Layer, layer: Layer, key: Key) -> list[Key]:
+    """The weaker keys that cannot stand beside ``key`` of ``layer``: itself, those inside or around it, its rivals."""
+    rivals: set[Key] = set()
+    if layer.values[key].data is not None:
+        rivals = {rival for group in RIVALS if key in group for rival in group} - layer.values.keys()
+    return [old for old in merged.values if _overlaps(old, key) or old in rivals]
+
+
+def _change_plugin(merged: Layer, kind: str, choices: tuple[Choice, ...]) -> None:
+    """Choose anew; options written for another choice are marked, so that those it lacks can be dropped."""
+    old = {choice.word for choice in merged.choices.get(kind, ())}
+    merged.choices[kind] = choices
+    if old == {choice.word for choice in choices}:
+        return
+    section = section_of(kind)
+    for key, value in merged.values.items():
+        if key[0] == section:
+            merged.values[key] = replace(value, inherited=True)
+
+
+def _overlaps(old: Key, new: Key) -> bool:
+    """Whether one key is the other or lies inside it, so that both cannot stand."""
+    shorter = min(len(old), len(new))
+    return old[:shorter] == new[:shorter]
+
+
+def text_node(text: str, origin: Origin) -> Node:
+    """A value as it was typed."""
+    return Node(Text(text), origin)

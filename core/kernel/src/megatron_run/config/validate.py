@@ -1,0 +1,205 @@
+"""From leaves to a typed, frozen model; what does not fit is said with its bound and its origin."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from megatron_run.config.origin import DEFAULT, Key, Origin, Text, Value, dotted
+from megatron_run.config.problems import Findings
+from megatron_run.config.values import members, plain, read_text, whole
+from megatron_run.contracts.schema import Section
+from megatron_run.errors import InputError, RunError, did_you_mean
+
+AnyModel = TypeVar("AnyModel", bound=BaseModel)
+
+#: pydantic's kind of error -> what the value must be; filled with the error's context.
+_MUST = {
+    "int_parsing": "it must be a whole number",
+    "float_parsing": "it must be a number",
+    "bool_parsing": "it must be true or false",
+    "greater_than": "it must be above {gt}",
+    "greater_than_equal": "it must be at least {ge}",
+    "less_than": "it must be below {lt}",
+    "less_than_equal": "it must be at most {le}",
+    "int_type": "it must be a whole number",
+    "int_from_float": "it must be a whole number",
+    "float_type": "it must be a number",
+    "finite_number": "it must be a finite number",
+    "bool_type": "it must be true or false",
+    "string_type": "it must be text",
+    "path_type": "it must be a path",
+    "literal_error": "it must be {expected}",
+    "enum": "it must be {expected}",
+    "tuple_type": "it must be a list",
+    "list_type": "it must be a list",
+    "missing": "it has too few values",
+    "too_long": "it has {actual_length} values, it must have at most {max_length}",
+    "too_short": "it has {actual_length} values, it must have at least {min_length}",
+    "dict_type": "it must be a mapping",
+    "model_type": "it must be a mapping of keys",
+    "value_error": "{error}",
+}
+
+
+def validate_section(
+    model: type[AnyModel], name: str, values: Mapping[Key, Value], findings: Findings
+) -> AnyModel | None:
+    """The section ``name`` of a whole configuration's ``values``; no name: the keys above the sections."""
+    prefix = (name,) if name else ()
+    inside = {key[len(prefix) :]: value for key, value in values.items() if (key[0] == name if name else len(key) == 1)}
+    return validate(model, prefix, inside, findings, fix_missing="a configuration must say it")
+
+
+def validate(
+    model: type[AnyModel], prefix: Key, values: Mapping[Key, Value], findings: Findings, *, fix_missing: str = ""
+) -> AnyModel | None:
+    """The model made of ``values`` (keys without ``prefix``), or None when something is wrong.
+
+    Every problem enters ``findings``: unknown keys with the nearest known one, wrong types and bounds with the value's
+    origin, required keys that are not set. The kernel's sections are strict; a plugin's model says itself how strict
+    it is.
+    """
+    strict = True if issubclass(model, Section) else None
+    found = len(findings.problems)
+    data: dict[str, Any] = {}
+    for key, value in values.items():
+        with findings.collect():
+            annotation = annotation_at(model, prefix, key, value.origin)
+            _put(data, key, _read(prefix + key, value, annotation))
+    try:
+        made = model.model_validate_json(json.dumps(data), strict=strict)
+    except ValidationError as error:
+        for problem in _problems(error, model, prefix, values, fix_missing):
+            findings.add(problem)
+        return None
+    except RunError as error:
+        findings.add(error)
+        return None
+    return made if len(findings.problems) == found else None
+
+
+def annotation_at(model: type[BaseModel], prefix: Key, key: Key, origin: Origin) -> object:
+    """The type of the field at ``key``. Raises :class:`InputError` with the nearest key when there is none."""
+    fields = fields_of(model)
+    field = fields.get(key[0])
+    if field is None:
+        raise unknown_key(prefix, key[0], fields, origin)
+    return _deeper(field.annotation, prefix, key, origin)
+
+
+def _deeper(annotation: object, prefix: Key, key: Key, origin: Origin) -> object:
+    if len(key) == 1:
+        return annotation
+    inner = submodel(annotation)
+    if inner is not None:
+        return annotation_at(inner, (*prefix, key[0]), key[1:], origin)
+    if any(issubclass(kind, Mapping) for kind in map(_class_of, members(annotation))):
+        return object
+    name = dotted((*prefix, key[0]))
+    raise InputError(f"{name} has no keys of its own, got {dotted(prefix + key)}", origin=str(origin))
+
+
+def _class_of(annotation: object) -> type:
+    origin = getattr(annotation, "__origin__", annotation)
+    return origin if isinstance(origin, type) else object
+
+
+def submodel(annotation: object) -> type[BaseModel] | None:
+    """The model among the types of a field, if there is one."""
+    models = (kind for kind in members(annotation) if isinstance(kind, type) and issubclass(kind, BaseModel))
+    return next(models, None)
+
+
+def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The model's fields by the name a configuration writes."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def unknown_key(
+    prefix: Key, word: str, known: Iterable[str], origin: Origin, owner: str = "", hint: str = ""
+) -> InputError:
+    """The error of a key that does not exist; ``owner`` is what would have it, the section unless given.
+
+    ``hint`` says who has it: then nothing that is only spelt alike is suggested.
+    """
+    names = list(known)
+    owner = owner or dotted(prefix)
+    listed = f"{owner} has {', '.join(names)}" if names else f"{owner} has no options"
+    fix = f"{hint}; {listed}" if hint else did_you_mean(word, names) or listed
+    return InputError(f"unknown key {dotted((*prefix, word))}", origin=str(origin), fix=fix)
+
+
+def _read(key: Key, value: Value, annotation: object) -> Any:
+    if isinstance(value.data, Text):
+        if submodel(annotation) and value.data != "null":
+            raise InputError(f"{dotted(key)} is a section, not a value", origin=str(value.origin))
+        return read_text(value.data, annotation)
+    try:
+        return plain(value.data)
+    except TypeError as error:
+        raise InputError(f"{dotted(key)}: {error}", origin=str(value.origin)) from None
+
+
+def _put(data: dict[str, Any], key: Key, value: Any) -> None:
+    for part in key[:-1]:
+        data = data.setdefault(part, {})
+    data[key[-1]] = value
+
+
+def _problems(
+    error: ValidationError, model: type[BaseModel], prefix: Key, values: Mapping[Key, Value], fix_missing: str
+) -> list[InputError]:
+    """One problem a key: the branches of a union that all failed are one."""
+    grouped: dict[Key, list[ErrorDetails]] = {}
+    for detail in error.errors(include_url=False):
+        grouped.setdefault(_key_of(model, detail["loc"]), []).append(detail)
+    return [_problem(prefix, key, details, values, fix_missing) for key, details in grouped.items()]
+
+
+def _key_of(model: type[BaseModel] | None, location: tuple[int | str, ...]) -> Key:
+    """The key in pydantic's location, which goes on with branches of unions and indices of lists."""
+    key: Key = ()
+    for part in location:
+        field = fields_of(model).get(str(part)) if model else None
+        if field is None:
+            break
+        key, model = (*key, str(part)), submodel(field.annotation)
+    return key
+
+
+def _problem(
+    prefix: Key, key: Key, details: list[ErrorDetails], values: Mapping[Key, Value], fix_missing: str
+) -> InputError:
+    name = dotted(prefix + key)
+    inside = [value for each, value in values.items() if each[: len(key)] == key]
+    origins = dict.fromkeys(str(value.origin) for value in inside if value.origin != DEFAULT)
+    origin = " and ".join(origins)
+    if details[0]["type"] == "missing" and not inside:
+        return InputError(f"{name} is not set", why=fix_missing, fix=f"add --set {name}=... or write it into the file")
+    if not key or details[0]["type"] == "rule":  # a rule over several keys says which by itself
+        return InputError(_must(details[0]))
+    given = details[0]["input"]
+    why = ", or ".join(dict.fromkeys(_must(detail) for detail in details)).replace(", or it must be", " or")
+    return InputError(f"{name}={_shown(given)}", why=why, origin=origin)
+
+
+def _must(detail: ErrorDetails) -> str:
+    template = _MUST.get(detail["type"])
+    if template is None:
+        return detail["msg"][:1].lower() + detail["msg"][1:]
+    context = {
+        name: whole(value) if isinstance(value, float) else value for name, value in detail.get("ctx", {}).items()
+    }
+    return template.format(**context)
+
+
+def _shown(value: object) -> str:
+    """A value as it could have been typed, not too long."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,97 @@
+"""What every plugin says about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from megatron_run.errors import InputError, advice, did_you_mean
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from megatron_run.contracts.schema import Config
+
+#: The kinds, in the order in which a run reports them, with the version of each kind's contract.
+KINDS: Mapping[str, int] = MappingProxyType(
+    {
+        "scaler": 1,
+        "optimizer": 1,
+        "schedule": 1,
+        "parallel-layer": 1,
+        "graph-capture": 1,
+        "model": 1,
+        "data": 1,
+        "observer": 1,
+    }
+)
+
+
+def check_kind(word: str, origin: str) -> str:
+    """The kind that ``word`` names; ``parallel_layer`` is read as ``parallel-layer``. Raises :class:`InputError`."""
+    kind = word.replace("_", "-")
+    if kind not in KINDS:
+        listed = f"the kinds are {', '.join(KINDS)}"
+        raise InputError(f"unknown kind {word!r}", origin=origin, fix=advice(did_you_mean(kind, KINDS), listed))
+    return kind
+
+
+def entry_point_group(kind: str) -> str:
+    """The entry-point group of ``kind``: ``parallel-layer`` -> ``megatron_run.parallel_layer``."""
+    return f"megatron_run.{kind.replace('-', '_')}"
+
+
+@dataclass(frozen=True)
+class PluginInfo:
+    """The answer to ``megatron_run_plugin_info``.
+
+    ``kind`` and ``name`` repeat the entry point. ``api`` is the version of the kind's contract that the plugin was
+    written for. ``options`` is a frozen pydantic model, or None when there is nothing to set.
+
+    ``provides`` and ``requires`` are abilities: a configuration key that the plugin serves when it is above 1
+    (``parallel.pipeline``), a setting that it serves (``train.precision=fp16``), or any word two plugins agree on; each
+    plugin provides ``kind=name`` without saying so.
+    ``conflicts`` are abilities that must not be present. ``suggests`` are configuration values that the plugin would
+    like where the user said nothing (interleaved: two stages with two chunks each); ``suggests_with`` adds some where
+    an option of the plugin has a certain value: ``{"variant=v": {"parallel.chunks": 2}}``.
+
+    Layers that provide ``parallel.tensor`` are made once on the meta device, whatever its value, before anything is
+    started or written: what they refuse is said then.
+
+    ``check_config`` is called with the whole configuration, resolved and otherwise found correct, and the options,
+    wherever a run is planned. It returns what the user should know, a line each: an option that does nothing here, a
+    value that costs more than it seems. What cannot be at all it refuses with a :class:`megatron_run.errors.RunError`;
+    where that names keys, where they came from is added.
+
+    ``check_device`` is called with the device of a rank, ``cpu`` or ``cuda:N``, and the options; it raises a
+    :class:`megatron_run.errors.RunError` when the plugin cannot run there as they ask. A library that not every machine
+    has is looked for here: the plugin can then be listed and explained without it. Each rank calls it before there is a
+    process group, and our launcher, for the ranks that it will start, before a run folder is made: it may ask a GPU
+    what it can do, and must allocate nothing there.
+
+    ``state_version`` is that of what a scaler or an optimizer saves: raise it where the same names mean something else.
+    ``upgrade_state(state, from_version)`` makes of what an older version of the plugin saved what this one loads: of a
+    scaler ``Scaler.state_dict``; of an optimizer the fields of one logical tensor by name, the weights ``master`` among
+    them, as tensors on the host that it must not write into. Those with a value for each weight come as equal boxes,
+    which may be any part of the tensor; the others, as the count of steps, come whole.
+
+    Example::
+
+        PluginInfo("schedule", "mine", provides=frozenset({"parallel.pipeline"}), suggests={"parallel.pipeline": 2})
+    """
+
+    kind: str
+    name: str
+    api: int = 1
+    options: type[BaseModel] | None = None
+    provides: frozenset[str] = frozenset()
+    requires: frozenset[str] = frozenset()
+    conflicts: frozenset[str] = frozenset()
+    suggests: Mapping[str, Any] = field(default_factory=dict)
+    suggests_with: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    check_config: Callable[[Config, Any], Iterable[str]] | None = None
+    check_device: Callable[[str, Any], None] | None = None
+    state_version: int = 1
+    upgrade_state: Callable[[Mapping[str, Any], int], Mapping[str, Any]] | None = None

@@ -1,0 +1,235 @@
+"""Lower a plan to one stage's instructions: what to receive, compute, send and retire, and when. No torch.
+
+What makes any legal plan safe on transports that match messages in order and know no tags:
+
+- On a directed channel (source, target) receives are posted in the order in which the **source sends**, never in the
+  order of use, so the n-th receive always meets the n-th send.
+- A hand-off inside a stage is no message on a wire: its source equals its target, and it is never posted or retired.
+- A send is retired, that is waited for, at the first receive that its target produced after using the message. Until
+  then its buffer is the executor's; what is never proven consumed is retired at the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise, zip_longest
+from typing import Literal, NamedTuple
+
+from megatron_run.contracts.actions import Action, Place
+from megatron_run.errors import ScheduleError
+from megatron_run.pipeline.plan import Plan, positions
+
+
+class Message(NamedTuple):
+    """One tensor on its way from stage ``source`` to stage ``target``.
+
+    ``x`` is an activation going forward, ``g`` the gradient of one going backward; ``position`` is the layout position
+    that consumes it. ``source == target`` is a hand-off between two chunks of one stage.
+    """
+
+    kind: Literal["x", "g"]
+    microbatch: int
+    source: int
+    target: int
+    position: int
+
+    @property
+    def local(self) -> bool:
+        """Whether it stays inside one stage and never touches a wire."""
+        return self.source == self.target
+
+    def __str__(self) -> str:
+        name = {"x": "activation", "g": "gradient"}[self.kind]
+        return f"the {name} of microbatch {self.microbatch} from stage {self.source} to stage {self.target}"
+
+
+#: By source, what it sends to one stage, in its order.
+_Channels = dict[int, list[Message]]
+
+
+class Instruction(NamedTuple):
+    """One action with its messages, in the order in which an executor carries them out.
+
+    ``post``: start these receives, in this order; never a local message. ``receive``: wait for this one (posted here
+    or earlier), or take it over from the same stage when it is local. ``retire``: these earlier sends are now proven
+    consumed, so that waiting for them cannot block. ``action``: compute. ``send``: send its result, or keep it for the
+    same stage when it is local. ``sync``: the chunk's gradients are complete, start their synchronisation.
+    ``one_order``: each of ``post`` stands at its place in the plan's global message order, and none may be put off.
+    """
+
+    post: tuple[Message, ...]
+    receive: Message | None
+    action: Action
+    send: Message | None
+    retire: tuple[Message, ...]
+    sync: bool
+    one_order: bool
+
+
+def lower(plan: Plan, stage: int, lookahead: int | None = 1) -> tuple[Instruction, ...]:
+    """The instructions of ``stage``, for training and forward-only plans alike.
+
+    Receives are posted at most ``lookahead`` actions before the action that needs them or a later one on the same
+    channel. This is safe where each direction between two stages is a channel of its own (gloo). ``None`` posts each
+    receive at its place in the plan's global message order instead, which is safe even where one stream carries all
+    messages of a stage, in both directions (NCCL); the instructions say so.
+
+    Either way the program is checked: on each channel into ``stage`` its posts are the sends, in order, and each comes
+    no later than its use. Raises :class:`ScheduleError` otherwise, which no plan that was verified meets.
+    """
+    wires = _Wires(plan.layout)
+    actions = plan.lists[stage]
+    one_order = lookahead is None
+    channels = _channels(plan, wires, stage)
+    posts = (
+        _posts_in_order(plan, wires, stage)
+        if lookahead is None
+        else _posts_ahead(wires, stage, actions, channels, lookahead)
+    )
+    retired = _retired(plan, wires, stage)
+    syncs = _sync_points(actions)
+    program = tuple(
+        Instruction(
+            posts[index],
+            wires.received(stage, action),
+            action,
+            wires.sent(stage, action),
+            retired[index],
+            index in syncs,
+            one_order,
+        )
+        for index, action in enumerate(actions)
+    )
+    _check_posts(program, channels)
+    return program
+
+
+class _Wires:
+    """Which message each action receives and sends; it follows from the layout alone."""
+
+    def __init__(self, layout: Sequence[Place]) -> None:
+        self.layout = layout
+        self.position_of = positions(layout)
+
+    def neighbours(self, stage: int) -> list[int]:
+        """The other stages that hold a position next to one of ``stage``: all with which it exchanges messages."""
+        pairs = [(a.stage, b.stage) for a, b in pairwise(self.layout)]
+        near = {b if a == stage else a for a, b in pairs if stage in (a, b)}
+        return sorted(near - {stage})
+
+    def received(self, stage: int, action: Action) -> Message | None:
+        """What ``action`` of ``stage`` needs: the activation before it, or the gradient after it."""
+        position = self.position_of[stage, action.chunk]
+        return self._into(action, position)
+
+    def sent(self, stage: int, action: Action) -> Message | None:
+        """What ``action`` of ``stage`` makes for the next position, or for the one before."""
+        position = self.position_of[stage, action.chunk]
+        return self._into(action, position + 1 if action.op == "F" else position - 1)
+
+    def _into(self, action: Action, position: int) -> Message | None:
+        """The message that crosses into ``position`` in the direction of ``action``."""
+        if action.op not in "FBI":
+            return None
+        kind: Literal["x", "g"] = "x" if action.op == "F" else "g"
+        origin = position - 1 if kind == "x" else position + 1
+        if min(origin, position) < 0 or max(origin, position) >= len(self.layout):
+            return None
+        return Message(kind, action.microbatch, self.layout[origin].stage, self.layout[position].stage, position)
+
+
+def _channels(plan: Plan, wires: _Wires, stage: int) -> _Channels:
+    """By source, what each neighbour sends to ``stage``, in its order."""
+    channels: _Channels = {}
+    for source in wires.neighbours(stage):
+        sent = (wires.sent(source, action) for action in plan.lists[source])
+        channels[source] = [message for message in sent if message and message.target == stage]
+    return channels
+
+
+def _check_posts(program: Sequence[Instruction], channels: _Channels) -> None:
+    """Raise :class:`ScheduleError` unless ``program`` posts what its ``channels`` bring, in order and in time."""
+    posted: dict[int, list[Message]] = {source: [] for source in channels}
+    known: set[Message] = set()
+    for step in program:
+        known.update(step.post)
+        for message in step.post:
+            posted[message.source].append(message)
+        if step.receive and not step.receive.local and step.receive not in known:
+            raise ScheduleError(f"{step.action} needs {step.receive}, which is not posted by then")
+    for source, sent in channels.items():
+        for turn, (post, send) in enumerate(zip_longest(posted[source], sent)):
+            if post != send:
+                raise ScheduleError(f"message {turn} from stage {source} is {send}, and the receive is for {post}")
+
+
+def _posts_ahead(
+    wires: _Wires, stage: int, actions: Sequence[Action], channels: _Channels, lookahead: int
+) -> list[tuple[Message, ...]]:
+    """Per action, the receives to post: all that its channel sends up to the ones needed within ``lookahead``."""
+    turn = {message: index for channel in channels.values() for index, message in enumerate(channel)}
+    posted = dict.fromkeys(channels, 0)
+    posts = []
+    for index in range(len(actions)):
+        post: list[Message] = []
+        for action in actions[index : index + 1 + lookahead]:
+            message = wires.received(stage, action)
+            if message in turn:
+                source, until = message.source, turn[message] + 1
+                post += channels[source][posted[source] : until]
+                posted[source] = max(posted[source], until)
+        posts.append(tuple(post))
+    return posts
+
+
+def _posts_in_order(plan: Plan, wires: _Wires, stage: int) -> list[tuple[Message, ...]]:
+    """Per action, the receives whose sends stand between the stage's last action and this one in the global order."""
+    posts: list[tuple[Message, ...]] = []
+    arriving: list[Message] = []
+    for source, index in plan.order:
+        if source == stage:
+            posts.append(tuple(arriving))
+            arriving = []
+            continue
+        message = wires.sent(source, plan.lists[source][index])
+        if message and message.target == stage:
+            arriving.append(message)
+    return posts
+
+
+def _retired(plan: Plan, wires: _Wires, stage: int) -> list[tuple[Message, ...]]:
+    """Per action, the earlier sends that its receive proves consumed: the sender used them to make it, or before."""
+    used, made = _moments(plan, wires, stage)
+    on_the_way: list[Message] = []
+    retired = []
+    for action in plan.lists[stage]:
+        proof, sent = wires.received(stage, action), wires.sent(stage, action)
+        done: list[Message] = []
+        if proof in made:
+            done = [m for m in on_the_way if m.target == proof.source and used[m] <= made[proof]]
+            on_the_way = [m for m in on_the_way if m not in done]
+        if sent in used:
+            on_the_way.append(sent)
+        retired.append(tuple(done))
+    return retired
+
+
+def _moments(plan: Plan, wires: _Wires, stage: int) -> tuple[dict[Message, int], dict[Message, int]]:
+    """When the peers use what ``stage`` sends, and when they make what it receives: indices in the peers' lists."""
+    used: dict[Message, int] = {}
+    made: dict[Message, int] = {}
+    for peer in wires.neighbours(stage):
+        for index, action in enumerate(plan.lists[peer]):
+            received, sent = wires.received(peer, action), wires.sent(peer, action)
+            if received and received.source == stage:
+                used[received] = index
+            if sent and sent.target == stage:
+                made[sent] = index
+    return used, made
+
+
+def _sync_points(actions: Sequence[Action]) -> set[int]:
+    """The index at which each chunk's gradients are complete: its S, else its last B or W."""
+    last = {action.chunk: index for index, action in enumerate(actions) if action.op in "BW"}
+    last |= {action.chunk: index for index, action in enumerate(actions) if action.op == "S"}
+    return set(last.values())

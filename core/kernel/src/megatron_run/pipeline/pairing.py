@@ -1,0 +1,90 @@
+"""Prove that every send meets its receive, for all channels of a plan at once. Pure Python, no torch.
+
+The layout alone says which stage makes a message and which one uses it, so a message names its channel. What is proven
+of a plan's global order is all that lowering builds on:
+
+- It holds each stage's list, whole and in the order of that list. Hence what it says of two sends of one stage is what
+  the stage does.
+- Every message is made once and used once, in this order, or neither. Hence on each directed channel the receives
+  that are needed are exactly the sends, and receives that are posted in the order of the sends, each no later than its
+  use, meet them one by one.
+
+That a stage's program posts them so is checked where it is lowered (:mod:`megatron_run.pipeline.lower`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_run.contracts.actions import Action, Place
+from megatron_run.errors import ScheduleError
+
+#: What became of a message so far.
+_TO_COME, _MADE, _USED = range(3)
+
+#: operation -> chunk -> (the message it uses, the message it makes), both for microbatch 0; None where there is none.
+_Messages = dict[str, list[tuple[int | None, int | None]]]
+
+
+def check_pairing(
+    layout: Sequence[Place],
+    microbatches: int,
+    lists: Sequence[Sequence[Action]],
+    order: Sequence[tuple[int, int]],
+) -> None:
+    """Raise :class:`ScheduleError` unless ``order``, (stage, index in its list) of each action, pairs all messages.
+
+    Messages are integers, since plans of half a million actions are ordinary: the activation of microbatch ``m`` into
+    position ``k`` is ``(2k)*M + m``, the gradient out of it ``(2k+1)*M + m``. Position 0 has neither.
+    """
+    messages = _messages(layout, microbatches, len(lists))
+    state = bytearray(2 * len(layout) * microbatches)
+    heads = [0] * len(lists)
+    for stage, index in order:
+        if index != heads[stage]:
+            raise ScheduleError(f"the global order has action {index} of stage {stage} where {heads[stage]} comes next")
+        heads[stage] = index + 1
+        op, microbatch, chunk = lists[stage][index]
+        if op not in "FBI":
+            continue
+        uses, makes = messages[stage][op][chunk]
+        if uses is not None:
+            if state[uses + microbatch] != _MADE:
+                raise _misused(stage, index, lists, state[uses + microbatch])
+            state[uses + microbatch] = _USED
+        if makes is not None:
+            if state[makes + microbatch] != _TO_COME:
+                raise ScheduleError(f"{_action(stage, index, lists)} sends a message that was sent before")
+            state[makes + microbatch] = _MADE
+    if heads != [len(actions) for actions in lists]:
+        raise ScheduleError(f"the global order has {len(order)} of {sum(map(len, lists))} actions")
+    if state.count(_MADE):
+        raise ScheduleError(f"{state.count(_MADE)} messages are sent and never received")
+
+
+def _messages(layout: Sequence[Place], microbatches: int, stages: int) -> list[_Messages]:
+    """What the actions of each stage use and make."""
+    chunks = 1 + max(place.chunk for place in layout)
+    table: list[_Messages] = [{op: [(None, None)] * chunks for op in "FBI"} for _ in range(stages)]
+    for position, place in enumerate(layout):
+        here, after = ((2 * each * microbatches) for each in (position, position + 1))
+        into = here if position else None
+        onward = after if position + 1 < len(layout) else None
+        mine = table[place.stage]
+        mine["F"][place.chunk] = into, onward
+        for op in "BI":
+            mine[op][place.chunk] = (
+                None if onward is None else onward + microbatches,
+                None if into is None else into + microbatches,
+            )
+    return table
+
+
+def _misused(stage: int, index: int, lists: Sequence[Sequence[Action]], state: int) -> ScheduleError:
+    """Its message was used by an action before, or is not made yet."""
+    why = "was received before" if state == _USED else "was not sent yet"
+    return ScheduleError(f"{_action(stage, index, lists)} needs a message that {why}")
+
+
+def _action(stage: int, index: int, lists: Sequence[Sequence[Action]]) -> str:
+    return f"stage {stage}, action {index}: {lists[stage][index]}"

@@ -1,0 +1,102 @@
+"""Run action lists on paper: every stage in order, each action as soon as what it waits for is there.
+
+An F waits for the F of the position before it, a B or I for the B or I of the position after it; nothing else crosses
+stages. What an action waits for and what it makes are kept as integers, since plans of half a million actions are
+ordinary: the activation of microbatch ``m`` that leaves position ``k`` is ``k*M + m``, the gradient is ``(n+k)*M + m``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from megatron_run.contracts.actions import COSTS, Action, Place
+
+#: (operation, chunk) -> (what it waits for, what it makes, its cost); the first two for microbatch 0.
+Edges = dict[str, list[tuple[int, int, float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What happened: ``ends`` holds, per stage, the time at which each action of its list is done.
+
+    A stage whose ends are fewer than its actions is stuck at the next one: the lists deadlock.
+    """
+
+    ends: tuple[tuple[float, ...], ...]
+
+
+def simulate(
+    layout: Sequence[Place],
+    microbatches: int,
+    lists: Sequence[Sequence[Action]],
+    costs: Mapping[str, float] = COSTS,
+) -> Simulation:
+    """Run ``lists`` until every stage is done or none can go on; an operation absent from ``costs`` is free.
+
+    A stage runs on by itself until its next input is not made yet; whoever makes that wakes it.
+    """
+    edges = _edges(layout, microbatches, len(lists), costs)
+    made: list[float | None] = [None] * (2 * len(layout) * microbatches)
+    made += [0.0] * (2 * microbatches)
+    ends: list[list[float]] = [[] for _ in lists]
+    waiting: dict[int, int] = {}
+    awake = list(range(len(lists)))
+    while awake:
+        stage = awake.pop()
+        edge_of, done = edges[stage], ends[stage]
+        now, actions = done[-1] if done else 0.0, lists[stage]
+        for index in range(len(done), len(actions)):
+            op, microbatch, chunk = actions[index]
+            awaits, makes, cost = edge_of[op][chunk]
+            ready = made[awaits + microbatch]
+            if ready is None:
+                waiting[awaits + microbatch] = stage
+                break
+            now = (ready if ready > now else now) + cost
+            done.append(now)
+            made[makes + microbatch] = now
+            if makes + microbatch in waiting:
+                awake.append(waiting.pop(makes + microbatch))
+    return Simulation(tuple(map(tuple, ends)))
+
+
+def completion_order(ends: Sequence[Sequence[float]]) -> tuple[tuple[int, int], ...]:
+    """Every action as (stage, index in its list), by the time at which it ends, ties by stage.
+
+    It is a linear extension of the action graph where whatever crosses stages takes time (:func:`takes_time`).
+    """
+    numbered = [(stage, index) for stage, done in enumerate(ends) for index in range(len(done))]
+    times = list(chain.from_iterable(ends))
+    return tuple([numbered[slot] for slot in sorted(range(len(times)), key=times.__getitem__)])
+
+
+def takes_time(costs: Mapping[str, float], simulation: Simulation) -> bool:
+    """Whether each operation for which another stage may wait moved the clock, to the end of the step.
+
+    A cost that is rounded away beside the time that has passed is as good as none; half of it is asked to count, so
+    that the whole does whichever way a sum is rounded.
+    """
+    makespan = max((done[-1] for done in simulation.ends if done), default=0.0)
+    return all(makespan + costs.get(op, 0.0) / 2 > makespan for op in "FBI")
+
+
+def _edges(layout: Sequence[Place], microbatches: int, stages: int, costs: Mapping[str, float]) -> list[Edges]:
+    """The edges of each stage. Two numbers stand for nothing: one that is always there, and one nobody waits for."""
+    n = len(layout)
+    always = 2 * n * microbatches
+    unused = always + microbatches
+    chunks = 1 + max(place.chunk for place in layout)
+    edges: list[Edges] = [
+        {op: [(always, unused, costs.get(op, 0.0))] * chunks for op in "FBIWSR"} for _ in range(stages)
+    ]
+    for position, place in enumerate(layout):
+        activation, gradient = position * microbatches, (n + position) * microbatches
+        before = activation - microbatches if position else always
+        after = gradient + microbatches if position + 1 < n else always
+        mine = edges[place.stage]
+        mine["F"][place.chunk] = (before, activation, costs.get("F", 0.0))
+        for op in "BI":
+            mine[op][place.chunk] = (after, gradient, costs.get(op, 0.0))
+    return edges

@@ -1,0 +1,93 @@
+"""A step in the trace-event format, which Perfetto and chrome://tracing open. No torch.
+
+A track a stage, a complete event an action, a flow arrow a message between stages, and a counter a stage of the
+activations in flight. The format is "Trace Event Format", by the authors of the Chrome tracing tool. A step as planned
+and a step as it ran have the same form, so one file may hold both, each as a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron_run.contracts.actions import Place
+from megatron_run.pipeline.plan import activations, positions
+from megatron_run.pipeline.timeline import Bar
+
+Event = dict[str, Any]
+
+#: What an operation is called on a track.
+NAMES: Mapping[str, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "S": "start gradient sync",
+    "R": "recompute",
+}
+#: A planned unit, the forward of one chunk, is drawn as this many microseconds.
+UNIT = 1000.0
+
+
+def trace_document(events: Sequence[Event]) -> dict[str, Any]:
+    """The whole file, as JSON data."""
+    return {"displayTimeUnit": "ms", "traceEvents": list(events)}
+
+
+def trace_events(
+    stages: Sequence[Sequence[Bar]], layout: Sequence[Place], *, process: int = 0, title: str, unit: float = UNIT
+) -> Iterator[Event]:
+    """The events of one step whose bars are in ``unit`` microseconds; ``process`` tells it from others in the file."""
+    yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": title}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}}
+    for stage, bars in enumerate(stages):
+        track = {"pid": process, "tid": stage}
+        yield {"ph": "M", "name": "thread_name", **track, "args": {"name": f"stage {stage}"}}
+        yield {"ph": "M", "name": "thread_sort_index", **track, "args": {"sort_index": stage}}
+        yield from ({**_slice(bar, unit), **track} for bar in bars)
+        yield from ({**each, "pid": process} for each in _counter(stage, bars, unit))
+    yield from _arrows(stages, layout, process, unit)
+
+
+def _slice(bar: Bar, unit: float) -> Event:
+    action = bar.action
+    return {
+        "ph": "X",
+        "name": str(action),
+        "cat": NAMES[action.op],
+        "ts": bar.start * unit,
+        "dur": (bar.end - bar.start) * unit,
+        "args": {"operation": NAMES[action.op], "microbatch": action.microbatch, "chunk": action.chunk},
+    }
+
+
+def _counter(stage: int, bars: Sequence[Bar], unit: float) -> Iterator[Event]:
+    """The activations that the stage holds: one more as a forward starts, one less as its backward ends."""
+    held = 0
+    for bar, change in zip(bars, activations([bar.action for bar in bars]), strict=True):
+        if change:
+            held += change
+            when = bar.start if change > 0 else bar.end
+            name = f"in flight, stage {stage}"
+            yield {"ph": "C", "name": name, "ts": when * unit, "args": {"activations": held}}
+
+
+def _arrows(stages: Sequence[Sequence[Bar]], layout: Sequence[Place], process: int, unit: float) -> Iterator[Event]:
+    """For each message a flow from the end of what sends it to the start of what uses it."""
+    position_of = positions(layout)
+    bars = {
+        ("F" if bar.action.op == "F" else "B", bar.action.microbatch, position_of[stage, bar.action.chunk]): bar
+        for stage, line in enumerate(stages)
+        for bar in line
+        if bar.action.op in "FBI"
+    }
+    for (op, microbatch, position), bar in bars.items():
+        target = position + (1 if op == "F" else -1)
+        used = bars.get((op, microbatch, target))
+        if used is None or layout[target].stage == layout[position].stage:
+            continue
+        kind = "activation" if op == "F" else "gradient"
+        flow = {"name": kind, "cat": "message", "pid": process, "id": f"{process}.{kind}.{microbatch}.{target}"}
+        leaves = max(bar.start, bar.end - 1 / unit)  # inside the bar, for an arrow starts at the bar around its time
+        yield {"ph": "s", **flow, "tid": layout[position].stage, "ts": leaves * unit}
+        yield {"ph": "f", "bp": "e", **flow, "tid": layout[target].stage, "ts": used.start * unit}

@@ -1,0 +1,270 @@
+"""Prove that action lists form a legal plan: complete, in order, free of deadlock, each send paired with its receive.
+
+Pure Python, no torch.
+
+A fault is a :class:`~megatron_run.errors.ScheduleError` that says where: stage, index and action, and for a deadlock
+the cycle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, product
+
+from megatron_run.contracts.actions import Action, LayoutSpec, Op, Place, ScheduleSpec, check_counts
+from megatron_run.errors import ScheduleError, plural
+from megatron_run.pipeline.pairing import check_pairing
+from megatron_run.pipeline.plan import Plan, activations, positions
+from megatron_run.pipeline.simulate import completion_order, simulate, takes_time
+
+#: The life of one (microbatch, chunk): (its state, operation) -> its next state. Whatever is not here is illegal.
+_NEW, _FORWARD, _RECOMPUTED, _HALF, _DONE = range(5)
+_LIFE: Mapping[tuple[int, str], int] = {
+    (_NEW, "F"): _FORWARD,
+    (_FORWARD, "R"): _RECOMPUTED,
+    (_FORWARD, "B"): _DONE,
+    (_RECOMPUTED, "B"): _DONE,
+    (_FORWARD, "I"): _HALF,
+    (_RECOMPUTED, "I"): _HALF,
+    (_HALF, "W"): _DONE,
+}
+
+#: What a (microbatch, chunk) in this state still lacks, and why.
+_MISSING = {
+    _NEW: ("F", "every microbatch visits every chunk"),
+    _FORWARD: ("B", "its forward has no backward (B, or I and then W)"),
+    _RECOMPUTED: ("B", "its forward has no backward (B, or I and then W)"),
+    _HALF: ("W", "its input gradient I has no weight gradient"),
+}
+
+#: The operation that must come before each operation, and those after which nothing is left for it to do.
+_NEEDS: Mapping[str, Op] = {"R": "F", "B": "F", "I": "F", "W": "I"}
+_NEVER_AFTER: Mapping[str, str] = {"R": "BI", "B": "I", "I": "B", "W": "B"}
+
+
+def check_layout(spec: LayoutSpec, layout: Sequence[Place]) -> None:
+    """Raise :class:`ScheduleError` unless ``layout`` uses every place once and holds every layer once, in order.
+
+    Where the user gave counts, each place must hold as many layers as they say. Counts that are not one for each place
+    or do not add up are the user's :class:`~megatron_run.errors.InputError`, whatever the layout makes of them.
+    """
+    check_counts(spec)
+    _check_places(layout, spec.stages, spec.chunks)
+    following = 0
+    for position, place in enumerate(layout):
+        if list(place.layers) != list(range(following, following + len(place.layers))):
+            raise ScheduleError(
+                f"{_place(position, place)} holds the layers {list(place.layers)}",
+                why=f"layer {following} comes next: a layout holds each layer once, in model order",
+            )
+        following += len(place.layers)
+    if following != spec.layers:
+        raise ScheduleError(
+            f"the layout ends after {plural(following, 'layer')}",
+            why=f"layers 0 to {spec.layers - 1} must have a place",
+        )
+    held = [len(place.layers) for place in layout]
+    for position, (place, count) in enumerate(zip(layout, spec.counts or held, strict=True)):
+        if len(place.layers) != count:
+            raise ScheduleError(
+                f"{_place(position, place)} holds {plural(len(place.layers), 'layer')}",
+                why=f"the user asked for {count}",
+            )
+
+
+def check_same_places(one: Sequence[Place], other: Sequence[Place]) -> None:
+    """Raise :class:`ScheduleError` unless two layouts of the same stages and chunks differ in nothing but layers."""
+    for position, (a, b) in enumerate(zip(one, other, strict=True)):
+        if a[:2] != b[:2]:
+            raise ScheduleError(
+                f"{_place(position, a)} is stage {b.stage}, chunk {b.chunk} when the number of layers changes",
+                why="a place's stage and chunk follow from the stages and chunks of the layout alone",
+            )
+
+
+def verify(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Plan:
+    """Prove ``lists``, one per stage, and derive what follows from them.
+
+    For every (microbatch, chunk): F, then B, or I and then W; R at most once between F and B or I; S at most once a
+    chunk, after its last gradient. Raises :class:`ScheduleError` naming stage, index, action and, for a deadlock, who
+    waits for whom. That the global order pairs every send with its receive is proven for all channels and any size
+    (:mod:`~megatron_run.pipeline.pairing`). The peaks are counted, not compared with anything: whoever promises a bound
+    has it checked by ``schedule_checks(in_flight=...)`` of :mod:`megatron_run_testing`.
+    """
+    _check_places(spec.layout, spec.stages, spec.chunks)
+    if len(lists) != spec.stages:
+        raise ScheduleError(
+            f"the schedule gave {plural(len(lists), 'action list')}",
+            why=f"the pipeline has {plural(spec.stages, 'stage')}",
+        )
+    frozen = tuple(tuple(actions) for actions in lists)
+    for stage, actions in enumerate(frozen):
+        _check_list(spec, stage, actions)
+    simulation = simulate(spec.layout, spec.microbatches, frozen, spec.costs)
+    heads = [len(ends) for ends in simulation.ends]
+    if heads != [len(actions) for actions in frozen]:
+        raise _deadlock(spec, frozen, heads)
+    ordered = simulation if takes_time(spec.costs, simulation) else simulate(spec.layout, spec.microbatches, frozen)
+    order = completion_order(ordered.ends)
+    check_pairing(spec.layout, spec.microbatches, frozen, order)
+    return Plan(
+        layout=tuple(spec.layout),
+        stages=spec.stages,
+        chunks=spec.chunks,
+        microbatches=spec.microbatches,
+        lists=frozen,
+        order=order,
+        peak_in_flight=tuple(_peak(activations(actions)) for actions in frozen),
+        peak_pending_weights=tuple(_peak(_pending(actions)) for actions in frozen),
+        ascending=not any(map(first_descent, frozen)),
+        ends=simulation.ends,
+        costs=dict(spec.costs),
+    )
+
+
+def _check_places(layout: Sequence[Place], stages: int, chunks: int) -> None:
+    why = f"each chunk of {plural(stages, 'stage')} x {plural(chunks, 'chunk')} must have exactly one place"
+    seen: set[tuple[int, int]] = set()
+    for position, place in enumerate(layout):
+        if not (isinstance(place, Place) and isinstance(place.layers, range)):
+            raise ScheduleError(
+                f"place {position} of the layout is {place!r}", fix="write Place(stage, chunk, range(first, stop))"
+            )
+        if not (0 <= place.stage < stages and 0 <= place.chunk < chunks):
+            raise ScheduleError(f"{_place(position, place)} is out of range", why=why)
+        if place[:2] in seen:
+            raise ScheduleError(f"{_place(position, place)} is repeated", why=why)
+        seen.add(place[:2])
+    for stage, chunk in product(range(stages), range(chunks)):
+        if (stage, chunk) not in seen:
+            raise ScheduleError(f"the layout has no place for stage {stage}, chunk {chunk}", why=why)
+
+
+def _place(position: int, place: Place) -> str:
+    return f"place {position} of the layout (stage {place.stage}, chunk {place.chunk})"
+
+
+def _check_list(spec: ScheduleSpec, stage: int, actions: Sequence[Action]) -> None:
+    """Walk one stage's list through the life of each of its (microbatch, chunk) pairs."""
+    microbatches, chunks = spec.microbatches, spec.chunks
+    states = [_NEW] * (chunks * microbatches)
+    unfinished = [microbatches] * chunks
+    synced = [False] * chunks
+    for index, action in enumerate(actions):
+        if not isinstance(action, Action):
+            raise _fault(stage, index, repr(action), "is not an Action", "write Action('F', microbatch, chunk)")
+        op, microbatch, chunk = action
+        if not (0 <= chunk < chunks and 0 <= microbatch < microbatches):
+            stage_has, step_has = plural(chunks, "chunk"), plural(microbatches, "microbatch")
+            shape = f"the stage has {stage_has} and the step {step_has}, counted from 0"
+            raise _fault(stage, index, action, "is out of range", shape)
+        if op == "S":
+            if microbatch or synced[chunk] or unfinished[chunk]:
+                raise _early_or_repeated(stage, actions, index)
+            synced[chunk] = True
+            continue
+        slot = chunk * microbatches + microbatch
+        state = _LIFE.get((states[slot], op))
+        if state is None:
+            raise _early_or_repeated(stage, actions, index)
+        states[slot] = state
+        unfinished[chunk] -= state == _DONE
+    if any(unfinished):
+        raise _missing(stage, states, microbatches)
+
+
+def _early_or_repeated(stage: int, actions: Sequence[Action], index: int) -> ScheduleError:
+    """Explain the action at ``index``, which its (microbatch, chunk) does not allow now."""
+    action = actions[index]
+    op, microbatch, chunk = action
+    first = actions.index(action)
+    if first < index:
+        return _fault(stage, index, action, "is repeated", f"it already stands at action {first}")
+    if op == "S" and microbatch:
+        return _fault(stage, index, action, "has a microbatch", f"S is for a whole chunk: write S0.{chunk}")
+    if op == "S":
+        return _fault(stage, index, action, "is too early", f"chunk {chunk} has gradients to come after it")
+    if op not in "FBIWR":
+        return _fault(stage, index, action, "is unknown", "the operations are F, B, I, W, S and R")
+    for earlier, other in enumerate(actions[:index]):
+        if other[1:] == action[1:] and other.op in _NEVER_AFTER[op]:
+            return _fault(stage, index, action, "is too late", f"{other} stands at action {earlier} already")
+    needed = Action(_NEEDS[op], microbatch, chunk)
+    where = f"stands later, at action {actions.index(needed)}" if needed in actions else "is nowhere in the list"
+    return _fault(stage, index, action, "is too early", f"it needs {needed} before it, which {where}")
+
+
+def _missing(stage: int, states: Sequence[int], microbatches: int) -> ScheduleError:
+    """Name the first action that a complete list would still have."""
+    slot = next(slot for slot, state in enumerate(states) if state != _DONE)
+    op, why = _MISSING[states[slot]]
+    chunk, microbatch = divmod(slot, microbatches)
+    more = sum(state != _DONE for state in states) - 1
+    rest = f"; {more} more (microbatch, chunk) pairs are unfinished" if more else ""
+    return ScheduleError(f"stage {stage}: {op}{microbatch}.{chunk} is missing", why=why + rest)
+
+
+def _fault(stage: int, index: int, action: object, what: str, why: str) -> ScheduleError:
+    return ScheduleError(f"stage {stage}, action {index}: {action} {what}", why=why)
+
+
+def _deadlock(spec: ScheduleSpec, lists: Sequence[Sequence[Action]], heads: Sequence[int]) -> ScheduleError:
+    """Follow who waits for whom from the first stuck stage until a stage comes back: that is the cycle."""
+    awaited = _awaited(spec, lists)
+    stage = next(stage for stage, head in enumerate(heads) if head < len(lists[stage]))
+    path: list[int] = []
+    while stage not in path:
+        path.append(stage)
+        stage = awaited(stage, heads[stage])[0]
+    cycle = path[path.index(stage) :]
+    waits = []
+    for stage in cycle:
+        peer, index = awaited(stage, heads[stage])
+        asks = f"stage {stage}, action {heads[stage]}: {lists[stage][heads[stage]]} waits for {lists[peer][index]}"
+        waits.append(f"{asks} of stage {peer} (action {index}, behind {lists[peer][heads[peer]]})")
+    return ScheduleError("the schedule deadlocks", why="; ".join(waits))
+
+
+def _awaited(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Callable[[int, int], tuple[int, int]]:
+    """A function from a stuck action's (stage, index) to that of the action it waits for."""
+    position_of = positions(spec.layout)
+
+    def awaited(stage: int, index: int) -> tuple[int, int]:
+        op, microbatch, chunk = lists[stage][index]
+        position = position_of[stage, chunk]
+        place = spec.layout[position - 1 if op == "F" else position + 1]
+        ops: tuple[Op, ...] = ("F",) if op == "F" else ("B", "I")
+        wanted = [Action(wanted_op, microbatch, place.chunk) for wanted_op in ops]
+        return place.stage, next(i for i, action in enumerate(lists[place.stage]) if action in wanted)
+
+    return awaited
+
+
+def _pending(actions: Iterable[Action]) -> Iterator[int]:
+    """What each action adds to the weight gradients still to come."""
+    return ({"I": 1, "W": -1}.get(action.op, 0) for action in actions)
+
+
+def _peak(changes: Iterable[int]) -> int:
+    """The highest running sum."""
+    return max(accumulate(changes), default=0)
+
+
+def first_descent(actions: Sequence[Action]) -> tuple[int, Action] | None:
+    """Where a chunk first makes its input gradients, or its weight gradients, in another order than the microbatches'.
+
+    The index of that action, and the one of a later microbatch that stands before it; None where there is none.
+    """
+    inputs: dict[int, Action] = {}
+    weights: dict[int, Action] = {}
+    for index, action in enumerate(actions):
+        op, microbatch, chunk = action
+        if op in "BI":
+            if inputs.get(chunk, action).microbatch > microbatch:
+                return index, inputs[chunk]
+            inputs[chunk] = action
+        if op in "BW":
+            if weights.get(chunk, action).microbatch > microbatch:
+                return index, weights[chunk]
+            weights[chunk] = action
+    return None

@@ -1,0 +1,167 @@
+"""How many samples each step takes: the global batch with its ramp-up, and where a step lies in the sample stream.
+
+Everything is a pure function of the configuration, so that a resumed run needs the number of its last step and no
+counter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from megatron_run.errors import InputError, nearest_divisors, nearest_multiples
+
+if TYPE_CHECKING:
+    from megatron_run.contracts.schema import TrainSection
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A run of steps of one global batch ``size``; ``step`` steps and ``samples`` samples lie before it."""
+
+    size: int
+    step: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class BatchRamp:
+    """The global batch as a function of the samples consumed so far.
+
+    It starts at ``start`` and grows by ``increment`` after every ``samples / n`` samples, where ``n = (full - start) /
+    increment``, so that it is ``full`` from ``samples`` on (``--rampup-batch-size`` of Megatron-LM). The quotient is
+    taken in whole numbers, so no rounding moves a boundary. Raises :class:`InputError` when ``increment`` does not lead
+    from ``start`` to ``full``.
+    """
+
+    full: int
+    start: int
+    increment: int
+    samples: int
+
+    @classmethod
+    def from_config(cls, train: TrainSection) -> BatchRamp:
+        """The ramp of ``train.ramp_up``, or one that is full from the first sample."""
+        full, ramp = train.global_batch_size, train.ramp_up
+        return cls(full, ramp.start, ramp.increment, ramp.samples) if ramp else cls(full, full, full, 0)
+
+    def __post_init__(self) -> None:
+        gap = self.full - self.start
+        if gap < 0:
+            raise InputError(
+                f"train.ramp_up.start={self.start} is above train.global_batch_size={self.full}",
+                fix=f"start at {self.full} or below",
+            )
+        if gap % self.increment:
+            raise InputError(
+                f"train.ramp_up.increment={self.increment} never reaches the full batch",
+                why=f"{self.full} - {self.start} = {gap}, which is not a multiple of {self.increment}",
+                fix=f"set train.ramp_up.increment to {nearest_divisors(gap, self.increment)}",
+            )
+
+    @property
+    def increments(self) -> int:
+        """How often the batch grows, ``n``."""
+        return (self.full - self.start) // self.increment
+
+    def at(self, consumed: int) -> int:
+        """The global batch of the step that starts once ``consumed`` samples have been consumed."""
+        if consumed >= self.samples:
+            return self.full
+        return self.start + consumed * self.increments // self.samples * self.increment
+
+    @cached_property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """The steps of equal batch, in order; the last, of the full batch, never ends."""
+        found: list[Stretch] = []
+        step = consumed = 0
+        while (size := self.at(consumed)) < self.full:
+            found.append(Stretch(size, step, consumed))
+            grown = (size - self.start) // self.increment + 1
+            boundary = -(-grown * self.samples // self.increments)
+            steps = -(-(boundary - consumed) // size)
+            step, consumed = step + steps, consumed + steps * size
+        return (*found, Stretch(self.full, step, consumed))
+
+    def consumed_at(self, step: int) -> int:
+        """Samples consumed once ``step`` steps are done; 0 at step 0."""
+        last = max((part for part in self.stretches if part.step <= step), key=lambda part: part.step)
+        return last.samples + (step - last.step) * last.size
+
+    def steps_within(self, samples: int) -> int:
+        """How many whole steps fit into ``samples`` samples."""
+        last = max((part for part in self.stretches if part.samples <= samples), key=lambda part: part.samples)
+        return last.step + (samples - last.samples) // last.size
+
+
+def total_steps(train: TrainSection) -> int:
+    """The number of steps of the run: ``train.steps``, or as many as fit into ``train.samples``.
+
+    Raises :class:`InputError` when not one step fits.
+    """
+    if train.steps is not None:
+        return train.steps
+    assert train.samples is not None, "the configuration holds steps or samples"
+    steps = BatchRamp.from_config(train).steps_within(train.samples)
+    if steps:
+        return steps
+    raise InputError(
+        f"train.samples={train.samples} is less than the first global batch",
+        why=f"a step takes {BatchRamp.from_config(train).at(0)} samples",
+        fix="raise train.samples, or say train.steps",
+    )
+
+
+def total_samples(train: TrainSection) -> int:
+    """The samples that the run consumes: ``train.samples`` as given, or those of ``train.steps`` steps."""
+    if train.samples is not None:
+        return train.samples
+    return BatchRamp.from_config(train).consumed_at(total_steps(train))
+
+
+class BatchSizes:
+    """The batch of every step as this many data-parallel ranks share it.
+
+    Raises :class:`InputError` when a global batch, at any point of a ramp-up, does not divide into micro batches over
+    the data-parallel ranks.
+    """
+
+    def __init__(self, train: TrainSection, data_parallel: int) -> None:
+        self._train, self._data_parallel = train, data_parallel
+        self._ramp = BatchRamp.from_config(train)
+        self._unit = train.micro_batch_size * data_parallel
+        self._require_divisible("train.global_batch_size", train.global_batch_size)
+        if self._ramp.increments:
+            self._require_divisible("train.ramp_up.start", self._ramp.start)
+            self._require_divisible("train.ramp_up.increment", self._ramp.increment)
+
+    def _require_divisible(self, key: str, value: int) -> None:
+        if value % self._unit == 0:
+            return
+        raise InputError(
+            f"{key}={value} is not a multiple of micro batch x data parallel",
+            why=f"{self._train.micro_batch_size} x {self._data_parallel} = {self._unit}",
+            fix=f"set {key} to {nearest_multiples(value, self._unit)}",
+        )
+
+    def at(self, consumed: int) -> int:
+        """The global batch of the step that starts once ``consumed`` samples have been consumed."""
+        return self._ramp.at(consumed)
+
+    def microbatches(self, global_batch: int) -> int:
+        """The microbatches M that each rank runs in a step of ``global_batch`` samples."""
+        return global_batch // self._unit
+
+    def all_microbatches(self) -> frozenset[int]:
+        """Every M that occurs in the run; a ramp-up skips those it jumps over."""
+        steps = self.steps()
+        return frozenset(self.microbatches(part.size) for part in self._ramp.stretches if part.step < steps)
+
+    def steps(self) -> int:
+        """The number of steps of the run."""
+        return total_steps(self._train)
+
+    def consumed_at(self, step: int) -> int:
+        """Samples consumed once ``step`` steps are done: step ``s`` reads from ``consumed_at(s - 1)`` on."""
+        return self._ramp.consumed_at(step)

@@ -1,0 +1,139 @@
+"""A resolved run in words and as data: what ``--dry-run`` prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_run.contracts.topology import Topology
+from megatron_run.errors import plural
+from megatron_run.pipeline.timeline import timeline
+from megatron_run.planning.experts import experts_of, held_experts
+from megatron_run.planning.options import dumped
+from megatron_run.planning.show import sections
+
+if TYPE_CHECKING:
+    from megatron_run.pipeline.plan import Plan
+    from megatron_run.planning.run import ResolvedRun
+    from megatron_run.registry.load import Plugin
+
+
+def describe(run: ResolvedRun) -> str:
+    """Per kind the winner, where it is from, why it won, the options that were set; the topology; plans; notices."""
+    parts = [_plugins(run), _topology(run), _plans(run), [f"note: {notice}" for notice in run.notices]]
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def to_json(run: ResolvedRun) -> dict[str, Any]:
+    """What :func:`describe` says as data, with the whole configuration."""
+    return {
+        "plugins": {kind: [_plugin_record(each) for each in many] for kind, many in run.plugins.items()},
+        "topology": {
+            "world": run.sizes.world,
+            "tensor": run.sizes.tensor,
+            "pipeline": run.sizes.pipeline,
+            "chunks": run.config.parallel.chunks,
+            "data": run.sizes.data,
+            "expert": run.sizes.expert,
+            "ranks": [_rank_record(run, rank) for rank in range(run.sizes.world)],
+        },
+        "plans": [_plan_record(run.plans[count]) for count in sorted(run.plans)],
+        "config": sections(run),
+        "notices": list(run.notices),
+    }
+
+
+def _plugins(run: ResolvedRun) -> list[str]:
+    rows = [(kind, plugin.name, plugin.source, plugin.origin) for kind, many in run.plugins.items() for plugin in many]
+    options = [_options(plugin) for many in run.plugins.values() for plugin in many]
+    lines = ["plugins"]
+    for row, text in zip(_aligned(rows), options, strict=True):
+        lines += [f"  {row}", f"      {text}"] if text else [f"  {row}"]
+    return lines
+
+
+def _options(plugin: Plugin) -> str:
+    """What differs from the defaults; ``config show`` has the rest."""
+    values = dumped(plugin, defaults=False).items()
+    return " ".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values)
+
+
+def _topology(run: ResolvedRun) -> list[str]:
+    sizes, chunks = run.sizes, run.config.parallel.chunks
+    head = f"world {sizes.world} = tensor {sizes.tensor} x pipeline {sizes.pipeline} x data {sizes.data}"
+    pieces = f"; {chunks} chunks per stage" if chunks > 1 else ""
+    pieces += f"; data ranks split a layer's experts {sizes.expert} ways" if sizes.expert > 1 else ""
+    rows = [
+        (f"rank {record['rank']}", f"stage {record['stage']}", *_axes(run, record), f"layers {record['layers_text']}")
+        for record in (_rank_record(run, rank) for rank in range(sizes.world))
+    ]
+    return [f"topology: {head}{pieces}", *(f"  {row}" for row in _aligned(rows))]
+
+
+def _axes(run: ResolvedRun, record: dict[str, Any]) -> Iterator[str]:
+    """The coordinates along axes that are split at all, and the experts that a rank holds where not all do."""
+    for axis in ("tensor", "data"):
+        if getattr(run.sizes, axis) > 1:
+            yield f"{axis} {record[axis]}"
+    if run.sizes.expert > 1:
+        held, experts = record["experts"], experts_of(run.one("model"))
+        yield f"experts {spans(held)} of {experts}" if held else f"expert group {record['expert']}"
+
+
+def _rank_record(run: ResolvedRun, rank: int) -> dict[str, Any]:
+    place = Topology(run.sizes, rank)
+    mine = sorted((each for each in run.layout if each.stage == place.stage), key=lambda each: each.chunk)
+    return {
+        "rank": rank,
+        "stage": place.stage,
+        "tensor": place.tensor_rank,
+        "data": place.data_rank,
+        "expert": place.expert_rank,
+        "experts": [*held_experts(experts_of(run.one("model")) or 0, run.sizes.expert, place.expert_rank)],
+        "layers": [list(each.layers) for each in mine],
+        "layers_text": " | ".join(spans(each.layers) for each in mine),
+    }
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Rising ``numbers`` in few words: ``"0-3"``, ``"0, 2-4"``, ``"none"``."""
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    pairs = zip(starts, ends, strict=True)
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in pairs) or "none"
+
+
+def _plans(run: ResolvedRun) -> list[str]:
+    lines = []
+    for count in sorted(run.plans):
+        record = _plan_record(run.plans[count])
+        peaks = ", ".join(map(str, record["peak_in_flight"]))
+        step = f"step of {plural(count, 'microbatch')}"
+        lines.append(f"{step}: in flight at most {peaks} by stage, bubble {record['bubble']:.1%}")
+    return lines
+
+
+def _plan_record(plan: Plan) -> dict[str, Any]:
+    return {
+        "microbatches": plan.microbatches,
+        "peak_in_flight": list(plan.peak_in_flight),
+        "bubble": timeline(plan).bubble_fraction,
+    }
+
+
+def _plugin_record(plugin: Plugin) -> dict[str, Any]:
+    return {
+        "name": plugin.name,
+        "distribution": plugin.distribution,
+        "version": plugin.version,
+        "location": plugin.location,
+        "origin": plugin.origin,
+        "options": dumped(plugin),
+        "code": plugin.digest,
+    }
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

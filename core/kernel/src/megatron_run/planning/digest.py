@@ -1,0 +1,49 @@
+"""What every rank must have resolved alike, as a flat table, so that a difference can be shown row by row."""
+
+from __future__ import annotations
+
+import json
+import sys
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+from megatron_run import __version__
+from megatron_run.config.layers import SEPARATORS
+from megatron_run.config.origin import KIND_SECTIONS, dotted
+from megatron_run.planning.options import dumped
+from megatron_run.planning.show import leaves
+from megatron_run.registry.digest import source_digest
+from megatron_run.registry.discover import KERNEL
+
+if TYPE_CHECKING:
+    from megatron_run.pipeline.plan import Plan
+    from megatron_run.planning.run import ResolvedRun
+    from megatron_run.registry.load import Plugin
+
+#: Keys that each rank may have its own value of.
+_LOCAL = {("run", "folder"), ("run", "device"), ("run", "threads")}
+
+
+def digest(run: ResolvedRun) -> dict[str, str]:
+    """Names, versions, code, options, configuration and action lists of ``run``; equal on every rank."""
+    table = {KERNEL: __version__, f"{KERNEL} code": source_digest(sys.modules["megatron_run"])}
+    for kind, plugins in run.plugins.items():
+        for plugin in plugins:
+            table.update(_plugin_rows(f"{kind}={plugin.name}" if kind in SEPARATORS else kind, plugin))
+        table[kind] = "+".join(plugin.name for plugin in plugins)
+    config = run.config.model_dump(mode="json", exclude=set(KIND_SECTIONS))
+    table.update({dotted(key): json.dumps(value) for key, value in leaves(config, ()) if key not in _LOCAL})
+    table["layout"] = " ".join(f"{place.stage}.{place.chunk}:{list(place.layers)}" for place in run.layout)
+    for microbatches, plan in sorted(run.plans.items()):
+        table[f"actions of {microbatches} microbatches"] = _actions_digest(plan)
+    return table
+
+
+def _plugin_rows(name: str, plugin: Plugin) -> dict[str, str]:
+    options = {f"{name} option {key}": json.dumps(value) for key, value in dumped(plugin).items()}
+    return {f"{name} version": f"{plugin.distribution} {plugin.version}", f"{name} code": plugin.digest, **options}
+
+
+def _actions_digest(plan: Plan) -> str:
+    text = "\n".join(" ".join(map(str, actions)) for actions in plan.lists)
+    return sha256(text.encode()).hexdigest()

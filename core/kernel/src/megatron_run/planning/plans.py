@@ -1,0 +1,128 @@
+"""Layout and plans: the schedule is asked for every step it will run, and each answer is proven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from traceback import extract_tb
+from typing import TypeVar
+
+from megatron_run.contracts import Schedule
+from megatron_run.contracts.actions import LayoutSpec, Place, ScheduleSpec, check_counts
+from megatron_run.contracts.schema import ParallelSection, TrainSection
+from megatron_run.errors import InputError, PluginError, RunError, ScheduleError
+from megatron_run.pipeline.plan import Plan
+from megatron_run.pipeline.verify import check_layout, check_same_places, verify
+from megatron_run.planning.batch_size import BatchSizes
+from megatron_run.planning.layer_split import is_uneven, layer_counts
+from megatron_run.planning.learning_rate import LearningRate, WeightDecay
+from megatron_run.registry.difference import in_one_line
+from megatron_run.registry.load import Plugin
+
+Answer = TypeVar("Answer")
+
+
+def microbatch_counts(train: TrainSection, data_parallel: int) -> tuple[int, ...]:
+    """Every number of microbatches that occurs in the run, which is where its batches and rates are checked.
+
+    Raises :class:`~megatron_run.errors.InputError` when a global batch does not divide or a rate cannot be followed.
+    """
+    counts = BatchSizes(train, data_parallel).all_microbatches()
+    LearningRate.from_config(train)
+    WeightDecay.from_config(train)
+    return tuple(sorted(counts))
+
+
+def plan_run(
+    schedule: Plugin, layers: int, parallel: ParallelSection, counts: tuple[int, ...]
+) -> tuple[tuple[Place, ...], dict[int, Plan]]:
+    """Where each of ``layers`` layers lives, and the verified plan of a step for each of ``counts`` microbatches.
+
+    Raises :class:`~megatron_run.errors.InputError` when the layers do not divide or the schedule refuses the shape: the
+    user changes either. An answer that is no legal layout or plan is a :class:`~megatron_run.errors.ScheduleError`, any
+    other failure of the schedule a :class:`~megatron_run.errors.PluginError`.
+    """
+    made: Schedule = schedule.create()
+    stages, chunks = parallel.pipeline, parallel.chunks
+    layout = _place_layers(schedule, made, layers, parallel)
+    plans = {}
+    for count in counts:
+        spec = ScheduleSpec(layout, stages, chunks, count)
+        lists = _ask(schedule, "actions", partial(made.actions, spec))
+        plans[count] = _prove(schedule, "actions", partial(verify, spec, lists))
+    return layout, plans
+
+
+def _place_layers(schedule: Plugin, made: Schedule, layers: int, parallel: ParallelSection) -> tuple[Place, ...]:
+    """Where each of ``layers`` layers lives. Counts by stage need the stage of each place: one layer a place tells."""
+
+    def ask(spec: LayoutSpec) -> tuple[Place, ...]:
+        check_counts(spec)
+        layout = tuple(_ask(schedule, "layout", partial(made.layout, spec)))
+        _prove(schedule, "layout", partial(check_layout, spec, layout))
+        return layout
+
+    spec = LayoutSpec(parallel.pipeline, parallel.chunks, layers, parallel.layers)
+    if not is_uneven(parallel):
+        return ask(spec)
+    probe = ask(replace(spec, layers=spec.stages * spec.chunks, counts=()))
+    layout = ask(replace(spec, counts=layer_counts(layers, parallel, [place.stage for place in probe])))
+    _prove(schedule, "layout", partial(check_same_places, probe, layout))
+    return layout
+
+
+def layers_of(model: Plugin) -> int:
+    """The layers of a model by its options. Raises :class:`~megatron_run.errors.PluginError` when it has none."""
+    layers = getattr(model.options, "num_layers", None)
+    if not isinstance(layers, int):
+        raise PluginError(
+            f"plugin {model} of {model.source} breaks its contract",
+            why="its options have no num_layers, a whole number",
+        )
+    return layers
+
+
+#: What each method of a schedule returns.
+_RETURNS = {"layout": "places in model order", "actions": "actions for each stage"}
+
+#: What its author does about an answer that is illegal.
+_CORRECT = {
+    "layout": "correct its layout, or choose another",
+    "actions": "correct its actions (F3.1 is the forward of microbatch 3 in chunk 1), or choose another",
+}
+
+
+def _prove(schedule: Plugin, method: str, proof: Callable[[], Answer]) -> Answer:
+    """What ``proof`` finds of a schedule's answer; a fault names the schedule and says what to do."""
+    try:
+        return proof()
+    except ScheduleError as fault:
+        raise ScheduleError(
+            f"{schedule} of {schedule.source} gives no legal plan: {fault.what}",
+            why=fault.why,
+            origin=fault.origin or schedule.origin,
+            fix=fault.fix or _CORRECT[method],
+        ) from fault
+    except RunError:
+        raise
+    except Exception as cause:  # an answer of other things than places and actions
+        why = f"it did not return a sequence of {_RETURNS[method]} ({type(cause).__name__}: {cause})"
+        raise schedule.failed(method, why) from cause
+
+
+def _ask(plugin: Plugin, method: str, question: Callable[[], Answer]) -> Answer:
+    """What the schedule answers. It may refuse what the user asks for; anything else it raises is its own failure."""
+    try:
+        answer = question()
+    except ScheduleError as refusal:
+        raise InputError(refusal.what, why=refusal.why, origin=refusal.origin, fix=refusal.fix) from refusal
+    except RunError:
+        raise
+    except Exception as cause:
+        last = extract_tb(cause.__traceback__)[-1]
+        raise plugin.failed(method, f"{in_one_line(cause)} ({Path(last.filename).name}, line {last.lineno})") from cause
+    if not isinstance(answer, Sequence):
+        raise plugin.failed(method, f"it returned {answer!r}, and must return a sequence: is its return missing?")
+    return answer

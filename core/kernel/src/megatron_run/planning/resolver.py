@@ -1,0 +1,246 @@
+"""Resolving, in order: layers, plugins, suggestions, sections, options, topology, compatibility, plans.
+
+Everything that is wrong is found in one pass and raised as one :class:`~megatron_run.errors.Problems`; a part is
+skipped only when what it stands on is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from megatron_run.config.faults import VARIABLE, read_faults
+from megatron_run.config.layers import Layer
+from megatron_run.config.origin import Key, Origin, section_of
+from megatron_run.config.problems import Findings
+from megatron_run.config.request import Request
+from megatron_run.config.sources import read_layers
+from megatron_run.config.validate import validate_section
+from megatron_run.config.values import plain
+from megatron_run.contracts.actions import Place
+from megatron_run.contracts.plugin import KINDS
+from megatron_run.contracts.schema import (
+    CheckpointSection,
+    Config,
+    EvalSection,
+    GuardSection,
+    Header,
+    ParallelSection,
+    RunSection,
+    Section,
+    TrainSection,
+)
+from megatron_run.contracts.topology import Sizes
+from megatron_run.pipeline.plan import Plan
+from megatron_run.planning.choosing import apply_suggestions, choose_plugins
+from megatron_run.planning.experts import ExpertSplit, experts_of
+from megatron_run.planning.options import kind_section, with_options
+from megatron_run.planning.plans import layers_of, microbatch_counts, plan_run
+from megatron_run.planning.run import ResolvedRun
+from megatron_run.planning.topology import attribute, idle_keys, infer_sizes
+from megatron_run.registry.compatibility import mismatches, misstacked, unserved
+from megatron_run.registry.discover import Catalog, scan
+from megatron_run.registry.load import Plugin
+
+Part = TypeVar("Part")
+AnySection = TypeVar("AnySection", bound=Section)
+Plugins = Mapping[str, tuple[Plugin, ...]]
+
+#: Keys that mean something only when a chosen plugin serves them.
+_SERVED = ("tensor", "pipeline", "chunks", "expert", "sequence")
+
+
+def load_config(
+    *configs: str | PurePath | Mapping[str, Any],
+    sets: Mapping[str, Any] | Iterable[str] = (),
+    plugins: Iterable[object] = (),
+    nproc: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> ResolvedRun:
+    """Resolve a run from Python, as the command does.
+
+    ``configs`` are paths, ``preset:NAME`` or mappings, merged left to right; none is ``preset:laptop``. ``sets`` maps
+    dotted keys to values, or lists ``KEY=VALUE``; ``plugins`` are ``KIND=NAME[,OPT=VAL...]`` or plugin objects;
+    ``nproc`` is the number of ranks; ``environment`` defaults to the process's. Raises
+    :class:`~megatron_run.errors.Problems`.
+    """
+    chosen = tuple(plugins)
+    values = plain(sets) if isinstance(sets, Mapping) else {}
+    request = Request(
+        configs=tuple(plain(config) for config in configs),
+        sets=() if isinstance(sets, Mapping) else tuple(sets),
+        plugins=tuple(plugin for plugin in chosen if isinstance(plugin, str)),
+        nproc=nproc,
+        environment=os.environ if environment is None else environment,
+        values=values,
+    )
+    return resolve(request, [plugin for plugin in chosen if not isinstance(plugin, str)])
+
+
+def resolve(request: Request, objects: Sequence[object] = ()) -> ResolvedRun:
+    """The run that ``request`` asks for; ``objects`` are plugins handed in from Python.
+
+    Raises :class:`~megatron_run.errors.Problems` with everything that is wrong. Imports the chosen plugins only.
+    """
+    return _Resolver(request, tuple(objects)).run()
+
+
+class _Resolver:
+    """Resolves one request; ``findings`` is what is wrong with it so far, ``notices`` what is worth saying."""
+
+    def __init__(self, request: Request, objects: tuple[object, ...]) -> None:
+        self._request, self._objects = request, objects
+        self._findings = Findings()
+        self._notices: list[str] = []
+
+    def run(self) -> ResolvedRun:
+        catalog = scan()
+        layer, plugins = self._choose(catalog)
+        header = self._section(Header, "", layer)
+        run = self._section(RunSection, "run", layer)
+        train = self._section(TrainSection, "train", layer)
+        parallel = self._section(ParallelSection, "parallel", layer)
+        evaluation = self._section(EvalSection, "eval", layer)
+        checkpoint = self._section(CheckpointSection, "checkpoint", layer)
+        guard = self._section(GuardSection, "guard", layer)
+        sizes = self._sizes(parallel, train, plugins)
+        self._check_faults(sizes)
+        fits = self._fits(parallel, train, plugins, catalog)
+        counts = self._counts(train, sizes)
+        layout, plans = self._plans(plugins, parallel if fits else None, counts)
+        origins = _origins(layer)
+        self._settle(origins)
+        config = Config(
+            version=_sure(header).version,
+            run=_sure(run),
+            train=_sure(train),
+            parallel=_sure(parallel).model_copy(update={"data": _sure(sizes).data}),
+            eval=_sure(evaluation),
+            checkpoint=_sure(checkpoint),
+            guard=_sure(guard),
+            **{section_of(kind): kind_section(kind, many, layer) for kind, many in plugins.items()},
+        )
+        self._ask_plugins(plugins, config, origins)
+        return ResolvedRun(
+            config=config,
+            plugins=MappingProxyType(plugins),
+            sizes=_sure(sizes),
+            layout=layout,
+            plans=MappingProxyType(plans),
+            origins=MappingProxyType(origins),
+            notices=tuple(dict.fromkeys(self._notices)),
+            request=self._request,
+            objects=self._objects,
+        )
+
+    def _choose(self, catalog: Catalog) -> tuple[Layer, dict[str, tuple[Plugin, ...]]]:
+        """All layers as one, the plugins' suggestions among them, and the plugins with their options."""
+        self._notices += catalog.notices
+        layer = read_layers(self._request, self._findings, self._notices)
+        chosen = choose_plugins(layer, self._objects, catalog, self._findings, self._notices)
+        layer = apply_suggestions(layer, chosen, self._notices)
+        plugins = {}
+        for kind, many in chosen.items():
+            plugins[kind] = with_options(kind, many, layer, self._findings, self._notices)
+        return layer, plugins
+
+    def _section(self, model: type[AnySection], name: str, layer: Layer) -> AnySection | None:
+        """A section of the kernel, or None when something in it is wrong. No name: the keys above the sections."""
+        return validate_section(model, name, layer.values, self._findings)
+
+    def _sizes(self, parallel: ParallelSection | None, train: TrainSection | None, plugins: Plugins) -> Sizes | None:
+        """The size of every axis; None also where ranks are to be as many as experts need, and the experts are wrong.
+
+        With experts that are wrong and a world that is given, the other sizes are still right.
+        """
+        if parallel is None:
+            return None
+        self._notices += idle_keys(parallel)
+        nproc, experts = self._request.nproc, experts_of(_ready(plugins.get("model", ())))
+        if experts is not None:
+            right = False
+            with self._findings.collect():
+                ExpertSplit(experts, parallel, train, nproc).check()
+                right = True
+            if not right and nproc is None and parallel.data is None:
+                return None
+            parallel = parallel if right else parallel.model_copy(update={"expert": 1})
+        with self._findings.collect():
+            return infer_sizes(parallel, nproc)
+        return None
+
+    def _check_faults(self, sizes: Sizes | None) -> None:
+        """Faults that are asked for are possible, and are not forgotten in a shell: they are a notice."""
+        if sizes is not None:
+            with self._findings.collect():
+                if read_faults(self._request.environment, sizes.world):
+                    self._notices.append(f"faults are injected: {VARIABLE}={self._request.environment[VARIABLE]}")
+
+    def _fits(
+        self, parallel: ParallelSection | None, train: TrainSection | None, plugins: Plugins, catalog: Catalog
+    ) -> bool:
+        """Whether the chosen plugins fit together and serve the sizes that were asked for.
+
+        A precision that none serves and layers that do not stack are problems too, but a schedule can be planned.
+        """
+        if not plugins.keys() >= KINDS.keys():  # the plugin that is missing might have been the one that serves
+            return False
+        everyone = [plugin for many in plugins.values() for plugin in many]
+        sizes = {f"parallel.{key}": getattr(parallel, key) for key in _SERVED} if parallel is not None else {}
+        precision = {"train.precision": train.precision} if train is not None else {}
+        problems = [*mismatches(everyone, catalog), *unserved(sizes, everyone, catalog)]
+        others = [*misstacked(plugins["parallel-layer"]), *unserved(precision, everyone, catalog)]
+        for problem in (*problems, *others):
+            self._findings.add(problem)
+        return not problems
+
+    def _counts(self, train: TrainSection | None, sizes: Sizes | None) -> tuple[int, ...]:
+        if train is not None and sizes is not None:
+            with self._findings.collect():
+                return microbatch_counts(train, sizes.data)
+        return ()
+
+    def _plans(
+        self, plugins: Plugins, parallel: ParallelSection | None, counts: tuple[int, ...]
+    ) -> tuple[tuple[Place, ...], dict[int, Plan]]:
+        """Where layers live, and a proven plan for each of ``counts``; empty when what they need is wrong."""
+        schedule, model = (_ready(plugins.get(kind, ())) for kind in ("schedule", "model"))
+        if parallel and schedule and model:
+            with self._findings.collect():
+                return plan_run(schedule, layers_of(model), parallel, counts)
+        return (), {}
+
+    def _ask_plugins(self, plugins: Plugins, config: Config, origins: Mapping[Key, Origin]) -> None:
+        """What each plugin says to the whole configuration. Raises what any of them refuses."""
+        for plugin in (plugin for many in plugins.values() for plugin in many):
+            with self._findings.collect():
+                self._notices += plugin.check_config(config)
+        self._settle(origins)
+
+    def _settle(self, origins: Mapping[Key, Origin]) -> None:
+        """Raise everything that was found, each with where it came from."""
+        for problem in self._findings.problems:
+            attribute(problem, origins)
+        self._findings.settle()
+
+
+def _sure(part: Part | None) -> Part:
+    """A part that is there once nothing was found to be wrong."""
+    assert part is not None, "what is missing was found and raised"
+    return part
+
+
+def _ready(plugins: tuple[Plugin, ...]) -> Plugin | None:
+    """The one plugin of a kind, when its options are valid."""
+    return next((plugin for plugin in plugins if plugin.options is not None), None)
+
+
+def _origins(layer: Layer) -> dict[Key, Origin]:
+    """Where each key came from; of a kind that takes several plugins, where the last of them did."""
+    uses: dict[Key, Origin] = {
+        (section_of(kind), "use"): chosen[-1].origin for kind, chosen in layer.choices.items() if chosen
+    }
+    return uses | {key: value.origin for key, value in layer.values.items()}

@@ -1,0 +1,142 @@
+"""Asking the schedule alone: its plan without the rest of a run, so that no model, no data and no torch is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from megatron_run.config.layers import Layer, merge
+from megatron_run.config.origin import Key, Origin, Value
+from megatron_run.config.problems import Findings
+from megatron_run.config.request import Request
+from megatron_run.config.sources import read_layers
+from megatron_run.config.validate import validate_section
+from megatron_run.contracts.schema import ParallelSection, Section, TrainSection
+from megatron_run.errors import RunError
+from megatron_run.pipeline.plan import Plan
+from megatron_run.planning.choosing import apply_suggestions, choose_plugins
+from megatron_run.planning.layer_split import natural_layers
+from megatron_run.planning.options import with_options
+from megatron_run.planning.plans import microbatch_counts, plan_run
+from megatron_run.planning.topology import attribute, infer_sizes
+from megatron_run.registry.compatibility import unserved
+from megatron_run.registry.discover import scan
+from megatron_run.registry.load import Plugin
+
+_LAYERS: Key = ("model", "num_layers")
+_BATCH: Key = ("train", "global_batch_size")
+
+
+class _Model(Section):
+    """All that a schedule needs to know of a model."""
+
+    num_layers: int = Field(ge=1)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is asked for beside the configuration; None leaves it to the configuration."""
+
+    stages: int | None = None
+    chunks: int | None = None
+    microbatches: int | None = None
+    layers: int | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A schedule and all that it is asked with."""
+
+    schedule: Plugin
+    parallel: ParallelSection
+    layers: int
+    microbatches: int
+    notices: tuple[str, ...]
+    origins: Mapping[Key, Origin]
+
+    def plan(self) -> Plan:
+        """The verified plan of a step.
+
+        Raises :class:`~megatron_run.errors.InputError` when the schedule refuses the shape, and
+        :class:`~megatron_run.errors.ScheduleError` when what it answers is no legal plan.
+        """
+        try:
+            _, plans = plan_run(self.schedule, self.layers, self.parallel, (self.microbatches,))
+        except RunError as error:
+            attribute(error, self.origins)
+            raise
+        return plans[self.microbatches]
+
+
+def ask_schedule(request: Request, shape: Shape) -> Asked:
+    """The schedule of ``request`` in ``shape``; of the other plugins none is imported.
+
+    The number of microbatches is the largest that occurs in the run. The layers are ``model.num_layers``; where no
+    CONFIG is given and the shape says how many places there are, one layer a place. Raises
+    :class:`~megatron_run.errors.Problems`.
+    """
+    findings, notices = Findings(), list[str]()
+    catalog = scan()
+    layer = merge((read_layers(request, findings, notices), _layer(shape)))
+    if shape.layers is None and not request.configs and (shape.stages or shape.chunks):
+        layer = _without_preset_layers(layer)
+    chosen = choose_plugins(layer, (), catalog, findings, notices, kinds=("schedule",))
+    layer = apply_suggestions(layer, chosen, notices)
+    ready = [each for many in chosen.values() for each in with_options("schedule", many, layer, findings, notices)]
+    origins = {key: value.origin for key, value in layer.values.items()}
+    if shape.microbatches:  # what is said of the batch size is said of them
+        origins[_BATCH] = Origin("command line", f"--microbatches {shape.microbatches}")
+    parallel = validate_section(ParallelSection, "parallel", layer.values, findings)
+    microbatches, layers = shape.microbatches, shape.layers
+    if parallel and not microbatches:
+        microbatches = _microbatches(layer, parallel, request.nproc, findings)
+    if parallel and not layers:
+        layers = _layers(layer.values, parallel, findings)
+    if parallel:
+        asked = {f"parallel.{key}": getattr(parallel, key) for key in ("pipeline", "chunks")}
+        for problem in unserved(asked, ready, catalog) if ready else ():
+            findings.add(problem)
+    for error in findings.problems:
+        attribute(error, origins)
+    findings.settle()
+    assert parallel is not None, "what is missing was found and raised"
+    assert layers is not None, "and so were wrong layers"
+    assert microbatches is not None, "and microbatches that do not divide"
+    return Asked(ready[0], parallel, layers, microbatches, tuple(notices), origins)
+
+
+def _layer(shape: Shape) -> Layer:
+    """The shape as the strongest layer of configuration."""
+    layer = Layer()
+    keys = (("stages", ("parallel", "pipeline")), ("chunks", ("parallel", "chunks")), ("layers", _LAYERS))
+    for option, key in keys:
+        size = getattr(shape, option)
+        if size is not None:
+            layer.put(key, size, Origin("command line", f"--{option} {size}"))
+    return layer
+
+
+def _without_preset_layers(layer: Layer) -> Layer:
+    """``layer`` less the layers of the preset that stands in for a CONFIG."""
+    value = layer.values.get(_LAYERS)
+    if value and value.origin.layer == "file":
+        del layer.values[_LAYERS]
+    return layer
+
+
+def _layers(values: Mapping[Key, Value], parallel: ParallelSection, findings: Findings) -> int | None:
+    if _LAYERS not in values:
+        return natural_layers(parallel)
+    model = validate_section(_Model, "model", {_LAYERS: values[_LAYERS]}, findings)
+    return model.num_layers if model else None
+
+
+def _microbatches(layer: Layer, parallel: ParallelSection, nproc: int | None, findings: Findings) -> int | None:
+    """The most microbatches of a step of the run."""
+    train = validate_section(TrainSection, "train", layer.values, findings)
+    if train:
+        with findings.collect():
+            return max(microbatch_counts(train, infer_sizes(parallel, nproc).data))
+    return None

@@ -1,0 +1,174 @@
+"""A loaded plugin: its description, where it came from, and the factory that makes its object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megatron_run.contracts import (
+    DataSource,
+    GraphCapture,
+    Model,
+    Observer,
+    Optimizer,
+    ParallelLayers,
+    PluginInfo,
+    Scaler,
+    Schedule,
+)
+from megatron_run.errors import PluginError, RunError
+from megatron_run.registry.difference import in_one_line, said_type
+
+if TYPE_CHECKING:
+    from megatron_run.contracts.schema import Config
+    from megatron_run.registry.discover import Entry
+
+#: What the factory of each kind must return.
+CONTRACTS: Mapping[str, type] = MappingProxyType(
+    {
+        "scaler": Scaler,
+        "optimizer": Optimizer,
+        "schedule": Schedule,
+        "parallel-layer": ParallelLayers,
+        "graph-capture": GraphCapture,
+        "model": Model,
+        "data": DataSource,
+        "observer": Observer,
+    }
+)
+
+
+def factory_hook(kind: str) -> str:
+    """The name of the hook that makes objects of ``kind``."""
+    return f"megatron_run_create_{kind.replace('-', '_')}"
+
+
+class NoOptions(BaseModel):
+    """The options of a plugin that has none: every key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """One chosen plugin, imported and checked.
+
+    ``origin`` says why it won. ``options`` are set by :meth:`with_options` once the configuration is resolved.
+    ``digest`` is the SHA-256 of its source files, which all ranks compare. ``location`` is the file it was imported
+    from. ``factory`` is its hook. ``entry`` is what it was loaded by, None for an object of the caller's.
+    """
+
+    kind: str
+    name: str
+    distribution: str
+    version: str
+    origin: str
+    info: PluginInfo
+    digest: str
+    location: str
+    factory: Callable[..., object] = field(repr=False, compare=False)
+    options: BaseModel | None = None
+    entry: Entry | None = field(default=None, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.kind}={self.name}"
+
+    @property
+    def source(self) -> str:
+        """Where it comes from, for messages: ``acme-zigzag 0.3.0``, or a path."""
+        return f"{self.distribution} {self.version}" if self.distribution else self.location
+
+    @property
+    def word(self) -> str:
+        """What chooses it on the command line, after ``KIND=``: its name, or the path of a single file."""
+        return self.name if self.distribution else self.location
+
+    @property
+    def options_model(self) -> type[BaseModel]:
+        """The model that validates its options; one without fields when it has none."""
+        return self.info.options or NoOptions
+
+    @property
+    def provides(self) -> frozenset[str]:
+        """Its abilities, with ``kind=name``, which every plugin has."""
+        return self.info.provides | {str(self)}
+
+    def takes(self, argument: str) -> bool:
+        """Whether its factory hook asks for ``argument``; False for what is no hook."""
+        asked = getattr(self.factory, "get_hookimpls", None)
+        return asked is not None and any(argument in hook.argnames for hook in asked())
+
+    def with_options(self, options: BaseModel) -> Plugin:
+        """The same plugin with validated ``options``."""
+        return replace(self, options=options)
+
+    def create(self, **arguments: object) -> Any:
+        """Call the factory hook and return its object, which is an instance of the kind's contract.
+
+        ``arguments`` are those of the hook (``context``, ``base``) besides the options. Raises :class:`PluginError`
+        naming plugin, hook and difference; a :class:`RunError` of the plugin's own passes unchanged.
+        """
+        options, hook = self._options(), factory_hook(self.kind)
+        try:
+            made = self.factory(options=options, **arguments)
+        except (RunError, KeyboardInterrupt):
+            raise
+        except BaseException as cause:
+            raise self.failed(hook, in_one_line(cause)) from cause
+        contract = CONTRACTS[self.kind]
+        if not isinstance(made, contract):
+            wanted = f"megatron_run.contracts.{contract.__name__}"
+            raise self.failed(hook, f"it returned {said_type(made)}, and must return a {wanted}")
+        return made
+
+    def check_config(self, config: Config) -> tuple[str, ...]:
+        """What the user should know about the plugin, as it is set, in a run of ``config``; one line each.
+
+        Raises a :class:`RunError` when it cannot be part of that run.
+        """
+        if self.info.check_config is None:
+            return ()
+        try:
+            notices = self.info.check_config(config, self._options())
+            said = () if isinstance(notices, str) else tuple(notices)
+        except RunError:
+            raise
+        except Exception as cause:
+            raise self.failed("check_config", in_one_line(cause)) from cause
+        if isinstance(notices, str) or not all(isinstance(notice, str) for notice in said):
+            raise self.failed("check_config", f"it returned {notices!r}, and must return texts")
+        return said
+
+    def check_device(self, device: str) -> None:
+        """Raise a :class:`RunError` when the plugin, as it is set, cannot run on ``device``: ``cpu`` or ``cuda:0``."""
+        if self.info.check_device is None:
+            return
+        try:
+            self.info.check_device(device, self._options())
+        except RunError as error:
+            error.origin = error.origin or self.origin
+            raise
+        except Exception as cause:
+            raise self.failed("check_device", in_one_line(cause)) from cause
+
+    def failed(self, what: str, why: str) -> PluginError:
+        """The error of ``what`` this plugin did: a hook or a method of its object."""
+        return PluginError(
+            f"plugin {self} of {self.source}: {what} failed",
+            why=why,
+            origin=self.origin,
+            fix=f"choose another {self.kind}, or see the whole cause with --debug",
+        )
+
+    def _options(self) -> BaseModel:
+        if self.options is not None:
+            return self.options
+        try:
+            return self.options_model()
+        except ValidationError as cause:
+            missing = ", ".join(str(error["loc"][0]) for error in cause.errors())
+            raise PluginError(f"plugin {self} cannot be made without the options {missing}") from cause

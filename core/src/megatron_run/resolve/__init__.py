@@ -1,6 +1,0 @@
-"""From what a user typed to a checked run, before any process group exists."""
-
-from megatron_run.resolve.resolver import load_config, resolve
-from megatron_run.resolve.run import ResolvedRun
-
-__all__ = ["ResolvedRun", "load_config", "resolve"]

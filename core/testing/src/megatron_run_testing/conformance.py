@@ -1,0 +1,211 @@
+"""Try a plugin against its contract: an installed one, the folder of a package, or a single file."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from megatron_run.config.arguments import command_line_layer
+from megatron_run.config.origin import DEFAULT, Key, Value, section_of
+from megatron_run.config.problems import Findings
+from megatron_run.config.validate import fields_of, validate
+from megatron_run.contracts.plugin import KINDS, entry_point_group
+from megatron_run.errors import InputError, PluginError, RunError
+from megatron_run.registry.choose import choose
+from megatron_run.registry.difference import in_one_line
+from megatron_run.registry.discover import Entry, scan
+from megatron_run.registry.load import Plugin, load
+from megatron_run_testing.suites import checks_for
+
+#: Where the import packages of a project may lie, the likeliest first.
+_SOURCES = ("src", ".")
+_VOCABULARY = 64
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of one check; ``message`` says what was wrong, or why there was nothing to try; else it is empty."""
+
+    name: str
+    passed: bool
+    message: str = ""
+
+    @property
+    def state(self) -> str:
+        """In a word or three."""
+        return "FAILED" if not self.passed else "nothing to try" if self.message else "ok"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found about one plugin; ``plugin`` reads ``kind=name``, ``source`` says where it comes from."""
+
+    plugin: str
+    source: str
+    results: tuple[Result, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check passed."""
+        return all(result.passed for result in self.results)
+
+
+class _Network(BaseModel):
+    """What the other kinds may know of the model."""
+
+    num_layers: int = 2
+    vocab_size: int = _VOCABULARY
+
+
+def check(target: str, sets: Iterable[str] = ()) -> tuple[Report, ...]:
+    """Run the conformance suite on ``target``: ``KIND=NAME``, the folder of a package, or a file ``./mine.py``.
+
+    A package may offer several plugins: each gets a report. ``sets`` are options as in ``--set model.num_layers=2``,
+    for a plugin that cannot be made with its defaults. Raises :class:`RunError` when there is nothing to check.
+    """
+    findings = Findings()
+    options = command_line_layer(sets, (), findings).values
+    findings.settle()
+    path = Path(target)
+    if target.endswith(".py"):
+        if not path.is_file():
+            raise PluginError(f"the plugin file {target} cannot be read", why=f"there is no {path.resolve()}")
+        file = path.resolve()
+        return (_report(Entry("", file.stem, str(file), location=str(file)), options),)
+    kind, equals, name = target.partition("=")
+    if equals:
+        return (_report(choose(scan(), kind, name, f"plugins check {target}"), options),)
+    if path.is_dir():
+        with _importable(path):
+            return tuple(_report(entry, options) for entry in project_entries(path))
+    raise InputError(
+        f"{target!r} is nothing to check",
+        fix="give KIND=NAME of an installed plugin, the folder of a package, or a file such as ./mine.py",
+    )
+
+
+def project_entries(folder: Path) -> tuple[Entry, ...]:
+    """The plugins that the ``pyproject.toml`` of ``folder`` offers. Raises :class:`InputError` when it has none."""
+    file = folder / "pyproject.toml"
+    try:
+        project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as cause:
+        raise InputError(f"{file} cannot be read", why=str(cause)) from cause
+    groups = project.get("entry-points", {})
+    entries = tuple(
+        Entry(
+            kind,
+            name,
+            value,
+            distribution=str(project.get("name", folder.name)),
+            version=str(project.get("version", "")),
+            location=str(folder.resolve()),
+        )
+        for kind in KINDS
+        for name, value in groups.get(entry_point_group(kind), {}).items()
+    )
+    if not entries:
+        raise InputError(
+            f"{file} offers no plugin",
+            fix='add its entry point, as [project.entry-points."megatron_run.schedule"]',
+        )
+    return entries
+
+
+def make(plugin: Plugin) -> object:
+    """The plugin's object, made on one CPU rank; a parallel-layer factory is given the built-in one as its base."""
+    if plugin.kind in ("schedule", "data", "observer"):  # made without a context, and so without torch
+        return plugin.create()
+    import torch
+
+    from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+    from megatron_run_testing.context import single_process_context
+
+    network = plugin.options if plugin.kind == "model" else None
+    context = single_process_context(network or _Network(), dtype=torch.float32)
+    return plugin.create(context=context, base=DenseLayers(context))
+
+
+def _report(entry: Entry, values: Mapping[Key, Value]) -> Report:
+    results: list[Result] = []
+    name = str(entry) if entry.kind else entry.name  # a file says its kind when it is imported
+    with _recorded(results, "it can be imported and describes itself"):
+        plugin = load(entry, "plugins check")
+        name = str(plugin)
+    if results[-1].passed:
+        plugin = plugin.with_options(_validated(plugin, values))
+        with _recorded(results, "its factory makes an object of its kind"):
+            make(plugin)
+    if results[-1].passed:
+        for check in checks_for(plugin):
+            with _recorded(results, check.name) as untried:
+                untried.append(check.run() or "")
+    return Report(name, entry.source, tuple(results))
+
+
+@contextmanager
+def _recorded(results: list[Result], name: str) -> Iterator[list[str]]:
+    """Turn what the block raises into a result; whatever a plugin raises is its failure, never ours.
+
+    The block appends why there was nothing to try, if there was nothing.
+    """
+    untried: list[str] = []
+    try:
+        yield untried
+    except (RunError, AssertionError) as cause:
+        results.append(Result(name, False, str(cause)))
+    except Exception as cause:
+        results.append(Result(name, False, in_one_line(cause)))
+    else:
+        results.append(Result(name, True, "".join(untried)))
+
+
+def _validated(plugin: Plugin, values: Mapping[Key, Value]) -> BaseModel:
+    """The plugin's options, from the values of its kind's section; a model gets a vocabulary.
+
+    Raises :class:`InputError` when one that it needs is not given, or one that is given cannot be.
+    """
+    section = section_of(plugin.kind)
+    mine = {key[1:]: value for key, value in values.items() if key[0] == section}
+    if plugin.kind == "model":
+        mine.setdefault(("vocab_size",), Value(_VOCABULARY, DEFAULT))
+    given = {key[0] for key in mine}
+    fields = fields_of(plugin.options_model)
+    missing = [f"{section}.{name}" for name, field in fields.items() if field.is_required() and name not in given]
+    if missing:
+        raise InputError(
+            f"{plugin} cannot be tried without {', '.join(missing)}",
+            why="its options say no default",
+            fix=f"add {' '.join(f'--set {key}=...' for key in missing)}",
+        )
+    findings = Findings()
+    options = validate(plugin.options_model, (section,), mine, findings)
+    findings.settle()
+    assert options is not None  # or there would have been a finding
+    return options
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Put the sources of a project first on the import path, and forget its modules afterwards.
+
+    No byte code is kept: a file that is edited within a second, at the same length, would be taken for the old one.
+    """
+    root = folder.resolve()
+    before, wrote = list(sys.path), sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
+    sys.path[:0] = [str(root / source) for source in _SOURCES if (root / source).is_dir()]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+        sys.dont_write_bytecode = wrote
+        for name, module in list(sys.modules.items()):
+            if root in Path(getattr(module, "__file__", None) or "/").parents:
+                del sys.modules[name]

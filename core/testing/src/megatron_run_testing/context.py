@@ -1,0 +1,114 @@
+"""What a plugin needs to live in a test: a real context, and chunks with initialised parameters and gradients."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_run.contracts import Chunk, Microbatch, ParamInfo
+from megatron_run.contracts.schema import RunSection, TrainSection
+from megatron_run.contracts.topology import Sizes, Topology
+from megatron_run.registry.plugin import NoOptions
+from megatron_run_engine.runtime.comm import Groups
+from megatron_run_engine.runtime.context import BuildContext, Dtypes
+from megatron_run_engine.runtime.gradients import GradientAccumulator, build_buckets, main_grad
+from megatron_run_engine.runtime.metrics import Metrics
+from megatron_run_engine.runtime.parameters import describe_parameters, initialise
+from megatron_run_engine.runtime.rng import RandomStreams
+from megatron_run_engine.runtime.segments import SegmentRunner
+
+
+def single_process_context(
+    model: BaseModel | None = None,
+    *,
+    dtype: torch.dtype = torch.float64,
+    device: str | torch.device = "cpu",
+    train: Mapping[str, Any] | None = None,
+) -> BuildContext:
+    """The context of a run with one rank.
+
+    ``model`` are the model plugin's options with the vocabulary filled in, ``dtype`` that of parameters; gradients have
+    fp32 at least. ``train`` overrides keys of the train section (a sequence of 16 tokens, two samples a microbatch).
+    """
+    return context_at(Topology(Sizes(), 0), Groups(), model, dtype=dtype, device=device, train=train)
+
+
+def context_at(
+    topology: Topology,
+    groups: Groups,
+    model: BaseModel | None = None,
+    *,
+    sequence: bool = False,
+    dtype: torch.dtype = torch.float64,
+    device: str | torch.device = "cpu",
+    train: Mapping[str, Any] | None = None,
+) -> BuildContext:
+    """The context of the rank at ``topology``, otherwise as :func:`single_process_context`.
+
+    ``sequence`` is ``parallel.sequence``; ``groups``, from :func:`megatron_run_engine.runtime.comm.create_groups`, are made once a
+    process.
+    """
+    section = TrainSection.model_validate(
+        {"steps": 1, "global_batch_size": 2, "micro_batch_size": 2, "sequence_length": 16, **(train or {})}
+    )
+    device = torch.device(device)
+    rng = RandomStreams(section.seed, device, shard=topology.tensor_rank)
+    return BuildContext(
+        topology=topology,
+        groups=groups,
+        device=device,
+        dtypes=Dtypes(param=dtype, main=torch.promote_types(dtype, torch.float32)),
+        model=model or NoOptions(),
+        train=section,
+        run=RunSection(),
+        gradients=GradientAccumulator(),
+        rng=rng,
+        metrics=Metrics(device),
+        segments=SegmentRunner(rng),
+        log=logging.getLogger("megatron_run_testing"),
+        sequence_shards=topology.sizes.tensor if sequence else 1,
+    )
+
+
+def prepare(context: BuildContext, chunks: Sequence[Chunk]) -> dict[Parameter, ParamInfo]:
+    """Fill the parameters of one stage's ``chunks`` and give them gradients, as a run does; returns their infos."""
+    infos = [describe_parameters(chunk, context.topology.tensor_rank) for chunk in chunks]
+    described = {parameter: info for each in infos for parameter, info in each.items()}
+    initialise(described, context.train.seed)
+    for parameter, info in described.items():
+        context.gradients.adopt(parameter, info.name)
+    build_buckets(infos, 1, context.dtypes.main)
+    return described
+
+
+def logical_values(infos: Mapping[Parameter, ParamInfo]) -> dict[str, Tensor]:
+    """The values of every logical tensor by canonical name; padding is left out."""
+    return {name: rows.detach().clone() for name, rows in _pieces(infos, infos)}
+
+
+def logical_gradients(infos: Mapping[Parameter, ParamInfo]) -> dict[str, Tensor]:
+    """The accumulated gradient of every logical tensor by canonical name; padding is left out."""
+    gradients = [main_grad(parameter) for parameter in infos]
+    return {name: rows.clone() for name, rows in _pieces(infos, gradients)}
+
+
+def example_microbatch(
+    vocab: int, *, batch: int = 2, length: int = 16, step: int = 1, seed: int = 0, train: bool = True
+) -> Microbatch:
+    """Random tokens and labels [batch, length]; about a quarter of the labels are masked out."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, labels = torch.randint(vocab, (2, batch, length), generator=generator)
+    mask = (torch.rand(batch, length, generator=generator) > 0.25).float()
+    return Microbatch(0, step, 0, {"tokens": tokens, "labels": labels, "loss_mask": mask}, train)
+
+
+def _pieces(infos: Mapping[Parameter, ParamInfo], tensors: Iterable[Tensor]) -> Iterable[tuple[str, Tensor]]:
+    for info, tensor in zip(infos.values(), tensors, strict=True):
+        for part in info.parts:
+            yield part.name, tensor[part.local.start : part.local.stop]

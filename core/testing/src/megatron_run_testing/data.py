@@ -1,0 +1,121 @@
+"""The conformance suite of kind ``data``: samples as the contract says, and the same ones every time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from math import isfinite
+from typing import TYPE_CHECKING, get_args
+
+import numpy as np
+
+from megatron_run.contracts.data import Dataset, DataSource, Split
+from megatron_run_testing.check import Check, CheckFailed
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+#: What every sample holds, and the type of it.
+FIELDS: Mapping[str, type[np.generic]] = {"tokens": np.int64, "labels": np.int64, "loss_mask": np.float32}
+
+#: Samples of each split that are looked at.
+LOOK = 5
+
+
+def data_checks(source: DataSource, sequence_length: int = 32, seed: int = 7) -> tuple[Check, ...]:
+    """The checks that every source of samples must pass; ``source`` must have data for all three splits."""
+
+    def opened(split: Split) -> Dataset:
+        return source.dataset(split, sequence_length, seed)
+
+    checks: dict[str, Callable[[], str | None]] = {
+        "every split holds a sample": partial(_each_split, opened, _holds_a_sample),
+        "samples have the fields of the contract": partial(
+            _each_split, opened, partial(_fields_fit, sequence_length=sequence_length)
+        ),
+        "token ids lie in the vocabulary": partial(_each_split, opened, partial(_ids_fit, source=source)),
+        "a sample is the same whenever it is asked for": partial(_samples_repeat, opened),
+        "baselines are losses": lambda: _baselines_are_losses(source.baselines(sequence_length, seed, [0])),
+        "text becomes ids and text again": lambda: _text_returns(source),
+    }
+    return tuple(Check(name, run) for name, run in checks.items())
+
+
+def _each_split(opened: Callable[[Split], Dataset], check: Callable[[Split, Dataset], None]) -> None:
+    for split in get_args(Split):
+        check(split, opened(split))
+
+
+def _looked_at(dataset: Dataset) -> list[int]:
+    """Samples spread over the dataset, the first and the last among them; none when it is empty."""
+    return sorted({place * (len(dataset) - 1) // (LOOK - 1) for place in range(LOOK)}) if len(dataset) else []
+
+
+def _holds_a_sample(split: Split, dataset: Dataset) -> None:
+    if len(dataset) < 1:
+        raise CheckFailed(f"split {split} has {len(dataset)} samples; raise DataError when there is no data")
+
+
+def _fields_fit(split: Split, dataset: Dataset, sequence_length: int) -> None:
+    for index in _looked_at(dataset):
+        sample = dataset[index]
+        for name, dtype in FIELDS.items():
+            if name not in sample:
+                raise CheckFailed(f"{split} sample {index} has no {name}, only {', '.join(sorted(sample))}")
+            found = sample[name]
+            if found.shape != (sequence_length,) or found.dtype != dtype:
+                raise CheckFailed(
+                    f"{split} sample {index}: {name} is {found.dtype} {list(found.shape)}, "
+                    f"expected {np.dtype(dtype)} [{sequence_length}]"
+                )
+
+
+def _ids_fit(split: Split, dataset: Dataset, source: DataSource) -> None:
+    for index in _looked_at(dataset):
+        for name in ("tokens", "labels"):
+            ids = dataset[index][name].astype(np.int64)
+            if ids.min() < 0 or ids.max() >= source.vocab_size:
+                raise CheckFailed(
+                    f"{split} sample {index}: {name} reach from {ids.min()} to {ids.max()}, "
+                    f"the vocabulary from 0 to {source.vocab_size - 1}"
+                )
+
+
+def _samples_repeat(opened: Callable[[Split], Dataset]) -> None:
+    """Ask twice, the second time backwards and of a dataset opened anew, so that whatever is remembered shows."""
+    for split in get_args(Split):
+        first, again = opened(split), opened(split)
+        if len(first) != len(again):
+            raise CheckFailed(f"split {split} has {len(first)} samples, and {len(again)} when opened again")
+        indices = _looked_at(first)
+        before = {index: _copied(first[index]) for index in indices}
+        for index in reversed(indices):
+            after = again[index]
+            changed = [name for name, value in before[index].items() if not np.array_equal(value, after[name])]
+            if changed:
+                raise CheckFailed(f"{split} sample {index} differs in {changed[0]} when it is asked for again")
+
+
+def _copied(sample: Mapping[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
+    return {name: np.array(value) for name, value in sample.items()}
+
+
+def _baselines_are_losses(baselines: Mapping[str, float]) -> str:
+    for name, loss in baselines.items():
+        if not (isfinite(loss) and loss >= 0):
+            raise CheckFailed(f"baseline {name!r} is {loss}; a loss in nats per token is finite and not negative")
+    return "" if baselines else "it knows no baseline"
+
+
+def _text_returns(source: DataSource) -> str:
+    text = "def add(a, b):\n    return a + b\n"
+    ids = source.encode(text)
+    if ids is None:
+        if source.decode([0]) is not None:
+            raise CheckFailed("decode gives text, but encode gives None: data is text or it is not")
+        return "it is no text"
+    if any(not 0 <= token < source.vocab_size for token in ids):
+        raise CheckFailed(f"encode gives {list(ids)}, the vocabulary reaches from 0 to {source.vocab_size - 1}")
+    if not isinstance(source.decode(ids), str):
+        raise CheckFailed(f"encode gives ids, but decode of them gives {source.decode(ids)!r}")
+    return ""

@@ -1,0 +1,131 @@
+"""The conformance suite of kind ``graph-capture``: a captured layer computes what the eager one does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from megatron_run.contracts import Chunk, GraphCapture, Microbatch, Region
+from megatron_run.contracts.actions import Action, LayoutSpec, looped_layout
+from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
+from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_testing.check import Check, CheckFailed
+from megatron_run_testing.context import (
+    example_microbatch,
+    logical_gradients,
+    prepare,
+    single_process_context,
+)
+
+CaptureFactory = Callable[[BuildContext], GraphCapture]
+_OPTIONS = GptOptions(num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1)
+_MICROBATCHES = 3
+
+
+def graph_capture_checks(factory: CaptureFactory, why_not: Callable[[], str] = str) -> tuple[Check, ...]:
+    """The checks of a graph capture; ``factory`` makes a fresh one from a context.
+
+    ``why_not`` says why nothing can be captured on a CPU, where that is so: then there is nothing to try.
+    """
+
+    def tried(check: Callable[[CaptureFactory], None]) -> str:
+        reason = why_not() or ("" if _Bench(factory).watched else "it chooses no region")
+        if not reason:
+            check(factory)
+        return reason
+
+    return (
+        Check(
+            "regions lie within a layer and may be captured",
+            lambda: _check_regions(factory),
+        ),
+        Check("captured steps give the losses and gradients of eager ones", lambda: tried(_check_equal)),
+        Check("invalidate goes back to eager", lambda: tried(_check_invalidate)),
+    )
+
+
+class _Bench:
+    """A gpt of two layers, run eagerly and then through a capture."""
+
+    def __init__(self, factory: CaptureFactory) -> None:
+        self.context = single_process_context(_OPTIONS, dtype=torch.float32)
+        self.capture = factory(self.context)
+        model = Gpt(self.context, _OPTIONS)
+        layout = looped_layout(LayoutSpec(stages=1, chunks=1, layers=2))
+        self.chunk: Chunk = model.build_chunk(0, layout, DenseLayers(self.context), {})
+        self.infos = prepare(self.context, [self.chunk])
+        self.watched = self.regions()
+        self.context.segments.watch(self.watched)
+
+    def regions(self) -> tuple[Region, ...]:
+        return tuple(self.capture.regions([self.chunk.segments()]))
+
+    def start_capture(self) -> None:
+        """Capture, once a step has shown what each region is given."""
+        actions = [Action(op, m, 0) for m in range(_MICROBATCHES) for op in ("F", "B")]
+        made = self.capture.capture(self.watched, actions, self.context.segments.examples)
+        planned = self.capture.plan(self.watched, actions)
+        if (made.regions, made.graphs, made.slots) != (planned.regions, planned.graphs, planned.slots):
+            raise CheckFailed(f"captured were {made}, planned {planned}")
+        if mismatch := self.capture.mismatch(actions):
+            raise CheckFailed(f"what was just captured does not fit its own actions: {mismatch}")
+        self.context.segments.replay_with(self.capture)
+
+    def step(self, step: int) -> tuple[list[float], dict[str, Tensor]]:
+        """One step of sequential microbatches: its losses and gradients."""
+        losses = []
+        for parameter in self.infos:
+            main_grad(parameter).zero_()
+        for index in range(_MICROBATCHES):
+            example = example_microbatch(32, step=step, seed=index)
+            microbatch = Microbatch(index, step, index, example.fields)
+            total, _ = self.chunk(None, microbatch).losses["lm"]
+            torch.autograd.backward(total)
+            losses.append(cast("float", total.item()))
+        return losses, logical_gradients(self.infos)
+
+
+def _check_regions(factory: CaptureFactory) -> None:
+    for region in _Bench(factory).regions():
+        names = "+".join(segment.name for segment in region.segments)
+        if not region.segments:
+            raise CheckFailed("a region holds no segment")
+        if len({segment.layer for segment in region.segments}) > 1:
+            raise CheckFailed(f"region {names} crosses a layer")
+        eager = [segment for segment in region.segments if segment.why_eager]
+        if sum(segment.draws for segment in region.segments) > 1:
+            raise CheckFailed(f"region {names} holds several segments that draw random numbers")
+        if eager:
+            raise CheckFailed(f"region {names} holds {eager[0].name}, which is eager: {eager[0].why_eager}")
+
+
+def _check_equal(factory: CaptureFactory) -> None:
+    eager, captured = _Bench(factory), _Bench(factory)
+    for step in range(1, 5):
+        if step == 2:
+            captured.start_capture()
+        _expect_equal(step, eager.step(step), captured.step(step))
+
+
+def _check_invalidate(factory: CaptureFactory) -> None:
+    eager, captured = _Bench(factory), _Bench(factory)
+    _expect_equal(1, eager.step(1), captured.step(1))
+    captured.start_capture()
+    captured.capture.invalidate("the conformance suite asks")
+    captured.context.segments.replay_with(None)
+    _expect_equal(2, eager.step(2), captured.step(2))
+
+
+def _expect_equal(
+    step: int, eager: tuple[list[float], dict[str, Tensor]], captured: tuple[list[float], dict[str, Tensor]]
+) -> None:
+    if eager[0] != captured[0]:
+        raise CheckFailed(f"step {step}: losses are {captured[0]} captured and {eager[0]} eager")
+    for name, gradient in eager[1].items():
+        if not torch.equal(gradient, captured[1][name]):
+            raise CheckFailed(f"step {step}: the gradient of {name} differs from eager")

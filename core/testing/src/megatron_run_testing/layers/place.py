@@ -1,0 +1,141 @@
+"""Which part of a whole tensor each rank holds when it goes into a layer or comes out of one.
+
+Legend: s sequence, b micro batch, n heads, d head size, v vocabulary, p padded vocabulary, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_run.contracts import Init, ParallelLayers
+from megatron_run.contracts.topology import Sizes, Topology
+from megatron_run_engine.runtime.comm import Groups
+from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_testing.context import context_at
+
+#: Makes the factory under test; what it is stacked on, if it needs a base, is ``DenseLayers(context)``.
+CreateLayers = Callable[[BuildContext], ParallelLayers]
+
+INIT = Init("normal", 0.5)
+#: A prime, so that it is padded whatever the multiple; four ranks with 128 rows each hold 128, 128, 51 and none of it.
+VOCAB = 307
+LENGTH = 8
+HIDDEN = 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """Rank ``index`` of the ``size`` that share the layers; ``sequence``: between layers each has its own tokens.
+
+    ``rows`` of the padded vocabulary are each rank's.
+    """
+
+    index: int = 0
+    size: int = 1
+    sequence: bool = False
+    rows: int = 0
+
+    def __str__(self) -> str:
+        if self.size == 1:
+            return "one rank"
+        return f"rank {self.index} of {self.size}{', sequence split' if self.sequence else ''}"
+
+    def share(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's equal part of ``x`` along ``dim``."""
+        return x.chunk(self.size, dim)[self.index]
+
+
+#: The part of a whole tensor that is at a place.
+Cut = Callable[[Tensor, Place], Tensor]
+
+
+def whole(x: Tensor, _: Place) -> Tensor:
+    """All of it, on every rank."""
+    return x
+
+
+def tokens(x: Tensor, place: Place) -> Tensor:
+    """[s, b, *] -> [s/t, b, *] under sequence parallelism, else all."""
+    return place.share(x, 0) if place.sequence else x
+
+
+def heads(x: Tensor, place: Place) -> Tensor:
+    """[s, b, n, d] -> [s, b, n/t, d]."""
+    return place.share(x, 2)
+
+
+def features(*parts: int) -> Cut:
+    """[*, sum(parts)] -> [*, sum(parts) / t], part by part."""
+
+    def cut(x: Tensor, place: Place) -> Tensor:
+        return torch.cat([place.share(part, -1) for part in x.split(parts, -1)], -1)
+
+    return cut
+
+
+def vocabulary(x: Tensor, place: Place) -> Tensor:
+    """[*, p] of any padding -> [*, p/t] of this factory's, whose padding is zero."""
+    real = x[..., :VOCAB]
+    return place.share(F.pad(real, (0, place.rows * place.size - VOCAB)), -1)
+
+
+class _Options(BaseModel):
+    """A model that only has a size."""
+
+    num_layers: int = 1
+    vocab_size: int = VOCAB
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of a factory under test: ``create`` makes it from the context of this ``topology``."""
+
+    create: CreateLayers
+    dtype: torch.dtype
+    device: torch.device
+    topology: Topology
+    groups: Groups
+    sequence: bool = False
+
+    @classmethod
+    def alone(cls, create: CreateLayers, dtype: torch.dtype, device: torch.device) -> Rank:
+        """A rank that shares its layers with nobody."""
+        return cls(create, dtype, device, Topology(Sizes(), 0), Groups())
+
+    def context(self) -> BuildContext:
+        """A fresh context: its ledger has seen no gradient."""
+        train = {"sequence_length": LENGTH}
+        return context_at(
+            self.topology,
+            self.groups,
+            _Options(),
+            sequence=self.sequence,
+            dtype=self.dtype,
+            device=self.device,
+            train=train,
+        )
+
+    def layers(self) -> ParallelLayers:
+        """The factory, in a context of its own."""
+        return self.create(self.context())
+
+    @cached_property
+    def place(self) -> Place:
+        """Where this rank is; the factory's embedding says how many rows of the vocabulary each rank has."""
+        embedding: nn.Module = self.layers().vocab_embedding(VOCAB, HIDDEN, init=INIT)
+        rows = len(next(embedding.parameters()))
+        return Place(self.topology.tensor_rank, self.topology.sizes.tensor, self.sequence, rows)
+
+    def given(self, x: Tensor | None, cut: Cut) -> Tensor | None:
+        """This rank's part of the whole input ``x``, in the dtype under test, ready for a gradient."""
+        if x is None:
+            return None
+        mine = cut(x, self.place).to(self.device).clone()
+        return mine.to(self.dtype).requires_grad_() if mine.is_floating_point() else mine

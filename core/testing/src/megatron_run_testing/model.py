@@ -1,0 +1,287 @@
+"""The conformance suite of kind ``model``: the network must not depend on how it is cut, on one process.
+
+Legend: s sequence, b micro batch, h hidden, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from megatron_run.contracts import Chunk, ChunkOut, Microbatch, Model, ParallelLayers, ParamInfo
+from megatron_run.contracts.actions import LayoutSpec, Place, looped_layout
+from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_testing.check import Check, CheckFailed
+from megatron_run_testing.context import (
+    example_microbatch,
+    logical_gradients,
+    logical_values,
+    prepare,
+    single_process_context,
+)
+from megatron_run_testing.layers.half_sequence import HalfSequence
+
+#: Makes the model under test from a context and its options, as its factory hook does.
+CreateModel = Callable[[BuildContext, BaseModel], Model]
+
+#: (stages, chunks) in which the model is cut.
+_CUTS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))
+_FIELDS = frozenset({"tokens", "labels", "loss_mask"})
+
+
+def model_checks(create: CreateModel, options: BaseModel) -> tuple[Check, ...]:
+    """The checks that every model must pass, built from the dense layers in float64.
+
+    ``options`` describe a small network with ``vocab_size`` set; it is cut into up to four pieces.
+    """
+    bench = _Bench(create, options)
+    checks: dict[str, Callable[[], None]] = {
+        "a cut model is the whole model": bench.cuts_agree,
+        "initial weights do not depend on the layout": bench.initial_weights_agree,
+        "recomputation changes no gradient": bench.recomputation_agrees,
+        "evaluation has no dropout": bench.evaluation_is_still,
+        "masked labels weigh nothing": bench.mask_counts,
+        "without labels it gives logits": bench.gives_logits,
+        "it asks for known fields": bench.asks_known_fields,
+        "what crosses is what boundary says": bench.boundary_holds,
+        "a part of the sequence crosses where ranks split it": bench.boundary_splits,
+        "segments cover every parameter": bench.segments_cover,
+        "chunks of one stage share tied parameters": bench.shares_tied,
+        "flops do not shrink with the sequence": bench.flops_grow,
+    }
+    return tuple(Check(name, run) for name, run in checks.items())
+
+
+@dataclass
+class Built:
+    """A model cut into chunks, in model order, on one process."""
+
+    model: Model
+    layout: tuple[Place, ...]
+    chunks: tuple[Chunk, ...]
+    infos: dict[Parameter, ParamInfo]
+
+    def train(self, *, mode: bool) -> Built:
+        """Switch dropout on or off everywhere."""
+        for chunk in self.chunks:
+            chunk.train(mode)
+        return self
+
+    def forward(self, microbatch: Microbatch) -> tuple[ChunkOut, list[Tensor]]:
+        """Run all chunks, each with the fields it asks for; also what crossed between them.
+
+        The losses are those of all chunks; one that several report is summed.
+        """
+        x, crossed = None, []
+        losses: dict[str, tuple[Tensor, Tensor]] = {}
+        for position, chunk in enumerate(self.chunks):
+            wanted = self.model.fields(position, self.layout)
+            given = {name: field for name, field in microbatch.fields.items() if name in wanted}
+            out = chunk(x, replace(microbatch, fields=given))
+            x = out.x
+            if x is not None:
+                crossed.append(x)
+            for name, (total, weight) in out.losses.items():
+                before, weights = losses.get(name, (0.0, 0.0))
+                losses[name] = (before + total, weights + weight)
+        return replace(out, losses=losses), crossed
+
+    def step(self, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """One forward and backward: the summed loss, and the gradient of every logical tensor.
+
+        The gradient of a tensor that lives on two stages is the sum of both copies'.
+        """
+        total = torch.stack([loss for loss, _ in self.forward(microbatch)[0].losses.values()]).sum()
+        torch.autograd.backward(total)
+        sums: dict[str, Tensor] = {}
+        for parameter, info in self.infos.items():
+            for name, gradient in logical_gradients({parameter: info}).items():
+                sums[name] = sums[name] + gradient if name in sums else gradient
+        return total.detach(), sums
+
+
+def build_model(
+    create: CreateModel,
+    context: BuildContext,
+    options: BaseModel,
+    stages: int = 1,
+    chunks: int = 1,
+    layers: ParallelLayers | None = None,
+) -> Built:
+    """Build every chunk of a ``stages`` x ``chunks`` cut from ``layers``, initialised and with gradients.
+
+    Without ``layers`` they are dense. The model's are spread as evenly as they can be; each stage has its own tied
+    parameters.
+    """
+    model, layers = create(context, options), layers or DenseLayers(context)
+    layers_of_model: int = getattr(options, "num_layers")  # noqa: B009  # unknown to types
+    share, over = divmod(layers_of_model, stages * chunks)
+    counts = tuple(share + (place < over) for place in range(stages * chunks))  # a place may be empty
+    layout = looped_layout(LayoutSpec(stages, chunks, layers_of_model, counts))
+    shared: list[dict[str, nn.Parameter]] = [{} for _ in range(stages)]
+    built = tuple(
+        model.build_chunk(position, layout, layers, shared[place.stage]) for position, place in enumerate(layout)
+    )
+    return Built(model, layout, built, prepare(context, built))
+
+
+@dataclass
+class _Bench:
+    create: CreateModel
+    options: BaseModel
+
+    def built(self, stages: int = 1, chunks: int = 1, **train: object) -> Built:
+        """A fresh model in training mode."""
+        context = single_process_context(self.options, train=train)
+        built = build_model(self.create, context, self.options, stages, chunks)
+        return built.train(mode=True)
+
+    def microbatch(self, **changes: object) -> Microbatch:
+        """Two samples of 16 tokens."""
+        vocab: int = getattr(self.options, "vocab_size")  # noqa: B009  # unknown to types
+        return replace(example_microbatch(vocab), **changes)  # type: ignore[arg-type]  # fields of Microbatch
+
+    def cuts_agree(self) -> None:
+        """Loss and gradients are those of the uncut model, bit for bit.
+
+        What two places add to meets in any order: a tied tensor's gradient, and auxiliary losses of several chunks.
+        """
+        loss, gradients = self.built().step(self.microbatch())
+        for stages, chunks in _CUTS[1:]:
+            built = self.built(stages, chunks)
+            tied = {part.name for info in built.infos.values() if info.tie for part in info.parts}
+            found, found_gradients = built.step(self.microbatch())
+            cut = f"{stages} stages x {chunks} chunks"
+            _equal(f"{cut}: loss", found, loss, 1e-12 if len(built.model.metric_names) > 1 else 0.0)
+            _same_names(cut, found_gradients, gradients)
+            for name, gradient in gradients.items():
+                tolerance = 1e-12 if name in tied else 0.0
+                _equal(f"{cut}: gradient of {name}", found_gradients[name], gradient, tolerance)
+
+    def initial_weights_agree(self) -> None:
+        """Names, shapes and values."""
+        whole = logical_values(self.built().infos)
+        for stages, chunks in _CUTS[1:]:
+            found = logical_values(self.built(stages, chunks).infos)
+            _same_names(f"{stages} stages x {chunks} chunks", found, whole)
+            for name, value in whole.items():
+                _equal(f"{stages} stages x {chunks} chunks: {name}", found[name], value)
+
+    def recomputation_agrees(self) -> None:
+        """train.recompute=full gives the same bits, dropout included."""
+        loss, gradients = self.built().step(self.microbatch())
+        found, found_gradients = self.built(recompute="full").step(self.microbatch())
+        _equal("recompute=full: loss", found, loss)
+        for name, gradient in gradients.items():
+            _equal(f"recompute=full: gradient of {name}", found_gradients[name], gradient)
+
+    def evaluation_is_still(self) -> None:
+        """Two evaluations at different random positions give the same loss."""
+        built = self.built().train(mode=False)
+        losses = [
+            built.forward(self.microbatch(train=False, sample0=sample0))[0].losses["lm"][0] for sample0 in (0, 64)
+        ]
+        _equal("loss of a second evaluation", losses[1], losses[0])
+
+    def mask_counts(self) -> None:
+        """The weight is the number of unmasked labels, and a masked label changes nothing."""
+        built, microbatch = self.built(), self.microbatch()
+        mask = microbatch.fields["loss_mask"]
+        total, weight = built.forward(microbatch)[0].losses["lm"]
+        _equal("weight of the loss", weight.double(), mask.sum().double())
+        labels = torch.where(mask > 0, microbatch.fields["labels"], 0)
+        changed = replace(microbatch, fields={**microbatch.fields, "labels": labels})
+        _equal("loss after changing masked labels", built.forward(changed)[0].losses["lm"][0], total)
+
+    def gives_logits(self) -> None:
+        """[s, b, p], which give the loss that labels give."""
+        built, microbatch = self.built().train(mode=False), self.microbatch(train=False)
+        tokens = {"tokens": microbatch.fields["tokens"]}
+        logits = built.forward(replace(microbatch, fields=tokens))[0].logits
+        vocab: int = getattr(self.options, "vocab_size")  # noqa: B009  # unknown to types
+        if logits is None or logits.shape[:2] != (16, 2) or logits.shape[2] < vocab:
+            found = None if logits is None else tuple(logits.shape)
+            raise CheckFailed(f"logits {found}, expected {(16, 2, vocab)}, or more columns where they are padded")
+        labels, mask = microbatch.fields["labels"], microbatch.fields["loss_mask"]
+        loss = nn.functional.cross_entropy(
+            logits[..., :vocab].permute(1, 2, 0).double(), labels, reduction="none"
+        )  # [b, s]
+        _equal("loss", built.forward(microbatch)[0].losses["lm"][0].double(), (loss * mask).sum(), 1e-9)
+
+    def asks_known_fields(self) -> None:
+        """Of tokens, labels and loss_mask; tokens are needed somewhere, and the last position takes the labels."""
+        for stages, chunks in _CUTS:
+            built = self.built(stages, chunks)
+            asked = [set(built.model.fields(position, built.layout)) for position in range(len(built.layout))]
+            unknown = set().union(*asked) - _FIELDS
+            if unknown or "tokens" not in asked[0] or not {"labels", "loss_mask"} <= asked[-1]:
+                raise CheckFailed(f"{stages} stages x {chunks} chunks: fields by position are {asked}")
+
+    def boundary_holds(self) -> None:
+        """Shape and dtype of every tensor between two positions."""
+        self._compare_boundary(self.built(4))
+
+    def boundary_splits(self) -> None:
+        """The same on the first of two ranks that split the sequence."""
+        context = replace(single_process_context(self.options), sequence_shards=2)
+        layers = HalfSequence(DenseLayers(context))
+        try:
+            self._compare_boundary(build_model(self.create, context, self.options, 4, layers=layers))
+        except CheckFailed as failure:
+            raise CheckFailed(f"where context.sequence_shards is 2, {failure}") from None
+
+    def _compare_boundary(self, built: Built) -> None:
+        microbatch = self.microbatch()
+        boundary = built.model.boundary(replace(microbatch, fields={}), 2, 16)  # as the kernel asks
+        for position, x in enumerate(built.forward(microbatch)[1]):
+            if not boundary.fits(x):
+                raise CheckFailed(f"position {position} sends {tuple(x.shape)} {x.dtype}, boundary says {boundary}")
+
+    def segments_cover(self) -> None:
+        """Every parameter is read by a segment, and (layer, index) tells segments apart."""
+        built = self.built(2, 2)
+        segments = [segment for chunk in built.chunks for segment in chunk.segments()]
+        places = [(segment.layer, segment.index) for segment in segments]
+        if len(set(places)) != len(places):
+            raise CheckFailed(f"two segments share a place in the random stream: {sorted(places)}")
+        read = {parameter for segment in segments for parameter in segment.params}
+        missed = [info.name for parameter, info in built.infos.items() if parameter not in read]
+        if missed:
+            raise CheckFailed(f"no segment reads {', '.join(missed)}")
+
+    def shares_tied(self) -> None:
+        """On one stage a logical tensor has one Parameter; on two exactly one copy counts."""
+        one = [part.name for info in self.built(1, 2).infos.values() for part in info.parts]
+        if len(one) != len(set(one)):
+            raise CheckFailed(f"one stage holds two copies of {sorted({name for name in one if one.count(name) > 1})}")
+        counted = [info.name for info in self.built(2, 1).infos.values() if info.counted]
+        every = {info.name for info in self.built(2, 1).infos.values()}
+        if sorted(counted) != sorted(every):
+            raise CheckFailed(f"counted once each: {sorted(every)}; found {sorted(counted)}")
+
+    def flops_grow(self) -> None:
+        """Positive, and attention only adds to them."""
+        model = self.built().model
+        if not 0 < model.flops_per_token(16) <= model.flops_per_token(32):
+            raise CheckFailed(
+                f"flops_per_token is {model.flops_per_token(16)} at 16, {model.flops_per_token(32)} at 32"
+            )
+
+
+def _same_names(where: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    if found.keys() != expected.keys():
+        difference = sorted(found.keys() ^ expected.keys())
+        raise CheckFailed(f"{where}: these logical tensors exist on one side only: {', '.join(difference)}")
+
+
+def _equal(what: str, found: Tensor, expected: Tensor, tolerance: float = 0.0) -> None:
+    try:
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    except AssertionError as difference:
+        raise CheckFailed(f"{what}: {str(difference).splitlines()[0]}") from difference

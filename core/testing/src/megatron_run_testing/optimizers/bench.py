@@ -1,0 +1,105 @@
+"""An optimizer at work on a chunk of two parameters, on gradients that a formula makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatron_run.contracts import ChunkOut, Init, Microbatch, Optimizer, ParameterSpec, Segment
+from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_engine.runtime.parameters import describe_parameters
+from megatron_run_testing.context import single_process_context
+
+OptimizerFactory = Callable[[BuildContext], Optimizer]
+#: (gradient of the weight, gradient of the bias)
+GradientAccumulator = tuple[Tensor, Tensor]
+
+#: No power of two and no multiple of a number of ranks, so that shares begin within the matrix and within its rows.
+ROWS, COLUMNS = 21, 13
+
+
+class SmallChunk(nn.Module):
+    """A matrix, which decays, and a bias, which does not: enough of a chunk for an optimizer.
+
+    Their values are fractions of small numbers, which every type holds exactly.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.parameter_specs = {"weight": ParameterSpec(Init("normal", 0.5)), "bias": ParameterSpec(Init("zeros"))}
+        values = torch.arange(ROWS * COLUMNS, device=device).view(ROWS, COLUMNS) % 7 - 3
+        self.weight = nn.Parameter((values / 4).to(dtype))
+        self.bias = nn.Parameter(torch.full((ROWS,), 0.5, dtype=dtype, device=device))
+
+    def forward(self, x: Tensor | None, microbatch: Microbatch) -> ChunkOut:
+        """X [s, b, columns] -> [s, b, rows]."""
+        assert x is not None  # only a first chunk is called without input
+        return ChunkOut(nn.functional.linear(x, self.weight, self.bias))
+
+    def segments(self) -> Sequence[Segment]:
+        """None of it is captured."""
+        return ()
+
+
+class Bench:
+    """An optimizer attached to a :class:`SmallChunk`, with ``weight`` and ``bias`` at hand.
+
+    ``context`` is that of one fp32 rank unless given; ``grad_scale`` makes means of the data-parallel ranks' sums.
+    """
+
+    def __init__(
+        self, factory: OptimizerFactory, context: BuildContext | None = None, grad_scale: float | None = None
+    ) -> None:
+        context = context or single_process_context(dtype=torch.float32)
+        chunk = SmallChunk(context.dtypes.param, context.device)
+        self.infos = describe_parameters(chunk)
+        self.optimizer = factory(context)
+        scale = 1 / context.topology.sizes.data if grad_scale is None else grad_scale
+        self.optimizer.attach([chunk], [self.infos], scale)
+        self.weight, self.bias = chunk.weight, chunk.bias
+
+    def reduce(self, weight: Tensor | float, bias: Tensor | float) -> None:
+        """Pretend that a backward produced these gradients, and finish their reduction."""
+        self.optimizer.zero_grad()
+        main_grad(self.weight).add_(weight)
+        main_grad(self.bias).add_(bias)
+        self.optimizer.start_grad_sync(0)
+        self.optimizer.finish_grad_sync()
+
+    def update(self, lr: float, weight_decay: float) -> None:
+        """Step, and wait until the parameters hold their new values."""
+        self.optimizer.step(lr, weight_decay)
+        self.optimizer.start_param_sync()
+        self.optimizer.ensure_ready([self.weight, self.bias])
+
+    def step(
+        self, gradients: GradientAccumulator, *, max_norm: float = 0.0, lr: float = 0.01, decay: float = 0.1
+    ) -> Tensor:
+        """A whole step as the trainer takes it, or one that is skipped; returns found_inf, norm and zeros, fp32 [3]."""
+        self.reduce(*gradients)
+        found_inf = self.optimizer.unscale_(torch.ones(1))
+        if found_inf.item():
+            return torch.cat([found_inf, torch.full((2,), torch.nan)])
+        norm, zeros = self.optimizer.clip_(max_norm), self.optimizer.count_zeros()
+        self.update(lr, decay)
+        return torch.cat([number.reshape(1) for number in (found_inf, norm, zeros)])
+
+    def values(self) -> dict[str, Tensor]:
+        """A copy of the parameters by name."""
+        return {"weight": self.weight.detach().clone(), "bias": self.bias.detach().clone()}
+
+
+def gradients(step: int, rank: int = 0) -> GradientAccumulator:
+    """What ``rank`` finds in ``step``: eighths from -1 to 1, whose sums over ranks are exact in every order."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    weight, bias = (torch.randint(-8, 9, size, generator=generator) / 8 for size in ((ROWS, COLUMNS), (ROWS,)))
+    return weight, bias
+
+
+def mean_gradients(step: int, ranks: int) -> GradientAccumulator:
+    """The mean of what ``ranks`` ranks find in ``step``."""
+    weights, biases = zip(*(gradients(step, rank) for rank in range(ranks)), strict=True)
+    return torch.stack(weights).mean(0), torch.stack(biases).mean(0)

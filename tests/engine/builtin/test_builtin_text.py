@@ -1,0 +1,143 @@
+"""data=text: from files to samples, splits and a baseline."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from megatron_run.contracts import DataSource, Split
+from megatron_run.errors import DataError
+from megatron_run_engine.builtin.data.text import TextOptions, megatron_run_create_data
+from megatron_run_engine.data.packing import PackedDataset
+
+SPLITS: tuple[Split, ...] = get_args(Split)
+
+
+def corpus(folder: Path, count: int = 40) -> Path:
+    for number in range(count):
+        (folder / f"{number:03}.txt").write_text(f"document {number} says {number * number}\n")
+    return folder
+
+
+def text(*paths: Path, **options: object) -> DataSource:
+    return megatron_run_create_data(TextOptions.model_validate({"paths": [str(path) for path in paths], **options}))
+
+
+def documents(source: DataSource, split: Split) -> set[str]:
+    """What the stream of a split holds between the ends of documents."""
+    dataset = source.dataset(split, 1, 0)
+    assert isinstance(dataset, PackedDataset)
+    tokens, labels = dataset.pairs(range(len(dataset)))
+    stream = [*tokens.tolist(), *labels.tolist()[-1:]]
+    pieces, piece = set(), bytearray()
+    for token in stream:
+        if token < 256:
+            piece.append(token)
+        elif piece:
+            pieces.add(piece.decode())
+            piece = bytearray()
+    return pieces
+
+
+def test_splits_are_disjoint_and_complete(tmp_path: Path) -> None:
+    source = text(corpus(tmp_path), split="60,20,20")
+    found = [documents(source, split) for split in SPLITS]
+    assert sum(map(len, found)) == 40
+    assert set.union(*found) == {path.read_text() for path in tmp_path.iterdir()}
+
+
+def test_a_new_file_moves_no_other(tmp_path: Path) -> None:
+    before = {split: documents(text(corpus(tmp_path), split="60,20,20"), split) for split in SPLITS}
+    (tmp_path / "000-new.txt").write_text("a new document")
+    after = {split: documents(text(tmp_path, split="60,20,20"), split) for split in SPLITS}
+    assert all(before[split] <= after[split] for split in SPLITS)
+    assert sum(map(len, after.values())) == 41
+
+
+def test_a_document_that_is_alone_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("".join(f"{number:04}" for number in range(250)))
+    source = text(tmp_path / "book.txt", split=[0.8, 0.1, 0.1])
+    assert [len(next(iter(documents(source, split)))) for split in SPLITS] == [800, 100, 100]
+
+
+def test_a_split_too_short_for_a_sample_says_what_to_do(tmp_path: Path) -> None:
+    source = text(corpus(tmp_path, count=3), split="100,0,0")
+    message = r"the validation split is too short .*: 0% of 3 documents came to 0 tokens, .* needs 65; .*split=80,10,10"
+    with pytest.raises(DataError, match=message):
+        source.dataset("validation", 64, 0)
+
+
+@pytest.mark.parametrize("split", ["90,5", "0,50,50", "90,-5,5", "a,b,c", [1, float("nan"), 1], "nan,1,1"])
+def test_a_split_that_makes_no_sense_is_refused(split: object) -> None:
+    with pytest.raises(ValidationError):
+        TextOptions.model_validate({"split": split})
+
+
+def test_one_path_may_be_written_bare(tmp_path: Path) -> None:
+    assert TextOptions.model_validate({"paths": "a, b.txt"}).paths == ("a, b.txt",)
+
+
+def test_files_are_read_when_a_split_is_asked_for(tmp_path: Path) -> None:
+    source = text(tmp_path / "absent.txt")
+    assert source.vocab_size == 257
+    with pytest.raises(DataError, match=r"absent.txt does not exist"):
+        source.dataset("train", 8, 0)
+
+
+def test_the_baseline_is_the_bigram_of_the_training_split(tmp_path: Path) -> None:
+    source, samples = text(corpus(tmp_path), split="60,20,20"), [3, 0]
+    ((name, loss),) = source.baselines(8, 0, samples).items()
+    assert name == "byte bigram"
+    opened = source.dataset("train", 8, 0)
+    train = [opened[index] for index in range(len(opened))]
+    validation = [source.dataset("validation", 8, 0)[index] for index in samples]
+    counts = np.full((257, 257), 0.1)
+    for sample in train:
+        for token, label in zip(sample["tokens"].tolist(), sample["labels"].tolist(), strict=True):
+            counts[token, label] += 1
+    logs = np.log(counts / counts.sum(1, keepdims=True))
+    expected = -np.mean([logs[sample["tokens"], sample["labels"]] for sample in validation])
+    assert loss == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_long_split_is_counted_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = text(corpus(tmp_path), split="60,20,20")
+    (whole,) = source.baselines(8, 0, [0]).values()
+    monkeypatch.setattr("megatron_run_engine.builtin.data.text.BIGRAM_TOKENS", 16)
+    (part,) = source.baselines(8, 0, [0]).values()
+    assert whole < part, "fewer tokens taught it more"
+
+
+def test_text_goes_there_and_back(tmp_path: Path) -> None:
+    source = text(tmp_path)
+    ids = source.encode("def f():\n    return 'ä'\n")
+    assert ids is not None
+    assert source.decode(ids) == "def f():\n    return 'ä'\n"
+
+
+@pytest.mark.multiproc
+def test_processes_agree_on_the_default_data() -> None:
+    code = """
+from hashlib import sha256
+from megatron_run_engine.builtin.data.text import Text, TextOptions
+source = Text(TextOptions())
+for split in ("train", "validation", "test"):
+    dataset = source.dataset(split, 64, 1)
+    print(split, len(dataset), sha256(dataset.pairs(range(len(dataset)))[1]).hexdigest())
+"""
+
+    def ask(hash_seed: str) -> str:
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    first = ask("1")
+    assert len(first.splitlines()) == 3
+    assert first == ask("2")

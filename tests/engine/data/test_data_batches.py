@@ -1,0 +1,45 @@
+"""Fields of a batch: the right samples, in order, as tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_run.errors import DataError
+from megatron_run_engine.data.batches import SampleStream, fields
+from megatron_run_engine.data.sampler import sample_index
+
+CPU = torch.device("cpu")
+DATASET = [
+    {"tokens": np.full(4, index), "labels": np.full(4, -index), "loss_mask": np.ones(4, np.float32)}
+    for index in range(5)
+]
+
+
+def test_fields_are_stacked_in_the_order_of_the_indices() -> None:
+    found = fields(DATASET, [3, 0, 3], ("tokens", "loss_mask"), CPU)
+    assert list(found) == ["tokens", "loss_mask"]
+    assert found["tokens"].tolist() == [[3] * 4, [0] * 4, [3] * 4]
+    assert found["tokens"].dtype == torch.int64
+    assert found["loss_mask"].dtype == torch.float32
+
+
+def test_the_tensors_are_copies_of_the_data() -> None:
+    fields(DATASET, [1], ("tokens",), CPU)["tokens"].zero_()
+    assert DATASET[1]["tokens"].tolist() == [1, 1, 1, 1]
+
+
+def test_a_stage_that_needs_no_field_reads_nothing() -> None:
+    assert fields([], [7], (), CPU) == {}
+
+
+def test_a_field_that_the_data_lacks_is_named() -> None:
+    with pytest.raises(DataError, match=r"no field 'positions': its samples hold labels, loss_mask, tokens"):
+        fields(DATASET, [0], ("tokens", "positions"), CPU)
+
+
+def test_a_stream_follows_the_sampler_over_the_end_of_an_epoch() -> None:
+    stream = SampleStream(DATASET, seed=11)
+    found = stream.fields(range(3, 9), ("tokens",), CPU)["tokens"][:, 0].tolist()
+    assert found == [sample_index(5, 11, position) for position in range(3, 9)]

@@ -1,0 +1,74 @@
+"""Tokenizers: bytes, and files of the `tokenizers` library, whole or broken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from megatron_run.errors import DataError, ExitCode
+from megatron_run_engine.data.tokenizer import ByteTokenizer, JsonTokenizer, open_tokenizer
+
+
+def words(folder: Path, *special: str, extra: dict[str, int] | None = None) -> Path:
+    """A tokenizer file that knows three words, and ``special`` ones."""
+    vocabulary = {"one": 0, "two": 1, "three": 2, "?": 3, **(extra or {})}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=8)
+    path = folder / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+def test_bytes_are_their_own_ids() -> None:
+    tokenizer = open_tokenizer("bytes")
+    assert isinstance(tokenizer, ByteTokenizer)
+    assert tokenizer.encode("aä\n".encode(), "x").tolist() == [97, 0xC3, 0xA4, 10]
+    assert (tokenizer.vocab_size, tokenizer.end_of_document, tokenizer.unit) == (257, 256, "byte")
+    assert tokenizer.decode([97, 256, 0xC3, 0xA4, 0xFF]) == "aä\N{REPLACEMENT CHARACTER}"
+
+
+def test_a_file_is_read_and_its_limits_are_lifted(tmp_path: Path) -> None:
+    tokenizer = JsonTokenizer(words(tmp_path, "<|endoftext|>"))
+    assert tokenizer.encode(b"three one two one", "x").tolist() == [2, 0, 1, 0]
+    assert (tokenizer.end_of_document, tokenizer.vocab_size, tokenizer.unit) == (4, 5, "token")
+    assert tokenizer.decode([1, 4, 2]) == "two three"
+
+
+def test_without_an_end_of_document_one_id_is_added(tmp_path: Path) -> None:
+    tokenizer = JsonTokenizer(words(tmp_path))
+    assert (tokenizer.end_of_document, tokenizer.vocab_size) == (4, 5)
+
+
+def test_the_vocabulary_reaches_to_the_highest_id(tmp_path: Path) -> None:
+    tokenizer = JsonTokenizer(words(tmp_path, extra={"nine": 9}))
+    assert (tokenizer.end_of_document, tokenizer.vocab_size) == (10, 11)
+    assert tokenizer.encode(b"nine", "x").tolist() == [9]
+
+
+def test_what_is_not_utf8_is_named_with_its_offset(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"corpus.txt is not UTF-8 at byte 4; convert it, or set data.tokenizer to byt"):
+        JsonTokenizer(words(tmp_path)).encode(b"one \xff two", "corpus.txt")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"tokenizer file .*t.json does not exist \(from data.tokenizer\); .* or say bytes"),
+        ("{", r"tokenizer file .*t.json is broken: .* line 1 column 1 \(from data.tokenizer\)"),
+        ("{}", r"tokenizer file .*t.json is broken: Model missing"),
+    ],
+)
+def test_a_broken_file_is_one_line(tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "t.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(DataError, match=message) as caught:
+        open_tokenizer(str(path))
+    assert caught.value.exit_code == ExitCode.DATA
+    assert "\n" not in str(caught.value)

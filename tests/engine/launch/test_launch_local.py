@@ -1,0 +1,195 @@
+"""The local launcher, with ranks that misbehave on purpose and need no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_run.errors import ExitCode
+from megatron_run_engine.launch.threads import rank_environment
+from tests.support.launcher import Launcher, no_process_left
+from tests.support.processes import alive, process_ids, wait_until
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(60)]
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Launcher:
+    return Launcher(tmp_path)
+
+
+def send_when(condition: Callable[[], bool], *numbers: signal.Signals) -> threading.Thread:
+    """Send signals to this process, half a second apart, once ``condition`` holds."""
+
+    def send() -> None:
+        wait_until(condition)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(0.5)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+def test_every_rank_writes_its_log_and_only_rank_0_is_shown(launcher: Launcher) -> None:
+    ending = launcher("*:exit 0", size=3)
+    assert ending.code == ExitCode.DONE
+    assert [launcher.log(rank) for rank in range(3)] == [f"rank {rank} prints\n" for rank in range(3)]
+    assert b"".join(launcher.shown) == b"rank 0 prints\n"
+
+
+def test_what_rank_0_prints_is_shown_while_it_runs(launcher: Launcher) -> None:
+    launcher("0:talk")
+    assert b"".join(launcher.shown).count(b"\n") == 20
+    assert len(launcher.shown) > 3
+
+
+def test_training_goes_on_when_nobody_reads_standard_output(launcher: Launcher) -> None:
+    def broken(data: bytes) -> None:
+        raise BrokenPipeError
+
+    assert launcher("0:talk", show=broken).code == ExitCode.DONE
+    assert launcher.log(0).endswith("line 19\n")
+
+
+def test_ranks_get_torchruns_variables_and_their_threads(launcher: Launcher) -> None:
+    names = "RANK,LOCAL_RANK,WORLD_SIZE,LOCAL_WORLD_SIZE,OMP_NUM_THREADS,MKL_NUM_THREADS,OMP_WAIT_POLICY,FORCE_COLOR"
+    changes: dict[str, Any] = {
+        "threads": 500,
+        "shown_environment": {"FORCE_COLOR": "1"},
+        "environment": {"PATH": os.environ["PATH"]},
+    }
+    launcher(f"*:environment {names}", **changes)
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "500", "MKL_NUM_THREADS": "500"}
+    for rank, color in enumerate(("1", None)):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_WAIT_POLICY": "passive", "FORCE_COLOR": color}
+        assert eval(launcher.log(rank)) == place | common
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_allocators_settings_stand_when_a_rank_starts_also_a_single_one(launcher: Launcher, size: int) -> None:
+    environment = {"PATH": os.environ["PATH"]}
+    launcher("*:environment GLIBC_TUNABLES", size=size, environment=environment)
+    expected = {"GLIBC_TUNABLES": rank_environment({}, 1, size, 1).get("GLIBC_TUNABLES")}
+    assert [eval(launcher.log(rank)) for rank in range(size)] == [expected] * size
+
+
+@pytest.mark.parametrize("code", [2, 3, 5, 6, 7])
+def test_a_documented_exit_code_passes_through_with_its_message(launcher: Launcher, code: int) -> None:
+    ending = launcher("*:wait", f"1:report {code} first no good: try another", grace=0.2)
+    assert (ending.code, ending.message) == (code, f"no good: try another (rank 1, log: {launcher.folder.log(1)})")
+    assert launcher.log(1).endswith("megatron-run: no good: try another\n")
+    assert no_process_left(launcher)
+
+
+def test_a_traceback_is_a_bug_named_by_its_last_line(launcher: Launcher) -> None:
+    ending = launcher("*:wait", "1:raise strange things", grace=0.2)
+    assert ending.code == ExitCode.BUG
+    expected = f"a rank ended with exit code 1: ValueError: strange things (rank 1, log: {launcher.folder.log(1)})"
+    assert ending.message == expected
+    assert "Traceback" in launcher.log(1)
+
+
+def test_an_unknown_exit_code_is_a_bug(launcher: Launcher) -> None:
+    assert launcher("1:exit 9").code == ExitCode.BUG
+
+
+def test_a_killed_rank_is_lost_and_named_with_its_signal(launcher: Launcher) -> None:
+    ending = launcher("*:wait", "1:kill", grace=0.2)
+    assert ending.code == ExitCode.RANK_LOST
+    assert ending.message == f"a rank was killed by SIGKILL (rank 1, log: {launcher.folder.log(1)})"
+    assert no_process_left(launcher)
+
+
+def test_a_peers_complaint_is_never_the_first_cause(launcher: Launcher) -> None:
+    """Rank 0 loses its connection at once; rank 1, whose fault it is, says so later."""
+    ending = launcher("0:report 4 second another rank was lost", "1:report 7 first out of memory")
+    assert (ending.code, ending.message.split(" (")[0]) == (ExitCode.OUT_OF_MEMORY, "out of memory")
+
+
+def test_a_hanging_rank_is_killed_and_named_when_others_lost_it(launcher: Launcher) -> None:
+    start = time.monotonic()
+    ending = launcher("0:report 4 second another rank was lost", "1:stubborn", grace=0.3)
+    assert time.monotonic() - start < 5
+    assert ending.code == ExitCode.RANK_LOST
+    assert ending.message.endswith("; rank 1 did not end and was killed")
+    assert no_process_left(launcher)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, ExitCode.SIGTERM), (signal.SIGUSR1, ExitCode.TIME_LIMIT)]
+)
+def test_a_polite_signal_is_forwarded_and_has_its_code(
+    launcher: Launcher, number: signal.Signals, code: ExitCode
+) -> None:
+    sender = send_when(launcher.ready, number)
+    ending = launcher("*:polite")
+    sender.join()
+    assert (ending.code, ending.message) == (code, f"stopped by {number.name}")
+
+
+def test_sigint_ends_with_130_even_when_ranks_ignore_it(launcher: Launcher) -> None:
+    sender = send_when(launcher.ready, signal.SIGINT)
+    start = time.monotonic()
+    ending = launcher("*:stubborn")
+    sender.join()
+    assert (ending.code, ending.message) == (ExitCode.SIGINT, "stopped by SIGINT")
+    assert time.monotonic() - start < 8
+    assert no_process_left(launcher)
+
+
+def test_a_second_signal_kills_at_once(launcher: Launcher) -> None:
+    sender = send_when(launcher.ready, signal.SIGTERM, signal.SIGTERM)
+    ending = launcher("*:stubborn", grace=50.0)
+    sender.join()
+    assert ending.code == ExitCode.SIGTERM
+    assert no_process_left(launcher)
+
+
+def test_signal_handlers_are_given_back(launcher: Launcher) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    launcher("*:exit 0")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_a_rank_started_ends_with_it(launcher: Launcher) -> None:
+    launcher("0:parent", "1:kill", grace=0.5)
+    assert (launcher.pids / "0.child.pid").exists()
+    wait_until(lambda: no_process_left(launcher))
+
+
+def test_warnings_of_unseen_ranks_are_counted_and_the_first_is_named(launcher: Launcher) -> None:
+    launcher("*:warn", size=3)
+    log = launcher.folder.log(1)
+    assert launcher.told == [
+        f"2 warnings of other ranks, the first on rank 1: UserWarning: something is odd (log: {log})"
+    ]
+
+
+def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from pathlib import Path
+from typing import Any
+from tests.support.launcher import Launcher
+Launcher(Path({str(tmp_path)!r}))("*:parent")
+"""
+    process = subprocess.Popen([sys.executable, "-c", code])
+    pids = tmp_path / "pids"
+    try:
+        wait_until(lambda: len(process_ids(pids)) == 4)
+        assert all(alive(each) for each in process_ids(pids))
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: not any(alive(each) for each in process_ids(pids)), seconds=5)

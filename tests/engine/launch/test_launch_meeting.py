@@ -1,0 +1,184 @@
+"""Ranks that compare notes; each is a thread with its own place in the world."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from megatron_run.errors import InputError, PluginError, RankLostError
+from megatron_run_engine.launch.meeting import Meeting, Outcome, PeerError, attempt
+from megatron_run_engine.runtime.world import World
+from tests.support.commands import free_port
+
+T = TypeVar("T")
+
+
+def meet(
+    place: str, size: int, work: Callable[[int, Meeting], T], *, timeout: float = 20.0, restart: int | None = None
+) -> list[Outcome[T]]:
+    """``work`` of every rank at ``place``; what each returned or raised. With ``restart`` an agent listens there."""
+
+    def rank(number: int) -> Outcome[T]:
+        serves = number == 0 and restart is None
+        world = World(number, size, init_method=place, serves_store=serves, restart=restart or 0, host=f"host{number}")
+        return attempt(lambda: work(number, Meeting(world, timeout)))
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(rank, range(size)))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    return f"file://{tmp_path / 'meeting'}"
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_rank_0_gets_everybodys_note_by_rank_and_the_others_get_its(file: str, kind: str) -> None:
+    place = file if kind == "file" else f"tcp://127.0.0.1:{free_port()}"
+
+    def work(rank: int, meeting: Meeting) -> list[tuple[list[int], int]]:
+        notes = []
+        for phase in ("first", "second"):
+            settled = meeting.settle(phase, Outcome((rank * 10,)), lambda value: {"value": value + 1})
+            assert settled.value == rank * 10
+            notes.append(([note["value"] for note in settled.notes], settled.first["value"]))
+        meeting.settle("end", Outcome((None,)))  # the store lives in rank 0: nobody leaves early
+        time.sleep(0.2)
+        return notes
+
+    others: tuple[object] = ([([], 1)] * 2,)
+    assert [outcome.values for outcome in meet(place, 3, work)] == [([([1, 11, 21], 1)] * 2,), others, others]
+
+
+@pytest.mark.parametrize(
+    ("missed", "speakers"),
+    [([1, 2, 3], [2, 2, 2]), ([1, None], [1, 1]), ([1, 0], [1, 0]), ([None, None], [0, 1])],
+    ids=["the last is silent", "one knows", "they miss each other", "neither knows"],
+)
+def test_the_rank_speaks_that_knows_the_cause(file: str, missed: list[int | None], speakers: list[int]) -> None:
+    found = meet(file, len(missed), lambda rank, meeting: meeting.first_word(f"word of {rank}", missed[rank]))
+    assert [outcome.values[0] for outcome in found] == [(speaker, f"word of {speaker}") for speaker in speakers]
+
+
+def test_a_table_that_one_rank_keeps_another_recalls_by_its_name(file: str) -> None:
+    def work(rank: int, meeting: Meeting) -> tuple[dict[str, str], ...]:
+        settled = meeting.settle("phase", Outcome((rank,)), lambda _: {"name": meeting.keep({"odd": str(rank % 2)})})
+        return tuple(meeting.recall(note["name"]) for note in settled.notes)
+
+    assert meet(file, 3, work)[0].values == (({"odd": "0"}, {"odd": "1"}, {"odd": "0"}),)
+
+
+@pytest.mark.parametrize("ranks", [4, 16])
+def test_a_rank_but_the_first_reads_one_key_of_a_phase_however_many_there_are(
+    file: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[list[str]] = []
+
+    def wait(meeting: Meeting, phase: str, keys: list[str], timeout: float) -> None:
+        if meeting._world.rank > 0:
+            waited.append(keys)
+        meeting._store.wait(keys, timedelta(seconds=timeout))
+
+    monkeypatch.setattr(Meeting, "_wait", wait)
+    meet(file, ranks, lambda rank, meeting: meeting.settle("phase", Outcome((rank,))))
+    assert waited == [["phase/verdict"]] * (ranks - 1)
+
+
+def test_a_world_that_starts_again_does_not_read_what_the_failed_one_left() -> None:
+    port = free_port()
+    agent = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)  # torchrun's
+    for restart in range(2):
+
+        def work(rank: int, meeting: Meeting, restart: int = restart) -> object:
+            time.sleep(0 if rank else 0.3)  # what is left would be read before rank 0 writes
+            return meeting.settle("phase", Outcome((rank,)), lambda _: {"restart": restart}).first["restart"]
+
+        outcomes = meet(f"tcp://127.0.0.1:{port}", 2, work, restart=restart)
+        assert [outcome.values for outcome in outcomes] == [(restart,)] * 2
+    assert agent.num_keys() > 0
+
+
+def test_a_world_of_one_meets_itself() -> None:
+    assert Meeting(World(), 1.0).settle("phase", Outcome((7,))).value == 7
+
+
+def test_the_lowest_failing_rank_speaks_and_all_end_with_its_code(file: str) -> None:
+    def work(rank: int, meeting: Meeting) -> object:
+        problem = PluginError(f"rank {rank} has no plugin") if rank else None
+        return meeting.settle("resolve", Outcome(() if problem else (rank,), problem))
+
+    errors = [outcome.error for outcome in meet(file, 3, work)]
+    assert [type(error) for error in errors] == [PeerError, PluginError, PeerError]
+    assert [error.exit_code for error in errors if isinstance(error, PluginError | PeerError)] == [3, 3, 3]
+    assert str(errors[1]) == "rank 1 has no plugin"
+
+
+def test_a_rank_that_never_joins_is_named_once(file: str) -> None:
+    def work(rank: int, meeting: Meeting) -> object:
+        return None if rank == 1 else meeting.settle("resolve", Outcome((rank,)))
+
+    start = time.monotonic()
+    errors = [outcome.error for outcome in meet(file, 3, work, timeout=1.0)]
+    assert time.monotonic() - start < 6
+    assert isinstance(errors[0], RankLostError)
+    assert str(errors[0]).startswith("rank 1 of 3 did not join within 1 s")
+    assert isinstance(errors[2], PeerError)
+    assert errors[2].exit_code == 4
+
+
+def test_when_rank_0_never_joins_the_next_one_says_so(file: str) -> None:
+    def work(rank: int, meeting: Meeting) -> object:
+        return None if rank == 0 else meeting.settle("resolve", Outcome((rank,)))
+
+    errors = [outcome.error for outcome in meet(file, 3, work, timeout=0.5)]
+    assert str(errors[1]).startswith("rank 0 of 3 did not join")
+    assert isinstance(errors[2], PeerError)
+
+
+def test_a_meeting_point_where_nobody_listens_is_named() -> None:
+    world = World(rank=1, size=2, init_method=f"tcp://127.0.0.1:{free_port()}")
+    with pytest.raises(RankLostError, match=r"rank 1 cannot reach the meeting point tcp://127\.0\.0\.1"):
+        Meeting(world, 1.0)
+
+
+def test_a_port_that_is_taken_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(RankLostError) as refused:
+            Meeting(World(rank=0, size=2, init_method=place, serves_store=True), 1.0)
+    line = str(refused.value)
+    assert line.startswith(f"rank 0 cannot open the meeting point {place}: ")
+    assert "\n" not in line
+    assert "check that the first host is up and the port is free and open" in line
+
+
+def test_the_rank_that_keeps_the_store_leaves_last() -> None:
+    def work(rank: int, meeting: Meeting) -> float:
+        meeting.settle("phase", Outcome((rank,)))
+        time.sleep(0.5 * rank)
+        meeting.leave()
+        return time.monotonic()
+
+    first, second = (outcome.values[0] for outcome in meet(f"tcp://127.0.0.1:{free_port()}", 2, work))
+    assert first > second - 0.2
+
+
+def test_a_rank_that_is_gone_does_not_hold_up_the_store() -> None:
+    start = time.monotonic()
+    meet(f"tcp://127.0.0.1:{free_port()}", 2, lambda rank, meeting: meeting.leave() if rank == 0 else None)
+    assert time.monotonic() - start < 6
+
+
+def test_an_input_error_keeps_its_words_through_a_meeting(file: str) -> None:
+    def work(rank: int, meeting: Meeting) -> object:
+        return meeting.settle("resolve", Outcome((), InputError("no", why="because", fix="do")))
+
+    assert str(meet(file, 2, work)[0].error) == "no: because; do"

@@ -1,0 +1,190 @@
+"""Training from Python: in this process, on local ranks, and as a rank of somebody's world."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import deterministic as kernels
+
+from megatron_run import Action, load_config
+from megatron_run.contracts import Observer, Schedule, StepMetrics
+from megatron_run.contracts.actions import ScheduleSpec
+from megatron_run.errors import ExitCode, InputError
+from megatron_run_engine import train
+from megatron_run_engine.launch import FailedRunError
+from tests.support.commands import COMMAND, free_port, run_command
+
+SETS = {"train.steps": 3, "eval.interval": 0, "run.threads": 1, "observer.use": "jsonl"}
+
+
+def status(folder: Path) -> Any:
+    return json.loads((folder / "status.json").read_text())
+
+
+class OneByOne(Schedule):
+    def actions(self, spec: ScheduleSpec) -> list[list[Action]]:
+        pairs = [(Action("F", m, 0), Action("B", m, 0)) for m in range(spec.microbatches)]
+        return [[action for pair in pairs for action in pair] for _ in range(spec.stages)]
+
+
+class Ends(Observer):
+    """Sends a signal after the second step, or raises it."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number = number
+        self.steps: list[int] = []
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        self.steps.append(metrics.step)
+        if metrics.step == 2:
+            os.kill(os.getpid(), self.number)
+
+
+def test_a_world_of_one_trains_in_this_process_with_an_object_as_plugin(tmp_path: Path) -> None:
+    ending = train(load_config("preset:tiny", sets=SETS | {"run.folder": tmp_path}, plugins=[OneByOne()]))
+    assert (ending.code, ending.folder) == (ExitCode.DONE, tmp_path)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("finished", 3)
+
+
+def test_sigterm_finishes_the_step_and_gives_the_handler_back(tmp_path: Path) -> None:
+    before, observer = signal.getsignal(signal.SIGTERM), Ends(signal.SIGTERM)
+    sets = SETS | {"run.folder": tmp_path, "train.steps": 9}
+    ending = train(load_config("preset:tiny", sets=sets, plugins=[observer]))
+    assert ending.code == ExitCode.SIGTERM
+    assert observer.steps[:2] == [1, 2]
+    assert len(observer.steps) <= 3  # the signal came while step 2 was reported: step 3 carries it to all ranks
+    assert status(tmp_path)["state"] == "stopped"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_is_raised_in_this_process_reaches_the_caller(tmp_path: Path) -> None:
+    sets = SETS | {"run.folder": tmp_path, "checkpoint.interval": 1}
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with it ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(load_config("preset:tiny", sets=sets, plugins=[Ends(signal.SIGINT)]))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    said = status(tmp_path)
+    assert said["exit_code"] == 130
+    assert said["message"].startswith("interrupted, which saves nothing: step 1 was saved last; to go on from it, run ")
+
+
+def process_state() -> list[Any]:
+    """What a program may have chosen for itself, apart from the generator."""
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = kernels.fill_uninitialized_memory  # type: ignore[attr-defined]  # torch hides it behind a class
+    return [(*deterministic, filled), torch.get_num_threads(), dict(os.environ)]
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_training_here_leaves_the_process_as_it_was(tmp_path: Path, interrupted: bool) -> None:
+    class Looks(Observer):
+        def on_step_end(self, metrics: StepMetrics) -> None:
+            seen.append(process_state())
+            if interrupted:
+                raise KeyboardInterrupt
+
+    seen: list[Any] = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.manual_seed(5)
+        before, expected = process_state(), torch.rand(3, generator=torch.Generator().manual_seed(5))
+        with suppress(KeyboardInterrupt):
+            train(load_config("preset:tiny", sets=SETS | {"run.folder": tmp_path}, plugins=[Looks()]))
+        assert process_state() == before
+        assert torch.equal(torch.rand(3), expected)
+        assert before[0] == (False, False, True)
+        assert seen[0][:2] == [(True, False, False), 1]
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.multiproc
+def test_several_ranks_are_processes_and_do_the_same(tmp_path: Path) -> None:
+    losses = {}
+    for name, plugins in (("one", []), ("two", ["schedule=1f1b"])):
+        run = load_config("preset:tiny", sets=SETS | {"run.folder": tmp_path / name}, plugins=plugins)
+        assert train(run).code == ExitCode.DONE
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses[name] = [json.loads(line)["loss"] for line in lines]
+    assert losses["two"] == pytest.approx(losses["one"], abs=1e-5)
+
+
+@pytest.mark.multiproc
+def test_ranks_that_fail_are_an_exception_with_their_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text(
+        "from megatron_run import PluginInfo, RunError, hookimpl\n"
+        "from megatron_run.errors import DataError\n"
+        "@hookimpl\n"
+        "def megatron_run_plugin_info():\n"
+        "    return PluginInfo('scaler', 'bad')\n"
+        "@hookimpl\n"
+        "def megatron_run_create_scaler(context, options):\n"
+        "    raise DataError('no data today')\n"
+    )
+    sets = SETS | {"run.folder": tmp_path / "run"}
+    run = load_config("preset:tiny", sets=sets, plugins=[f"scaler={tmp_path / 'bad.py'}"], nproc=2)
+    with pytest.raises(FailedRunError, match="no data today") as caught:
+        train(run)
+    assert caught.value.exit_code == caught.value.ending.code == ExitCode.DATA
+
+
+def test_an_object_cannot_travel_to_other_processes(tmp_path: Path) -> None:
+    sets = SETS | {"run.folder": tmp_path / "run", "parallel.data": 2}
+    with pytest.raises(
+        InputError, match=r"a run of 2 ranks cannot use schedule=onebyone: .*write the plugin into a file"
+    ):
+        train(load_config("preset:tiny", sets=sets, plugins=[OneByOne()]))
+    assert not (tmp_path / "run").exists()
+
+
+def slurm_step(folder: Path, *words: str, ranks: int = 2) -> list[tuple[int, str]]:
+    """The tasks that srun would start on this host; exit code and standard error of each."""
+    common = {
+        "SLURM_NTASKS": str(ranks),
+        "SLURM_STEP_NUM_TASKS": str(ranks),
+        "SLURM_TASKS_PER_NODE": str(ranks),
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NODELIST": "localhost",
+        "MASTER_PORT": str(free_port()),
+    }
+
+    def task(rank: int) -> tuple[int, str]:
+        place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+        seed = {"MEGATRON_RUN_SET": f"train.seed={rank}"} if "differ" in words else {}
+        typed = tuple(word for word in words if word != "differ")
+        done = run_command((*COMMAND, *typed), folder, variables={**common, **place, **seed})
+        return done.returncode, done.stderr
+
+    with ThreadPoolExecutor(ranks) as threads:
+        return list(threads.map(task, range(ranks)))
+
+
+TINY = ("preset:tiny", "--set", "run.folder=run", "--set", "run.threads=1", "--set", "train.steps=3")
+
+
+@pytest.mark.multiproc
+def test_a_slurm_step_is_one_run(tmp_path: Path) -> None:
+    assert [code for code, _ in slurm_step(tmp_path, *TINY)] == [0, 0]
+    assert status(tmp_path / "run")["state"] == "finished"
+    assert (tmp_path / "run" / "logs" / "attempt-001" / "rank-00001.log").exists()
+
+
+@pytest.mark.multiproc
+def test_every_task_of_a_slurm_step_ends_with_the_code_and_one_speaks(tmp_path: Path) -> None:
+    """Rank 0 keeps the meeting point: it must not leave before the others know."""
+    (first, said), (second, silent) = slurm_step(tmp_path, *TINY, "differ")
+    assert (first, second) == (3, 3)
+    assert "train.seed: 0 on rank 0 (" in said
+    assert silent == ""

@@ -1,0 +1,102 @@
+"""A product for each group of rows against autograd on one group at a time."""
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from megatron_run_engine.nn import grouped
+from megatron_run_engine.nn.grouped import Groups, _has_onednn, _takes_grouped, grouped_linear
+from megatron_run_engine.runtime.gradients import GradientAccumulator, main_grad
+
+#: Some without rows; sizes that one call takes, and sizes that it does not.
+COUNTS, SIZES = ([3, 0, 5, 1], [0, 0, 0, 0], [9, 0, 0, 0]), ((8, 16), (5, 7))
+
+CPU = torch.device("cpu")
+
+
+def parameter(*shape: int, dtype: torch.dtype = torch.float64) -> Parameter:
+    made = Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=dtype))
+    made.main_grad = torch.zeros_like(made)  # type: ignore[attr-defined]  # as a bucket does
+    return made
+
+
+@pytest.mark.parametrize("way", ["oneDNN", "one call", "one product a group"])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), SIZES)
+def test_values_and_gradients_are_those_of_each_group_alone(
+    counts: list[int], inputs: int, outputs: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "one call":
+        monkeypatch.setattr(grouped, "_has_onednn", lambda *_: False)
+    dtype = torch.float64 if way == "one product a group" else torch.float32
+    rows = torch.randn(sum(counts), inputs, dtype=dtype, requires_grad=True)
+    weight, bias = parameter(4 * outputs, inputs, dtype=dtype), parameter(4 * outputs, dtype=dtype)
+    y = grouped_linear(rows, weight, bias, torch.tensor(counts), GradientAccumulator(), bias_share=0.5)
+    (of_rows,) = torch.autograd.grad(y, rows, torch.ones_like(y).cumsum(0))
+    matrices, biases = weight.detach().view(4, outputs, inputs), bias.detach().view(4, outputs)
+    leaves = [each.clone().requires_grad_() for each in (rows.detach(), matrices, biases)]
+    parts = zip(leaves[0].split(counts), leaves[1], leaves[2], strict=True)
+    expected = torch.cat([part @ matrix.T + 0.5 * shift for part, matrix, shift in parts])
+    torch.testing.assert_close(y, expected)
+    wanted = torch.autograd.grad(expected, leaves, torch.ones_like(y).cumsum(0))
+    torch.testing.assert_close(of_rows, wanted[0])
+    torch.testing.assert_close(main_grad(weight), wanted[1].flatten(0, 1))
+    torch.testing.assert_close(main_grad(bias), wanted[2].flatten())
+
+
+def test_weight_gradients_wait_for_their_action() -> None:
+    gradients, weight = GradientAccumulator(), parameter(6, 4)
+    rows = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    y = grouped_linear(rows, weight, None, torch.tensor([1, 2]), gradients)
+    with gradients.deferring((0, 0)):
+        torch.autograd.backward(y.sum())
+    assert not main_grad(weight).any()
+    gradients.run_deferred((0, 0))
+    assert main_grad(weight).any()
+
+
+def test_a_gradient_of_every_group_arrives_though_it_has_no_rows() -> None:
+    """What never arrives holds up its bucket."""
+    arrived: list[torch.Tensor] = []
+    gradients, weight = GradientAccumulator(), parameter(6, 4)
+    rows = torch.zeros(0, 4, dtype=torch.float64, requires_grad=True)
+    for _ in range(2):  # arrivals are learned in the first step
+        gradients.start_step(1, arrived.append)
+        torch.autograd.backward(grouped_linear(rows, weight, None, torch.tensor([0, 0]), gradients).sum())
+    assert len(arrived) == 1
+
+
+def test_a_processor_takes_what_is_aligned_in_one_call() -> None:
+    """Else two thirds of the cases above would try nothing new."""
+    assert _has_onednn("cpu", torch.float32)
+    assert not _has_onednn("cpu", torch.bfloat16)
+    rows, matrices = torch.zeros(4, 8), torch.zeros(2, 8, 16)
+    assert _takes_grouped(rows, matrices)
+    assert _takes_grouped(rows, torch.zeros(2, 16, 8).transpose(1, 2))
+    assert not _takes_grouped(torch.zeros(4, 5), torch.zeros(2, 5, 8))
+    assert not _takes_grouped(rows.double(), matrices.double())
+
+
+def test_sums_of_products_are_added_to_what_is_there() -> None:
+    left, right = torch.randn(5, 8), torch.randn(5, 4)
+    totals = torch.ones(2, 8, 4)
+    Groups(torch.tensor([2, 3]), CPU).add_products(totals, left, right)
+    torch.testing.assert_close(totals, 1 + torch.stack([left[:2].T @ right[:2], left[2:].T @ right[2:]]))
+
+
+@pytest.mark.parametrize("counts", [[2, 3, 4], [0, 5, 4], [9, 0, 0], [4, 5, 0]], ids=str)
+def test_one_call_adds_nothing_to_a_group_without_rows(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the device's call makes of no rows."""
+    careful = torch._grouped_mm
+
+    def careless(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        products = careful(left, right, offs=offs)
+        products[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return products
+
+    monkeypatch.setattr(torch, "_grouped_mm", careless)
+    left, right = torch.randn(9, 16), torch.randn(9, 8)
+    totals = torch.ones(3, 16, 8)
+    Groups(torch.tensor(counts), CPU).add_grouped(totals, left, right)
+    parts = zip(left.split(counts), right.split(counts), strict=True)
+    torch.testing.assert_close(totals, 1 + torch.stack([one.T @ other for one, other in parts]))

@@ -1,0 +1,87 @@
+"""The linear layer whose backward can be split."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_run_engine.nn.linear import add_product, linear
+from megatron_run_engine.runtime.gradients import GradientAccumulator, main_grad
+
+
+def parameter(*shape: int) -> Parameter:
+    """A random parameter with an empty main_grad, as the kernel leaves it."""
+    made = Parameter(torch.randn(shape, dtype=torch.float64))
+    made.main_grad = torch.zeros(shape, dtype=torch.float64)  # type: ignore[attr-defined]  # the kernel's attribute
+    return made
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor) -> list[Tensor]:
+    """Output and gradients by plain autograd."""
+    inputs = [t.detach().clone().requires_grad_() for t in (x, weight, bias) if t is not None]
+    y = inputs[0] @ inputs[1].T + (inputs[2] if bias is not None else 0)
+    return [y.detach(), *torch.autograd.grad(y, inputs, grad)]
+
+
+@pytest.mark.parametrize("leading", [(5,), (3, 2), (2, 3, 2)], ids=str)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_output_and_gradients_are_those_of_autograd(leading: tuple[int, ...], with_bias: bool) -> None:
+    x, weight, bias = torch.randn(*leading, 4).double(), parameter(7, 4), parameter(7) if with_bias else None
+    grad = torch.randn(*leading, 7).double()
+    y, *gradients = reference(x, weight, bias, grad)
+    x.requires_grad_()
+    found = linear(x, weight, bias, GradientAccumulator())
+    found.backward(grad)
+    assert x.grad is not None
+    torch.testing.assert_close(found, y)
+    found_gradients = [x.grad, main_grad(weight), *([] if bias is None else [main_grad(bias)])]
+    torch.testing.assert_close(found_gradients, gradients)
+    assert weight.grad is None
+
+
+def test_microbatches_add_up() -> None:
+    x, weight = torch.randn(3, 4).double(), parameter(7, 4)
+    for _ in range(3):
+        linear(x, weight, None, GradientAccumulator()).sum().backward()
+    expected = 3 * x.sum(0).expand(7, 4)
+    torch.testing.assert_close(main_grad(weight), expected)
+
+
+def test_a_split_backward_gives_the_input_gradient_first_and_the_weight_gradient_when_asked() -> None:
+    gradients, weight, bias = GradientAccumulator(), parameter(7, 4), parameter(7)
+    x = torch.randn(3, 4).double().requires_grad_()
+    with gradients.deferring((0, 0)):
+        linear(x, weight, bias, gradients).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, weight.detach().sum(0).expand(3, 4))
+    assert not main_grad(weight).any()
+    gradients.run_deferred((0, 0))
+    torch.testing.assert_close(main_grad(weight), x.detach().sum(0).expand(7, 4))
+    torch.testing.assert_close(main_grad(bias), torch.full((7,), 3.0).double())
+
+
+def test_a_gradient_that_is_not_contiguous_is_accumulated_right() -> None:
+    x, weight = torch.randn(3, 2, 4).double(), parameter(7, 4)
+    grad = torch.randn(7, 2, 3).double().permute(2, 1, 0)  # [3, 2, 7], strided
+    linear(x, weight, None, GradientAccumulator()).backward(grad)
+    torch.testing.assert_close(main_grad(weight), torch.einsum("abo,abi->oi", grad, x))
+
+
+def test_a_frozen_weight_gets_nothing_and_passes_the_input_gradient() -> None:
+    weight = parameter(7, 4).requires_grad_(False)
+    x = torch.randn(3, 4).double().requires_grad_()
+    linear(x, weight, None, GradientAccumulator()).sum().backward()  # type: ignore[arg-type]  # a Parameter still
+    assert x.grad is not None
+    assert x.grad.any()
+    assert not main_grad(weight).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_added_in_the_dtype_of_the_total(dtype: torch.dtype) -> None:
+    left, right = torch.randn(4, 6).to(dtype), torch.randn(6, 5).to(dtype)
+    total = torch.full((4, 5), 1000.0)
+    add_product(total, left, right)
+    tolerance = 1e-3 if dtype == torch.float32 else 0.1
+    expected = 1000 + (left.double() @ right.double()).float()
+    torch.testing.assert_close(total, expected, rtol=0, atol=tolerance)
+    assert total.dtype == torch.float32

@@ -1,0 +1,96 @@
+"""Mixtures of experts against one written out token by token, in float64: losses, every gradient, what is reported."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
+from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_testing.context import example_microbatch, logical_values, single_process_context
+from megatron_run_testing.model import Built, build_model
+from tests.support import plain_gpt
+from tests.support.plain_moe import Mixed
+
+SMALL = {
+    "num_layers": 2,
+    "hidden_size": 12,
+    "num_heads": 2,
+    "vocab_size": 61,
+    "dropout": 0.0,
+    "init_std": 0.4,  # every path matters
+    "experts": 4,
+    "expert_ffn_size": 20,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "one of three, by its probability": {"experts": 3, "top_k": 1, "router_pre_softmax": True},
+    "all of them": {"top_k": 4},
+    "swiglu without bias": {"activation": "swiglu", "bias": False, "norm": "rmsnorm"},
+    "sigmoid": {"router_score_function": "sigmoid", "router_topk_scaling_factor": 2.5},
+    "one by sigmoid": {"router_score_function": "sigmoid", "top_k": 1},
+    "probabilities as they are": {"router_pre_softmax": True},
+    "z loss alone": {"aux_loss_coeff": 0.0, "z_loss_coeff": 0.5},
+    "no auxiliary loss": {"aux_loss_coeff": 0.0},
+    "capacity": {"expert_capacity_factor": 0.75},
+    "capacity by position": {"expert_capacity_factor": 0.75, "token_drop_policy": "position", "top_k": 3},
+    "capacity that drops nothing": {"expert_capacity_factor": 4.0},
+    "shared": {"shared_expert_ffn_size": 8},
+    "shared with a gate": {"shared_expert_ffn_size": 8, "shared_expert_gate": True, "z_loss_coeff": 0.1},
+    "every second layer": {"num_layers": 3, "expert_layer_freq": 2},
+    "a pattern": {"num_layers": 4, "expert_layer_pattern": (0, 1, 1)},
+}
+each_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
+
+
+def moe(variant: dict[str, Any], **train: Any) -> tuple[GptOptions, BuildContext, Built]:
+    options = GptOptions.model_validate({**SMALL, **variant})
+    context = single_process_context(options, train=train)
+    return options, context, build_model(lambda context, _: Gpt(context, options), context, options)
+
+
+def reference(built: Built, options: GptOptions) -> tuple[torch.Tensor, plain_gpt.Weights, list[Mixed]]:
+    """The language-model loss, the weights that it was computed from, and what each layer of experts found."""
+    weights, mixed = plain_gpt.leaves(logical_values(built.infos)), list[Mixed]()
+    tokens, labels, mask = (example_microbatch(61).fields[name] for name in ("tokens", "labels", "loss_mask"))
+    return plain_gpt.loss(weights, tokens, labels, mask, options, mixed), weights, mixed
+
+
+@each_variant
+def test_losses_and_every_gradient_are_those_of_the_reference(variant: dict[str, Any]) -> None:
+    options, _, built = moe(variant)
+    lm, weights, mixed = reference(built, options)
+    for found in mixed:
+        lm = lm + options.aux_loss_coeff * found.balance + options.z_loss_coeff * found.z
+    torch.autograd.backward(lm)
+    loss, gradients = built.step(example_microbatch(61))
+    torch.testing.assert_close(loss, lm.detach())
+    assert gradients.keys() == weights.keys()
+    for name, weight in weights.items():
+        expected = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        torch.testing.assert_close(gradients[name], expected, msg=f"the gradient of {name} differs")
+
+
+@each_variant
+def test_what_is_reported_is_what_the_reference_found(variant: dict[str, Any]) -> None:
+    options, context, built = moe(variant)
+    _, _, mixed = reference(built, options)
+    out, _ = built.forward(example_microbatch(61))
+    assert out.losses.keys() == set(built.model.metric_names)
+    for name, coefficient, values in (
+        ("model/balance_loss", options.aux_loss_coeff, [found.balance for found in mixed]),
+        ("model/z_loss", options.z_loss_coeff, [found.z for found in mixed]),
+    ):
+        if coefficient:
+            total, weight = out.losses[name]
+            torch.testing.assert_close(total / weight, torch.stack(values).mean())
+    means = context.metrics.means(context.metrics.collect(context.groups).tolist())
+    assignments = 32 * options.top_k * len(mixed)
+    assert means["model/drop_rate"] == pytest.approx(sum(found.dropped for found in mixed) / assignments)
+    assert 0 <= means["model/expert_load_min"] <= 1 <= means["model/expert_load_max"] <= options.experts
+
+
+def test_the_variants_drop_some_tokens_and_leave_some_experts_alone() -> None:
+    """Else half of the comparisons above would see nothing."""
+    options, _, built = moe(VARIANTS["capacity"])
+    assert sum(found.dropped for found in reference(built, options)[2]) > 4

@@ -1,0 +1,47 @@
+"""The arithmetic of a network's sizes."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode, bmm_flop, mm_flop
+
+from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
+from megatron_run_testing.context import example_microbatch, single_process_context
+from megatron_run_testing.model import build_model
+
+#: Two of three layers; the weighted sums over experts are products too, but not of weights.
+EXPERTS = {
+    "experts": 5,
+    "top_k": 3,
+    "expert_ffn_size": 24,
+    "expert_layer_freq": 2,
+    "shared_expert_ffn_size": 40,
+    "shared_expert_gate": True,
+}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"activation": "swiglu", "num_kv_heads": 2, "ffn_size": 40}, {"tie_embeddings": False}, EXPERTS],
+    ids=["gpt2", "grouped swiglu", "untied", "experts"],
+)
+def test_flops_are_those_that_torch_counts(extra: dict[str, object]) -> None:
+    """A vocabulary of 128 needs no padding, and unfused attention has no recomputation: the formula is exact."""
+    options = GptOptions.model_validate(
+        {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "vocab_size": 128, "dropout": 0.0, **extra}
+    )
+    context = single_process_context(options, dtype=torch.float32)
+    built = build_model(Gpt, context, options)  # type: ignore[arg-type]  # a Gpt takes GptOptions
+    built.forward(example_microbatch(128))  # whether there are grouped products is found by trying one
+    # Weight gradients are accumulated in place; torch counts neither that nor grouped products by itself.
+    accumulated = {
+        torch.ops.aten.addmm_: lambda _, left, right, **__: mm_flop(left, right),
+        torch.ops.aten._grouped_mm: lambda rows, matrices, *_, **__: 2 * math.prod(rows) * matrices[-1],
+        torch.ops.mkldnn._linear_pointwise: lambda rows, matrix, *_, **__: 2 * math.prod(rows) * matrix[0],
+        torch.ops.aten.bmm: lambda left, right, **_: 0 if 1 in (left[1], right[2]) else bmm_flop(left, right),
+    }
+    with FlopCounterMode(display=False, custom_mapping=accumulated) as counter, sdpa_kernel(SDPBackend.MATH):
+        built.step(example_microbatch(128))
+    assert counter.get_total_flops() == 2 * 16 * built.model.flops_per_token(16)

@@ -1,0 +1,99 @@
+"""Which bucket leaves when, without any communication."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from megatron_run.contracts import Init, ParamInfo
+from megatron_run_engine.optim.reducer import BucketReducer
+from megatron_run_engine.runtime.comm import Pending
+from megatron_run_engine.runtime.gradients import Bucket, build_buckets
+
+
+class Waited(Pending):
+    """Counts how often it was waited for."""
+
+    def wait(self) -> torch.Tensor:
+        self.tensor.add_(1)
+        return self.tensor
+
+
+@dataclass
+class Bench:
+    """Traffic of chunk 0 with two buckets, chunk 1 with one, and a tied parameter in both chunks; what has left."""
+
+    traffic: BucketReducer
+    buckets: list[Bucket]
+    chunks: list[list[Parameter]]
+    sent: list[Bucket]
+
+
+def bench(*, early: bool = True) -> Bench:
+    chunks = [[Parameter(torch.zeros(64)) for _ in range(2)], [Parameter(torch.zeros(64))]]
+    tied = Parameter(torch.zeros(64))
+
+    def info(name: str, **more: str) -> ParamInfo:
+        return ParamInfo(name, (), Init("zeros"), decay=True, **more)  # type: ignore[arg-type]
+
+    infos = [
+        {tied: info("tied", tie="word"), **{p: info(f"{c}.{i}") for i, p in enumerate(members)}}
+        for c, members in enumerate(chunks)
+    ]
+    buckets = build_buckets(infos, 1, capacity=1)
+    sent: list[Bucket] = []
+
+    def send(bucket: Bucket) -> Pending:
+        sent.append(bucket)
+        return Waited(bucket.grad)
+
+    traffic = BucketReducer(buckets, send, early=early)
+    traffic.start_step()
+    return Bench(traffic, buckets, chunks, sent)
+
+
+def test_a_complete_bucket_waits_for_those_before_it_in_its_chunk() -> None:
+    made = bench()
+    _, second, first, _ = made.buckets  # the tied one, then chunk 0's in reverse order, then chunk 1's
+    made.traffic.arrived(made.chunks[0][0])
+    assert made.sent == []
+    made.traffic.arrived(made.chunks[0][1])
+    assert made.sent == [second, first]
+
+
+def test_what_is_left_of_a_chunk_leaves_with_it_and_nothing_leaves_twice() -> None:
+    made = bench()
+    made.traffic.arrived(made.chunks[1][0])
+    made.traffic.arrived(made.chunks[0][1])
+    made.traffic.flush(0)
+    made.traffic.flush(0)
+    made.traffic.flush(1)
+    assert made.sent == [made.buckets[3], made.buckets[1], made.buckets[2]]
+
+
+def test_a_tied_bucket_leaves_last_and_every_bucket_is_waited_for_once() -> None:
+    made = bench()
+    for parameter in made.buckets[0].parameters:
+        made.traffic.arrived(parameter)
+    made.traffic.flush(0)
+    made.traffic.flush(1)
+    assert made.buckets[0] not in made.sent
+    made.traffic.finish()
+    assert [bucket.grad[0].item() for bucket in made.buckets] == [1.0] * 4
+    made.traffic.start_step()
+    made.traffic.finish()
+    assert made.sent.count(made.buckets[0]) == 2, "once a step"
+
+
+@pytest.mark.parametrize("chunk", [0, 1])
+def test_without_overlap_everything_leaves_at_the_end(chunk: int) -> None:
+    made = bench(early=False)
+    for parameter in made.chunks[chunk]:
+        made.traffic.arrived(parameter)
+    made.traffic.flush(chunk)
+    assert made.sent == []
+    made.traffic.finish()
+    assert made.sent == made.buckets

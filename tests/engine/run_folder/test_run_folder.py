@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_run.errors import ExitCode, InputError
+from megatron_run.planning import ResolvedRun, load_config
+from megatron_run_engine.run_folder import FolderLock, OpenedFolder, RunFolder, join_run_folder, open_run_folder
+
+
+def tiny(path: Path | None = None, **sets: Any) -> ResolvedRun:
+    chosen = {key.replace("__", "."): value for key, value in sets.items()}
+    return load_config("preset:tiny", sets={"run.folder": path, **chosen} if path else chosen)
+
+
+def opened(run: ResolvedRun, *arguments: str) -> OpenedFolder:
+    """Open and let go, as a job that has ended."""
+    result = open_run_folder(run, arguments)
+    result.lock.release()
+    return result
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_an_absent_folder_is_created_and_described(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b"
+    result = opened(tiny(path), "preset:tiny")
+    assert (result.folder.path, result.folder.attempt, result.finished) == (path, 1, False)
+    assert result.folder.log(3) == path / "logs" / "attempt-001" / "rank-00003.log"
+    record = read(path / "run.json")
+    assert record["attempts"][0]["arguments"] == ["preset:tiny"]
+    assert record["identity"]["train.lr"] == 1e-3
+    assert read(path / "plan.json")["plugins"]["schedule"][0]["name"] == "sequential"
+    assert "torch" in read(path / "environment.json")["packages"]
+    assert read(path / "status.json")["state"] == "starting"
+
+
+def test_the_written_configuration_resolves_to_the_same_run(tmp_path: Path) -> None:
+    run = tiny(tmp_path / "run", train__lr=0.5)
+    result = opened(run)
+    assert load_config(result.folder.path / "config.yaml").digest() == run.digest()
+
+
+def test_without_a_name_a_new_folder_is_made_and_latest_points_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = opened(tiny()).folder.path, opened(tiny()).folder.path
+    assert first != second
+    assert first.parent == second.parent == tmp_path / "runs"
+    assert (tmp_path / "runs" / "latest").readlink() == Path(second.name)
+
+
+def test_latest_stands_for_the_run_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = opened(tiny()).folder
+    again = opened(tiny(Path("runs/latest"))).folder
+    assert (again.path, again.attempt) == (first.path, 2)
+
+
+def test_a_folder_named_latest_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "latest").mkdir(parents=True)
+    opened(tiny())
+    assert not (tmp_path / "runs" / "latest").is_symlink()
+
+
+def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
+    assert opened(tiny(tmp_path)).folder.attempt == 1
+
+
+def test_the_same_run_is_another_attempt_and_overwrites_nothing(tmp_path: Path) -> None:
+    opened(tiny(tmp_path))
+    before = {path: path.read_bytes() for path in tmp_path.glob("*.*") if path.name not in ("run.json", "status.json")}
+    second = opened(tiny(tmp_path, run__threads=1), "again").folder
+    assert second.attempt == 2
+    assert (tmp_path / "logs" / "attempt-002" / "config.yaml").exists()
+    assert [each["arguments"] for each in read(tmp_path / "run.json")["attempts"]] == [[], ["again"]]
+    assert before
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"parallel__data": 1},
+        {"eval__interval": 3},
+        {"observer__use": "jsonl"},
+        {"train__max_skips": 99},
+        {"train__recompute": "full"},
+    ],
+)
+def test_where_how_and_who_watches_do_not_make_another_run(tmp_path: Path, change: dict[str, Any]) -> None:
+    opened(tiny(tmp_path))
+    assert opened(tiny(tmp_path, **change)).folder.attempt == 2
+
+
+def test_another_run_is_refused_with_the_keys_that_differ(tmp_path: Path) -> None:
+    opened(tiny(tmp_path))
+    with pytest.raises(InputError) as caught:
+        opened(tiny(tmp_path, train__lr=0.5, model__num_layers=2))
+    assert caught.value.exit_code == ExitCode.INPUT
+    assert str(caught.value) == (
+        f"run folder {tmp_path} belongs to another run: model.num_layers=4, now 2, train.lr=0.001, now 0.5; "
+        "choose another run.folder or give the same values"
+    )
+
+
+def test_a_finished_run_says_so(tmp_path: Path) -> None:
+    opened(tiny(tmp_path)).folder.end(ExitCode.DONE)
+    result = opened(tiny(tmp_path))
+    assert result.finished
+    assert read(tmp_path / "status.json")["state"] == "finished"
+    assert len(read(tmp_path / "run.json")["attempts"]) == 1
+
+
+@pytest.mark.parametrize("word", ["never", "2"])
+def test_a_finished_run_goes_on_from_the_step_that_is_named(tmp_path: Path, word: str) -> None:
+    run = tiny(tmp_path)
+    opened(run).folder.end(ExitCode.DONE)
+    result = opened(replace(run, request=replace(run.request, resume=word)))
+    assert (result.finished, result.folder.attempt) == (False, 2)
+
+
+@pytest.mark.parametrize("content", ["results.txt", "run.json"])
+def test_a_folder_that_is_no_run_folder_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / content).write_text("mine")
+    with pytest.raises(InputError, match="is not a run folder"):
+        open_run_folder(tiny(tmp_path))
+    assert (tmp_path / content).read_text() == "mine"
+
+
+def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="is not a run folder: it is a file"):
+        open_run_folder(tiny(tmp_path / "file"))
+
+
+def test_a_link_elsewhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere" / "target").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "target")
+    with pytest.raises(InputError, match=r"it is a symbolic link to .*target"):
+        open_run_folder(tiny(tmp_path / "link"))
+    assert not list((tmp_path / "elsewhere" / "target").iterdir())
+
+
+def test_logs_that_are_a_link_are_refused(tmp_path: Path) -> None:
+    opened(tiny(tmp_path / "run"))
+    (tmp_path / "run" / "logs").rename(tmp_path / "moved")
+    (tmp_path / "run" / "logs").symlink_to(tmp_path / "moved")
+    with pytest.raises(InputError, match="its logs are a symbolic link"):
+        open_run_folder(tiny(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(("number", "text"), [(errno.ENOSPC, "No space left"), (errno.EROFS, "Read-only file system")])
+def test_a_folder_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, text: str
+) -> None:
+    def refuse(path: Path, *arguments: Any, **options: Any) -> int:
+        raise OSError(number, os.strerror(number), str(path))
+
+    run = tiny(tmp_path)
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(InputError) as caught:
+        open_run_folder(run)
+    assert str(caught.value).startswith(f"run folder {tmp_path} cannot be used: {text}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_refused_folder_is_not_kept_locked(tmp_path: Path) -> None:
+    opened(tiny(tmp_path))
+    with pytest.raises(InputError, match="another run"):
+        open_run_folder(tiny(tmp_path, train__lr=0.5))
+    FolderLock(tmp_path).release()
+
+
+def test_two_jobs_cannot_share_a_folder(tmp_path: Path) -> None:
+    with open_run_folder(tiny(tmp_path)).lock, pytest.raises(InputError, match=f"process {os.getpid()} on .* writes"):
+        open_run_folder(tiny(tmp_path))
+
+
+def test_the_lock_of_a_killed_job_is_free(tmp_path: Path) -> None:
+    code = "import os,sys,pathlib; from megatron_run_engine.run_folder.lock import FolderLock\n"
+    code += "FolderLock(pathlib.Path(sys.argv[1])); os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
+    FolderLock(tmp_path).release()
+
+
+def test_without_flock_a_file_stands_for_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    expected = r"if that process is gone, delete .*\.lock-exclusive"
+    with FolderLock(tmp_path), pytest.raises(InputError, match=expected):
+        FolderLock(tmp_path)
+    FolderLock(tmp_path).release()
+
+
+def test_another_host_finds_the_folder_that_rank_0_opened(tmp_path: Path) -> None:
+    result = opened(tiny(tmp_path))
+    joined = join_run_folder(tmp_path, 1, result.run_id, rank=3, wait=0)
+    joined.heartbeat(5)
+    assert (joined.attempt, read(tmp_path / "status.json")["step"]) == (1, 0)
+
+
+@pytest.mark.parametrize(("attempt", "run_id"), [(1, "another"), (2, None)])
+def test_a_folder_that_is_not_shared_is_an_error(tmp_path: Path, attempt: int, run_id: str | None) -> None:
+    result = opened(tiny(tmp_path))
+    with pytest.raises(InputError, match="is not shared by all hosts"):
+        join_run_folder(tmp_path, attempt, run_id or result.run_id, rank=1, wait=0)
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "retry"),
+    [
+        (ExitCode.DONE, "finished", False),
+        (ExitCode.SIGTERM, "stopped", True),
+        (ExitCode.SIGINT, "stopped", False),
+        (ExitCode.RANK_LOST, "failed", True),
+        (ExitCode.INPUT, "failed", False),
+    ],
+)
+def test_the_status_says_how_it_ended_and_whether_to_try_again(
+    tmp_path: Path, code: ExitCode, state: str, retry: bool
+) -> None:
+    run_folder = RunFolder(tmp_path, 2)
+    run_folder.heartbeat(7)
+    run_folder.end(code, "why")
+    status = read(tmp_path / "status.json")
+    del status["heartbeat"]
+    expected = {"state": state, "step": 7, "attempt": 2, "exit_code": int(code), "retry": retry, "message": "why"}
+    assert status == expected
+
+
+def test_a_heartbeat_touches_the_disk_once_a_second_and_the_last_step_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    run_folder = RunFolder(tmp_path, 1)
+    steps = []
+    for step in range(1, 8):
+        run_folder.heartbeat(step)
+        steps.append(read(tmp_path / "status.json")["step"])
+        now[0] += 0.4
+    assert steps == [1, 1, 1, 4, 4, 4, 7]
+    run_folder.heartbeat(8)
+    run_folder.flush()
+    assert read(tmp_path / "status.json")["step"] == 8
+
+
+def test_a_full_disk_does_not_stop_the_heartbeat(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "gone", 1).heartbeat(1)
+    assert not (tmp_path / "gone").exists()

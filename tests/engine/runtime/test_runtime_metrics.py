@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_run.errors import PluginError
+from megatron_run_engine.runtime.comm import Groups
+from megatron_run_engine.runtime.metrics import Metrics
+
+
+def test_a_meter_is_a_weighted_mean_that_starts_again_after_each_step() -> None:
+    metrics = Metrics(torch.device("cpu"))
+    loss, silent = metrics.scalar("lm"), metrics.scalar("aux")
+    loss.add(torch.tensor(6.0), torch.tensor(3.0))
+    loss.add(4.0)
+    assert metrics.means(metrics.collect(Groups()).tolist()) == {"lm": 2.5}
+    silent.add(1.0, 2.0)
+    assert metrics.means(metrics.collect(Groups()).tolist()) == {"aux": 0.5}
+
+
+def test_a_name_is_given_out_once() -> None:
+    metrics = Metrics(torch.device("cpu"))
+    metrics.scalar("lm")
+    with pytest.raises(PluginError, match="'lm' is reported twice"):
+        metrics.scalar("lm")
+
+
+def test_collect_returns_what_was_added_and_not_a_view_that_is_cleared() -> None:
+    metrics = Metrics(torch.device("cpu"))
+    metrics.scalar("x").add(5.0)
+    assert metrics.collect(Groups()).tolist() == [[5.0, 1.0]]

@@ -1,0 +1,242 @@
+"""A resumed run is the run that never stopped: the same numbers from there on, and the same state, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_run.errors import CheckpointError, DataError, ExitCode, Problems
+from megatron_run_engine.checkpoint.step_folder import Checkpoints
+from megatron_run_engine.optim import FlatOptimizer
+from megatron_run_engine.runtime.gradients import main_grad
+from tests.support.resuming import SMALL, Attempt, attempt, only_step
+from tests.support.saved_steps import State, read_all, same_state
+from tests.support.training import found_once
+
+#: fp16 with a scale that overflows again and again, dropout, a batch that grows, a weight decay that moves.
+HARD = {
+    **SMALL,
+    "train.steps": 20,
+    "train.precision": "fp16",
+    "scaler.initial_loss_scale": 2.0**22,
+    "scaler.loss_scale_window": 2,
+    "scaler.hysteresis": 1,
+    "model.dropout": 0.1,
+    "train.ramp_up": {"start": 2, "increment": 1, "samples": 20},
+    "train.weight_decay_end": 0.1,
+    "train.weight_decay_shape": "cosine",
+    "checkpoint.interval": 1,
+    "checkpoint.keep": 20,
+}
+FAST = {**SMALL, "train.steps": 6, "checkpoint.interval": 2, "checkpoint.keep": 9}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugins_are_looked_up_once() -> Iterator[None]:
+    with found_once():
+        yield
+
+
+@pytest.fixture(scope="module")
+def hard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Attempt]:
+    """A run of 20 steps, all saved."""
+    folder = tmp_path_factory.mktemp("hard")
+    return folder, attempt(folder, HARD)
+
+
+@pytest.fixture(scope="module")
+def fast(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Attempt]:
+    """A run of 6 steps, saved at 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("fast")
+    return folder, attempt(folder, FAST)
+
+
+def state(folder: Path, step: int) -> State:
+    return read_all(Checkpoints(folder / "checkpoints"), step)
+
+
+def steps(folder: Path) -> list[int]:
+    return Checkpoints(folder / "checkpoints").steps()
+
+
+def test_the_uninterrupted_run_has_all_that_is_hard(hard: tuple[Path, Attempt]) -> None:
+    _, whole = hard
+    numbers = whole.numbers.values()
+    assert 3 <= sum(each["skipped"] for each in numbers) <= 12
+    assert len({each["loss_scale"] for each in numbers}) > 3
+    assert {each["microbatches"] for each in numbers} == {2, 3, 4}
+    assert whole.saved == list(range(1, 21))
+
+
+@pytest.mark.parametrize("step", range(1, 20))
+def test_a_run_resumed_at_any_step_goes_on_bit_for_bit(step: int, hard: tuple[Path, Attempt], tmp_path: Path) -> None:
+    source, whole = hard
+    resumed = attempt(only_step(source, step, tmp_path / "run"), HARD)
+    assert resumed.first == step + 1
+    assert resumed.numbers == {later: whole.numbers[later] for later in range(step + 1, 21)}
+    assert same_state(state(tmp_path / "run", 20), state(source, 20))
+    about = [Checkpoints(folder / "checkpoints").manifest(20).about for folder in (source, tmp_path / "run")]
+    assert (about[0].counters, about[0].scaler) == (about[1].counters, about[1].scaler)
+
+
+def test_a_stopped_run_is_saved_at_once_and_goes_on(fast: tuple[Path, Attempt], tmp_path: Path) -> None:
+    source, whole = fast
+    stopped = attempt(tmp_path, FAST, stop_after=3)
+    assert (stopped.code, stopped.saved) == (ExitCode.SIGTERM, [2, 3])
+    resumed = attempt(tmp_path, FAST)
+    assert (resumed.code, resumed.saved) == (ExitCode.DONE, [4, 6])
+    assert {**stopped.numbers, **resumed.numbers} == whole.numbers
+    assert same_state(state(tmp_path, 6), state(source, 6))
+
+
+def test_a_finished_run_that_is_resumed_has_nothing_left_to_do(fast: tuple[Path, Attempt], tmp_path: Path) -> None:
+    again = attempt(only_step(fast[0], 6, tmp_path / "run"), FAST)
+    assert (again.first, again.numbers, again.code) == (7, {}, ExitCode.DONE)
+
+
+def test_without_an_interval_a_run_is_saved_at_its_end(tmp_path: Path) -> None:
+    assert attempt(tmp_path, {**FAST, "checkpoint.interval": 0}).saved == [6]
+
+
+def test_a_time_limit_ends_the_step_and_saves(tmp_path: Path) -> None:
+    from megatron_run.planning import load_config
+    from megatron_run_engine.launch.member import train_in_folder
+    from megatron_run_engine.run_folder import RunFolder
+    from megatron_run_engine.runtime.world import World
+
+    sets = {**FAST, "run.time_limit": "0.001 s", "observer.use": "jsonl"}
+    code = train_in_folder(load_config("preset:tiny", sets=sets), World(), RunFolder(tmp_path, 1))
+    assert code is ExitCode.TIME_LIMIT
+    assert steps(tmp_path) == [1]
+
+
+def test_a_step_by_its_number_is_resumed_and_newer_ones_are_set_aside(
+    fast: tuple[Path, Attempt], tmp_path: Path
+) -> None:
+    source, whole = fast
+    attempt(tmp_path, FAST)
+    back = attempt(tmp_path, FAST, resume="2", stop_after=3, number=2)
+    assert (back.first, back.numbers) == (3, {3: whole.numbers[3]})
+    assert steps(tmp_path) == [2, 3]
+    assert Checkpoints(tmp_path / "checkpoints").hint() == 3
+    left = {entry.name for entry in (tmp_path / "checkpoints").iterdir() if "aside" in entry.name}
+    assert left == {"step4-set-aside-by-attempt-002", "step6-set-aside-by-attempt-002"}
+    attempt(tmp_path, FAST, number=3)
+    assert same_state(state(tmp_path, 6), state(source, 6))
+
+
+def test_never_starts_again(fast: tuple[Path, Attempt], tmp_path: Path) -> None:
+    again = attempt(only_step(fast[0], 6, tmp_path / "run"), FAST, resume="never", stop_after=1)
+    assert again.first == 1
+    assert steps(tmp_path / "run") == [1]
+
+
+def refused(folder: Path, sets: dict[str, Any], **asked: Any) -> str:
+    """What is said when the run in ``folder`` cannot be resumed; nothing has been loaded by then."""
+    with mock.patch.object(FlatOptimizer, "load_state") as load, pytest.raises((CheckpointError, DataError)) as error:
+        attempt(folder, sets, **asked)
+    load.assert_not_called()
+    assert error.value.exit_code == ExitCode.DATA
+    return str(error.value)
+
+
+def test_a_damaged_step_is_named_and_nothing_older_is_taken_in_silence(
+    fast: tuple[Path, Attempt], tmp_path: Path
+) -> None:
+    only_step(fast[0], 2, tmp_path)
+    only_step(fast[0], 4, tmp_path)
+    shard = tmp_path / "checkpoints" / "step4" / "rank-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    said = refused(tmp_path, FAST)
+    assert f"{shard} is damaged" in said
+    assert said.endswith("to go on from step 2: --resume 2")
+    assert attempt(tmp_path, FAST, resume="2").numbers == {step: fast[1].numbers[step] for step in range(3, 7)}
+
+
+def test_another_configuration_is_refused_with_its_keys(fast: tuple[Path, Attempt], tmp_path: Path) -> None:
+    said = refused(only_step(fast[0], 2, tmp_path), {**FAST, "train.lr": 0.5})
+    assert said == "step 2 belongs to another run: train.lr=0.001, now 0.5; give the same values"
+
+
+def test_changed_data_are_refused(fast: tuple[Path, Attempt], tmp_path: Path) -> None:
+    only_step(fast[0], 2, tmp_path)
+    with mock.patch("megatron_run_engine.builtin.data.mock.MockDataset.__len__", return_value=77, create=True):
+        said = refused(tmp_path, FAST)
+    assert "the training data is not what it was when step 2 was saved" in said
+    assert "77 now" in said
+
+
+def test_an_optimizer_that_keeps_more_needs_permission(tmp_path: Path) -> None:
+    attempt(tmp_path, {**FAST, "optimizer.rule": "sgd"}, stop_after=2)
+    with pytest.raises(CheckpointError) as error:
+        attempt(tmp_path, FAST, allow_plugin_change=("scaler",))
+    assert "optimizer.rule=sgd, now adamw" in str(error.value)
+    assert attempt(tmp_path, FAST, allow_plugin_change=("optimizer",)).first == 3
+
+
+def test_a_rule_of_its_own_that_was_saved_before_its_first_update_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    own = {**FAST, "optimizer.rule": "torch.optim:Rprop"}
+
+    def overflow(assembly: Any) -> None:
+        unscale, steps = assembly.optimizer.unscale_, count(1)
+
+        def spoiled(factor: torch.Tensor) -> torch.Tensor:
+            if next(steps) == 1:
+                main_grad(next(iter(assembly.infos[0]))).fill_(torch.inf)
+            return cast("torch.Tensor", unscale(factor))
+
+        assembly.optimizer.unscale_ = spoiled
+
+    whole = attempt(tmp_path / "whole", own, loaded=overflow)
+    assert [whole.numbers[step]["skipped"] for step in (1, 2)] == [True, False]
+    stopped = attempt(tmp_path / "run", own, stop_after=1, loaded=overflow)
+    assert stopped.saved == [1]
+    resumed = attempt(tmp_path / "run", own)
+    assert {**stopped.numbers, **resumed.numbers} == whole.numbers
+    assert same_state(state(tmp_path / "run", 6), state(tmp_path / "whole", 6))
+
+
+@pytest.mark.parametrize(("before", "after"), [("adamw", "zero1"), ("zero1", "adamw")])
+def test_another_optimizer_reads_the_same_fields(
+    before: str, after: str, fast: tuple[Path, Attempt], tmp_path: Path
+) -> None:
+    attempt(tmp_path, FAST, (f"optimizer={before}",), stop_after=3)
+    resumed = attempt(tmp_path, FAST, (f"optimizer={after}",))
+    assert resumed.numbers == {step: fast[1].numbers[step] for step in (4, 5, 6)}
+    assert same_state(state(tmp_path, 6), state(fast[0], 6))
+
+
+def test_a_plugin_that_is_gone_is_named_with_the_version_that_saved(hard: tuple[Path, Attempt]) -> None:
+    from megatron_run.registry.discover import Catalog
+
+    folder, _ = hard
+    offering = Catalog.offering
+
+    def without_scalers(catalog: Catalog, kind: str, name: str) -> Any:
+        return () if kind == "scaler" else offering(catalog, kind, name)
+
+    with mock.patch.object(Catalog, "offering", without_scalers), pytest.raises(Problems) as error:
+        attempt(folder, {**HARD, "run.folder": str(folder)})
+    assert f"step 20 of {folder} was saved with megatron-run-scaler-dynamic==0.1.0" in str(error.value)
+
+
+def test_another_scaler_needs_permission_and_the_one_that_saved_is_named(
+    hard: tuple[Path, Attempt], tmp_path: Path
+) -> None:
+    folder = only_step(hard[0], 3, tmp_path / "run")
+    fixed = {key: value for key, value in HARD.items() if not key.startswith("scaler.")}
+    fixed["scaler.loss_scale"] = 1024.0
+    said = refused(folder, fixed)
+    assert "scaler=dynamic, which scaler=constant cannot read" in said
+    assert "megatron-run-scaler-dynamic==0.1.0" in said
+    assert said.endswith("--allow-plugin-change scaler")
+    resumed = attempt(folder, fixed, allow_plugin_change=("scaler",), stop_after=4)
+    assert resumed.numbers[4]["loss_scale"] == 1024.0

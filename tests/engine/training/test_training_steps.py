@@ -1,0 +1,208 @@
+"""What a training run promises beyond its losses: determinism, skips, guards, ramp-up, stopping."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from megatron_run.contracts import Microbatch
+from megatron_run.errors import DataError, ExitCode, GuardError, InputError, PluginError
+from megatron_run.planning import load_config
+from megatron_run.planning.batch_size import BatchSizes
+from megatron_run.planning.learning_rate import LearningRate
+from megatron_run_engine.runtime.metrics import Metrics
+from megatron_run_engine.training.evaluate import Evaluator
+from megatron_run_engine.training.losses import Losses
+from megatron_run_testing.context import logical_gradients, logical_values
+from tests.support import plain_gpt
+from tests.support.training_bench import Bench
+
+
+def test_two_runs_of_one_configuration_give_identical_numbers(tmp_path: Path) -> None:
+    first, second = (Bench(tmp_path, "model.dropout=0.1", "train.steps=5") for _ in range(2))
+    first.train()
+    second.train()
+    for one, other in zip(first.watch.steps, second.watch.steps, strict=True):
+        assert (one.loss, one.grad_norm, one.lr, one.samples) == (other.loss, other.grad_norm, other.lr, other.samples)
+    assert first.watch.evaluations == second.watch.evaluations
+
+
+def test_another_seed_gives_other_losses(tmp_path: Path) -> None:
+    losses = []
+    for seed in (1, 2):
+        bench = Bench(tmp_path, f"train.seed={seed}", "train.steps=1")
+        bench.train()
+        losses.append(bench.watch.steps[0].loss)
+    assert losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_non_finite_gradient_skips_the_step_and_the_learning_rate_waits(tmp_path: Path, value: float) -> None:
+    bench = Bench(tmp_path, "train.steps=4")
+    bench.spoil(value, {2})
+    before: list[torch.Tensor] = []
+    bench.watch.after_step = lambda: before.append(bench.weights())
+    bench.train()
+    steps = bench.watch.steps
+    assert [m.skipped for m in steps] == [False, True, False, False]
+    assert [m.skipped_total for m in steps] == [0, 1, 1, 1]
+    assert steps[1].grad_norm is None
+    assert torch.equal(before[0], before[1])
+    assert not torch.equal(before[1], before[2])
+    rate = LearningRate.from_config(bench.run.config.train)
+    assert [m.lr for m in steps] == [rate.at(samples) for samples in (0, 8, 8, 16)]
+    assert [m.samples for m in steps] == [8, 16, 24, 32]
+
+
+def test_skips_in_a_row_stop_the_run_with_advice(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "train.steps=9", "train.max_skips=3")
+    bench.spoil(float("nan"), {2, 4, 5, 6})
+    with pytest.raises(GuardError, match=r"3 steps in a row were skipped.*last at step 6.*lower train.lr") as caught:
+        bench.train()
+    assert caught.value.exit_code == 6
+    assert len(bench.watch.steps) == 6
+
+
+def test_the_batch_ramps_up_and_the_data_goes_on_without_a_gap(tmp_path: Path) -> None:
+    ramp = ("train.ramp_up.start=2", "train.ramp_up.increment=2", "train.ramp_up.samples=12")
+    bench = Bench(tmp_path, "train.steps=6", *ramp)
+    bench.train()
+    sizes = BatchSizes(bench.run.config.train, 1)
+    assert [m.microbatches for m in bench.watch.steps] == [1, 1, 2, 3, 4, 4]
+    assert bench.read == [sizes.consumed_at(step) for step in range(6)]
+    assert bench.watch.steps[-1].samples == sizes.consumed_at(6)
+
+
+def test_a_request_to_stop_ends_after_the_step_with_its_code(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "train.steps=9")
+    bench.stop.stop(ExitCode.SIGTERM)
+    assert bench.train() is ExitCode.SIGTERM
+    assert len(bench.watch.steps) == 1
+
+
+def test_evaluation_comes_at_its_interval_and_at_the_end_and_changes_nothing(tmp_path: Path) -> None:
+    often, never = (Bench(tmp_path, "train.steps=5", f"eval.interval={interval}") for interval in (2, 0))
+    often.train()
+    never.train()
+    assert [e.step for e in often.watch.evaluations] == [2, 4, 5]
+    assert [e.step for e in never.watch.evaluations] == [5]
+    assert often.watch.evaluations[-1] == never.watch.evaluations[-1]
+    assert [m.loss for m in often.watch.steps] == [m.loss for m in never.watch.steps]
+
+
+def test_evaluation_is_the_mean_over_its_samples_by_the_bare_model(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "train.steps=1", "model.dropout=0.3")
+    (evaluation,) = (bench.train(), bench.watch.evaluations)[1]
+    dataset = bench.assembly.data.dataset("validation", 32, 1234)
+    (chunk,) = bench.assembly.chunks
+    chunk.train(False)
+    total = 0.0
+    for index in bench.trainer.validation_samples:
+        fields = {name: torch.as_tensor(value)[None] for name, value in dataset[index].items()}
+        with torch.no_grad():
+            total += chunk(None, Microbatch(0, 0, 0, fields, train=False)).losses["lm"][0].item()
+    assert evaluation.tokens == 32 * len(bench.trainer.validation_samples) == 32 * 2 * 8
+    assert evaluation.loss == pytest.approx(total / evaluation.tokens, abs=1e-5)
+
+
+def test_a_validation_split_without_one_microbatch_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"the validation split has 1 samples, one microbatch takes 2"):
+        Bench(tmp_path, "data.samples=1")
+
+
+def test_a_vocabulary_smaller_than_the_datas_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"model.vocab_size=100 is smaller than the data's vocabulary of 128"):
+        Bench(tmp_path, "model.vocab_size=100")
+
+
+def test_a_sample_of_text_continues_the_prompt(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("def f(): pass\n" * 200)
+    sets = ("data.use=text", f"data.paths={tmp_path / 'a.txt'}", "eval.sample=12", "eval.prompt=def ", "train.steps=1")
+    bench, again = Bench(tmp_path, *sets), Bench(tmp_path, *sets)
+    bench.train()
+    again.train()
+    (text,) = bench.watch.texts
+    assert text.startswith("def ")
+    assert len(text.encode(errors="surrogateescape")) > 4
+    assert again.watch.texts == [text]
+
+
+def test_each_generated_token_is_the_likeliest_after_the_last_window(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("def f(): pass\n" * 200)
+    sets = ("data.use=text", f"data.paths={tmp_path / 'a.txt'}", "train.sequence_length=8", "train.steps=60")
+    bench = Bench(tmp_path, *sets, "train.lr=1e-2", "eval.sample=12", "eval.prompt=def ", "eval.temperature=0")
+    bench.train()
+    (chunk,) = bench.assembly.chunks
+    chunk.train(False)
+    tokens = list(b"def ")
+    for _ in range(12):
+        window = torch.tensor([tokens[-8:]])
+        with torch.no_grad():
+            logits = chunk(None, Microbatch(0, 0, 0, {"tokens": window}, train=False)).logits
+        assert logits is not None
+        tokens.append(int(logits[-1, 0].argmax()))
+    assert len(set(tokens[4:])) > 4, "it learned to write one character only: any window would do"
+    assert bench.watch.texts == [bench.assembly.data.decode(tokens)]
+
+
+def test_evaluation_reads_the_same_samples_for_every_layout(tmp_path: Path) -> None:
+    sets = ("data.samples=15", "train.micro_batch_size=1", "train.global_batch_size=4", "eval.batches=9")
+    bench = Bench(tmp_path, *sets)
+    dataset = bench.assembly.data.dataset("validation", 32, 1234)
+    for ranks in (2, 4):
+        run = load_config("preset:tiny", sets=sets, nproc=ranks)
+        assert (
+            Evaluator(run, bench.assembly, bench.trainer._loader, dataset).samples == bench.trainer.validation_samples
+        )
+    assert len(bench.trainer.validation_samples) == 12
+
+
+def test_validation_samples_without_a_token_that_counts_are_named(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "train.steps=1")
+    chunk = cast("Any", bench.assembly.chunks[0])
+    chunk._loss = lambda logits, labels, loss_mask: (logits.sum() * 0, loss_mask.sum() * 0)
+    chunk._head_segments = chunk._make_head_segments(4)
+    with pytest.raises(DataError, match="hold no token that counts"):
+        bench.train()
+
+
+def test_an_undeclared_loss_and_a_missing_one_are_the_models_fault() -> None:
+    model = SimpleNamespace(metric_names=("lm",))
+    losses = Losses(cast("Any", model), Metrics(torch.device("cpu")))
+    with pytest.raises(PluginError, match=r"a chunk reports the loss 'aux'; add it to Model\.metric_names"):
+        losses.report(0, "aux", torch.ones(()), torch.ones(()))
+    model.metric_names = ("aux",)
+    with pytest.raises(PluginError, match="the model declares the losses aux"):
+        Losses(cast("Any", model), Metrics(torch.device("cpu")))
+
+
+def test_the_first_gradients_are_those_of_plain_autograd_in_float64(tmp_path: Path) -> None:
+    """Of the mean over microbatches of the mean over tokens: scale and all, with nothing shared but the samples."""
+    bench = Bench(tmp_path, "train.steps=1", "eval.interval=0")
+    options: Any = bench.run.one("model").with_options(bench.assembly.context.model).options
+    weights = {name: w.double().requires_grad_() for name, w in logical_values(bench.infos).items()}
+    microbatch = bench.trainer._loader.training(bench.trainer._dataset, 1, 0)
+    count = bench.run.config.train.global_batch_size // bench.run.config.train.micro_batch_size
+    for fields in (microbatch(index).fields for index in range(count)):
+        total = plain_gpt.loss(weights, fields["tokens"], fields["labels"], fields["loss_mask"], options)
+        (total / fields["loss_mask"].sum() / count).backward()
+
+    found: dict[str, torch.Tensor] = {}
+    unscale = bench.assembly.optimizer.unscale_
+
+    def watched(factor: torch.Tensor) -> torch.Tensor:
+        found.update(logical_gradients(bench.infos))
+        return unscale(factor)
+
+    cast("Any", bench.assembly.optimizer).unscale_ = watched
+    bench.train()
+    assert found.keys() == weights.keys()
+    for name, gradient in found.items():
+        expected = weights[name].grad
+        assert expected is not None
+        error = (gradient - expected).norm() / expected.norm().clamp(min=1e-3)  # a key's bias moves nothing
+        assert error < 1e-5, f"{name}: off by {error:.1e} of its norm"

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from megatron_run.contracts import PluginInfo
+from megatron_run.errors import ExitCode
+from megatron_run.registry import compatibility
+from megatron_run.registry.compatibility import mismatches, unserved
+from megatron_run.registry.discover import KERNEL, Catalog, Entry
+from megatron_run.registry.known import Known
+from megatron_run.registry.plugin import Plugin
+
+NOTHING = Catalog(())
+INSTALLED = Catalog(
+    tuple(
+        Entry("schedule", name, f"package_{name}", f"megatron-run-schedule-{name}", "0.1.0")
+        for name in ("1f1b", "interleaved")
+    )
+)
+
+
+NONE: frozenset[str] = frozenset()
+
+
+def plugin(
+    kind: str,
+    name: str,
+    *,
+    provides: Iterable[str] = NONE,
+    requires: Iterable[str] = NONE,
+    conflicts: Iterable[str] = NONE,
+) -> Plugin:
+    info = PluginInfo(
+        kind, name, provides=frozenset(provides), requires=frozenset(requires), conflicts=frozenset(conflicts)
+    )
+    return Plugin(kind, name, KERNEL, "0.1.0", f"--plugin {kind}={name}", info, "", "", factory=lambda **_: None)
+
+
+SEQUENTIAL = plugin("schedule", "sequential")
+PIPELINED = plugin("schedule", "1f1b", provides={"parallel.pipeline"})
+
+
+def test_plugins_that_ask_for_nothing_fit() -> None:
+    assert mismatches([SEQUENTIAL, plugin("model", "gpt")], NOTHING) == []
+
+
+def test_a_requirement_is_met_by_an_ability_or_by_a_plugins_name() -> None:
+    picky = plugin("optimizer", "picky", requires={"parallel.pipeline", "schedule=1f1b"})
+    assert mismatches([picky, PIPELINED], NOTHING) == []
+
+
+def test_an_unmet_requirement_says_what_to_add() -> None:
+    picky = plugin("optimizer", "picky", requires={"parallel.pipeline", "schedule=1f1b", "magic"})
+    problems = mismatches([picky, SEQUENTIAL], INSTALLED)
+    assert "\n".join(map(str, problems)) == (
+        "optimizer=picky requires magic, which no chosen plugin provides (from --plugin optimizer=picky); "
+        "choose another optimizer\n"
+        "optimizer=picky requires parallel.pipeline, which no chosen plugin provides (from --plugin optimizer=picky); "
+        "choose --plugin schedule=1f1b or --plugin schedule=interleaved\n"
+        "optimizer=picky requires schedule=1f1b, which no chosen plugin provides (from --plugin optimizer=picky); "
+        "add --plugin schedule=1f1b"
+    )
+    assert {problem.exit_code for problem in problems} == {ExitCode.PLUGIN}
+
+
+def test_a_conflict_names_both_plugins() -> None:
+    jealous = plugin("graph-capture", "jealous", conflicts={"parallel.pipeline", "graph-capture=jealous"})
+    (problem,) = mismatches([PIPELINED, jealous], NOTHING)
+    assert str(problem) == (
+        "graph-capture=jealous does not work together with schedule=1f1b: graph-capture=jealous conflicts with "
+        "parallel.pipeline (from --plugin graph-capture=jealous); choose another graph-capture or another schedule"
+    )
+    assert problem.exit_code == ExitCode.PLUGIN
+
+
+def test_a_size_of_one_needs_nobody() -> None:
+    assert unserved({"parallel.tensor": 1, "parallel.sequence": False}, [SEQUENTIAL], NOTHING) == []
+
+
+def test_a_size_that_is_served_is_no_problem() -> None:
+    assert unserved({"parallel.pipeline": 4}, [PIPELINED], NOTHING) == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_word_that_needs_no_service_needs_nobody(precision: str) -> None:
+    assert unserved({"train.precision": precision}, [SEQUENTIAL], NOTHING) == []
+
+
+def test_a_word_is_served_by_the_ability_of_key_and_word() -> None:
+    scaling = plugin("scaler", "mine", provides={"train.precision=fp16"})
+    assert unserved({"train.precision": "fp16"}, [scaling], NOTHING) == []
+    (problem,) = unserved({"train.precision": "fp16"}, [plugin("scaler", "none")], NOTHING)
+    assert str(problem) == (
+        "train.precision=fp16 needs a plugin that serves it: scaler=none does not; "
+        "pip install megatron-run-scaler-dynamic and choose --plugin scaler=dynamic "
+        "or pip install megatron-run-scaler-constant and choose --plugin scaler=constant; "
+        "or set train.precision=bf16"
+    )
+
+
+def test_an_unserved_size_names_the_installed_plugin_to_choose() -> None:
+    (problem,) = unserved({"parallel.pipeline": 2}, [SEQUENTIAL], INSTALLED)
+    assert str(problem) == (
+        "parallel.pipeline=2 needs a plugin that serves it: schedule=sequential does not; "
+        "choose --plugin schedule=1f1b or --plugin schedule=interleaved; or set parallel.pipeline=1"
+    )
+    assert problem.exit_code == ExitCode.INPUT
+
+
+def test_an_unserved_size_names_the_package_to_install() -> None:
+    (problem,) = unserved({"parallel.chunks": 2}, [SEQUENTIAL], NOTHING)
+    assert problem.fix == (
+        "pip install megatron-run-schedule-interleaved and choose --plugin schedule=interleaved "
+        "or pip install megatron-run-schedule-gpipe and choose --plugin schedule=gpipe "
+        "or pip install megatron-run-schedule-zero-bubble and choose --plugin schedule=zero-bubble; "
+        "or set parallel.chunks=1"
+    )
+
+
+def test_a_switch_is_served_or_set_back_like_a_size() -> None:
+    problems = unserved({"parallel.tensor": 2, "parallel.sequence": True}, [plugin("parallel-layer", "dense")], NOTHING)
+    install = (
+        "pip install megatron-run-parallel-layer-tensor and choose --plugin parallel-layer=tensor "
+        "or pip install megatron-run-parallel-layer-te and choose --plugin parallel-layer=te"
+    )
+    assert "\n".join(map(str, problems)) == (
+        f"parallel.tensor=2 needs a plugin that serves it: parallel-layer=dense does not; {install}; "
+        "or set parallel.tensor=1\n"
+        f"parallel.sequence=true needs a plugin that serves it: parallel-layer=dense does not; {install}; "
+        "or set parallel.sequence=false"
+    )
+
+
+def test_a_size_that_only_planned_plugins_serve_promises_no_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = (Known("parallel-layer", "sparse"), Known("parallel-layer", "expert"))
+    monkeypatch.setattr(compatibility, "known_providers", lambda _: planned)
+    (problem,) = unserved({"parallel.expert": 2}, [plugin("parallel-layer", "dense")], NOTHING)
+    assert str(problem) == (
+        "parallel.expert=2 needs a plugin that serves it: parallel-layer=dense does not; "
+        "megatron-run-parallel-layer-sparse is planned, not yet released; "
+        "megatron-run-parallel-layer-expert is planned, not yet released; or set parallel.expert=1"
+    )
+
+
+def test_a_size_that_nobody_knows_how_to_serve_is_set_back() -> None:
+    (problem,) = unserved({"parallel.expert": 2}, [SEQUENTIAL], INSTALLED)
+    assert (
+        str(problem) == "parallel.expert=2 needs a plugin that serves it: no chosen plugin does; set parallel.expert=1"
+    )

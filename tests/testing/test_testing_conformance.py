@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_run.errors import ExitCode, InputError, Problems, RunError
+from megatron_run.registry.discover import Catalog
+from megatron_run.registry.scaffold import new
+from megatron_run_testing.conformance import Result, check
+from tests.support.fake_plugins import schedule_source
+
+
+def failures(target: Path | str) -> list[Result]:
+    (report,) = check(str(target))
+    assert report.passed == all(result.passed for result in report.results)
+    return [result for result in report.results if not result.passed]
+
+
+def test_an_installed_plugin_is_named_as_on_the_command_line() -> None:
+    (report,) = check("schedule=sequential")
+    assert (report.plugin, report.source, report.passed) == ("schedule=sequential", "megatron-run-core 0.1.0", True)
+    assert "the action lists are a legal plan" in [result.name for result in report.results]
+
+
+def test_a_file_needs_no_kind(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    refuses = "from megatron_run.errors import ScheduleError\n        if spec.stages * spec.chunks > 1:\n            "
+    refuses += 'raise ScheduleError("one stage", fix="set parallel.pipeline=1")\n        return'
+    file.write_text(schedule_source().replace("return", refuses, 1))
+    (report,) = check(str(file))
+    assert (report.plugin, report.source, report.passed) == ("schedule=mine", str(file), True)
+
+
+def test_what_there_was_nothing_to_try_with_is_not_called_well(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    refuses = "from megatron_run.errors import ScheduleError\n        "
+    refuses += 'raise ScheduleError("never", fix="choose 1f1b")\n        return'
+    file.write_text(schedule_source().replace("return", refuses, 1))
+    (report,) = check(str(file))
+    states = {result.name: (result.state, result.message) for result in report.results}
+    assert states["it accepts a shape"][0] == "FAILED"
+    assert states["a refusal says what to do"] == ("ok", "")
+    assert states["the action lists are a legal plan"] == ("nothing to try", "it accepts no shape")
+    (report,) = check("data=mock")
+    states = {result.name: (result.state, result.message) for result in report.results}
+    assert states["text becomes ids and text again"] == ("nothing to try", "it is no text")
+    assert states["baselines are losses"] == ("ok", "")
+    (report,) = check("observer=console")
+    states = {result.name: (result.state, result.message) for result in report.results}
+    assert states["it asks for steps that can be counted"] == ("nothing to try", "it asks for no step")
+    assert states["what an attempt wrote outlives the next"] == (
+        "nothing to try",
+        "it writes nothing in the run folder",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("te", "graph-capture=te needs an NVIDIA GPU"), ("none", "it chooses no region")]
+)
+def test_where_nothing_can_be_captured_there_is_nothing_to_try(name: str, reason: str) -> None:
+    (report,) = check(f"graph-capture={name}")
+    assert report.passed
+    states = {result.name: (result.state, result.message) for result in report.results}
+    assert states["regions lie within a layer and may be captured"] == ("ok", "")
+    for tried in ("captured steps give the losses and gradients of eager ones", "invalidate goes back to eager"):
+        assert states[tried] == ("nothing to try", reason)
+
+
+def test_a_broken_promise_is_found_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(schedule_source())  # gives one list, whatever the number of stages
+    (failure,) = failures(file)
+    assert failure.name == "the action lists are a legal plan"
+    assert failure.message.startswith("P=")  # what the suite says, not how it says it
+
+
+def test_a_file_whose_kind_is_unknown_is_named_as_it_stands(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(schedule_source().replace("create_schedule", "create_shedule"))
+    (report,) = check(str(file))
+    (result,) = report.results
+    assert report.plugin == "mine"
+    assert result.message.startswith(f"{file} is no plugin: unknown hook megatron_run_create_shedule; did you mean ")
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "message"),
+    [
+        ("1/0", "it can be imported and describes itself", "ZeroDivisionError: division by zero"),
+        ("", "it can be imported and describes itself", "it has no factory hook"),
+        (
+            schedule_source().replace("return Mine()", "return None"),
+            "its factory makes an object of its kind",
+            "it returned None, and must return a megatron_run.contracts.Schedule",
+        ),
+    ],
+)
+def test_a_plugin_that_cannot_be_made_is_a_failed_check(tmp_path: Path, source: str, name: str, message: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    (failure,) = failures(file)
+    assert failure.name == name
+    assert message in failure.message
+
+
+def test_a_package_is_checked_where_it_lies_and_forgotten(tmp_path: Path) -> None:
+    package = new("schedule", "zigzag", tmp_path / "made", Catalog(()))
+    assert failures(package.folder) == []
+    module = package.folder / "src" / "megatron_run_schedule_zigzag" / "__init__.py"
+    module.write_text(module.read_text().replace("forwards + backwards", "backwards + forwards"))
+    (failure,) = failures(package.folder)
+    assert failure.name == "the action lists are a legal plan"
+    assert "megatron_run_schedule_zigzag" not in sys.modules
+    assert not [path for path in sys.path if path.startswith(str(tmp_path))]
+
+
+def test_options_are_given_as_settings() -> None:
+    (report,) = check("data=mock", ["data.vocab_size=7"])
+    assert report.passed
+    with pytest.raises(Problems) as caught:
+        check("data=mock", ["data.vocab_size=1"])
+    assert str(caught.value) == "data.vocab_size=1: it must be at least 2 (from --set data.vocab_size)"
+
+
+def test_options_without_a_default_are_asked_for() -> None:
+    with pytest.raises(InputError) as caught:
+        check("model=gpt", ["model.num_layers=4"])
+    assert str(caught.value) == (
+        "model=gpt cannot be tried without model.hidden_size, model.num_heads: its options say no default; "
+        "add --set model.hidden_size=... --set model.num_heads=..."
+    )
+    assert caught.value.exit_code == ExitCode.INPUT
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "message"),
+    [
+        ("schedule", ExitCode.INPUT, "'schedule' is nothing to check; give KIND=NAME of an installed plugin"),
+        ("./nowhere.py", ExitCode.PLUGIN, "the plugin file ./nowhere.py cannot be read: there is no "),
+        ("schedule=nothing", ExitCode.PLUGIN, "no installed plugin is schedule=nothing (from plugins check"),
+        ("empty", ExitCode.INPUT, "empty/pyproject.toml cannot be read: "),
+        ("plain", ExitCode.INPUT, "plain/pyproject.toml offers no plugin; add its entry point"),
+    ],
+)
+def test_nothing_to_check_says_what_to_type(
+    target: str, code: ExitCode, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "pyproject.toml").write_text('[project]\nname = "plain"\n')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunError) as caught:
+        check(target)
+    assert caught.value.exit_code == code
+    assert str(caught.value).startswith(message)
