@@ -21,8 +21,9 @@ class MemberDependencies(MetadataHookInterface):
         """Set ``dependencies`` to the kernel, the command line and every first-party plugin."""
         root = Path(self.root)
         release = os.environ.get("MEGATRON_RUN_RELEASE") == "1"
+        core = [root / "core" / name for name in ("kernel", "engine", "testing")]
         plugins = sorted(file.parent for file in root.glob("plugins/*/*/pyproject.toml"))
-        metadata["dependencies"] = [requirement(folder, release) for folder in [root / "core", root / "cli", *plugins]]
+        metadata["dependencies"] = [requirement(folder, release) for folder in [*core, root / "cli", *plugins]]
 
 
 def requirement(folder: Path, release: bool) -> str:

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from itertools import count as numbers
 from pathlib import Path
 
-from tests.core.checkpoint.test_checkpoint_crashes import Recorded, fault
-
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from tests.campaigns.figures import Figures, campaign, some
 from tests.campaigns.kills import LAST, request
+from tests.engine.checkpoint.test_checkpoint_crashes import Recorded, fault
 from tests.support.crashes import ends, materialise
 from tests.support.forked import run_forked
 

@@ -171,7 +171,7 @@ def _forking_ranks(pipe: Connection) -> Iterator[None]:
 
 
 class ForkedProcess:
-    """As much of :class:`subprocess.Popen` as the launcher needs, for ``python -m megatron_run_engine.launch.rank JOB``."""
+    """The part of :class:`subprocess.Popen` that the launcher needs, for ``python -m ...launch.rank JOB``."""
 
     def __init__(
         self,

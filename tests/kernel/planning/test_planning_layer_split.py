@@ -309,7 +309,8 @@ def test_a_schedule_that_splits_otherwise_is_at_fault(layout: str, says: str, tm
     mine = tmp_path / "mine.py"
     schedule_file(mine, actions=actions)
     source = mine.read_text(encoding="utf-8")
-    head = "from dataclasses import replace\nfrom megatron_run.contracts.actions import Place, looped_layout, split_layers\n"
+    names = "Place, looped_layout, split_layers"
+    head = f"from dataclasses import replace\nfrom megatron_run.contracts.actions import {names}\n"
     method = f"    def layout(self, spec):\n{body}\n    def actions"
     mine.write_text(head + source.replace("    def actions", method, 1), encoding="utf-8")
     line, code = mistake(plugins=[f"schedule={mine}"], sets=["parallel.pipeline=2", "parallel.first_stage_layers=1"])

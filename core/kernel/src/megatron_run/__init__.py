@@ -20,7 +20,6 @@ _PUBLIC = {
     "RunError": "megatron_run.errors",
     "hookimpl": "megatron_run.hookspecs",
     "load_config": "megatron_run.planning",
-    "train": "megatron_run_engine.launch",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]  # noqa: PLE0604  # the names are the keys above

@@ -8,11 +8,13 @@ implementation may leave out arguments it does not need.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     from pydantic import BaseModel
 
     from megatron_run.contracts import (
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
         Scaler,
         Schedule,
     )
-    from megatron_run_engine.runtime.context import BuildContext
+
+    #: `megatron_run_engine.BuildContext`. What it hands down needs torch, so the kernel does not import it.
+    BuildContext: TypeAlias = Any
 
 hookspec = pluggy.HookspecMarker("megatron_run")
 hookimpl = pluggy.HookimplMarker("megatron_run")

@@ -51,8 +51,8 @@ def context_at(
 ) -> BuildContext:
     """The context of the rank at ``topology``, otherwise as :func:`single_process_context`.
 
-    ``sequence`` is ``parallel.sequence``; ``groups``, from :func:`megatron_run_engine.runtime.comm.create_groups`, are made once a
-    process.
+    ``sequence`` is ``parallel.sequence``; ``groups``, from :func:`megatron_run_engine.runtime.comm.create_groups`, are
+    made once a process.
     """
     section = TrainSection.model_validate(
         {"steps": 1, "global_batch_size": 2, "micro_batch_size": 2, "sequence_length": 16, **(train or {})}

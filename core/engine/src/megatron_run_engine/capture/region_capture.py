@@ -1,4 +1,4 @@
-"""What every capture of regions does alike, whoever records them: choose, try, check the order, and notice a mismatch."""
+"""The part that all captures of regions share: choose regions, try them, check the order, notice a mismatch."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def unwatched() -> None:
 
 
 def sha256_of(file: BufferedReader, heartbeat: Callable[[], None] = unwatched) -> str:
-    """SHA-256 of an open file, in hexadecimal; ``goes_on`` hears of each stretch. The disk reads ahead meanwhile."""
+    """SHA-256 of an open file, in hexadecimal; ``heartbeat`` hears of each stretch. The disk reads ahead meanwhile."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
     total, memory = hashlib.sha256(), memoryview(bytearray(_AT_ONCE))

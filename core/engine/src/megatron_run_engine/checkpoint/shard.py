@@ -98,7 +98,7 @@ def write_shard(
 ) -> Written:
     """Write ``pieces`` to the new file ``path``, return when they are on the disk. Raises OSError naming the path.
 
-    ``goes_on`` is called whenever a stretch of it is written, maybe by another thread.
+    ``heartbeat`` is called whenever a stretch of it is written, maybe by another thread.
     """
     tensors = {name: piece.tensor for name, piece in by_name(pieces).items()}
     return write_tensors(path, tensors, files, heartbeat=heartbeat)

@@ -118,7 +118,7 @@ def verify_files(
     threads: int = 1,
     heartbeat: Callable[[], None] = unwatched,
 ) -> None:
-    """Compare files with their SHA-256, so many at once; their threads call ``goes_on`` at each stretch.
+    """Compare files with their SHA-256, so many at once; their threads call ``heartbeat`` at each stretch.
 
     Raises :class:`CheckpointError` naming the first that differs.
     """

@@ -17,7 +17,7 @@ from megatron_run import __version__
 from megatron_run.contracts.state import MASTER, StatePiece
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run.planning.show import yaml_text
-from megatron_run.registry.discover import KERNEL
+from megatron_run.registry.discover import plain_name
 from megatron_run_engine.checkpoint.commit import LOCK, Commit
 from megatron_run_engine.checkpoint.files import FileSystem, lock, saving
 from megatron_run_engine.checkpoint.manifest import About, DataRecord, make_manifest
@@ -47,7 +47,7 @@ def read_step(checkpoints: Checkpoints, step: int) -> Weights:
     manifest = checkpoints.verify(step)
     reader, identity = Reader(checkpoints.folder(step), manifest), manifest.about.identity
     config = {key.removeprefix(_MODEL): value for key, value in identity.items() if key.startswith(_MODEL)}
-    config["use"] = str(config.get("use", "")).removeprefix(f"{KERNEL}:")
+    config["use"] = plain_name(str(config.get("use", "")))
     if config.get("vocab_size") is None and _WORD in manifest.tensors:
         config["vocab_size"] = manifest.tensors[_WORD][MASTER].shape[0]
     fields = {field for record in manifest.tensors.values() for field in record}

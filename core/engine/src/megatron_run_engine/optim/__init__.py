@@ -1,7 +1,7 @@
 """What data-parallel optimizers share: an update rule on flat buffers, and how ranks divide the work.
 
-``FlatOptimizer`` is the whole contract but for one question, how data-parallel ranks share a buffer: a ``Sharing``
-answers it. ``optimizer=adamw`` and ``optimizer=zero1`` are one each.
+``FlatOptimizer`` is the whole contract but for one question, how data-parallel ranks divide a buffer: a
+``ShardingStrategy`` answers it. ``optimizer=adamw`` and ``optimizer=zero1`` are one each.
 """
 
 from megatron_run_engine.optim.boxes import Box, PartBox, boxes, part_boxes
@@ -16,7 +16,7 @@ __all__ = [
     "FlatOptimizer",
     "ParamRange",
     "PartBox",
-    "Sharing",
+    "ShardingStrategy",
     "UpdateOptions",
     "boxes",
     "check_update",

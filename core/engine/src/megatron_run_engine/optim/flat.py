@@ -1,4 +1,4 @@
-"""The contract of an optimizer on flat buffers; how data-parallel ranks share them is a ``Sharing``'s business."""
+"""The contract of an optimizer on flat buffers; a ``ShardingStrategy`` divides them over data-parallel ranks."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """When graphs are captured: before each step it is decided whether the step runs eagerly or is replayed.
 
 A capture runs the collectives of the layers in it, so ranks must capture before the same step, though what no longer
-fits may be one rank's alone. That needs no collective of its own: who finds a mismatch runs eagerly, with the collectives
-of the others' replays, and says so among the metrics of that step, which are summed over the world anyway. After it all
-give up their graphs, and all capture again when the first one would have.
+fits may be one rank's alone. That needs no collective of its own: who finds a mismatch runs eagerly, with the
+collectives of the others' replays, and says so among the metrics of that step, which are summed over the world anyway.
+After it all give up their graphs, and all capture again when the first one would have.
 """
 
 from __future__ import annotations

@@ -19,14 +19,12 @@ from megatron_run.contracts.plugin import KINDS, PluginInfo, entry_point_group
 from megatron_run.contracts.scaler import Scaler, scale_notices, scale_text
 from megatron_run.contracts.schedule import Schedule
 from megatron_run.contracts.state import MASTER, ReadState, StatePiece
-from megatron_run_engine.runtime.context import BuildContext, Dtypes
 
 __all__ = [
     "KINDS",
     "MASTER",
     "AttentionShape",
     "Boundary",
-    "BuildContext",
     "CaptureMetrics",
     "CaptureSize",
     "CheckpointMetrics",
@@ -34,7 +32,6 @@ __all__ = [
     "ChunkOut",
     "DataSource",
     "Dataset",
-    "Dtypes",
     "EvalMetrics",
     "GraphCapture",
     "Init",

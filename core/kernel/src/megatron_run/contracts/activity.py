@@ -118,7 +118,7 @@ class Activity:
 class Within:
     """A phase that ends where its block does. What is raised inside leaves the phase as it is: that is where."""
 
-    __slots__ = ("_before", "_detail", "_name", "_phases")
+    __slots__ = ("_activity", "_before", "_detail", "_name")
 
     def __init__(self, activity: Activity, name: PhaseName, detail: object) -> None:
         self._activity, self._name, self._detail = activity, name, detail

@@ -74,7 +74,7 @@ class GraphCapture(ABC):
     The kernel asks for ``regions`` once, before training. After ``capture_after`` eager steps, in which it notes what
     each region is given, it hands them to ``capture`` with the stage's actions, and from then on calls ``replay``
     wherever a captured region would run in training; evaluation runs eagerly. Before each later step it asks
-    ``mismatch``, and where something no longer fits it calls ``invalidate`` and starts again with eager steps. Slots are
+    ``mismatch``; where something no longer fits it calls ``invalidate`` and starts again with eager steps. Slots are
     derived from the microbatch's identity and the order of the actions, never from a count of calls. A whole working
     plugin is the built-in none.
 

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 class Optimizer(ABC):
     """Reduces gradients over the data-parallel group and updates the parameters.
 
-    The kernel accumulates every gradient into ``parameter.main_grad`` (see ``megatron_run_engine.runtime.gradients``) and calls, once
-    a step and in this order: ``zero_grad``; ``grad_ready`` for each parameter at its last gradient of the step and
-    ``start_grad_sync`` for each chunk after its last backward; ``finish_grad_sync``; ``unscale_``; and, when all
-    gradients are finite, ``clip_``, ``step`` and ``start_param_sync``. ``ensure_ready`` is called before any segment
-    reads its parameters. Nobody else reads ``main_grad`` after ``unscale_``, and after ``finish_grad_sync`` it need be
-    right only where this rank updates the parameter.
+    The engine accumulates every gradient into ``parameter.main_grad`` (``megatron_run_engine.runtime.gradients``) and
+    calls, once a step and in this order: ``zero_grad``; ``grad_ready`` for each parameter at its last gradient of the
+    step and ``start_grad_sync`` for each chunk after its last backward; ``finish_grad_sync``; ``unscale_``; and, when
+    all gradients are finite, ``clip_``, ``step`` and ``start_param_sync``. ``ensure_ready`` is called before any
+    segment reads its parameters. Nobody else reads ``main_grad`` after ``unscale_``, and after ``finish_grad_sync`` it
+    need be right only where this rank updates the parameter.
 
     Communication leaves in one sequence that is fixed in advance and equal on every rank, never by arrival.
 
@@ -33,7 +33,7 @@ class Optimizer(ABC):
     updates are not lost. :class:`megatron_run_engine.optim.FlatOptimizer` is all of this but one question, how the
     data-parallel ranks share the work. A whole working plugin that halves what its all-reduce sends::
 
-        class HalfTheBytes(Sharing):
+        class HalfTheBytes(ShardingStrategy):
             def __init__(self, peers):
                 self._peers = peers
 

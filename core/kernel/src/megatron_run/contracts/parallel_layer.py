@@ -45,9 +45,10 @@ class AttentionShape:
 class ParallelLayers(ABC):
     """A factory of layers. x is [s, b, h] everywhere ([s/t, b, h] between blocks with sequence parallelism).
 
-    Layers that split get the ranks that share them as an argument (:class:`megatron_run_engine.runtime.comm.Peers`), so that the same
-    layer can split over another axis. What the kernel itself knows of splitting is bound to the tensor-parallel ranks:
-    ``context.sequence_shards``, learned positions, random streams, and which rank's copy of a whole parameter counts.
+    A layer that is split gets the ranks that share it as an argument, a
+    :class:`megatron_run_engine.runtime.comm.ParallelGroup`, so that the same layer can be split over another axis. What
+    the kernel itself knows of splitting is bound to the tensor-parallel ranks: ``context.sequence_shards``, learned
+    positions, random streams, and which rank's copy of a whole parameter counts.
 
     Parameters are created uninitialised, with ``parameter_specs`` on their module saying how they start and which
     logical tensors they hold; the names of parameters and parts are the canonical ones (``weight``, ``bias``,
@@ -148,8 +149,9 @@ class ParallelLayers(ABC):
     def forward_pass(self) -> AbstractContextManager[object]:
         """What the forward of a whole chunk runs in, asked for anew each time; by default nothing.
 
-        A segment that runs outside of a chunk's forward has one of its own (:class:`megatron_run_engine.nn.ForwardPass`): one
-        that is captured, and one of a layer that is computed again in the backward.
+        A segment that runs outside of a chunk's forward has a context of its own
+        (:class:`megatron_run_engine.nn.ForwardPass`): one that is captured, and one of a layer that is computed again
+        in the backward.
         """
         return nullcontext()
 

@@ -26,7 +26,10 @@ _LOCAL = {("run", "folder"), ("run", "device"), ("run", "threads")}
 
 def digest(run: ResolvedRun) -> dict[str, str]:
     """Names, versions, code, options, configuration and action lists of ``run``; equal on every rank."""
-    table = {KERNEL: __version__, f"{KERNEL} code": source_digest(sys.modules["megatron_run"])}
+    table = {KERNEL: __version__}
+    for package in ("megatron_run", "megatron_run_engine"):  # a rank that trains has imported both
+        if package in sys.modules:
+            table[f"{package} code"] = source_digest(sys.modules[package])
     for kind, plugins in run.plugins.items():
         for plugin in plugins:
             table.update(_plugin_rows(f"{kind}={plugin.name}" if kind in SEPARATORS else kind, plugin))

@@ -13,8 +13,10 @@ from packaging.utils import canonicalize_name
 from megatron_run.contracts.plugin import KINDS, entry_point_group
 from megatron_run.errors import did_you_mean
 
-#: The distribution whose entries are the built-ins, and whose version plugins ask for.
+#: The distribution whose version plugins ask for.
 KERNEL = "megatron-run-core"
+#: The distributions whose plugins are the built-ins.
+BUILT_IN = (KERNEL, "megatron-run-engine")
 
 _PREFIX = "megatron_run."
 _KIND_OF_GROUP = {entry_point_group(kind): kind for kind in KINDS}
@@ -40,8 +42,8 @@ class Entry:
 
     @property
     def builtin(self) -> bool:
-        """Whether the plugin comes with the kernel."""
-        return self.distribution == KERNEL
+        """Whether the plugin comes with the kernel or the engine."""
+        return self.distribution in BUILT_IN
 
     @property
     def file(self) -> Path | None:
@@ -55,6 +57,12 @@ class Entry:
 
     def __str__(self) -> str:
         return f"{self.kind}={self.name}"
+
+
+def plain_name(word: str) -> str:
+    """A plugin's name without the distribution of a built-in: ``megatron-run-engine:gpt`` -> ``gpt``."""
+    owner, colon, name = word.partition(":")
+    return name if colon and owner in BUILT_IN else word
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megatron_run.contracts.plugin import KINDS
 from megatron_run.errors import PluginError
 from megatron_run.registry.choose import choose, kernel_problem
-from megatron_run.registry.discover import KERNEL, Catalog, Entry, scan
+from megatron_run.registry.discover import BUILT_IN, Catalog, Entry, scan
 from megatron_run.registry.probe import probe
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def why(kind: str, chosen: Sequence[Plugin], catalog: Catalog | None = None) -> 
 
 
 def _of(plugin: Plugin) -> ListedPlugin:
-    builtin = plugin.distribution == KERNEL
+    builtin = plugin.distribution in BUILT_IN
     return ListedPlugin(
         plugin.kind, plugin.name, plugin.distribution, plugin.version, plugin.location, builtin, checked=True
     )

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Dispatcher(ABC):
     """Moves tokens between ``peers``, of which each holds an equal share of ``experts``.
 
-    ``order``, ``place`` and ``counts`` are those of a :class:`~megatron_run_engine.nn.moe.placement.Placement`. ``routed``
-    [p, e], int64 on the CPU, says how many tokens of each rank each expert takes.
+    ``order``, ``place`` and ``counts`` are those of a :class:`~megatron_run_engine.nn.moe.placement.Placement`.
+    ``routed`` [p, e], int64 on the CPU, says how many tokens of each rank each expert takes.
     """
 
     #: What :meth:`dispatch` hands to :meth:`collect` besides rows and ``routed``.

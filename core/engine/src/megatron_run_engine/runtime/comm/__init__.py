@@ -11,7 +11,7 @@ __all__ = [
     "ALONE",
     "Channels",
     "Groups",
-    "Peers",
+    "ParallelGroup",
     "Pending",
     "Scope",
     "create_aside",

@@ -3,4 +3,4 @@
 from megatron_run_engine.runtime.gradients.accumulator import GradientAccumulator
 from megatron_run_engine.runtime.gradients.buckets import DEFAULT_CAPACITY, Bucket, build_buckets, main_grad
 
-__all__ = ["DEFAULT_CAPACITY", "Bucket", "Gradients", "build_buckets", "main_grad"]
+__all__ = ["DEFAULT_CAPACITY", "Bucket", "GradientAccumulator", "build_buckets", "main_grad"]

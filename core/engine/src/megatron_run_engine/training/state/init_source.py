@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import CheckpointError, advice
-from megatron_run.registry.discover import KERNEL
+from megatron_run.registry.discover import plain_name
 from megatron_run_engine.checkpoint.show import find_step
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
 from megatron_run_engine.run_folder.identity import identity
@@ -70,7 +70,7 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
 
 def _word(value: object) -> str:
     """As it is typed; ``gpt`` is ours, whether its distribution was named or not."""
-    return str(value).lower() if isinstance(value, bool) else str(value).removeprefix(f"{KERNEL}:")
+    return str(value).lower() if isinstance(value, bool) else plain_name(str(value))
 
 
 def _goes_on(run: ResolvedRun) -> bool:

@@ -97,7 +97,7 @@ def verify_share(
 ) -> Manifest:
     """The manifest of ``step``. Each rank reads some of the files, so that every file is read once.
 
-    ``goes_on`` is called while it reads, by several threads.
+    ``heartbeat`` is called while it reads, by several threads.
     """
     manifest = checkpoints.manifest(step)
     mine = sorted(manifest.files)[ranks.rank :: ranks.size]

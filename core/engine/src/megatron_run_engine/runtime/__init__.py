@@ -1,0 +1,1 @@
+"""One rank at work: executor, messages, gradients, collectives, random streams, metrics. Imports the kernel only."""
