@@ -12,9 +12,9 @@ from megatron_run.contracts import CaptureSize, Microbatch
 from megatron_run.contracts.actions import Action, LayoutSpec, looped_layout
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
-from megatron_run_graph_capture_partial.backend import backend_for
 from megatron_run_graph_capture_partial.capture import PartialCapture
 from megatron_run_graph_capture_partial.options import PartialOptions
+from megatron_run_graph_capture_partial.selection import backend_for
 from megatron_run_testing.context import prepare, single_process_context
 
 Executor = Literal["python", "native"]

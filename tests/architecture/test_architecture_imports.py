@@ -1,146 +1,144 @@
-"""An import runs down the kernel's order, never up; plugins see the kernel's public names and nothing else."""
+"""Imports run down the floors of the house; plugins see public modules and nothing else."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 import megatron_run
-from tests.support.checkout import COMMAND_LINE, KERNEL, PLUGINS, ROOT, Member, module_name
+import megatron_run_engine
+from tests.architecture.house import House, circles, entry_of, floors, imported_names
+from tests.architecture.picture import drawing
+from tests.support.checkout import COMMAND_LINE, ENGINE, KERNEL, PLUGINS, ROOT, TESTING, Member, module_name
 
-#: The kernel from the ground up; a part may import its own line and the lines above it in this table.
-ORDER = (
-    ("__version__", "errors"),
-    ("contracts", "actions", "topology", "world", "phases", "faults"),
-    ("hookspecs",),
-    ("config", "comm", "gloo", "watch"),
-    ("registry",),
-    ("pipeline", "gradients", "rng", "metrics", "segments", "parameters", "learning_rate", "batch_size", "observing"),
-    ("nn", "data", "optim", "checkpoint", "graphs"),
-    ("builtin",),
-    ("resolve",),
-    ("run_folder", "training", "interchange"),
-    ("trainer",),
-    ("launch",),
-    ("testing",),
-)
-LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
-#: What a plugin may import: the kernel below its built-ins, the package's public names, and the conformance suites.
-OPEN_TO_PLUGINS = {part for part, level in LEVEL.items() if level < LEVEL["builtin"]} - {"registry"}
-OPEN_TO_PLUGINS |= {*megatron_run.__all__, "testing"}
-
-
-def is_type_checking(node: ast.AST) -> bool:
-    """Whether ``node`` is ``if TYPE_CHECKING:``."""
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-
-
-def imports(tree: ast.AST) -> Iterator[str]:
-    """Every module name that ``tree`` imports when it runs, wherever the statement stands."""
-    for node in ast.iter_child_nodes(tree):
-        if is_type_checking(node):
-            continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are absolute"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        else:
-            yield from imports(node)
+HOUSE = House(ROOT)
+EVERYWHERE = House(ROOT, plugins=True)
+#: At most so many floors, the command above them all, and so many entries at the root of kernel and engine.
+FLOORS, ENTRIES = 9, 12
+#: Closed to plugins: what runs a training, and how the kernel finds and plans. Everything else may be imported.
+CLOSED = {
+    "megatron_run.planning",
+    "megatron_run.registry",
+    "megatron_run.builtin",
+    "megatron_run_engine.builtin",
+    "megatron_run_engine.launch",
+    "megatron_run_engine.run_folder",
+    "megatron_run_engine.training",
+}
 
 
 def imported_by(file: Path) -> set[str]:
-    return set(imports(ast.parse(file.read_text(encoding="utf-8"))))
+    return set(imported_names(ast.parse(file.read_text(encoding="utf-8"))))
 
 
-def part_of(module: str) -> str:
-    """``megatron_run.pipeline.plan.Plan`` -> ``pipeline``; empty for the package itself."""
-    return [*module.split("."), ""][1]
+def entries_of(member: Member) -> list[str]:
+    return [name for name in HOUSE.entries if name.startswith(f"{member.package}.")]
 
 
-def kernel_modules() -> dict[str, Path]:
-    return {name: file for name, file in KERNEL.modules.items() if name != "megatron_run"}
+def test_the_floors_are_few_and_only_the_command_is_above_them() -> None:
+    levels = floors(HOUSE.entries)
+    top = levels.pop(COMMAND_LINE.package)
+    assert max(levels.values()) <= FLOORS
+    assert all(level < top for level in levels.values())
 
 
-def faults(module: str, names: set[str]) -> list[str]:
-    """The imports among ``names`` that run up the order from ``module``."""
-    here = LEVEL[part_of(module)]
-    ours = sorted(name for name in names if name.split(".")[0] == "megatron_run")
-    return [f"{module} imports {name}" for name in ours if LEVEL.get(part_of(name), len(ORDER)) > here]
+@pytest.mark.parametrize("member", [KERNEL, ENGINE], ids=str)
+def test_a_root_has_few_entries(member: Member) -> None:
+    assert len(entries_of(member)) <= ENTRIES
 
 
-def test_every_part_of_the_kernel_has_its_place() -> None:
-    assert {part_of(name) for name in kernel_modules()} <= set(LEVEL), "add the new part to ORDER where it belongs"
+def test_nothing_is_imported_in_a_circle() -> None:
+    """Neither entries nor files, plugins included; an import for the type checker counts."""
+    assert not circles(HOUSE.entries)
+    assert not circles(EVERYWHERE.imports)
 
 
-def test_imports_run_down() -> None:
-    found = [fault for name, file in kernel_modules().items() for fault in faults(name, imported_by(file))]
-    assert not found
+@pytest.mark.parametrize("name", [name for member in (KERNEL, ENGINE) for name in entries_of(member)])
+def test_a_package_says_what_it_imports(name: str) -> None:
+    file = HOUSE.files[name]
+    if file.name != "__init__.py":
+        pytest.skip("a module: its imports stand below its docstring")
+    said = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").rpartition("Imports: ")[2]
+    assert said.rstrip(".").split(", ") == sorted(each.rpartition(".")[2] for each in HOUSE.entries[name])
 
 
 @pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        (
-            "from megatron_run_engine.training.trainer import Trainer",
-            ["megatron_run.nn.x imports megatron_run.trainer.Trainer"],
-        ),
-        (
-            "def f():\n    import megatron_run_engine.launch",
-            ["megatron_run_engine.nn.x imports megatron_run_engine.launch"],
-        ),
-        ("from megatron_run_engine import train", ["megatron_run.nn.x imports megatron_run.train"]),
-        ("if TYPE_CHECKING:\n    from megatron_run_engine.training.trainer import Trainer", []),
-        ("from megatron_run.contracts import Model\nimport torch", []),
-    ],
+    ("member", "below"),
+    [(KERNEL, set()), (ENGINE, {KERNEL.package}), (TESTING, {KERNEL.package, ENGINE.package})],
+    ids=str,
 )
-def test_an_upward_import_is_found(source: str, expected: list[str]) -> None:
-    assert faults("megatron_run_engine.nn.x", set(imports(ast.parse(source)))) == expected
-
-
-def test_kernel_modules_import_in_no_circle() -> None:
-    modules = KERNEL.modules
-    graph = {}
-    for name, file in modules.items():
-        wanted = {found for found in imported_by(file) if found.startswith("megatron_run.")}
-        graph[name] = {found if found in modules else found.rpartition(".")[0] for found in wanted} - {name}
-    TopologicalSorter(graph).prepare()
-
-
-def test_the_kernel_knows_neither_the_command_line_nor_a_plugin() -> None:
-    outsiders = {COMMAND_LINE.package, *(plugin.package for plugin in PLUGINS)}
-    for file in KERNEL.modules.values():
-        assert not outsiders & {name.split(".")[0] for name in imported_by(file)}, file
+def test_a_distribution_imports_those_below_it(member: Member, below: set[str]) -> None:
+    ours = {each.package for each in (KERNEL, ENGINE, TESTING, COMMAND_LINE, *PLUGINS)}
+    for file in member.modules.values():
+        found = {name.partition(".")[0] for name in imported_by(file)} & ours
+        assert found <= {member.package, *below}, file
 
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=str)
-def test_plugins_import_public_kernel_names_only(plugin: Member) -> None:
+def test_plugins_import_public_names_only(plugin: Member) -> None:
     others = {COMMAND_LINE.package, *(other.package for other in PLUGINS)} - {plugin.package}
     for file in plugin.modules.values():
         for name in imported_by(file):
             top, *rest = name.split(".")
             assert top not in others, f"{file} imports {name}"
-            if top == "megatron_run":
-                assert part_of(name) in OPEN_TO_PLUGINS, f"{file} imports {name}"
+            if top in (KERNEL.package, ENGINE.package):
+                assert entry_of(name) not in CLOSED, f"{file} imports {name}"
                 assert not any(word.startswith("_") and word != "__version__" for word in rest), (
                     f"{file} imports {name}"
                 )
 
 
+@pytest.mark.parametrize("plugin", PLUGINS, ids=str)
+def test_a_plugin_depends_on_what_it_imports(plugin: Member) -> None:
+    tops = {name.partition(".")[0] for file in plugin.modules.values() for name in imported_by(file)}
+    needed = {member.name for member in (KERNEL, ENGINE, TESTING) if member.package in tops}
+    asked = {line.split(">")[0] for line in plugin.project["dependencies"] if line.startswith("megatron-run-")}
+    assert asked == needed | {KERNEL.name}
+    assert "torch" not in tops or ENGINE.name in asked, "torch comes with the engine"
+
+
 def test_module_names_are_read_from_paths() -> None:
-    assert module_name(Path("megatron_run/nn/__init__.py")) == "megatron_run_engine.nn"
-    assert module_name(Path("megatron_run/nn/block.py")) == "megatron_run_engine.nn.block"
+    assert module_name(Path("megatron_run/config/__init__.py")) == "megatron_run.config"
+    assert module_name(Path("megatron_run/config/yaml.py")) == "megatron_run.config.yaml"
 
 
-def test_the_design_page_draws_this_order() -> None:
-    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    drawn = page.partition("## Who may import whom")[2].split("```")[1].split("\n")
-    lines = [tuple(line.split()) for line in drawn if line.strip()]
-    assert [set(line) for line in reversed(lines)] == [set(parts) - {"__version__"} for parts in ORDER]
+def small_house(folder: Path, files: dict[str, str]) -> House:
+    for name, text in files.items():
+        file = folder / "core" / "kernel" / "src" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    return House(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from megatron_run.b.y import f",
+        "def g():\n    from megatron_run.b import y",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import megatron_run.b.y",
+    ],
+)
+def test_a_circle_is_seen_however_it_is_closed(tmp_path: Path, text: str) -> None:
+    files = {"megatron_run/a/x.py": text, "megatron_run/b/y.py": "from megatron_run.a.x import f"}
+    house = small_house(tmp_path, files)
+    assert circles(house.entries) == [["megatron_run.a", "megatron_run.b"]]
+    assert circles(house.imports) == [["megatron_run.a.x", "megatron_run.b.y"]]
+
+
+def test_floors_count_from_the_ground(tmp_path: Path) -> None:
+    files = {"megatron_run/a.py": "", "megatron_run/b.py": "import megatron_run.a", "megatron_run/c.py": "import os"}
+    assert floors(small_house(tmp_path, files).entries) == {
+        "megatron_run.a": 1,
+        "megatron_run.b": 2,
+        "megatron_run.c": 1,
+    }
+
+
+def test_the_picture_of_the_house_is_todays() -> None:
+    file = ROOT / "docs" / "images" / "house.svg"
+    assert file.read_text(encoding="utf-8") == drawing(HOUSE), "make docs draws it again"
 
 
 def test_the_page_for_authors_names_what_plugins_may_import() -> None:
@@ -149,11 +147,14 @@ def test_the_page_for_authors_names_what_plugins_may_import() -> None:
     sentence = page.partition("the modules that plugins are made from: ")[2].partition(" in tests.")[0]
     named = {word for index, word in enumerate(sentence.split("`")) if index % 2}
     used = {
-        part_of(name)
+        entry_of(name)
         for plugin in PLUGINS
         for file in plugin.modules.values()
         for name in imported_by(file)
-        if name.split(".")[0] == "megatron_run"
+        if name.partition(".")[0] in (KERNEL.package, ENGINE.package)
     }
-    assert named <= OPEN_TO_PLUGINS
-    assert used - {*megatron_run.__all__} <= named
+    public = {
+        f"{package.__name__}.{name}" for package in (megatron_run, megatron_run_engine) for name in package.__all__
+    }
+    assert not named & CLOSED
+    assert used - public <= named

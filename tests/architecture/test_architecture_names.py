@@ -7,14 +7,16 @@ import tomllib
 import pytest
 
 from megatron_run.contracts import KINDS, entry_point_group
-from tests.support.checkout import COMMAND_LINE, KERNEL, MEMBERS, PLUGINS, ROOT, Member, read_project
+from tests.support.checkout import COMMAND_LINE, ENGINE, KERNEL, MEMBERS, PLUGINS, ROOT, TESTING, Member, read_project
 
 #: Import packages of these names would shadow others, or claim somebody else's name.
 FORBIDDEN = {"megatron", "core", "cli", "plugins"}
 
 
-def test_kernel_and_command_line() -> None:
+def test_kernel_engine_suites_and_command_line() -> None:
     assert (KERNEL.name, KERNEL.package) == ("megatron-run-core", "megatron_run")
+    assert (ENGINE.name, ENGINE.package) == ("megatron-run-engine", "megatron_run_engine")
+    assert (TESTING.name, TESTING.package) == ("megatron-run-testing", "megatron_run_testing")
     assert (COMMAND_LINE.name, COMMAND_LINE.package) == ("megatron-run-cli", "megatron_run_cli")
     assert COMMAND_LINE.project["scripts"] == {"megatron-run": "megatron_run_cli.__main__:program"}
     assert read_project(ROOT)["name"] == "megatron-run"
@@ -40,10 +42,11 @@ def test_plugin_has_tests_where_its_name_says(plugin: Member) -> None:
 
 
 def test_built_in_names_follow_from_their_module() -> None:
-    for kind in KINDS:
-        folder = kind.replace("-", "_")
-        for name, module in KERNEL.project["entry-points"][entry_point_group(kind)].items():
-            assert module == f"megatron_run_engine.builtin.{folder}.{name}"
+    for member in (KERNEL, ENGINE):
+        for kind in KINDS:
+            folder = kind.replace("-", "_")
+            for name, module in member.project["entry-points"].get(entry_point_group(kind), {}).items():
+                assert module == f"{member.package}.builtin.{folder}.{name}"
 
 
 def test_no_import_package_claims_a_foreign_name() -> None:
@@ -54,9 +57,10 @@ def test_no_import_package_claims_a_foreign_name() -> None:
 
 def test_all_distributions_share_one_version() -> None:
     import megatron_run
+    import megatron_run_engine
 
     versions = {member.project["version"] for member in MEMBERS} | {read_project(ROOT)["version"]}
-    assert versions == {megatron_run.__version__}
+    assert versions == {megatron_run.__version__, megatron_run_engine.__version__}
 
 
 @pytest.mark.parametrize("member", MEMBERS, ids=str)
@@ -65,10 +69,11 @@ def test_members_ask_for_this_kernel(member: Member) -> None:
         return
     version = KERNEL.project["version"]
     major, minor, _ = (int(part) for part in version.split("."))
-    allowed = {
-        COMMAND_LINE: f"megatron-run-core=={version}",
-    }.get(member, f"megatron-run-core>={major}.{minor},<{major}.{minor + 1}")
-    assert allowed in member.project["dependencies"]
+    together = member in (ENGINE, TESTING, COMMAND_LINE)
+    versions = f"=={version}" if together else f">={major}.{minor},<{major}.{minor + 1}"
+    asked = [line for line in member.project["dependencies"] if line.startswith("megatron-run-")]
+    assert f"{KERNEL.name}{versions}" in asked
+    assert all(line.endswith(versions) for line in asked)
 
 
 def test_the_type_checker_knows_every_member() -> None:

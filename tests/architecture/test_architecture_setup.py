@@ -77,7 +77,9 @@ def test_a_clean_clone_is_set_up_once(clone: Clone) -> None:
     assert clone.setup() == []
 
 
-@pytest.mark.parametrize("name", ["constraints.txt", "pyproject.toml", "core/pyproject.toml", "requirements-dev.txt"])
+@pytest.mark.parametrize(
+    "name", ["constraints.txt", "pyproject.toml", "core/kernel/pyproject.toml", "requirements-dev.txt"]
+)
 def test_set_up_repeats_when_an_input_changes(clone: Clone, name: str) -> None:
     clone.setup()
     with (clone.folder / name).open("a", encoding="utf-8") as file:

@@ -20,7 +20,7 @@ from tests.support.broken import write_broken
 from tests.support.forked import run_forked, tiny
 
 #: Every key with its type and bounds: ``train.lr | number | above 0 | 0.00015``.
-OPTIONS = Path(__file__).parents[1] / "core" / "config" / "options.txt"
+OPTIONS = Path(__file__).parents[1] / "kernel" / "contracts" / "options.txt"
 #: Sections that belong to no plugin.
 SECTIONS = ("run", "train", "parallel", "eval", "checkpoint", "guard")
 #: Types that the word below is not.

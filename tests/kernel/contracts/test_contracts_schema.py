@@ -16,7 +16,7 @@ from megatron_run.contracts.schema import (
 )
 from megatron_run.planning.explain import all_keys
 from megatron_run.registry.choose import choose
-from megatron_run.registry.discover import KERNEL, scan
+from megatron_run.registry.discover import scan
 from megatron_run.registry.load import load
 
 GOLDEN = Path(__file__).with_name("options.txt")
@@ -25,8 +25,8 @@ GOLDEN = Path(__file__).with_name("options.txt")
 def options_table() -> str:
     """Every key of the kernel and of its built-ins with type, bounds and default."""
     catalog = scan()
-    entries = [entry for kind in KINDS for entry in catalog.of_kind(kind) if entry.distribution == KERNEL]
-    plugins = [load(choose(catalog, entry.kind, f"{KERNEL}:{entry.name}", ""), "") for entry in entries]
+    entries = [entry for kind in KINDS for entry in catalog.of_kind(kind) if entry.builtin]
+    plugins = [load(choose(catalog, entry.kind, f"{entry.distribution}:{entry.name}", ""), "") for entry in entries]
     rows = [
         f"{info.name}{' of ' + info.owner if info.owner else ''} | {info.type} | {info.bounds or '-'} | {info.default}"
         for info in all_keys(plugins)

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import sys
-import tomllib
 
 import pytest
 
 from megatron_run.contracts import KINDS, entry_point_group
 from megatron_run.registry.discover import KERNEL, Entry, scan
-from tests.support.checkout import ROOT
+from tests.support.checkout import ENGINE
+from tests.support.checkout import KERNEL as KERNEL_MEMBER
 from tests.support.fake_plugins import FakeSite
 
 
@@ -29,11 +29,11 @@ def test_nothing_is_imported(site: FakeSite) -> None:
 
 
 def test_the_built_ins_are_the_kernels_own_entries() -> None:
-    project = tomllib.loads((ROOT / "core" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     expected = {
         (kind, name, value)
         for kind in KINDS
-        for name, value in project["entry-points"].get(entry_point_group(kind), {}).items()
+        for member in (KERNEL_MEMBER, ENGINE)
+        for name, value in member.project["entry-points"].get(entry_point_group(kind), {}).items()
     }
     found = {(entry.kind, entry.name, entry.value) for entry in scan().entries if entry.builtin}
     assert found == expected

@@ -13,8 +13,16 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from megatron_run.contracts.actions import Action, Place
-from megatron_run.contracts.observer import CheckpointMetrics, EvalMetrics, Observer, RunSummary, StepMetrics, StepTrace
-from megatron_run.pipeline.timeline import Bar, Timeline
+from megatron_run.contracts.observer import (
+    Bar,
+    CheckpointMetrics,
+    EvalMetrics,
+    Observer,
+    RunSummary,
+    StepMetrics,
+    StepTrace,
+    Timeline,
+)
 from megatron_run_testing.check import Check, CheckFailed
 
 #: Makes a new observer, as the plugin's factory does: one for each attempt at a run.

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.contracts import Microbatch, Schedule
 from megatron_run.errors import InputError
-from megatron_run.pipeline.sequential import Sequential
 from megatron_run_engine.builtin.model.gpt import GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.nn import LayerNorm, core_attention

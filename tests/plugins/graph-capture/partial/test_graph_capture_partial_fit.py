@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.contracts import Microbatch, Region, Segment
 from megatron_run.contracts.actions import Action
 from megatron_run.errors import GraphCaptureError
-from megatron_run.pipeline.sequential import Sequential
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_testing.context import single_process_context
 from tests.support.graph_bench import Pipeline, one_region, partial_capture

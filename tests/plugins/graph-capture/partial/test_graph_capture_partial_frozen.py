@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch.nn import Parameter
 
+from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.contracts import Schedule
-from megatron_run.pipeline.sequential import Sequential
 from megatron_run_engine.builtin.model.gpt import GptOptions
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_schedule_1f1b import OneForwardOneBackward

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-from megatron_run.pipeline.sequential import Sequential
+from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run_graph_capture_partial import native
-from megatron_run_graph_capture_partial.executors import find_executor, in_python, out_form
+from megatron_run_graph_capture_partial.executors import in_python, out_form
+from megatron_run_graph_capture_partial.selection import find_executor
 from tests.support.graph_bench import Pipeline
 
 

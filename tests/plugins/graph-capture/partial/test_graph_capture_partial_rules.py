@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.contracts import Segment
 from megatron_run.contracts.actions import Action
 from megatron_run.errors import GraphCaptureError
-from megatron_run.pipeline.sequential import Sequential
 from megatron_run_engine.capture import Rules
 from megatron_run_graph_capture_partial.arena import Arena
 from megatron_run_graph_capture_partial.recording import Recording

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.config.request import Request
 from megatron_run.contracts.actions import Action, signed_order
 from megatron_run.errors import GraphCaptureError, InputError, PluginError
-from megatron_run.pipeline.sequential import Sequential
 from megatron_run.planning import resolve
 from megatron_run_engine.builtin.model.gpt import GptOptions
 from megatron_run_engine.capture import RegionCapture

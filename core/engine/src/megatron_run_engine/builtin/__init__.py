@@ -1,1 +1,4 @@
-"""The plugins that come with the kernel, registered through the same hooks as everybody's: one folder a kind."""
+"""The built-in plugins that need torch, registered through the hooks that every plugin uses: one folder a kind.
+
+Imports: checkpoint, contracts, data, errors, hookspecs, nn, optim, runtime.
+"""

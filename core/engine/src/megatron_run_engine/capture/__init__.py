@@ -1,8 +1,9 @@
-"""What plugins that capture graphs share: regions from segments, the order of passes, slots, and the rules of capture.
+"""Graph capture, as far as it does not depend on who records: regions, the order of passes, slots, the rules.
 
-A graph records work at fixed addresses. What follows from that does not depend on who records: which segments may go
-together, in which order they must be recorded and replayed, how many sets of inputs are needed, and what a recorded
-function must not do.
+A graph records work at fixed addresses. From that follows which segments may be captured together, in which order they
+are recorded and replayed, how many sets of inputs they need, and what a recorded function must not do.
+
+Imports: contracts, errors, planning, runtime.
 """
 
 from megatron_run_engine.capture.lint import kept_streams, lint, run_backward, zeros_like

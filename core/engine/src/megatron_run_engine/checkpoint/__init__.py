@@ -1,1 +1,4 @@
-"""Checkpoints: folders of safetensors shards and a manifest; what was committed is never lost or overwritten."""
+"""Checkpoints: folders of safetensors shards and a manifest; a committed step is never lost or overwritten.
+
+Imports: contracts, errors, runtime.
+"""

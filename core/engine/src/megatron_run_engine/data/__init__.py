@@ -1,1 +1,4 @@
-"""From samples to batches: the order of samples, batches of fields, and the parts of the text pipeline."""
+"""From documents to batches: tokenizers, packing, the order of samples, batches of fields.
+
+Imports: contracts, errors.
+"""

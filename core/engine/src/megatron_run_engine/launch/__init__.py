@@ -1,6 +1,8 @@
-"""Starts the ranks of a run, or joins the world that torchrun or Slurm made.
+"""Launches the ranks of a run, or joins the world that torchrun or Slurm made, and watches them.
 
 Importing this package is instant: torch is imported by the ranks, and by ``launch`` when it resolves the run.
+
+Imports: checkpoint, config, contracts, errors, planning, registry, run_folder, runtime, training.
 """
 
 from __future__ import annotations

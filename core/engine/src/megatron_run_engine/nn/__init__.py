@@ -2,6 +2,8 @@
 
 Reading order: ``spec`` (the sizes), ``block`` (attention and MLP between norms), ``chunk`` (a stage's part of a model),
 ``linear`` (the backward that a schedule may split), ``moe`` (mixtures of experts).
+
+Imports: contracts, errors, runtime.
 """
 
 from megatron_run_engine.nn.attention import SelfAttention

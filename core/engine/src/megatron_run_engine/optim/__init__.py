@@ -1,7 +1,9 @@
-"""What data-parallel optimizers share: an update rule on flat buffers, and how ranks divide the work.
+"""The common part of data-parallel optimizers: an update rule on flat buffers, and how ranks divide the work.
 
 ``FlatOptimizer`` is the whole contract but for one question, how data-parallel ranks divide a buffer: a
 ``ShardingStrategy`` answers it. ``optimizer=adamw`` and ``optimizer=zero1`` are one each.
+
+Imports: contracts, errors, runtime.
 """
 
 from megatron_run_engine.optim.boxes import Box, PartBox, boxes, part_boxes

@@ -2,6 +2,8 @@
 
 ``open_run_folder`` applies the rules by which a folder is created, joined or refused; ``RunFolder`` knows where
 everything lies and keeps ``status.json``.
+
+Imports: checkpoint, errors, planning.
 """
 
 from __future__ import annotations

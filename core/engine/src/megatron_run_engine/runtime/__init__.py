@@ -1,1 +1,4 @@
-"""One rank at work: executor, messages, gradients, collectives, random streams, metrics. Imports the kernel only."""
+"""One rank at work: the executor, its messages, gradients, collectives, random streams and metrics.
+
+Imports: contracts, errors, pipeline.
+"""

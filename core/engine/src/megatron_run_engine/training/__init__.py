@@ -1,1 +1,4 @@
-"""What the trainer works with: building a rank, feeding, evaluating, generating, reporting."""
+"""The trainer: builds a rank, steps, evaluates, saves. ``state`` says what it starts from, ``health`` watches it.
+
+Imports: capture, checkpoint, config, contracts, data, errors, pipeline, planning, registry, run_folder, runtime.
+"""

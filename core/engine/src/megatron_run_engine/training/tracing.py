@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_run.contracts import StepTrace
-from megatron_run.pipeline.timeline import Bar, Timeline, timeline
+from megatron_run.contracts.observer import Bar, Timeline
+from megatron_run.pipeline.timeline import timeline
 from megatron_run_engine.training.clocks import ROUNDS, barrier_rounds, clock_offset, device_clock
 
 if TYPE_CHECKING:

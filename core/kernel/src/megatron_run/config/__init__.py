@@ -1,1 +1,4 @@
-"""Configuration: reading it, layering it, checking it. Typed and frozen; nothing here imports torch."""
+"""Configuration: reads its sources, merges them, validates the sections; every value keeps its origin.
+
+Imports: contracts, errors.
+"""

@@ -1,9 +1,14 @@
-"""The contracts: one file per kind. What a plugin must do, in the docstrings; nothing here imports torch."""
+"""The contracts: one file a kind, and the words in which they speak (actions, topology, activity, schema).
 
+Imports: errors.
+"""
+
+from megatron_run.contracts.actions import Action, LayoutSpec, Place, ScheduleSpec
 from megatron_run.contracts.data import Dataset, DataSource, Split
 from megatron_run.contracts.graph_capture import CaptureSize, GraphCapture, Region
 from megatron_run.contracts.model import Boundary, Chunk, ChunkOut, Microbatch, Model, Segment
 from megatron_run.contracts.observer import (
+    Bar,
     CaptureMetrics,
     CheckpointMetrics,
     EvalMetrics,
@@ -11,6 +16,7 @@ from megatron_run.contracts.observer import (
     RunSummary,
     StepMetrics,
     StepTrace,
+    Timeline,
 )
 from megatron_run.contracts.optimizer import Optimizer
 from megatron_run.contracts.parallel_layer import AttentionShape, LinearPart, ParallelLayers, StackedLayers
@@ -23,7 +29,9 @@ from megatron_run.contracts.state import MASTER, ReadState, StatePiece
 __all__ = [
     "KINDS",
     "MASTER",
+    "Action",
     "AttentionShape",
+    "Bar",
     "Boundary",
     "CaptureMetrics",
     "CaptureSize",
@@ -35,6 +43,7 @@ __all__ = [
     "EvalMetrics",
     "GraphCapture",
     "Init",
+    "LayoutSpec",
     "LinearPart",
     "Microbatch",
     "Model",
@@ -44,18 +53,21 @@ __all__ = [
     "ParamInfo",
     "ParameterSpec",
     "Part",
+    "Place",
     "PluginInfo",
     "ReadState",
     "Region",
     "RunSummary",
     "Scaler",
     "Schedule",
+    "ScheduleSpec",
     "Segment",
     "Split",
     "StackedLayers",
     "StatePiece",
     "StepMetrics",
     "StepTrace",
+    "Timeline",
     "entry_point_group",
     "scale_notices",
     "scale_text",

@@ -4,14 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from megatron_run.contracts.actions import Place
+    from megatron_run.contracts.actions import Action, Place
     from megatron_run.contracts.graph_capture import CaptureSize
-    from megatron_run.pipeline.timeline import Timeline
+
+
+class Bar(NamedTuple):
+    """One action from ``start`` to ``end``, in units of one chunk's forward."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The bars of each stage, the time at which the last one ends, and the share of time stages wait on average."""
+
+    stages: tuple[tuple[Bar, ...], ...]
+    makespan: float
+    bubble_fraction: float
 
 
 @dataclass(frozen=True)

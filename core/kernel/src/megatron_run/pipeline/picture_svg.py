@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import accumulate
 
+from megatron_run.contracts.observer import Bar, Timeline
 from megatron_run.errors import plural
 from megatron_run.pipeline.phases import phases
 from megatron_run.pipeline.plan import Plan
-from megatron_run.pipeline.timeline import Bar, Timeline, timeline
+from megatron_run.pipeline.timeline import timeline
 from megatron_run.pipeline.trace_events import NAMES
 
 Colour = tuple[int, int, int]

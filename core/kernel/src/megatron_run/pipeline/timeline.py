@@ -8,35 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, takewhile
 from operator import itemgetter
-from typing import NamedTuple
 
 from megatron_run.contracts.actions import Action
+from megatron_run.contracts.observer import Bar, Timeline
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.simulate import simulate
 
 _LEGEND = "digit: forward of that microbatch (its last digit); a, b, ...: backward of microbatch 0, 1, ..."
 _LEGEND_SPLIT = "; A, B, ...: its weight gradient"
-
-
-class Bar(NamedTuple):
-    """One action from ``start`` to ``end``, in units of one chunk's forward."""
-
-    action: Action
-    start: float
-    end: float
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """The bars of each stage, the time at which the last one ends, and the share of time stages wait on average."""
-
-    stages: tuple[tuple[Bar, ...], ...]
-    makespan: float
-    bubble_fraction: float
 
 
 def timeline(plan: Plan, costs: Mapping[str, float] | None = None, stages: Collection[int] | None = None) -> Timeline:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_run.contracts.actions import Place
+from megatron_run.contracts.observer import Bar
 from megatron_run.pipeline.plan import activations, positions
-from megatron_run.pipeline.timeline import Bar
 
 Event = dict[str, Any]
 

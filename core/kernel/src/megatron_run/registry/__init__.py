@@ -1,6 +1,8 @@
-"""Finding, choosing, loading and describing plugins.
+"""The registry of plugins: finds, chooses and loads them.
 
 ``discover`` reads installed metadata and imports nothing; ``choose`` picks one entry; ``load`` imports it, registers
 its hooks and returns a :class:`~megatron_run.registry.plugin.Plugin`, whose ``create`` makes the object that a run
 uses.
+
+Imports: config, contracts, errors, hookspecs.
 """

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from megatron_run.contracts import PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run_graph_capture_partial.backend import backend_for
 from megatron_run_graph_capture_partial.capture import PartialCapture
 from megatron_run_graph_capture_partial.options import PartialOptions, check_config
+from megatron_run_graph_capture_partial.selection import backend_for
 
 if TYPE_CHECKING:
     from megatron_run.contracts import GraphCapture

@@ -1,16 +1,13 @@
-"""What records and replays on one kind of device."""
+"""The contract of what records and replays on one kind of device, and tensors that keep no memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from megatron_run_engine.runtime.context import BuildContext
 
 
 class Graph(Protocol):
@@ -52,16 +49,3 @@ def weak_alias(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return empty.set_(bare, tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
-def backend_for(context: BuildContext, executor: str) -> Backend:
-    """CUDA graphs on a CUDA device, tapes on any other; ``executor`` replays tapes."""
-    generators = context.rng.streams
-    if context.device.type == "cuda":
-        from megatron_run_graph_capture_partial.cuda import CudaBackend
-
-        return CudaBackend(context.device, generators)
-    from megatron_run_graph_capture_partial.executors import find_executor
-    from megatron_run_graph_capture_partial.tape import TapeBackend
-
-    return TapeBackend(generators, find_executor(executor, context.log))

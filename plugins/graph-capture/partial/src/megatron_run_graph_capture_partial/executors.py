@@ -1,19 +1,16 @@
-"""What replays a tape: a loop in Python, or one in C++ that is compiled when it is first used."""
+"""Replays a tape by a loop in Python; `native` compiles the same loop in C++."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from megatron_run_graph_capture_partial.tape import Executor, Operation, wait
-
-if TYPE_CHECKING:
-    import logging
+from megatron_run_graph_capture_partial.tape import Operation, wait
 
 
 class Call(NamedTuple):
@@ -23,19 +20,6 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     copies: tuple[Tensor | None, ...]
-
-
-def find_executor(name: str, log: logging.Logger) -> Executor:
-    """The executor ``name``; where the native one cannot be built, the one in Python, and a warning."""
-    if name == "native":
-        from megatron_run_graph_capture_partial.native import build
-
-        try:
-            return build()
-        except Exception as cause:  # no compiler, no headers, no place to write: whatever it is, there is another way
-            first = next(iter(str(cause).splitlines()), "")
-            log.warning("the native executor of tapes cannot be built, Python replays: %s", first)
-    return in_python
 
 
 def in_python(operations: Sequence[Operation]) -> Callable[[], None]:

@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 if TYPE_CHECKING:
     from megatron_run.contracts.actions import Op
-    from megatron_run.pipeline.timeline import Bar, Timeline
+    from megatron_run.contracts.observer import Bar, Timeline
 
 Colour = tuple[int, int, int]
 

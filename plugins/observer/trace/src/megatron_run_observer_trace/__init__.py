@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
+    from megatron_run.contracts.observer import Timeline
     from megatron_run.contracts.schema import Config
-    from megatron_run.pipeline.timeline import Timeline
 
 #: The step of an attempt that is traced where nobody says which: the first ones are slower than the others.
 SETTLED = 10

@@ -1,8 +1,8 @@
 import pytest
 
+from megatron_run.builtin.schedule.sequential import Sequential, megatron_run_plugin_info
 from megatron_run.contracts.actions import LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.errors import ScheduleError
-from megatron_run.pipeline.sequential import Sequential, megatron_run_plugin_info
 from megatron_run.pipeline.verify import verify
 
 

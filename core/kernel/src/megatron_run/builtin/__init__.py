@@ -1,0 +1,4 @@
+"""The built-in plugins that need no torch.
+
+Imports: contracts, errors, hookspecs.
+"""

@@ -1,0 +1,37 @@
+"""Chooses the backend of a device and the executor of its tapes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_run_graph_capture_partial.executors import in_python
+from megatron_run_graph_capture_partial.tape import Executor, TapeBackend
+
+if TYPE_CHECKING:
+    import logging
+
+    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_graph_capture_partial.backend import Backend
+
+
+def backend_for(context: BuildContext, executor: str) -> Backend:
+    """CUDA graphs on a CUDA device, tapes on any other; ``executor`` replays tapes."""
+    generators = context.rng.streams
+    if context.device.type == "cuda":
+        from megatron_run_graph_capture_partial.cuda import CudaBackend
+
+        return CudaBackend(context.device, generators)
+    return TapeBackend(generators, find_executor(executor, context.log))
+
+
+def find_executor(name: str, log: logging.Logger) -> Executor:
+    """The executor ``name``; where the native one cannot be built, the one in Python, and a warning."""
+    if name == "native":
+        from megatron_run_graph_capture_partial.native import build  # it imports the compiler's tools
+
+        try:
+            return build()
+        except Exception as cause:  # no compiler, no headers, no place to write: whatever it is, there is another way
+            first = next(iter(str(cause).splitlines()), "")
+            log.warning("the native executor of tapes cannot be built, Python replays: %s", first)
+    return in_python
