@@ -67,7 +67,7 @@ def test_a_package_says_what_it_imports(name: str) -> None:
 @pytest.mark.parametrize(
     ("member", "below"),
     [(KERNEL, set()), (ENGINE, {KERNEL.package}), (TESTING, {KERNEL.package, ENGINE.package})],
-    ids=str,
+    ids=["kernel", "engine", "testing"],
 )
 def test_a_distribution_imports_those_below_it(member: Member, below: set[str]) -> None:
     ours = {each.package for each in (KERNEL, ENGINE, TESTING, COMMAND_LINE, *PLUGINS)}

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from megatron_run.contracts import CaptureSize, GraphCapture, Microbatch, PluginInfo, Region, Segment
-from megatron_run.contracts.actions import Action
+from megatron_run.contracts import Action, CaptureSize, GraphCapture, Microbatch, PluginInfo, Region, Segment
 from megatron_run.hookspecs import hookimpl
 
 

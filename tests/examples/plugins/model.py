@@ -18,10 +18,10 @@ from megatron_run.contracts import (
     Microbatch,
     Model,
     ParallelLayers,
+    Place,
     PluginInfo,
     Segment,
 )
-from megatron_run.contracts.actions import Place
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.runtime.context import BuildContext
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_run.contracts import PluginInfo, Schedule
-from megatron_run.contracts.actions import Action, ScheduleSpec
+from megatron_run.contracts import Action, PluginInfo, Schedule, ScheduleSpec
 from megatron_run.errors import ScheduleError
 from megatron_run.hookspecs import hookimpl
 

@@ -31,7 +31,8 @@ def test_one_name_is_derived_everywhere(kind: str, tmp_path: Path) -> None:
     module = f"megatron_run_{kind.replace('-', '_')}_zig_zag"
     assert project["name"] == package.distribution == f"megatron-run-{kind}-zig-zag"
     assert project["entry-points"] == {entry_point_group(kind): {"zig-zag": module}}
-    assert project["dependencies"] == ["megatron-run-core>=0.1,<0.2"]
+    engine = [] if kind in ("schedule", "observer") else ["megatron-run-engine>=0.1,<0.2"]
+    assert project["dependencies"] == ["megatron-run-core>=0.1,<0.2", *engine]
     written = {file.relative_to(package.folder).as_posix() for file in package.folder.rglob("*") if file.is_file()}
     assert (
         written

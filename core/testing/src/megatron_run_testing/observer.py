@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from megatron_run.contracts.actions import Action, Place
+from megatron_run.contracts import Action, Place
 from megatron_run.contracts.observer import (
     Bar,
     CheckpointMetrics,

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile, zip_longest
 
-from megatron_run.contracts import Schedule
-from megatron_run.contracts.actions import LayoutSpec, Place, ScheduleSpec
+from megatron_run.contracts import LayoutSpec, Place, Schedule, ScheduleSpec
 from megatron_run.errors import ScheduleError
 from megatron_run.pipeline.lower import lower
 from megatron_run.pipeline.timeline import timeline

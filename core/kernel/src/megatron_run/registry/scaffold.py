@@ -12,7 +12,7 @@ from string import Template
 from megatron_run import __version__
 from megatron_run.contracts.plugin import check_kind, entry_point_group
 from megatron_run.errors import InputError
-from megatron_run.registry.discover import Catalog, scan
+from megatron_run.registry.discover import KERNEL, Catalog, scan
 
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
@@ -45,9 +45,15 @@ def new(kind: str, name: str, folder: Path | None = None, catalog: Catalog | Non
         "package": distribution.replace("-", "_"),
         "group": entry_point_group(kind),
         "kernel": _compatible(__version__),
+        "requirements": ", ".join(f'"{name}{_compatible(__version__)}"' for name in _requirements(kind)),
     }
     written = _write(folder, {path: _fill(template, words) for path, template in _plan(kind, words)})
     return Package(folder, written, distribution, f"{kind}={choice}")
+
+
+def _requirements(kind: str) -> tuple[str, ...]:
+    """The distributions that the template of ``kind`` imports: those of pure data need no engine, and so no torch."""
+    return (KERNEL,) if kind in ("schedule", "observer") else (KERNEL, "megatron-run-engine")
 
 
 def _check_name(kind: str, name: str, catalog: Catalog) -> None:

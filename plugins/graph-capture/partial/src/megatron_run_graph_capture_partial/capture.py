@@ -13,8 +13,7 @@ from megatron_run_graph_capture_partial.reuse import Reuse, per_microbatch, per_
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_run.contracts import Region
-    from megatron_run.contracts.actions import Action
+    from megatron_run.contracts import Action, Region
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_graph_capture_partial.backend import Backend
     from megatron_run_graph_capture_partial.options import PartialOptions

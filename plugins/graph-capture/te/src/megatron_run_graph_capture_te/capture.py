@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-    from megatron_run.contracts import Region
-    from megatron_run.contracts.actions import Action
+    from megatron_run.contracts import Action, Region
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_graph_capture_te.options import TeOptions
 

@@ -19,8 +19,7 @@ from megatron_run.errors import GraphCaptureError
 from megatron_run_engine.capture import Slots, call, passes, shared_slots, zeros_like
 
 if TYPE_CHECKING:
-    from megatron_run.contracts import Region
-    from megatron_run.contracts.actions import Action
+    from megatron_run.contracts import Action, Region
 
 _INSTEAD = "choose --plugin graph-capture=partial"
 

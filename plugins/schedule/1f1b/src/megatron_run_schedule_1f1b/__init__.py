@@ -12,8 +12,7 @@ At most ``min(P-p, M)`` microbatches are in flight, and the bubble is ``(P-1)/M`
 
 from __future__ import annotations
 
-from megatron_run.contracts import PluginInfo, Schedule
-from megatron_run.contracts.actions import Action, ScheduleSpec
+from megatron_run.contracts import Action, PluginInfo, Schedule, ScheduleSpec
 from megatron_run.errors import ScheduleError
 from megatron_run.hookspecs import hookimpl
 

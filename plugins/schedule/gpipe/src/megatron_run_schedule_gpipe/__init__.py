@@ -12,8 +12,7 @@ time.
 
 from __future__ import annotations
 
-from megatron_run.contracts import PluginInfo, Schedule
-from megatron_run.contracts.actions import Action, ScheduleSpec
+from megatron_run.contracts import Action, PluginInfo, Schedule, ScheduleSpec
 from megatron_run.hookspecs import hookimpl
 
 

@@ -19,8 +19,7 @@ from itertools import count
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_run.contracts import PluginInfo, Schedule
-from megatron_run.contracts.actions import Action, ScheduleSpec
+from megatron_run.contracts import Action, PluginInfo, Schedule, ScheduleSpec
 from megatron_run.errors import ScheduleError, plural
 from megatron_run.hookspecs import hookimpl
 
