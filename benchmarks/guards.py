@@ -22,7 +22,7 @@ from megatron_run_engine.runtime.comm import Groups
 from megatron_run_engine.training.health.replicas import content_hash
 from megatron_run_engine.training.health.spikes import spike_limit
 from megatron_run_engine.training.health.stragglers import Stragglers
-from megatron_run_testing.context import context_at
+from megatron_run_testing.build_contexts import context_at
 
 #: Values of the matrix that is hashed and updated.
 VALUES = 2**24

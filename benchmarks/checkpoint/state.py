@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.optimizer import ours
 from benchmarks.optimizer.model import SHAPES, Batch
 from megatron_run_engine.checkpoint.boxes import Box
-from megatron_run_engine.checkpoint.shard import tensor_name
+from megatron_run_engine.checkpoint.shard_file import tensor_name
 
 
 class State:

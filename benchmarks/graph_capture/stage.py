@@ -15,7 +15,7 @@ from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_graph_capture_partial.capture import PartialCapture
 from megatron_run_graph_capture_partial.options import PartialOptions
 from megatron_run_graph_capture_partial.selection import backend_for
-from megatron_run_testing.context import prepare, single_process_context
+from megatron_run_testing.build_contexts import prepare, single_process_context
 
 Executor = Literal["python", "native"]
 

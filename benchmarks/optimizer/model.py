@@ -20,7 +20,7 @@ from megatron_run.contracts.actions import LayoutSpec, looped_layout
 from megatron_run_engine.builtin.model.gpt import Gpt
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.context import BuildContext
-from megatron_run_engine.runtime.parameters import describe_parameters, initialise
+from megatron_run_engine.runtime.parameter_init import describe_parameters, initialise
 
 #: What the update is made with, on every side.
 LR, WEIGHT_DECAY, BETAS, EPS, CLIP = 1e-3, 0.1, (0.9, 0.95), 1e-8, 1.0

@@ -20,7 +20,7 @@ from megatron_run_engine.runtime.comm import Groups, Pending, create_groups
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import Bucket
 from megatron_run_optimizer_zero1 import Sharded, Zero1Options, megatron_run_create_optimizer
-from megatron_run_testing.context import context_at
+from megatron_run_testing.build_contexts import context_at
 
 _NUMBERS = {"betas": BETAS, "eps": EPS}
 

@@ -22,7 +22,7 @@ from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.nn import DecoderChunk
 from megatron_run_engine.runtime.comm import Groups
 from megatron_run_engine.runtime.gradients import main_grad
-from megatron_run_testing.context import logical_gradients, prepare, single_process_context
+from megatron_run_testing.build_contexts import logical_gradients, prepare, single_process_context
 
 STAGES = 2
 

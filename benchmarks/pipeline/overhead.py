@@ -28,7 +28,7 @@ from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.verify import verify
 from megatron_run_engine.runtime.comm import Channels, create_groups
 from megatron_run_engine.runtime.gradients import GradientAccumulator, build_buckets
-from megatron_run_engine.runtime.parameters import describe_parameters
+from megatron_run_engine.runtime.parameter_init import describe_parameters
 
 CHUNKS = 4
 BOUNDARY = Boundary((8,), torch.float32)

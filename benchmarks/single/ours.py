@@ -28,7 +28,7 @@ from megatron_run_engine.training.build import build
 from megatron_run_engine.training.device import make_deterministic
 from megatron_run_engine.training.reporting import start_observers
 from megatron_run_engine.training.trainer import Trainer
-from megatron_run_testing.context import logical_values, prepare, single_process_context
+from megatron_run_testing.build_contexts import logical_values, prepare, single_process_context
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: More steps than are ever taken.

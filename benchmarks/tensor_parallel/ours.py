@@ -21,7 +21,7 @@ from megatron_run_engine.runtime.comm import Groups, create_groups
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import build_buckets, main_grad
 from megatron_run_parallel_layer_tensor import Options, megatron_run_create_parallel_layer
-from megatron_run_testing.context import context_at, logical_values, prepare
+from megatron_run_testing.build_contexts import context_at, logical_values, prepare
 
 if TYPE_CHECKING:
     from torch.nn import Parameter

@@ -24,7 +24,7 @@ from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_graph_capture_partial.capture import PartialCapture
 from megatron_run_graph_capture_partial.options import PartialOptions
 from megatron_run_graph_capture_partial.selection import backend_for
-from megatron_run_testing.context import context_at, example_microbatch, prepare, single_process_context
+from megatron_run_testing.build_contexts import context_at, example_microbatch, prepare, single_process_context
 
 SMALL = GptOptions(num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1)
 LR = 0.05

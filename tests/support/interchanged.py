@@ -15,7 +15,7 @@ from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.checkpoint.collectives import Alone
 from megatron_run_engine.checkpoint.saving import Saver
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
-from megatron_run_testing.context import logical_values, single_process_context
+from megatron_run_testing.build_contexts import logical_values, single_process_context
 from megatron_run_testing.model import Built, build_model
 from tests.support.saved_steps import RUN, about
 

@@ -21,7 +21,7 @@ from megatron_run.contracts import (
 )
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
-from megatron_run_engine.runtime.parameters import describe_parameters, initialise
+from megatron_run_engine.runtime.parameter_init import describe_parameters, initialise
 
 #: Shapes of which none divides by the ranks, so that shares begin and end within parameters and within rows.
 SHAPES: Mapping[str, tuple[int, ...]] = {

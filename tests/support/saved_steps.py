@@ -22,7 +22,7 @@ from megatron_run_engine.checkpoint.files import FileSystem
 from megatron_run_engine.checkpoint.manifest import About, DataRecord, PluginRecord
 from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.saving import Saver
-from megatron_run_engine.checkpoint.shard import DTYPES
+from megatron_run_engine.checkpoint.shard_file import DTYPES
 from megatron_run_engine.checkpoint.staging import Staging
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 

@@ -17,7 +17,7 @@ from megatron_run.registry.load import load
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.runtime.comm import Groups, create_groups
 from megatron_run_engine.runtime.context import BuildContext
-from megatron_run_testing.context import context_at, prepare
+from megatron_run_testing.build_contexts import context_at, prepare
 from megatron_run_testing.model import Built
 
 #: Heads, key-value heads and features that divide by 4; a vocabulary that fills three of four ranks.

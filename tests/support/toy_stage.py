@@ -14,7 +14,7 @@ from megatron_run.pipeline.plan import Plan
 from megatron_run_engine.runtime.execute import Executor, StepInputs, StepRecord
 from megatron_run_engine.runtime.gradients import GradientAccumulator, build_buckets, main_grad
 from megatron_run_engine.runtime.messages import Messenger
-from megatron_run_engine.runtime.parameters import describe_parameters
+from megatron_run_engine.runtime.parameter_init import describe_parameters
 from tests.support.toy_chunks import BOUNDARY, ToyChunk, by_autograd, thinning_boundary
 from tests.support.witness import Witness
 

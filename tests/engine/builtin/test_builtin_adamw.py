@@ -18,7 +18,7 @@ from megatron_run_engine.builtin.optimizer.adamw import megatron_run_create_opti
 from megatron_run_engine.optim import UpdateOptions
 from megatron_run_engine.runtime.comm import Groups, create_groups
 from megatron_run_engine.runtime.gradients import main_grad
-from megatron_run_testing.context import single_process_context
+from megatron_run_testing.build_contexts import single_process_context
 from tests.support.ranks import run_ranks
 
 

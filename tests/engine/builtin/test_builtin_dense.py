@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_run.contracts import AttentionShape, Init, LinearPart, ParameterSpec
 from megatron_run.registry.plugin import NoOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
-from megatron_run_testing.context import single_process_context
+from megatron_run_testing.build_contexts import single_process_context
 
 INIT = Init("normal", 0.02)
 QKV = (LinearPart("query", 8), LinearPart("key", 4), LinearPart("value", 4))

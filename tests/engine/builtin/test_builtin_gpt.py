@@ -13,8 +13,8 @@ from megatron_run.contracts import Microbatch, ParamInfo, StackedLayers
 from megatron_run.contracts.actions import LayoutSpec, Place, looped_layout
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
-from megatron_run_engine.runtime.parameters import count_parameters, describe_parameters
-from megatron_run_testing.context import example_microbatch, logical_values, prepare, single_process_context
+from megatron_run_engine.runtime.parameter_init import count_parameters, describe_parameters
+from megatron_run_testing.build_contexts import example_microbatch, logical_values, prepare, single_process_context
 from megatron_run_testing.model import Built, build_model
 from tests.support import plain_gpt
 

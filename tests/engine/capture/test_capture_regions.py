@@ -14,7 +14,7 @@ from megatron_run.contracts import Region, Segment
 from megatron_run.errors import InputError
 from megatron_run_engine.capture import call, chained, check_scope, choose_regions
 from megatron_run_engine.runtime.comm import Groups
-from megatron_run_testing.context import single_process_context
+from megatron_run_testing.build_contexts import single_process_context
 
 
 def segment(text: str, layer: int = 0, **options: Any) -> Segment:

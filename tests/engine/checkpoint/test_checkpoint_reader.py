@@ -13,7 +13,7 @@ from megatron_run_engine.checkpoint.boxes import Box
 from megatron_run_engine.checkpoint.collectives import Ranks
 from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.saving import Saver
-from megatron_run_engine.checkpoint.shard import DTYPES
+from megatron_run_engine.checkpoint.shard_file import DTYPES
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from tests.support.saved_steps import (
     RUN,

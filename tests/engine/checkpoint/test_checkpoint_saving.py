@@ -17,7 +17,7 @@ from megatron_run.errors import CheckpointError, ExitCode
 from megatron_run_engine.checkpoint.collectives import Alone, Ranks
 from megatron_run_engine.checkpoint.files import FileSystem, NewFile
 from megatron_run_engine.checkpoint.saving import Saver
-from megatron_run_engine.checkpoint.shard import deal
+from megatron_run_engine.checkpoint.shard_file import deal
 from megatron_run_engine.checkpoint.step_folder import Checkpoints, verify_files
 from megatron_run_engine.training.state.resuming import verify_share
 from tests.support.saved_steps import (
@@ -82,7 +82,7 @@ def test_a_rank_with_much_to_save_writes_several_files_of_about_one_length(tmp_p
         saver = Saver(Checkpoints(tmp_path / "c"), ranks, RUN, files_of_rank=2, at_once=2)
         saver.save(about(1), hands[ranks.rank], shapes_of(state))
 
-    with mock.patch("megatron_run_engine.checkpoint.shard.LEAST", 1000):
+    with mock.patch("megatron_run_engine.checkpoint.shard_file.LEAST", 1000):
         assert on_threads(2, save) == [None, None]
     found = Checkpoints(tmp_path / "c")
     files = found.manifest(1).files
@@ -107,7 +107,7 @@ def test_a_long_file_says_again_and_again_that_it_goes_on_when_it_is_written_and
     activity.recorder = lambda step, name, detail: said.append((name, str(detail)))
     (pieces,) = dealt(0, state, 1)
     checkpoints = Checkpoints(tmp_path / "c")
-    with mock.patch("megatron_run_engine.checkpoint.shard._AT_ONCE", 4096):
+    with mock.patch("megatron_run_engine.checkpoint.shard_file._AT_ONCE", 4096):
         Saver(checkpoints, Alone(), RUN, activity=activity).save(about(1), pieces, shapes_of(state))
     file = checkpoints.folder(1) / "rank-00000.safetensors"
     longest = 2 * 4096  # a stretch ends with the box that fills it
@@ -132,7 +132,7 @@ def test_a_disk_is_waited_for_while_much_is_written_and_not_for_all_of_it_at_the
 @pytest.mark.parametrize(("sizes", "files"), [([], 1), ([10], 1), ([999, 1000], 1), ([1000, 1000], 2), ([400] * 20, 3)])
 def test_no_file_is_made_for_little(sizes: list[int], files: int) -> None:
     pieces = [StatePiece(f"w{i}", "master", (0,), (n,), torch.zeros(n)) for i, n in enumerate(sizes)]
-    with mock.patch("megatron_run_engine.checkpoint.shard.LEAST", 4000):
+    with mock.patch("megatron_run_engine.checkpoint.shard_file.LEAST", 4000):
         hands = deal(pieces, 3)
     assert len(hands) == files
     assert sorted(piece.name for hand in hands for piece in hand) == sorted(piece.name for piece in pieces)

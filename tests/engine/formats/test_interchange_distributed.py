@@ -17,7 +17,7 @@ from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.formats import convert as exchange
 from megatron_run_engine.formats.distributed import SIDECAR
 from megatron_run_engine.formats.folder import read_step
-from megatron_run_testing.context import logical_values
+from megatron_run_testing.build_contexts import logical_values
 from tests.support.interchanged import LLAMA, saved_network
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

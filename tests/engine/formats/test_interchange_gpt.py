@@ -10,7 +10,7 @@ import pytest
 from megatron_run.errors import InputError
 from megatron_run_engine.formats.gpt import gpt_options, logical_shapes, shapes_fault
 from megatron_run_engine.formats.weights import Weights
-from megatron_run_testing.context import logical_values
+from megatron_run_testing.build_contexts import logical_values
 from tests.support.interchanged import GPT2, LENGTH, LLAMA, network, options_of
 
 #: Of one layer, as its papers draw it.

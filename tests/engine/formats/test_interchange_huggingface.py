@@ -20,7 +20,7 @@ from megatron_run_engine.formats import convert as exchange
 from megatron_run_engine.formats.folder import read_step
 from megatron_run_engine.formats.gpt import gpt_options
 from megatron_run_engine.formats.huggingface import files
-from megatron_run_testing.context import logical_values
+from megatron_run_testing.build_contexts import logical_values
 from tests.support.interchanged import (
     GPT2,
     LENGTH,

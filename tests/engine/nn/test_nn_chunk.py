@@ -14,7 +14,7 @@ from megatron_run.contracts.actions import Place
 from megatron_run.errors import InputError
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
-from megatron_run_testing.context import example_microbatch, logical_gradients, prepare, single_process_context
+from megatron_run_testing.build_contexts import example_microbatch, logical_gradients, prepare, single_process_context
 from megatron_run_testing.model import Built, build_model
 
 OPTIONS = GptOptions(num_layers=2, hidden_size=16, num_heads=2, vocab_size=61)

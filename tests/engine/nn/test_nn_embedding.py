@@ -12,7 +12,7 @@ from megatron_run_engine.nn import Embedding, TransformerSpec
 from megatron_run_engine.nn.embedding import Positions
 from megatron_run_engine.runtime.comm import Groups
 from megatron_run_engine.runtime.gradients import main_grad
-from megatron_run_testing.context import context_at, prepare, single_process_context
+from megatron_run_testing.build_contexts import context_at, prepare, single_process_context
 
 SPEC = TransformerSpec(
     layers=1, hidden=8, heads=2, kv_heads=2, ffn=8, vocab=31, sequence_length=12, dropout=0.0, init_std=0.5

@@ -5,7 +5,7 @@ import torch
 from torch.nn import Parameter
 
 from megatron_run_engine.nn import grouped
-from megatron_run_engine.nn.grouped import Groups, _has_onednn, _takes_grouped, grouped_linear
+from megatron_run_engine.nn.grouped import RowGroups, _has_onednn, _takes_grouped, grouped_linear
 from megatron_run_engine.runtime.gradients import GradientAccumulator, main_grad
 
 #: Some without rows; sizes that one call takes, and sizes that it does not.
@@ -80,7 +80,7 @@ def test_a_processor_takes_what_is_aligned_in_one_call() -> None:
 def test_sums_of_products_are_added_to_what_is_there() -> None:
     left, right = torch.randn(5, 8), torch.randn(5, 4)
     totals = torch.ones(2, 8, 4)
-    Groups(torch.tensor([2, 3]), CPU).add_products(totals, left, right)
+    RowGroups(torch.tensor([2, 3]), CPU).add_products(totals, left, right)
     torch.testing.assert_close(totals, 1 + torch.stack([left[:2].T @ right[:2], left[2:].T @ right[2:]]))
 
 
@@ -97,6 +97,6 @@ def test_one_call_adds_nothing_to_a_group_without_rows(counts: list[int], monkey
     monkeypatch.setattr(torch, "_grouped_mm", careless)
     left, right = torch.randn(9, 16), torch.randn(9, 8)
     totals = torch.ones(3, 16, 8)
-    Groups(torch.tensor(counts), CPU).add_grouped(totals, left, right)
+    RowGroups(torch.tensor(counts), CPU).add_grouped(totals, left, right)
     parts = zip(left.split(counts), right.split(counts), strict=True)
     torch.testing.assert_close(totals, 1 + torch.stack([one.T @ other for one, other in parts]))

@@ -7,7 +7,7 @@ import torch
 
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.runtime.context import BuildContext
-from megatron_run_testing.context import example_microbatch, logical_values, single_process_context
+from megatron_run_testing.build_contexts import example_microbatch, logical_values, single_process_context
 from megatron_run_testing.model import Built, build_model
 from tests.support import plain_gpt
 from tests.support.plain_moe import Mixed

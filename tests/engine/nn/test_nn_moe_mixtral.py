@@ -10,7 +10,7 @@ from megatron_run.contracts.actions import Place
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.gradients import main_grad
-from megatron_run_testing.context import prepare, single_process_context
+from megatron_run_testing.build_contexts import prepare, single_process_context
 
 mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
 configuration = pytest.importorskip("transformers.models.mixtral.configuration_mixtral")

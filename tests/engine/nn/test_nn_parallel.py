@@ -16,7 +16,7 @@ from megatron_run_engine.nn.parallel import ReplicatedDropout, Split, VocabEmbed
 from megatron_run_engine.runtime.comm import Groups, ParallelGroup, Pending
 from megatron_run_engine.runtime.gradients import GradientAccumulator, main_grad
 from megatron_run_engine.runtime.rng import RandomStreams
-from megatron_run_testing.context import context_at
+from megatron_run_testing.build_contexts import context_at
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, bmm_flop, mm_flop
 
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
-from megatron_run_testing.context import example_microbatch, single_process_context
+from megatron_run_testing.build_contexts import example_microbatch, single_process_context
 from megatron_run_testing.model import build_model
 
 #: Two of three layers; the weighted sums over experts are products too, but not of weights.

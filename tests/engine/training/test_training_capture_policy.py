@@ -17,7 +17,7 @@ from megatron_run_engine.runtime.rng import RandomStreams
 from megatron_run_engine.runtime.segments import SegmentRunner
 from megatron_run_engine.training.capture_policy import CapturePolicy
 from megatron_run_engine.training.numbers import MISMATCH, Progress
-from megatron_run_testing.context import single_process_context
+from megatron_run_testing.build_contexts import single_process_context
 
 #: Step -> the ranks that find, before it, that their graphs do not fit.
 Misfits = Mapping[int, Sequence[int]]

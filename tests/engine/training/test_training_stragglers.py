@@ -17,7 +17,7 @@ from megatron_run_engine.training.health.stragglers import (
     find_straggler,
     section_seconds,
 )
-from megatron_run_testing.context import context_at
+from megatron_run_testing.build_contexts import context_at
 
 NOBODY = dict.fromkeys(SECTIONS, 0.0)
 

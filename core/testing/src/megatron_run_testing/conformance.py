@@ -125,7 +125,7 @@ def make(plugin: Plugin) -> object:
     import torch
 
     from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
-    from megatron_run_testing.context import single_process_context
+    from megatron_run_testing.build_contexts import single_process_context
 
     network = plugin.options if plugin.kind == "model" else None
     context = single_process_context(network or _Network(), dtype=torch.float32)

@@ -17,14 +17,14 @@ from megatron_run.contracts import Chunk, ChunkOut, Microbatch, Model, ParallelL
 from megatron_run.contracts.actions import LayoutSpec, Place, looped_layout
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.context import BuildContext
-from megatron_run_testing.check import Check, CheckFailed
-from megatron_run_testing.context import (
+from megatron_run_testing.build_contexts import (
     example_microbatch,
     logical_gradients,
     logical_values,
     prepare,
     single_process_context,
 )
+from megatron_run_testing.check import Check, CheckFailed
 from megatron_run_testing.layers.half_sequence import HalfSequence
 
 #: Makes the model under test from a context and its options, as its factory hook does.

@@ -18,8 +18,8 @@ from megatron_run.contracts import Optimizer
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run_engine.runtime.comm import Groups, create_groups
 from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_testing.build_contexts import context_at
 from megatron_run_testing.check import Check
-from megatron_run_testing.context import context_at
 from megatron_run_testing.optimizers import alone, together
 from megatron_run_testing.optimizers.bench import Bench, OptimizerFactory
 from megatron_run_testing.rehearsal import Rehearsal, SendablePlugin

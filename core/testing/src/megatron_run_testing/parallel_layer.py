@@ -21,7 +21,7 @@ from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing.check import Check, CheckFailed
 from megatron_run_testing.layers.cases import cases
 from megatron_run_testing.layers.place import CreateLayers, Place, Rank
-from megatron_run_testing.layers.rules import rules
+from megatron_run_testing.layers.promises import rules
 from megatron_run_testing.layers.trial import LayerTrial, Trial
 from megatron_run_testing.rehearsal import Rehearsal, SendablePlugin
 

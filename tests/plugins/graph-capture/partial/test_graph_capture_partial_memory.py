@@ -19,7 +19,7 @@ from megatron_run_graph_capture_partial.backend import weak_alias
 from megatron_run_graph_capture_partial.reuse import Reuse, per_microbatch, per_slot
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_interleaved import Interleaved
-from megatron_run_testing.context import single_process_context
+from megatron_run_testing.build_contexts import single_process_context
 from tests.support.graph_bench import Pipeline, one_region, partial_capture
 
 STAGES = 4

@@ -19,7 +19,7 @@ from megatron_run.errors import GraphCaptureError
 from megatron_run_engine.capture import Rules
 from megatron_run_graph_capture_partial.arena import Arena
 from megatron_run_graph_capture_partial.recording import Recording
-from megatron_run_testing.context import single_process_context
+from megatron_run_testing.build_contexts import single_process_context
 from tests.support.graph_bench import Pipeline, one_region, partial_capture
 
 Violation = Callable[[Tensor], Any]

@@ -25,7 +25,7 @@ from megatron_run_engine.optim import UpdateOptions
 from megatron_run_engine.runtime.comm import create_groups
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
-from megatron_run_testing.context import context_at
+from megatron_run_testing.build_contexts import context_at
 from tests.support.commands import COMMAND, run_command
 from tests.support.optimizer_bench import SHAPES, Bench, Trained, gathered, reader
 from tests.support.ranks import run_ranks

@@ -19,7 +19,7 @@ from megatron_run_engine.runtime.comm import ParallelGroup, create_groups
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_parallel_layer_tensor import TensorLayers
-from megatron_run_testing.context import context_at, prepare, single_process_context
+from megatron_run_testing.build_contexts import context_at, prepare, single_process_context
 from tests.support.ranks import run_ranks
 
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_run.contracts import Init, LinearPart
 from megatron_run.contracts.topology import Topology
 from megatron_run_engine.runtime.comm import Groups
-from megatron_run_testing.context import example_microbatch, prepare
+from megatron_run_testing.build_contexts import example_microbatch, prepare
 from tests.support.ranks import run_ranks
 from tests.support.tensor_layers import gpt_context, rank_of, split_gpt, tensor_layers
 

@@ -6,7 +6,7 @@ import torch
 from megatron_run.contracts import Scaler
 from megatron_run.errors import DataError
 from megatron_run_scaler_constant import Options, megatron_run_create_scaler
-from megatron_run_testing.context import single_process_context
+from megatron_run_testing.build_contexts import single_process_context
 
 
 def made(loss_scale: float) -> Scaler:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_run_engine.checkpoint.header import ITEM_BYTES, read_header
-from megatron_run_engine.checkpoint.shard import DTYPES
+from megatron_run_engine.checkpoint.shard_file import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

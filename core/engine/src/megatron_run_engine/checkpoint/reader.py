@@ -12,7 +12,7 @@ import torch
 from megatron_run.errors import CheckpointError, advice, did_you_mean
 from megatron_run_engine.checkpoint.boxes import Box, box_fault
 from megatron_run_engine.checkpoint.mapped import TensorFile
-from megatron_run_engine.checkpoint.shard import DTYPES, tensor_name
+from megatron_run_engine.checkpoint.shard_file import DTYPES, tensor_name
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ from megatron_run_engine.checkpoint.collectives import as_note, on_rank0, raise_
 from megatron_run_engine.checkpoint.commit import LOCK, Commit
 from megatron_run_engine.checkpoint.files import FileSystem, lock, saving
 from megatron_run_engine.checkpoint.manifest import make_manifest
-from megatron_run_engine.checkpoint.shard import NAMES, deal, file_name, write_shard
+from megatron_run_engine.checkpoint.shard_file import NAMES, deal, file_name, write_shard
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_run_engine.checkpoint.shard import by_name, place
+from megatron_run_engine.checkpoint.shard_file import by_name, place
 
 if TYPE_CHECKING:
     from megatron_run.contracts.state import StatePiece

@@ -15,8 +15,8 @@ from megatron_run_engine.nn.embedding import Embedding, embed
 from megatron_run_engine.nn.forward_pass import ForwardPass
 from megatron_run_engine.nn.linear import linear, submit_gradients
 from megatron_run_engine.nn.mlp import Mlp
+from megatron_run_engine.nn.moe.moe_spec import ExpertSpec
 from megatron_run_engine.nn.moe.report import RouterReports
-from megatron_run_engine.nn.moe.spec import ExpertSpec
 from megatron_run_engine.nn.norm import LayerNorm, RmsNorm
 from megatron_run_engine.nn.parameter import build_device, empty_parameter
 from megatron_run_engine.nn.rotary import Rotary

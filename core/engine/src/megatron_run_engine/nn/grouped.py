@@ -56,7 +56,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(rows)
         # The parameters themselves, which know their main_grad: saved tensors may come back as copies.
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
-        groups = Groups(counts, rows.device)
+        groups = RowGroups(counts, rows.device)
         ctx.groups, ctx.bias_share = groups, bias_share
         y = groups.multiply(rows, groups.stacked(weight).transpose(1, 2))
         if bias is not None:
@@ -73,7 +73,7 @@ class _GroupedLinear(torch.autograd.Function):
         return product, None, None, None, None, None
 
 
-class Groups:
+class RowGroups:
     """Rows that lie group by group on ``device``: ``counts`` [g], int64 on the CPU, of each.
 
     ``places`` are the groups that have any, with where theirs lie.
@@ -135,7 +135,7 @@ def _submit(
     bias: Parameter | None,
     rows: Tensor,
     grad: Tensor,
-    groups: Groups,
+    groups: RowGroups,
     bias_share: float,
 ) -> None:
     def compute() -> None:

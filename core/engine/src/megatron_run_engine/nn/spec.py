@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_run.contracts import Init
-from megatron_run_engine.nn.moe.spec import ExpertSpec
+from megatron_run_engine.nn.moe.moe_spec import ExpertSpec
 
 Position = Literal["learned", "rope"]
 Norm = Literal["layernorm", "rmsnorm"]

@@ -6,15 +6,15 @@
 Imports: contracts, errors, runtime.
 """
 
-from megatron_run_engine.optim.boxes import Box, PartBox, boxes, part_boxes
 from megatron_run_engine.optim.flat import FlatOptimizer
-from megatron_run_engine.optim.options import UpdateOptions
+from megatron_run_engine.optim.flat_boxes import FlatBox, PartBox, boxes, part_boxes
 from megatron_run_engine.optim.ranges import ParamRange, param_range, param_ranges
-from megatron_run_engine.optim.rules import check_update
 from megatron_run_engine.optim.sharding import ShardingStrategy
+from megatron_run_engine.optim.update_options import UpdateOptions
+from megatron_run_engine.optim.update_rules import check_update
 
 __all__ = [
-    "Box",
+    "FlatBox",
     "FlatOptimizer",
     "ParamRange",
     "PartBox",

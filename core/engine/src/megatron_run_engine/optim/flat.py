@@ -9,12 +9,12 @@ import torch
 
 from megatron_run.contracts import Optimizer
 from megatron_run.contracts.topology import Replicas
-from megatron_run_engine.optim.norm import sum_of_squares
+from megatron_run_engine.optim.grad_norm import sum_of_squares
 from megatron_run_engine.optim.reducer import BucketReducer
-from megatron_run_engine.optim.rules import find_rule
 from megatron_run_engine.optim.shard import Shard
 from megatron_run_engine.optim.state import iter_state, load_state, load_weights
 from megatron_run_engine.optim.update import Update
+from megatron_run_engine.optim.update_rules import find_rule
 from megatron_run_engine.runtime.gradients import build_buckets
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import Chunk, ParamInfo, ReadState, StatePiece
-    from megatron_run_engine.optim.options import UpdateOptions
     from megatron_run_engine.optim.sharding import ShardingStrategy
+    from megatron_run_engine.optim.update_options import UpdateOptions
     from megatron_run_engine.runtime.comm import ParallelGroup, Pending
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_engine.runtime.gradients import Bucket

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
-from megatron_run_engine.optim.boxes import part_boxes
+from megatron_run_engine.optim.flat_boxes import part_boxes
 from megatron_run_engine.optim.ranges import param_ranges
 
 if TYPE_CHECKING:

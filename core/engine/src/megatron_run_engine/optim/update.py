@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_run.contracts import ParamInfo
-    from megatron_run_engine.optim.options import UpdateOptions
-    from megatron_run_engine.optim.rules import UpdateRule
     from megatron_run_engine.optim.shard import Shard
+    from megatron_run_engine.optim.update_options import UpdateOptions
+    from megatron_run_engine.optim.update_rules import UpdateRule
 
 
 class Group(NamedTuple):

@@ -20,7 +20,7 @@ from megatron_run_engine.runtime.execute import Executor
 from megatron_run_engine.runtime.gradients import GradientAccumulator
 from megatron_run_engine.runtime.messages import Messenger
 from megatron_run_engine.runtime.metrics import Metrics
-from megatron_run_engine.runtime.parameters import describe_parameters, initialise
+from megatron_run_engine.runtime.parameter_init import describe_parameters, initialise
 from megatron_run_engine.runtime.rng import RandomStreams
 from megatron_run_engine.runtime.segments import SegmentRunner
 from megatron_run_engine.training.checked_layers import CheckedLayers

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_run.contracts import AttentionShape, Init, LinearPart, ParallelLayers, StackedLayers
 from megatron_run.errors import PluginError
-from megatron_run_engine.runtime.parameters import unspecified
+from megatron_run_engine.runtime.parameter_init import unspecified
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,7 +10,7 @@ from megatron_run.contracts import RunSummary
 from megatron_run.contracts.topology import Replicas
 from megatron_run.pipeline.timeline import timeline
 from megatron_run.planning.batch_size import BatchSizes
-from megatron_run_engine.runtime.parameters import count_parameters
+from megatron_run_engine.runtime.parameter_init import count_parameters
 from megatron_run_engine.training.observing import Observers
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from megatron_run.contracts import Init, ParallelLayers
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run_engine.runtime.comm import Groups
 from megatron_run_engine.runtime.context import BuildContext
-from megatron_run_testing.context import context_at
+from megatron_run_testing.build_contexts import context_at
 
 #: Makes the factory under test; what it is stacked on, if it needs a base, is ``DenseLayers(context)``.
 CreateLayers = Callable[[BuildContext], ParallelLayers]

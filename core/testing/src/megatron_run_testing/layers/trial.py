@@ -17,9 +17,9 @@ from megatron_run.contracts import ChunkOut, Init, Microbatch, ParamInfo, Part, 
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
-from megatron_run_engine.runtime.parameters import initialise, unspecified
+from megatron_run_engine.runtime.parameter_init import initialise, unspecified
+from megatron_run_testing.build_contexts import prepare
 from megatron_run_testing.check import CheckFailed
-from megatron_run_testing.context import prepare
 from megatron_run_testing.layers.cases import Case
 from megatron_run_testing.layers.place import Place, Rank
 

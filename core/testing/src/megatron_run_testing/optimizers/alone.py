@@ -7,10 +7,10 @@ from torch import Tensor
 
 from megatron_run.contracts import MASTER
 from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_testing.build_contexts import single_process_context
 from megatron_run_testing.check import CheckFailed
-from megatron_run_testing.context import single_process_context
 from megatron_run_testing.optimizers.bench import COLUMNS, ROWS, Bench, OptimizerFactory, gradients
-from megatron_run_testing.optimizers.saved import SavedState
+from megatron_run_testing.optimizers.saved_state import SavedState
 
 #: What ``memory`` may tell of.
 _ROLES = {"parameters", "gradients", "masters", "main_gradients", "state"}

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from megatron_run.contracts import ChunkOut, Init, Microbatch, Optimizer, ParameterSpec, Segment
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
-from megatron_run_engine.runtime.parameters import describe_parameters
-from megatron_run_testing.context import single_process_context
+from megatron_run_engine.runtime.parameter_init import describe_parameters
+from megatron_run_testing.build_contexts import single_process_context
 
 OptimizerFactory = Callable[[BuildContext], Optimizer]
 #: (gradient of the weight, gradient of the bias)

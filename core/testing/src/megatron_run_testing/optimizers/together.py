@@ -14,7 +14,7 @@ from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing.check import CheckFailed
 from megatron_run_testing.optimizers.alone import expect, expect_same, shapes
 from megatron_run_testing.optimizers.bench import Bench, OptimizerFactory, gradients, mean_gradients
-from megatron_run_testing.optimizers.saved import SavedState
+from megatron_run_testing.optimizers.saved_state import SavedState
 
 #: Steps of the run that is looked at, the last after its state was taken.
 _STEPS = 4

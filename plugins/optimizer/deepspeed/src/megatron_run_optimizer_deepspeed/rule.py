@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_run_engine.optim.rules import find_rule
+from megatron_run_engine.optim.update_rules import find_rule
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from megatron_run_engine.builtin.model.decoder_options import DecoderOptions
 from megatron_run_engine.nn import ExpertSpec, TransformerSpec
-from megatron_run_engine.nn.moe.spec import Dispatch, DropPolicy, Scores
+from megatron_run_engine.nn.moe.moe_spec import Dispatch, DropPolicy, Scores
 
 #: What to do in place of a mixture of one.
 _ONE_EXPERT = "set model.experts to 2 or more, or to 0 for the one network that every layer has without experts"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.files import FileSystem, reading
 from megatron_run_engine.checkpoint.mapped import TensorFile
-from megatron_run_engine.checkpoint.shard import write_tensors
+from megatron_run_engine.checkpoint.shard_file import write_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,14 +14,14 @@ from megatron_run.contracts import ParameterSpec
 from megatron_run_engine.nn.linear import linear
 from megatron_run_engine.nn.mlp import Mlp
 from megatron_run_engine.nn.moe.dispatch import DISPATCHERS
-from megatron_run_engine.nn.moe.experts import Experts
+from megatron_run_engine.nn.moe.expert_mlp import Experts
 from megatron_run_engine.nn.moe.placement import place_all, place_within_capacity, spread
 from megatron_run_engine.nn.moe.router import Router, balance_loss, choose, load_of, z_loss
 from megatron_run_engine.nn.parameter import empty_parameter
 
 if TYPE_CHECKING:
     from megatron_run.contracts import ParallelLayers
-    from megatron_run_engine.nn.moe.spec import ExpertSpec
+    from megatron_run_engine.nn.moe.moe_spec import ExpertSpec
     from megatron_run_engine.nn.spec import TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megatron_run_engine.nn.moe.spec import ExpertSpec
+    from megatron_run_engine.nn.moe.moe_spec import ExpertSpec
 
 
 class Placement(NamedTuple):

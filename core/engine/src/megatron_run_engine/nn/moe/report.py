@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from megatron_run_engine.nn.moe.spec import ExpertSpec
+    from megatron_run_engine.nn.moe.moe_spec import ExpertSpec
     from megatron_run_engine.runtime.metrics import Meter, Metrics
 
 #: As observers see them: the fullest and the emptiest expert's tokens over the mean, and the share that was dropped.

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_run_engine.nn.linear import linear, submit_gradients
-from megatron_run_engine.nn.parallel.regions import f, gather_sequence
+from megatron_run_engine.nn.parallel.mappings import f, gather_sequence
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
-    from megatron_run_engine.nn.parallel.split import Split
+    from megatron_run_engine.nn.parallel.tensor_split import Split
     from megatron_run_engine.runtime.gradients import GradientAccumulator
 
 

@@ -13,7 +13,7 @@ from megatron_run.contracts import ParameterSpec, Part
 from megatron_run_engine.nn.embedding import embed
 from megatron_run_engine.nn.ownership import owned
 from megatron_run_engine.nn.parallel.column import column_linear
-from megatron_run_engine.nn.parallel.regions import g, scatter_sequence
+from megatron_run_engine.nn.parallel.mappings import g, scatter_sequence
 from megatron_run_engine.nn.parameter import empty_parameter
 from megatron_run_engine.runtime.comm import ALONE
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import Init
-    from megatron_run_engine.nn.parallel.split import Split
+    from megatron_run_engine.nn.parallel.tensor_split import Split
     from megatron_run_engine.runtime.comm import ParallelGroup
     from megatron_run_engine.runtime.context import BuildContext
 

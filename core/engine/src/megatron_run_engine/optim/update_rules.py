@@ -17,7 +17,7 @@ from megatron_run.errors import InputError
 
 if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config
-    from megatron_run_engine.optim.options import UpdateOptions
+    from megatron_run_engine.optim.update_options import UpdateOptions
 
 _MUON_MOMENTUM = 0.95  # of its authors and of PyTorch
 #: Options that not every rule reads, and which do.

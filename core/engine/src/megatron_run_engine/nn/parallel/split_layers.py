@@ -9,8 +9,8 @@ from torch import nn
 from megatron_run.contracts import ParallelLayers
 from megatron_run_engine.nn.cross_entropy import CrossEntropy
 from megatron_run_engine.nn.parallel.dropout import ReplicatedDropout
-from megatron_run_engine.nn.parallel.experts import ExpertColumnLinear, ExpertRowLinear
-from megatron_run_engine.nn.parallel.regions import f, g, gather_sequence, scatter_sequence
+from megatron_run_engine.nn.parallel.expert_linear import ExpertColumnLinear, ExpertRowLinear
+from megatron_run_engine.nn.parallel.mappings import f, g, gather_sequence, scatter_sequence
 from megatron_run_engine.nn.parallel.vocabulary import OutputLayer, VocabEmbedding
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import AttentionShape, Init, LinearPart
-    from megatron_run_engine.nn.parallel.split import Split
+    from megatron_run_engine.nn.parallel.tensor_split import Split
     from megatron_run_engine.runtime.context import BuildContext
 
 

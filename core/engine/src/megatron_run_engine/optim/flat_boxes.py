@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from megatron_run.contracts import Part
 
 
-class Box(NamedTuple):
+class FlatBox(NamedTuple):
     """A box of a tensor: ``starts`` and ``sizes`` per dimension; its values lie at ``flat`` of the flattened tensor."""
 
     starts: tuple[int, ...]
@@ -43,7 +43,7 @@ def part_boxes(shape: tuple[int, ...], parts: Sequence[Part], flat: range) -> It
             yield PartBox(part, starts, box.sizes, range(box.flat.start + first, box.flat.stop + first))
 
 
-def boxes(shape: tuple[int, ...], flat: range) -> Iterator[Box]:
+def boxes(shape: tuple[int, ...], flat: range) -> Iterator[FlatBox]:
     """Cut the values ``flat`` of a contiguous tensor of ``shape`` into boxes, in order: at most ``2 * ndim - 1``.
 
     A box is whole in every dimension but the first in which it is cut, so that its values are contiguous: the end of
@@ -52,7 +52,7 @@ def boxes(shape: tuple[int, ...], flat: range) -> Iterator[Box]:
     if not flat:
         return
     if len(shape) < 2:
-        yield Box((flat.start,) * len(shape), (len(flat),) * len(shape), flat)
+        yield FlatBox((flat.start,) * len(shape), (len(flat),) * len(shape), flat)
         return
     row, inner = prod(shape[1:]), shape[1:]
     first, last = -(-flat.start // row), flat.stop // row  # the rows that are whole are first..last-1
@@ -61,12 +61,12 @@ def boxes(shape: tuple[int, ...], flat: range) -> Iterator[Box]:
         return
     yield from _in_row(first - 1, inner, range(flat.start, first * row), row)
     if first < last:
-        yield Box((first, *(0 for _ in inner)), (last - first, *inner), range(first * row, last * row))
+        yield FlatBox((first, *(0 for _ in inner)), (last - first, *inner), range(first * row, last * row))
     yield from _in_row(last, inner, range(last * row, flat.stop), row)
 
 
-def _in_row(index: int, inner: tuple[int, ...], flat: range, row: int) -> Iterator[Box]:
+def _in_row(index: int, inner: tuple[int, ...], flat: range, row: int) -> Iterator[FlatBox]:
     offset = index * row
     for box in boxes(inner, range(flat.start - offset, flat.stop - offset)):
         values = range(box.flat.start + offset, box.flat.stop + offset)
-        yield Box((index, *box.starts), (1, *box.sizes), values)
+        yield FlatBox((index, *box.starts), (1, *box.sizes), values)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from megatron_run.contracts import Init, ParameterSpec, Part
-from megatron_run_engine.runtime.parameters import count_parameters, describe_parameters, initialise
+from megatron_run_engine.runtime.parameter_init import count_parameters, describe_parameters, initialise
 
 
 class Fused(nn.Module):

@@ -19,7 +19,7 @@ from megatron_run_engine.runtime.comm import Groups
 from megatron_run_engine.runtime.context import BuildContext, Dtypes
 from megatron_run_engine.runtime.gradients import GradientAccumulator, build_buckets, main_grad
 from megatron_run_engine.runtime.metrics import Metrics
-from megatron_run_engine.runtime.parameters import describe_parameters, initialise
+from megatron_run_engine.runtime.parameter_init import describe_parameters, initialise
 from megatron_run_engine.runtime.rng import RandomStreams
 from megatron_run_engine.runtime.segments import SegmentRunner
 

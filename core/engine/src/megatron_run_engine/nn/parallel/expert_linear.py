@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from megatron_run.contracts import LinearPart
-    from megatron_run_engine.nn.parallel.split import Split
+    from megatron_run_engine.nn.parallel.tensor_split import Split
     from megatron_run_engine.runtime.context import BuildContext
 
 

@@ -17,7 +17,7 @@ from megatron_run.errors import InputError
 from megatron_run_engine.builtin.optimizer.adamw import megatron_run_create_optimizer
 from megatron_run_engine.optim import UpdateOptions
 from megatron_run_engine.runtime.context import BuildContext
-from megatron_run_testing.context import single_process_context
+from megatron_run_testing.build_contexts import single_process_context
 from megatron_run_testing.optimizer import Bench
 from tests.support.resolving import mistake, resolved
 
