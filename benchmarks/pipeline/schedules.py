@@ -18,7 +18,7 @@ from megatron_run_engine.runtime.comm import Channels
 from megatron_run_engine.runtime.execute import Executor, StepInputs
 from megatron_run_engine.runtime.gradients import GradientAccumulator
 from megatron_run_engine.runtime.messages import Messenger
-from megatron_run_engine.training.programs import LOOKAHEAD
+from megatron_run_engine.training.build import LOOKAHEAD
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_gpipe import GPipe
 from megatron_run_schedule_interleaved import Interleaved

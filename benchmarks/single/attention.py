@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.support.quiet import ratio, take_sample
 from benchmarks.support.ranks import on_ranks
 from benchmarks.support.report import table
-from megatron_run_engine.nn.core_attention import fused_attention, matmul_attention, matmuls_are_faster
+from megatron_run_engine.nn.attention import fused_attention, matmul_attention, matmuls_are_faster
 
 THREADS, WARM_UP = 2, 2
 MICRO_BATCH, HEADS, HEAD_SIZE = 4, 6, 64

@@ -14,8 +14,8 @@ from megatron_run.config.request import Request
 from megatron_run.config.yaml import parse
 from megatron_run.errors import RunError
 from megatron_run.planning import resolve
-from megatron_run_engine.checkpoint.header import read_header
 from megatron_run_engine.checkpoint.manifest import MANIFEST, read_manifest
+from megatron_run_engine.checkpoint.shard_file import read_header
 from tests.campaigns.figures import Figures, campaign
 from tests.support.saved_steps import random_state, save_alone
 

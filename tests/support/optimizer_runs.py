@@ -96,7 +96,7 @@ def _run_case(rank: int, world: int, case: Case) -> Held:
     from megatron_run_engine.run_folder import RunFolder
     from megatron_run_engine.runtime.world import StopRequest, World
     from megatron_run_engine.training.build import build
-    from megatron_run_engine.training.observing import Observers
+    from megatron_run_engine.training.observers import Observers
     from megatron_run_engine.training.trainer import train_rank
 
     held = Held()

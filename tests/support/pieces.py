@@ -172,7 +172,7 @@ def _seeing_masks(ran: Ran, where: Where) -> Iterator[None]:
     """Within: each attention is followed by one of ones, from the same place of the random stream."""
     import torch
 
-    from megatron_run_engine.nn import core_attention
+    from megatron_run_engine.nn import attention as core_attention
 
     def watch(attend: Any) -> Any:
         def watched(query: Any, key: Any, value: Any, *rest: Any) -> Any:

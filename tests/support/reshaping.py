@@ -15,7 +15,7 @@ import pytest
 from megatron_run_engine.checkpoint.boxes import Box, cover_fault
 from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
-from megatron_run_engine.data.sampler import sample_index
+from megatron_run_engine.data.batches import sample_index
 from tests.support.resuming import SMALL, only_step
 from tests.support.saved_steps import same_bits
 
@@ -110,7 +110,7 @@ class Member:
         from megatron_run.contracts import Observer, StepMetrics
         from megatron_run.errors import ExitCode
         from megatron_run_engine.runtime.world import StopRequest
-        from megatron_run_engine.training.observing import Observers
+        from megatron_run_engine.training.observers import Observers
 
         losses: list[float] = []
         stop = self._trainer._stop = StopRequest()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_run.contracts.state import StatePiece
-from megatron_run_engine.checkpoint.async_saver import AsyncSaver
+from megatron_run_engine.checkpoint.async_saver import AsyncSaver, Staging
 from megatron_run_engine.checkpoint.boxes import Box
 from megatron_run_engine.checkpoint.collectives import Alone, Ranks
 from megatron_run_engine.checkpoint.files import FileSystem
@@ -23,7 +23,6 @@ from megatron_run_engine.checkpoint.manifest import About, DataRecord, PluginRec
 from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.saving import Saver
 from megatron_run_engine.checkpoint.shard_file import DTYPES
-from megatron_run_engine.checkpoint.staging import Staging
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 
 T = TypeVar("T")

@@ -112,7 +112,7 @@ def train_here(rank: int, world: int, request: str) -> Seen:
     from megatron_run_engine.run_folder import RunFolder
     from megatron_run_engine.runtime.world import StopRequest, World
     from megatron_run_engine.training.build import build
-    from megatron_run_engine.training.observing import Observers
+    from megatron_run_engine.training.observers import Observers
     from megatron_run_engine.training.trainer import train_rank
 
     seen, assemblies = Seen(), list[Any]()

@@ -18,7 +18,7 @@ from megatron_run_engine.run_folder import RunFolder
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_engine.runtime.world import StopRequest, World
 from megatron_run_engine.training.build import build
-from megatron_run_engine.training.observing import Observers
+from megatron_run_engine.training.observers import Observers
 from megatron_run_engine.training.trainer import Trainer
 
 

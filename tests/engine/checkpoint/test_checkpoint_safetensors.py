@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from megatron_run.contracts.state import StatePiece
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.files import FileSystem
-from megatron_run_engine.checkpoint.header import encode_header, lay_out, read_header
-from megatron_run_engine.checkpoint.shard_file import DTYPES, write_shard
+from megatron_run_engine.checkpoint.shard_file import DTYPES, encode_header, lay_out, read_header, write_shard
 from tests.support.saved_steps import random_values, same_bits
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from megatron_run.errors import DataError
-from megatron_run_engine.data.batches import SampleStream, fields
-from megatron_run_engine.data.sampler import sample_index
+from megatron_run_engine.data.batches import SampleStream, fields, sample_index
 
 CPU = torch.device("cpu")
 DATASET = [

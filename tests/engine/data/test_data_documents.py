@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_run.errors import DataError, ExitCode
-from megatron_run_engine.data.documents import find_documents
-from megatron_run_engine.data.standard_library import standard_library
+from megatron_run_engine.data.documents import find_documents, standard_library
 
 
 def write(folder: Path, *names: str, content: bytes = b"text") -> None:

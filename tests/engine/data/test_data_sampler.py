@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from megatron_run_engine.data.sampler import epoch_order, sample_index
+from megatron_run_engine.data.batches import epoch_order, sample_index
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 100])
@@ -43,7 +43,7 @@ def test_the_remembered_order_cannot_be_changed() -> None:
 
 @pytest.mark.multiproc
 def test_processes_agree_whatever_their_hash_seed() -> None:
-    code = "from megatron_run_engine.data.sampler import sample_index as s; print([s(97, 3, p) for p in range(300)])"
+    code = "from megatron_run_engine.data.batches import sample_index as s; print([s(97, 3, p) for p in range(300)])"
 
     def ask(hash_seed: str) -> str:
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"}

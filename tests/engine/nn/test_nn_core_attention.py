@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_run_engine.nn import CoreAttention
-from megatron_run_engine.nn.core_attention import fused_attention, matmul_attention, matmuls_are_faster
+from megatron_run_engine.nn.attention import fused_attention, matmul_attention, matmuls_are_faster
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 LENGTH, BATCH, SIZE = 6, 2, 8
@@ -93,7 +93,7 @@ def test_blocks_of_queries_see_what_one_of_all_sees(monkeypatch: pytest.MonkeyPa
     """Blocks of 4 and 2 queries, and of one each, against one block."""
     found = []
     for block in (LENGTH, 4, 1):
-        monkeypatch.setattr("megatron_run_engine.nn.core_attention.BLOCK", block)
+        monkeypatch.setattr("megatron_run_engine.nn.attention.BLOCK", block)
         found.append(output_and_gradients(matmul_attention, qkv(), None, 0.0))
     for each in found[1:]:
         torch.testing.assert_close(each, found[0])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_run_engine.nn.moe.rows import add_rows
+from megatron_run_engine.nn.moe.placement import add_rows
 
 
 def rows(dtype: torch.dtype, tokens: int = 6, terms: int = 16, hidden: int = 32) -> tuple[Tensor, Tensor, Tensor]:

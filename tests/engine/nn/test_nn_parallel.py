@@ -11,8 +11,8 @@ from torch.nn import Parameter
 
 from megatron_run.contracts import Init, Microbatch
 from megatron_run.contracts.topology import Sizes, Topology
-from megatron_run_engine.nn.ownership import owned
 from megatron_run_engine.nn.parallel import ReplicatedDropout, Split, VocabEmbedding, column_linear
+from megatron_run_engine.nn.parameter import owned
 from megatron_run_engine.runtime.comm import Groups, ParallelGroup, Pending
 from megatron_run_engine.runtime.gradients import GradientAccumulator, main_grad
 from megatron_run_engine.runtime.rng import RandomStreams

@@ -192,7 +192,7 @@ def test_two_jobs_cannot_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_the_lock_of_a_killed_job_is_free(tmp_path: Path) -> None:
-    code = "import os,sys,pathlib; from megatron_run_engine.run_folder.lock import FolderLock\n"
+    code = "import os,sys,pathlib; from megatron_run_engine.run_folder.opening import FolderLock\n"
     code += "FolderLock(pathlib.Path(sys.argv[1])); os.kill(os.getpid(), 9)"
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
     FolderLock(tmp_path).release()

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_run_engine.training.clocks import clock_offset, device_clock
+from megatron_run_engine.training.tracing import clock_offset, device_clock
 
 Rounds = list[list[float]]
 

@@ -16,8 +16,7 @@ import torch
 from megatron_run.errors import CheckpointError, ExitCode, GuardError
 from megatron_run_engine.checkpoint.saving import Saver
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
-from megatron_run_engine.training.health.not_finite import _joined
-from megatron_run_engine.training.health.spikes import spike_limit
+from megatron_run_engine.training.health.guards import _joined, spike_limit
 from tests.support.training_bench import Bench
 
 Change = Callable[[int, int, torch.Tensor], torch.Tensor]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_run.contracts import CheckpointMetrics, EvalMetrics, Observer, StepMetrics, StepTrace
-from megatron_run_engine.training.observing import Observers
+from megatron_run_engine.training.observers import Observers
 from megatron_run_testing.observer import example_run, example_step, example_trace
 
 LOG = logging.getLogger("test-observing")

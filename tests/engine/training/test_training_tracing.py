@@ -23,8 +23,7 @@ from megatron_run.planning import resolve
 from megatron_run_engine.run_folder import RunFolder
 from megatron_run_engine.runtime.execute import Executor
 from megatron_run_engine.runtime.world import StopRequest, World
-from megatron_run_engine.training.clocks import ROUNDS
-from megatron_run_engine.training.tracing import step_trace
+from megatron_run_engine.training.tracing import ROUNDS, step_trace
 from megatron_run_engine.training.trainer import train_rank
 from tests.support.drawn_plans import interleaved_plan
 from tests.support.ranks import run_ranks

@@ -119,7 +119,7 @@ def two_steps(rank: int, world: int, request: str) -> tuple[list[tuple[int, str,
     from megatron_run.planning import resolve
     from megatron_run_engine.run_folder import RunFolder
     from megatron_run_engine.runtime.world import StopRequest, World
-    from megatron_run_engine.training.observing import Observers
+    from megatron_run_engine.training.observers import Observers
     from megatron_run_engine.training.trainer import train_rank
     from tests.support.training import shared_folder
 

@@ -16,7 +16,7 @@ from megatron_run.contracts import Microbatch, Schedule
 from megatron_run.errors import InputError
 from megatron_run_engine.builtin.model.gpt import GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
-from megatron_run_engine.nn import LayerNorm, core_attention
+from megatron_run_engine.nn import LayerNorm, attention
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_interleaved import Interleaved
@@ -90,7 +90,7 @@ def test_a_layers_output_and_gradients_are_those_of_eager(
     dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bar 4. Both ways of attention are recorded: one kernel, and matrix products with a softmax between them."""
-    monkeypatch.setattr(core_attention, "matmuls_are_faster", lambda *_: not fused)
+    monkeypatch.setattr(attention, "matmuls_are_faster", lambda *_: not fused)
     model = GptOptions(num_layers=2, hidden_size=32, num_heads=4, vocab_size=32, dropout=0.0)
     eager, captured = (Pipeline(Sequential(), 1, model=model, dtype=dtype) for _ in range(2))
     assert eager.step(1).equals(captured.step(1))

@@ -15,7 +15,7 @@ from megatron_run.errors import ExitCode, RunError
 from megatron_run.pipeline.timeline import timeline
 from megatron_run.pipeline.trace_events import Event, trace_events
 from megatron_run.planning import load_config, resolve
-from megatron_run_engine.training.observing import Observers
+from megatron_run_engine.training.observers import Observers
 from megatron_run_observer_trace import Options, Trace, step_document
 from megatron_run_testing.observer import example_run, example_trace
 from tests.support.commands import COMMAND, run_command

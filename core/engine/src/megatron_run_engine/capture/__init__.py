@@ -6,14 +6,28 @@ are recorded and replayed, how many sets of inputs they need, and what a recorde
 Imports: contracts, errors, planning, runtime.
 """
 
-from megatron_run_engine.capture.lint import kept_streams, lint, run_backward, zeros_like
-from megatron_run_engine.capture.order import OrderGuard, Pass, passes
+from megatron_run_engine.capture.order import OrderGuard, Pass, Slots, passes, shared_slots, slots_by_chunk
 from megatron_run_engine.capture.picture import slots_text
-from megatron_run_engine.capture.refusals import check_capture
-from megatron_run_engine.capture.region_capture import CaptureOptions, Hooks, Recorded, RecordedRegion, RegionCapture
+from megatron_run_engine.capture.region_capture import (
+    CaptureOptions,
+    Hooks,
+    Recorded,
+    RecordedRegion,
+    RegionCapture,
+    check_capture,
+)
 from megatron_run_engine.capture.regions import by_chunk, call, chained, check_scope, choose_regions
-from megatron_run_engine.capture.rules import BrokenRule, Rules, blamed, unwritten, written
-from megatron_run_engine.capture.slots import Slots, shared_slots, slots_by_chunk
+from megatron_run_engine.capture.rules import (
+    BrokenRule,
+    Rules,
+    blamed,
+    kept_streams,
+    lint,
+    run_backward,
+    unwritten,
+    written,
+    zeros_like,
+)
 
 __all__ = [
     "BrokenRule",

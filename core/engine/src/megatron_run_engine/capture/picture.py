@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_run_engine.capture.order import Pass
-from megatron_run_engine.capture.slots import Slots
+from megatron_run_engine.capture.order import Pass, Slots
 
 
 def slots_text(order: Sequence[Pass], slots: Slots, width: int = 100) -> str:

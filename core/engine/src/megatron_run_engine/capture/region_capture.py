@@ -11,18 +11,22 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from megatron_run.contracts import CaptureSize, GraphCapture
-from megatron_run.errors import GraphCaptureError
-from megatron_run_engine.capture.lint import lint
+from megatron_run.errors import GraphCaptureError, InputError, plural
+from megatron_run.planning.batch_size import total_steps
 from megatron_run_engine.capture.order import OrderGuard, passes
 from megatron_run_engine.capture.regions import by_chunk, call, check_scope, choose_regions
+from megatron_run_engine.capture.rules import lint
 from megatron_run_engine.runtime.gradients import main_grad
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
     from torch.nn import Parameter
 
     from megatron_run.contracts import Microbatch, Region, Segment
     from megatron_run.contracts.actions import Action
+    from megatron_run.contracts.schema import Config
     from megatron_run_engine.runtime.context import BuildContext
 
 #: What each region is given, without values.
@@ -239,3 +243,43 @@ def _difference(examples: Sequence[Tensor], tensors: Sequence[Tensor]) -> str:
         if example.requires_grad != tensor.requires_grad and torch.is_grad_enabled():
             return f"a tensor with requires_grad={tensor.requires_grad}, unlike the captured one"
     return ""
+
+
+def check_capture(plugin: str, config: Config, options: CaptureOptions) -> Iterator[str]:
+    """A plugin's ``check_config``: a notice where nothing would be captured, :class:`InputError` for what cannot be.
+
+    That is what would never be replayed, or would end ``strict``. ``plugin`` is the name that messages give it.
+    """
+    _refuse_doubles(options)
+    if options.strict and config.train.ramp_up is not None:
+        raise InputError(
+            "graph-capture.strict=true with train.ramp_up",
+            why="the number of microbatches changes on the way, and each change needs another capture",
+            fix="leave one of them out",
+        )
+    if config.train.recompute == "full":
+        raise InputError(
+            f"graph-capture={plugin} with train.recompute=full",
+            why="a layer that is recomputed in the backward must run eagerly",
+            fix="set train.recompute=none, or choose --plugin graph-capture=none",
+        )
+    yield from _about_the_end(config, options)
+
+
+def _refuse_doubles(options: CaptureOptions) -> None:
+    twice = next((name for name in options.scope if options.scope.count(name) > 1), None)
+    if twice is not None:
+        raise InputError(f"graph-capture.scope names {twice} twice", fix="write each name once")
+
+
+def _about_the_end(config: Config, options: CaptureOptions) -> Iterator[str]:
+    """What is said of a run that ends before anything is captured: under ``strict`` that it cannot be."""
+    steps, eager = total_steps(config.train), options.capture_after
+    if eager < steps:
+        return
+    what = f"graph-capture.capture_after={eager} captures nothing"
+    why = f"the run ends after {plural(steps, 'step')}, and all of them run eagerly"
+    fix = f"set it below {steps}" if steps > 1 else "take more steps"
+    if options.strict:
+        raise InputError(what, why=why, fix=f"{fix}, or leave graph-capture.strict out")
+    yield f"{what}: {why}; {fix}"

@@ -19,7 +19,7 @@ from megatron_run.contracts.state import MASTER
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.boxes import Box, cover_fault
 from megatron_run_engine.checkpoint.files import reading
-from megatron_run_engine.checkpoint.header import ITEM_BYTES
+from megatron_run_engine.checkpoint.shard_file import ITEM_BYTES
 
 #: The file's name in a step folder.
 MANIFEST = "manifest.json"

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from megatron_run.errors import DataError
-from megatron_run_engine.data.sampler import sample_index
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from megatron_run.contracts.data import Dataset
+
+
+@lru_cache(maxsize=4)  # a pure function, remembered: train and validation each read one epoch, or two at its seam
+def epoch_order(length: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The samples ``0..length-1`` in the order of ``epoch``, read-only, [length].
+
+    They are sorted by the raw output of PCG64 seeded with (seed, epoch), which NumPy promises never to change, unlike
+    the methods of its ``Generator``: a run may be resumed under another version.
+    """
+    order = np.argsort(np.random.PCG64([seed, epoch]).random_raw(length), kind="stable")
+    order.setflags(write=False)
+    return order
+
+
+def sample_index(length: int, seed: int, position: int) -> int:
+    """The sample at ``position`` of the stream over ``length`` samples; epoch = position // length."""
+    epoch, offset = divmod(position, length)
+    return int(epoch_order(length, seed, epoch)[offset])
 
 
 class SampleStream:

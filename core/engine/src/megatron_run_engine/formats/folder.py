@@ -18,10 +18,10 @@ from megatron_run.contracts.state import MASTER, StatePiece
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run.planning.show import yaml_text
 from megatron_run.registry.discover import plain_name
-from megatron_run_engine.checkpoint.commit import LOCK, Commit
 from megatron_run_engine.checkpoint.files import FileSystem, lock, saving
 from megatron_run_engine.checkpoint.manifest import About, DataRecord, make_manifest
 from megatron_run_engine.checkpoint.reader import Reader
+from megatron_run_engine.checkpoint.saving import LOCK, Commit
 from megatron_run_engine.checkpoint.shard_file import NAMES, write_shard
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
 from megatron_run_engine.formats.gpt import gpt_options, logical_shapes, names_fault

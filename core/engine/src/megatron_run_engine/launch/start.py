@@ -122,7 +122,7 @@ def _splitting(run: ResolvedRun) -> ResolvedRun:
     Only the layers know what they divide, and what of them can be captured, so they are made, without memory. Those
     that do not serve ``parallel.tensor`` divide nothing. What fails otherwise is left to the ranks.
     """
-    from megatron_run_engine.training.state.init_source import check_source
+    from megatron_run_engine.training.state.init_from import check_source
 
     check_source(run)
     divides = any("parallel.tensor" in plugin.provides for plugin in chain.from_iterable(run.plugins.values()))

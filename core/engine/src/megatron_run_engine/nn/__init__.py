@@ -6,21 +6,17 @@ Reading order: ``spec`` (the sizes), ``block`` (attention and MLP between norms)
 Imports: contracts, errors, runtime.
 """
 
-from megatron_run_engine.nn.attention import SelfAttention
+from megatron_run_engine.nn.attention import CoreAttention, Rotary, SelfAttention
 from megatron_run_engine.nn.block import ExpertBlock, TransformerBlock
-from megatron_run_engine.nn.chunk import DecoderChunk
-from megatron_run_engine.nn.core_attention import CoreAttention
+from megatron_run_engine.nn.chunk import DecoderChunk, ForwardPass
 from megatron_run_engine.nn.cross_entropy import CrossEntropy, cross_entropy
 from megatron_run_engine.nn.embedding import Embedding, embed
-from megatron_run_engine.nn.forward_pass import ForwardPass
 from megatron_run_engine.nn.linear import linear, submit_gradients
 from megatron_run_engine.nn.mlp import Mlp
-from megatron_run_engine.nn.moe.moe_spec import ExpertSpec
-from megatron_run_engine.nn.moe.report import RouterReports
+from megatron_run_engine.nn.moe.layer import RouterReports
 from megatron_run_engine.nn.norm import LayerNorm, RmsNorm
 from megatron_run_engine.nn.parameter import build_device, empty_parameter
-from megatron_run_engine.nn.rotary import Rotary
-from megatron_run_engine.nn.spec import TransformerSpec
+from megatron_run_engine.nn.spec import ExpertSpec, TransformerSpec
 
 __all__ = [
     "CoreAttention",

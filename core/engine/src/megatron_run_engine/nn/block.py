@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import ParallelLayers
-    from megatron_run_engine.nn.moe.moe_spec import ExpertSpec
-    from megatron_run_engine.nn.rotary import Rotary
-    from megatron_run_engine.nn.spec import TransformerSpec
+    from megatron_run_engine.nn.attention import Rotary
+    from megatron_run_engine.nn.spec import ExpertSpec, TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext
 
 #: Names in a layer's environment.

@@ -5,26 +5,63 @@ Legend: s sequence, b micro batch, h hidden, p padded vocabulary, t tensor-paral
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_run.contracts import ChunkOut, Segment
+from megatron_run_engine.nn.attention import Rotary
 from megatron_run_engine.nn.block import make_block, parameters_of
-from megatron_run_engine.nn.forward_pass import ForwardPass
-from megatron_run_engine.nn.rotary import Rotary
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
-    from megatron_run.contracts import Microbatch, ParallelLayers
+    from megatron_run.contracts import Microbatch, ParallelLayers, Segment
     from megatron_run_engine.nn.embedding import Embedding
-    from megatron_run_engine.nn.moe.report import RouterReports
+    from megatron_run_engine.nn.moe.layer import RouterReports
     from megatron_run_engine.nn.spec import TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext
+
+
+class ForwardPass:
+    """Enters ``layers.forward_pass()``, once however deep: a chunk calls this around its forward.
+
+    Its segments go through :meth:`around`, since they also run outside of it: when a graph is captured, and when a
+    layer is computed again in the backward. There they would compute something else, and nothing would say so.
+    """
+
+    def __init__(self, layers: ParallelLayers) -> None:
+        self._enter: Callable[[], AbstractContextManager[object]] = layers.forward_pass
+        self._within = False
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Within: what the layers set up is there."""
+        if self._within:
+            yield
+            return
+        self._within = True
+        try:
+            with self._enter():
+                yield
+        finally:
+            self._within = False
+
+    def around(self, segment: Segment) -> Segment:
+        """``segment``, which runs in a forward pass of its own wherever no chunk has begun one."""
+
+        def run(*tensors: Any) -> Any:
+            with self():
+                return segment.fn(*tensors)
+
+        return replace(segment, fn=run)
+
 
 _RECOMPUTED = "the layer is recomputed in the backward (train.recompute=full)"
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatron_run_engine.nn.ownership import owned
+from megatron_run_engine.nn.parameter import owned
 from megatron_run_engine.runtime.comm import ALONE
 
 if TYPE_CHECKING:

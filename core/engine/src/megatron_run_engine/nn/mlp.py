@@ -82,3 +82,20 @@ class _Swiglu(torch.autograd.Function):
         torch.mul(grad, F.silu(gate), out=of_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
         return result
+
+
+class Experts(nn.Module):
+    """``output(activation(input(rows)))``, each expert on its own rows; within a tensor-parallel region."""
+
+    def __init__(self, layers: ParallelLayers, spec: TransformerSpec, experts: range, ffn: int) -> None:
+        super().__init__()
+        parts = input_parts(spec.activation, ffn, "model.expert_ffn_size")
+        self.input = layers.expert_column_linear(experts, spec.hidden, parts, bias=spec.bias, init=spec.init)
+        self.activation = activation(spec.activation)
+        self.output = layers.expert_row_linear(experts, ffn, spec.hidden, bias=spec.bias, init=spec.residual_init)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """[m, h] by expert, ``counts`` of each -> [m, h], a part of a sum over the tensor-parallel ranks."""
+        inner = self.activation(self.input(rows, counts))  # [m, f/t]
+        result: Tensor = self.output(inner, counts)
+        return result

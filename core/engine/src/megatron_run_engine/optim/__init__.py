@@ -7,11 +7,9 @@ Imports: contracts, errors, runtime.
 """
 
 from megatron_run_engine.optim.flat import FlatOptimizer
-from megatron_run_engine.optim.flat_boxes import FlatBox, PartBox, boxes, part_boxes
-from megatron_run_engine.optim.ranges import ParamRange, param_range, param_ranges
+from megatron_run_engine.optim.ranges import FlatBox, ParamRange, PartBox, boxes, param_range, param_ranges, part_boxes
 from megatron_run_engine.optim.sharding import ShardingStrategy
-from megatron_run_engine.optim.update_options import UpdateOptions
-from megatron_run_engine.optim.update_rules import check_update
+from megatron_run_engine.optim.update_rules import UpdateOptions, check_update
 
 __all__ = [
     "FlatBox",

@@ -6,12 +6,12 @@ from functools import partial
 from typing import TYPE_CHECKING, get_args
 
 import torch
+from torch import Tensor
 
 from megatron_run.contracts import Optimizer
 from megatron_run.contracts.topology import Replicas
-from megatron_run_engine.optim.grad_norm import sum_of_squares
 from megatron_run_engine.optim.reducer import BucketReducer
-from megatron_run_engine.optim.shard import Shard
+from megatron_run_engine.optim.sharding import Shard
 from megatron_run_engine.optim.state import iter_state, load_state, load_weights
 from megatron_run_engine.optim.update import Update
 from megatron_run_engine.optim.update_rules import find_rule
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import Chunk, ParamInfo, ReadState, StatePiece
     from megatron_run_engine.optim.sharding import ShardingStrategy
-    from megatron_run_engine.optim.update_options import UpdateOptions
+    from megatron_run_engine.optim.update_rules import UpdateOptions
     from megatron_run_engine.runtime.comm import ParallelGroup, Pending
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_engine.runtime.gradients import Bucket
@@ -198,3 +198,28 @@ class FlatOptimizer(Optimizer):
 def _position(bucket: Bucket) -> int:
     """When the next forward reads ``bucket``: tied parameters first, then chunk by chunk."""
     return -1 if bucket.chunk is None else bucket.chunk
+
+
+#: Values whose squares are summed in fp32: so few that rounding stays far below what a coefficient could show.
+_ROW = 256
+#: Between these sums no square can have overflowed fp32, and what underflowed weighs nothing.
+_LEAST, _MOST = 1e-20, 1e30
+
+
+def sum_of_squares(flat: Tensor) -> Tensor:
+    """The sum of the squares of ``flat`` [n], float64 [].
+
+    On a CPU torch takes far longer to sum fp32 values in float64 than in fp32. So rows are summed in fp32 there, and
+    the rows in float64, unless values are so large or so small that fp32 cannot hold their squares.
+    """
+    if flat.device.type == "cpu" and flat.dtype == torch.float32:
+        rows = len(flat) // _ROW * _ROW
+        total = _exact(torch.linalg.vector_norm(flat[:rows].view(-1, _ROW), dim=1)) + _exact(flat[rows:])
+        if _LEAST < total < _MOST:
+            return total
+    return _exact(flat)
+
+
+def _exact(flat: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float64)
+    return norm.square()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from megatron_run.contracts import ReadState
-    from megatron_run_engine.optim.shard import Piece
+    from megatron_run_engine.optim.sharding import Piece
     from megatron_run_engine.optim.update import Segment, Update
 
 

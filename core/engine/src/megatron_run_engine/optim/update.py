@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_run.contracts import ParamInfo
-    from megatron_run_engine.optim.shard import Shard
-    from megatron_run_engine.optim.update_options import UpdateOptions
-    from megatron_run_engine.optim.update_rules import UpdateRule
+    from megatron_run_engine.optim.sharding import Shard
+    from megatron_run_engine.optim.update_rules import UpdateOptions, UpdateRule
 
 
 class Group(NamedTuple):

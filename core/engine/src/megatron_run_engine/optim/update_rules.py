@@ -7,17 +7,91 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from megatron_run.errors import InputError
+from megatron_run.errors import InputError, advice, did_you_mean
+from megatron_run_engine.runtime.gradients import DEFAULT_CAPACITY
 
 if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config
-    from megatron_run_engine.optim.update_options import UpdateOptions
+
+
+#: The rules with a name of their own.
+RULES = ("adamw", "adam", "sgd", "muon")
+
+
+def _rule(text: str) -> str:
+    """One of :data:`RULES`, or ``MODULE:CLASS``."""
+    module, _, name = text.partition(":")
+    if text not in RULES and not (module and name):
+        listed = f"the rules are {', '.join(RULES)}, or MODULE:CLASS"
+        raise ValueError(f"{text!r} is no rule; {advice(did_you_mean(text, RULES), listed)}")
+    return text
+
+
+def _multiplier(text: str) -> str:
+    """``PATTERN:FACTOR`` with a factor that is a number of at least 0."""
+    pattern, _, factor = text.rpartition(":")
+    try:
+        valid = bool(pattern) and float(factor) >= 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ValueError(f"{text!r} is not PATTERN:FACTOR, as in embedding.*:0.1")
+    return text
+
+
+#: ``PATTERN:FACTOR``, as in ``embedding.*:0.1``.
+Multiplier = Annotated[str, AfterValidator(_multiplier)]
+#: How much of a moment is kept at each step.
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class UpdateOptions(BaseModel):
+    """The update rule and its numbers, the type of gradients, and the size of a bucket."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    rule: Annotated[str, AfterValidator(_rule)] = Field(
+        "adamw", description="adamw, adam, sgd, muon, or MODULE:CLASS of a torch optimizer"
+    )
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay of the two moments, of adamw and adam")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment, of adamw and adam")
+    momentum: float | None = Field(None, ge=0, lt=1, description="of sgd (unset: 0) and muon (unset: 0.95)")
+    nesterov: bool = Field(False, description="Nesterov's momentum, of sgd; muon always has it")
+    rule_options: dict[str, Any] = Field(default_factory=dict, description="more arguments of the rule's class")
+    adamw_for: tuple[str, ...] = Field(
+        ("embedding.*", "output.*"), description="names of matrices that rule muon leaves to adamw, with * and ?"
+    )
+    lr_mult: tuple[Multiplier, ...] = Field(
+        (),
+        description="PATTERN:FACTOR, a factor of the learning rate for such names; the last match counts",
+    )
+    grad_dtype: Literal["main", "param"] = Field(
+        "main", description="type in which gradients are accumulated and reduced: main is fp32, param the parameters'"
+    )
+    bucket_size: int = Field(DEFAULT_CAPACITY, ge=1, description="values after which a bucket of gradients is closed")
+    overlap_grad_reduce: bool = Field(
+        True, description="reduce a bucket when it is complete, while the backward goes on"
+    )
+
+    def factor(self, name: str) -> float:
+        """The learning rate's factor for the parameter ``name``."""
+        for pattern, _, factor in (text.rpartition(":") for text in reversed(self.lr_mult)):
+            if fnmatchcase(name, pattern):
+                return float(factor)
+        return 1.0
+
+    def is_left_to_adamw(self, name: str) -> bool:
+        """Whether rule muon leaves the matrix ``name`` to adamw."""
+        return any(fnmatchcase(name, pattern) for pattern in self.adamw_for)
+
 
 _MUON_MOMENTUM = 0.95  # of its authors and of PyTorch
 #: Options that not every rule reads, and which do.

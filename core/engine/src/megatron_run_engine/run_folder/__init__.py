@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from megatron_run_engine.run_folder.folder import RunFolder, Status
 from megatron_run_engine.run_folder.identity import differing_keys, identity
-from megatron_run_engine.run_folder.lock import FolderLock
-from megatron_run_engine.run_folder.opening import OpenedFolder, join_run_folder, open_run_folder
+from megatron_run_engine.run_folder.opening import FolderLock, OpenedFolder, join_run_folder, open_run_folder
 
 __all__ = [
     "FolderLock",

@@ -14,6 +14,8 @@ from torch import nn
 from megatron_run.contracts.activity import Activity
 from megatron_run.contracts.topology import Topology
 from megatron_run.errors import InputError
+from megatron_run.pipeline.forward_only import forward_plan
+from megatron_run.pipeline.lower import lower
 from megatron_run_engine.runtime.comm import ALONE, Groups, ParallelGroup, create_groups, patience
 from megatron_run_engine.runtime.context import BuildContext, Dtypes
 from megatron_run_engine.runtime.execute import Executor
@@ -24,11 +26,11 @@ from megatron_run_engine.runtime.parameter_init import describe_parameters, init
 from megatron_run_engine.runtime.rng import RandomStreams
 from megatron_run_engine.runtime.segments import SegmentRunner
 from megatron_run_engine.training.checked_layers import CheckedLayers
-from megatron_run_engine.training.programs import Programs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
     from pydantic import BaseModel
 
     from megatron_run.contracts import (
@@ -41,8 +43,40 @@ if TYPE_CHECKING:
         ParamInfo,
         Scaler,
     )
+    from megatron_run.pipeline.lower import Instruction
+    from megatron_run.pipeline.plan import Plan
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.runtime.world import World
+
+
+#: How many actions early a receive is posted where each direction between two stages has a channel of its own.
+LOOKAHEAD = 1
+
+
+class Programs:
+    """The programs of ``stage``. On NCCL every message is issued at its place in one global order instead."""
+
+    def __init__(self, run: ResolvedRun, stage: int, device: torch.device) -> None:
+        self._run, self._stage = run, stage
+        self._lookahead = None if device.type == "cuda" else LOOKAHEAD
+        self._training: dict[int, tuple[Instruction, ...]] = {}
+        self._forward_only: dict[int, tuple[Instruction, ...]] = {}
+
+    def training(self, microbatches: int) -> tuple[Instruction, ...]:
+        """A step of ``microbatches``, as the schedule planned it."""
+        if microbatches not in self._training:
+            self._training[microbatches] = self._lower(self._run.plans[microbatches])
+        return self._training[microbatches]
+
+    def forward_only(self, microbatches: int) -> tuple[Instruction, ...]:
+        """``microbatches`` forward and nothing else, by the kernel's own plan."""
+        if microbatches not in self._forward_only:
+            stages, chunks = self._run.sizes.pipeline, self._run.config.parallel.chunks
+            self._forward_only[microbatches] = self._lower(forward_plan(self._run.layout, stages, chunks, microbatches))
+        return self._forward_only[microbatches]
+
+    def _lower(self, plan: Plan) -> tuple[Instruction, ...]:
+        return lower(plan, self._stage, self._lookahead)
 
 
 #: By ``train.precision``: 16-bit parameters are updated through fp32 masters.

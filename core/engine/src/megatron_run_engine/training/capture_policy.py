@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.metrics import Meter
     from megatron_run_engine.training.build import Assembly
     from megatron_run_engine.training.numbers import Progress
-    from megatron_run_engine.training.observing import Observers
+    from megatron_run_engine.training.observers import Observers
 
 
 class CapturePolicy:

@@ -8,7 +8,7 @@ from megatron_run.pipeline.timeline import timeline, timeline_text
 from megatron_run.planning.describe import spans
 from megatron_run_engine.capture import passes, shared_slots, slots_text
 from megatron_run_engine.training.memory_estimate import model_size
-from megatron_run_engine.training.state.init_source import check_source
+from megatron_run_engine.training.state.init_from import check_source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

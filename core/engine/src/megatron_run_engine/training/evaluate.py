@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron_run.contracts import EvalMetrics
 from megatron_run.errors import DataError
-from megatron_run_engine.data.sampler import sample_index
+from megatron_run_engine.data.batches import sample_index
 from megatron_run_engine.runtime.execute import StepInputs
 from megatron_run_engine.runtime.metrics import Metrics
 from megatron_run_engine.training.losses import LANGUAGE_MODEL, Losses

@@ -5,18 +5,18 @@ Where nobody asks, one number is sent when training starts and nothing afterward
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from megatron_run.contracts import StepTrace
 from megatron_run.contracts.observer import Bar, Timeline
 from megatron_run.pipeline.timeline import timeline
-from megatron_run_engine.training.clocks import ROUNDS, barrier_rounds, clock_offset, device_clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,8 +24,54 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_run.pipeline.plan import Plan
+    from megatron_run_engine.runtime.comm import Groups, Scope
     from megatron_run_engine.runtime.context import BuildContext
-    from megatron_run_engine.training.observing import Observers
+    from megatron_run_engine.training.observers import Observers
+
+
+#: Barriers to align clocks by. The tightest counts, so it takes a few for one in which nobody was held up.
+ROUNDS = 10
+
+
+class Offset(NamedTuple):
+    """What to add to a clock to read rank 0's, and by how much that may be wrong at most; seconds."""
+
+    seconds: float
+    error: float
+
+
+def device_clock(device: torch.device) -> Callable[[], float]:
+    """The host's clock in seconds; on a GPU, once the work that the caller has launched is done.
+
+    Only the caller's stream is waited for: messages in flight and gradient reductions go on.
+    """
+    if device.type != "cuda":
+        return time.perf_counter
+
+    def read() -> float:
+        torch.cuda.current_stream(device).synchronize()
+        return time.perf_counter()
+
+    return read
+
+
+def barrier_rounds(groups: Groups, scope: Scope, device: torch.device, rounds: int = ROUNDS) -> list[list[float]]:
+    """This rank's (entered, left) of each barrier over ``scope``, by the host's clock. Collective over ``scope``."""
+    times = []
+    token = torch.ones(1, device=device)
+    for _ in range(rounds):
+        entered = time.perf_counter()
+        groups.max_(token, scope).item()  # no rank has the maximum before every rank gave its number
+        times.append([entered, time.perf_counter()])
+    return times
+
+
+def clock_offset(first: Sequence[Sequence[float]], rank: Sequence[Sequence[float]]) -> Offset:
+    """The offset of a rank's clock to rank 0's from the (entered, left) of both in the same barriers."""
+    low = max(entered - left for (entered, _), (_, left) in zip(first, rank, strict=True))
+    high = min(left - entered for (_, left), (entered, _) in zip(first, rank, strict=True))
+    return Offset((low + high) / 2, (high - low) / 2)
+
 
 #: (start, end) of an action, in seconds.
 Interval = tuple[float, float]

@@ -31,8 +31,7 @@ from megatron_run_engine.training.numbers import (
     agreed_code,
     step_metrics,
 )
-from megatron_run_engine.training.observing import Observers
-from megatron_run_engine.training.reporting import start_observers
+from megatron_run_engine.training.observers import Observers, start_observers
 from megatron_run_engine.training.state.checkpointing import Checkpointing
 from megatron_run_engine.training.tracing import start_tracing
 

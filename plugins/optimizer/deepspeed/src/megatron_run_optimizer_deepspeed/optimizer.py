@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_run.contracts import Optimizer
-from megatron_run_engine.optim.grad_norm import sum_of_squares
+from megatron_run_engine.optim.flat import sum_of_squares
 from megatron_run_engine.runtime.gradients import build_buckets, main_grad
 from megatron_run_optimizer_deepspeed.groups import data_group
 from megatron_run_optimizer_deepspeed.library import find_deepspeed

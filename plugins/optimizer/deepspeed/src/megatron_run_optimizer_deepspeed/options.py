@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from megatron_run_engine.optim import UpdateOptions
-from megatron_run_engine.optim.update_options import Decay, Multiplier
+from megatron_run_engine.optim.update_rules import Decay, Multiplier
 
 
 def _why_not_three(stage: object) -> object:

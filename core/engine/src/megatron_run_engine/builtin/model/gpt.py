@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.contracts import Boundary, Chunk, Model, ParameterSpec, PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.builtin.model.expert_notices import expert_notices
-from megatron_run_engine.builtin.model.gpt_options import GptOptions
+from megatron_run_engine.builtin.model.gpt_options import GptOptions, expert_notices
 from megatron_run_engine.nn import DecoderChunk, Embedding, RouterReports
 
 if TYPE_CHECKING:

@@ -2,13 +2,103 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from megatron_run_engine.builtin.model.decoder_options import DecoderOptions
+from megatron_run.errors import nearest_divisors, nearest_multiples, plural
 from megatron_run_engine.nn import ExpertSpec, TransformerSpec
-from megatron_run_engine.nn.moe.moe_spec import Dispatch, DropPolicy, Scores
+from megatron_run_engine.nn.spec import Activation, Dispatch, DropPolicy, Norm, Position, Scores
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatron_run.contracts.schema import Config
+
+
+class DecoderOptions(BaseModel):
+    """GPT-2 by its defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    num_layers: int = Field(ge=1, description="transformer layers")
+    hidden_size: int = Field(ge=1, description="features of the residual stream")
+    num_heads: int = Field(ge=1, description="attention heads")
+    num_kv_heads: int | None = Field(None, ge=1, description="key-value heads that queries share; unset: num_heads")
+    ffn_size: int | None = Field(None, ge=1, description="features inside the feed-forward layer; unset: 4 x hidden")
+    vocab_size: int | None = Field(None, ge=1, description="token ids, unpadded; unset: the data's")
+    position: Position = Field("learned", description="learned: a vector per position; rope: rotated heads")
+    rope_theta: float = Field(10000.0, gt=0, description="base of the rotation angles")
+    norm: Norm = Field("layernorm", description="normalisation before attention, feed-forward and output")
+    norm_eps: float = Field(1e-5, gt=0, description="added to the variance under the root")
+    activation: Activation = Field("gelu", description="of the feed-forward layer; gelu_tanh is GPT-2's approximation")
+    bias: bool = Field(True, description="biases in linear layers")
+    tie_embeddings: bool = Field(True, description="the output layer is the word embedding")
+    dropout: float = Field(0.1, ge=0, lt=1, description="of the embedding, attention and residual connections")
+    init_std: float = Field(0.02, gt=0, description="of initial matrices; 1/sqrt(2 x layers) of it in residual outputs")
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the training loss spread over all tokens")
+
+    @field_validator("num_heads")
+    @classmethod
+    def _heads_divide_hidden(cls, heads: int, info: ValidationInfo) -> int:
+        hidden = info.data.get("hidden_size")
+        if hidden is not None and hidden % heads:
+            raise ValueError(
+                f"hidden_size {hidden} does not divide over {heads} heads: {hidden} / {heads} = {hidden / heads:g}; "
+                f"set num_heads to {nearest_divisors(hidden, heads)}, "
+                f"or hidden_size to {nearest_multiples(hidden, heads)}"
+            )
+        return heads
+
+    @field_validator("num_kv_heads")
+    @classmethod
+    def _kv_heads_divide_heads(cls, kv_heads: int | None, info: ValidationInfo) -> int | None:
+        heads = info.data.get("num_heads")
+        if kv_heads is not None and heads is not None and heads % kv_heads:
+            raise ValueError(
+                f"{heads} heads do not share {kv_heads} key-value heads evenly: {heads} / {kv_heads} = "
+                f"{heads / kv_heads:g}; set num_kv_heads to {nearest_divisors(heads, kv_heads)}"
+            )
+        return kv_heads
+
+    @field_validator("position")
+    @classmethod
+    def _rope_rotates_pairs(cls, position: Position, info: ValidationInfo) -> Position:
+        hidden, heads = info.data.get("hidden_size"), info.data.get("num_heads")
+        if position == "rope" and hidden is not None and heads is not None and hidden // heads % 2:
+            raise ValueError(
+                f"rope rotates pairs of features and the head size is odd: {hidden} / {heads} = {hidden // heads}; "
+                f"set hidden_size to {nearest_multiples(hidden, 2 * heads)}"
+            )
+        return position
+
+    def dense_spec(self, sequence_length: int, experts: ExpertSpec | None) -> TransformerSpec:
+        """The network these options describe, some of whose layers have ``experts``.
+
+        Raises ValueError while the vocabulary is unknown.
+        """
+        if self.vocab_size is None:
+            raise ValueError("vocab_size is unset: fill it in from the data first")
+        return TransformerSpec(
+            layers=self.num_layers,
+            hidden=self.hidden_size,
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads or self.num_heads,
+            ffn=self.ffn_size or 4 * self.hidden_size,
+            vocab=self.vocab_size,
+            sequence_length=sequence_length,
+            position=self.position,
+            rope_theta=self.rope_theta,
+            norm=self.norm,
+            norm_eps=self.norm_eps,
+            activation=self.activation,
+            bias=self.bias,
+            dropout=self.dropout,
+            init_std=self.init_std,
+            label_smoothing=self.label_smoothing,
+            experts=experts,
+        )
+
 
 #: What to do in place of a mixture of one.
 _ONE_EXPERT = "set model.experts to 2 or more, or to 0 for the one network that every layer has without experts"
@@ -110,3 +200,54 @@ class GptOptions(DecoderOptions):
 
 
 _DENSE_KEYS = frozenset({*DecoderOptions.model_fields, "experts"})
+
+
+#: Below this share of an even load, experts drop most of what they are chosen for.
+_LOW_CAPACITY = 0.5
+
+
+def expert_notices(config: Config, options: GptOptions) -> Iterator[str]:
+    """Notices about what does nothing, and about a capacity that drops most choices."""
+    if not options.experts:
+        if idle := options.expert_keys:
+            yield f"{', '.join(f'model.{key}' for key in idle)}: without model.experts nothing reads it"
+        return
+    if config.parallel.expert == 1 and options.token_dispatcher != "alltoall":
+        yield "model.token_dispatcher changes nothing: with parallel.expert=1 every rank holds all experts"
+    if options.shared_expert_gate and not options.shared_expert_ffn_size:
+        yield "model.shared_expert_gate changes nothing: without model.shared_expert_ffn_size there is no shared expert"
+    if options.router_pre_softmax and options.router_score_function != "softmax":
+        score = options.router_score_function
+        yield f"model.router_pre_softmax changes nothing: model.router_score_function={score} has no softmax"
+    yield from _about_layers(options)
+    yield from _about_capacity(config, options)
+
+
+def _about_layers(options: GptOptions) -> Iterator[str]:
+    layers, pattern, freq = options.num_layers, options.expert_layer_pattern, options.expert_layer_freq
+    if len(pattern) > layers:
+        yield (
+            f"model.expert_layer_pattern has {plural(len(pattern), 'value')} for {plural(layers, 'layer')}: "
+            f"those after the first {layers} do nothing"
+        )
+    if freq > layers:
+        yield f"model.expert_layer_freq={freq} is above model.num_layers={layers}: layer 0 alone has experts"
+
+
+def _about_capacity(config: Config, options: GptOptions) -> Iterator[str]:
+    factor, experts = options.expert_capacity_factor, options.experts
+    if factor is None:
+        if options.token_drop_policy != "probs":
+            yield (
+                f"model.token_drop_policy={options.token_drop_policy} changes nothing: without "
+                "model.expert_capacity_factor no token is dropped"
+            )
+        return
+    if factor < _LOW_CAPACITY:
+        tokens = config.train.micro_batch_size * config.train.sequence_length
+        capacity, choices = options.expert_spec().capacity(tokens), tokens * options.top_k
+        kept = experts * capacity
+        yield (
+            f"model.expert_capacity_factor={factor:g} drops most choices: {experts} experts x {capacity} tokens keep "
+            f"at most {kept:,} of the {choices:,} choices of a microbatch, {kept / choices:.0%}"
+        )

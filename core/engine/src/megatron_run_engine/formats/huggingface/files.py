@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.files import FileSystem, reading
-from megatron_run_engine.checkpoint.mapped import TensorFile
+from megatron_run_engine.checkpoint.reader import TensorFile
 from megatron_run_engine.checkpoint.shard_file import write_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_run_engine.checkpoint.header import Entry
+    from megatron_run_engine.checkpoint.shard_file import Entry
     from megatron_run_engine.formats.weights import Read
 
 SINGLE, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model"

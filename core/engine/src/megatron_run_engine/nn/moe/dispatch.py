@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_run_engine.nn.moe.rows import add_rows, combine_rows, copy_rows, pad_rows
+from megatron_run_engine.nn.moe.placement import add_rows, combine_rows, copy_rows, pad_rows
 from megatron_run_engine.nn.parallel.mappings import gather_sequence, scatter_sequence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from megatron_run_engine.nn.moe.moe_spec import Dispatch
+    from megatron_run_engine.nn.spec import Dispatch
     from megatron_run_engine.runtime.comm import ParallelGroup
 
 

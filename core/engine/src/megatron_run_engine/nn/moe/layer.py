@@ -8,22 +8,61 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from megatron_run.contracts import ParameterSpec
 from megatron_run_engine.nn.linear import linear
-from megatron_run_engine.nn.mlp import Mlp
+from megatron_run_engine.nn.mlp import Experts, Mlp
 from megatron_run_engine.nn.moe.dispatch import DISPATCHERS
-from megatron_run_engine.nn.moe.expert_mlp import Experts
 from megatron_run_engine.nn.moe.placement import place_all, place_within_capacity, spread
 from megatron_run_engine.nn.moe.router import Router, balance_loss, choose, load_of, z_loss
 from megatron_run_engine.nn.parameter import empty_parameter
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
     from megatron_run.contracts import ParallelLayers
-    from megatron_run_engine.nn.moe.moe_spec import ExpertSpec
-    from megatron_run_engine.nn.spec import TransformerSpec
+    from megatron_run_engine.nn.spec import ExpertSpec, TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime.metrics import Meter, Metrics
+
+
+#: As observers see them: the fullest and the emptiest expert's tokens over the mean, and the share that was dropped.
+SPREAD = ("model/expert_load_max", "model/expert_load_min", "model/drop_rate")
+
+
+class RouterReports:
+    """Joins what the expert layers of a chunk say in one microbatch.
+
+    ``parts`` tensor-parallel ranks each hold one part of every loss.
+    """
+
+    def __init__(self, metrics: Metrics, spec: ExpertSpec, parts: int) -> None:
+        self._meters: list[Meter] = [metrics.scalar(name) for name in SPREAD]
+        coefficients = {"model/balance_loss": spec.balance, "model/z_loss": spec.z}
+        self._weights = {name: coefficients[name] / parts for name in spec.loss_names}
+
+    def count(self, layers: Sequence[Mapping[str, Tensor]]) -> None:
+        """Add the spread of tokens, a mean over layers and microbatches, to the step's metrics."""
+        if layers:
+            total = torch.stack([layer["spread"] for layer in layers]).sum(0)
+            for meter, value in zip(self._meters, total, strict=True):
+                meter.add(value, len(layers))
+
+    def losses(self, layers: Sequence[Mapping[str, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Each loss summed over ``layers``, coefficient included, with a weight by which its mean is without one."""
+        if not layers:
+            return {}
+        return {
+            name: (
+                total := torch.stack([layer[name] for layer in layers]).sum(),
+                total.new_full((), len(layers) * weight),
+            )
+            for name, weight in self._weights.items()
+        }
 
 
 class MixtureOfExperts(nn.Module):

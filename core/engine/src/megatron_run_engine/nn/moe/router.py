@@ -21,8 +21,7 @@ from megatron_run_engine.runtime.gradients import main_grad
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
-    from megatron_run_engine.nn.moe.moe_spec import ExpertSpec
-    from megatron_run_engine.nn.spec import TransformerSpec
+    from megatron_run_engine.nn.spec import ExpertSpec, TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_engine.runtime.gradients import GradientAccumulator
 

@@ -3,8 +3,7 @@
 A group of one rank is no group: its collectives do nothing.
 """
 
-from megatron_run_engine.runtime.comm.create import create_aside, create_groups, patience
-from megatron_run_engine.runtime.comm.groups import Channels, Groups, Scope
+from megatron_run_engine.runtime.comm.groups import Channels, Groups, Scope, create_aside, create_groups, patience
 from megatron_run_engine.runtime.comm.parallel_group import ALONE, ParallelGroup, Pending
 
 __all__ = [

@@ -5,31 +5,98 @@ Every decision is made from numbers that all ranks have alike, so that they skip
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from math import isfinite
-from typing import TYPE_CHECKING, NoReturn
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
 from megatron_run.contracts import scale_text
 from megatron_run.errors import GuardError
 from megatron_run_engine.checkpoint.collectives import WorldRanks
-from megatron_run_engine.training.health.not_finite import find_not_finite
 from megatron_run_engine.training.health.replicas import compare_replicas
-from megatron_run_engine.training.health.spikes import spike_limit
 from megatron_run_engine.training.health.stragglers import Stragglers
 from megatron_run_engine.training.losses import LANGUAGE_MODEL
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
     from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.checkpoint.collectives import Ranks
     from megatron_run_engine.training.build import Assembly
-    from megatron_run_engine.training.losses import Losses
+    from megatron_run_engine.training.losses import Losses, Reported
     from megatron_run_engine.training.numbers import Progress
     from megatron_run_engine.training.state.checkpointing import Checkpointing
+
+
+#: The standard deviation of a normal distribution in median absolute deviations (Rousseeuw and Croux 1993).
+_NORMAL = 1.4826
+#: The least deviation that is expected, as a share of the median: a loss that hardly moves is no reason for alarm.
+_LEAST = 0.01
+
+
+def spike_limit(losses: Sequence[float], factor: float) -> float:
+    """The loss above which one that follows ``losses`` is a spike: ``factor`` deviations above their median.
+
+    The deviation is the median absolute one, scaled to equal the standard deviation of normal noise. Both are robust:
+    up to half of ``losses`` may be spikes themselves.
+    """
+    middle = median(losses)
+    deviation = _NORMAL * median(abs(loss - middle) for loss in losses)
+    return middle + factor * max(deviation, _LEAST * abs(middle))
+
+
+class NotFinite(NamedTuple):
+    """What was found, in words; empty where all is finite.
+
+    ``loss``: the loss, and the first microbatch and rank that saw it. ``weights``: a parameter that is spoilt, and the
+    lowest rank that holds it.
+    """
+
+    loss: str
+    weights: str
+
+
+def find_not_finite(assembly: Assembly, reported: Iterable[Reported], ranks: Ranks) -> NotFinite:
+    """Look at what each rank ``reported`` in this step, and at its weights. Collective; all get the same answer."""
+    notes = ranks.gather(json.dumps(_note(assembly, reported)))
+    return NotFinite(*json.loads(ranks.tell(json.dumps(_joined([json.loads(note) for note in notes])))))
+
+
+def _note(assembly: Assembly, reported: Iterable[Reported]) -> dict[str, Any]:
+    seen = ((each, each.total.item()) for each in reported if not each.total.isfinite())
+    losses = [(each.microbatch, each.name, str(value)) for each, value in seen]
+    return {
+        "stage": assembly.context.topology.stage,
+        "loss": min(losses, default=None),
+        "weights": next(_spoilt(assembly), None),
+    }
+
+
+def _spoilt(assembly: Assembly) -> Iterator[str]:
+    """The parameters that are not finite, with a value of each."""
+    for described in assembly.infos:
+        for parameter, info in described.items():
+            finite = torch.isfinite(parameter.detach())
+            if not finite.all():
+                yield f"{info.name} holds {parameter.detach()[~finite][0].item()}"
+
+
+def _joined(notes: Sequence[dict[str, Any]]) -> NotFinite:
+    """The first microbatch that was not finite, on the lowest rank that saw it."""
+    losses = [(note["loss"], rank) for rank, note in enumerate(notes) if note["loss"]]
+    weights = [f"{note['weights']} on rank {rank}" for rank, note in enumerate(notes) if note["weights"]]
+    loss = ""
+    if losses:
+        (microbatch, name, value), rank = min(losses, key=lambda each: (each[0][0], each[1]))
+        loss = f"the loss {name} is {value}, first seen by rank {rank} (stage {notes[rank]['stage']})"
+        loss += f" in microbatch {microbatch}"
+    return NotFinite(loss, weights[0] if weights else "")
+
 
 _GRADIENT = "a gradient was not finite"
 _CALMER = "lower train.lr, lengthen train.lr_warmup, check the data"

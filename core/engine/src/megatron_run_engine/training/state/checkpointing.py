@@ -15,11 +15,10 @@ import torch
 from megatron_run import __version__
 from megatron_run.contracts import CheckpointMetrics
 from megatron_run.errors import RunError
-from megatron_run_engine.checkpoint.async_saver import AsyncSaver
+from megatron_run_engine.checkpoint.async_saver import AsyncSaver, Staging
 from megatron_run_engine.checkpoint.collectives import WorldRanks
 from megatron_run_engine.checkpoint.manifest import About, DataRecord
 from megatron_run_engine.checkpoint.saving import Saver
-from megatron_run_engine.checkpoint.staging import Staging
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.run_folder.identity import digest, identity
 from megatron_run_engine.runtime.comm import create_aside, patience
