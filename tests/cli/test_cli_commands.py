@@ -152,7 +152,7 @@ def test_config_show_gives_each_key_its_origin(capsys: Output) -> None:
 
 def test_config_explain_says_type_default_and_value(capsys: Output) -> None:
     assert main(["config", "explain", "train.lr"]) == 0
-    assert "highest learning rate" in capsys.readouterr().out
+    assert "peak learning rate" in capsys.readouterr().out
     assert main(["config", "explain", "train.lr", "preset:tiny"]) == 0
     assert "0.001 (from preset:tiny line" in capsys.readouterr().out
 

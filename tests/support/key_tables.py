@@ -1,8 +1,9 @@
 """The reference of the configuration is made from the models themselves, between markers on its page.
 
 A table is the marker ``<!-- keys: NAME -->`` on a line of its own, followed by rows. NAME is a section (``train``),
-``use`` for the choice of each kind's plugin, ``version``, or ``KIND=PLUGIN`` for the options of a plugin. ``make docs``
-brings every table up to date; a test fails where one is not.
+``use`` for the choice of each kind's plugin, ``version``, or ``KIND=PLUGIN`` for the options of a plugin. ``NAME beyond
+OTHER`` leaves out the keys that table OTHER shows alike. ``make docs`` brings every table up to date; a test fails
+where one is not.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from tests.support.checkout import MEMBERS, ROOT
 REFERENCE = ROOT / "docs" / "configuration.md"
 
 _HEAD = "| key | type | default | meaning |\n|---|---|---|---|\n"
-_TABLE = re.compile(r"<!-- keys: (?P<name>\S+) -->\n\n(?:\|.*\n)*\n*(?P<last>\Z)?")
+#: What the command says in words, as a column has it.
+_SHORT = {"true or false": "bool", "one of ": "", "at least ": ">= ", "at most ": "<= ", "above ": "> ", "below ": "< "}
+_TABLE = re.compile(r"<!-- keys: (?P<name>\S+)(?: beyond (?P<other>\S+))? -->\n\n(?:\|.*\n)*\n*(?P<last>\Z)?")
 
 
 def tables() -> dict[str, list[KeyInfo]]:
@@ -47,8 +50,9 @@ def refreshed(page: str, known: Mapping[str, Iterable[KeyInfo]]) -> str:
     """
 
     def table(match: re.Match[str]) -> str:
-        after = "\n" if match["last"] is None else ""
-        return f"<!-- keys: {match['name']} -->\n\n{_table(known[match['name']])}{after}"
+        marker, after = match[0].partition("\n")[0], "\n" if match["last"] is None else ""
+        shown = list(known[match["other"]]) if match["other"] else []
+        return f"{marker}\n\n{_table(key for key in known[match['name']] if key not in shown)}{after}"
 
     return _TABLE.sub(table, page)
 
@@ -58,7 +62,9 @@ def _table(keys: Iterable[KeyInfo]) -> str:
 
 
 def _cells(info: KeyInfo) -> tuple[str, ...]:
-    kind = f"{info.type}, {info.bounds}" if info.bounds else info.type
+    kind = f"{info.type} {info.bounds}".strip()
+    for words, short in _SHORT.items():
+        kind = kind.replace(words, short)
     return tuple(cell.replace("|", r"\|") for cell in (f"`{info.name}`", kind, info.default, info.meaning))
 
 

@@ -11,14 +11,16 @@ from megatron_run_cli.options import debug_option, json_option
 from megatron_run_cli.output import print_json, print_table
 
 _FOLDER = click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[FOLDER]")
-_STEP = click.option("--step", type=click.IntRange(min=0), metavar="N", help="One step [FOLDER's, else the newest].")
+_STEP = click.option(
+    "--step", type=click.IntRange(min=0), metavar="N", help="Number of the step [default: FOLDER's, else the newest]."
+)
 
 
 @click.group()
 def checkpoint() -> None:
     """List, verify and inspect saved steps.
 
-    FOLDER is a run folder, its checkpoints, or one saved step; none is runs/latest.
+    FOLDER is a run folder, its checkpoints, or one saved step [default: runs/latest].
     """
 
 
@@ -27,7 +29,7 @@ def checkpoint() -> None:
 @json_option
 @debug_option
 def list_(folder: Path | None, *, as_json: bool) -> None:
-    """List the saved steps; manifests and lengths are looked at, contents are not."""
+    """List saved steps; checks manifests and lengths, not contents."""
     from megatron_run_engine.checkpoint import show
 
     checkpoints, _ = show.find(folder)
@@ -41,11 +43,13 @@ def list_(folder: Path | None, *, as_json: bool) -> None:
 
 @checkpoint.command()
 @_FOLDER
-@click.option("--step", type=click.IntRange(min=0), metavar="N", help="One step [FOLDER's, else all].")
+@click.option(
+    "--step", type=click.IntRange(min=0), metavar="N", help="Number of the step [default: FOLDER's, else all]."
+)
 @json_option
 @debug_option
 def verify(folder: Path | None, *, step: int | None, as_json: bool) -> int:
-    """Read every byte of the saved steps and compare it with what was written; exit code 5 when any is damaged."""
+    """Compare every byte with what was saved; code 5 if damaged."""
     from megatron_run_engine.checkpoint import show
 
     checkpoints, named = show.find(folder)
@@ -66,7 +70,7 @@ def verify(folder: Path | None, *, step: int | None, as_json: bool) -> int:
 @json_option
 @debug_option
 def inspect(folder: Path | None, *, step: int | None, as_json: bool) -> None:
-    """Show what a saved step holds: counters, plugins, topology, files, and every logical tensor."""
+    """Show counters, plugins, topology, files and tensors of a step."""
     from megatron_run_engine.checkpoint import show
 
     checkpoints, chosen = show.find_step(folder, step)

@@ -28,7 +28,7 @@ def show(
     *,
     as_json: bool,
 ) -> None:
-    """Print the resolved configuration, each key with where it came from."""
+    """Print the resolved configuration with origins."""
     from megatron_run.planning import resolve
     from megatron_run.planning.show import show as text
     from megatron_run.planning.show import show_json
@@ -48,7 +48,10 @@ def explain(
     key: str,
     request: Request,
 ) -> None:
-    """Say what KEY (train.lr) or a whole section (train) means; with a CONFIG or options, also its value there."""
+    """Explain KEY (train.lr) or a section (train).
+
+    With a CONFIG or options it also shows the value there.
+    """
     from megatron_run.planning import resolve
     from megatron_run.planning.explain import explain as text
 
@@ -59,7 +62,10 @@ def explain(
 @config.command()
 @debug_option
 def schema() -> None:
-    """Print the JSON schema of a configuration file that may use any installed plugin; for editors."""
+    """Print a JSON schema of the configuration.
+
+    It covers all installed plugins and is meant for editors.
+    """
     from megatron_run.planning.explain import installed_plugins
     from megatron_run.planning.explain import schema as make
 
@@ -73,10 +79,10 @@ def schema() -> None:
 @click.argument("script", type=click.Path(path_type=Path), metavar="SCRIPT")
 @debug_option
 def from_megatron(script: Path) -> None:
-    """Turn the flags of a Megatron-LM launch script into a configuration; the script is read, never run.
+    """Translate a Megatron-LM launch script into a configuration.
 
-    The YAML says where each value is from, and at its end which flags have no counterpart. What would make the run
-    another than the script's is told on standard error too.
+    The script is read, never run. The YAML gives the origin of each value and, at its end, flags without counterpart.
+    Flags that would change the training are reported on standard error too.
     """
     from megatron_run.config.megatron.script import load_script
     from megatron_run.config.megatron.translate import translate

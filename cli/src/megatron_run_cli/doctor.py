@@ -12,7 +12,7 @@ from megatron_run_cli.output import print_json, print_table
 @json_option
 @debug_option
 def doctor(*, as_json: bool) -> int:
-    """Check Python, torch, devices, communication, the run folder and every installed plugin."""
+    """Check this machine, its environment and all plugins."""
     from megatron_run_engine.launch.examine import examine
 
     findings = examine()

@@ -16,8 +16,8 @@ _PATH = click.Path(path_type=Path)
 @click.command("import")
 @click.argument("source", type=_PATH)
 @click.argument("folder", type=_PATH)
-@click.option("--from", "name", metavar="FORMAT", help="Format of SOURCE [recognised from its files].")
-@click.option("--trust-pickle", is_flag=True, help="Execute what SOURCE's pickles say: only if you trust their writer.")
+@click.option("--from", "name", metavar="FORMAT", help="Format of SOURCE [default: detected from its files].")
+@click.option("--trust-pickle", is_flag=True, help="Execute SOURCE's pickles; only if you trust their writer.")
 @json_option
 @debug_option
 def import_(source: Path, folder: Path, *, name: str | None, trust_pickle: bool, as_json: bool) -> None:
@@ -42,7 +42,9 @@ def import_(source: Path, folder: Path, *, name: str | None, trust_pickle: bool,
 @click.command("export")
 @click.argument("words", nargs=-1, type=_PATH, metavar="[SOURCE] FOLDER")
 @click.option("--to", "name", required=True, metavar="FORMAT", help="huggingface or distributed.")
-@click.option("--step", type=click.IntRange(min=0), metavar="N", help="One step [SOURCE's, else the newest].")
+@click.option(
+    "--step", type=click.IntRange(min=0), metavar="N", help="Number of the step [default: SOURCE's, else the newest]."
+)
 @json_option
 @debug_option
 def export(words: tuple[Path, ...], *, name: str, step: int | None, as_json: bool) -> None:

@@ -29,7 +29,7 @@ def program() -> None:
     """Train transformer language models the Megatron way; every technique is a plugin.
 
     \b
-    megatron-run [CONFIG...] [OPTIONS]   train; no CONFIG is preset:laptop
+    megatron-run [CONFIG...] [OPTIONS]   train; default CONFIG: preset:laptop
     megatron-run COMMAND ...             one of the commands below
     """  # noqa: D301  # click wants the character, not its name
 

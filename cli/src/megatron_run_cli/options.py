@@ -14,9 +14,9 @@ from megatron_run_cli.grammar import ConfigWord
 
 Command = Callable[..., Any]
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output.")
 #: ``main`` looks for it among the words, since it must hold for every error, those of parsing included.
-debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks of errors.")
 
 
 class RankCount(click.ParamType[int]):
@@ -53,9 +53,20 @@ class SavedStep(click.ParamType[str]):
 
 _RUN_OPTIONS = (
     click.argument("configs", nargs=-1, type=ConfigWord(), metavar="[CONFIG]..."),
-    click.option("--plugin", "plugins", multiple=True, metavar="KIND=NAME[,OPT=VAL...]", help="Choose a plugin."),
-    click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set a key of the configuration."),
-    click.option("--nproc", type=RankCount(), metavar="N|gpus", help="Number of ranks on this machine."),
+    click.option(
+        "--plugin",
+        "plugins",
+        multiple=True,
+        metavar="KIND=NAME[,OPT=VAL...]",
+        help="Choose a plugin and its options; repeatable.",
+    ),
+    click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set a configuration key; repeatable."),
+    click.option(
+        "--nproc",
+        type=RankCount(),
+        metavar="N|gpus",
+        help="Ranks on this machine; gpus: one per GPU [default: tensor x pipeline x data].",
+    ),
 )
 
 

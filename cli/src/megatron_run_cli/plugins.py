@@ -23,11 +23,11 @@ def plugins() -> None:
 
 @plugins.command("list")
 @click.argument("kind", required=False)
-@click.option("--check", is_flag=True, help="Import each one, in a process of its own, to see whether it works.")
+@click.option("--check", is_flag=True, help="Also import each plugin, in its own process.")
 @json_option
 @debug_option
 def list_(kind: str | None, *, check: bool, as_json: bool) -> None:
-    """List the installed plugins, of one KIND or of all; none is imported."""
+    """List installed plugins of KIND, or all, without importing them."""
     from megatron_run.registry.choose import check_kind
     from megatron_run.registry.introspect import list_plugins
 
@@ -47,7 +47,7 @@ def list_(kind: str | None, *, check: bool, as_json: bool) -> None:
 @json_option
 @debug_option
 def info(plugin: str, *, as_json: bool) -> None:
-    """Say what a plugin provides and wants, and list its options."""
+    """Show what a plugin provides and needs, and its options."""
     from megatron_run.registry.introspect import plugin_info
 
     kind, equals, name = plugin.partition("=")
@@ -71,7 +71,7 @@ def why(
     *,
     as_json: bool,
 ) -> None:
-    """Say which plugin of KIND a run would take, why, and why not the others."""
+    """Show which plugin of KIND a run would choose, and why."""
     from megatron_run.planning import resolve
     from megatron_run.registry.choose import check_kind
     from megatron_run.registry.introspect import why as explain
@@ -93,11 +93,11 @@ def why(
 @plugins.command()
 @click.argument("kind")
 @click.argument("name")
-@click.option("--folder", type=click.Path(path_type=Path), help="Where to write it [named like the distribution].")
+@click.option("--folder", type=click.Path(path_type=Path), help="New folder [default: named like the distribution].")
 @json_option
 @debug_option
 def new(kind: str, name: str, folder: Path | None, *, as_json: bool) -> None:
-    """Write a small, complete package with a working plugin and its test."""
+    """Write a package with a working plugin and its test."""
     from megatron_run.registry.scaffold import new as write
 
     package = write(kind, name, folder)
@@ -113,11 +113,11 @@ def new(kind: str, name: str, folder: Path | None, *, as_json: bool) -> None:
 
 @plugins.command()
 @click.argument("target", metavar="KIND=NAME|FOLDER|FILE")
-@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Options for a plugin that needs some.")
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set an option of the plugin; repeatable.")
 @json_option
 @debug_option
 def check(target: str, sets: tuple[str, ...], *, as_json: bool) -> int:
-    """Run the conformance suite on a plugin: an installed one, the folder of a package, or ./mine.py."""
+    """Run the conformance suite on a plugin, package folder or file."""
     from megatron_run_testing.conformance import check as run_suite
 
     reports = run_suite(target, sets)

@@ -20,17 +20,24 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 
 @click.group()
 def schedule() -> None:
-    """Prove and draw pipeline schedules."""
+    """Verify and draw pipeline schedules."""
 
 
 @schedule.command()
 @run_options
-@click.option("--stages", type=_SIZE, metavar="P", help="Pipeline stages [parallel.pipeline].")
-@click.option("--chunks", type=_SIZE, metavar="V", help="Pieces of the model per stage [parallel.chunks].")
-@click.option("--microbatches", type=_SIZE, metavar="M", help="Microbatches of a step [the most of the run].")
-@click.option("--layers", type=_SIZE, metavar="L", help="Layers [model.num_layers; no CONFIG and a P or V: one each].")
-@click.option("--svg", type=_FILE, metavar="FILE", help="Also draw it as a picture.")
-@click.option("--trace", type=_FILE, metavar="FILE", help="Also write it for Perfetto (https://ui.perfetto.dev).")
+@click.option("--stages", type=_SIZE, metavar="P", help="Pipeline stages [default: parallel.pipeline].")
+@click.option("--chunks", type=_SIZE, metavar="V", help="Chunks of the model per stage [default: parallel.chunks].")
+@click.option(
+    "--microbatches", type=_SIZE, metavar="M", help="Microbatches per step [default: the run's largest number]."
+)
+@click.option(
+    "--layers",
+    type=_SIZE,
+    metavar="L",
+    help="Layers [default: model.num_layers; without CONFIG, with P or V: one per chunk].",
+)
+@click.option("--svg", type=_FILE, metavar="FILE", help="Also write a picture.")
+@click.option("--trace", type=_FILE, metavar="FILE", help="Also write a trace for https://ui.perfetto.dev.")
 @json_option
 @debug_option
 def show(

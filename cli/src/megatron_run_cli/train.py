@@ -23,33 +23,33 @@ if TYPE_CHECKING:
     "how",
     type=click.Choice(["auto", "local", "torchrun", "slurm"]),
     default="auto",
-    help="Where the ranks come from; auto: a world that torchrun or srun made, else local ranks.",
+    help="Source of the ranks; auto: torchrun or srun if started by them, else local [default: auto].",
 )
 @click.option(
     "--resume",
     type=SavedStep(),
     default="auto",
     metavar="auto|never|STEP",
-    help="What of the run folder to go on from; auto: the newest saved step.",
+    help="Saved step to resume from; auto: the newest; never: start anew [default: auto].",
 )
 @click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
     default=0,
     metavar="N",
-    help="Start the local ranks again after one was lost, N times at most, from the newest saved step.",
+    help="Restart local ranks from the newest saved step after one was lost, at most N times [default: 0].",
 )
 @click.option(
     "--allow-plugin-change",
     type=click.Choice(["optimizer", "scaler"]),
     multiple=True,
     metavar="KIND",
-    help="Go on without the state of that kind of plugin: optimizer or scaler.",
+    help="Drop the saved state of the optimizer or scaler; repeatable.",
 )
-@click.option("--dry-run", is_flag=True, help="Resolve and check everything, print it, train nothing.")
+@click.option("--dry-run", is_flag=True, help="Check and print everything, train nothing.")
 @json_option
 @click.option("--quiet", is_flag=True, help="Print errors only.")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error, the ranks' in their logs.")
+@click.option("--debug", is_flag=True, help="Show tracebacks of errors; those of ranks in their logs.")
 def train(  # noqa: PLR0913  # one argument an option: so click calls it
     request: Request,
     how: How,
@@ -62,7 +62,10 @@ def train(  # noqa: PLR0913  # one argument an option: so click calls it
     quiet: bool,
     debug: bool,
 ) -> int:
-    """Train a model; no CONFIG is preset:laptop."""
+    """Train a model.
+
+    CONFIG is a YAML or JSON file, preset:NAME, or - for standard input [default: preset:laptop].
+    """
     request = replace(request, resume=resume, allow_plugin_change=allow_plugin_change)
     if dry_run:
         from megatron_run.planning import resolve

@@ -217,7 +217,7 @@ def test_a_plan_holds_the_parameters_of_the_modules(
     [
         ("plugins list", "megatron-run-parallel-layer-te"),
         ("plugins info parallel-layer=te", "delay_weight_gradients"),
-        ("config explain parallel-layer.fp8 --plugin parallel-layer=te", "how matrix products are scaled to FP8"),
+        ("config explain parallel-layer.fp8 --plugin parallel-layer=te", "FP8 scaling of matrix products"),
     ],
 )
 def test_it_is_listed_and_explained_without_the_library(

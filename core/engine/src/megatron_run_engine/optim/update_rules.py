@@ -61,25 +61,23 @@ class UpdateOptions(BaseModel):
     rule: Annotated[str, AfterValidator(_rule)] = Field(
         "adamw", description="adamw, adam, sgd, muon, or MODULE:CLASS of a torch optimizer"
     )
-    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay of the two moments, of adamw and adam")
-    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment, of adamw and adam")
-    momentum: float | None = Field(None, ge=0, lt=1, description="of sgd (unset: 0) and muon (unset: 0.95)")
-    nesterov: bool = Field(False, description="Nesterov's momentum, of sgd; muon always has it")
-    rule_options: dict[str, Any] = Field(default_factory=dict, description="more arguments of the rule's class")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay of the moments, for adamw and adam")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment, for adamw and adam")
+    momentum: float | None = Field(None, ge=0, lt=1, description="for sgd (unset: 0) and muon (unset: 0.95)")
+    nesterov: bool = Field(False, description="Nesterov momentum, for sgd; muon always has it")
+    rule_options: dict[str, Any] = Field(default_factory=dict, description="further arguments of the rule's class")
     adamw_for: tuple[str, ...] = Field(
-        ("embedding.*", "output.*"), description="names of matrices that rule muon leaves to adamw, with * and ?"
+        ("embedding.*", "output.*"), description="names, with * and ?, of matrices that muon leaves to adamw"
     )
     lr_mult: tuple[Multiplier, ...] = Field(
         (),
-        description="PATTERN:FACTOR, a factor of the learning rate for such names; the last match counts",
+        description="PATTERN:FACTOR on the learning rate, by name; the last match counts",
     )
     grad_dtype: Literal["main", "param"] = Field(
-        "main", description="type in which gradients are accumulated and reduced: main is fp32, param the parameters'"
+        "main", description="type of gradient accumulation and reduction; main: fp32, param: the parameters'"
     )
-    bucket_size: int = Field(DEFAULT_CAPACITY, ge=1, description="values after which a bucket of gradients is closed")
-    overlap_grad_reduce: bool = Field(
-        True, description="reduce a bucket when it is complete, while the backward goes on"
-    )
+    bucket_size: int = Field(DEFAULT_CAPACITY, ge=1, description="values that complete a gradient bucket")
+    overlap_grad_reduce: bool = Field(True, description="reduce complete buckets during the backward")
 
     def factor(self, name: str) -> float:
         """The learning rate's factor for the parameter ``name``."""

@@ -33,18 +33,18 @@ class Section(BaseModel):
 class RunSection(Section):
     """Where and how a run is executed; no key here changes what is learned, but the weights that it starts from."""
 
-    folder: Path | None = Field(None, description="run folder; unset: a new one under runs/")
+    folder: Path | None = Field(None, description="run folder; unset: a new one in runs/")
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="cuda when there are at least as many GPUs as local ranks, else cpu"
+        "auto", description="auto: cuda with a GPU for every local rank, else cpu"
     )
     threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
-        "auto", description="CPU threads of a rank; auto: cores / local ranks"
+        "auto", description="CPU threads per rank; auto: cores / local ranks"
     )
-    timeout: float = Field(600.0, gt=0, description="seconds to wait for a rank that joins, answers or goes on")
+    timeout: float = Field(600.0, gt=0, description="seconds to wait for a rank to join, answer or progress")
     time_limit: Duration | None = Field(
-        None, description="after it, counted from the start of training: finish the step, save, exit with 75"
+        None, description="from the start of training; then finish the step, save, exit with 75"
     )
-    deterministic: bool | None = Field(None, description="deterministic kernels only; unset: true on the CPU")
+    deterministic: bool | None = Field(None, description="only deterministic kernels; unset: true on the CPU")
     init_from: Path | None = Field(
         None, description="start from the weights of this run folder, saved step or imported folder"
     )
@@ -55,38 +55,38 @@ class RampUp(Section):
 
     start: int = Field(ge=1, description="first global batch, in samples")
     increment: int = Field(ge=1, description="samples added at a time")
-    samples: int = Field(ge=1, description="samples over which the global batch grows")
+    samples: int = Field(ge=1, description="samples over which the batch grows")
 
 
 class TrainSection(Section):
     """What is learned, how long and how fast."""
 
-    steps: int | None = Field(None, ge=1, description="optimizer steps to train for (or train.samples)")
-    samples: int | None = Field(None, ge=1, description="samples to train for (or train.steps)")
-    sequence_length: int = Field(1024, ge=1, description="tokens in a sample")
-    micro_batch_size: int = Field(1, ge=1, description="samples that go through the model at once, on one rank")
-    global_batch_size: int = Field(ge=1, description="samples of one optimizer step; accumulation is derived")
+    steps: int | None = Field(None, ge=1, description="length in optimizer steps; or set train.samples")
+    samples: int | None = Field(None, ge=1, description="length in samples; or set train.steps")
+    sequence_length: int = Field(1024, ge=1, description="tokens per sample")
+    micro_batch_size: int = Field(1, ge=1, description="samples per forward on one rank")
+    global_batch_size: int = Field(ge=1, description="samples per optimizer step; accumulation follows")
     ramp_up: RampUp | None = Field(None, description="grow the global batch at the start")
     precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="type of parameters and activations")
-    seed: int = Field(1234, ge=0, lt=2**63, description="fixes initial weights, sample order and dropout")
-    lr: float = Field(1.5e-4, gt=0, description="highest learning rate")
-    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
+    seed: int = Field(1234, ge=0, lt=2**63, description="of initial weights, sample order and dropout")
+    lr: float = Field(1.5e-4, gt=0, description="peak learning rate")
+    min_lr: float = Field(0.0, ge=0, description="learning rate after the decay")
     lr_shape: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = Field(
-        "cosine", description="shape of the decay after the warm-up"
+        "cosine", description="decay after the warm-up"
     )
     lr_warmup: Span = Field(Span.parse("1%"), description="linear warm-up from 0")
-    lr_decay: Span = Field(Span.parse("100%"), description="where the decay ends, counted from the start")
-    lr_wsd: Span = Field(Span.parse("10%"), description="length of the final decay of shape wsd")
+    lr_decay: Span = Field(Span.parse("100%"), description="end of the decay, from the start of training")
+    lr_wsd: Span = Field(Span.parse("10%"), description="length of the final decay of wsd")
     lr_wsd_shape: Literal["exponential", "minus_sqrt", "linear", "cosine"] = Field(
-        "exponential", description="shape of the final decay of shape wsd"
+        "exponential", description="shape of the final decay of wsd"
     )
-    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay; never on 1-D parameters and biases")
-    weight_decay_end: float | None = Field(None, ge=0, description="weight decay at the end of its ramp")
-    weight_decay_shape: Shape = Field("constant", description="shape of the ramp to train.weight_decay_end")
-    clip_norm: float = Field(1.0, ge=0, description="largest norm of the gradient; 0 is off")
-    recompute: Literal["none", "full"] = Field("none", description="full: recompute each layer in the backward")
-    count_zeros: bool = Field(False, description="count the zeros in the gradient each step, and report them")
-    max_skips: int = Field(50, ge=1, description="consecutive skipped steps after which the run stops")
+    weight_decay: float = Field(0.01, ge=0, description="decoupled; not on biases and other 1-D parameters")
+    weight_decay_end: float | None = Field(None, ge=0, description="weight decay at the end of the run")
+    weight_decay_shape: Shape = Field("constant", description="ramp to train.weight_decay_end")
+    clip_norm: float = Field(1.0, ge=0, description="largest gradient norm; 0: no clipping")
+    recompute: Literal["none", "full"] = Field("none", description="full: recompute every layer in the backward")
+    count_zeros: bool = Field(False, description="report the zeros in the gradient each step")
+    max_skips: int = Field(50, ge=1, description="consecutive skipped steps that stop the run")
 
     @field_validator("samples")
     @classmethod
@@ -118,77 +118,60 @@ class ParallelSection(Section):
     """How the ranks share the work. The world is tensor x pipeline x data."""
 
     tensor: int = Field(1, ge=1, description="ranks that split each layer")
-    pipeline: int = Field(1, ge=1, description="stages that split the model by layers")
-    chunks: int = Field(1, ge=1, description="pieces of the model per stage")
+    pipeline: int = Field(1, ge=1, description="stages that split the layers")
+    chunks: int = Field(1, ge=1, description="chunks of the model per stage")
     expert: int = Field(1, ge=1, description="data-parallel ranks that split the experts")
     data: int | None = Field(None, ge=1, description="copies of the model; unset: world / (tensor x pipeline)")
-    sequence: bool = Field(False, description="sequence parallelism: split norms and dropout over the tensor ranks")
+    sequence: bool = Field(False, description="sequence parallelism: split norms and dropout over tensor ranks")
     scatter_messages: bool = Field(
-        False, description="between stages each tensor rank sends 1 / tensor of a message, and its receivers gather it"
+        False, description="each tensor rank sends 1 / tensor of a message to the next stage, which gathers it"
     )
     layers: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (), description="layers of each stage and chunk in model order; empty: even"
     )
-    first_stage_layers: int | None = Field(
-        None, ge=0, description="layers of the first stage, its chunks together; the others share the rest evenly"
-    )
-    last_stage_layers: int | None = Field(
-        None, ge=0, description="layers of the last stage, its chunks together; the others share the rest evenly"
-    )
-    embedding_as_layer: bool = Field(
-        False, description="count the embedding as a layer, so that its place holds one layer fewer"
-    )
-    loss_as_layer: bool = Field(
-        False, description="count the output and its loss as a layer, so that their place holds one layer fewer"
-    )
+    first_stage_layers: int | None = Field(None, ge=0, description="layers of the first stage, all chunks together")
+    last_stage_layers: int | None = Field(None, ge=0, description="layers of the last stage, all chunks together")
+    embedding_as_layer: bool = Field(False, description="count the embedding as a layer of an even split")
+    loss_as_layer: bool = Field(False, description="count output and loss as a layer of an even split")
 
 
 class EvalSection(Section):
     """Measuring the model on held-out samples, and a taste of it at the end."""
 
     interval: Span = Field(Span.parse(1000), description="between evaluations; 0: only at the end")
-    batches: int = Field(10, ge=1, description="global batches of one evaluation")
-    sample: int = Field(0, ge=0, description="tokens of text to generate when training ends")
-    prompt: str = Field("", description="text that the generated sample continues")
-    temperature: float = Field(0.8, ge=0, description="of the generated sample; 0 takes the likeliest token")
+    batches: int = Field(10, ge=1, description="global batches per evaluation")
+    sample: int = Field(0, ge=0, description="tokens to generate after training")
+    prompt: str = Field("", description="start of the generated text")
+    temperature: float = Field(0.8, ge=0, description="of the generated text; 0: the likeliest token")
 
 
 class CheckpointSection(Section):
     """When the run is saved besides at its end and when it is stopped, and how many steps are kept."""
 
-    interval: Span = Field(Span.parse(1000), description="between saved steps; 0: only at the end and when stopped")
-    keep: int = Field(2, ge=2, description="how many of the newest whole steps are kept")
-    async_save: bool = Field(
-        False, description="go on training while a step is written, from one copy of the state in host memory"
-    )
+    interval: Span = Field(Span.parse(1000), description="between saves; 0: only at the end and when stopped")
+    keep: int = Field(2, ge=2, description="newest whole steps to keep")
+    async_save: bool = Field(False, description="train on while a copy of the state in host memory is written")
 
 
 class GuardSection(Section):
     """What is watched besides gradients that are not finite (train.max_skips), and what is done about it."""
 
     nan_loss: Literal["skip", "stop"] = Field(
-        "skip", description="a step whose loss is not finite: its update is skipped, or the run stops"
+        "skip", description="after a loss that is not finite: skip the update, or stop"
     )
     spike: Literal["continue", "skip", "rewind"] = Field(
         "continue",
-        description="a loss far above those before: said and trained on, its update skipped, or back to the last saved "
-        "step and past all samples since",
+        description="after a spike: warn, skip the update, or return to the last saved step and drop the samples since",
     )
-    spike_factor: float = Field(
-        10.0, gt=0, description="a spike is this many robust deviations above the median of the window"
-    )
-    spike_window: int = Field(
-        128, ge=8, description="steps whose losses are the window; before it is full none is a spike"
-    )
-    max_rewinds: int = Field(3, ge=1, description="times that the run goes back before it stops instead")
+    spike_factor: float = Field(10.0, gt=0, description="robust deviations above the median that make a spike")
+    spike_window: int = Field(128, ge=8, description="steps in the window; no spikes before it is full")
+    max_rewinds: int = Field(3, ge=1, description="rewinds before the run stops instead")
     replica_interval: Span = Field(
         Span.parse(1000),
-        description="between comparisons of the weights that several ranks hold, made before each save too; 0: never",
+        description="between comparisons of replicated weights, also made before each save; 0: never",
     )
-    straggler_interval: Span = Field(Span.parse(100), description="between comparisons of the ranks' speed; 0: never")
-    straggler_factor: float = Field(
-        2.0, gt=1, description="a straggler takes more than this many times as long as ranks that do the same"
-    )
+    straggler_interval: Span = Field(Span.parse(100), description="between comparisons of rank speeds; 0: never")
+    straggler_factor: float = Field(2.0, gt=1, description="multiple of its peers' median time that makes a straggler")
 
 
 def _frozen(options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -215,7 +198,7 @@ class PluginsSection(Section):
 class Header(Section):
     """What stands above the sections."""
 
-    version: Literal[1] = Field(1, description="version of this schema")
+    version: Literal[1] = Field(1, description="schema version")
 
 
 class Config(Header):

@@ -21,17 +21,16 @@ class PartialOptions(BaseModel):
     scope: tuple[str, ...] = Field(
         ("attn",),
         min_length=1,
-        description="segments to capture; those of gpt are embedding, attn, mlp, moe_router, moe_preprocess, "
-        "moe_combine, head and loss",
+        description="segments; those of gpt: embedding, attn, mlp, moe_router, moe_preprocess, moe_combine, head, loss",
     )
     graph_reuse: Literal["per_microbatch", "per_slot"] = Field(
-        "per_microbatch", description="graphs for each microbatch, or only for as many as are in flight at once"
+        "per_microbatch", description="graphs per microbatch, or per microbatch in flight"
     )
-    capture_after: int = Field(1, ge=1, description="steps that run eagerly before the capture")
-    strict: bool = Field(False, description="an error where something no longer fits, instead of another capture")
-    chain: bool = Field(True, description="read a region's inputs where the one before left them, without a copy")
+    capture_after: int = Field(1, ge=1, description="eager steps before the capture")
+    strict: bool = Field(False, description="a mismatch raises an error instead of another capture")
+    chain: bool = Field(True, description="read a region's inputs in place from the previous one")
     executor: Literal["python", "native"] = Field(
-        "python", description="what replays on a CPU; native is compiled when it is first used"
+        "python", description="of CPU replays; native is compiled on first use"
     )
 
 

@@ -21,12 +21,11 @@ class TeOptions(BaseModel):
     scope: tuple[str, ...] = Field(
         ("attn",),
         min_length=1,
-        description="segments to capture; those of gpt are embedding, attn, mlp, moe_router, moe_preprocess, "
-        "moe_combine, head and loss",
+        description="segments; those of gpt: embedding, attn, mlp, moe_router, moe_preprocess, moe_combine, head, loss",
     )
-    capture_after: int = Field(3, ge=1, description="steps that run eagerly before the capture")
-    strict: bool = Field(False, description="an error where something no longer fits, instead of another capture")
-    warmup: int = Field(3, ge=1, description="times that each region is run before it is recorded")
+    capture_after: int = Field(3, ge=1, description="eager steps before the capture")
+    strict: bool = Field(False, description="a mismatch raises an error instead of another capture")
+    warmup: int = Field(3, ge=1, description="runs of each region before it is recorded")
 
 
 def check_config(config: Config, options: TeOptions) -> Iterator[str]:

@@ -41,7 +41,7 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     steps: str | None = Field(
-        default=None, description="the steps to trace: first-last, or one; unset: the tenth of the attempt, or the last"
+        default=None, description="steps to trace: one, or first-last; unset: the attempt's tenth, or the last"
     )
 
     @field_validator("steps", mode="before")

@@ -25,20 +25,20 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     stage: Annotated[Literal[1, 2], BeforeValidator(_why_not_three)] = Field(
-        1, description="of ZeRO; 2 also forgets each reduced gradient that other ranks use, as DeepSpeed's does"
+        1, description="ZeRO stage; 2 also drops reduced gradients that other ranks use, as DeepSpeed does"
     )
     rule: Literal["adamw", "adam", "sgd"] = Field("adamw", description="PyTorch's, fused")
-    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay of the two moments, of adamw and adam")
-    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment, of adamw and adam")
-    momentum: float = Field(0.0, ge=0, lt=1, description="of sgd")
-    nesterov: bool = Field(False, description="Nesterov's momentum, of sgd")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay of the moments, for adamw and adam")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment, for adamw and adam")
+    momentum: float = Field(0.0, ge=0, lt=1, description="for sgd")
+    nesterov: bool = Field(False, description="Nesterov momentum, for sgd")
     lr_mult: tuple[Multiplier, ...] = Field(
         (),
-        description="PATTERN:FACTOR, a factor of the learning rate for such names; the last match counts",
+        description="PATTERN:FACTOR on the learning rate, by name; the last match counts",
     )
-    reduce_bucket_size: int = Field(2**24, ge=1, description="gradients that are reduced together, in values")
+    reduce_bucket_size: int = Field(2**24, ge=1, description="gradient values reduced together")
     use_multi_rank_bucket_allreduce: bool = Field(
-        True, description="reduce a bucket to all ranks at once; false: to each rank what it updates"
+        True, description="reduce a bucket to all ranks at once; false: to each rank its part"
     )
 
     @property

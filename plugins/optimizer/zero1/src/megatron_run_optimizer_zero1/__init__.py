@@ -31,7 +31,7 @@ class Zero1Options(UpdateOptions):
     """Options of optimizer ``zero1``: those of ``adamw``, and when parameters travel."""
 
     overlap_param_gather: bool = Field(
-        True, description="gather updated parameters during the next forward, each bucket just before it is needed"
+        True, description="gather each bucket of updated parameters just before the next forward needs it"
     )
 
 

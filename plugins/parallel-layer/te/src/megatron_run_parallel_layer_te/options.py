@@ -20,16 +20,16 @@ class Options(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    fp8: Fp8 = Field("none", description="how matrix products are scaled to FP8")
+    fp8: Fp8 = Field("none", description="FP8 scaling of matrix products")
     fp8_format: Literal["auto", "hybrid", "e4m3"] = Field(
-        "auto", description="hybrid has gradients in E5M2; auto is hybrid with delayed and current, else e4m3"
+        "auto", description="hybrid: gradients in E5M2; auto: hybrid with delayed and current, else e4m3"
     )
-    fp8_margin: int = Field(0, ge=0, description="delayed: scales leave this many powers of two of room")
-    fp8_amax_history: int = Field(1024, ge=1, description="delayed: microbatches whose largest value is remembered")
-    fp8_amax: Literal["max", "most_recent"] = Field("max", description="delayed: which remembered value sets the scale")
-    fuse_weight_gradients: bool = Field(True, description="products add weight gradients to main_grad themselves")
+    fp8_margin: int = Field(0, ge=0, description="delayed: headroom of scales, in powers of two")
+    fp8_amax_history: int = Field(1024, ge=1, description="delayed: microbatches whose largest value is kept")
+    fp8_amax: Literal["max", "most_recent"] = Field("max", description="delayed: kept value that sets the scale")
+    fuse_weight_gradients: bool = Field(True, description="matrix products add weight gradients to main_grad")
     delay_weight_gradients: bool = Field(
-        False, description="weight gradients wait for action W of a schedule that splits the backward"
+        False, description="compute weight gradients at action W of schedules that split the backward"
     )
 
 

@@ -30,7 +30,7 @@ class Options(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    overlap: bool = Field(True, description="communicate during the weight gradients of a backward")
+    overlap: bool = Field(True, description="overlap communication with weight gradients in the backward")
 
 
 class TensorLayers(SplitLayers):

@@ -24,7 +24,7 @@ class Options(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    loss_scale: float = Field(ge=1e-30, le=1e30, description="what losses are multiplied by; a power of two is exact")
+    loss_scale: float = Field(ge=1e-30, le=1e30, description="factor on losses; a power of two is exact")
 
 
 class ConstantScaler(Scaler):

@@ -15,14 +15,12 @@ class Options(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
-    initial_loss_scale: float = Field(
-        2.0**32, ge=SMALLEST, le=LARGEST, description="what losses are multiplied by at first"
-    )
-    min_loss_scale: float = Field(1.0, ge=SMALLEST, le=LARGEST, description="the scale never backs off below it")
-    loss_scale_window: int = Field(1000, ge=1, description="steps in a row without overflow after which it grows")
-    hysteresis: int = Field(2, ge=1, description="overflows it takes to back off, counted since the scale last grew")
-    growth_factor: float = Field(2.0, gt=1, description="what a growth multiplies the scale by")
-    backoff_factor: float = Field(0.5, gt=0, lt=1, description="what a backoff multiplies the scale by")
+    initial_loss_scale: float = Field(2.0**32, ge=SMALLEST, le=LARGEST, description="first factor on losses")
+    min_loss_scale: float = Field(1.0, ge=SMALLEST, le=LARGEST, description="lower bound of the scale")
+    loss_scale_window: int = Field(1000, ge=1, description="steps in a row without overflow before the scale grows")
+    hysteresis: int = Field(2, ge=1, description="overflows before a backoff, counted since the last growth")
+    growth_factor: float = Field(2.0, gt=1, description="factor of a growth")
+    backoff_factor: float = Field(0.5, gt=0, lt=1, description="factor of a backoff")
 
     @field_validator("min_loss_scale")
     @classmethod

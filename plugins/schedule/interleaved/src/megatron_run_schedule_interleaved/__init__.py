@@ -32,7 +32,7 @@ class Options(BaseModel):
     group_size: int | None = Field(
         default=None,
         ge=1,
-        description="microbatches that visit a chunk before the next chunk's turn; unset: the stages",
+        description="microbatches per chunk before the next chunk's turn; unset: number of stages",
     )
 
 

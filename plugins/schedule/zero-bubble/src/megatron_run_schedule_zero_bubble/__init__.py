@@ -27,7 +27,7 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     variant: Literal["h1", "v"] = Field(
-        default="h1", description="h1: one chunk a stage, the memory of 1f1b; v: two chunks a stage, a smaller bubble"
+        default="h1", description="h1: one chunk per stage, memory of 1f1b; v: two chunks per stage, smaller bubble"
     )
 
 

@@ -37,7 +37,7 @@ class MockOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    vocab_size: int = Field(128, ge=2, description="number of token ids")
+    vocab_size: int = Field(128, ge=2, description="token ids")
     samples: int = Field(10_000, ge=1, description="samples of each split")
 
 

@@ -22,20 +22,20 @@ class DecoderOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     num_layers: int = Field(ge=1, description="transformer layers")
-    hidden_size: int = Field(ge=1, description="features of the residual stream")
+    hidden_size: int = Field(ge=1, description="width of the residual stream")
     num_heads: int = Field(ge=1, description="attention heads")
-    num_kv_heads: int | None = Field(None, ge=1, description="key-value heads that queries share; unset: num_heads")
-    ffn_size: int | None = Field(None, ge=1, description="features inside the feed-forward layer; unset: 4 x hidden")
-    vocab_size: int | None = Field(None, ge=1, description="token ids, unpadded; unset: the data's")
-    position: Position = Field("learned", description="learned: a vector per position; rope: rotated heads")
+    num_kv_heads: int | None = Field(None, ge=1, description="key-value heads; unset: num_heads")
+    ffn_size: int | None = Field(None, ge=1, description="width of the feed-forward layer; unset: 4 x hidden")
+    vocab_size: int | None = Field(None, ge=1, description="unpadded token ids; unset: the data's")
+    position: Position = Field("learned", description="learned: a vector per position; rope: rotary")
     rope_theta: float = Field(10000.0, gt=0, description="base of the rotation angles")
     norm: Norm = Field("layernorm", description="normalisation before attention, feed-forward and output")
-    norm_eps: float = Field(1e-5, gt=0, description="added to the variance under the root")
-    activation: Activation = Field("gelu", description="of the feed-forward layer; gelu_tanh is GPT-2's approximation")
+    norm_eps: float = Field(1e-5, gt=0, description="added to the variance")
+    activation: Activation = Field("gelu", description="of the feed-forward layer; gelu_tanh: GPT-2's approximation")
     bias: bool = Field(True, description="biases in linear layers")
-    tie_embeddings: bool = Field(True, description="the output layer is the word embedding")
-    dropout: float = Field(0.1, ge=0, lt=1, description="of the embedding, attention and residual connections")
-    init_std: float = Field(0.02, gt=0, description="of initial matrices; 1/sqrt(2 x layers) of it in residual outputs")
+    tie_embeddings: bool = Field(True, description="output layer and embedding share weights")
+    dropout: float = Field(0.1, ge=0, lt=1, description="on embedding, attention and residual connections")
+    init_std: float = Field(0.02, gt=0, description="of initial matrices; times 1/sqrt(2 x layers) in residual outputs")
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the training loss spread over all tokens")
 
     @field_validator("num_heads")
@@ -107,31 +107,31 @@ _ONE_EXPERT = "set model.experts to 2 or more, or to 0 for the one network that 
 class GptOptions(DecoderOptions):
     """Options of model ``gpt``."""
 
-    experts: int = Field(0, ge=0, description="feed-forward networks of a layer of experts; 0: no such layers")
-    top_k: int = Field(2, ge=1, validate_default=True, description="experts that a token meets")
-    expert_ffn_size: int | None = Field(None, ge=1, description="features inside one expert; unset: ffn_size")
-    expert_layer_freq: int = Field(1, ge=1, description="layers 0, n, 2n, ... have experts, the others one network")
+    experts: int = Field(0, ge=0, description="experts per mixture layer; 0: no mixture")
+    top_k: int = Field(2, ge=1, validate_default=True, description="experts per token")
+    expert_ffn_size: int | None = Field(None, ge=1, description="width of an expert; unset: ffn_size")
+    expert_layer_freq: int = Field(1, ge=1, description="layers 0, n, 2n, ... have experts")
     expert_layer_pattern: tuple[Literal[0, 1], ...] = Field(
-        (), description="1 for a layer of experts, 0 for another, repeated to the last layer; instead of a frequency"
+        (), description="1: experts, 0: dense; repeated to the last layer; replaces expert_layer_freq"
     )
-    router_score_function: Scores = Field("softmax", description="what makes scores of the router's logits")
+    router_score_function: Scores = Field("softmax", description="from router logits to scores")
     router_pre_softmax: bool = Field(
-        False, validate_default=True, description="softmax over all experts, then choose; else over the chosen alone"
+        False, validate_default=True, description="softmax before choosing; false: over the chosen experts"
     )
-    router_topk_scaling_factor: float = Field(1.0, gt=0, description="multiplies the weights of the chosen experts")
-    aux_loss_coeff: float = Field(0.01, ge=0, description="of the loss that spreads tokens evenly over experts")
-    z_loss_coeff: float = Field(0.0, ge=0, description="of the loss that keeps the router's logits small, as 1e-3")
+    router_topk_scaling_factor: float = Field(1.0, gt=0, description="factor on the weights of chosen experts")
+    aux_loss_coeff: float = Field(0.01, ge=0, description="of the load-balancing loss")
+    z_loss_coeff: float = Field(0.0, ge=0, description="of the router z-loss, such as 1e-3")
     expert_capacity_factor: float | None = Field(
-        None, gt=0, description="tokens that an expert takes, over its even share; unset: all that choose it"
+        None, gt=0, description="tokens per expert over an even share; unset: unlimited"
     )
     token_drop_policy: DropPolicy = Field(
-        "probs", description="whom a full expert drops: those of least weight, or of the last position"
+        "probs", description="tokens that a full expert drops: least weight, or last position"
     )
     shared_expert_ffn_size: int | None = Field(
-        None, ge=1, description="features of one more network that every token meets; unset: there is none"
+        None, ge=1, description="width of the shared expert that every token meets; unset: none"
     )
-    shared_expert_gate: bool = Field(False, description="weigh the shared expert by a gate")
-    token_dispatcher: Dispatch = Field("alltoall", description="how tokens reach experts of other ranks")
+    shared_expert_gate: bool = Field(False, description="gate the shared expert")
+    token_dispatcher: Dispatch = Field("alltoall", description="how tokens reach experts on other ranks")
 
     @field_validator("top_k")
     @classmethod

@@ -39,7 +39,7 @@ class ConsoleOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    plain: bool = Field(False, description="lines instead of a bar, on a terminal too")
+    plain: bool = Field(False, description="lines instead of a progress bar, on terminals too")
 
 
 class Progressing(ABC):
