@@ -16,7 +16,9 @@ from tests.support.checkout import ROOT
 from tests.support.ranks import run_ranks
 
 PAGE = ROOT / "docs" / "deepspeed.md"
-ROW = re.compile(r"^\| `(?P<key>[\w.]+)(?:: (?P<value>[^`]+))?` \| (?:`(?P<set>[^`]+)`|none) \| (?P<note>.*) *\|$")
+#: A key with its value, what to set instead, and a note; or keys without a counterpart, and why.
+MAPPED_ROW = re.compile(r"^\| `(?P<key>[\w.]+): (?P<value>[^`]+)` \| `(?P<set>[^`]+)` \|(?: (?P<note>[^|]+))? \|$")
+NONE_ROW = re.compile(r"^\| (?P<keys>`[\w.]+`(?:, `[\w.]+`)*) \| (?P<note>[^|]+) \|$")
 #: What becomes of a value that is not the same number here; learning rates are those of the page's rows.
 BECOMES: dict[str, Callable[[Any], Any]] = {
     "optimizer.type": str.lower,
@@ -42,14 +44,15 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    table = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
-    found = [ROW.match(line) for line in table]
-    assert all(found), [line for line, match in zip(table, found, strict=True) if not match]
-    return [
-        Row(match["key"], json.loads(match["value"]) if match["value"] else None, match["set"], match["note"].strip())
-        for match in found
-        if match
-    ]
+    found: list[Row] = []
+    for line in (line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")):
+        if mapped := MAPPED_ROW.match(line):
+            found.append(Row(mapped["key"], json.loads(mapped["value"]), mapped["set"], mapped["note"] or ""))
+        else:
+            none = NONE_ROW.match(line)
+            assert none, line
+            found += [Row(key, None, None, none["note"]) for key in re.findall(r"`([\w.]+)`", none["keys"])]
+    return found
 
 
 MAPPED = {row.key: row for row in rows() if row.set}

@@ -29,11 +29,15 @@ def refreshed(page: str) -> str:
 
 
 def _table(verdict: Verdict) -> str:
-    rows = [_HEADS.get(verdict, "| flag | why |"), "|---|---|"]
+    """A row for each text, with all flags that it answers."""
+    flags: dict[str, list[str]] = {}
     for flag in (flag for flag in FLAGS if flag.verdict is verdict):
-        text = ", ".join(f"`{key}`" for key in flag.text.split(", ")) if verdict is Verdict.TAKEN else flag.text
         same = f" (not with {flag.same})" if flag.same else ""
-        rows.append(f"| `{flag.name}`{same} | {text} |")
+        flags.setdefault(flag.text, []).append(f"`{flag.name}`{same}")
+    rows = [_HEADS.get(verdict, "| flag | why |"), "|---|---|"]
+    for text, names in flags.items():
+        keys = ", ".join(f"`{key}`" for key in text.split(", ")) if verdict is Verdict.TAKEN else text
+        rows.append(f"| {', '.join(names)} | {keys} |")
     return "".join(f"{row}\n" for row in rows)
 
 

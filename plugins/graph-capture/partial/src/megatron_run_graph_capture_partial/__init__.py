@@ -1,11 +1,11 @@
 """Graph capture ``partial``: chosen segments of each layer are recorded once and replayed.
 
-On a CUDA device they become CUDA graphs, on a CPU tapes of operations with the same rules. What is dynamic, as the
-dispatch of tokens to experts, runs eagerly in between.
+They become CUDA graphs on a CUDA device, and tapes of operations with the same rules on a CPU. Dynamic segments, such
+as the dispatch of tokens to experts, run eagerly in between.
 
-Reading order: ``capture`` (what the kernel calls), ``reuse`` (how often what is recorded), ``recording`` (in the order
-of the run), ``region_graph`` (one region and its autograd function), ``backend``, then ``tape`` with ``arena`` and
-``executors``, or ``cuda``.
+Reading order: ``capture`` (the entry points for the kernel), ``reuse`` (how often each region is recorded),
+``recording`` (in the order of the run), ``region_graph`` (one region and its autograd function), ``backend``, then
+``tape`` with ``arena`` and ``executors``, or ``cuda``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The memory of tapes: blocks that are given to others as soon as the tensors in them are gone.
+"""The memory pool of tapes: a block is reused as soon as its storage is freed.
 
-It does what the CUDA caching allocator does with a graph's private pool. A block belongs to the storage that was cut
-from it and nobody else keeps it, so that another order than the recorded one goes wrong here as it does there.
+It mimics the CUDA caching allocator's private pool of a graph. Only the storage cut from a block keeps the block, so a
+replay in another order than the recorded one corrupts memory here exactly as it would on a GPU.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-#: Bytes to which blocks are aligned, as PyTorch's own CPU allocator aligns.
+#: Alignment of blocks in bytes, the same as in PyTorch's own CPU allocator.
 ALIGNMENT = 64
-#: Bytes that are asked of the system at a time.
+#: Bytes requested from the system at a time.
 SEGMENT = 2**20
 
 
@@ -28,16 +28,17 @@ class _Block(NamedTuple):
 
 
 class Arena:
-    """Memory for the tensors of tapes; ``peak`` and ``held`` are the bytes in use, at most and now."""
+    """Memory for the tensors of tapes; ``held`` is the number of bytes in use, ``peak`` its maximum."""
 
     def __init__(self) -> None:
         self._segments: list[Tensor] = []
         self._free: list[_Block] = []
+        # Weak references: the arena must notice that a storage is gone without keeping it alive.
         self._used: dict[_Block, StorageWeakRef] = {}
         self.held = self.peak = 0
 
     def like(self, tensor: Tensor) -> Tensor:
-        """A tensor without values of the same type, shape and strides."""
+        """An uninitialised tensor with the type, shape and strides of ``tensor``."""
         span = sum((n - 1) * stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
         storage = self._allocate(max(1, span if tensor.numel() else 0) * tensor.element_size())
         with torch.no_grad():
@@ -49,7 +50,7 @@ class Arena:
         return any(segment.data_ptr() <= place < segment.data_ptr() + segment.numel() for segment in self._segments)
 
     def collect(self) -> None:
-        """Take back the blocks of storages that are gone."""
+        """Free the blocks of storages that are gone."""
         for block in [block for block, owner in self._used.items() if owner.expired()]:
             del self._used[block]
             self.held -= block.size
@@ -59,7 +60,7 @@ class Arena:
         self.collect()
         rounded = -(-size // ALIGNMENT) * ALIGNMENT
         fitting = [block for block in self._free if block.size >= rounded] or [self._grow(rounded)]
-        block = min(fitting, key=lambda block: block.size)
+        block = min(fitting, key=lambda block: block.size)  # best fit limits fragmentation
         self._free.remove(block)
         if block.size > rounded:
             insort(self._free, _Block(block.segment, block.start + rounded, block.size - rounded))
@@ -81,7 +82,7 @@ class Arena:
         return block
 
     def _give_back(self, block: _Block) -> None:
-        """Join ``block`` with the free ones that touch it."""
+        """Free ``block``, merged with the free blocks that touch it."""
         segment, start, stop = block.segment, block.start, block.start + block.size
         for other in [free for free in self._free if free.segment == segment]:
             if other.start + other.size == start or other.start == stop:

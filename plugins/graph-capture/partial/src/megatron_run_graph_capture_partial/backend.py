@@ -1,4 +1,4 @@
-"""The contract of what records and replays on one kind of device, and tensors that keep no memory."""
+"""The interface of a device's recorder: graphs, and the memory pools that hold their results."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ class Graph(Protocol):
     """Work recorded at fixed addresses."""
 
     def capture(self, pool: Any) -> AbstractContextManager[None]:
-        """Within: record what is run; its results live in ``pool``. An error leaves the graph empty."""
+        """Record the operations inside the context; their results live in ``pool``. An error leaves the graph empty."""
         ...
 
     def replay(self) -> None:
-        """Run it again on what lies at the same addresses now."""
+        """Run the recorded operations on the current contents of the same addresses."""
         ...
 
 
 class Backend(Protocol):
-    """Makes graphs, and the pools of memory in which they leave their results."""
+    """Makes graphs, and the memory pools that hold their results."""
 
     def pool(self) -> Any:
-        """Memory for graphs that are replayed in the order in which they were recorded."""
+        """Memory for graphs that replay in the order of their recording."""
         ...
 
     def graph(self) -> Graph:
@@ -34,15 +34,15 @@ class Backend(Protocol):
         ...
 
     def pool_bytes(self, pools: Iterable[Any]) -> int | None:
-        """The most that ``pools`` held at once, each by itself, in bytes; None where it is not known."""
+        """The sum of each pool's peak in bytes; None if unknown."""
         ...
 
 
 def weak_alias(tensor: Tensor) -> Tensor:
-    """A tensor at the same place that does not keep its memory: the pool may give it to others.
+    """A tensor at the same address that does not keep the memory alive, so the pool may reuse it.
 
-    What a graph leaves behind is right where it lies until the order of replays says otherwise, so nothing has to keep
-    it; and what nothing keeps, later graphs use again.
+    A graph's results stay valid at their addresses until the order of replays overwrites them, so no reference is
+    needed; and only unreferenced memory can be shared with later graphs.
     """
     storage = tensor.untyped_storage()
     bare = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())

@@ -1,4 +1,4 @@
-"""What the kernel calls: how often each region is recorded, in which pools, and with which backend."""
+"""The plugin's entry points: how often each region is recorded, in which pools, and with which backend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PartialCapture(RegionCapture):
-    """Captures the segments of ``options.scope`` with the backend that ``find_backend`` gives once it is needed."""
+    """Captures the segments of ``options.scope``; ``find_backend`` is called when something is recorded."""
 
     def __init__(self, context: BuildContext, options: PartialOptions, find_backend: Callable[[], Backend]) -> None:
         super().__init__(context, options)
@@ -28,7 +28,7 @@ class PartialCapture(RegionCapture):
         self._find_backend = find_backend
 
     def plan(self, regions: Sequence[Region], actions: Sequence[Action]) -> CaptureSize:
-        """From the order of the actions alone."""
+        """The size that follows from the order of the actions alone."""
         reuse, of_chunk = self._reuse(actions), by_chunk(regions, len(self.chunks))
         graphs = sum(
             each.kind == "F" or region.differentiable

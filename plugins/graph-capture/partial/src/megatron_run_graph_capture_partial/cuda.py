@@ -1,4 +1,4 @@
-"""The backend of CUDA devices: CUDA graphs, with one private pool of the caching allocator where one is asked for."""
+"""The backend of CUDA devices: CUDA graphs in private pools of the caching allocator."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 
 class CudaBackend:
-    """Makes CUDA graphs, all recorded on one side stream; ``generators`` are those from which kernels may draw.
+    """Makes CUDA graphs, all recorded on one side stream; kernels may draw from ``generators``.
 
-    A pool's graphs hold its memory together: it is free again when the last of them is gone.
+    The graphs of a pool hold its memory jointly: it is freed with the last of them.
     """
 
     def __init__(self, device: torch.device, generators: Sequence[torch.Generator]) -> None:
@@ -26,11 +26,11 @@ class CudaBackend:
         return torch.cuda.graph_pool_handle()
 
     def graph(self) -> CudaGraph:
-        """An empty graph that knows the generators."""
+        """An empty graph with the generators registered."""
         return CudaGraph(self._device, self._stream, self._generators)
 
     def pool_bytes(self, pools: Iterable[Any]) -> int | None:
-        """What the allocator has reserved since the backend was made: it does not say for which pool."""
+        """Bytes that the allocator has reserved since the backend was made; it does not report them per pool."""
         return max(0, torch.cuda.memory_reserved(self._device) - self._before)
 
 
@@ -42,20 +42,20 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
         default = torch.cuda.default_generators[device.index or 0]
         for generator in generators:
-            if generator is not default:  # that one is known to every graph
+            if generator is not default:  # every graph registers the default generator itself
                 self._graph.register_generator_state(generator)
 
     @contextmanager
     def capture(self, pool: Any) -> Iterator[None]:
-        """Record on the side stream; the garbage collector rests, since freeing what it finds may end a capture."""
+        """Record on the side stream, without garbage collection: freeing memory may invalidate a capture."""
         collects = gc.isenabled()
         gc.disable()
         torch.cuda.synchronize(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
             with torch.cuda.stream(self._stream):
-                # Not "global", torch's default: a thread that saves a checkpoint meanwhile waits for events and pins
-                # memory, which would end this capture and fail there, though it is no part of it.
+                # Not "global", torch's default: a thread that saves a checkpoint in the background waits for events
+                # and pins memory, which would invalidate this capture and raise in that thread.
                 self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     yield
@@ -69,12 +69,12 @@ class CudaGraph:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _abandon(self) -> None:
-        """End a capture that went wrong. What else goes wrong then comes of it, and must not take its place."""
+        """End a failed capture. Errors raised here are consequences and must not replace the original one."""
         with suppress(RuntimeError):
             self._graph.capture_end()
         with suppress(RuntimeError):
             self._graph.reset()
 
     def replay(self) -> None:
-        """Launch everything at once on the current stream."""
+        """Launch the graph on the current stream."""
         self._graph.replay()

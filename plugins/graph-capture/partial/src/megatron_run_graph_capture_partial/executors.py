@@ -1,4 +1,4 @@
-"""Replays a tape by a loop in Python; `native` compiles the same loop in C++."""
+"""Replays a tape by a loop in Python; ``native`` compiles the same loop in C++."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_run_graph_capture_partial.tape import Operation, wait
 
 
 class Call(NamedTuple):
-    """An operation as it is replayed: with ``out=`` where there is such a form, else with ``copies`` to make after."""
+    """One operation of a replay: its ``out=`` overload where one exists, else with ``copies`` to make afterwards."""
 
     func: Any
     args: tuple[Any, ...]
@@ -23,11 +23,11 @@ class Call(NamedTuple):
 
 
 def in_python(operations: Sequence[Operation]) -> Callable[[], None]:
-    """Call one operation after the other."""
+    """Replay by calling one operation after the other."""
     calls = [_step(call_of(operation)) for operation in operations]
 
     def replay() -> None:
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch._C._AutoDispatchBelowAutograd():  # the tape was recorded below autograd; record no history
             for call in calls:
                 call()
 
@@ -35,7 +35,7 @@ def in_python(operations: Sequence[Operation]) -> Callable[[], None]:
 
 
 def call_of(operation: Operation) -> Call:
-    """How ``operation`` is replayed into the places of its results."""
+    """The call that writes the results of ``operation`` to their recorded addresses."""
     func, args, kwargs, results = operation
     if not any(place is not None for place in results):
         return Call(func, args, dict(kwargs), ())
@@ -48,7 +48,7 @@ def call_of(operation: Operation) -> Call:
 
 @cache
 def out_form(func: Any) -> tuple[Any, tuple[str, ...]] | None:
-    """The overload that takes the arguments of ``func`` and its results as further ones, and their names."""
+    """The overload of ``func`` that also takes its results as arguments, and the names of these."""
     wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
     packet = func.overloadpacket
     for name in packet.overloads():
@@ -62,7 +62,7 @@ def out_form(func: Any) -> tuple[Any, tuple[str, ...]] | None:
 
 
 def _step(call: Call) -> Callable[[], object]:
-    """``call`` as one function without arguments."""
+    """``call`` as a function without arguments."""
     run, args, kwargs, copies = call.func._op, call.args, call.kwargs, call.copies
     if call.func.namespace == "c10d":
         return lambda: wait(run(*args, **kwargs))

@@ -1,7 +1,7 @@
-"""The executor in C++: one call from Python a replay. It is compiled when it is first used, and kept.
+"""The executor in C++: one call from Python per replay, compiled at first use and kept.
 
-It is compiled in a folder of this process alone, which then gets its name at once. In a shared one torch lets all wait
-for a file that the one who compiles removes at the end: they wait for ever once a compilation was killed.
+Each process compiles in a private folder and renames it into place atomically. In a shared folder torch makes others
+wait for a lock file that the compiling process removes at the end: if that process is killed, they wait for ever.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def build() -> Executor:
 
     def native(operations: Sequence[Operation]) -> Callable[[], None]:
         if any(operation.func.namespace == "c10d" for operation in operations):
-            return in_python(operations)  # it knows how to wait for a collective
+            return in_python(operations)  # the native loop cannot wait for a collective
         tape = module.Tape()
         for operation in operations:
             call = call_of(operation)
@@ -50,7 +50,7 @@ def _module() -> Any:
 
 
 def _home() -> Path:
-    """Where the source is kept, compiled for this interpreter and this torch; beside torch's own extensions."""
+    """The folder of the extension compiled for this source, interpreter and torch, beside torch's own extensions."""
     from torch.utils.cpp_extension import get_default_build_root
 
     made_of = (_SOURCE.read_text(encoding="utf-8"), torch.__version__, sysconfig.get_config_var("EXT_SUFFIX"))
@@ -62,14 +62,14 @@ def _load(home: Path) -> Any:
     (library,) = home.glob("*.so")
     spec = spec_from_file_location(library.stem, library)
     assert spec is not None
-    assert spec.loader is not None  # there is one for every file that ends in .so
+    assert spec.loader is not None  # files that end in .so have a loader
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def _compile(home: Path) -> Any:
-    """Compile and load it, and keep it at ``home``. Ranks that do so at once do not wait for each other."""
+    """Compile and load the extension, and keep it at ``home``. Concurrent ranks do not wait for each other."""
     from torch.utils.cpp_extension import load
 
     home.parent.mkdir(parents=True, exist_ok=True)
@@ -79,6 +79,6 @@ def _compile(home: Path) -> Any:
         module = load(
             "megatron_run_tape", [str(_SOURCE)], extra_cflags=["-O2"], build_directory=str(folder), verbose=False
         )
-        with suppress(OSError):  # another one was faster: it is there
+        with suppress(OSError):  # another rank was first, and its folder is as good
             folder.rename(home)
     return module

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class PartialOptions(BaseModel):
-    """What is captured, how often, and what happens when it no longer fits."""
+    """What is captured, how often, and what happens on a mismatch."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -35,5 +35,5 @@ class PartialOptions(BaseModel):
 
 
 def check_config(config: Config, options: PartialOptions) -> Iterator[str]:
-    """A notice where nothing would be captured. Raises InputError for what cannot be replayed, or ends ``strict``."""
+    """Notice if nothing would be captured. Raises InputError for settings that exclude replay or break ``strict``."""
     yield from check_capture("partial", config, options)

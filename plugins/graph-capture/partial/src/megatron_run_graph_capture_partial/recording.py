@@ -1,8 +1,8 @@
 """Recording: every region's forward and backward, in the order in which the run will replay them.
 
-One pool is shared by graphs of overlapping lifetimes, which is right because they are replayed in the order of their
-recording: an output keeps its place until its own backward was recorded, an input gradient until the layer before has
-taken it. With a split backward both stay until W, since what eager layers put off still reads them.
+Graphs of overlapping lifetimes share one pool, which is safe because they replay in the order of recording. An output
+keeps its memory until its own backward is recorded, an input gradient until the preceding layer has consumed it. With a
+split backward both live until W, since the deferred work of eager layers still reads them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Key = tuple[int, int]
 
 
 class StaticTensors:
-    """The tensors that are filled before a replay: inputs, one set a slot, and gradients of outputs, shared by all."""
+    """The tensors filled before a replay: inputs, one set per slot, and gradients of outputs, shared by all slots."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -39,17 +39,17 @@ class StaticTensors:
 
     @property
     def nbytes(self) -> int:
-        """Their bytes."""
+        """Their size in bytes."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def inputs(self, slot: int, place: int, examples: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Those like ``examples`` of ``slot``; ``place`` tells apart the ones that are in use together."""
+        """The inputs of ``slot`` shaped like ``examples``; ``place`` distinguishes sets that are in use together."""
         alike = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in examples)
         keys = ((slot, place, index, alike) for index in range(len(examples)))
         return tuple(self._get(key, example) for key, example in zip(keys, examples, strict=True))
 
     def gradient(self, index: int, output: Tensor) -> Tensor:
-        """Where the gradient of the ``index``-th output is put, for whichever region runs."""
+        """The buffer for the gradient of the ``index``-th output, filled just before any region's backward replays."""
         return self._get((index, tuple(output.shape), output.dtype), output.detach())
 
     def _get(self, key: Hashable, example: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class StaticTensors:
 
 
 class _Open(NamedTuple):
-    """A forward whose backward is not recorded yet."""
+    """A recorded forward that still awaits its backward."""
 
     graph: RegionGraph
     inputs: tuple[Tensor, ...]
@@ -67,9 +67,9 @@ class _Open(NamedTuple):
 
 
 class Recording:
-    """Records ``chunks``' regions; ``chained`` maps a region to the one whose outputs are its inputs.
+    """Records the regions of ``chunks``; ``chained`` maps a region to the one whose outputs are its inputs.
 
-    ``examples`` are what each region is given; ``slots`` gives the slot of static inputs for a chunk and copy.
+    ``examples`` are the inputs of each region on the meta device.
     """
 
     def __init__(
@@ -92,9 +92,10 @@ class Recording:
     def record(
         self, order: Sequence[Pass], slots: Mapping[Key, int], pool_of: Callable[[int, int], Any], *, split: bool
     ) -> None:
-        """Record each pass of ``order``; its memory comes from ``pool_of(chunk, copy)``.
+        """Record each pass of ``order``, with memory from ``pool_of(chunk, copy)``.
 
-        With a ``split`` backward W reads after the last region's backward, even where it follows at once.
+        ``slots`` gives the slot of static inputs for a chunk and copy. With a ``split`` backward, tensors stay alive
+        until the pass ``end``, since W reads them after the last region's backward even if it follows at once.
         """
         for kind, chunk, copy in order:
             regions, key = self._chunks[chunk], (chunk, copy)
@@ -109,7 +110,7 @@ class Recording:
                 self._read_later.pop(key, None)
 
     def _number(self, regions: Sequence[Region]) -> list[tuple[Region, int]]:
-        """Among the regions of a chunk that are given the same, count: each needs static inputs of its own."""
+        """Number the regions of a chunk whose inputs look alike: each needs its own static inputs."""
         seen: Counter[Hashable] = Counter()
         found = []
         for region in regions:
@@ -141,7 +142,7 @@ class Recording:
         self.graphs[region, copy] = graph
 
     def _handed_on(self, before: Region, copy: int, region: Region) -> tuple[Tensor, ...]:
-        """What ``before`` left for ``region``, cut off from its history."""
+        """The outputs of ``before`` that ``region`` reads, detached from their history."""
         left = dict(zip(before.outputs, self._open[before, copy].outputs, strict=True))
         return tuple(left[name].detach().requires_grad_(left[name].requires_grad) for name in region.inputs)
 
@@ -164,7 +165,7 @@ class Recording:
         self._keep_gradients(region, key, made, keep=keep)
 
     def _output_gradients(self, region: Region, key: Key, outputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """Where the gradients come to lie: where the region after leaves them if it follows at once, else static."""
+        """Buffers of the outputs' gradients: those of the region that follows directly in place, else static ones."""
         after = {name: g for other, made in self._input_gradients[key] for name, g in made.items()
                  if self._chained.get(other) is region}  # fmt: skip
         return tuple(
@@ -175,14 +176,14 @@ class Recording:
     def _record_backward(
         self, graph: RegionGraph, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """The inputs' gradients; those of parameters are added to their ``main_grad`` within the graph."""
+        """The inputs' gradients. The graph also adds parameters' gradients to their ``main_grad``."""
         given = [gradient for gradient in graph.output_gradients if gradient is not None]
         roots = [output for output in outputs if output.requires_grad]
         parameters = trained(graph.region)
         wanted = [x for x in inputs if x.requires_grad]
         found = run_backward(roots, given, [*wanted, *parameters])
         for parameter, gradient in zip(parameters, found[len(wanted) :], strict=True):
-            if gradient is not None:  # else its layer has handed it to the ledger itself
+            if gradient is not None:  # None: the layer has submitted its gradient to the ledger itself
                 main_grad(parameter).add_(gradient)
                 self._gradients.arrived([parameter])
         shared = {gradient.untyped_storage().data_ptr() for gradient in given}
@@ -190,7 +191,7 @@ class Recording:
         return [_own(next(of_inputs), shared) if x.requires_grad else None for x in inputs]
 
     def _keep_gradients(self, region: Region, key: Key, made: dict[str, Tensor], *, keep: bool) -> None:
-        """Keep the place of ``made`` until the layer before has read it; what lies behind this layer was read."""
+        """Keep ``made`` alive until the preceding layer has read it; those of later layers have been read already."""
         layer = region.segments[0].layer
         held = self._input_gradients[key]
         if not keep:
@@ -199,7 +200,7 @@ class Recording:
 
 
 def _own(gradient: Tensor | None, shared: set[int]) -> Tensor | None:
-    """``gradient``, as a copy where it is one of the tensors that the next backward fills."""
+    """``gradient``, copied if it aliases a static buffer that the next backward overwrites."""
     if gradient is None or gradient.untyped_storage().data_ptr() not in shared:
         return gradient
     return gradient.clone()

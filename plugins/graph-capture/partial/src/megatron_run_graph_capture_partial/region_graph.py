@@ -1,4 +1,4 @@
-"""One region recorded once: its two graphs, where their tensors lie, and the autograd function that replays them."""
+"""One recorded region: its two graphs, the addresses of their tensors, and the autograd function that replays them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 class RegionGraph:
     """A region's forward and backward at fixed addresses.
 
-    ``inputs``, ``outputs``, ``output_gradients`` and ``input_gradients`` are where these lie, None where there is no
-    gradient. ``chained`` inputs lie where the region before left them. ``arrivals`` are the parameters whose gradients
-    the backward adds to their ``main_grad``. What leaves the chunk is handed out as a copy, since a message or the
-    next chunk may read it after the graph's memory was given away: ``last`` of its chunk, ``first`` of its chunk.
+    ``inputs``, ``outputs``, ``output_gradients`` and ``input_gradients`` are the tensors at these addresses, None
+    without gradient. ``chained`` inputs are the preceding region's outputs, in place. ``arrivals`` are the parameters
+    whose gradients the backward adds to their ``main_grad``. Outputs of the ``last`` region of a chunk and input
+    gradients of the ``first`` leave as copies: a message or the next chunk may read them after the graph's memory is
+    reused.
     """
 
     region: Region
@@ -44,20 +45,20 @@ class RegionGraph:
 
     @property
     def has_backward(self) -> bool:
-        """Whether any output depends on an input or a parameter in a way that can be differentiated."""
+        """Whether any output depends differentiably on an input or a parameter."""
         return self.backward is not None
 
     def replay(self, hooks: Hooks, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run it on ``tensors``; differentiable."""
+        """Replay the region on ``tensors``; differentiable."""
         hooks.before_forward()
         grows = any(tensor.requires_grad for tensor in tensors)
-        # Tokens have no gradient: then a parameter stands in, so that there is a backward at all.
+        # Autograd records no backward if no input requires a gradient (tokens): pass a parameter as well.
         anchor = () if grows or self.backward is None else trained(self.region)[:1]
         result: tuple[Tensor, ...] = _Replay.apply(self, hooks, *tensors, *anchor)  # type: ignore[no-untyped-call]  # torch's
         return result
 
     def load(self, tensors: Sequence[Tensor]) -> None:
-        """Bring ``tensors`` to the inputs' places."""
+        """Copy ``tensors`` to the static inputs, unless they are already there."""
         for place, tensor in zip(self.inputs, tensors, strict=True):
             if place.data_ptr() == tensor.data_ptr():
                 continue
@@ -70,14 +71,14 @@ class RegionGraph:
             place.copy_(tensor)
 
     def load_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Bring the outputs' ``gradients`` to their places."""
+        """Copy the outputs' ``gradients`` to their static buffers."""
         for place, gradient in zip(self.output_gradients, gradients, strict=True):
             if place is not None and place.data_ptr() != gradient.data_ptr():
                 place.copy_(gradient)
 
 
 def trained(region: Region) -> list[Parameter]:
-    """The region's parameters that have a gradient, each once."""
+    """The region's parameters that require a gradient, each once."""
     return list({id(p): p for segment in region.segments for p in segment.params if p.requires_grad}.values())
 
 
@@ -97,7 +98,7 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         graph: RegionGraph = ctx.graph
         ctx.hooks.before_backward()
-        assert graph.backward is not None  # nothing else of it could be differentiated
+        assert graph.backward is not None  # without one, forward marks every output as non-differentiable
         graph.load_gradients(gradients)
         graph.backward.replay()
         ctx.hooks.after_backward()

@@ -1,4 +1,4 @@
-"""How often each region is recorded: once for each microbatch, or once for each that is in flight."""
+"""How often each region is recorded: once per microbatch, or once per microbatch in flight."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ Key = tuple[int, int]
 
 
 class Reuse(NamedTuple):
-    """What is recorded, and which microbatch replays what.
+    """Which copies of a region are recorded, and which microbatch replays which copy.
 
-    ``recorded`` is the order of recording; ``copies`` maps a chunk and microbatch to the copy it replays, ``slots`` a
-    chunk and copy to its slot of static inputs, of which there are ``slot_count``, and ``pools`` to the pool that holds
-    its memory.
+    ``recorded`` is the order of recording. ``copies`` maps (chunk, microbatch) to the copy that it replays; ``slots``
+    maps (chunk, copy) to one of ``slot_count`` slots of static inputs, and ``pools`` to the pool that holds its memory.
     """
 
     recorded: tuple[Pass, ...]
@@ -27,16 +26,16 @@ class Reuse(NamedTuple):
 
 
 def per_microbatch(order: Sequence[Pass]) -> Reuse:
-    """Graphs of every microbatch, in one pool in the order of the run: memory for those in flight, many graphs."""
+    """Graphs of every microbatch, in one pool, in the order of the run: many graphs, little memory."""
     slots = shared_slots(order)
     keys = slots.of.keys()
     return Reuse(tuple(order), {key: key[1] for key in keys}, slots.of, slots.count, dict.fromkeys(keys, 0))
 
 
 def per_slot(order: Sequence[Pass], chunks: int) -> Reuse:
-    """As few graphs as can be: a chunk's weights and a slot bind one each.
+    """The fewest possible graphs: one set per chunk (whose weights are fixed) and slot.
 
-    A pool for each, since its graphs are replayed between those of any other: memory of one is never given to another.
+    Each set has its own pool, since its graphs replay between those of any other set: no order of reuse is safe.
     """
     by_chunk = slots_by_chunk(order, chunks)
     keys = [(chunk, slot) for chunk, slots in enumerate(by_chunk) for slot in range(slots.count)]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def backend_for(context: BuildContext, executor: str) -> Backend:
-    """CUDA graphs on a CUDA device, tapes on any other; ``executor`` replays tapes."""
+    """CUDA graphs on a CUDA device, otherwise tapes, which ``executor`` replays."""
     generators = context.rng.streams
     if context.device.type == "cuda":
         from megatron_run_graph_capture_partial.cuda import CudaBackend
@@ -25,13 +25,13 @@ def backend_for(context: BuildContext, executor: str) -> Backend:
 
 
 def find_executor(name: str, log: logging.Logger) -> Executor:
-    """The executor ``name``; where the native one cannot be built, the one in Python, and a warning."""
+    """The executor ``name``; if the native one cannot be built, a warning and the one in Python."""
     if name == "native":
         from megatron_run_graph_capture_partial.native import build  # it imports the compiler's tools
 
         try:
             return build()
-        except Exception as cause:  # no compiler, no headers, no place to write: whatever it is, there is another way
+        except Exception as cause:  # no compiler, no headers, a read-only folder: Python always works
             first = next(iter(str(cause).splitlines()), "")
             log.warning("the native executor of tapes cannot be built, Python replays: %s", first)
     return in_python

@@ -1,8 +1,8 @@
-"""The backend of CPUs: a tape of operations with fixed addresses, which keeps the rules of a CUDA graph.
+"""The backend of CPUs: a tape of operations with fixed addresses, under the rules of a CUDA graph.
 
-While it records, operations run below autograd and their results are moved into the arena; the tape keeps where they
-lie and nothing alive. A replay runs the same operations on the same places, and no Python of a module. So results are
-bit for bit those of eager steps, and a mistake in the order corrupts memory here exactly as it would on a GPU.
+During recording, operations run below autograd and their results move into the arena; the tape keeps their addresses
+without keeping them alive. A replay runs the same operations on the same addresses, without a module's Python. So
+results equal those of eager steps bit for bit, and a wrong order corrupts memory exactly as it would on a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_run_graph_capture_partial.arena import Arena
 from megatron_run_graph_capture_partial.backend import weak_alias
 
 _aten = torch.ops.aten
-#: They leave their results without values, so there is nothing to replay.
+#: Operations with uninitialised results: there is nothing to replay.
 _WITHOUT_VALUES = (
     _aten.empty.memory_format,
     _aten.empty_like.default,
@@ -32,7 +32,7 @@ _WITHOUT_VALUES = (
 
 
 class Operation(NamedTuple):
-    """One recorded operation: its arguments as places, and where its new results belong (None: in no new place)."""
+    """One recorded operation: addresses of its arguments and of its new results (None: a view of an argument)."""
 
     func: Any
     args: tuple[Any, ...]
@@ -40,18 +40,18 @@ class Operation(NamedTuple):
     results: tuple[Tensor | None, ...]
 
 
-#: Makes of operations what replays them.
+#: Turns operations into a function that replays them.
 Executor = Callable[[Sequence[Operation]], Callable[[], None]]
 
 
 class TapeBackend:
-    """Makes tapes, which ``executor`` replays; ``generators`` are those from which operations may draw."""
+    """Makes tapes, which ``executor`` replays; operations may draw from ``generators``."""
 
     def __init__(self, generators: Sequence[torch.Generator], executor: Executor) -> None:
         self._generators, self._executor = generators, executor
 
     def pool(self) -> Arena:
-        """An arena of its own."""
+        """A new arena."""
         return Arena()
 
     def graph(self) -> Tape:
@@ -59,12 +59,12 @@ class TapeBackend:
         return Tape(self._generators, self._executor)
 
     def pool_bytes(self, pools: Iterable[Arena]) -> int:
-        """The peaks of the arenas."""
+        """The sum of the arenas' peaks."""
         return sum(pool.peak for pool in pools)
 
 
 class Tape:
-    """Operations, in the order in which they ran."""
+    """Operations in the order in which they ran."""
 
     def __init__(self, generators: Sequence[torch.Generator], executor: Executor) -> None:
         self._generators, self._executor = generators, executor
@@ -75,7 +75,7 @@ class Tape:
 
     @contextmanager
     def capture(self, pool: Arena) -> Iterator[None]:
-        """Record what runs within; the garbage collector rests, so that blocks are freed where reference counts say."""
+        """Record inside the context, without garbage collection, so that reference counts alone free blocks."""
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -98,9 +98,9 @@ def _nothing() -> None:
 
 
 class _Recorder(Rules):
-    """Runs operations by the rules, moves new results into ``pool`` and writes down what ran.
+    """Runs operations under the rules of capture, moves new results into ``pool`` and records the operations.
 
-    ``kept`` holds what lies outside of the pool: parameters, gradients, static inputs, by address.
+    ``kept`` holds tensors outside the pool, by address: parameters, gradients, static inputs.
     """
 
     def __init__(self, pool: Arena, generators: Sequence[torch.Generator]) -> None:
@@ -110,11 +110,11 @@ class _Recorder(Rules):
         self.kept: dict[int, Tensor] = {}
 
     def is_ours(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` lies in the pool."""
+        """Whether ``tensor`` is in the pool."""
         return self._pool.owns(tensor)
 
     def perform(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run ``func``, unless it only writes outside of the pool; record it."""
+        """Record ``func`` and run it, unless it only writes outside the pool: a capture must not change parameters."""
         collective = func.namespace == "c10d"
         places = self._places(args), self._places(dict(kwargs))
         if self.writes_outside(func, args, kwargs):
@@ -130,7 +130,7 @@ class _Recorder(Rules):
         return moved.result
 
     def _places(self, arguments: Any) -> Any:
-        """``arguments`` with each tensor as a place."""
+        """``arguments`` with each tensor replaced by a weak alias."""
         return tree_map_only(Tensor, self._place, arguments)
 
     def _place(self, tensor: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class _Recorder(Rules):
         return weak_alias(tensor)
 
     def _move(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> _Moved:
-        """``result`` with what is new in it moved into the pool; views of arguments stay where they are."""
+        """``result`` with new tensors moved into the pool; views of arguments stay in place."""
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         places: list[Tensor | None] = []
 
@@ -162,10 +162,10 @@ class _Moved(NamedTuple):
 
 
 def _done(result: Any) -> Any:
-    """``result`` of a collective once it is there, with a work that is done in place of its own.
+    """Wait for the collective of ``result``, and return it with a completed work object in place of its own.
 
-    The layer waits too, and a wait may copy: only then gloo's reduce-scatter brings this rank's part, from a buffer of
-    its own. Were that recorded beside the collective, every replay would end with what the buffer holds now.
+    The layer will wait again, and a wait may copy: gloo's reduce-scatter copies this rank's part out of an internal
+    buffer only then. Recorded as an operation, that copy would restore the buffer's present contents in every replay.
     """
     *others, work = result if isinstance(result, tuple | list) else (result,)
     if not hasattr(work, "wait"):
@@ -178,7 +178,7 @@ def _done(result: Any) -> Any:
 
 
 def wait(result: Any) -> None:
-    """Wait for a collective, which returns its work last: what is recorded is done when the next operation starts."""
+    """Wait for a collective, which returns its work last, so that it is done before the next recorded operation."""
     work = result[-1] if isinstance(result, tuple | list) else result
     if hasattr(work, "wait"):
         work.wait()

@@ -1,7 +1,7 @@
 """Graph capture ``te``: regions of layers are recorded and replayed by NVIDIA Transformer Engine.
 
-Reading order: ``engine`` (finding the library), ``capture`` (what the kernel calls), ``handover`` (what the library is
-given, and the checks that it does not make), ``callables`` (what is made of its results).
+Reading order: ``engine`` (finding the library), ``capture`` (the entry points for the kernel), ``handover`` (the
+library's arguments, and the checks that it does not make), ``callables`` (wrappers of its results).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_device(device: str, options: TeOptions) -> None:  # noqa: ARG001  # the contract's
-    """Raise :class:`megatron_run.errors.PluginError` where Transformer Engine cannot capture on ``device``."""
+    """Raise :class:`megatron_run.errors.PluginError` if Transformer Engine cannot capture on ``device``."""
     find_engine(torch.device(device))
 
 
@@ -34,5 +34,5 @@ def megatron_run_plugin_info() -> PluginInfo:
 
 @hookimpl
 def megatron_run_create_graph_capture(context: BuildContext, options: TeOptions) -> GraphCapture:
-    """Make the capture; the library is looked for when something is captured."""
+    """Make the capture; the library is imported when something is captured."""
     return TeCapture(context, options, lambda: find_engine(context.device))

@@ -1,7 +1,7 @@
-"""What the library made of one region and microbatch, between two autograd functions of ours.
+"""The library's callable for one region and microbatch, between two autograd functions of ours.
 
-They check the order before each replay, tell of weight gradients after it, and hand out copies where something leaves
-the chunk. What leaves a graph otherwise is its own memory, valid until its backward was replayed.
+They check the order before each replay, report weight gradients after it, and copy tensors that leave the chunk. Other
+results of a graph are its own memory, valid until its backward has replayed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GraphedRegion:
-    """``run`` is the library's; ``first`` and ``last`` say whether the region is that of its chunk."""
+    """``run`` is the library's callable; ``first`` and ``last`` mark the ends of the region's chunk."""
 
     run: Callable[..., Any]
     arrivals: tuple[Parameter, ...]
@@ -31,7 +31,7 @@ class GraphedRegion:
     has_backward: bool = True
 
     def replay(self, hooks: Hooks, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Its outputs; differentiable."""
+        """Replay the region on ``tensors``; differentiable."""
         hooks.before_forward()
         entered = _Enter.apply(self, hooks, *tensors)  # type: ignore[no-untyped-call]  # torch's
         found = self.run(*entered)
@@ -41,12 +41,12 @@ class GraphedRegion:
 
 
 class _Enter(torch.autograd.Function):
-    """Nothing forward; backward it runs after the library's backward."""
+    """Identity in the forward; its backward runs after the library's backward."""
 
     @staticmethod
     def forward(ctx: Any, region: GraphedRegion, hooks: Hooks, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.region, ctx.hooks = region, hooks
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # an input without gradient stays None instead of becoming zeros
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
@@ -58,7 +58,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Backward it runs before the library's backward."""
+    """Identity in the forward, but for copies; its backward runs before the library's backward."""
 
     @staticmethod
     def forward(ctx: Any, region: GraphedRegion, hooks: Hooks, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""What the kernel calls: the regions of the run, recorded by Transformer Engine."""
+"""The plugin's entry points: the regions of the run, recorded by Transformer Engine."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from megatron_run_graph_capture_te.options import TeOptions
 
 
-#: Finds ``make_graphed_callables`` once it is needed.
+#: Imports ``make_graphed_callables`` when something is captured.
 FindEngine = Callable[[], Callable[..., Any]]
 
 
 class TeCapture(RegionCapture):
-    """Captures the segments of ``options.scope`` with the ``make_graphed_callables`` that ``find_engine`` gives."""
+    """Captures the segments of ``options.scope`` with the ``make_graphed_callables`` of ``find_engine``."""
 
     def __init__(self, context: BuildContext, options: TeOptions, find_engine: FindEngine) -> None:
         super().__init__(context, options)
         self._warmup, self._find_engine = options.warmup, find_engine
 
     def plan(self, regions: Sequence[Region], actions: Sequence[Action]) -> CaptureSize:
-        """A forward and a backward of each region for each microbatch; what could not be recorded is refused."""
+        """A forward and a backward of each region per microbatch. Raises GraphCaptureError for what is unsupported."""
         self._check_streams(regions)
         if regions:
             check_order(actions)
@@ -44,7 +44,7 @@ class TeCapture(RegionCapture):
     def record(
         self, regions: Sequence[Region], actions: Sequence[Action], examples: Mapping[Region, tuple[Tensor, ...]]
     ) -> Recorded:
-        """Check what the library does not, and have it record."""
+        """Make the checks that the library omits, then let it record."""
         self._check_streams(regions)
         engine, of_chunk = self._find_engine(), by_chunk(regions, len(self.chunks))
         handover = prepare(of_chunk, actions, examples, self.context.device)
@@ -66,10 +66,11 @@ class TeCapture(RegionCapture):
         return Recorded(recorded, {pair: pair[1] for pair in pairs}, size)
 
     def _arrivals(self, region: Region, arrived: Set[Parameter]) -> tuple[Parameter, ...]:
-        """Whose gradients a replayed backward of ``region`` adds to their ``main_grad``, since they ``arrived`` in one.
+        """The parameters whose gradients a replayed backward of ``region`` adds to their ``main_grad``.
 
-        What layers hand over always is. Of the others the library returns the gradients, and they arrive by themselves;
-        but a release that records ``torch.autograd.backward`` also records what moves them to ``main_grad``.
+        These are always the gradients that layers submit themselves. The library returns the others to autograd, whose
+        hooks report them; but a release that records ``torch.autograd.backward`` also records the hooks' additions,
+        and then their parameters ``arrived`` while recording.
         """
         handed_over = self.handed_over[region]
         others = {p: None for segment in region.segments for p in segment.params if p in arrived}

@@ -1,4 +1,4 @@
-"""Finding ``make_graphed_callables``, and saying what is missing. Transformer Engine is imported here and only here."""
+"""Finds ``make_graphed_callables``, or reports what is missing. Only this module imports Transformer Engine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron_run.errors import PluginError
 
 #: The oldest release that shares buffers between graphs, so that memory does not grow with microbatches.
 MINIMUM = "2.7"
-#: The same without the library, at the end of every message.
+#: The alternative without the library, at the end of every message.
 _INSTEAD = "choose --plugin graph-capture=partial"
-#: ``make_graphed_callables``; nothing here can know its type.
+#: ``make_graphed_callables``, which is untyped.
 Engine = Callable[..., Any]
 
 
@@ -43,13 +43,13 @@ def find_engine(device: torch.device) -> Engine:
         )
     try:
         engine: Engine = import_module("transformer_engine.pytorch").make_graphed_callables
-    except Exception as cause:  # the empty meta package raises RuntimeError, a broken one whatever it likes
+    except Exception as cause:  # the empty meta package raises RuntimeError, a broken build anything
         raise _why_not_imported(cause) from cause
     return engine
 
 
 def _installed_version() -> str | None:
-    """What the metadata says; None where there is none, as on a path that was added by hand."""
+    """The version in the package's metadata; None without metadata, as on a path added by hand."""
     try:
         return version("transformer-engine")
     except PackageNotFoundError:
@@ -71,5 +71,5 @@ def _why_not_imported(cause: Exception) -> PluginError:
 
 
 def _install(what: str) -> str:
-    """It is built against the torch that is installed, hence without build isolation."""
+    """The command to type. The package builds against the installed torch, hence without build isolation."""
     return f"type: pip install --no-build-isolation '{what}'"

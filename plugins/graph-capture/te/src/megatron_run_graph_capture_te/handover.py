@@ -1,7 +1,7 @@
-"""What Transformer Engine is given, made from the same regions and order as any capture, and checked before.
+"""The arguments for Transformer Engine, made from the same regions and order as any capture, and checked first.
 
-It numbers forward passes chunk by chunk, in each chunk microbatch by microbatch, in each of these region by region; and
-it takes the k-th forward and the k-th backward of a chunk for its k-th microbatch, whatever the schedule meant.
+The library numbers forward passes by chunk, then by microbatch, then by region. It takes the k-th forward and the k-th
+backward of a chunk for its k-th microbatch, whatever the schedule meant.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INSTEAD = "choose --plugin graph-capture=partial"
 
 
 class RegionModule(nn.Module):
-    """A region as the module that Transformer Engine wants: tensors to tensors, with the region's parameters."""
+    """A region as the module that Transformer Engine expects: tensors to tensors, with the region's parameters."""
 
     def __init__(self, region: Region) -> None:
         super().__init__()
@@ -41,8 +41,8 @@ class RegionModule(nn.Module):
 class Handover:
     """The arguments of ``make_graphed_callables``, and ``places``: region and microbatch of each forward pass.
 
-    ``sample_args`` share their tensors between microbatches that are never in flight together. ``reuses_buffers``
-    lets the library do the same with what it makes itself; it takes all inputs for alike, so only where they are.
+    Microbatches that are never in flight together share the tensors of ``sample_args``. ``reuses_buffers`` lets the
+    library share its own buffers in the same way; it assumes inputs of one shape, so the flag is set only then.
     """
 
     modules: tuple[RegionModule, ...]
@@ -54,13 +54,13 @@ class Handover:
     slot_count: int
 
     def call(self, make_graphed_callables: Callable[..., Any], warmup: int) -> tuple[Callable[..., Any], ...]:
-        """Have everything recorded: one callable for each of ``places``."""
+        """Let the library record everything: one callable for each of ``places``."""
         made = make_graphed_callables(
             self.modules,
             self.sample_args,
             num_warmup_iters=warmup,
             allow_unused_input=True,
-            sample_kwargs=[{} for _ in self.sample_args],  # left out, releases up to 2.10 assign to a tuple of theirs
+            sample_kwargs=[{} for _ in self.sample_args],  # without it, releases up to 2.10 assign to a tuple and fail
             _order=self.order,
             _num_layers_per_chunk=self.layers_per_chunk,
             _reuse_graph_input_output_buffers=self.reuses_buffers,
@@ -79,7 +79,7 @@ def prepare(
     examples: Mapping[Region, tuple[Tensor, ...]],
     device: torch.device,
 ) -> Handover:
-    """Make the arguments for the regions of each chunk. Raises :class:`GraphCaptureError` for what goes wrong there."""
+    """Make the arguments for the regions of each chunk. Raises :class:`GraphCaptureError` for unsupported regions."""
     order = passes(actions, len(of_chunk))
     slots = shared_slots(order)
     numbers = {chunk: number for number, chunk in enumerate(c for c, regions in enumerate(of_chunk) if regions)}
@@ -109,7 +109,7 @@ def _static_inputs(
     slots: Slots,
     device: torch.device,
 ) -> Iterator[tuple[Tensor, ...]]:
-    """One tuple for each forward pass, the same one where slot, place in the chunk and kind are the same."""
+    """One tuple per forward pass, shared by passes of equal slot, position in the chunk, and shapes."""
     made: dict[object, tuple[Tensor, ...]] = {}
     for region, microbatch in places:
         kind = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in examples[region])
@@ -120,7 +120,7 @@ def _static_inputs(
 
 
 def check_order(actions: Sequence[Action]) -> None:
-    """Raise :class:`GraphCaptureError` for what the library would take for another order, or could not keep."""
+    """Raise :class:`GraphCaptureError` for orders that the library would misread, or whose tensors it would reuse."""
     seen: dict[tuple[str, int], int] = defaultdict(int)
     for index, action in enumerate(actions):
         kind = "F" if action.op == "F" else "B" if action.op in "BI" else ""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TeOptions(BaseModel):
-    """What is captured, when, and what happens when it no longer fits."""
+    """What is captured, when, and what happens on a mismatch."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -29,5 +29,5 @@ class TeOptions(BaseModel):
 
 
 def check_config(config: Config, options: TeOptions) -> Iterator[str]:
-    """A notice where nothing would be captured. Raises InputError for what cannot be replayed, or ends ``strict``."""
+    """Notice if nothing would be captured. Raises InputError for settings that exclude replay or break ``strict``."""
     yield from check_capture("te", config, options)

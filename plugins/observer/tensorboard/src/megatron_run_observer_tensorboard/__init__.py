@@ -12,7 +12,7 @@ from megatron_run.hookspecs import hookimpl
 if TYPE_CHECKING:
     from megatron_run_observer_tensorboard.events import EventFile
 
-#: Tag -> the field of :class:`StepMetrics` that is drawn under it.
+#: Tag -> field of :class:`StepMetrics`.
 STEP_TAGS: Mapping[str, str] = {
     "train/loss": "loss",
     "train/grad_norm": "grad_norm",
@@ -30,7 +30,7 @@ STEP_TAGS: Mapping[str, str] = {
 
 
 class TensorBoard(Observer):
-    """Writes ``tensorboard/`` in the run folder; ``tensorboard --logdir RUN`` shows it while the run goes on."""
+    """Writes ``tensorboard/`` in the run folder; ``tensorboard --logdir RUN`` shows it during the run."""
 
     def __init__(self) -> None:
         self._file: EventFile | None = None
@@ -51,17 +51,17 @@ class TensorBoard(Observer):
         self._file.flush()
 
     def on_step_end(self, metrics: StepMetrics) -> None:
-        """Write every number of the step; ``extra`` goes by its own names."""
+        """Write every number of the step; those of ``extra`` under their own names."""
         numbers = {tag: getattr(metrics, field) for tag, field in STEP_TAGS.items()} | dict(metrics.extra)
         self._write(numbers, metrics.step, metrics.time)
 
     def on_eval_end(self, metrics: EvalMetrics) -> None:
-        """Write ``eval/loss`` and ``eval/perplexity``; those of the test split have tags of their own."""
+        """Write ``eval/loss`` and ``eval/perplexity``; other splits have their own tags, such as ``eval_test/loss``."""
         group = "eval" if metrics.split == "validation" else f"eval_{metrics.split}"
         self._write({f"{group}/loss": metrics.loss, f"{group}/perplexity": metrics.perplexity}, metrics.step)
 
     def on_sample(self, text: str) -> None:
-        """Write the text as it is: indented, so that nothing in it is read as markup."""
+        """Write the text verbatim: indented, so that TensorBoard does not read it as Markdown."""
         indented = "\n".join(f"    {line}" for line in text.splitlines())
         self._opened().text("eval/sample", indented, self._opened().last_step)
         self._opened().flush()

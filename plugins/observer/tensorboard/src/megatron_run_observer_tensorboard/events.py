@@ -1,4 +1,4 @@
-"""TensorBoard's event file, written in the caller's thread: what fails, fails where it can be named."""
+"""TensorBoard's event file, written in the caller's thread, so that an error surfaces in the call that caused it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class EventFile:
     """A new event file in ``folder`` for the steps from ``first_step`` on.
 
-    It opens with a session start, at which TensorBoard forgets what an earlier attempt wrote from that step on.
+    It opens with a session start, which makes TensorBoard drop an earlier attempt's values from that step on.
     ``last_step`` is the latest step written. Raises OSError when folder or file cannot be written.
     """
 
@@ -36,7 +36,7 @@ class EventFile:
         self._write(event_pb2.Event(wall_time=now, step=first_step, session_log=start))
 
     def scalars(self, numbers: Mapping[str, float], step: int, time: float | None = None) -> None:
-        """Write each number under its tag; ``time`` in seconds since the epoch, now when there is none."""
+        """Write each number under its tag; ``time`` in seconds since the epoch, None for now."""
         self._summary([summary_pb2.Summary.Value(tag=tag, simple_value=n) for tag, n in numbers.items()], step, time)
 
     def text(self, tag: str, markdown: str, step: int) -> None:

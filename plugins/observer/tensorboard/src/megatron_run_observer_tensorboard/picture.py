@@ -1,4 +1,4 @@
-"""The pipeline of one step as a picture: a row a stage, time to the right, an action a bar, a gap a wait."""
+"""The pipeline of one step as a picture: a row per stage, time to the right, a bar per action, a gap per wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Colour = tuple[int, int, int]
 
-#: Colours that all kinds of colour vision tell apart (Okabe and Ito, https://jfly.uni-koeln.de/color/), and meanings.
+#: Colours safe for all kinds of colour vision (Okabe and Ito, https://jfly.uni-koeln.de/color/), and their meanings.
 COLOURS: Mapping[Op, tuple[Colour, str]] = {
     "F": ((86, 180, 233), "forward"),
     "B": ((230, 159, 0), "backward"),
@@ -23,14 +23,14 @@ COLOURS: Mapping[Op, tuple[Colour, str]] = {
 }
 PAPER, INK, EDGE, WAIT = (255, 255, 255), (20, 20, 20), (90, 90, 90), (238, 238, 238)
 
-#: Pixels: height of a row, space around, width of the stages' names, text, and the drawing's least and greatest width.
+#: Pixels: row height, margin, width of the stage names, text height, and the drawing's minimum and maximum width.
 ROW, MARGIN, NAMES, TEXT, LEAST, GREATEST = 36, 16, 84, 13, 560, 8000
 #: Pixels for one unit of time (one chunk's forward), where the width allows.
 UNIT = 34
 
 
 def draw(timeline: Timeline) -> Image.Image:
-    """Draw ``timeline``; a bar holds its microbatch, and its chunk after a point where a stage has several."""
+    """Draw ``timeline``; a bar is labelled ``microbatch``, or ``microbatch.chunk`` if a stage has several chunks."""
     width = min(GREATEST, max(LEAST, round(timeline.makespan * UNIT)))
     height = MARGIN + ROW * len(timeline.stages) + 3 * MARGIN + TEXT
     image = Image.new("RGB", (NAMES + width + 2 * MARGIN, height), PAPER)
@@ -54,7 +54,7 @@ class _Pen:
         self._scale, self._chunks = scale, chunks
 
     def row(self, stage: int, bars: tuple[Bar, ...], width: int) -> None:
-        """Name, waiting time as background, and bars of one stage."""
+        """Draw the name of one stage, waiting time as background, and its bars."""
         left, top = MARGIN + NAMES, MARGIN + stage * ROW
         self._draw.text((MARGIN, top + ROW / 2), f"stage {stage}", INK, self._font, anchor="lm")
         self._draw.rectangle((left, top + 3, left + width, top + ROW - 3), WAIT)
@@ -71,7 +71,7 @@ class _Pen:
             self._draw.text(((begin + end) / 2, top + ROW / 2), label, INK, self._font, anchor="mm")
 
     def legend(self, timeline: Timeline, top: float) -> None:
-        """A swatch for each operation that occurs, and the share of time in which stages wait."""
+        """Draw a swatch for each operation that occurs, and the share of time in which stages wait."""
         ops = {bar.action.op for bars in timeline.stages for bar in bars}
         entries = [entry for op, entry in COLOURS.items() if op in ops]
         left = float(MARGIN)
@@ -84,7 +84,7 @@ class _Pen:
 
 
 def _shade(colour: Colour, chunk: int) -> Colour:
-    """The colour of ``chunk``: each later chunk a step lighter, so that chunks are told apart at a glance."""
+    """The colour of ``chunk``: each later chunk is a step lighter."""
     share = 0.75**chunk
     red, green, blue = (round(255 - (255 - part) * share) for part in colour)
     return red, green, blue

@@ -1,4 +1,4 @@
-"""observer=trace: steps of the pipeline as they really ran, each beside its plan, as files for Perfetto."""
+"""observer=trace: measured steps of the pipeline, each beside its plan, as files for Perfetto."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from megatron_run.contracts.observer import Timeline
     from megatron_run.contracts.schema import Config
 
-#: The step of an attempt that is traced where nobody says which: the first ones are slower than the others.
+#: The step of an attempt that is traced by default; the first steps are slower than the others.
 SETTLED = 10
-#: Microseconds, in which the file counts, of a second, in which bars are measured.
+#: Microseconds (the file's unit) per second (the unit of bars).
 SECOND = 1e6
 
 
@@ -36,7 +36,7 @@ def read_steps(text: str) -> range:
 
 
 class Options(BaseModel):
-    """What a user may set in the section ``observer``."""
+    """The options in section ``observer``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -47,7 +47,7 @@ class Options(BaseModel):
     @field_validator("steps", mode="before")
     @classmethod
     def _check(cls, value: object) -> str | None:
-        """The steps as text; YAML reads a single one as a number."""
+        """Convert the steps to text; YAML reads a single step as a number."""
         if value is None:
             return None
         text = "" if isinstance(value, bool | float) else str(value)
@@ -56,7 +56,7 @@ class Options(BaseModel):
 
 
 def check_config(config: Config, options: Options) -> tuple[str, ...]:
-    """Nothing to say. Raises :class:`InputError` where the run ends before the first step that the options name."""
+    """No notices. Raises :class:`InputError` if the run ends before the first step of the options."""
     last = config.train.steps
     if options.steps and last and read_steps(options.steps).start > last:
         raise InputError(
@@ -67,21 +67,21 @@ def check_config(config: Config, options: Options) -> tuple[str, ...]:
 
 
 class Trace(Observer):
-    """Writes ``trace/step-<step>.json`` in the run folder: two processes, the step as it ran and as it was planned."""
+    """Writes ``trace/step-<step>.json`` in the run folder with two processes: the step as it ran, and as planned."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self._run: RunSummary | None = None
 
     def on_train_start(self, run: RunSummary) -> None:
-        """Remember the folder. Raises ValueError when none of the steps that the options name will be traced."""
+        """Remember the folder. Raises ValueError if this attempt runs none of the steps in the options."""
         self._run = run
         if self._options.steps and not self.traced_steps():
             left = f"the steps {run.first_step} to {run.steps}" if run.first_step <= run.steps else "no steps left"
             raise ValueError(f"steps={self._options.steps}: this attempt has {left}")
 
     def traced_steps(self) -> Collection[int]:
-        """The steps that the options name, as far as this attempt runs them; else one of its own, if it has any."""
+        """The steps of the options that this attempt runs; without options its tenth step, or its last."""
         if self._run is None:
             return ()
         first, last = self._run.first_step, self._run.steps
@@ -90,7 +90,7 @@ class Trace(Observer):
         return range(max(first, wanted.start), min(last + 1, wanted.stop))
 
     def on_trace(self, trace: StepTrace) -> None:
-        """Write the file of this step. Raises OSError when it cannot."""
+        """Write the file of this step. Raises OSError on failure."""
         if self._run is None:
             raise RuntimeError("it was not told of the start")
         write_new(trace_path(self._run, trace.step), json.dumps(step_document(trace), allow_nan=False))
@@ -99,8 +99,8 @@ class Trace(Observer):
 def step_document(trace: StepTrace) -> dict[str, Any]:
     """The content of the file, in the form of ``schedule show --trace``, with the numbers under ``otherData``.
 
-    ``otherData``: ``step``; seconds, ``clock_error_s`` as in :class:`StepTrace`; and of both, ``ran`` and ``planned``,
-    ``makespan_s``, ``bubble_fraction`` and ``busy_s``, which is how long each stage computed.
+    ``otherData`` holds ``step``, ``clock_error_s`` as in :class:`StepTrace`, and for both ``ran`` and ``planned``
+    ``makespan_s``, ``bubble_fraction`` and ``busy_s``, the seconds that each stage computed.
     """
     events = [
         event
@@ -126,14 +126,14 @@ def _numbers(line: Timeline) -> dict[str, Any]:
 
 
 def trace_path(run: RunSummary, step: int) -> Path:
-    """``trace/step-5.json``; a later attempt that comes to a step again writes ``step-5-attempt-2.json``."""
+    """``trace/step-5.json``; a later attempt that repeats the step writes ``step-5-attempt-2.json``."""
     again = f"-attempt-{run.attempt}" if run.attempt > 1 else ""
     plain, own = (run.folder / "trace" / f"step-{step}{suffix}.json" for suffix in ("", again))
     return own if plain.exists() else plain
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a file that is never seen half-written. Raises FileExistsError rather than replace one."""
+    """Write a file atomically. Raises FileExistsError instead of replacing one."""
     path.parent.mkdir(exist_ok=True)
     if path.exists():
         raise FileExistsError(f"{path} exists already")
@@ -153,5 +153,5 @@ def megatron_run_plugin_info() -> PluginInfo:
 
 @hookimpl
 def megatron_run_create_observer(options: Options) -> Observer:
-    """Make the observer; it writes nothing until a step was timed."""
+    """Make the observer; it writes nothing before a step was timed."""
     return Trace(options)

@@ -1,10 +1,10 @@
 """Optimizer ``deepspeed``: DeepSpeed's ZeRO stages 1 and 2 behind the kernel's contract, without DeepSpeed's engine.
 
-Optimizer state and the update are split over the data-parallel ranks by DeepSpeed's own code. It is imported when a run
+DeepSpeed's own code splits optimizer state and the update over the data-parallel ranks. It is imported when a run
 starts, never before.
 
-Reading order: ``options``, ``library`` (finding DeepSpeed), ``partitions`` (what a rank updates), ``zero`` (what of
-DeepSpeed is used), ``optimizer``, ``rule`` and ``state``.
+Reading order: ``options``, ``library`` (finding DeepSpeed), ``partitions`` (the values that a rank updates), ``zero``
+(the used part of DeepSpeed), ``optimizer``, ``rule`` and ``state``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def check_config(config: Config, options: Options) -> Iterator[str]:
-    """Notices about stages that shard nothing. Raises :class:`InputError` for experts, which fewer ranks share."""
+    """Notices about stages that shard nothing. Raises :class:`InputError` for expert parallelism."""
     if config.parallel.expert > 1:
         raise InputError(
             f"optimizer=deepspeed reduces every gradient over all data-parallel ranks, and parallel.expert="
@@ -44,7 +44,7 @@ def check_config(config: Config, options: Options) -> Iterator[str]:
 
 
 def check_device(device: str, _: Options) -> None:
-    """Raise :class:`megatron_run.errors.PluginError` unless DeepSpeed is here and can be imported for ``device``."""
+    """Raise :class:`megatron_run.errors.PluginError` unless DeepSpeed can be imported for ``device``."""
     find_deepspeed(torch.device(device))
 
 

@@ -1,4 +1,4 @@
-"""Finding DeepSpeed, saying what is missing, and importing it quietly. It is imported only when a run is to start."""
+"""Finds DeepSpeed, or reports what is missing, and imports it quietly: only when a run starts."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from megatron_run.errors import PluginError
 if TYPE_CHECKING:
     import torch
 
-#: The oldest release with everything that is used.
+#: The oldest release that has everything used here.
 MINIMUM = "0.19.3"
-#: What needs no library, at the end of every message.
+#: The alternatives without the library, at the end of every message.
 _INSTEAD = "choose --plugin optimizer=zero1 or adamw"
-#: DeepSpeed looks for the device that it is to use when it is imported, and keeps it for the life of the process.
+#: At import DeepSpeed chooses its device by this variable or by itself, for the life of the process.
 _DEVICE = "DS_ACCELERATOR"
 
 
 def find_deepspeed(device: torch.device) -> Any:
-    """Import DeepSpeed for a run on ``device``; returns the module ``zero`` of this package, which is written upon it.
+    """Import DeepSpeed for a run on ``device``, and return this package's module ``zero``, which uses it.
 
-    Raises :class:`PluginError` when it is not installed, too old, cannot be imported, or was imported for another kind
-    of device.
+    Raises :class:`PluginError` if it is not installed, too old, cannot be imported, or was imported for another kind of
+    device.
     """
     if find_spec("deepspeed") is None:
         raise PluginError(
@@ -44,7 +44,7 @@ def find_deepspeed(device: torch.device) -> Any:
     os.environ.setdefault(_DEVICE, device.type)
     try:
         zero = import_module("megatron_run_optimizer_deepspeed.zero")
-    except Exception as cause:  # whatever a library that compiles at import raises
+    except Exception as cause:  # a library that compiles at import may raise anything
         raise PluginError(
             f"DeepSpeed {found or ''} cannot be imported".replace("  ", " "),
             why=f"{type(cause).__name__}: {' '.join(str(cause).split())}",
@@ -55,7 +55,7 @@ def find_deepspeed(device: torch.device) -> Any:
 
 
 def check_kind(taken: str, device: torch.device) -> None:
-    """Raise :class:`PluginError` unless the kind of device that DeepSpeed has ``taken`` is that of ``device``."""
+    """Raise :class:`PluginError` unless DeepSpeed uses (``taken``) the kind of device of ``device``."""
     if taken != device.type:
         raise PluginError(
             f"DeepSpeed has been set up for {taken} in this process, and the run is on {device.type}",
@@ -65,7 +65,7 @@ def check_kind(taken: str, device: torch.device) -> None:
 
 
 def _installed_version() -> str | None:
-    """What the metadata says; None where there is none, as on a path that was added by hand."""
+    """The version in the package's metadata; None without metadata, as on a path added by hand."""
     try:
         return version("deepspeed")
     except PackageNotFoundError:
@@ -73,5 +73,5 @@ def _installed_version() -> str | None:
 
 
 def _install(what: str) -> str:
-    """Nothing is compiled: the operators that it could bring are for what is not used here."""
+    """The command to type. It compiles no operators: none is used here."""
     return f"type: DS_BUILD_OPS=0 pip install '{what}'"

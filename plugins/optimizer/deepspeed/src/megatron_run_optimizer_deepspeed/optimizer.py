@@ -1,4 +1,4 @@
-"""The contract ``Optimizer`` on DeepSpeed's partitions."""
+"""The contract ``Optimizer``, implemented on DeepSpeed's partitions."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedZero(Optimizer):
-    """Every rank updates its partition of the parameters, which DeepSpeed holds, reduces to and gathers.
+    """Every rank updates its partition of the parameters; DeepSpeed holds, reduces and gathers them.
 
-    The norm, found_inf and clipping are the contract's, over the partitions of all ranks. Nothing leaves before the
-    last backward has ended: only then are tied gradients and partial ones whole, as DeepSpeed's partitions, which are
-    others on every stage, need them.
+    The norm, found_inf and clipping follow the contract, over the partitions of all ranks. Communication starts after
+    the last backward: DeepSpeed's partitions differ by stage, so tied and partial gradients must be summed before its
+    reduction, and only then are they complete.
     """
 
     def __init__(self, context: BuildContext, options: Options) -> None:
@@ -47,16 +47,16 @@ class DeepSpeedZero(Optimizer):
         self._zero: Any = None
 
     def attach(self, chunks: Sequence[Chunk], infos: Sequence[dict[Parameter, ParamInfo]], grad_scale: float) -> None:
-        """Make the gradient buffers; DeepSpeed moves the parameters into its own. Collective but on the meta device."""
+        """Make the gradient buffers, and hand the parameters to DeepSpeed. Collective except on the meta device."""
         ranks = self._topology.sizes.data
-        self._prescale = grad_scale * ranks  # DeepSpeed divides by the ranks
+        self._prescale = grad_scale * ranks  # DeepSpeed divides by the number of ranks
         self._buckets = build_buckets(infos, 1)
         self._flat = flat_groups(infos, self._options.update.factor, ranks, self._topology.data_rank)
         self._shares = [share for group in self._flat for share in group.shares()]
         self._grads = [_gradient(share) for share in self._shares]
         if self._device.type == "meta":
             return
-        peers = data_group(self._context)  # on a stage without parameters too: others wait for it
+        peers = data_group(self._context)  # collective: a stage without parameters must take part too
         if self._flat:
             zero = find_deepspeed(self._device)
             zero.start_communication()
@@ -70,13 +70,13 @@ class DeepSpeedZero(Optimizer):
             bucket.grad.zero_()
 
     def grad_ready(self, parameter: Parameter) -> None:
-        """Wait for the other gradients."""
+        """No-op: reduction starts when all gradients are complete."""
 
     def start_grad_sync(self, chunk: int) -> None:
-        """Wait for the other chunks."""
+        """No-op: reduction starts when all chunks are complete."""
 
     def finish_grad_sync(self) -> None:
-        """Make partial gradients whole, then reduce all of them."""
+        """Sum partial gradients, then reduce all of them."""
         for bucket in self._buckets:
             if self._prescale != 1.0:
                 bucket.grad.mul_(self._prescale)
@@ -87,14 +87,14 @@ class DeepSpeedZero(Optimizer):
             self._zero.reduce()
 
     def unscale_(self, factor: Tensor) -> Tensor:
-        """Multiply by ``factor`` and look for non-finite values, in one pass over this rank's part."""
+        """Multiply by ``factor`` and look for non-finite values, in one pass over this rank's partition."""
         found_inf = torch.zeros(1, device=self._device)
         if self._grads:
             torch._amp_foreach_non_finite_check_and_unscale_(self._grads, found_inf, factor)
         return self._groups.max_(found_inf, "world")
 
     def clip_(self, max_norm: float) -> Tensor:
-        """Clip by the global norm: each rank adds the squares of its part, in float64."""
+        """Clip by the global norm: each rank adds the squares of its partition, in float64."""
         squares = torch.zeros(1, dtype=torch.float64, device=self._device)
         for share, grad in zip(self._shares, self._grads, strict=True):
             if share.info.counted:
@@ -116,16 +116,16 @@ class DeepSpeedZero(Optimizer):
         return self._groups.sum_(zeros, "world").float()
 
     def step(self, lr: float, weight_decay: float) -> None:
-        """Update this rank's partitions and gather everybody's."""
+        """Update this rank's partitions and gather those of all ranks."""
         if self._zero is not None:
             set_rates(self._zero.optimizer, lr, weight_decay)
             self._zero.update()
 
     def start_param_sync(self) -> None:
-        """Start nothing: DeepSpeed has gathered the parameters in its step."""
+        """No-op: DeepSpeed has gathered the parameters in its step."""
 
     def ensure_ready(self, parameters: Iterable[Parameter]) -> None:
-        """Return at once: parameters are always up to date."""
+        """No-op: ``step`` returns with current parameters."""
 
     def memory(self) -> Mapping[str, int]:
         """Bytes that this rank holds, by role."""
@@ -139,12 +139,12 @@ class DeepSpeedZero(Optimizer):
         }
 
     def iter_state(self) -> Iterator[StatePiece]:
-        """What lies in this rank's partitions, in boxes of logical tensors; a tied or replicated copy once."""
+        """The contents of this rank's partitions as boxes of logical tensors; tied or replicated copies once."""
         for group, master in self._masters():
             yield from iter_state(group, master, self._zero.optimizer.state[master])
 
     def load_state(self, read: ReadState) -> None:
-        """Read masters and state of this rank's partitions, then bring the parameters to every rank."""
+        """Read masters and state of this rank's partitions, then gather the parameters on every rank."""
         if self._zero is None:
             return
         for group, master in self._masters():
@@ -153,10 +153,10 @@ class DeepSpeedZero(Optimizer):
 
     def _masters(self) -> Iterator[tuple[FlatGroup, Tensor]]:
         if self._zero is not None:
-            begin(self._zero.optimizer)  # a run may be saved before its first update
+            begin(self._zero.optimizer)  # PyTorch makes its state in the first step; a run may be saved before it
             yield from zip(self._flat, self._zero.masters, strict=True)
 
 
 def _gradient(share: Shard) -> Tensor:
-    """Where the gradient of ``share`` is accumulated, flat."""
+    """The accumulated gradient of ``share``, flat."""
     return main_grad(share.parameter).view(-1)[share.param.start : share.param.stop]

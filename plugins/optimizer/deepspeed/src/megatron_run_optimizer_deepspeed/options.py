@@ -1,4 +1,4 @@
-"""What a user may set in the section ``optimizer``: as with the other optimizers, and DeepSpeed's own by its names."""
+"""The options in section ``optimizer``: those of the other optimizers, and DeepSpeed's under its own names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _why_not_three(stage: object) -> object:
 
 
 class Options(BaseModel):
-    """Which stage of ZeRO, which update rule, and what travels together."""
+    """Stage of ZeRO, update rule, and bucketing."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -43,5 +43,5 @@ class Options(BaseModel):
 
     @property
     def update(self) -> UpdateOptions:
-        """The rule and its numbers, as every optimizer has them."""
+        """The update options that all optimizers have."""
         return UpdateOptions(**self.model_dump(include=set(UpdateOptions.model_fields), exclude_unset=True))

@@ -1,7 +1,7 @@
-"""Which values of which parameters a rank updates: DeepSpeed's flat groups, as arithmetic and without DeepSpeed.
+"""The values that each rank updates: the arithmetic of DeepSpeed's flat groups, without DeepSpeed.
 
-A group is all parameters of equal hyperparameters, one after the other in the model's order. It is padded so that every
-data-parallel rank gets an equal partition, which may begin and end anywhere in a parameter.
+A group holds all parameters of equal hyperparameters, concatenated in the model's order. It is padded so that every
+data-parallel rank gets an equal partition, which may begin and end inside a parameter.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from megatron_run.contracts import ParamInfo
 
 #: Each rank's partition is padded to a multiple of this many values. DeepSpeed's own 2 would leave PyTorch's vectorised
-#: update a remainder, which it rounds in another way; more would be more than the CPU's memory is aligned to.
+#: update a remainder, which rounds differently; more than 32 would exceed the alignment of CPU memory.
 ALIGNMENT = 32
 
 
 class Piece(NamedTuple):
-    """A box of the logical tensor ``name``, whose values lie at ``local`` in the rank's partition."""
+    """A box of the logical tensor ``name``, at ``local`` in the rank's partition."""
 
     name: str
     starts: tuple[int, ...]
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """The values ``param`` of a flattened parameter, which lie at ``local`` in the rank's partition."""
+    """The values ``param`` of a flattened parameter, at ``local`` in the rank's partition."""
 
     parameter: Parameter
     info: ParamInfo
@@ -42,7 +42,7 @@ class Shard(NamedTuple):
     local: range
 
     def pieces(self) -> Iterator[Piece]:
-        """The boxes of logical tensors; padding within the parameter is left out."""
+        """The boxes of logical tensors, without padding inside the parameter."""
         to_local = self.local.start - self.param.start
         for part, starts, sizes, flat in part_boxes(self.parameter.shape, self.info.parts, self.param):
             yield Piece(part.name, starts, sizes, slice(flat.start + to_local, flat.stop + to_local))
@@ -50,7 +50,7 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FlatGroup:
-    """Parameters of equal hyperparameters, of which ``rank`` among ``ranks`` data-parallel ranks updates a part."""
+    """Parameters of equal hyperparameters; ``rank`` of ``ranks`` data-parallel ranks updates one partition."""
 
     infos: dict[Parameter, ParamInfo]
     decays: bool
@@ -66,11 +66,11 @@ class FlatGroup:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameters of all partitions, which every rank holds."""
+        """Bytes of the parameters in all partitions; every rank holds them."""
         return self.partition * self.ranks * next(iter(self.infos)).element_size()
 
     def shares(self) -> Iterator[Shard]:
-        """What lies in this rank's partition, in order and without the padding at its end."""
+        """The contents of this rank's partition in order, without the padding at its end."""
         lengths = {parameter: parameter.numel() for parameter in self.infos}
         starts = dict(zip(lengths, accumulate(lengths.values(), initial=0), strict=False))
         mine = range(self.rank * self.partition, (self.rank + 1) * self.partition)
@@ -81,7 +81,7 @@ class FlatGroup:
 def flat_groups(
     infos: Sequence[dict[Parameter, ParamInfo]], lr_mult: Callable[[str], float], ranks: int, rank: int
 ) -> list[FlatGroup]:
-    """The groups of a stage; ``infos[c]`` describes chunk c, and a parameter that chunks share is in one group once."""
+    """The groups of a stage; ``infos[c]`` describes chunk c. A parameter shared by chunks is in one group, once."""
     grouped: dict[tuple[bool, float], dict[Parameter, ParamInfo]] = {}
     for described in infos:
         for parameter, info in described.items():

@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 def make_rule(
     groups: Sequence[FlatGroup], tensors: Iterable[Sequence[Tensor]], options: Options, device: torch.device
 ) -> torch.optim.Optimizer:
-    """The optimizer of ``tensors``, as many sequences of them as there are ``groups``."""
+    """The optimizer of ``tensors``, one sequence for each of ``groups``."""
     made = [{"params": each, "megatron_run": group} for group, each in zip(groups, tensors, strict=True)]
     return find_rule(options.update).make(made, device)
 
 
 def set_rates(rule: torch.optim.Optimizer, lr: float, weight_decay: float) -> None:
-    """The numbers of this step, for each group its own."""
+    """Set each group's learning rate and weight decay for this step."""
     for each in rule.param_groups:
         group: FlatGroup = each["megatron_run"]
         each["lr"], each["weight_decay"] = lr * group.lr_mult, weight_decay if group.decays else 0.0
 
 
 def begin(rule: torch.optim.Optimizer) -> None:
-    """Have the state that the first step will find: all zeros, as the rules of this plugin begin.
+    """Create the state that the first step will find: all zeros, with which the rules of this plugin begin.
 
-    PyTorch makes it in a step, here in one that moves nothing.
+    PyTorch creates state in a step, so this takes one with zero gradients and rates, which moves nothing.
     """
     tensors = [tensor for group in rule.param_groups for tensor in group["params"]]
     if all(tensor in rule.state for tensor in tensors):
@@ -49,7 +49,7 @@ def begin(rule: torch.optim.Optimizer) -> None:
 
 
 def state_bytes(groups: Sequence[FlatGroup], partitions: Sequence[Tensor], options: Options) -> int:
-    """Bytes of the state for ``partitions`` without values, one for each of ``groups``."""
+    """Bytes of the state for ``partitions``, meta tensors, one for each of ``groups``."""
     if not groups:
         return 0
     planned = make_rule(groups, [[each] for each in partitions], options, torch.device("meta"))

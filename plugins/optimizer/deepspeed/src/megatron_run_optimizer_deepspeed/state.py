@@ -1,4 +1,4 @@
-"""Master weights and moments as boxes of logical tensors, out of DeepSpeed's partitions and back into them."""
+"""Converts master weights and moments between DeepSpeed's partitions and boxes of logical tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def iter_state(group: FlatGroup, master: Tensor, state: Mapping[str, Any]) -> Iterator[StatePiece]:
-    """What this rank answers for in its partition of ``group``: the flat ``master``, and PyTorch's ``state`` of it.
+    """The pieces that this rank saves of its partition of ``group``: the flat ``master`` and PyTorch's ``state`` of it.
 
-    A number that belongs to a whole logical tensor goes with the tensor's first value.
+    The rank that holds a logical tensor's first value also saves the numbers of the whole tensor.
     """
     for share in group.shares():
         for piece in share.pieces() if share.info.counted else ():
@@ -32,12 +32,12 @@ def iter_state(group: FlatGroup, master: Tensor, state: Mapping[str, Any]) -> It
 
 @torch.no_grad()
 def load_state(group: FlatGroup, master: Tensor, state: Mapping[str, Any], read: ReadState) -> None:
-    """Fill ``master`` and ``state``, which is there already, from the boxes that ``read`` looks up."""
+    """Fill the existing ``master`` and ``state`` from the boxes that ``read`` looks up."""
     for index, share in enumerate(group.shares()):
         for piece in share.pieces():
             for field, flat in _by_value(master, state).items():
                 flat[piece.local].copy_(read(piece.name, field, piece.starts, piece.sizes).flatten())
-        if index == 0:  # they have been updated together
+        if index == 0:  # all shares of a group were updated in the same steps: one count serves all
             for field, number in _numbers(master, state).items():
                 number.copy_(read(share.info.parts[0].name, field, (), ()))
 
@@ -48,7 +48,7 @@ def _by_value(master: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _numbers(master: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The rest of the state: the count of steps."""
+    """State without a value per weight: the count of steps."""
     return {
         field: value for field, value in state.items() if isinstance(value, Tensor) and not _is_alike(master, value)
     }

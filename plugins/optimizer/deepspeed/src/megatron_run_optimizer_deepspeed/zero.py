@@ -1,8 +1,8 @@
-"""DeepSpeed's ZeRO optimizer, driven by the kernel instead of by DeepSpeed's engine. Only this module imports it.
+"""DeepSpeed's ZeRO optimizer, driven by the kernel instead of DeepSpeed's engine. Only this module imports DeepSpeed.
 
-Of ``DeepSpeedZeroOptimizer`` (stages 1 and 2; Rajbhandari et al. 2020) are used: its flat groups and fp32 partitions,
-its bucketed reduction, its update and its gather. Left out are its hooks on gradients, since the kernel accumulates
-them, and its loss scaler, norm and clipping, since the contract has its own.
+The used part of ``DeepSpeedZeroOptimizer`` (stages 1 and 2; Rajbhandari et al. 2020) is its flat groups and fp32
+partitions, bucketed reduction, update and gather. Its gradient hooks are left out, since the kernel accumulates
+gradients, as are its loss scaler, norm and clipping, which the contract defines.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 
 class Zero(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no types
-    """The partitions of one rank, of which ``rule`` updates one for each of ``groups``.
+    """The partitions of one rank, one for each of ``groups``, which ``rule`` updates.
 
-    Gradients are read and written in ``main_grad``: ``parameter.grad``, which DeepSpeed would use, cannot be fp32 where
-    the parameter is not.
+    Gradients are read and written in ``main_grad``. DeepSpeed would use ``parameter.grad``, which must have the
+    parameter's type and so cannot be fp32 for a 16-bit parameter.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Zero(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no ty
             verbose=False,
             dp_process_group=peers,
             partition_grads=options.stage == 2,
-            reduce_bucket_size=min(options.reduce_bucket_size, held),  # a buffer of that size is allocated
+            reduce_bucket_size=min(options.reduce_bucket_size, held),  # DeepSpeed allocates a buffer of this size
             use_multi_rank_bucket_allreduce=options.use_multi_rank_bucket_allreduce,
             gradient_accumulation_dtype=torch.float32,
             communication_data_type=torch.float32,
@@ -67,7 +67,7 @@ class Zero(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no ty
 
     @property
     def nccl_start_alignment_factor(self) -> int:
-        """The multiple to which the partition of each rank is padded, in values."""
+        """The multiple to which each rank's partition is padded, in values."""
         return ALIGNMENT
 
     @nccl_start_alignment_factor.setter
@@ -81,24 +81,24 @@ class Zero(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no ty
         return partitions
 
     def reduce(self) -> None:
-        """Average the gradients over the data-parallel ranks, in place where this rank updates the parameter."""
-        # Aliases, since DeepSpeed points the data of what it is given at its bucket.
+        """Average the gradients over the data-parallel ranks, in place for the values that this rank updates."""
+        # Aliases: DeepSpeed repoints the ``.data`` of these tensors at its bucket, and main_grad must stay in place.
         self._reducing = {parameter: main_grad(parameter).detach() for parameter in self._parameters}
         self.reduce_gradients(pipeline_parallel=True)
         self._reducing = {}
 
     def update(self) -> None:
-        """Update this rank's partitions from the reduced gradients, and gather everybody's."""
+        """Update this rank's partitions from the reduced gradients, and gather those of all ranks."""
         with _deprecations_ignored():
             self.step()
 
     def gather(self) -> None:
-        """Bring the masters to the parameters of every rank."""
+        """Copy the masters to the parameters of every rank."""
         with _deprecations_ignored():
             self.update_lp_params()
 
     def initialize_optimizer_states(self) -> None:
-        """Let the masters be the parameters where those are fp32, before anything else refers to DeepSpeed's copy."""
+        """Make fp32 parameters their own masters, before anything refers to DeepSpeed's copy of them."""
         rank = dist.get_rank(self.dp_process_group)
         for master, partitions in zip(self.masters, self.parallel_partitioned_bit16_groups, strict=True):
             if partitions[rank].dtype == master.dtype:
@@ -106,52 +106,52 @@ class Zero(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no ty
         super().initialize_optimizer_states()
 
     def create_gradient_handling_hooks(self) -> None:
-        """Make none: gradients are accumulated by the kernel and reduced once a step."""
+        """No-op: the kernel accumulates gradients, and they are reduced once a step."""
 
     def get_gradient_for_reduction(self, param: Parameter) -> Tensor | None:
-        """What is left of the gradients that are being reduced."""
+        """The gradient of ``param`` during a reduction, unless it was dropped."""
         return self._reducing.get(param)
 
     get_param_gradient_attribute = get_gradient_for_reduction
 
     def clear_grad_attribute(self, param: Parameter) -> None:
-        """Forget a gradient that is other ranks' to use (stage 2)."""
+        """Drop a gradient that other ranks use (stage 2)."""
         del self._reducing[param]
 
     def copy_grads_in_partition(self, param: Parameter, group_idx: int | None = None) -> None:
-        """Bring a reduced gradient back from the bucket, which is used again, to where it came from."""
+        """Copy a reduced gradient back to ``main_grad``, since the bucket is reused."""
         self._reducing[param] = main_grad(param).copy_(self._reducing[param])
 
     def scaled_global_norm(self, norm_type: int = 2) -> float:
-        """What DeepSpeed would clip by, at the price of a reduction: the gradients are clipped already."""
+        """Zero, without DeepSpeed's reduction for the norm: the kernel has clipped the gradients already."""
         return 0.0
 
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
-        """Whether gradients of 16-bit parameters go to an fp32 buffer of their own: they are fp32 already."""
+        """No separate fp32 buffer for gradients of 16-bit parameters: they are fp32 already."""
         return False
 
 
 def start_communication() -> None:
-    """Let DeepSpeed talk through the process groups that exist."""
+    """Let DeepSpeed communicate through the existing process groups."""
     if deepspeed.comm.is_initialized():
         return
-    # DeepSpeed would try the compiler for each of its operators, and build one that is for inference. It finds none.
+    # DeepSpeed would try to compile each of its operators, and build one for inference: report none as compatible.
     deepspeed.ops.__compatible_ops__ = defaultdict(bool)
     try:
         deepspeed.comm.init_distributed(dist.get_backend(), dist_init_required=False, verbose=False)
     finally:
-        del deepspeed.ops.__compatible_ops__  # who asks for it later looks again
+        del deepspeed.ops.__compatible_ops__  # later callers evaluate it again
 
 
 @contextmanager
 def _deprecations_ignored() -> Iterator[None]:
-    """DeepSpeed gathers by a name that torch 2.13 has deprecated; the user cannot do anything about it."""
+    """Silence the warning about a function that torch 2.13 deprecates and DeepSpeed calls: users cannot act on it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.distributed.all_gather_into_tensor` is deprecated", FutureWarning)
         yield
 
 
 def device_type() -> str:
-    """The kind of device that DeepSpeed works on in this process: ``cpu`` or ``cuda``."""
+    """The kind of device that DeepSpeed uses in this process: ``cpu`` or ``cuda``."""
     name: str = get_accelerator().device_name()
     return name

@@ -1,8 +1,8 @@
 """The distributed optimizer, ZeRO-1 (Rajbhandari et al. 2020): optimizer state is sharded over the data-parallel ranks.
 
-Gradients are reduce-scattered, each rank updates its share of every bucket in fp32, and the updated parameters are
-gathered. With data-parallel size d the master weights and moments of a rank are 1/d of ``adamw``'s; the update itself,
-and what travels, are the same.
+Gradients are reduce-scattered, each rank updates its shard of every bucket in fp32, and the updated parameters are
+gathered. With data-parallel size d, a rank's master weights and moments are 1/d of ``adamw``'s; the update and the
+communicated volume are the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Zero1Options(UpdateOptions):
-    """Options of optimizer ``zero1``: those of ``adamw``, and when parameters travel."""
+    """Options of optimizer ``zero1``: those of ``adamw``, and when parameters are gathered."""
 
     overlap_param_gather: bool = Field(
         True, description="gather each bucket of updated parameters just before the next forward needs it"
@@ -36,26 +36,26 @@ class Zero1Options(UpdateOptions):
 
 
 class Sharded(ShardingStrategy):
-    """Each data-parallel rank updates its own share of every bucket, and no other."""
+    """Each data-parallel rank updates only its own shard of every bucket."""
 
     def __init__(self, peers: ParallelGroup) -> None:
         self._peers = peers
 
     def updated(self, bucket: Bucket) -> range:
-        """This rank's share."""
+        """This rank's shard."""
         return bucket.shares[self._peers.index]
 
     def start_reduce(self, bucket: Bucket) -> Pending:
-        """A reduce-scatter; the sum to the owner of a bucket that belongs to one rank."""
+        """A reduce-scatter; a reduce to the owner if one rank owns the whole bucket."""
         return self._peers.start_sum_shares(bucket.grad, bucket.shares)
 
     def start_gather(self, values: Tensor, bucket: Bucket) -> Pending:
-        """An all-gather; a broadcast from the owner of a bucket that belongs to one rank."""
+        """An all-gather; a broadcast from the owner if one rank owns the whole bucket."""
         return self._peers.start_gather_shares(values, bucket.shares)
 
 
 def check_config(config: Config, options: Zero1Options) -> Iterator[str]:
-    """What every update rule has to say, and a notice where there is nobody to share with."""
+    """The notices of the update rule, and one if there is a single data-parallel rank."""
     yield from check_update(config, options)
     if config.parallel.data == 1:
         yield "optimizer=zero1 shards nothing over one data-parallel rank: each rank holds as much as with adamw"

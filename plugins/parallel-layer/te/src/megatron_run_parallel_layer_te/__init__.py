@@ -1,7 +1,8 @@
 """Parallel layers ``te``: those of plugin ``tensor``, computed by NVIDIA Transformer Engine.
 
-The same split, the same names of weights, other kernels: norm and product in one, fused attention, FP8. The ends of the
-model, the loss and dropout are the kernel's own. Transformer Engine is imported when a run starts, never before.
+The split and the names of weights are the same; the GPU kernels differ: norm and product in one, fused attention, FP8.
+The ends of the model, the loss and dropout are megatron_run's own. Transformer Engine is imported when a run starts,
+never before.
 
 Reading order: ``engine`` (finding the library), ``shapes`` (planning without it), ``options``, ``precision`` (FP8),
 ``linear``, ``weight_gradients``.
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class EngineLayers(SplitLayers):
-    """Makes layers of Transformer Engine's modules."""
+    """A factory of layers made from Transformer Engine's modules."""
 
     def __init__(self, context: BuildContext, split: Split, engine: Engine, options: Options) -> None:
         super().__init__(context, split)
@@ -48,29 +49,29 @@ class EngineLayers(SplitLayers):
         init: Init,
         norm: nn.Module | None = None,
     ) -> nn.Module:
-        """Its outputs are split, part by part; a norm of this factory becomes part of the product."""
+        """A linear layer whose output features are split, part by part; a norm of this factory is fused into it."""
         return ColumnLinear(self._tools, inputs, parts, bias=bias, init=init, norm=norm)
 
     def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
-        """Its inputs are split."""
+        """A linear layer whose input features are split."""
         return RowLinear(self._tools, inputs, outputs, bias=bias, init=init)
 
     def norm(self, kind: Literal["layernorm", "rmsnorm"], size: int, eps: float = 1e-5) -> nn.Module:
-        """Whole on every rank."""
+        """A norm, replicated on every rank."""
         return Norm(self._tools, kind, size, eps)
 
     def core_attention(self, shape: AttentionShape, dropout: float) -> nn.Module:
-        """This rank's heads."""
+        """Attention of this rank's heads."""
         self.check_heads(shape)
         return CoreAttention(self._tools, shape, dropout)
 
     def forward_pass(self) -> AbstractContextManager[object]:
-        """One region of FP8 with delayed scaling; nothing else needs one."""
+        """An FP8 region around the forward for delayed scaling; a null context otherwise."""
         return self._tools.precision.forward_pass()
 
 
 def check_device(device: str, options: Options) -> None:
-    """Raise :class:`megatron_run.errors.PluginError` unless ``device`` can compute what ``options`` ask for."""
+    """Raise :class:`megatron_run.errors.PluginError` unless ``device`` supports ``options``."""
     check_gpu(find_engine(torch.device(device)), options)
 
 
@@ -93,5 +94,5 @@ def megatron_run_create_parallel_layer(context: BuildContext, options: Options) 
     engine = find_engine(context.device)
     split = Split(context.groups.peers(context.topology, "tensor"), context.sequence_shards > 1)
     if context.device.type == "cuda":
-        check_gpu(engine, options)  # of this rank: in check_device another may have been current
+        check_gpu(engine, options)  # again for this rank's GPU: in check_device another one may have been current
     return EngineLayers(context, split, engine, options)

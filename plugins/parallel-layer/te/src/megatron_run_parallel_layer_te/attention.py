@@ -1,4 +1,4 @@
-"""The core of attention, by the kernels that Transformer Engine chooses.
+"""Core attention with the kernels that Transformer Engine chooses.
 
 Legend: s sequence, b micro batch, n heads, k key-value heads, d head size, t tensor-parallel size.
 """
@@ -34,11 +34,12 @@ class CoreAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Query [s, b, n/t, d], key and value [s, b, k/t, d] -> [s, b, n/t * d].
 
-        ``mask`` is boolean, [b, 1, s, s] or what broadcasts to it, true where a query may look; None is causal.
+        ``mask`` is boolean, broadcastable to [b, 1, s, s], true where a query may attend; None is causal.
         """
         if mask is None:
             result: Tensor = self.module(query, key, value, attn_mask_type="causal")
             return result
         whole = torch.broadcast_to(mask, (query.shape[1], 1, query.shape[0], key.shape[0]))  # [b, 1, s, s]
+        # Transformer Engine's masks are the inverse of ours: true where attention is forbidden.
         masked: Tensor = self.module(query, key, value, attention_mask=~whole, attn_mask_type="arbitrary")
         return masked

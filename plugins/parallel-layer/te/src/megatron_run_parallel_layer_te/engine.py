@@ -1,4 +1,4 @@
-"""Finding Transformer Engine, and saying what is missing. It is imported only when a run is about to start."""
+"""Finds Transformer Engine, or reports what is missing. It is imported only when a run starts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ from packaging.version import Version
 from megatron_run.errors import PluginError
 from megatron_run_parallel_layer_te import shapes
 
-#: The oldest release with everything that is used: ``autocast``, all four FP8 recipes and ``backward_dw``.
+#: The oldest release with everything used here: ``autocast``, all four FP8 recipes and ``backward_dw``.
 MINIMUM = "2.9"
-#: The same layers from PyTorch alone, at the end of every message.
+#: The alternative without the library, at the end of every message.
 _INSTEAD = "choose --plugin parallel-layer=tensor"
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Transformer Engine: the modules ``transformer_engine.pytorch`` and ``transformer_engine.common.recipe``.
-
-    Nothing here can know their types.
-    """
+    """The (untyped) modules ``transformer_engine.pytorch`` and ``transformer_engine.common.recipe``."""
 
     pytorch: Any
     recipe: Any
@@ -33,9 +30,9 @@ class Engine:
 
 
 def find_engine(device: torch.device) -> Engine:
-    """Import Transformer Engine for a run on ``device``; for the meta device, its shapes alone, which are always there.
+    """Import Transformer Engine for a run on ``device``; the meta device gets :mod:`shapes`, without the library.
 
-    Raises :class:`PluginError` without a GPU, without the library, with its empty meta package, and when it is too old.
+    Raises :class:`PluginError` without a GPU, without the library, with its empty meta package, or with an old release.
     """
     if device.type == "meta":
         return Engine(shapes, None, "of shapes alone")
@@ -58,7 +55,7 @@ def find_engine(device: torch.device) -> Engine:
             import_module("transformer_engine.common.recipe"),
             found or "of unknown version",
         )
-    except Exception as cause:  # whatever a library built for another machine raises
+    except Exception as cause:  # a library built for another machine may raise anything
         raise _why_not_imported(cause, found) from cause
 
 
@@ -74,7 +71,7 @@ def _need_gpu(device: torch.device) -> None:
 
 
 def _installed_version() -> str | None:
-    """What the metadata says; None where there is none, as on a path that was added by hand."""
+    """The version in the package's metadata; None without metadata, as on a path added by hand."""
     try:
         return version("transformer-engine")
     except PackageNotFoundError:
@@ -82,7 +79,7 @@ def _installed_version() -> str | None:
 
 
 def _why_not_imported(cause: Exception, found: str | None) -> PluginError:
-    """The package on PyPI holds Python files only: what they need comes with its extra ``pytorch``."""
+    """The package on PyPI holds Python files only; its extra ``pytorch`` brings the compiled extension."""
     try:
         version("transformer-engine-torch")
         empty = False
@@ -103,5 +100,5 @@ def _why_not_imported(cause: Exception, found: str | None) -> PluginError:
 
 
 def _install(flags: str, what: str) -> str:
-    """It is built against the torch that is installed, hence without build isolation."""
+    """The command to type. The package builds against the installed torch, hence without build isolation."""
     return f"type: pip install {flags}--no-build-isolation '{what}'"

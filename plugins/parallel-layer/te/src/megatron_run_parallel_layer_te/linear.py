@@ -1,7 +1,7 @@
-"""Linear layers of Transformer Engine under the kernel's names.
+"""Linear layers of Transformer Engine under the kernel's parameter names.
 
-A layer holds a module and, under their canonical names, the module's parameters: the kernel reads a parameter's name
-where it meets it first, which is here.
+A layer registers the library's module and, before it, the module's parameters under their canonical names: the kernel
+takes a parameter's name from the first place at which it is registered.
 
 Legend: s sequence, b micro batch, i inputs, o outputs, t tensor-parallel size.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ColumnLinear(nn.Module):
-    """This rank's part of the outputs of each of ``parts``; a norm of ours becomes part of the product."""
+    """Computes this rank's slice of the outputs of each of ``parts``; a :class:`Norm` is fused into the product."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ColumnLinear(nn.Module):
         split, precision = tools.split, tools.precision
         rows = precision.check(split.features(parts), "output features of a rank")
         precision.check(inputs, "input features")
-        # A bias inside a delayed product has its gradient delayed too, in some precisions: ours never waits.
+        # In some precisions a delayed product delays the gradient of its bias too; a bias outside is never delayed.
         inside = bias and not tools.options.delay_weight_gradients
         arguments = {"bias": inside, "parallel_mode": "column", **tools.product()}
         module = _column(tools, inputs, sum(part.features for part in parts), norm, arguments)
@@ -66,7 +66,7 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """Takes this rank's part of the inputs; the partial products of all ranks add up, then comes the bias, once."""
+    """Takes this rank's slice of the inputs; products are summed over the ranks, then the bias is added once."""
 
     def __init__(self, tools: Tools, inputs: int, outputs: int, *, bias: bool, init: Init) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class RowLinear(nn.Module):
 
 
 def _column(tools: Tools, inputs: int, outputs: int, norm: nn.Module | None, arguments: dict[str, Any]) -> Any:
-    """The product, with ``norm`` inside when it is one of ours; somebody else's is applied before it."""
+    """The product, with ``norm`` fused if it is a :class:`Norm`; other norms are applied before it."""
     library = tools.engine.pytorch
     if not isinstance(norm, Norm):
         return library.Linear(inputs, outputs, **arguments)

@@ -1,4 +1,4 @@
-"""Norms of Transformer Engine, alone or inside the product that follows.
+"""Norms of Transformer Engine, alone or fused into the following product.
 
 Legend: h features.
 """
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class Norm(nn.Module):
-    """Layer norm or root-mean-square norm over the last dimension.
+    """Layer norm or RMS norm over the last dimension.
 
-    Once it is fused into a product it computes nothing, and gives the product's norm parameters their names.
+    Fused into a product it computes nothing, and only gives the product's norm parameters their names.
     """
 
     def __init__(self, tools: Tools, kind: Literal["layernorm", "rmsnorm"], size: int, eps: float) -> None:
@@ -40,7 +40,7 @@ class Norm(nn.Module):
         return result
 
     def fuse_into(self, product: Any) -> None:
-        """Let ``product``, a LayerNormLinear, compute this norm from now on."""
+        """Let ``product``, a LayerNormLinear, compute this norm, and adopt its norm parameters."""
         self._hold(product.layer_norm_weight, product.layer_norm_bias if self.bias is not None else None)
         self.module = None
 

@@ -1,4 +1,4 @@
-"""What a user may set in the section ``parallel-layer``."""
+"""The options in section ``parallel-layer``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Fp8 = Literal["none", "delayed", "current", "mxfp8", "block"]
 
 
 class Options(BaseModel):
-    """Precision of the matrix products, and who computes weight gradients when."""
+    """Precision of the matrix products, and how weight gradients are computed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -34,7 +34,7 @@ class Options(BaseModel):
 
 
 def check_config(config: Config, options: Options) -> Iterator[str]:
-    """No notices. Raises InputError where a graph would be recorded of what must not be replayed by itself."""
+    """No notices. Raises InputError for delayed FP8 with graph capture: scales update once per whole forward."""
     capture = config.graph_capture.use
     if options.fp8 == "delayed" and capture != "none":
         raise InputError(

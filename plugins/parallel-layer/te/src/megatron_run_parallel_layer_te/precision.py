@@ -1,4 +1,4 @@
-"""FP8: the recipe that the options ask for, the sizes that it needs, and the regions in which it holds.
+"""FP8: the recipe of the options, the matrix sizes that it requires, and the regions in which it applies.
 
 Legend: s sequence, b micro batch, t tensor-parallel size.
 """
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class _Kind(NamedTuple):
-    """The class of a recipe, what asks whether the GPU can, and the multiple that every matrix size must be of.
+    """The class of a recipe, the function that asks for GPU support, and the divisor of every matrix size.
 
-    Tensor cores take FP8 sixteen values at a time; MXFP8 scales blocks of 32 values, block scaling blocks of 128.
+    FP8 tensor cores take 16 values at a time; MXFP8 scales blocks of 32 values, block scaling blocks of 128.
     """
 
     recipe: str
@@ -40,7 +40,7 @@ _KINDS = {
 
 
 class Precision:
-    """In what precision matrix products run; with ``fp8: none`` in that of the parameters."""
+    """The precision of matrix products: FP8, or with ``fp8: none`` that of the parameters."""
 
     def __init__(self, engine: Engine, options: Options, split: Split, train: TrainSection) -> None:
         self._engine, self._options, self._split = engine, options, split
@@ -50,23 +50,23 @@ class Precision:
             self._check_recompute(train)
 
     def region(self, x: torch.Tensor) -> AbstractContextManager[object]:
-        """In which one product of x [*, i] runs.
+        """The context for one product of x [*, i].
 
-        Text is generated at any length: a product whose tokens FP8 cannot take runs without it.
+        Text generation has any number of tokens: a product whose size FP8 cannot take runs without FP8.
         """
         if self._kind is None:
             return nullcontext()
         return self._autocast(enabled=x.shape[:-1].numel() % self._kind.multiple == 0)
 
     def forward_pass(self) -> AbstractContextManager[object]:
-        """In which all products of a chunk's forward run, so that delayed scales are renewed once, after them all.
+        """The context for all products of a chunk's forward, so that delayed scales update once, after all of them.
 
-        Leaving an outermost region renews the scales of every layer there is, not of the one that just ran.
+        Leaving an outermost region updates the scales of every existing layer, not only of the one that just ran.
         """
         return self._autocast(enabled=True) if self._options.fp8 == "delayed" else nullcontext()
 
     def check(self, size: int, what: str) -> int:
-        """``size``, a side of a matrix. Raises :class:`InputError` with the arithmetic when FP8 cannot take it."""
+        """Return ``size``, a side of a matrix. Raises :class:`InputError` with the arithmetic if FP8 cannot take it."""
         if self._kind and size % self._kind.multiple:
             raise InputError(
                 f"{size} {what} do not fit parallel-layer.fp8={self._options.fp8}",
@@ -77,7 +77,7 @@ class Precision:
 
     @cached_property
     def _recipe(self) -> Any:
-        """Made when a product first needs it: a plan has no library."""
+        """Made lazily: planning has no library."""
         return make_recipe(self._engine, self._options, self._split) if self._kind else None
 
     def _autocast(self, *, enabled: bool) -> AbstractContextManager[object]:
@@ -88,7 +88,7 @@ class Precision:
         return region
 
     def _check_tokens(self, train: TrainSection) -> None:
-        """Every rank quantises its own tokens, s/t of each sample under sequence parallelism."""
+        """Check the tokens that a rank quantises: s/t of each sample under sequence parallelism."""
         assert self._kind is not None
         shards = self._split.peers.size if self._split.sequence else 1
         tokens, wanted = train.micro_batch_size * train.sequence_length, self._kind.multiple * shards
@@ -116,7 +116,7 @@ class Precision:
 
 
 def check_gpu(engine: Engine, options: Options) -> None:
-    """Raise :class:`PluginError` when the current GPU cannot compute what ``options`` ask for."""
+    """Raise :class:`PluginError` if the current GPU does not support the FP8 of ``options``."""
     if options.fp8 == "none":
         return
     able, reason = getattr(engine.pytorch, _KINDS[options.fp8].available)(return_reason=True)
@@ -129,10 +129,10 @@ def check_gpu(engine: Engine, options: Options) -> None:
 
 
 def make_recipe(engine: Engine, options: Options, split: Split) -> Any:
-    """The recipe of ``transformer_engine.common.recipe`` that ``options`` ask for, which is not none.
+    """The recipe of ``transformer_engine.common.recipe`` for ``options``, whose fp8 is not none.
 
-    Delayed scales agree over the tensor-parallel ranks. Without a group the library would take the whole world, of
-    which other pipeline stages have other layers: then every rank keeps its own.
+    Delayed scales are reduced over the tensor-parallel ranks. Without a group the library would reduce over the whole
+    world, where other pipeline stages have other layers, so every rank then keeps its own scales.
     """
     arguments: dict[str, object] = {}
     if options.fp8_format != "auto":

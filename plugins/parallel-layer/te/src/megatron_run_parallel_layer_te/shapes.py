@@ -1,6 +1,6 @@
-"""In the place of ``transformer_engine.pytorch`` on the meta device: its modules' parameters, which compute nothing.
+"""Replaces ``transformer_engine.pytorch`` on the meta device: modules with its parameters that compute nothing.
 
-A run is planned with them on machines that have neither a GPU nor the library.
+They let machines without GPU and library plan a run.
 
 Legend: i inputs, o outputs, t tensor-parallel size.
 """

@@ -1,4 +1,4 @@
-"""What every layer of this plugin is made with."""
+"""The shared ingredients of this plugin's layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tools:
-    """Transformer Engine, among which ranks its modules split, and how they compute."""
+    """Transformer Engine, the ranks over which its modules are split, and their options and precision."""
 
     context: BuildContext
     split: Split
@@ -29,14 +29,14 @@ class Tools:
 
     @property
     def device(self) -> str:
-        """Where parameters are made; a word, since modules compare it with ``"meta"``."""
+        """The device of new parameters, as a string, since modules compare it with ``"meta"``."""
         return str(build_device(self.context))
 
     def splitting(self) -> dict[str, Any]:
-        """The arguments by which a module learns of the ranks that share it.
+        """The arguments that describe the ranks over which a module is split.
 
-        There is no tracker of random states: the kernel positions the device's default generator, from which modules
-        draw, before each segment and differently on every rank.
+        No tracker of random states is passed: modules draw from the device's default generator, which the kernel
+        positions before each segment, differently on every rank.
         """
         peers = self.split.peers
         return {
@@ -47,7 +47,7 @@ class Tools:
         }
 
     def product(self) -> dict[str, Any]:
-        """The arguments that every matrix product takes."""
+        """The arguments of every matrix product."""
         return {
             **self.splitting(),
             "params_dtype": self.context.dtypes.param,
@@ -59,5 +59,5 @@ class Tools:
 
 
 def _leave(weight: Tensor) -> Tensor:
-    """Initialise nothing: the kernel fills every parameter by its name."""
+    """Leave the weight uninitialised: the kernel fills every parameter by its name."""
     return weight

@@ -1,8 +1,8 @@
-"""Weight gradients that Transformer Engine computes by itself, made known to the kernel.
+"""Reports weight gradients that Transformer Engine computes by itself to the kernel.
 
-Three ways lead into ``main_grad``. Left alone, a module returns its weight gradient to autograd, and the kernel's hook
-moves it. A fused module adds it to ``main_grad`` and returns nothing, so the kernel must be told that it arrived. A
-delayed one keeps what it needs until ``backward_dw()``, which the kernel calls: at once, or in action W.
+A weight gradient reaches ``main_grad`` in one of three ways. By default a module returns it to autograd, and the
+kernel's hook adds it. A fused module adds it to ``main_grad`` itself and returns nothing, so its arrival must be
+reported. A delayed module keeps its inputs until ``backward_dw()``, which the kernel calls at once or in action W.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class WeightGradient:
-    """Of the ``weight`` of one ``module``, a linear layer of Transformer Engine."""
+    """The gradient of the ``weight`` of one ``module``, a linear layer of Transformer Engine."""
 
     def __init__(self, tools: Tools, module: Any, weight: Parameter) -> None:
         self._gradients, self._module, self._weight = tools.context.gradients, module, weight
@@ -31,7 +31,7 @@ class WeightGradient:
         self._unseen = self._delayed or tools.options.fuse_weight_gradients
 
     def watch(self, x: Tensor) -> Tensor:
-        """The module's input x, marked: when the module's backward is done, its weight gradient is handed over."""
+        """Return the module's input x, marked: the end of the module's backward submits its weight gradient."""
         if not (self._unseen and self._weight.requires_grad and torch.is_grad_enabled()):
             return x
         return after_backward(x, self._hand_over)
@@ -40,20 +40,20 @@ class WeightGradient:
         self._gradients.submit((self._weight,), self._finish)
 
     def _finish(self) -> None:
-        """Compute what was delayed, first in, first out, and leave nothing in ``.grad``.
+        """Compute a delayed gradient, first in, first out, and move it out of ``.grad``.
 
-        When schedules mix whole and split backwards, W may finish another microbatch's: only their sum counts.
+        If a schedule mixes whole and split backwards, W may finish another microbatch's gradient: only the sum counts.
         """
         if self._delayed:
             self._module.backward_dw()
-        if self._weight.grad is not None:  # set by backward_dw, of which autograd and its hooks know nothing
+        if self._weight.grad is not None:  # backward_dw sets it outside autograd, so the kernel's hook did not run
             main_grad(self._weight).add_(self._weight.grad)
             self._weight.grad = None
 
 
 def after_backward(x: Tensor, act: Callable[[], None]) -> Tensor:
-    """Return x [*] as it is; ``act`` is called when the gradient of what was computed from it has been."""
-    # The anchor makes autograd come here even when nobody asks for the gradient of x.
+    """Return x [*] unchanged; the backward calls ``act`` when it reaches x."""
+    # The anchor makes autograd run this backward even if x requires no gradient.
     anchor = torch.empty(0, requires_grad=True)
     result: Tensor = _AfterBackward.apply(x, anchor, act)  # type: ignore[no-untyped-call]  # torch's
     return result

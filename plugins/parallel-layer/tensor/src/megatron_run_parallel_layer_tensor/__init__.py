@@ -1,10 +1,10 @@
 """Parallel layers ``tensor``: each layer split over the ranks of ``parallel.tensor``, as in Megatron-LM.
 
-A transformer layer needs two all-reduces in its forward and two in its backward (Shoeybi et al. 2019, figure 4), or,
-with ``parallel.sequence``, as many pairs of all-gather and reduce-scatter, while norms, dropout and the residual stream
+A transformer layer needs two all-reduces in its forward and two in its backward (Shoeybi et al. 2019, figure 4). With
+``parallel.sequence`` these become pairs of all-gather and reduce-scatter, and norms, dropout and the residual stream
 hold s/t of the sequence (Korthikanti et al. 2022).
 
-The pieces are the kernel's, in ``megatron_run_engine.nn.parallel``; ``linear`` makes layers of them.
+The building blocks are the kernel's, in ``megatron_run_engine.nn.parallel``; ``linear`` makes layers of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Options(BaseModel):
-    """What a user may set in the section ``parallel-layer``."""
+    """The options in section ``parallel-layer``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -34,7 +34,7 @@ class Options(BaseModel):
 
 
 class TensorLayers(SplitLayers):
-    """Makes layers that the ranks of one axis share."""
+    """A factory of layers split over the ranks of one axis."""
 
     def column_linear(
         self,
@@ -45,29 +45,29 @@ class TensorLayers(SplitLayers):
         init: Init,
         norm: nn.Module | None = None,
     ) -> nn.Module:
-        """Its outputs are split, part by part."""
+        """A linear layer whose output features are split, part by part."""
         return ColumnLinear(self.context, self.split, inputs, parts, bias=bias, init=init, norm=norm)
 
     def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
-        """Its inputs are split."""
+        """A linear layer whose input features are split."""
         return RowLinear(self.context, self.split, inputs, outputs, bias=bias, init=init)
 
     def norm(self, kind: Literal["layernorm", "rmsnorm"], size: int, eps: float = 1e-5) -> nn.Module:
-        """Whole on every rank; under sequence parallelism each sees s/t tokens, so its gradient is a part of a sum."""
+        """A norm, replicated. Under sequence parallelism a rank sees s/t tokens, so its gradients are partial."""
         norm: Any = (LayerNorm if kind == "layernorm" else RmsNorm)(self.context, size, eps)
         norm.parameter_specs = {name: self.split.whole(spec) for name, spec in norm.parameter_specs.items()}
         made: nn.Module = norm
         return made
 
     def core_attention(self, shape: AttentionShape, dropout: float) -> nn.Module:
-        """This rank's heads; its key-value heads are those that its query heads share."""
+        """Attention of this rank's query heads and the key-value heads that they share."""
         self.check_heads(shape)
         return CoreAttention(dropout)
 
 
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
-    """Serves tensor and sequence parallelism, and would like two ranks."""
+    """Serves tensor and sequence parallelism; suggests two ranks."""
     return PluginInfo(
         "parallel-layer",
         "tensor",

@@ -1,8 +1,8 @@
 """Linear layers whose matrix is split by columns (its outputs) or by rows (its inputs), as in Megatron-LM.
 
 In the paper's notation Y = X A: a column-parallel layer splits A = [A1, A2] by columns, each rank computes X A_i; a
-row-parallel one splits A by rows, each rank computes X_i A_i and the results add up. One after the other they need no
-communication in between. Weights are stored transposed, [outputs, inputs].
+row-parallel one splits A by rows, each rank computes X_i A_i and the results are summed. A column-parallel layer
+followed by a row-parallel one needs no communication in between. Weights are stored transposed, [outputs, inputs].
 
 Legend: s sequence, b micro batch, i inputs, o outputs, t tensor-parallel size; x is [s, b, *] inside the region and
 [s/t, b, *] outside under sequence parallelism.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ColumnLinear(nn.Module):
-    """This rank's part of the outputs of each of ``parts``, one part after the other."""
+    """Computes this rank's slice of the outputs of each of ``parts``, concatenated."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """Takes this rank's part of the inputs; the partial products of all ranks add up, then comes the bias."""
+    """Takes this rank's slice of the inputs; partial products are summed over the ranks, then the bias is added."""
 
     def __init__(
         self, context: BuildContext, split: Split, inputs: int, outputs: int, *, bias: bool, init: Init

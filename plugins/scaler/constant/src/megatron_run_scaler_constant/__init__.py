@@ -1,6 +1,6 @@
 """Scaler ``constant``: one loss scale for the whole run.
 
-A step whose gradients overflow is skipped and the scale stays: it is the user's, as Megatron-LM's ``--loss-scale`` is.
+A step whose gradients overflow is skipped and the scale stays, as with Megatron-LM's ``--loss-scale``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Options(BaseModel):
-    """The keys of section ``scaler`` when it uses constant. The scale's reciprocal is a normal number of fp32 too."""
+    """The options in section ``scaler``. The bounds keep the scale's reciprocal a normal number of fp32."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -28,7 +28,7 @@ class Options(BaseModel):
 
 
 class ConstantScaler(Scaler):
-    """Never moves, and so has no state."""
+    """A scale that never moves, and so has no state."""
 
     def __init__(self, loss_scale: float, device: torch.device) -> None:
         self._scale = torch.full((1,), loss_scale, dtype=torch.float32, device=device)
@@ -39,11 +39,11 @@ class ConstantScaler(Scaler):
         return self._scale
 
     def update(self, found_inf: torch.Tensor) -> None:
-        """Keep the scale, whatever ``found_inf``, fp32 [1], says."""
+        """Keep the scale, whatever ``found_inf`` (fp32 [1]) is."""
 
 
 def check_config(config: Config, options: Options) -> Iterator[str]:
-    """Notices about a scale that the precision does not need, or that is not exact."""
+    """Notices about a scale that the precision does not need, or that rounds gradients."""
     return scale_notices(config, options.model_dump())
 
 

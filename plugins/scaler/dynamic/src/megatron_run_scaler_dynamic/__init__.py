@@ -3,15 +3,15 @@
 Dynamic loss scaling (Micikevicius et al., "Mixed Precision Training", 2018) with the hysteresis of Megatron-LM. After
 each step, with W the window and H the hysteresis:
 
-- overflow: the growth tracker is 0 again and the hysteresis tracker falls by one; when it is at most 0, the scale backs
-  off: ``max(scale x backoff_factor, min_loss_scale)``;
-- clean: the growth tracker rises by one; at W the scale grows, ``scale x growth_factor``, the growth tracker is 0 again
-  and the hysteresis tracker H.
+- overflow: the growth tracker is reset to 0 and the hysteresis tracker falls by one; at 0 or below, the scale backs off
+  to ``max(scale x backoff_factor, min_loss_scale)``;
+- clean: the growth tracker rises by one; at W the scale grows to ``scale x growth_factor``, and the trackers are reset
+  to 0 and H.
 
-The hysteresis tracker is refilled by growth alone, neither by a clean step nor by a backoff, and so may be negative:
-the first H - 1 overflows after a growth are forgiven, and each one after them backs off.
+Growth alone refills the hysteresis tracker, neither a clean step nor a backoff, so it may be negative: the first H - 1
+overflows after a growth are forgiven, and every later one backs off.
 
-The scale and both trackers live on the device and are written in place: no update reads them on the host.
+The scale and both trackers live on the device and are written in place: no update waits for the device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class DynamicScaler(Scaler):
-    """Its state: ``scale``, fp32 [1], and ``growth_tracker`` and ``hysteresis_tracker``, int64 [1]."""
+    """A scale with the state ``scale``, fp32 [1], and ``growth_tracker`` and ``hysteresis_tracker``, int64 [1]."""
 
     def __init__(self, options: Options, device: torch.device) -> None:
         self._options = options
@@ -46,10 +46,10 @@ class DynamicScaler(Scaler):
         return self._scale
 
     def update(self, found_inf: torch.Tensor) -> None:
-        """Count an overflow, where ``found_inf``, fp32 [1], is above 0, or a clean step, and move the scale.
+        """Count an overflow (``found_inf``, fp32 [1], above 0) or a clean step, and move the scale.
 
-        It stops growing where its reciprocal would no longer be a normal number of fp32. A growth tracker beyond the
-        window, which the state of a run with a longer one may bring, is a full one.
+        It stops growing at LARGEST, to keep its reciprocal a normal number of fp32. The growth tracker may exceed the
+        window, after loading the state of a run with a longer one: it counts as full.
         """
         options, scale = self._options, self._scale
         overflow = found_inf > 0
@@ -69,7 +69,7 @@ class DynamicScaler(Scaler):
         return {name: tensor.item() for name, tensor in self._state().items()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on with the scale and the trackers of ``state``; raises :class:`DataError` when it does not fit."""
+        """Resume with the scale and the trackers of ``state``. Raises :class:`DataError` if it does not fit."""
         mine = self._state()
         if state.keys() != mine.keys():
             raise DataError(
@@ -94,7 +94,7 @@ class DynamicScaler(Scaler):
 
 
 def check_config(config: Config, options: Options) -> Iterator[str]:
-    """Notices about a scale that the precision does not need, or that is not exact."""
+    """Notices about a scale that the precision does not need, or that rounds gradients."""
     return scale_notices(config, options.factors())
 
 

@@ -6,12 +6,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from megatron_run.contracts import scale_text
 
-#: Scales within these bounds, and their reciprocals, are normal numbers of fp32.
+#: Within these bounds a scale and its reciprocal are normal numbers of fp32.
 SMALLEST, LARGEST = 1e-30, 1e30
 
 
 class Options(BaseModel):
-    """The keys of section ``scaler`` when it uses dynamic."""
+    """The options in section ``scaler``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -31,5 +31,5 @@ class Options(BaseModel):
         return smallest
 
     def factors(self) -> dict[str, float]:
-        """The numbers from which scales are made, by name."""
+        """The options that determine scales, by name."""
         return self.model_dump(exclude={"loss_scale_window", "hysteresis"})

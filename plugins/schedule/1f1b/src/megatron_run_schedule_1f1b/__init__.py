@@ -40,7 +40,7 @@ def _stage(stage: int, stages: int, microbatches: int) -> list[Action]:
 
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
-    """Serves pipeline stages, and would like two of them."""
+    """Serves pipeline stages; suggests two."""
     return PluginInfo(
         "schedule",
         "1f1b",
@@ -51,5 +51,5 @@ def megatron_run_plugin_info() -> PluginInfo:
 
 @hookimpl
 def megatron_run_create_schedule() -> Schedule:
-    """Make the schedule; there is nothing to set."""
+    """Make the schedule; it has no options."""
     return OneForwardOneBackward()

@@ -29,7 +29,7 @@ class GPipe(Schedule):
 
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
-    """Serves stages and chunks, and would like two stages."""
+    """Serves stages and chunks; suggests two stages."""
     return PluginInfo(
         "schedule",
         "gpipe",
@@ -40,5 +40,5 @@ def megatron_run_plugin_info() -> PluginInfo:
 
 @hookimpl
 def megatron_run_create_schedule() -> Schedule:
-    """Make the schedule; there is nothing to set."""
+    """Make the schedule; it has no options."""
     return GPipe()

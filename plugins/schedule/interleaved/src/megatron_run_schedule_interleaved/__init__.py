@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: each stage holds several chunks of the model, which makes the bubble that many times smaller.
+"""Interleaved 1F1B: each stage holds V chunks of the model, which makes the bubble V times smaller.
 
 The schedule of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"
 (2021), section 2.2. P stages, p the stage, V chunks a stage, M microbatches, G the size of a microbatch group.
@@ -25,7 +25,7 @@ from megatron_run.hookspecs import hookimpl
 
 
 class Options(BaseModel):
-    """What a user may set in the section ``schedule``."""
+    """The options in section ``schedule``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -103,13 +103,13 @@ def _check_groups(spec: ScheduleSpec, group: int, *, chosen: bool) -> None:
 
 
 def _fits(microbatches: int, stages: int, group: int) -> bool:
-    """Whether there is a whole group, and what is left over is nothing or at least one microbatch a stage."""
+    """Whether there is a whole group, and the last group is empty or has at least one microbatch per stage."""
     remainder = microbatches % group
     return microbatches >= group and (remainder == 0 or remainder >= stages)
 
 
 def _nearest(microbatches: int, stages: int, group: int) -> str:
-    """The nearest numbers of microbatches that fit, below and above: ``"4 or 8"``."""
+    """The nearest numbers of microbatches below and above that fit: ``"4 or 8"``."""
     below = next((m for m in range(microbatches, 0, -1) if _fits(m, stages, group)), None)
     above = next(m for m in count(microbatches) if _fits(m, stages, group))
     return f"{below} or {above}" if below else str(above)
@@ -117,7 +117,7 @@ def _nearest(microbatches: int, stages: int, group: int) -> str:
 
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
-    """Serves stages and chunks, and would like two of each."""
+    """Serves stages and chunks; suggests two of each."""
     return PluginInfo(
         "schedule",
         "interleaved",
@@ -129,5 +129,5 @@ def megatron_run_plugin_info() -> PluginInfo:
 
 @hookimpl
 def megatron_run_create_schedule(options: Options) -> Schedule:
-    """Make the schedule with the group size the user chose."""
+    """Make the schedule with the chosen group size."""
     return Interleaved(options.group_size)

@@ -1,7 +1,7 @@
-"""Zero bubble: the weight gradients, which nobody waits for, fill the time in which a stage would be idle.
+"""Zero bubble: weight gradients, for which no stage waits, fill the time in which a stage would be idle.
 
 The schedules of Qi et al., "Zero Bubble Pipeline Parallelism" (2024). A backward is split: ``I`` makes the input
-gradient that the stage before waits for, ``W`` the weight gradients whenever the schedule says. Two variants:
+gradient, for which the previous stage waits, and ``W`` the weight gradients at any later time. Two variants:
 
 - ``h1``, in the module of that name, keeps the layout of 1F1B and its memory;
 - ``v`` folds the model in two chunks a stage and nearly closes the bubble.
@@ -22,7 +22,7 @@ __all__ = ["Options", "ZeroBubbleH1", "ZeroBubbleV"]
 
 
 class Options(BaseModel):
-    """What a user may set in the section ``schedule``."""
+    """The options in section ``schedule``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -33,7 +33,7 @@ class Options(BaseModel):
 
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
-    """Serves stages and chunks; would like two stages, and for ``v`` two chunks."""
+    """Serves stages and chunks; suggests two stages, and two chunks for ``v``."""
     return PluginInfo(
         "schedule",
         "zero-bubble",
@@ -46,5 +46,5 @@ def megatron_run_plugin_info() -> PluginInfo:
 
 @hookimpl
 def megatron_run_create_schedule(options: Options) -> Schedule:
-    """Make the variant that the user chose."""
+    """Make the chosen variant."""
     return ZeroBubbleV() if options.variant == "v" else ZeroBubbleH1()

@@ -1,4 +1,4 @@
-"""ZB-H1: 1F1B whose weight gradients wait until the stage would.
+"""ZB-H1: 1F1B with weight gradients deferred to the times at which a stage would wait.
 
 P stages, M microbatches, p the stage, every operation one unit long:
 
@@ -37,7 +37,7 @@ def _stage(stage: int, stages: int, microbatches: int) -> list[Action]:
     weights = [Action("W", microbatch, 0) for microbatch in range(microbatches)]
     warmup = min(stages - stage - 1, microbatches)
     actions = forwards[:warmup]
-    for microbatch in range(microbatches):  # steady, then cool-down: no forward is left
+    for microbatch in range(microbatches):  # steady; in the cool-down the slice of forwards is empty
         actions += forwards[warmup + microbatch : warmup + microbatch + 1]
         actions.append(Action("I", microbatch, 0))
         if microbatch >= stage:

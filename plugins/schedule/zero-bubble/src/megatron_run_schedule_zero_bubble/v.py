@@ -4,24 +4,24 @@ Chunk 0 goes down the stages, chunk 1 comes back up: with P stages, position k i
 ``P+k`` is chunk 1 of stage ``P-1-k``. The last stage hands its output to itself, and the first input gradients are made
 where the forwards begin.
 
-The lists come from a list scheduler. Every operation takes one tick, and at each tick every stage runs the first
-operation of a list of preferences that is ready. It is run with each of two habits, and the shorter step is taken:
+The action lists come from a list scheduler. Every operation takes one tick, and at each tick every stage runs the
+first ready operation of a list of preferences. The scheduler runs with each of two habits; the shorter step wins:
 
-- **prompt**: while a stage has forwards to do, a weight gradient follows its input gradient at once. Otherwise a
-  forward comes first, of chunk 1 before chunk 0; then what chunk 0 can do; then what chunk 1 can.
-- **late**: chunk 1 goes first with a forward or an input gradient, the way through the loss; then a forward of chunk 0;
-  weight gradients fill what is left. Where microbatches are few this wins some ticks.
+- **prompt**: while a stage has forwards left, a weight gradient directly follows its input gradient. Otherwise forwards
+  come first, of chunk 1 before chunk 0; then I and W of chunk 0; then I and W of chunk 1.
+- **late**: a forward or an input gradient of chunk 1 comes first, since these lie on the path through the loss; then a
+  forward of chunk 0; the rest fills the gaps. With few microbatches this saves some ticks.
 
-The phases follow. **Warm-up**: forwards only, until the first microbatch is back on stage 0. **Steady**: by turns a
-forward, an input gradient and a weight gradient, of the one chunk and of the other. **Cool-down**: no forward is left;
-input gradients, with weight gradients in every gap.
+The resulting phases: **warm-up**, forwards only, until the first microbatch is back on stage 0; **steady**, a forward,
+an input gradient and a weight gradient by turns, of alternating chunks; **cool-down**, input gradients, with weight
+gradients in every gap.
 
-Both are as short while all operations take the same time. Where they do not, prompt lists bear it better, which the
-tests measure: a late weight gradient moves every later operation of its stage.
+If both are equally short, prompt is taken: when operations take unequal times, a late weight gradient delays every
+later operation of its stage, as the tests measure.
 
 **Memory**: a stage holds a chunk-microbatch from its forward to its weight gradient, at most ``2P`` at once. A chunk is
-half of a stage, so that is the memory of 1F1B's first stage, on every stage. One place is kept for chunk 1, so that the
-oldest microbatch can always go on: nothing can get stuck.
+half of a stage, so that is the memory of 1F1B's first stage, on every stage. One place is reserved for chunk 1, so that
+the oldest microbatch can always advance: the scheduler cannot deadlock.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from megatron_run.errors import ScheduleError
 
 
 class _Habit(NamedTuple):
-    """The (operation, chunk) pairs in the order of preference, and whether W follows I while forwards are left."""
+    """(operation, chunk) pairs by preference, and whether W directly follows I while forwards are left."""
 
     preference: tuple[tuple[Op, int], ...]
     prompt: bool
 
 
-#: Tried in this order; the later one must be faster to be taken.
+#: Tried in this order; on a tie the earlier one is taken.
 _HABITS = (
     _Habit((("F", 1), ("F", 0), ("I", 0), ("W", 0), ("I", 1), ("W", 1)), prompt=True),
     _Habit((("F", 1), ("I", 1), ("F", 0), ("W", 0), ("I", 0), ("W", 1)), prompt=False),
@@ -65,17 +65,17 @@ class ZeroBubbleV(Schedule):
 
 
 class _Step(NamedTuple):
-    """The lists of all stages and how long they take."""
+    """The lists of all stages and their duration."""
 
     ticks: int
     lists: list[list[Action]]
 
 
 class _Run:
-    """A step as the ticks go by.
+    """The state of the list scheduler.
 
-    ``_done[op][k]`` counts the microbatches whose ``op`` position k has done: each goes through them in order, so the
-    count is also the next one's number.
+    ``_done[op][k]`` counts the microbatches for which position k has done ``op``. Positions take microbatches in order,
+    so the count is also the number of the next one.
     """
 
     def __init__(self, stages: int, microbatches: int, habit: _Habit) -> None:
@@ -84,7 +84,7 @@ class _Run:
         self._last: list[tuple[Op, int] | None] = [None] * stages
 
     def to_the_end(self) -> _Step:
-        """Let all stages choose, tick by tick, until every weight gradient is made."""
+        """Run ticks until every weight gradient is made."""
         ticks, lists = 0, [list[Action]() for _ in range(self._stages)]
         while min(self._done["W"]) < self._microbatches:
             for stage, action in self._tick():
@@ -93,7 +93,7 @@ class _Run:
         return _Step(ticks, lists)
 
     def _tick(self) -> list[tuple[int, Action]]:
-        """Run one operation on every stage that has one ready: (stage, action). All see the state before the tick."""
+        """Run one operation on every stage that has one ready; all choose from the state before the tick."""
         chosen = [(stage, choice) for stage in range(self._stages) if (choice := self._choose(stage))]
         ran = []
         for stage, (op, chunk) in chosen:
@@ -104,13 +104,13 @@ class _Run:
         return ran
 
     def _choose(self, stage: int) -> tuple[Op, int] | None:
-        """What ``stage`` does in this tick; None to wait."""
+        """The operation of ``stage`` in this tick; None to wait."""
         last = self._last[stage]
         if self._habit.prompt and last and last[0] == "I" and self._forwards_left(stage):
             return "W", last[1]
         room = 2 * self._stages - self._held(stage)
         for op, chunk in self._habit.preference:
-            fits = op != "F" or room > (1 if chunk == 0 else 0)
+            fits = op != "F" or room > (1 if chunk == 0 else 0)  # the last place is reserved for chunk 1
             position = self._position(stage, chunk)
             if fits and self._done[op][position] < self._inputs(op, position):
                 return op, chunk
@@ -129,7 +129,7 @@ class _Run:
         return any(self._done["F"][self._position(stage, chunk)] < self._microbatches for chunk in (0, 1))
 
     def _held(self, stage: int) -> int:
-        """The chunk-microbatches of ``stage`` between forward and weight gradient."""
+        """Number of chunk-microbatches of ``stage`` between forward and weight gradient."""
         positions = [self._position(stage, chunk) for chunk in (0, 1)]
         return sum(self._done["F"][position] - self._done["W"][position] for position in positions)
 
