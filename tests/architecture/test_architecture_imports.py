@@ -23,15 +23,16 @@ ORDER = (
     ("nn", "data", "optim", "checkpoint", "graphs"),
     ("builtin",),
     ("resolve",),
-    ("run_folder", "training", "interchange"),
+    ("run_folder", "training", "formats"),
     ("trainer",),
     ("launch",),
     ("testing",),
 )
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
-#: What a plugin may import: the kernel below its built-ins, the package's public names, and the conformance suites.
+#: What a plugin may import: the kernel below its built-ins, the package's public names, the conformance suites, and
+#: what formats compare a model gpt with.
 OPEN_TO_PLUGINS = {part for part, level in LEVEL.items() if level < LEVEL["builtin"]} - {"registry"}
-OPEN_TO_PLUGINS |= {*megatron_run.__all__, "testing"}
+OPEN_TO_PLUGINS |= {*megatron_run.__all__, "testing", "formats"}
 
 
 def is_type_checking(node: ast.AST) -> bool:

@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from megatron_run.contracts import KINDS, entry_point_group
+from megatron_run.contracts import KINDS, RUN_KINDS, entry_point_group
 from tests.support.checkout import COMMAND_LINE, KERNEL, MEMBERS, PLUGINS, ROOT, Member, read_project
 
 #: Import packages of these names would shadow others, or claim somebody else's name.
@@ -40,7 +40,7 @@ def test_plugin_has_tests_where_its_name_says(plugin: Member) -> None:
 
 
 def test_built_in_names_follow_from_their_module() -> None:
-    for kind in KINDS:
+    for kind in RUN_KINDS:
         folder = kind.replace("-", "_")
         for name, module in KERNEL.project["entry-points"][entry_point_group(kind)].items():
             assert module == f"megatron_run_engine.builtin.{folder}.{name}"

@@ -1,6 +1,7 @@
 """The contracts: one file per kind. What a plugin must do, in the docstrings; nothing here imports torch."""
 
 from megatron_run.contracts.data import Dataset, DataSource, Split
+from megatron_run.contracts.format import Format, ReadTensor, TranslatedScript, Weights
 from megatron_run.contracts.graph_capture import CaptureSize, GraphCapture, Region
 from megatron_run.contracts.model import Boundary, Chunk, ChunkOut, Microbatch, Model, Segment
 from megatron_run.contracts.observer import (
@@ -15,7 +16,7 @@ from megatron_run.contracts.observer import (
 from megatron_run.contracts.optimizer import Optimizer
 from megatron_run.contracts.parallel_layer import AttentionShape, LinearPart, ParallelLayers, StackedLayers
 from megatron_run.contracts.parameters import Init, ParameterSpec, ParamInfo, Part
-from megatron_run.contracts.plugin import KINDS, PluginInfo, entry_point_group
+from megatron_run.contracts.plugin import KINDS, RUN_KINDS, PluginInfo, entry_point_group
 from megatron_run.contracts.scaler import Scaler, scale_notices, scale_text
 from megatron_run.contracts.schedule import Schedule
 from megatron_run.contracts.state import MASTER, ReadState, StatePiece
@@ -24,6 +25,7 @@ from megatron_run_engine.runtime.context import BuildContext, Dtypes
 __all__ = [
     "KINDS",
     "MASTER",
+    "RUN_KINDS",
     "AttentionShape",
     "Boundary",
     "BuildContext",
@@ -36,6 +38,7 @@ __all__ = [
     "Dataset",
     "Dtypes",
     "EvalMetrics",
+    "Format",
     "GraphCapture",
     "Init",
     "LinearPart",
@@ -49,6 +52,7 @@ __all__ = [
     "Part",
     "PluginInfo",
     "ReadState",
+    "ReadTensor",
     "Region",
     "RunSummary",
     "Scaler",
@@ -59,6 +63,8 @@ __all__ = [
     "StatePiece",
     "StepMetrics",
     "StepTrace",
+    "TranslatedScript",
+    "Weights",
     "entry_point_group",
     "scale_notices",
     "scale_text",
