@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_run.config.request import Request
-from megatron_run.contracts import KINDS
+from megatron_run.contracts import KINDS, RUN_KINDS
 from megatron_run.errors import ExitCode
 from megatron_run.planning import resolve
 from megatron_run_engine.launch import train
@@ -38,9 +38,9 @@ def test_the_example_conforms(kind: str) -> None:
     assert report.passed, [f"{result.name}: {result.message}" for result in report.results if not result.passed]
 
 
-def test_all_eight_train_together(tmp_path: Path) -> None:
+def test_all_that_a_run_chooses_train_together(tmp_path: Path) -> None:
     layers = f"parallel-layer=dense+{example('parallel-layer')}"
-    others = [f"{kind}={example(kind)}" for kind in KINDS if kind != "parallel-layer"]
+    others = [f"{kind}={example(kind)}" for kind in RUN_KINDS if kind != "parallel-layer"]
     config = {
         "run": {"folder": str(tmp_path / "run")},
         "train": {

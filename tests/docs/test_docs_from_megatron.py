@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_run.config.megatron.flag import Verdict
+from megatron_run_format_megatron.flags import Verdict
 from tests.support.flag_tables import PAGE, names, refreshed
 
 

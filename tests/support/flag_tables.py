@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 
-from megatron_run.config.megatron.flag import Verdict
-from megatron_run.config.megatron.flags import FLAGS
+from megatron_run_format_megatron.flags import FLAGS, Verdict
 from tests.support.checkout import ROOT
 
 PAGE = ROOT / "docs" / "from-megatron.md"

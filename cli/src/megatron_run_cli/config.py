@@ -81,14 +81,12 @@ def schema() -> None:
 def from_megatron(script: Path) -> None:
     """Translate a Megatron-LM launch script into a configuration.
 
-    The script is read, never run. The YAML gives the origin of each value and, at its end, flags without counterpart.
-    Flags that would change the training are reported on standard error too.
+    The script is read, never run. The YAML gives the flag behind each value, and at its end the flags without a
+    counterpart. Flags that would change the training are reported on standard error too.
     """
-    from megatron_run.config.megatron.script import load_script
-    from megatron_run.config.megatron.translate import translate
-    from megatron_run.config.megatron.write import yaml
+    from megatron_run.registry.choose_format import format_of_scripts
 
-    translation = translate(load_script(script), str(script))
-    for warning in translation.warnings:
+    translated = format_of_scripts("megatron", "config from-megatron").translate_script(script)
+    for warning in translated.warnings:
         tell(warning)
-    click.echo(yaml(translation, str(script)), nl=False)
+    click.echo(translated.yaml, nl=False)

@@ -56,19 +56,22 @@ def _preset_meant(word: str) -> str:
 
 def _plugin_meant(word: str) -> str:
     """``type --plugin schedule=1f1b`` for the name of an installed plugin, else an empty string."""
+    from megatron_run.contracts.plugin import RUN_KINDS
     from megatron_run.registry.discover import scan
 
-    names = dict.fromkeys(f"--plugin {entry}" for entry in scan().entries if entry.name == word)
+    names = dict.fromkeys(
+        f"--plugin {entry}" for entry in scan().entries if entry.name == word and entry.kind in RUN_KINDS
+    )
     return f"type {' or '.join(names)}" if names else ""
 
 
 def option_meant(option: str) -> str:
     """``type --set train.lr=VALUE`` for ``--lr``, and the like for a kind of plugin; else an empty string."""
     from megatron_run.config.explain import kernel_keys
-    from megatron_run.contracts.plugin import KINDS
+    from megatron_run.contracts.plugin import RUN_KINDS
 
     word = option.lstrip("-").replace("_", "-")
-    if word in KINDS:
+    if word in RUN_KINDS:
         return f"type --plugin {word}=NAME"
     keys = [info.name for info in kernel_keys() if info.key[-1] != "use"]
     meant = [key for key in keys if word in (short := key.replace("_", "-"), short.rpartition(".")[2])]

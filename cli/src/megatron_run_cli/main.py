@@ -14,9 +14,9 @@ from megatron_run import __version__
 from megatron_run.errors import ExitCode, RunError
 from megatron_run_cli.checkpoint import checkpoint
 from megatron_run_cli.config import config
+from megatron_run_cli.convert import export, import_
 from megatron_run_cli.doctor import doctor
 from megatron_run_cli.grammar import Program, option_meant
-from megatron_run_cli.interchange import export, import_
 from megatron_run_cli.output import tell_error
 from megatron_run_cli.plugins import plugins
 from megatron_run_cli.schedule import schedule

@@ -72,11 +72,11 @@ def why(
     as_json: bool,
 ) -> None:
     """Show which plugin of KIND a run would choose, and why."""
+    from megatron_run.contracts.plugin import check_run_kind
     from megatron_run.planning import resolve
-    from megatron_run.registry.choose import check_kind
     from megatron_run.registry.introspect import why as explain
 
-    kind = check_kind(kind, "plugins why")
+    kind = check_run_kind(kind, "plugins why")
     run = resolve(request)
     candidates = explain(kind, run.plugins[kind])
     if as_json:
@@ -108,7 +108,7 @@ def new(kind: str, name: str, folder: Path | None, *, as_json: bool) -> None:
         click.echo(package.folder / file)
     click.echo(f"try it:      megatron-run plugins check {package.folder}")
     click.echo(f"install it:  pip install -e {package.folder}")
-    click.echo(f"choose it:   megatron-run --plugin {package.choice}")
+    click.echo(f"choose it:   {package.command}")
 
 
 @plugins.command()

@@ -80,7 +80,7 @@ def test_an_unknown_kind_is_answered_with_the_nearest_and_all() -> None:
     assert caught.value.exit_code == ExitCode.INPUT
     assert str(caught.value) == (
         f"unknown kind 'scheduler' (from {ORIGIN}); did you mean 'schedule'? the kinds are scaler, optimizer, "
-        "schedule, parallel-layer, graph-capture, model, data, observer"
+        "schedule, parallel-layer, graph-capture, model, data, observer, format"
     )
 
 

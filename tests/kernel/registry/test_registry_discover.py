@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from megatron_run.contracts import KINDS, entry_point_group
+from megatron_run.contracts import KINDS, RUN_KINDS, entry_point_group
 from megatron_run.registry.discover import KERNEL, Entry, scan
 from tests.support.checkout import ENGINE
 from tests.support.checkout import KERNEL as KERNEL_MEMBER
@@ -37,7 +37,7 @@ def test_the_built_ins_are_the_kernels_own_entries() -> None:
     }
     found = {(entry.kind, entry.name, entry.value) for entry in scan().entries if entry.builtin}
     assert found == expected
-    assert {kind for kind, _, _ in found} == set(KINDS)
+    assert {kind for kind, _, _ in found} == set(RUN_KINDS)
 
 
 def test_of_a_distribution_on_two_paths_the_first_wins_with_a_notice(site: FakeSite) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run.contracts import KINDS, entry_point_group
+from megatron_run.contracts import KINDS, RUN_KINDS, entry_point_group
 from megatron_run.errors import ExitCode, InputError
 from megatron_run.registry.discover import Catalog
 from megatron_run.registry.scaffold import new
@@ -39,7 +39,9 @@ def test_one_name_is_derived_everywhere(kind: str, tmp_path: Path) -> None:
         == set(package.files)
         == {"pyproject.toml", "README.md", f"src/{module}/__init__.py", f"tests/test_{module}.py"}
     )
-    assert f"--plugin {package.choice}" in (package.folder / "README.md").read_text()
+    use = f"--plugin {package.choice}" if kind in RUN_KINDS else "import SOURCE FOLDER --from zig-zag"
+    assert package.command == f"megatron-run {use}"
+    assert package.command in (package.folder / "README.md").read_text()
 
 
 def test_a_new_packages_own_test_passes(tmp_path: Path) -> None:

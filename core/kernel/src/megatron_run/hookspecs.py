@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import (
         DataSource,
+        Format,
         GraphCapture,
         Model,
         Observer,
@@ -81,3 +82,8 @@ def megatron_run_create_data(options: BaseModel) -> DataSource:  # type: ignore[
 @hookspec(firstresult=True)
 def megatron_run_create_observer(options: BaseModel) -> Observer:  # type: ignore[empty-body]
     """Make an object that watches the run and never changes it."""
+
+
+@hookspec(firstresult=True)
+def megatron_run_create_format() -> Format:  # type: ignore[empty-body]
+    """Make what reads and writes models of another program; it serves one conversion, and so has no options."""

@@ -120,7 +120,7 @@ def project_entries(folder: Path) -> tuple[Entry, ...]:
 
 def make(plugin: Plugin) -> object:
     """The plugin's object, made on one CPU rank; a parallel-layer factory is given the built-in one as its base."""
-    if plugin.kind in ("schedule", "data", "observer"):  # made without a context, and so without torch
+    if plugin.kind in ("schedule", "data", "observer", "format"):  # made without a context, and so without torch
         return plugin.create()
     import torch
 

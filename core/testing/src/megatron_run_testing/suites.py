@@ -74,6 +74,12 @@ def _observer(plugin: Plugin) -> tuple[Check, ...]:
     return observer_checks(plugin.create)
 
 
+def _format(plugin: Plugin) -> tuple[Check, ...]:
+    from megatron_run_testing.format import format_checks
+
+    return format_checks(plugin.create(), plugin.info.provides)
+
+
 #: Kind -> what makes its checks from a plugin whose options are set. A suite is imported when it is first asked for.
 SUITES: Mapping[str, Callable[[Plugin], tuple[Check, ...]]] = MappingProxyType(
     {
@@ -85,6 +91,7 @@ SUITES: Mapping[str, Callable[[Plugin], tuple[Check, ...]]] = MappingProxyType(
         "model": _model,
         "data": _data,
         "observer": _observer,
+        "format": _format,
     }
 )
 

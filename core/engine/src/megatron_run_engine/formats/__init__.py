@@ -1,7 +1,7 @@
-"""Models from elsewhere, and for elsewhere: each format is one file that reads into ``Weights`` or writes them.
+"""Models from elsewhere, and for elsewhere: the half of a conversion that is the same for every format.
 
-Reading order: ``weights`` (what every format meets in), ``formats`` (the table of formats), ``folder`` (our side), then
-a format.
+``convert`` has the two ways and asks plugins of kind ``format`` for the rest; ``weights`` is our side, a saved step;
+``gpt_tensors`` tells formats which tensors a model ``gpt`` has. Plugins may import the last.
 
-Imports: builtin, checkpoint, config, contracts, errors, planning, registry, run_folder, runtime, training.
+Imports: builtin, checkpoint, config, contracts, errors, planning, registry, run_folder, runtime.
 """

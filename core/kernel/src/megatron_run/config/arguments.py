@@ -10,7 +10,7 @@ from megatron_run.config.layers import SEPARATORS, Layer, assign, plugin_words, 
 from megatron_run.config.origin import Origin, Text, section_of
 from megatron_run.config.problems import Findings
 from megatron_run.config.request import ENVIRONMENT_PREFIX
-from megatron_run.contracts.plugin import KINDS, check_kind
+from megatron_run.contracts.plugin import RUN_KINDS, check_run_kind
 from megatron_run.errors import InputError, did_you_mean
 
 #: A comma starts an option only where ``name=`` follows, so that lists are written bare.
@@ -31,7 +31,7 @@ def command_line_layer(sets: Iterable[str], plugins: Iterable[str], findings: Fi
             kind, equals, rest = text.partition("=")
             if not equals or not rest:
                 raise InputError(f"--plugin {text} names no plugin", fix="write --plugin KIND=NAME, as schedule=1f1b")
-            _plugin(layer, check_kind(kind, str(origin)), rest, origin)
+            _plugin(layer, check_run_kind(kind, str(origin)), rest, origin)
     return layer
 
 
@@ -41,7 +41,7 @@ def environment_layer(environment: Mapping[str, str], findings: Findings, notice
     Any other of ours is a notice, but for the one that asks for faults, which configures nothing.
     """
     layer = Layer()
-    variables = {f"{_PLUGIN_VARIABLE}{section_of(kind).upper()}": kind for kind in KINDS}
+    variables = {f"{_PLUGIN_VARIABLE}{section_of(kind).upper()}": kind for kind in RUN_KINDS}
     for name, text in sorted(environment.items()):
         origin = Origin("environment", f"environment {name}")
         if name in variables:

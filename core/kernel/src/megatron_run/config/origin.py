@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_run.contracts.plugin import KINDS
+from megatron_run.contracts.plugin import RUN_KINDS
 
 #: A key as its parts: ``("train", "lr")``. Sections of kinds are spelt with ``_``.
 Key = tuple[str, ...]
@@ -56,7 +56,7 @@ def section_of(kind: str) -> str:
 
 
 #: Section of a kind -> the kind.
-KIND_SECTIONS = {section_of(kind): kind for kind in KINDS}
+KIND_SECTIONS = {section_of(kind): kind for kind in RUN_KINDS}
 
 
 def dotted(key: Key) -> str:

@@ -5,6 +5,7 @@ Imports: errors.
 
 from megatron_run.contracts.actions import Action, LayoutSpec, Place, ScheduleSpec
 from megatron_run.contracts.data import Dataset, DataSource, Split
+from megatron_run.contracts.format import Format, ReadTensor, TranslatedScript, Weights
 from megatron_run.contracts.graph_capture import CaptureSize, GraphCapture, Region
 from megatron_run.contracts.model import Boundary, Chunk, ChunkOut, Microbatch, Model, Segment
 from megatron_run.contracts.observer import (
@@ -21,7 +22,7 @@ from megatron_run.contracts.observer import (
 from megatron_run.contracts.optimizer import Optimizer
 from megatron_run.contracts.parallel_layer import AttentionShape, LinearPart, ParallelLayers, StackedLayers
 from megatron_run.contracts.parameters import Init, ParameterSpec, ParamInfo, Part
-from megatron_run.contracts.plugin import KINDS, PluginInfo, entry_point_group
+from megatron_run.contracts.plugin import KINDS, RUN_KINDS, PluginInfo, entry_point_group
 from megatron_run.contracts.scaler import Scaler, scale_notices, scale_text
 from megatron_run.contracts.schedule import Schedule
 from megatron_run.contracts.state import MASTER, ReadState, StatePiece
@@ -29,6 +30,7 @@ from megatron_run.contracts.state import MASTER, ReadState, StatePiece
 __all__ = [
     "KINDS",
     "MASTER",
+    "RUN_KINDS",
     "Action",
     "AttentionShape",
     "Bar",
@@ -41,6 +43,7 @@ __all__ = [
     "DataSource",
     "Dataset",
     "EvalMetrics",
+    "Format",
     "GraphCapture",
     "Init",
     "LayoutSpec",
@@ -56,6 +59,7 @@ __all__ = [
     "Place",
     "PluginInfo",
     "ReadState",
+    "ReadTensor",
     "Region",
     "RunSummary",
     "Scaler",
@@ -68,6 +72,8 @@ __all__ = [
     "StepMetrics",
     "StepTrace",
     "Timeline",
+    "TranslatedScript",
+    "Weights",
     "entry_point_group",
     "scale_notices",
     "scale_text",

@@ -25,16 +25,35 @@ KINDS: Mapping[str, int] = MappingProxyType(
         "model": 1,
         "data": 1,
         "observer": 1,
+        "format": 1,
     }
 )
+#: The kinds of which a run chooses plugins: each is a section of a configuration. A format serves one conversion.
+RUN_KINDS = tuple(kind for kind in KINDS if kind != "format")
 
 
-def check_kind(word: str, origin: str) -> str:
-    """The kind that ``word`` names; ``parallel_layer`` is read as ``parallel-layer``. Raises :class:`InputError`."""
+def check_kind(word: str, origin: str, kinds: Iterable[str] = tuple(KINDS)) -> str:
+    """The kind that ``word`` names; ``parallel_layer`` is read as ``parallel-layer``. Raises :class:`InputError`.
+
+    The error for an unknown one lists ``kinds``.
+    """
     kind = word.replace("_", "-")
     if kind not in KINDS:
-        listed = f"the kinds are {', '.join(KINDS)}"
-        raise InputError(f"unknown kind {word!r}", origin=origin, fix=advice(did_you_mean(kind, KINDS), listed))
+        listed = f"the kinds are {', '.join(kinds)}"
+        raise InputError(f"unknown kind {word!r}", origin=origin, fix=advice(did_you_mean(kind, kinds), listed))
+    return kind
+
+
+def check_run_kind(word: str, origin: str) -> str:
+    """The kind that ``word`` names, which a run can choose. Raises :class:`InputError`."""
+    kind = check_kind(word, origin, RUN_KINDS)
+    if kind not in RUN_KINDS:
+        raise InputError(
+            f"a run chooses no {kind}",
+            why=f"a {kind} serves one conversion",
+            origin=origin,
+            fix="type megatron-run import SOURCE FOLDER --from NAME, or export SOURCE FOLDER --to NAME",
+        )
     return kind
 
 
@@ -52,7 +71,7 @@ class PluginInfo:
 
     ``provides`` and ``requires`` are abilities: a configuration key that the plugin serves when it is above 1
     (``parallel.pipeline``), a setting that it serves (``train.precision=fp16``), or any word two plugins agree on; each
-    plugin provides ``kind=name`` without saying so.
+    plugin provides ``kind=name`` without saying so. A format provides ``import``, ``export`` or ``launch-script``.
     ``conflicts`` are abilities that must not be present. ``suggests`` are configuration values that the plugin would
     like where the user said nothing (interleaved: two stages with two chunks each); ``suggests_with`` adds some where
     an option of the plugin has a certain value: ``{"variant=v": {"parallel.chunks": 2}}``.

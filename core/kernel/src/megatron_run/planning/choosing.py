@@ -9,7 +9,7 @@ from megatron_run.config.defaults import default_layer
 from megatron_run.config.layers import Layer, merge
 from megatron_run.config.origin import DEFAULT, Choice, Key, Origin, dotted, section_of
 from megatron_run.config.problems import Findings
-from megatron_run.contracts.plugin import KINDS
+from megatron_run.contracts.plugin import RUN_KINDS, check_run_kind
 from megatron_run.errors import InputError, PluginError
 from megatron_run.planning.saved import saved_with
 from megatron_run.registry.choose import choose
@@ -29,9 +29,9 @@ def choose_plugins(
     catalog: Catalog,
     findings: Findings,
     notices: list[str],
-    kinds: Iterable[str] = tuple(KINDS),
+    kinds: Iterable[str] = RUN_KINDS,
 ) -> dict[str, tuple[Plugin, ...]]:
-    """The plugins of ``kinds``, which is every kind unless said, loaded.
+    """The plugins of ``kinds``, which are all that a run chooses unless said, loaded.
 
     A kind with a problem is left out, and the problem is in ``findings``.
     """
@@ -55,6 +55,7 @@ def _given(objects: Iterable[object], findings: Findings) -> dict[str, tuple[Plu
     for candidate in objects:
         with findings.collect():
             plugin = from_object(candidate)
+            check_run_kind(plugin.kind, str(plugin))
             given[plugin.kind] = (*given.get(plugin.kind, ()), plugin)
             if len(given[plugin.kind]) > 1 and plugin.kind not in _ADDED:
                 raise InputError(f"{plugin.kind} is given twice", origin="python", fix="hand in one object")

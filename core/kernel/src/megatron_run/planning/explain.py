@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.config.explain import KeyInfo, json_schema, kernel_keys, model_keys
 from megatron_run.config.origin import KIND_SECTIONS, section_of
-from megatron_run.contracts.plugin import KINDS
+from megatron_run.contracts.plugin import RUN_KINDS
 from megatron_run.errors import InputError, PluginError, did_you_mean
 from megatron_run.planning.show import show_json
 from megatron_run.registry.choose import choose
@@ -58,17 +58,17 @@ def all_keys(plugins: Iterable[Plugin]) -> Iterator[KeyInfo]:
 
 def schema(plugins: Iterable[Plugin]) -> dict[str, Any]:
     """The JSON schema of a configuration that may use any of ``plugins``."""
-    options: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+    options: dict[str, dict[str, Any]] = {kind: {} for kind in RUN_KINDS}
     for plugin in plugins:
         options[plugin.kind][plugin.name] = plugin.options_model
     return json_schema(options)
 
 
 def installed_plugins() -> tuple[tuple[Plugin, ...], tuple[str, ...]]:
-    """Every installed plugin that can be loaded, and one notice for each that cannot."""
+    """Every installed plugin that a run can choose and that loads, and one notice for each that does not."""
     catalog = scan()
     plugins, notices = [], []
-    for entry in catalog.entries:
+    for entry in (entry for entry in catalog.entries if entry.kind in RUN_KINDS):
         try:
             plugins.append(
                 load(choose(catalog, entry.kind, f"{entry.distribution}:{entry.name}", "installed"), "installed")

@@ -21,7 +21,7 @@ from megatron_run.config.sources import read_layers
 from megatron_run.config.validate import validate_section
 from megatron_run.config.values import plain
 from megatron_run.contracts.actions import Place
-from megatron_run.contracts.plugin import KINDS
+from megatron_run.contracts.plugin import RUN_KINDS
 from megatron_run.contracts.schema import (
     CheckpointSection,
     Config,
@@ -186,7 +186,7 @@ class _Resolver:
 
         A precision that none serves and layers that do not stack are problems too, but a schedule can be planned.
         """
-        if not plugins.keys() >= KINDS.keys():  # the plugin that is missing might have been the one that serves
+        if not plugins.keys() >= set(RUN_KINDS):  # the plugin that is missing might have been the one that serves
             return False
         everyone = [plugin for many in plugins.values() for plugin in many]
         sizes = {f"parallel.{key}": getattr(parallel, key) for key in _SERVED} if parallel is not None else {}

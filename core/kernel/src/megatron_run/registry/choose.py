@@ -24,7 +24,7 @@ def choose(catalog: Catalog, kind: str, word: str, origin: str) -> Entry:
     for a plugin that was made for another version of the kernel.
     """
     kind = check_kind(kind, origin)
-    entry = _from_file(kind, word, origin) if _is_file(word) else _installed(catalog, kind, word, origin)
+    entry = _from_file(kind, word, origin) if is_file(word) else _installed(catalog, kind, word, origin)
     problem = kernel_problem(entry)
     if problem:
         raise PluginError(
@@ -45,7 +45,8 @@ def kernel_problem(entry: Entry) -> str:
     return "" if fits else f"it needs {KERNEL}{entry.requires_kernel}, and {__version__} is installed"
 
 
-def _is_file(word: str) -> bool:
+def is_file(word: str) -> bool:
+    """Whether ``word`` is the path of a single-file plugin, and no name."""
     return word.endswith(".py") or "/" in word
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pydantic import BaseModel
 
 from megatron_run import hookspecs
-from megatron_run.contracts.plugin import KINDS, PluginInfo
+from megatron_run.contracts.plugin import KINDS, RUN_KINDS, PluginInfo
 from megatron_run.errors import did_you_mean
 
 #: Fields of PluginInfo and the type each must have.
@@ -66,6 +66,8 @@ def info_difference(info: object, kind: str, name: str) -> str:
         return f"says {info.kind}={info.name}, and it was chosen as {kind}={name}"
     if info.api > KINDS[kind]:
         return f"says api={info.api}, and this kernel knows {kind} up to api={KINDS[kind]}: a newer kernel is needed"
+    if kind not in RUN_KINDS and info.options is not None:
+        return f"says options={info.options!r}, and a {kind} has none: nothing could set them"
     return _options_difference(info.options)
 
 

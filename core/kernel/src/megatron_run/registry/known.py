@@ -74,6 +74,9 @@ KNOWN: tuple[Known, ...] = (
     Known("data", "indexed"),
     Known("observer", "tensorboard", available=True),
     Known("observer", "trace", available=True),
+    Known("format", "huggingface", available=True, provides=frozenset({"import", "export"})),
+    Known("format", "megatron", available=True, provides=frozenset({"import", "launch-script"})),
+    Known("format", "distributed", available=True, provides=frozenset({"import", "export"})),
 )
 
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron_run.contracts import (
     DataSource,
+    Format,
     GraphCapture,
     Model,
     Observer,
@@ -38,6 +39,7 @@ CONTRACTS: Mapping[str, type] = MappingProxyType(
         "model": Model,
         "data": DataSource,
         "observer": Observer,
+        "format": Format,
     }
 )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from string import Template
 
 from megatron_run import __version__
-from megatron_run.contracts.plugin import check_kind, entry_point_group
+from megatron_run.contracts.plugin import RUN_KINDS, check_kind, entry_point_group
 from megatron_run.errors import InputError
 from megatron_run.registry.discover import KERNEL, Catalog, scan
 
@@ -19,12 +19,16 @@ _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 @dataclass(frozen=True)
 class Package:
-    """A package that was written: its folder, its files relative to it, and how its plugin is chosen."""
+    """A package that was written: its folder, its files relative to it, and how its plugin is chosen.
+
+    ``command`` is what to type to use the plugin once the package is installed.
+    """
 
     folder: Path
     files: tuple[str, ...]
     distribution: str
     choice: str
+    command: str
 
 
 def new(kind: str, name: str, folder: Path | None = None, catalog: Catalog | None = None) -> Package:
@@ -36,11 +40,12 @@ def new(kind: str, name: str, folder: Path | None = None, catalog: Catalog | Non
     _check_name(kind, name, scan() if catalog is None else catalog)
     distribution = f"megatron-run-{kind}-{name}"
     folder = Path(distribution) if folder is None else folder
-    choice = f"dense+{name}" if kind == "parallel-layer" else name  # its template is a layer on top of another's
+    choice = f"{kind}={'dense+' if kind == 'parallel-layer' else ''}{name}"  # that template stands on another's layers
+    use = f"--plugin {choice}" if kind in RUN_KINDS else f"import SOURCE FOLDER --from {name}"
     words = {
         "kind": kind,
         "name": name,
-        "choice": choice,
+        "command": f"megatron-run {use}",
         "distribution": distribution,
         "package": distribution.replace("-", "_"),
         "group": entry_point_group(kind),
@@ -48,7 +53,7 @@ def new(kind: str, name: str, folder: Path | None = None, catalog: Catalog | Non
         "requirements": ", ".join(f'"{name}{_compatible(__version__)}"' for name in _requirements(kind)),
     }
     written = _write(folder, {path: _fill(template, words) for path, template in _plan(kind, words)})
-    return Package(folder, written, distribution, f"{kind}={choice}")
+    return Package(folder, written, distribution, choice, words["command"])
 
 
 def _requirements(kind: str) -> tuple[str, ...]:

@@ -1,0 +1,155 @@
+"""Choosing a format for one conversion: by its name, or by the files of what is to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_run.contracts.format import (
+    EXPORT,
+    FORMAT_ABILITIES,
+    IMPORT,
+    LAUNCH_SCRIPT,
+    Format,
+    TranslatedScript,
+    Weights,
+)
+from megatron_run.errors import CheckpointError, InputError, PluginError, RunError, advice, did_you_mean
+from megatron_run.registry.choose import choose, is_file
+from megatron_run.registry.difference import in_one_line
+from megatron_run.registry.discover import Catalog, Entry, scan
+from megatron_run.registry.known import KNOWN, known_plugin
+from megatron_run.registry.load import Plugin, load
+
+_KIND = "format"
+#: What to say of a format without an ability.
+_CANNOT = dict(
+    zip(FORMAT_ABILITIES, ("cannot be imported", "cannot be exported to", "translates no launch scripts"), strict=True)
+)
+
+
+@dataclass(frozen=True)
+class ChosenFormat:
+    """A loaded plugin of kind ``format`` and the object that it made.
+
+    Its methods are those of :class:`~megatron_run.contracts.Format`. An exception that is no :class:`RunError` becomes
+    a :class:`PluginError` that names the plugin.
+    """
+
+    plugin: Plugin
+    made: Format
+
+    @property
+    def name(self) -> str:
+        """The name of the plugin, as ``--from`` and ``--to`` take it."""
+        return self.plugin.name
+
+    def recognises(self, source: Path) -> bool:
+        """Whether the files in ``source`` are of this format."""
+        with self._named("recognises"):
+            return self.made.recognises(source)
+
+    def read(self, source: Path) -> Weights:
+        """The model in ``source``."""
+        with self._named("read"):
+            return self.made.read(source)
+
+    def write(self, weights: Weights, folder: Path) -> None:
+        """Write the model into the empty ``folder``. An OSError passes: it is the disk's failure."""
+        with self._named("write", (RunError, OSError)):
+            self.made.write(weights, folder)
+
+    def translate_script(self, script: Path) -> TranslatedScript:
+        """The configuration that a launch script asks for."""
+        with self._named("translate_script"):
+            return self.made.translate_script(script)
+
+    @contextmanager
+    def _named(self, method: str, passing: tuple[type[Exception], ...] = (RunError,)) -> Iterator[None]:
+        try:
+            yield
+        except passing:
+            raise
+        except Exception as cause:
+            raise self.plugin.failed(method, in_one_line(cause)) from cause
+
+
+def format_to_read(source: Path, word: str | None = None, catalog: Catalog | None = None) -> ChosenFormat:
+    """The format in which ``source`` is read: the one that ``word`` names, else the one that recognises its files.
+
+    Raises a :class:`RunError` where there is no such source or format, and where several formats recognise it.
+    """
+    if not source.exists():
+        raise CheckpointError(f"there is no {source}")
+    catalog = scan() if catalog is None else catalog
+    if word:
+        return _named(word, IMPORT, f"--from {word}", catalog)
+    readable, broken = _installed(IMPORT, catalog)
+    found = []
+    for each in readable:
+        try:
+            found += [each] if each.recognises(source) else []
+        except PluginError as error:
+            broken.append(str(error))
+    if len(found) > 1:
+        choices = " or ".join(f"--from {_word(each.plugin, catalog)}" for each in found)
+        raise CheckpointError(f"{source} is in {len(found)} formats", fix=f"say which: {choices}")
+    if found:
+        return found[0]
+    known = "; ".join([*(f"{each.name}: {each.made.files}" for each in readable), *broken])
+    absent = (known for known in KNOWN if known.kind == _KIND and not catalog.offering(_KIND, known.name))
+    more = " or ".join(each.how_to_get for each in absent if IMPORT in each.provides)
+    fix = advice("say which: --from FORMAT", more and f"for more formats: {more}")
+    raise CheckpointError(f"{source} is in no format that is known", why=known, fix=fix)
+
+
+def format_to_write(word: str, catalog: Catalog | None = None) -> ChosenFormat:
+    """The format ``word``, which can be written. Raises a :class:`RunError`."""
+    return _named(word, EXPORT, f"--to {word}", scan() if catalog is None else catalog)
+
+
+def format_of_scripts(word: str, origin: str, catalog: Catalog | None = None) -> ChosenFormat:
+    """The format ``word``, whose trainer's launch scripts can be translated. Raises a :class:`RunError`."""
+    return _named(word, LAUNCH_SCRIPT, origin, scan() if catalog is None else catalog)
+
+
+def _named(word: str, ability: str, origin: str, catalog: Catalog) -> ChosenFormat:
+    """The format that ``word`` names: NAME, DIST:NAME or a file ``./mine.py``."""
+    name = word.rpartition(":")[2]
+    if is_file(word) or catalog.offering(_KIND, name) or known_plugin(_KIND, name):
+        chosen = _load(choose(catalog, _KIND, word, origin), origin)
+        if ability in chosen.plugin.provides:
+            return chosen
+        what, guess = f"{chosen.plugin} {_CANNOT[ability]}", False
+    else:
+        what, guess = f"there is no format {word!r}", True
+    names = [each.name for each in _installed(ability, catalog)[0]]
+    listed = f"known are {', '.join(names) or 'none'}"
+    raise InputError(what, fix=(guess and did_you_mean(word, names)) or listed)
+
+
+def _installed(ability: str, catalog: Catalog) -> tuple[list[ChosenFormat], list[str]]:
+    """Every installed format with ``ability``, and what is wrong with those that cannot be loaded."""
+    found, broken = [], []
+    for entry in catalog.of_kind(_KIND):
+        try:
+            chosen = _load(choose(catalog, _KIND, f"{entry.distribution}:{entry.name}", "installed"), "installed")
+        except PluginError as error:
+            broken.append(f"{entry} is left out: {error.why or error.what}")
+        else:
+            found += [chosen] if ability in chosen.plugin.provides else []
+    return found, broken
+
+
+def _load(entry: Entry, origin: str) -> ChosenFormat:
+    plugin = load(entry, origin)
+    made: Format = plugin.create()
+    return ChosenFormat(plugin, made)
+
+
+def _word(plugin: Plugin, catalog: Catalog) -> str:
+    """What names this plugin and no other."""
+    alone = len(catalog.offering(_KIND, plugin.name)) == 1
+    return plugin.word if alone else f"{plugin.distribution}:{plugin.name}"

@@ -1,0 +1,44 @@
+"""Folders that ``transformers`` loads: ``config.json`` beside safetensors, of GPT-2 and Llama.
+
+Reading order: ``family`` (how a family of models is described), ``gpt2`` and ``llama`` (the two), ``tensor_files``
+(safetensors in one file or several), ``model_folder`` (reading and writing). Tokenizers are not converted: they are no
+part of a model here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_run.contracts import Format, PluginInfo, Weights
+from megatron_run.hookspecs import hookimpl
+from megatron_run_format_huggingface import model_folder
+
+
+class HuggingFace(Format):
+    """GPT-2 and Llama as ``transformers`` saves them."""
+
+    files = "config.json and model.safetensors"
+
+    def recognises(self, source: Path) -> bool:
+        """By ``config.json`` beside weights; pickled ones too, so that :meth:`read` can say why it refuses them."""
+        return model_folder.is_model_folder(source)
+
+    def read(self, source: Path) -> Weights:
+        """The model in ``source``. Raises :class:`CheckpointError` with every reason why it has no counterpart here."""
+        return model_folder.read(source)
+
+    def write(self, weights: Weights, folder: Path) -> None:
+        """Write ``config.json`` and fp32 weights. Raises :class:`InputError` where no family can hold the model."""
+        model_folder.write(weights, folder)
+
+
+@hookimpl
+def megatron_run_plugin_info() -> PluginInfo:
+    """Describe the plugin."""
+    return PluginInfo("format", "huggingface", provides=frozenset({"import", "export"}))
+
+
+@hookimpl
+def megatron_run_create_format() -> Format:
+    """Make the format."""
+    return HuggingFace()

@@ -1,0 +1,142 @@
+"""Reading and writing a folder that ``transformers`` loads."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_run.contracts import ReadTensor, Weights
+from megatron_run.errors import CheckpointError, InputError
+from megatron_run_engine.checkpoint.files import FileSystem
+from megatron_run_engine.formats.gpt_tensors import (
+    gpt_options,
+    logical_shapes,
+    longest_sequence,
+    names_fault,
+    shapes_fault,
+)
+from megatron_run_format_huggingface.family import HEAD
+from megatron_run_format_huggingface.gpt2 import GPT2
+from megatron_run_format_huggingface.llama import LLAMA
+from megatron_run_format_huggingface.tensor_files import (
+    INDEX,
+    PICKLED,
+    SHARD,
+    SINGLE,
+    Tensors,
+    read_json,
+    write_json,
+    write_tensor_files,
+)
+
+if TYPE_CHECKING:
+    from megatron_run_engine.formats.gpt_tensors import GptOptions
+    from megatron_run_format_huggingface.family import Config, Family
+
+#: The families that have a counterpart here, by ``model_type``.
+FAMILIES = {family.model_type: family for family in (GPT2, LLAMA)}
+CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
+#: Types of unquantised weights.
+_WEIGHTS = ("F64", "F32", "F16", "BF16")
+#: Buffers in old files: masks and angles, which follow from the configuration.
+_BUFFERS = re.compile(r".*\.attn\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq")
+
+
+def is_model_folder(source: Path) -> bool:
+    """Whether ``source`` has ``config.json`` beside weights, pickled ones included."""
+    weights = [source / SINGLE, source / INDEX, *source.glob(f"{PICKLED}*.bin")]
+    return (source / CONFIG).is_file() and any(path.is_file() for path in weights)
+
+
+def read(source: Path) -> Weights:
+    """The model in the folder ``source``; headers are read now, values later.
+
+    Raises :class:`CheckpointError` with every reason why it cannot be imported.
+    """
+    config = read_json(source / CONFIG)
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        kind, known = config.get("model_type"), " and ".join(FAMILIES)
+        raise CheckpointError(f"{source} holds a model of type {kind!r}", why=f"only {known} have counterparts here")
+    config = {**family.defaults, **config}
+    options, longest = _model(source, family, config)
+    tensors = Tensors(source)
+    described = gpt_options(Weights(options, {}, sequence_length=longest))
+    shapes, rows = logical_shapes(described, longest), family.rows(described)
+    # The output layer of a tied model follows from the word embedding.
+    left_out = {HEAD} if described.tie_embeddings else set()
+    names = [name for name in tensors.entries if name not in left_out and not _BUFFERS.fullmatch(name)]
+    full_names = {name.removeprefix(family.prefix): name for name in names}
+    found = {name: tensors.entries[full].shape for name, full in full_names.items()}
+    fault = shapes_fault(found, {row.theirs: row.shape(shapes) for row in rows}) or _quantised(tensors, full_names)
+    if fault:
+        raise CheckpointError(f"the tensors in {source} do not match its {CONFIG}", why=fault)
+    readers: dict[str, ReadTensor] = {}
+    for row in rows:
+        readers |= row.unpack(tensors.reader(full_names[row.theirs]), shapes)
+    notes = (*family.notes(config), *_tokenizer_note(source))
+    return Weights(options, readers, sequence_length=longest, notes=notes)
+
+
+def write(weights: Weights, folder: Path) -> None:
+    """Write ``config.json`` and the weights, in fp32, into ``folder``.
+
+    Raises :class:`InputError` with every reason why none of the families can hold the model.
+    """
+    options = gpt_options(weights)
+    family = _family_for(options)
+    fault = names_fault(weights.tensors, logical_shapes(options, weights.sequence_length))
+    if fault:
+        raise InputError("the model has no counterpart at Hugging Face", why=fault)
+    rows, files = family.rows(options), FileSystem()
+    names = {row.theirs: row.theirs if row.theirs == HEAD else family.prefix + row.theirs for row in rows}
+    tensors = ((names[row.theirs], partial(row.pack, weights.tensors)) for row in rows)
+    write_tensor_files(folder, tensors, files, SHARD)
+    config = {
+        "model_type": family.model_type,
+        **family.config(options, longest_sequence(options, weights.sequence_length)),
+        "dtype": "float32",
+        "torch_dtype": "float32",  # the key's name in older versions
+        "bos_token_id": None,  # the tokenizer is unknown, and the family's default belongs to another one
+        "eos_token_id": None,
+    }
+    write_json(folder / CONFIG, config, files)
+    files.sync_folder(folder)
+
+
+def _model(source: Path, family: Family, config: Config) -> tuple[dict[str, object], int]:
+    """The ``model`` section and the longest sequence. Raises :class:`CheckpointError`."""
+    try:
+        reasons = family.unsupported(config)
+        if "quantization_config" in config:
+            reasons.append("its weights are quantised")
+        if reasons:
+            raise CheckpointError(f"{source} cannot be imported", why="; ".join(reasons))
+        return family.model(config), int(config[family.positions])
+    except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{source / CONFIG} cannot be used", why=why) from error
+
+
+def _quantised(tensors: Tensors, full_names: dict[str, str]) -> str:
+    kinds = {name: tensors.entries[full].dtype for name, full in full_names.items()}
+    other = next((name for name, dtype in kinds.items() if dtype not in _WEIGHTS), None)
+    return f"{other} has values of type {kinds[other]}" if other else ""
+
+
+def _tokenizer_note(source: Path) -> tuple[str, ...]:
+    path = source / _TOKENIZER
+    return (f"its tokenizer stays where it is: --set data.tokenizer={path}",) if path.is_file() else ()
+
+
+def _family_for(options: GptOptions) -> Family:
+    mismatches = {name: family.mismatches(options) for name, family in FAMILIES.items()}
+    fitting = next((name for name, reasons in mismatches.items() if not reasons), None)
+    if fitting is None:
+        why = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in mismatches.items())
+        raise InputError(
+            "the model has no counterpart at Hugging Face", why=f"no {why}", fix="--to distributed writes any model"
+        )
+    return FAMILIES[fitting]

@@ -1,0 +1,110 @@
+"""Importing a checkpoint of Megatron-LM, whether its ranks wrote a file each or ``torch_dist``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megatron_run.contracts import Weights
+from megatron_run.errors import CheckpointError, InputError
+from megatron_run_format_megatron.network import (
+    WITH_PADDING,
+    Setting,
+    experts,
+    find_vocabulary,
+    is_rotated,
+    network,
+    network_faults,
+)
+from megatron_run_format_megatron.rank_files import Found, count_of, is_sharded, read_shards
+from megatron_run_format_megatron.tensor_names import Network, our_tensors
+from megatron_run_format_megatron.torch_dist import is_distributed, read_distributed
+
+#: The file that names the newest step.
+LATEST = "latest_checkpointed_iteration.txt"
+_STEP = re.compile(r"[0-9]{1,18}")
+
+
+def is_checkpoint(source: Path) -> bool:
+    """Whether ``source`` is a folder of Megatron's checkpoints, or one of its steps."""
+    return (source / LATEST).is_file() or is_sharded(source) or is_distributed(source)
+
+
+def read(source: Path) -> Weights:
+    """The model in ``source``, a step's folder or the folder of all steps, whose newest counts. Values are read later.
+
+    Raises :class:`CheckpointError` with every reason why the network has no counterpart here, and for files that are
+    damaged or unsafe.
+    """
+    folder = _step_folder(source)
+    found = read_shards(folder) if is_sharded(folder) else read_distributed(folder)
+    try:
+        reasons = list(network_faults(found.arguments))
+        vocabulary = _vocabulary(found)
+        settings = (*network(found.arguments), *experts(found.arguments), vocabulary)
+        layout = _layout(found, vocabulary.value)
+    except (TypeError, ValueError, ArithmeticError, InputError) as error:
+        raise CheckpointError(f"the arguments in {source} are damaged", why=str(error)) from error
+    if reasons:
+        raise CheckpointError(f"{source} cannot be imported", why="; ".join(reasons))
+    longest = found.arguments.get("max_position_embeddings" if not is_rotated(found.arguments) else "seq_length")
+    return Weights(
+        config={setting.key.removeprefix("model."): setting.value for setting in settings},
+        tensors=our_tensors(layout, found.tensors, str(source)),
+        step=found.step,
+        sequence_length=longest if isinstance(longest, int) else None,
+        notes=tuple(_notes(found, vocabulary)),
+    )
+
+
+def _step_folder(source: Path) -> Path:
+    """The folder of one step in ``source``."""
+    if not (source / LATEST).is_file():
+        if is_sharded(source) or is_distributed(source):
+            return source
+        raise CheckpointError(f"{source} holds no checkpoint of Megatron", fix="name the folder with iter_*, or one")
+    word = (source / LATEST).read_text("utf-8", errors="replace")[:100].strip()
+    if word != "release" and not _STEP.fullmatch(word):
+        raise CheckpointError(f"{source / LATEST} is damaged", why=f"{word!r} is no number of a step")
+    folder = source / (word if word == "release" else f"iter_{int(word):07d}")
+    if not (is_sharded(folder) or is_distributed(folder)):
+        raise CheckpointError(f"{folder} holds no checkpoint", why=f"{source / LATEST} says that it is the newest")
+    return folder
+
+
+def _vocabulary(found: Found) -> Setting:
+    """The size of the vocabulary: from the arguments, else the rows of the embedding, padding included."""
+    said = find_vocabulary(found.arguments)
+    if said is not None:
+        return said
+    rows = sum(len(read()) for read in found.tensors.get("embedding.word_embeddings.weight", ()))
+    return Setting("model.vocab_size", rows, WITH_PADDING)
+
+
+def _layout(found: Found, vocabulary: int) -> Network:
+    """What the layouts of tensors depend on. Raises ValueError where the arguments do not tell."""
+    given = found.arguments.get
+    heads = count_of(found.arguments, "num_attention_heads")
+    groups = count_of(found.arguments, "num_query_groups") if given("group_query_attention") else heads
+    if not groups or heads % groups:
+        raise ValueError(f"{heads} heads in {groups} groups")
+    return Network(
+        groups=groups,
+        queries=heads // groups,
+        vocab=vocabulary,
+        gated=bool(given("swiglu")),
+        experts=count_of(found.arguments, "num_experts"),
+        tied=not given("untie_embeddings_and_output_weights"),
+        centred=bool(given("apply_layernorm_1p")),
+    )
+
+
+def _notes(found: Found, vocabulary: Setting) -> list[str]:
+    """What the user should know about values that were not imported."""
+    notes = []
+    if vocabulary.why == WITH_PADDING:
+        notes.append(f"the vocabulary is the embedding's, {WITH_PADDING}")
+    precision = next((name for name in ("bf16", "fp16") if found.arguments.get(name)), "")
+    if precision and not found.masters:
+        notes.append(f"weights are those of the {precision} model: the optimizer's fp32 values are not taken")
+    return notes

@@ -1,0 +1,188 @@
+"""The suite of kind format notices a format that breaks the contract."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_run.contracts import Format, TranslatedScript, Weights
+from megatron_run.errors import CheckpointError, InputError
+from megatron_run_testing.format import format_checks
+from tests.support.conformance import failures
+
+BOTH = frozenset({"import", "export"})
+RECOGNISES, IMPLEMENTS = "it recognises nothing in a folder of others", "it provides what it implements"
+OWN, UNTOUCHED = "what it writes it recognises", "writing changes no tensor"
+UNKNOWN, OTHERS = "a model that it cannot hold is refused", "a folder of others is refused with a reason"
+BACK, DAMAGE = "a model comes back as it was written", "a file that is cut short is refused, or not needed"
+SCRIPTS = "a file that is no launch script is refused with a reason"
+
+
+class Text(Format):
+    """A model as one JSON file. It conforms; the broken ones below change one thing each."""
+
+    files = "model.txt"
+
+    def recognises(self, source: Path) -> bool:
+        return (source / "model.txt").is_file()
+
+    def read(self, source: Path) -> Weights:
+        try:
+            about = json.loads((source / "model.txt").read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError("no", why=str(error)) from error
+        tensors = {name: partial(torch.tensor, values) for name, values in about["tensors"].items()}
+        return Weights(about["model"], tensors, sequence_length=about["length"])
+
+    def write(self, weights: Weights, folder: Path) -> None:
+        values = {name: read().tolist() for name, read in weights.tensors.items()}
+        about = {"model": dict(weights.config), "length": weights.sequence_length, "tensors": values}
+        (folder / "model.txt").write_text(json.dumps(about))
+
+
+class Anything(Text):
+    def recognises(self, source: Path) -> bool:
+        return source.is_dir()
+
+
+class Shy(Text):
+    def recognises(self, source: Path) -> bool:
+        return False
+
+
+class Wordless(Text):
+    files = ""
+
+
+class Careless(Text):
+    def read(self, source: Path) -> Weights:
+        about = json.loads((source / "model.txt").read_text())
+        return Weights(about["model"], {}, sequence_length=about["length"])
+
+
+class Cleaning(Text):
+    def write(self, weights: Weights, folder: Path) -> None:
+        super().write(weights, folder)
+        next(iter(weights.tensors.values()))().zero_()
+
+
+def changed(weights: Weights, change: Callable[[Tensor], Tensor]) -> Weights:
+    """The same model, whose readers change what they read."""
+    tensors = {name: partial(change, read()) for name, read in weights.tensors.items()}
+    return replace(weights, tensors=tensors)
+
+
+class HalfPrecision(Text):
+    def read(self, source: Path) -> Weights:
+        return changed(super().read(source), torch.Tensor.half)
+
+
+class Rounding(Text):
+    def write(self, weights: Weights, folder: Path) -> None:
+        super().write(changed(weights, lambda tensor: tensor.bfloat16().float()), folder)
+
+
+class Forgetful(Text):
+    """Keeps neither what the model is, nor how long its sequences are, nor its last tensor."""
+
+    def __init__(self, **changes: Any) -> None:
+        self._changes = changes
+
+    def read(self, source: Path) -> Weights:
+        found = super().read(source)
+        config = {**found.config, **self._changes.get("config", {})}
+        tensors = dict(list(found.tensors.items())[: self._changes.get("last")])
+        length = self._changes.get("length", found.sequence_length)
+        step = self._changes.get("step", found.step)
+        return Weights(config, tensors, step, length, moments=self._changes.get("moments", {}))
+
+
+class Trusting(Text):
+    """Takes whatever bytes a cut file has for zeros."""
+
+    def read(self, source: Path) -> Weights:
+        found = source / "model.txt"
+        if found.is_file() and not found.read_text().endswith("}}"):
+            return Weights({}, {})
+        return super().read(source)
+
+
+class Unwilling(Text):
+    def write(self, weights: Weights, folder: Path) -> None:
+        raise InputError("never")
+
+
+class Scripts(Format):
+    files = "train.sh"
+
+    def __init__(self, answer: Exception | TranslatedScript) -> None:
+        self._answer = answer
+
+    def recognises(self, source: Path) -> bool:
+        return False
+
+    def translate_script(self, script: Path) -> TranslatedScript:
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+
+def broken(made: Format, provides: Iterable[str] = BOTH) -> dict[str, str]:
+    return failures(format_checks(made, frozenset(provides)))
+
+
+def test_a_format_that_conforms_passes() -> None:
+    assert broken(Text()) == {}
+    assert broken(Scripts(InputError("this is no script")), {"launch-script"}) == {}
+    assert len(format_checks(Text(), BOTH)) == 8
+
+
+@pytest.mark.parametrize(
+    ("made", "check", "said"),
+    [
+        (Anything(), RECOGNISES, "recognises gives True for an empty folder"),
+        (Shy(), OWN, "gpt2: recognises does not give True for what write wrote: model.txt"),
+        (Wordless(), IMPLEMENTS, "files is ''"),
+        (Careless(), OTHERS, "reading a path where nothing is raised FileNotFoundError"),
+        (Cleaning(), UNTOUCHED, "gpt2: write changed embedding.word.weight"),
+        (HalfPrecision(), BACK, "comes back as other torch.float16 values"),
+        (Rounding(), BACK, "comes back as other torch.float32 values"),
+        (Forgetful(last=-1), BACK, "gpt2: tensors come back changed: it lacks"),
+        (Forgetful(config={"norm_eps": 1e-3}), BACK, "gpt2: config comes back with norm_eps=0.001, it was 1e-05"),
+        (Forgetful(length=None), BACK, "gpt2: sequence_length comes back as None, it was 16"),
+        (Forgetful(step=8), BACK, "gpt2: step comes back as 8, it was 7"),
+        (Forgetful(moments={"exp_avg": {"x": partial(torch.zeros, 2)}}), BACK, "exp_avg of tensors come back changed"),
+        (Forgetful(config={"colour": "blue"}), UNKNOWN, "the section model of another model comes back as"),
+        (Trusting(), DAMAGE, "gpt2: reading with half of model.txt: tensors come back changed: it lacks"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Format) else None,
+)
+def test_a_breach_is_found(made: Format, check: str, said: str) -> None:
+    assert said in broken(made).get(check, "nothing was found")
+
+
+def test_what_is_provided_is_what_is_implemented() -> None:
+    assert "provides 'launch-script' and does not implement" in broken(Text(), {*BOTH, "launch-script"})[IMPLEMENTS]
+    assert "implements write and does not provide 'export'" in broken(Text(), {"import"})[IMPLEMENTS]
+    assert broken(Text(), ())[IMPLEMENTS].startswith("it provides none of import, export, launch-script")
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"), [(TranslatedScript("", ()), "gave TranslatedScript"), (KeyError("x"), "raised KeyError")]
+)
+def test_what_is_no_script_must_be_refused(answer: Exception | TranslatedScript, said: str) -> None:
+    assert said in broken(Scripts(answer), {"launch-script"})[SCRIPTS]
+
+
+def test_a_format_that_holds_no_gpt_passes_and_says_so() -> None:
+    assert broken(Unwilling()) == {}
+    said = {check.name: check.run() for check in format_checks(Unwilling(), BOTH)}
+    assert said[BACK] == "it refuses every model gpt: never"

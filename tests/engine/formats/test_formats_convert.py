@@ -1,0 +1,45 @@
+"""Imports and exports: the format follows from the files, and what fails leaves nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_run.errors import CheckpointError
+from megatron_run_engine.checkpoint.files import FileSystem
+from megatron_run_engine.formats import convert
+from tests.support.small_models import GPT2, LLAMA, saved_network
+
+
+def test_a_source_is_imported_by_its_files(tmp_path: Path) -> None:
+    saved_network(tmp_path / "gpt2", GPT2)
+    saved_network(tmp_path / "llama", LLAMA)
+    for run, name in (("gpt2", "huggingface"), ("llama", "huggingface"), ("gpt2", "distributed")):
+        convert.export_model(tmp_path / run, tmp_path / f"{run}-{name}", name)
+        done = convert.import_model(tmp_path / f"{run}-{name}", tmp_path / f"{run}-{name}-back", trust_pickle=True)
+        assert done.format == name
+
+
+def test_an_export_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved_network(tmp_path / "run", GPT2)
+    before = sorted(tmp_path.rglob("*"))
+
+    def broken(files: FileSystem, source: Path, target: Path) -> None:
+        raise OSError(5, "Input/output error", str(target))
+
+    monkeypatch.setattr(FileSystem, "rename", broken)
+    with pytest.raises(CheckpointError, match="could not be written: Input/output error"):
+        convert.export_model(tmp_path / "run", tmp_path / "new" / "place" / "hf", "huggingface")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_damaged_step_is_not_exported(tmp_path: Path) -> None:
+    saved_network(tmp_path / "run", GPT2)
+    shard = tmp_path / "run" / "checkpoints" / "step7" / "rank-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        convert.export_model(tmp_path / "run", tmp_path / "hf", "huggingface")
+    assert not list(tmp_path.glob("*hf*"))
