@@ -94,7 +94,7 @@ def test_an_import_is_as_good_as_the_run(first: Path, imported: Path, tmp_path: 
     assert one.numbers == other.numbers
     step = attempt(
         tmp_path / "step",
-        {**NEW, "model.use": "megatron-run-core:gpt", "run.init_from": str(first / "checkpoints" / "step2")},
+        {**NEW, "model.use": "megatron-run-engine:gpt", "run.init_from": str(first / "checkpoints" / "step2")},
     )
     assert step.numbers == one.numbers
 

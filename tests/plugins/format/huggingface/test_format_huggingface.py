@@ -241,7 +241,7 @@ def test_a_model_between_the_families_is_not_exported(
 
 def test_the_model_may_have_been_chosen_with_its_distribution(tmp_path: Path) -> None:
     options = options_of(GPT2)
-    save_model(tmp_path / "run", logical_values(network(options).infos), options, use="megatron-run-core:gpt")
+    save_model(tmp_path / "run", logical_values(network(options).infos), options, use="megatron-run-engine:gpt")
     convert.export_model(tmp_path / "run", tmp_path / "hf", "huggingface")
     save_model(tmp_path / "other", logical_values(network(options).infos), options, use="acme:gpt")
     with pytest.raises(RunError, match="the model is acme:gpt"):
