@@ -9,19 +9,31 @@ from importlib.metadata import entry_points
 import pytest
 
 from megatron_run.contracts import KINDS, entry_point_group
-from tests.support.checkout import KERNEL, PLUGINS
+from megatron_run.errors import ENGINE_MODULES
+from tests.support.checkout import COMMAND_LINE, KERNEL, PLUGINS
 
 #: Light code may not even need these.
 HEAVY = {"torch", "numpy", "pydantic", "rich", "ruamel.yaml", "tensorboard"}
 REPORT = "\nimport sys; print('|'.join(sys.modules))"
-#: The modules that import without torch, whatever else they need.
-WITHOUT_TORCH = sorted(
+#: What a configuration is read, planned and explained with.
+KERNEL_PARTS = (
+    "actions",
+    "batch_size",
+    "config",
+    "contracts",
+    "hookspecs",
+    "learning_rate",
+    "pipeline",
+    "registry",
+    "resolve",
+    "topology",
+)
+#: The modules that import without the engine's libraries, whatever else they need.
+WITHOUT_ENGINE = sorted(
     name
-    for name in KERNEL.modules
-    if name.startswith(("megatron_run.contracts", "megatron_run.pipeline", "megatron_run.registry"))
-    or name
-    in {"megatron_run", "megatron_run.contracts.actions", "megatron_run.hookspecs", "megatron_run.contracts.topology"}
-    if not name.endswith((".execute", ".messages"))
+    for name in (*KERNEL.modules, *COMMAND_LINE.modules)
+    if name.startswith(("megatron_run_cli", *(f"megatron_run.{part}" for part in KERNEL_PARTS)))
+    if not name.endswith((".execute", ".messages", ".__main__"))
 )
 PLUGINS_LIST = """
 import sys
@@ -54,8 +66,10 @@ def test_import_time_report_names_no_torch() -> None:
     assert "torch" not in report
 
 
-def test_contracts_plans_and_registry_load_no_torch() -> None:
-    assert "torch" not in loaded_by("\n".join(f"import {name}" for name in WITHOUT_TORCH))
+def test_reading_planning_and_explaining_load_nothing_of_the_engine() -> None:
+    """With the modules of every command: what needs the engine is imported where it is used."""
+    loaded = loaded_by("\n".join(f"import {name}" for name in WITHOUT_ENGINE))
+    assert not loaded & ENGINE_MODULES
 
 
 def test_listing_plugins_loads_nothing_heavy_and_no_plugin() -> None:

@@ -7,7 +7,6 @@ function must not do.
 
 from megatron_run_engine.capture.lint import kept_streams, lint, run_backward, zeros_like
 from megatron_run_engine.capture.order import OrderGuard, Pass, passes
-from megatron_run_engine.capture.picture import slots_text
 from megatron_run_engine.capture.refusals import check_capture
 from megatron_run_engine.capture.region_capture import CaptureOptions, Hooks, Recorded, RecordedRegion, RegionCapture
 from megatron_run_engine.capture.regions import by_chunk, call, chained, check_scope, choose_regions
@@ -38,7 +37,6 @@ __all__ = [
     "run_backward",
     "shared_slots",
     "slots_by_chunk",
-    "slots_text",
     "unwritten",
     "written",
     "zeros_like",

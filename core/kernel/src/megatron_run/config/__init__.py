@@ -1,1 +1,1 @@
-"""Configuration: reading it, layering it, checking it. Typed and frozen; nothing here imports torch."""
+"""Configuration: read from its sources, merged, validated; typed and frozen. Imports contracts and errors only."""

@@ -2,7 +2,17 @@
 
 from megatron_run.contracts.data import Dataset, DataSource, Split
 from megatron_run.contracts.graph_capture import CaptureSize, GraphCapture, Region
-from megatron_run.contracts.model import Boundary, Chunk, ChunkOut, Microbatch, Model, Segment
+from megatron_run.contracts.model import (
+    Boundary,
+    Chunk,
+    ChunkOut,
+    Microbatch,
+    MixtureOptions,
+    Model,
+    ModelOptions,
+    Segment,
+    mixture_options,
+)
 from megatron_run.contracts.observer import (
     CaptureMetrics,
     CheckpointMetrics,
@@ -40,7 +50,9 @@ __all__ = [
     "Init",
     "LinearPart",
     "Microbatch",
+    "MixtureOptions",
     "Model",
+    "ModelOptions",
     "Observer",
     "Optimizer",
     "ParallelLayers",
@@ -60,6 +72,7 @@ __all__ = [
     "StepMetrics",
     "StepTrace",
     "entry_point_group",
+    "mixture_options",
     "scale_notices",
     "scale_text",
 ]

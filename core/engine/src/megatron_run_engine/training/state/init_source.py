@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import CheckpointError, advice
 from megatron_run.registry.discover import KERNEL
-from megatron_run_engine.checkpoint.show import find_step
-from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
+from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints, find_step
 from megatron_run_engine.run_folder.identity import identity
 
 if TYPE_CHECKING:
