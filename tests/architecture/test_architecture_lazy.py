@@ -9,13 +9,14 @@ from importlib.metadata import entry_points
 import pytest
 
 from megatron_run.contracts import KINDS, entry_point_group
-from tests.support.checkout import KERNEL, PLUGINS
+from megatron_run.errors import ENGINE_MODULES
+from tests.support.checkout import COMMAND_LINE, KERNEL, PLUGINS
 
 #: Light code may not even need these.
 HEAVY = {"torch", "numpy", "pydantic", "rich", "ruamel.yaml", "tensorboard"}
 REPORT = "\nimport sys; print('|'.join(sys.modules))"
-#: Every module of the kernel imports without torch, whatever else it needs.
-WITHOUT_TORCH = sorted(KERNEL.modules)
+#: Every module of the kernel and of the command imports without the engine, whatever else it needs.
+WITHOUT_ENGINE = sorted(name for name in (*KERNEL.modules, *COMMAND_LINE.modules) if not name.endswith(".__main__"))
 PLUGINS_LIST = """
 import sys
 from megatron_run_cli.main import main
@@ -47,8 +48,10 @@ def test_import_time_report_names_no_torch() -> None:
     assert "torch" not in report
 
 
-def test_the_kernel_loads_neither_torch_nor_numpy() -> None:
-    assert not loaded_by("\n".join(f"import {name}" for name in WITHOUT_TORCH)) & {"torch", "numpy"}
+def test_reading_planning_and_explaining_load_nothing_of_the_engine() -> None:
+    """With the modules of every command: what needs the engine is imported where it is used."""
+    loaded = loaded_by("\n".join(f"import {name}" for name in WITHOUT_ENGINE))
+    assert not loaded & ENGINE_MODULES
 
 
 def test_listing_plugins_loads_nothing_heavy_and_no_plugin() -> None:

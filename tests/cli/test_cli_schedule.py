@@ -19,7 +19,7 @@ Output = pytest.CaptureFixture[str]
 SHOW = ("schedule", "show")
 SHAPE = ("--stages", "4", "--chunks", "2", "--microbatches", "8")
 INTERLEAVED = (*SHOW, "--plugin", "schedule=interleaved", *SHAPE)
-GOLDEN = ROOT / "tests/kernel/pipeline/interleaved_4_2_8.json"
+GOLDEN = ROOT / "tests/cli/reports/interleaved_4_2_8.json"
 
 STUCK = """
 from megatron_run import Action, PluginInfo, hookimpl

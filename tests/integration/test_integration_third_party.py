@@ -12,7 +12,7 @@ import pytest
 
 from megatron_run.errors import ExitCode
 from megatron_run.registry.discover import Catalog
-from megatron_run.registry.scaffold import new
+from megatron_run_cli.scaffold import new
 from tests.support.fake_plugins import FakeSite, schedule_source
 from tests.support.scratch import Scratch
 

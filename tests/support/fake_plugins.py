@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from importlib.machinery import NamespaceLoader
 from pathlib import Path
 
+import pytest
+
 from megatron_run.contracts import entry_point_group
 
 #: A schedule that runs on one stage; ``{name}`` is its plugin's.
@@ -96,3 +98,11 @@ class FakeSite:
                 namespace = name not in before and isinstance(getattr(module, "__loader__", None), NamespaceLoader)
                 if namespace or str(getattr(module, "__file__", None)).startswith(str(self.folder)):
                     del sys.modules[name]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[FakeSite]:
+    """A folder on the import path in which a test installs the plugins that it needs."""
+    made = FakeSite(tmp_path / "site")
+    with made.importable():
+        yield made

@@ -11,9 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from megatron_run.config.explain import KeyInfo, kernel_keys, model_keys
 from megatron_run.config.origin import section_of
-from megatron_run.planning.explain import installed_plugins
+from megatron_run_cli.reports.keys import KeyInfo, installed_plugins, kernel_keys, model_keys
 from tests.support.checkout import MEMBERS, ROOT
 
 REFERENCE = ROOT / "docs" / "configuration.md"
@@ -28,7 +27,8 @@ def tables() -> dict[str, list[KeyInfo]]:
     """Name of a table -> its keys: those of the kernel, and the options of every plugin of this repository."""
     found: dict[str, list[KeyInfo]] = {}
     for info in kernel_keys():
-        name = "use" if info.key[-1] == "use" else info.key[0]
+        section, _, key = info.name.partition(".")
+        name = "use" if key == "use" else section
         found.setdefault(name, []).append(info)
     ours = {member.name for member in MEMBERS}
     for plugin in installed_plugins()[0]:
@@ -62,10 +62,11 @@ def _table(keys: Iterable[KeyInfo]) -> str:
 
 
 def _cells(info: KeyInfo) -> tuple[str, ...]:
-    kind = f"{info.type} {info.bounds}".strip()
+    kind = info.kind
     for words, short in _SHORT.items():
         kind = kind.replace(words, short)
-    return tuple(cell.replace("|", r"\|") for cell in (f"`{info.name}`", kind, info.default, info.meaning))
+    cells = f"`{info.name}`", kind, info.default_text, info.description
+    return tuple(cell.replace("|", r"\|") for cell in cells)
 
 
 if __name__ == "__main__":

@@ -30,14 +30,13 @@ def show(
 ) -> None:
     """Print the resolved configuration with origins."""
     from megatron_run.planning import resolve
-    from megatron_run.planning.show import show as text
-    from megatron_run.planning.show import show_json
+    from megatron_run_cli.reports import resolved_config
 
-    run = resolve(request)
+    run = resolve(request, plan_only=True)
     if as_json:
-        print_json(show_json(run))
+        print_json(resolved_config.show_json(run))
     else:
-        click.echo(text(run), nl=False)
+        click.echo(resolved_config.show(run), nl=False)
 
 
 @config.command()
@@ -53,10 +52,10 @@ def explain(
     With a CONFIG or options it also shows the value there.
     """
     from megatron_run.planning import resolve
-    from megatron_run.planning.explain import explain as text
+    from megatron_run_cli.reports import keys
 
-    run = resolve(request) if request.configs or request.plugins or request.sets else None
-    click.echo(text(key, run))
+    run = resolve(request, plan_only=True) if request.configs or request.plugins or request.sets else None
+    click.echo(keys.explain(key, run))
 
 
 @config.command()
@@ -66,13 +65,14 @@ def schema() -> None:
 
     It covers all installed plugins and is meant for editors.
     """
-    from megatron_run.planning.explain import installed_plugins
-    from megatron_run.planning.explain import schema as make
+    from megatron_run_cli.reports.json_schema import json_schema
+    from megatron_run_cli.reports.keys import installed_plugins, without_engine
 
-    plugins, notices = installed_plugins()
-    for notice in notices:
+    installed = installed_plugins()
+    lacking = [str(without_engine(installed.lacking))] if installed.lacking else []
+    for notice in (*installed.notices, *lacking):
         tell(notice)
-    print_json(make(plugins))
+    print_json(json_schema(installed.plugins))
 
 
 @config.command("from-megatron")

@@ -67,12 +67,12 @@ def _plugin_meant(word: str) -> str:
 
 def option_meant(option: str) -> str:
     """``type --set train.lr=VALUE`` for ``--lr``, and the like for a kind of plugin; else an empty string."""
-    from megatron_run.config.explain import kernel_keys
     from megatron_run.contracts.plugin import RUN_KINDS
+    from megatron_run_cli.reports.keys import kernel_keys
 
     word = option.lstrip("-").replace("_", "-")
     if word in RUN_KINDS:
         return f"type --plugin {word}=NAME"
-    keys = [info.name for info in kernel_keys() if info.key[-1] != "use"]
+    keys = [info.name for info in kernel_keys() if not info.name.endswith(".use")]
     meant = [key for key in keys if word in (short := key.replace("_", "-"), short.rpartition(".")[2])]
     return f"type {' or '.join(f'--set {key}=VALUE' for key in meant)}" if meant else ""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import click
 
 from megatron_run import __version__
-from megatron_run.errors import ExitCode, RunError
+from megatron_run.errors import EngineMissingError, ExitCode, RunError, check_engine
 from megatron_run_cli.checkpoint import checkpoint
 from megatron_run_cli.config import config
 from megatron_run_cli.convert import export, import_
@@ -56,8 +56,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunError as error:
         tell_error(str(error), error if "--debug" in words else None)
         return int(error.exit_code)
+    except ModuleNotFoundError as error:
+        return _without_engine(error, debug="--debug" in words)
     except (click.Abort, KeyboardInterrupt):
         return int(ExitCode.SIGINT)
     except SystemExit:  # how click ends when nobody reads, as in `megatron-run plugins list | head -1`
         return int(ExitCode.DONE)
     return int(code or 0)
+
+
+def _without_engine(missing: ModuleNotFoundError, *, debug: bool) -> int:
+    """Say that the command needs the engine; any other module that is missing is a bug."""
+    try:
+        check_engine(missing, "this command cannot run")
+    except EngineMissingError as error:
+        tell_error(str(error), missing if debug else None)
+        return int(error.exit_code)
+    raise missing

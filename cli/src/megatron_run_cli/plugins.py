@@ -13,7 +13,7 @@ from megatron_run_cli.output import print_json, print_table, tell
 
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
-    from megatron_run.registry.describe import Description, OptionRow
+    from megatron_run_cli.reports.description import Description
 
 
 @click.group()
@@ -29,7 +29,7 @@ def plugins() -> None:
 def list_(kind: str | None, *, check: bool, as_json: bool) -> None:
     """List installed plugins of KIND, or all, without importing them."""
     from megatron_run.registry.choose import check_kind
-    from megatron_run.registry.introspect import list_plugins
+    from megatron_run_cli.reports.listing import list_plugins
 
     wanted = check_kind(kind, "plugins list") if kind else None
     listing = list_plugins(check=check)
@@ -48,7 +48,7 @@ def list_(kind: str | None, *, check: bool, as_json: bool) -> None:
 @debug_option
 def info(plugin: str, *, as_json: bool) -> None:
     """Show what a plugin provides and needs, and its options."""
-    from megatron_run.registry.introspect import plugin_info
+    from megatron_run_cli.reports.listing import plugin_info
 
     kind, equals, name = plugin.partition("=")
     if not equals:
@@ -74,10 +74,10 @@ def why(
     """Show which plugin of KIND a run would choose, and why."""
     from megatron_run.contracts.plugin import check_run_kind
     from megatron_run.planning import resolve
-    from megatron_run.registry.introspect import why as explain
+    from megatron_run_cli.reports.listing import why as explain
 
     kind = check_run_kind(kind, "plugins why")
-    run = resolve(request)
+    run = resolve(request, plan_only=True)
     candidates = explain(kind, run.plugins[kind])
     if as_json:
         print_json(candidates)
@@ -98,7 +98,7 @@ def why(
 @debug_option
 def new(kind: str, name: str, folder: Path | None, *, as_json: bool) -> None:
     """Write a package with a working plugin and its test."""
-    from megatron_run.registry.scaffold import new as write
+    from megatron_run_cli.scaffold import new as write
 
     package = write(kind, name, folder)
     if as_json:
@@ -146,9 +146,5 @@ def _print_description(description: Description) -> None:
     print_table([(f"  {name}", text) for name, text in facts.items() if text])
     if description.options:
         click.echo("options")
-        print_table([_option_row(option) for option in description.options])
-
-
-def _option_row(option: OptionRow) -> tuple[str, ...]:
-    default = "required" if option.default is None else option.default
-    return f"  {option.name}", option.type, default, option.bounds, option.description
+        rows = description.options
+        print_table([(f"  {each.name}", each.type, each.default_text, each.bounds, each.description) for each in rows])

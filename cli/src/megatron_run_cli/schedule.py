@@ -52,8 +52,8 @@ def show(
     as_json: bool,
 ) -> None:
     """Verify one step of a schedule and draw its timeline."""
-    from megatron_run.pipeline import show
     from megatron_run.planning.schedule_only import Shape, ask_schedule
+    from megatron_run_cli.reports import plan as report
 
     asked = ask_schedule(request, Shape(stages, chunks, microbatches, layers))
     try:
@@ -61,17 +61,17 @@ def show(
     except ScheduleError as fault:
         if as_json:
             parallel = asked.parallel
-            print_json_line(show.fault_record(parallel.pipeline, parallel.chunks, asked.microbatches, str(fault)))
+            print_json_line(report.fault_record(parallel.pipeline, parallel.chunks, asked.microbatches, str(fault)))
         raise
     title = str(asked.schedule)
     if svg:
-        show.write_svg(plan, title, svg)
+        report.write_svg(plan, title, svg)
     if trace:
-        show.write_trace(plan, title, trace)
+        report.write_trace(plan, title, trace)
     if as_json:
-        print_json_line(show.plan_record(plan))
+        print_json_line(report.plan_record(plan))
         return
-    click.echo(show.plan_text(plan, title))
+    click.echo(report.plan_text(plan, title))
     for notice in asked.notices:
         click.echo(f"note: {notice}")
     for file in filter(None, (svg, trace)):

@@ -69,16 +69,13 @@ def train(  # noqa: PLR0913  # one argument an option: so click calls it
     request = replace(request, resume=resume, allow_plugin_change=allow_plugin_change)
     if dry_run:
         from megatron_run.planning import resolve
-        from megatron_run_engine.launch.process import why_not_here
-        from megatron_run_engine.training.dry_run import dry_run_json, dry_run_text
+        from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
 
-        run = resolve(request)
-        why_not = why_not_here(run)
-        notices = [f"this machine cannot train it: {why_not}"] if why_not else []
+        run = resolve(request, plan_only=True)
         if as_json:
-            print_json({**(told := dry_run_json(run)), "notices": [*told["notices"], *notices]})
+            print_json(dry_run_json(run))
         else:
-            click.echo("\n\n".join([dry_run_text(run), *(f"note: {notice}" for notice in notices)]))
+            click.echo(dry_run_text(run))
         return 0
     from megatron_run_engine.launch import Terms, launch
 

@@ -10,7 +10,7 @@ import pytest
 from megatron_run.contracts import Schedule
 from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.errors import GraphCaptureError
-from megatron_run_engine.capture import OrderGuard, Pass, passes, shared_slots, slots_by_chunk, slots_text
+from megatron_run_engine.capture import OrderGuard, passes, shared_slots, slots_by_chunk
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_interleaved import Interleaved
 from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
@@ -159,10 +159,3 @@ def test_what_a_step_leaves_out_it_may_say_one_by_one() -> None:
     guard.check("a", 2)
     with pytest.raises(GraphCaptureError, match="next was b"):
         guard.check("c", 2)
-
-
-def test_the_picture_shows_who_holds_a_slot_and_until_when() -> None:
-    order = [Pass("F", 0, 0), Pass("F", 0, 1), Pass("B", 0, 0), Pass("end", 0, 0), Pass("B", 0, 1), Pass("end", 0, 1)]
-    first, second, legend = slots_text(order, shared_slots(order)).splitlines()
-    assert (first, second) == ("slot 0 |0-a.|", "slot 1 |.1-b|")
-    assert "digit" in legend

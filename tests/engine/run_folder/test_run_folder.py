@@ -15,6 +15,7 @@ import pytest
 
 from megatron_run.errors import ExitCode, InputError
 from megatron_run.planning import ResolvedRun, load_config
+from megatron_run.planning.digest import digest
 from megatron_run_engine.run_folder import FolderLock, OpenedFolder, RunFolder, join_run_folder, open_run_folder
 
 
@@ -50,7 +51,7 @@ def test_an_absent_folder_is_created_and_described(tmp_path: Path) -> None:
 def test_the_written_configuration_resolves_to_the_same_run(tmp_path: Path) -> None:
     run = tiny(tmp_path / "run", train__lr=0.5)
     result = opened(run)
-    assert load_config(result.folder.path / "config.yaml").digest() == run.digest()
+    assert digest(load_config(result.folder.path / "config.yaml")) == digest(run)
 
 
 def test_without_a_name_a_new_folder_is_made_and_latest_points_at_it(

@@ -5,7 +5,7 @@ import pytest
 from megatron_run.contracts.topology import Sizes
 from megatron_run.planning import load_config
 from megatron_run.planning.describe import spans
-from megatron_run_engine.training.dry_run import dry_run_json, dry_run_text
+from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
 from megatron_run_engine.training.memory_estimate import ModelSize, model_size
 
 LAYER = 12 * 32 * 32 + 13 * 32  # attention and feed-forward matrices, their biases and two norms of hidden size 32

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 from megatron_run import load_config
+from megatron_run.planning import describe
 from megatron_run_engine import train
 
 run = load_config("preset:tiny", sets={"train.lr": 2e-3})
-print(run)  # plugins and why, ranks and their layers, the pipeline
+print(describe(run))  # plugins and why, ranks and their layers, the pipeline
 train(run)
 
 lines = Path("runs/latest/eval.jsonl").read_text().splitlines()

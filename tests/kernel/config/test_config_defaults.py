@@ -9,10 +9,10 @@ import pytest
 from megatron_run.config.defaults import DEFAULT_PLUGINS, RULES, default_text
 from megatron_run.contracts import RUN_KINDS
 from megatron_run.errors import ExitCode
-from megatron_run.planning import resolver
-from megatron_run.planning.explain import explain
-from megatron_run.planning.show import show, show_json
+from megatron_run.planning import resolver, to_yaml
 from megatron_run.registry.discover import Catalog, scan
+from megatron_run_cli.reports.keys import explain
+from megatron_run_cli.reports.resolved_config import show, show_json
 from tests.support.resolving import TINY, mistake, resolved
 
 
@@ -50,7 +50,7 @@ def test_options_of_the_plugin_that_follows_are_its_own(configs: tuple[Any, ...]
 def test_a_file_decides_as_the_command_line_does_and_resolves_to_itself(tmp_path: Any) -> None:
     run = resolved(TINY, {"train": {"precision": "fp16"}})
     file = tmp_path / "run.yaml"
-    file.write_text(run.to_yaml())
+    file.write_text(to_yaml(run))
     again = resolved(str(file))
     assert again.config == run.config
     assert again.one("scaler").origin.startswith(f"{file} line ")

@@ -14,10 +14,10 @@ from megatron_run.contracts.schema import (
     RunSection,
     TrainSection,
 )
-from megatron_run.planning.explain import all_keys
 from megatron_run.registry.choose import choose
 from megatron_run.registry.discover import scan
 from megatron_run.registry.load import load
+from megatron_run_cli.reports.keys import all_keys
 
 GOLDEN = Path(__file__).with_name("options.txt")
 
@@ -28,7 +28,7 @@ def options_table() -> str:
     entries = [entry for kind in KINDS for entry in catalog.of_kind(kind) if entry.builtin]
     plugins = [load(choose(catalog, entry.kind, f"{entry.distribution}:{entry.name}", ""), "") for entry in entries]
     rows = [
-        f"{info.name}{' of ' + info.owner if info.owner else ''} | {info.type} | {info.bounds or '-'} | {info.default}"
+        f"{info.name}{' of ' * bool(info.owner)}{info.owner} | {info.type} | {info.bounds or '-'} | {info.default_text}"
         for info in all_keys(plugins)
     ]
     return "\n".join(rows) + "\n"

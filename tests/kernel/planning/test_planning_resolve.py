@@ -11,10 +11,10 @@ import pytest
 from megatron_run.config.request import Request
 from megatron_run.contracts import Schedule
 from megatron_run.contracts.actions import Action, ScheduleSpec
-from megatron_run.errors import InputError
 from megatron_run.planning import resolve
-from megatron_run.planning.explain import explain, installed_plugins, schema
-from megatron_run.planning.show import show, show_json
+from megatron_run.planning.describe import describe, run_record
+from megatron_run.planning.digest import digest
+from megatron_run.planning.run import to_yaml
 from tests.support.plugin_file import schedule_file
 from tests.support.resolving import TINY, mistake, resolved
 
@@ -130,17 +130,17 @@ RUNS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("name", RUNS)
 def test_the_written_configuration_resolves_to_the_same_run(name: str, tmp_path: Path) -> None:
     run = resolved(**RUNS[name])
-    (tmp_path / "config.yaml").write_text(run.to_yaml(), encoding="utf-8")
+    (tmp_path / "config.yaml").write_text(to_yaml(run), encoding="utf-8")
     again = resolved(str(tmp_path / "config.yaml"))
-    assert again.digest() == run.digest()
+    assert digest(again) == digest(run)
     assert again.config == run.config
-    assert again.to_yaml() == run.to_yaml()
+    assert to_yaml(again) == to_yaml(run)
 
 
 def test_the_digest_tells_runs_apart_and_leaves_out_what_a_rank_may_choose() -> None:
-    base = resolved().digest()
-    assert resolved(sets=["run.folder=x", "run.device=cpu", "run.threads=1"]).digest() == base
-    changed = resolved(sets=["train.seed=2", "optimizer.eps=1e-6"], plugins=["schedule=1f1b"]).digest()
+    base = digest(resolved())
+    assert digest(resolved(sets=["run.folder=x", "run.device=cpu", "run.threads=1"])) == base
+    changed = digest(resolved(sets=["train.seed=2", "optimizer.eps=1e-6"], plugins=["schedule=1f1b"]))
     different = {key for key in base.keys() | changed.keys() if base.get(key) != changed.get(key)}
     assert {"train.seed", "optimizer option eps", "schedule", "parallel.pipeline", "layout"} <= different
     assert "actions of 4 microbatches" in different
@@ -149,16 +149,16 @@ def test_the_digest_tells_runs_apart_and_leaves_out_what_a_rank_may_choose() -> 
 
 def test_the_bytes_of_a_file_enter_the_digest(tmp_path: Path) -> None:
     mine = schedule_file(tmp_path / "mine.py")
-    before = resolved(plugins=[f"schedule={mine}"]).digest()
+    before = digest(resolved(plugins=[f"schedule={mine}"]))
     Path(mine).write_text(Path(mine).read_text() + "\n# changed\n")
-    after = resolved(plugins=[f"schedule={mine}"]).digest()
+    after = digest(resolved(plugins=[f"schedule={mine}"]))
     assert {key for key in before if before[key] != after[key]} == {"schedule code"}
 
 
 def test_a_rank_resolves_the_same_run_from_the_request() -> None:
     run = resolved(plugins=["schedule=interleaved"], sets={"train.lr": 1e-3})
     again = resolve(Request.from_json(run.request.to_json()))
-    assert again.digest() == run.digest()
+    assert digest(again) == digest(run)
 
 
 class Backwards(Schedule):
@@ -185,7 +185,7 @@ def test_two_objects_of_one_kind_are_a_mistake() -> None:
 
 
 def test_the_description_says_who_won_and_why() -> None:
-    text = resolved(plugins=["schedule=interleaved"], nproc=4).describe()
+    text = describe(resolved(plugins=["schedule=interleaved"], nproc=4))
     schedule = next(line for line in text.splitlines() if line.split()[:2] == ["schedule", "interleaved"])
     assert schedule.split(maxsplit=2)[2].startswith("megatron-run-schedule-interleaved 0.1.0")
     assert schedule.endswith("--plugin schedule=interleaved")
@@ -196,52 +196,10 @@ def test_the_description_says_who_won_and_why() -> None:
 
 
 def test_the_description_as_data_is_json() -> None:
-    data = json.loads(json.dumps(resolved(plugins=["schedule=interleaved"]).to_json()))
+    data = json.loads(json.dumps(run_record(resolved(plugins=["schedule=interleaved"]))))
     assert data["plugins"]["schedule"][0]["origin"] == "--plugin schedule=interleaved"
     assert data["topology"]["ranks"][1]["layers"] == [[1], [3]]
     assert data["config"]["train"]["steps"] == 20
-
-
-def test_show_gives_every_key_its_origin() -> None:
-    run = resolved(sets=["train.seed=7"], plugins=["schedule=interleaved", "optimizer=adamw,eps=1e-6"])
-    lines = {line.split(":")[0].strip(): line for line in show(run).splitlines()}
-    assert lines["seed"].split("# ")[1] == "--set train.seed"
-    assert lines["pipeline"].split("# ")[1] == "the suggestion of schedule=interleaved"
-    assert lines["eps"].split("# ")[1] == "--plugin optimizer=adamw,eps=1e-6"
-    assert lines["betas"].split("# ")[1] == "default"
-    assert show_json(run)["train.steps"] == {
-        "value": 20,
-        "origin": "preset:tiny line 10 column 3",
-        "layer": "file",
-    }
-
-
-def test_explain_says_what_a_key_means_and_where_its_value_is_from() -> None:
-    run = resolved(sets=["train.lr=0.5"])
-    assert explain("train.lr", run).splitlines() == [
-        "train.lr",
-        "  type       number, above 0",
-        "  default    0.00015",
-        "  meaning    peak learning rate",
-        "  here       0.5 (from --set train.lr)",
-    ]
-    assert "option of  model=gpt" in explain("model.num_layers", run)
-    assert explain("parallel-layer.use") == explain("parallel_layer.use")
-    assert "train.ramp_up.start" in explain("train")
-    with pytest.raises(InputError, match=r"did you mean 'train\.lr'"):
-        explain("train.lrr", run)
-
-
-def test_the_schema_knows_every_key_that_a_run_has() -> None:
-    described = schema(installed_plugins()[0])
-    for key in show_json(resolved()):
-        part = described
-        for name in key.split("."):
-            branches = [part, *part.get("anyOf", ())]
-            branches = [
-                described["$defs"][each["$ref"].rpartition("/")[2]] if "$ref" in each else each for each in branches
-            ]
-            (part,) = [each["properties"][name] for each in branches if name in each.get("properties", {})]
 
 
 def test_importing_the_resolver_brings_no_torch() -> None:

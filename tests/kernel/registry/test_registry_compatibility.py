@@ -134,7 +134,7 @@ def test_a_switch_is_served_or_set_back_like_a_size() -> None:
 
 
 def test_a_size_that_only_planned_plugins_serve_promises_no_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = (Known("parallel-layer", "sparse"), Known("parallel-layer", "expert"))
+    planned = (Known("parallel-layer", "sparse", planned=True), Known("parallel-layer", "expert", planned=True))
     monkeypatch.setattr(compatibility, "known_providers", lambda _: planned)
     (problem,) = unserved({"parallel.expert": 2}, [plugin("parallel-layer", "dense")], NOTHING)
     assert str(problem) == (

@@ -65,6 +65,10 @@ class PluginError(RunError):
     exit_code = ExitCode.PLUGIN
 
 
+class EngineMissingError(PluginError):
+    """What was asked for needs the engine, and only the kernel is installed."""
+
+
 class ScheduleError(PluginError):
     """A schedule refuses a shape, or its action lists are not a legal plan.
 
@@ -122,6 +126,19 @@ class Problems(RunError):
         return "\n".join(str(problem) for problem in self.problems)
 
 
+#: The distribution that brings torch, and the modules that come with it.
+ENGINE = "megatron-run-engine"
+ENGINE_MODULES = frozenset({"megatron_run_engine", "numpy", "safetensors", "tokenizers", "torch"})
+
+
+def check_engine(cause: BaseException, what: str, origin: str = "") -> None:
+    """Raise :class:`EngineMissingError` with ``what`` when ``cause`` is the failed import of a module of the engine."""
+    missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
+    if missing and missing.partition(".")[0] in ENGINE_MODULES:
+        why = f"it needs the engine, and there is no module {missing!r}"
+        raise EngineMissingError(what, why=why, origin=origin, fix=f"type: pip install {ENGINE}") from cause
+
+
 def locate(error: Exception, where: str) -> None:
     """Say where ``error`` was raised: in the origin of a :class:`RunError`, in a note to any other exception."""
     if isinstance(error, RunError):
@@ -146,14 +163,19 @@ def plural(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 'es' if word.endswith('ch') else 's'}"
 
 
+def nearest(number: int, others: Iterable[int]) -> str:
+    """The one of ``others`` next below ``number`` and the one next above: ``"4 or 8"``; empty without any."""
+    ascending = sorted(others)
+    below, above = ([each for each in ascending if each < number], [each for each in ascending if each > number])
+    return " or ".join(map(str, below[-1:] + above[:1]))
+
+
 def nearest_multiples(number: int, factor: int) -> str:
     """The multiples of ``factor`` next to ``number``, which is none, below and above: ``"96 or 104"``; never 0."""
     below = number // factor * factor
-    return f"{below} or {below + factor}" if below else str(factor)
+    return nearest(number, [below or factor, below + factor])
 
 
 def nearest_divisors(number: int, wanted: int) -> str:
     """The divisors of ``number`` next to ``wanted``, which is none, below and above: ``"4 or 6"``."""
-    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-    below, above = ([d for d in divisors if d < wanted], [d for d in divisors if d > wanted])
-    return " or ".join(map(str, below[-1:] + above[:1]))
+    return nearest(wanted, [divisor for divisor in range(1, number + 1) if number % divisor == 0])

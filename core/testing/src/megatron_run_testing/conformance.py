@@ -11,12 +11,12 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from megatron_run.config.arguments import command_line_layer
+from megatron_run.config.arguments import command_line_source
 from megatron_run.config.origin import DEFAULT, Key, Value, section_of
 from megatron_run.config.problems import Findings
 from megatron_run.config.validate import fields_of, validate
 from megatron_run.contracts.plugin import KINDS, entry_point_group
-from megatron_run.errors import InputError, PluginError, RunError
+from megatron_run.errors import EngineMissingError, InputError, PluginError, RunError, check_engine
 from megatron_run.registry.choose import choose
 from megatron_run.registry.difference import in_one_line
 from megatron_run.registry.discover import Entry, scan
@@ -70,7 +70,7 @@ def check(target: str, sets: Iterable[str] = ()) -> tuple[Report, ...]:
     for a plugin that cannot be made with its defaults. Raises :class:`RunError` when there is nothing to check.
     """
     findings = Findings()
-    options = command_line_layer(sets, (), findings).values
+    options = command_line_source(sets, (), findings).values
     findings.settle()
     path = Path(target)
     if target.endswith(".py"):
@@ -158,9 +158,12 @@ def _recorded(results: list[Result], name: str) -> Iterator[list[str]]:
     untried: list[str] = []
     try:
         yield untried
+    except EngineMissingError:  # says nothing about the plugin
+        raise
     except (RunError, AssertionError) as cause:
         results.append(Result(name, False, str(cause)))
     except Exception as cause:
+        check_engine(cause, "the conformance suite cannot run")
         results.append(Result(name, False, in_one_line(cause)))
     else:
         results.append(Result(name, True, "".join(untried)))

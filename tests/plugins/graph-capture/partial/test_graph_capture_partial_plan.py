@@ -10,8 +10,8 @@ from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.config.request import Request
 from megatron_run.errors import InputError, Problems
 from megatron_run.planning import resolve
+from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
 from megatron_run_engine.launch import train
-from megatron_run_engine.training.dry_run import dry_run_json, dry_run_text
 from tests.support.checkout import ROOT
 from tests.support.graph_bench import SMALL, Pipeline
 

@@ -13,11 +13,11 @@ from megatron_run.config.request import Request
 from megatron_run.contracts.actions import Action, signed_order
 from megatron_run.errors import GraphCaptureError, InputError, PluginError
 from megatron_run.planning import resolve
+from megatron_run_cli.reports.dry_run import dry_run_text
 from megatron_run_engine.builtin.model.gpt import GptOptions
 from megatron_run_engine.capture import RegionCapture
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
-from megatron_run_engine.training.dry_run import dry_run_text
 from megatron_run_graph_capture_te import check_device
 from megatron_run_graph_capture_te.capture import TeCapture
 from megatron_run_graph_capture_te.engine import find_engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_run.planning import load_config
-from megatron_run_engine.training.dry_run import dry_run_json, dry_run_text
+from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
 from tests.support.optimizer_runs import Case, Held, run_cases
 
 #: By row of the table: settings, bytes of a parameter, and those that every rank holds and those that are shared.

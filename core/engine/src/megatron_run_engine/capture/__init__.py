@@ -7,7 +7,6 @@ Imports: contracts, errors, planning, runtime.
 """
 
 from megatron_run_engine.capture.order import OrderGuard, Pass, Slots, passes, shared_slots, slots_by_chunk
-from megatron_run_engine.capture.picture import slots_text
 from megatron_run_engine.capture.region_capture import (
     CaptureOptions,
     Hooks,
@@ -53,7 +52,6 @@ __all__ = [
     "run_backward",
     "shared_slots",
     "slots_by_chunk",
-    "slots_text",
     "unwritten",
     "written",
     "zeros_like",

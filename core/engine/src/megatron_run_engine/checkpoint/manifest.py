@@ -28,6 +28,8 @@ _HEAD, _JOINT, _END = b'{"manifest":', b',\n"sha256":"', b'"}\n'
 _TAIL = re.compile(re.escape(_JOINT) + rb"([0-9a-f]{64})" + re.escape(_END))
 _TAIL_LENGTH = len(_JOINT) + 64 + len(_END)
 
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
 #: A file beside the manifest: never a path, never hidden.
 FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -184,3 +186,11 @@ def _first_fault(error: ValidationError) -> str:
     place = ".".join(str(part) if str(part).isprintable() else ascii(part) for part in first["loc"])
     text = first["msg"].removeprefix("Value error, ")
     return f"{place}: {text}" if place else text
+
+
+def size_text(size: int) -> str:
+    """``950 B``, ``12.3 MB``."""
+    amount, unit = float(size), 0
+    while amount >= 1000 and unit < len(_UNITS) - 1:
+        amount, unit = amount / 1000, unit + 1
+    return f"{amount:.1f} {_UNITS[unit]}" if unit else f"{size} B"

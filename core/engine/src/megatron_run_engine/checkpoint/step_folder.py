@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.files import reading, sha256_of, size_of, unwatched
-from megatron_run_engine.checkpoint.manifest import Manifest, read_manifest
+from megatron_run_engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 
 #: The name of the checkpoints' folder in a run folder.
 CHECKPOINTS = "checkpoints"
@@ -109,6 +109,33 @@ class Checkpoints:
             older = next((each for each in reversed(self.steps()) if each < step and self.looks_whole(each)), None)
             error.fix = error.fix or (otherwise if older is None else how(older))
             raise
+
+
+def find(path: Path | None) -> tuple[Checkpoints, int | None]:
+    """The checkpoints of the run folder, checkpoints folder or step folder ``path``; the step where it is one's folder.
+
+    None is the latest run. Raises :class:`CheckpointError` where there is none.
+    """
+    start = Path("runs/latest") if path is None else path
+    if (start / MANIFEST).is_file():
+        step = Checkpoints(start.absolute().parent)
+        number = next((number for number in step.steps() if step.folder(number) == start.absolute()), None)
+        if number is not None:
+            return step, number
+    for candidate in (start / CHECKPOINTS, start):
+        found = Checkpoints(candidate)
+        if found.steps():
+            return found, None
+    raise CheckpointError(f"no checkpoints in {start}", fix="name a run folder, its checkpoints, or one of its steps")
+
+
+def find_step(path: Path | None, step: int | None = None) -> tuple[Checkpoints, int]:
+    """The checkpoints at ``path`` as :func:`find` has them; of their steps ``step``, else ``path``'s, else the newest.
+
+    Raises :class:`CheckpointError` where there is none.
+    """
+    checkpoints, named = find(path)
+    return checkpoints, next(each for each in (step, named, checkpoints.steps()[-1]) if each is not None)
 
 
 def verify_files(

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_run.errors import CheckpointError
 from megatron_run.registry.choose_format import format_to_read, format_to_write
 from megatron_run_engine.checkpoint.files import FileSystem, saving
-from megatron_run_engine.checkpoint.show import find_step
+from megatron_run_engine.checkpoint.step_folder import find_step
 from megatron_run_engine.formats.weights import count_values, new_folder, read_step, write_folder
 
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_run import __version__
+from megatron_run.config.yaml_text import yaml_text
 from megatron_run.contracts.format import ReadTensor, Weights
 from megatron_run.contracts.state import MASTER, StatePiece
 from megatron_run.errors import CheckpointError, InputError
-from megatron_run.planning.show import yaml_text
 from megatron_run.registry.discover import plain_name
 from megatron_run_engine.checkpoint.files import FileSystem, lock, saving
 from megatron_run_engine.checkpoint.manifest import About, DataRecord, make_manifest

@@ -92,7 +92,7 @@ def _writable(runs: Path) -> str:
 
 
 def _plugins() -> Iterator[Finding]:
-    from megatron_run.registry.introspect import list_plugins
+    from megatron_run_cli.reports.listing import list_plugins
 
     listing = list_plugins(check=True)
     for each in listing.plugins:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_run.contracts.activity import Activity
 from megatron_run.errors import ExitCode, RankLostError
+from megatron_run.planning.digest import digest
 from megatron_run_engine.launch.agreement import check_digests, check_gpus
 from megatron_run_engine.launch.failure import classify, exit_code
 from megatron_run_engine.launch.meeting import Meeting, PeerError, attempt, close_group
@@ -212,8 +213,8 @@ def _note_maker(run: ResolvedRun, meeting: Meeting) -> Callable[[World], dict[st
     """What a rank notes of itself, to be compared with the others."""
 
     def note(world: World) -> dict[str, Any]:
-        digest = meeting.keep({**run.digest(), "device": world.device.partition(":")[0]})
-        return {"host": world.host, "gpu": gpu_name(world.device), "digest": digest}
+        kept = meeting.keep({**digest(run), "device": world.device.partition(":")[0]})
+        return {"host": world.host, "gpu": gpu_name(world.device), "digest": kept}
 
     return note
 

@@ -140,6 +140,8 @@ def _splitting(run: ResolvedRun) -> ResolvedRun:
 
 def _as_request(run: ResolvedRun) -> Request:
     """What another process needs to resolve ``run`` again. Objects of this process cannot be handed over."""
+    from megatron_run.planning import to_yaml
+
     handed_in = [str(plugin) for many in run.plugins.values() for plugin in many if plugin.origin == "python"]
     if handed_in:
         raise InputError(
@@ -150,7 +152,7 @@ def _as_request(run: ResolvedRun) -> Request:
     asked = run.request
     return Request(
         configs=("-",),
-        stdin=run.to_yaml(),
+        stdin=to_yaml(run),
         nproc=run.sizes.world,
         resume=asked.resume,
         allow_plugin_change=asked.allow_plugin_change,

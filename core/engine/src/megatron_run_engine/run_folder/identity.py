@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_run.planning.show import leaves, sections
+from megatron_run.planning.run import leaves, sections
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
@@ -34,7 +34,7 @@ def identity(run: ResolvedRun) -> dict[str, Any]:
     """Every dotted key that decides what is learned, with its resolved value; plain JSON."""
     everything = sections(run)
     chosen = {name: everything[name] for name in LEARNED}
-    keys = {".".join(key): value for key, value in leaves(chosen, ())}
+    keys = {".".join(key): value for key, value in leaves(chosen)}
     return {key: value for key, value in keys.items() if key not in _NOT_LEARNED}
 
 

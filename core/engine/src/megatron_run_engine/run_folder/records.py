@@ -13,6 +13,8 @@ from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
+from megatron_run.planning.describe import run_record
+from megatron_run.planning.run import to_yaml
 from megatron_run_engine.run_folder.folder import RunFolder, write_json
 
 if TYPE_CHECKING:
@@ -27,14 +29,14 @@ _TOLD = (
 
 def write_records(folder: RunFolder, run: ResolvedRun) -> None:
     """Write ``config.yaml``, ``plan.json`` and ``environment.json`` of this attempt."""
-    folder.records.joinpath("config.yaml").write_text(run.to_yaml(), encoding="utf-8")
+    folder.records.joinpath("config.yaml").write_text(to_yaml(run), encoding="utf-8")
     write_json(folder.records / "plan.json", plan_record(run))
     write_json(folder.records / "environment.json", environment_record())
 
 
 def plan_record(run: ResolvedRun) -> dict[str, Any]:
     """The plugins with versions and digests, the grid of ranks, where the layers live, the plan of a step."""
-    return {"v": 1, **{key: value for key, value in run.to_json().items() if key != "config"}}
+    return {"v": 1, **{key: value for key, value in run_record(run).items() if key != "config"}}
 
 
 def environment_record() -> dict[str, Any]:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         DataSource,
         GraphCapture,
         Model,
+        ModelOptions,
         Optimizer,
         ParallelLayers,
         ParamInfo,
@@ -165,7 +166,7 @@ def with_vocabulary(run: ResolvedRun, data: DataSource) -> BaseModel:
     """
     options = run.one("model").options
     assert options is not None  # resolve validated them
-    chosen: int | None = getattr(options, "vocab_size", None)
+    chosen = cast("ModelOptions", options).vocab_size
     if chosen is None:
         return options.model_copy(update={"vocab_size": data.vocab_size})
     if chosen < data.vocab_size:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
+from megatron_run.contracts import mixture_options
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.errors import RunError
 from megatron_run.planning.topology import attribute
@@ -124,8 +125,8 @@ def _build(run: ResolvedRun, options: BaseModel, stage: int, expert: int) -> _Bu
 
 def _mixture(options: BaseModel, ranks: Sequence[_Built]) -> Mixture | None:
     """The experts of all ``ranks``, where the model's ``options`` say how many there are and how many a token meets."""
-    experts, top_k = (getattr(options, name, None) for name in ("experts", "top_k"))
-    if not experts or not top_k:
+    told = mixture_options(options)
+    if told is None or not told.experts:
         return None
     layers, parameters = set[int](), 0
     for rank in ranks:
@@ -133,7 +134,7 @@ def _mixture(options: BaseModel, ranks: Sequence[_Built]) -> Mixture | None:
         segments = (segment for chunk in rank.chunks for segment in chunk.segments())
         layers |= {segment.layer for segment in segments if not split.keys().isdisjoint(segment.params)}
         parameters += count_parameters(split.values())
-    return Mixture(tuple(sorted(layers)), experts, top_k, parameters) if layers else None
+    return Mixture(tuple(sorted(layers)), told.experts, told.top_k, parameters) if layers else None
 
 
 def _capture_size(run: ResolvedRun, built: _Built, stage: int) -> CaptureSize:

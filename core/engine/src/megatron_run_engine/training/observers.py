@@ -12,6 +12,8 @@ from megatron_run.contracts import RunSummary
 from megatron_run.contracts.topology import Replicas
 from megatron_run.pipeline.timeline import timeline
 from megatron_run.planning.batch_size import BatchSizes
+from megatron_run.planning.describe import describe
+from megatron_run.planning.run import to_yaml
 from megatron_run_engine.runtime.parameter_init import count_parameters
 
 if TYPE_CHECKING:
@@ -160,8 +162,8 @@ def summarise(
         steps=BatchSizes(train, run.sizes.data).steps(),
         parameters=parameters,
         world_size=run.sizes.world,
-        config=run.to_yaml(),
-        plan=run.describe(),
+        config=to_yaml(run),
+        plan=describe(run),
         timeline=timeline(run.plans[max(run.plans)]),
         baselines=assembly.data.baselines(train.sequence_length, train.seed, validation),
     )

@@ -6,71 +6,72 @@ import re
 from collections.abc import Iterable, Mapping
 
 from megatron_run.config.faults import VARIABLE as FAULT_VARIABLE
-from megatron_run.config.layers import SEPARATORS, Layer, assign, plugin_words, text_node
+from megatron_run.config.merge import SEPARATORS, ConfigSource, assign, plugin_words
 from megatron_run.config.origin import Origin, Text, section_of
 from megatron_run.config.problems import Findings
 from megatron_run.config.request import ENVIRONMENT_PREFIX
+from megatron_run.config.yaml import Node
 from megatron_run.contracts.plugin import RUN_KINDS, check_run_kind
 from megatron_run.errors import InputError, did_you_mean
 
-#: A comma starts an option only where ``name=`` follows, so that lists are written bare.
+#: A comma starts an option only where ``name=`` follows, so that lists need no quotes.
 _OPTION = re.compile(r",(?=[A-Za-z_][A-Za-z0-9_.-]*=)")
 _PLUGIN_VARIABLE = f"{ENVIRONMENT_PREFIX}PLUGIN_"
 _SET_VARIABLE = f"{ENVIRONMENT_PREFIX}SET"
 
 
-def command_line_layer(sets: Iterable[str], plugins: Iterable[str], findings: Findings) -> Layer:
-    """The layer of ``--set KEY=VALUE`` and ``--plugin KIND=NAME[,OPT=VAL...]``."""
-    layer = Layer()
+def command_line_source(sets: Iterable[str], plugins: Iterable[str], findings: Findings) -> ConfigSource:
+    """The source of ``--set KEY=VALUE`` and ``--plugin KIND=NAME[,OPT=VAL...]``."""
+    source = ConfigSource()
     for text in sets:
         with findings.collect():
-            _set(layer, text, "--set", Origin("command line", f"--set {text.partition('=')[0]}"))
+            _set(source, text, "--set", Origin("command line", f"--set {text.partition('=')[0]}"))
     for text in plugins:
         with findings.collect():
             origin = Origin("command line", f"--plugin {text}")
             kind, equals, rest = text.partition("=")
             if not equals or not rest:
                 raise InputError(f"--plugin {text} names no plugin", fix="write --plugin KIND=NAME, as schedule=1f1b")
-            _plugin(layer, check_run_kind(kind, str(origin)), rest, origin)
-    return layer
+            _plugin(source, check_run_kind(kind, str(origin)), rest, origin)
+    return source
 
 
-def environment_layer(environment: Mapping[str, str], findings: Findings, notices: list[str]) -> Layer:
-    """The layer of ``MEGATRON_RUN_PLUGIN_<KIND>`` and ``MEGATRON_RUN_SET``.
+def environment_source(environment: Mapping[str, str], findings: Findings, notices: list[str]) -> ConfigSource:
+    """The source of ``MEGATRON_RUN_PLUGIN_<KIND>`` and ``MEGATRON_RUN_SET``.
 
-    Any other of ours is a notice, but for the one that asks for faults, which configures nothing.
+    Any other variable with our prefix gets a notice, except the one that injects faults, which configures nothing.
     """
-    layer = Layer()
+    source = ConfigSource()
     variables = {f"{_PLUGIN_VARIABLE}{section_of(kind).upper()}": kind for kind in RUN_KINDS}
     for name, text in sorted(environment.items()):
         origin = Origin("environment", f"environment {name}")
         if name in variables:
             with findings.collect():
-                _plugin(layer, variables[name], text, origin)
+                _plugin(source, variables[name], text, origin)
         elif name == _SET_VARIABLE:
             for part in filter(None, (each.strip() for each in text.split(";"))):
                 with findings.collect():
-                    _set(layer, part, str(origin), origin)
+                    _set(source, part, str(origin), origin)
         elif name.startswith(ENVIRONMENT_PREFIX) and name != FAULT_VARIABLE:
             hint = did_you_mean(name, (*variables, _SET_VARIABLE, FAULT_VARIABLE))
             notices.append(f"the environment variable {name} means nothing here{'; ' + hint if hint else ''}")
-    return layer
+    return source
 
 
-def _set(layer: Layer, text: str, where: str, origin: Origin) -> None:
+def _set(source: ConfigSource, text: str, where: str, origin: Origin) -> None:
     key, equals, value = text.partition("=")
     parts = tuple(part.strip() for part in key.split("."))
     if not equals or not all(parts):
         raise InputError(f"{text!r} is no KEY=VALUE", origin=where, fix="write as train.lr=1e-4")
-    assign(layer, parts, text_node(value, origin))
+    assign(source, parts, Node(Text(value), origin))
 
 
-def _plugin(layer: Layer, kind: str, text: str, origin: Origin) -> None:
+def _plugin(source: ConfigSource, kind: str, text: str, origin: Origin) -> None:
     """Choose the plugin of ``NAME[,OPT=VAL...]`` and set its options."""
     name, *options = _OPTION.split(text)
     _check_name(kind, name, origin)
     words = plugin_words(kind, name, origin)
-    layer.choose(kind, words, origin, add=kind == "observer")
+    source.choose(kind, words, origin, add=kind == "observer")
     owner = (plugin_name(words[0]),) if kind == "observer" and len(words) == 1 else ()
     for option in options:
         key, _, value = option.partition("=")
@@ -80,11 +81,11 @@ def _plugin(layer: Layer, kind: str, text: str, origin: Origin) -> None:
                 origin=str(origin),
                 fix=f"write {key}={value[1:-1]}",
             )
-        layer.put((section_of(kind), *owner, *key.replace("-", "_").split(".")), Text(value), origin)
+        source.put((section_of(kind), *owner, *key.replace("-", "_").split(".")), Text(value), origin)
 
 
 def _check_name(kind: str, name: str, origin: Origin) -> None:
-    """Refuse what is not the name of a plugin, or for some kinds of several."""
+    """Raise :class:`InputError` unless ``name`` can be the name of a plugin, or of several where the kind allows it."""
     if "=" in name or not name.strip():
         raise InputError(f"{name!r} is not the name of a {kind}", origin=str(origin), fix=f"write {kind}=NAME")
     if "," in name and SEPARATORS.get(kind) != ",":

@@ -1,14 +1,14 @@
-"""The plugins that are chosen where nobody chooses one."""
+"""Default plugins."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_run.config.layers import SEPARATORS, Layer
+from megatron_run.config.merge import SEPARATORS, ConfigSource
 from megatron_run.config.origin import DEFAULT, Choice, Key, Origin, dotted
 
-#: What is chosen where nobody says otherwise. Data is absent: it is never chosen in silence.
+#: The default of each kind. Data has none: training on data that nobody named would be a silent mistake.
 DEFAULT_PLUGINS: Mapping[str, tuple[str, ...]] = {
     "scaler": ("none",),
     "optimizer": ("adamw",),
@@ -29,16 +29,16 @@ class Rule:
     value: str | None = None
 
     def __str__(self) -> str:
-        """The condition as one would type it."""
+        """The condition as the user would type it."""
         return dotted(self.key) + (f"={self.value}" if self.value else "")
 
-    def holds(self, layer: Layer) -> bool:
-        """Whether ``layer``, with everything that the user said, meets the condition."""
-        given = layer.values.get(self.key)
+    def holds(self, source: ConfigSource) -> bool:
+        """Whether the merged ``source`` meets the condition."""
+        given = source.values.get(self.key)
         return given is not None and self.value in (None, given.data)
 
 
-#: Other defaults of a kind; of the rules that hold the first wins.
+#: Conditional defaults of a kind; the first rule that holds wins.
 RULES: Mapping[str, tuple[Rule, ...]] = {
     "scaler": (
         Rule("constant", ("scaler", "loss_scale")),
@@ -47,20 +47,20 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
 }
 
 
-def default_layer() -> Layer:
-    """The weakest layer: the default plugins."""
-    layer = Layer()
+def default_source() -> ConfigSource:
+    """The weakest source: the default plugins."""
+    source = ConfigSource()
     for kind, words in DEFAULT_PLUGINS.items():
-        layer.choose(kind, words, DEFAULT)
-    return layer
+        source.choose(kind, words, DEFAULT)
+    return source
 
 
-def follow_rules(layer: Layer) -> None:
-    """Choose by the rules where nobody chose: ``layer`` is all layers as one, and is changed in place."""
+def follow_rules(source: ConfigSource) -> None:
+    """Apply the rules to kinds of which the user chose no plugin; changes the merged ``source`` in place."""
     for kind, rules in RULES.items():
-        rule = next((rule for rule in rules if rule.holds(layer)), None)
-        if rule and all(choice.origin == DEFAULT for choice in layer.choices.get(kind, ())):
-            layer.choices[kind] = (Choice(rule.word, Origin("default", f"the default with {rule}")),)
+        rule = next((rule for rule in rules if rule.holds(source)), None)
+        if rule and all(choice.origin == DEFAULT for choice in source.choices.get(kind, ())):
+            source.choices[kind] = (Choice(rule.word, Origin("default", f"the default with {rule}")),)
 
 
 def default_text(kind: str) -> str:

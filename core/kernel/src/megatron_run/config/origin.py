@@ -10,14 +10,14 @@ from megatron_run.contracts.plugin import RUN_KINDS
 #: A key as its parts: ``("train", "lr")``. Sections of kinds are spelt with ``_``.
 Key = tuple[str, ...]
 
-LayerName = Literal["default", "suggestion", "file", "environment", "command line", "python"]
+SourceName = Literal["default", "suggestion", "file", "environment", "command line", "python"]
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The layer a value came from and the place in it, as one would point at it: ``--set train.lr``."""
+    """The source of a value, and the place in it as messages name it: ``--set train.lr``."""
 
-    layer: LayerName
+    source: SourceName
     place: str
 
     def __str__(self) -> str:
@@ -28,14 +28,14 @@ DEFAULT = Origin("default", "default")
 
 
 class Text(str):
-    """A value as it was typed on the command line or in the environment: read later, by the type of its field."""
+    """Text from the command line or the environment, parsed later according to the type of its field."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True)
 class Value:
-    """A leaf of the configuration. ``inherited``: written while another plugin of its kind was chosen."""
+    """A leaf of the configuration. ``inherited``: written for a plugin that a stronger source has replaced."""
 
     data: Any
     origin: Origin
@@ -44,7 +44,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Choice:
-    """A plugin that was asked for: NAME, DIST:NAME or ./file.py."""
+    """A requested plugin: NAME, DIST:NAME or ./file.py."""
 
     word: str
     origin: Origin
@@ -60,5 +60,5 @@ KIND_SECTIONS = {section_of(kind): kind for kind in RUN_KINDS}
 
 
 def dotted(key: Key) -> str:
-    """The key as it is written: ``train.lr``, ``parallel-layer.use``."""
+    """The key as users write it: ``train.lr``, ``parallel-layer.use``."""
     return ".".join((KIND_SECTIONS.get(key[0], key[0]), *key[1:]))

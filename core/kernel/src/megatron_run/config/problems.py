@@ -1,4 +1,4 @@
-"""Finding everything that is wrong in one pass."""
+"""Collects errors, so that one pass reports all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_run.errors import Problems, RunError
 
 
 class Findings:
-    """What went wrong so far; a run is resolved only when it stays empty."""
+    """The errors found so far; a run resolves only when there are none."""
 
     def __init__(self) -> None:
         self.problems: list[RunError] = []
@@ -18,14 +18,14 @@ class Findings:
         return bool(self.problems)
 
     def add(self, error: RunError) -> None:
-        """Remember an error, or each of several, once."""
+        """Add an error, or each of several; duplicates are dropped."""
         found = error.problems if isinstance(error, Problems) else (error,)
         known = {str(problem) for problem in self.problems}
         self.problems += [problem for problem in found if str(problem) not in known]
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Remember an error of the block and go on after it."""
+        """Add an error raised in the block and continue after it."""
         try:
             yield
         except RunError as error:

@@ -1,4 +1,4 @@
-"""What a user asked for, as it was typed: all that a rank process needs to resolve the same run again."""
+"""The user's request as typed: all that a rank process needs to resolve the same run again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENVIRONMENT_PREFIX = "MEGATRON_RUN_"
 
 @dataclass(frozen=True)
 class Request:
-    """The words of the command line, or their like from Python.
+    """The arguments of the command line, or their equivalents from Python.
 
     ``configs`` are CONFIG words (a path, ``preset:NAME``, ``-``) or mappings; ``sets`` are ``KEY=VALUE`` texts and
     ``values`` their typed form by dotted key; ``plugins`` are ``KIND=NAME[,OPT=VAL...]``; ``nproc`` is the number of

@@ -1,4 +1,4 @@
-"""Where configuration comes from: CONFIG words (files, presets, standard input, mappings) and all layers in order."""
+"""Where configuration comes from: CONFIG words (files, presets, standard input, mappings) and all sources in order."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from megatron_run.config.arguments import command_line_layer, environment_layer
-from megatron_run.config.defaults import default_layer, follow_rules
-from megatron_run.config.layers import Layer, assign, layer_from, merge
+from megatron_run.config.arguments import command_line_source, environment_source
+from megatron_run.config.defaults import default_source, follow_rules
+from megatron_run.config.merge import ConfigSource, assign, merge, source_from
 from megatron_run.config.origin import Origin
 from megatron_run.config.problems import Findings
 from megatron_run.config.request import Request
@@ -21,26 +21,26 @@ _PRESET = "preset:"
 _STDIN = "-"
 
 
-def read_layers(request: Request, findings: Findings, notices: list[str]) -> Layer:
-    """Every layer of ``request`` merged, defaults included and suggestions not. What is wrong enters ``findings``.
+def read_sources(request: Request, findings: Findings, notices: list[str]) -> ConfigSource:
+    """Merge every source of ``request``, defaults included, suggestions of plugins not. Errors enter ``findings``.
 
-    Where nobody chose the plugin of a kind, what was said about other keys may decide it.
+    Where the user chose no plugin of a kind, a rule over other keys may choose it.
 
-    Raises :class:`~megatron_run.errors.Problems` at once when a CONFIG cannot be read: what else seems to be wrong
-    would only follow from what it would have said.
+    Raises :class:`~megatron_run.errors.Problems` at once when a CONFIG cannot be read: further errors would only
+    follow from the missing file.
     """
-    layers = [default_layer()]
+    sources = [default_source()]
     configs = request.configs or (DEFAULT_PRESET,)
     for config in configs:
         with findings.collect():
-            layers.append(layer_from(_read(config, request.stdin), findings))
-    unread = len(layers) <= len(configs)
-    layers.append(environment_layer(request.environment, findings, notices))
-    layers.append(command_line_layer(request.sets, request.plugins, findings))
-    layers.append(_values_layer(request.values, findings))
+            sources.append(source_from(_read(config, request.stdin), findings))
+    unread = len(sources) <= len(configs)
+    sources.append(environment_source(request.environment, findings, notices))
+    sources.append(command_line_source(request.sets, request.plugins, findings))
+    sources.append(_values_source(request.values, findings))
     if unread:
         findings.settle()
-    merged = merge(layers)
+    merged = merge(sources)
     follow_rules(merged)
     return merged
 
@@ -93,13 +93,13 @@ def _file(path: Path) -> str:
         raise InputError(f"{path}:{line}:{column}: a byte that is not UTF-8 is refused") from None
 
 
-def _values_layer(values: Mapping[str, Any], findings: Findings) -> Layer:
-    layer = Layer()
+def _values_source(values: Mapping[str, Any], findings: Findings) -> ConfigSource:
+    source = ConfigSource()
     for key, data in values.items():
         origin = Origin("python", f"set {key}")
         with findings.collect():
-            assign(layer, tuple(key.split(".")), _node(data, origin))
-    return layer
+            assign(source, tuple(key.split(".")), _node(data, origin))
+    return source
 
 
 def _nodes(data: Mapping[str, Any], origin: Origin) -> dict[str, Node]:

@@ -1,4 +1,4 @@
-"""From leaves to a typed, frozen model; what does not fit is said with its bound and its origin."""
+"""From leaves to a typed, frozen model; errors name the violated bound and the origin of the value."""
 
 from __future__ import annotations
 
@@ -84,6 +84,15 @@ def validate(
     return made if len(findings.problems) == found else None
 
 
+def unchecked(prefix: Key, values: Mapping[Key, Value], findings: Findings) -> dict[str, Any]:
+    """``values`` (keys without ``prefix``) as nested plain data, text read as YAML reads a scalar."""
+    data: dict[str, Any] = {}
+    for key, value in values.items():
+        with findings.collect():
+            _put(data, key, _read(prefix + key, value, object))
+    return data
+
+
 def annotation_at(model: type[BaseModel], prefix: Key, key: Key, origin: Origin) -> object:
     """The type of the field at ``key``. Raises :class:`InputError` with the nearest key when there is none."""
     fields = fields_of(model)
@@ -155,7 +164,7 @@ def _put(data: dict[str, Any], key: Key, value: Any) -> None:
 def _problems(
     error: ValidationError, model: type[BaseModel], prefix: Key, values: Mapping[Key, Value], fix_missing: str
 ) -> list[InputError]:
-    """One problem a key: the branches of a union that all failed are one."""
+    """One problem per key; a union whose alternatives all failed counts once."""
     grouped: dict[Key, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         grouped.setdefault(_key_of(model, detail["loc"]), []).append(detail)
@@ -163,7 +172,7 @@ def _problems(
 
 
 def _key_of(model: type[BaseModel] | None, location: tuple[int | str, ...]) -> Key:
-    """The key in pydantic's location, which goes on with branches of unions and indices of lists."""
+    """The key part of pydantic's location, which also names union alternatives and list indices."""
     key: Key = ()
     for part in location:
         field = fields_of(model).get(str(part)) if model else None
@@ -200,6 +209,6 @@ def _must(detail: ErrorDetails) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value as it could have been typed, not too long."""
+    """A value as the user could have typed it, shortened."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -52,7 +52,7 @@ def whole(number: float) -> int | float:
 
 
 def plain(value: object) -> Any:
-    """A Python value as JSON has it: mappings, lists, text, numbers. Raises TypeError for anything else."""
+    """Convert a Python value to JSON types. Raises TypeError for anything else."""
     if isinstance(value, Span):
         return value.written()
     if isinstance(value, Duration):
@@ -72,10 +72,19 @@ def plain(value: object) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be written into a configuration")
 
 
+def typed(value: object) -> str:
+    """A value as the command line takes it: ``true``, ``null``, lists split at commas."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, tuple | list | set | frozenset):
+        return ",".join(typed(item) for item in value)
+    return str(value)
+
+
 def read_text(text: str, annotation: object) -> Any:
     """Read ``text`` as a value of type ``annotation``: text and paths verbatim, lists split at commas, else a scalar.
 
-    Where None is allowed, ``null`` is None. Whether the value fits is left to the model's own validation.
+    ``null`` is None where the type allows it. The model's own validation decides whether the value is valid.
     """
     types = members(annotation)
     if text == "null" and NoneType in types:
@@ -91,7 +100,7 @@ def read_text(text: str, annotation: object) -> Any:
 
 
 def members(annotation: object) -> tuple[Any, ...]:
-    """The types that a value may have: those of a union, flattened, without what Annotated adds."""
+    """The alternatives of a type: unions flattened, Annotated stripped."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return members(get_args(annotation)[0])

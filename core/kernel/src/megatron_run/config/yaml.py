@@ -1,7 +1,8 @@
-"""Reading YAML 1.2 and JSON: plain data only, every key with its line and column, every bound checked.
+"""Reads YAML 1.2 and JSON as plain data, every key with its line and column.
 
-ruamel.yaml's parser is asked for events and nothing else; no object is ever constructed from a tag. A file that is too
-large, too deep or too wide once its aliases are followed is refused where it becomes so.
+Only the event parser of ruamel.yaml is used: no object is constructed from a tag, and the limits on size, depth and
+expanded aliases apply while the text is read. ruamel's composer would build the whole tree before any limit applies,
+and its nodes do not tell where an alias stood.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MAX_VALUES = 10_000
 
 @dataclass(frozen=True)
 class Node:
-    """A value and where its key stands. A mapping's data is a dict of nodes; anything else is plain data."""
+    """A value and the position of its key. The data of a mapping is a dict of nodes; anything else is plain data."""
 
     data: Any
     origin: Origin
@@ -86,7 +87,7 @@ def _refusal(name: str, line: int, column: int, what: str, why: str) -> InputErr
 
 
 class _Reader:
-    """Builds data from the parser's events; ``values`` counts what was built, aliases followed."""
+    """Builds data from the parser's events; ``_values`` counts what was built, with aliases expanded."""
 
     def __init__(self, text: str, name: str) -> None:
         self._events: Iterator[Event] = iter(YAML(typ="safe", pure=True).parse(text))

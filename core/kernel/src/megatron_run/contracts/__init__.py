@@ -7,7 +7,17 @@ from megatron_run.contracts.actions import Action, LayoutSpec, Place, ScheduleSp
 from megatron_run.contracts.data import Dataset, DataSource, Split
 from megatron_run.contracts.format import Format, ReadTensor, TranslatedScript, Weights
 from megatron_run.contracts.graph_capture import CaptureSize, GraphCapture, Region
-from megatron_run.contracts.model import Boundary, Chunk, ChunkOut, Microbatch, Model, Segment
+from megatron_run.contracts.model import (
+    Boundary,
+    Chunk,
+    ChunkOut,
+    Microbatch,
+    MixtureOptions,
+    Model,
+    ModelOptions,
+    Segment,
+    mixture_options,
+)
 from megatron_run.contracts.observer import (
     Bar,
     CaptureMetrics,
@@ -49,7 +59,9 @@ __all__ = [
     "LayoutSpec",
     "LinearPart",
     "Microbatch",
+    "MixtureOptions",
     "Model",
+    "ModelOptions",
     "Observer",
     "Optimizer",
     "ParallelLayers",
@@ -75,6 +87,7 @@ __all__ = [
     "TranslatedScript",
     "Weights",
     "entry_point_group",
+    "mixture_options",
     "scale_notices",
     "scale_text",
 ]

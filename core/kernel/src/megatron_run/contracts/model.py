@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
     import torch
@@ -107,6 +107,29 @@ class Segment:
     differentiable: bool = True
 
 
+class ModelOptions(Protocol):
+    """What the kernel reads of a model's options, whatever else they hold.
+
+    ``num_layers`` layers are split over the stages. ``vocab_size`` is the number of token ids without padding; where
+    the user leaves it at None, that of the data is filled in before a model is made.
+    """
+
+    num_layers: int
+    vocab_size: int | None
+
+
+class MixtureOptions(ModelOptions, Protocol):
+    """Those of a model whose layers may have ``experts``, 0 for none, of which a token meets ``top_k``."""
+
+    experts: int
+    top_k: int
+
+
+def mixture_options(options: object) -> MixtureOptions | None:
+    """``options`` where they say how many experts a layer has; None for a model that knows of none."""
+    return cast("MixtureOptions", options) if isinstance(getattr(options, "experts", None), int) else None
+
+
 class Chunk(Protocol):
     """A piece of the model on one stage; in practice a ``torch.nn.Module``."""
 
@@ -130,8 +153,8 @@ class Chunk(Protocol):
 class Model(ABC):
     """Describes a network and builds the chunks of one rank.
 
-    Its options must have ``num_layers`` and ``vocab_size`` (None: the data's); see the built-in gpt for a whole
-    working plugin.
+    Its options are :class:`ModelOptions`, and :class:`MixtureOptions` where layers may have experts; see the built-in
+    gpt for a whole working plugin.
     """
 
     #: Names of the losses and metrics that chunks report, equal on every rank.

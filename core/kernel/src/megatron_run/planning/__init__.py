@@ -3,7 +3,8 @@
 Imports: config, contracts, errors, pipeline, registry.
 """
 
+from megatron_run.planning.describe import describe
 from megatron_run.planning.resolver import load_config, resolve
-from megatron_run.planning.run import ResolvedRun
+from megatron_run.planning.run import ResolvedRun, to_yaml
 
-__all__ = ["ResolvedRun", "load_config", "resolve"]
+__all__ = ["ResolvedRun", "describe", "load_config", "resolve", "to_yaml"]

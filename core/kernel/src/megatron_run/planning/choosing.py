@@ -1,47 +1,52 @@
-"""From the merged configuration to loaded plugins: scan, choose, import the chosen ones and no other."""
+"""Loads the plugins that the merged configuration chooses, and applies what they suggest."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from megatron_run.config.defaults import default_layer
-from megatron_run.config.layers import Layer, merge
+from megatron_run.config.arguments import plugin_name
+from megatron_run.config.defaults import default_source
+from megatron_run.config.merge import ConfigSource, merge
 from megatron_run.config.origin import DEFAULT, Choice, Key, Origin, dotted, section_of
 from megatron_run.config.problems import Findings
+from megatron_run.config.values import typed
 from megatron_run.contracts.plugin import RUN_KINDS, check_run_kind
-from megatron_run.errors import InputError, PluginError
-from megatron_run.planning.saved import saved_with
+from megatron_run.errors import EngineMissingError, InputError, PluginError
 from megatron_run.registry.choose import choose
-from megatron_run.registry.describe import typed
 from megatron_run.registry.digest import SourceDigests
-from megatron_run.registry.discover import Catalog
-from megatron_run.registry.load import Plugin, load
-from megatron_run.registry.objects import from_object
+from megatron_run.registry.discover import Catalog, Entry
+from megatron_run.registry.load import Plugin, from_object, load
+from megatron_run.registry.plugin import unloaded
 
 #: Kinds to which a plugin handed in from Python is added instead of replacing what was chosen.
 _ADDED = ("observer", "parallel-layer")
 
 
 def choose_plugins(
-    layer: Layer,
+    merged: ConfigSource,
     objects: Iterable[object],
     catalog: Catalog,
     findings: Findings,
     notices: list[str],
     kinds: Iterable[str] = RUN_KINDS,
+    *,
+    plan_only: bool = False,
 ) -> dict[str, tuple[Plugin, ...]]:
     """The plugins of ``kinds``, which are all that a run chooses unless said, loaded.
 
-    A kind with a problem is left out, and the problem is in ``findings``.
+    A kind with a problem is left out, and the problem is in ``findings``. With ``plan_only`` a plugin that cannot be
+    loaded because there is no engine is represented by a stand-in, unless it is the schedule.
     """
     given = _given(objects, findings)
     digests = SourceDigests()
     chosen: dict[str, tuple[Plugin, ...]] = {}
     for kind in kinds:
         replaced = kind in given and kind not in _ADDED
-        choices = () if replaced else layer.choices.get(kind, ())
-        plugins = [_load(layer, catalog, kind, choice, digests, findings, notices) for choice in choices]
+        choices = () if replaced else merged.choices.get(kind, ())
+        plugins = [_load(merged, catalog, kind, choice, digests, findings, notices, plan_only) for choice in choices]
         loaded = (*filter(None, plugins), *given.get(kind, ()))
         if loaded or kind == "observer":
             chosen[kind] = loaded
@@ -63,30 +68,54 @@ def _given(objects: Iterable[object], findings: Findings) -> dict[str, tuple[Plu
 
 
 def _load(
-    layer: Layer,
+    merged: ConfigSource,
     catalog: Catalog,
     kind: str,
     choice: Choice,
     digests: SourceDigests,
     findings: Findings,
     notices: list[str],
+    plan_only: bool,
 ) -> Plugin | None:
-    """The plugin of ``choice``; an observer that nobody asked for may be absent or broken, which is a notice.
+    """Load the plugin of ``choice``. A default observer that is absent or broken is left out with a notice.
 
-    So is a plugin that nobody chose and that is not the usual default. Of one that is missing it is said with which
-    version the run folder was saved.
+    A default that a rule chose gets a notice, too. The error of a missing plugin names the version that saved the run
+    folder, if there is one.
     """
-    if choice.origin.layer == "default" and choice.origin != DEFAULT:
+    if choice.origin.source == "default" and choice.origin != DEFAULT:
         notices.append(f"{kind}={choice.word} is {choice.origin}")
+    entry: Entry | None = None
     try:
-        return load(choose(catalog, kind, choice.word, str(choice.origin)), str(choice.origin), digests)
+        entry = choose(catalog, kind, choice.word, str(choice.origin))
+        return load(entry, str(choice.origin), digests)
     except PluginError as error:
+        if plan_only and isinstance(error, EngineMissingError) and kind != "schedule":
+            return unloaded(kind, plugin_name(choice.word), str(choice.origin), entry, error)
         if kind == "observer" and choice.origin == DEFAULT:
             notices.append(f"{kind}={choice.word} is left out: {error.what}{'; ' + error.fix if error.fix else ''}")
         else:
-            error.why = error.why or saved_with(layer, kind, choice.word)
+            error.why = error.why or _saved_with(merged, kind, choice.word)
             findings.add(error)
     return None
+
+
+def _saved_with(merged: ConfigSource, kind: str, word: str) -> str:
+    """``step 300 of runs/mine was saved with acme-zigzag==0.3.0``; empty where nothing was saved with such a plugin.
+
+    A hint, read without the checkpoint code, which is the engine's; the manifest is not verified here.
+    """
+    folder = merged.values.get(("run", "folder"))
+    if folder is None or folder.data is None:
+        return ""
+    path = Path(str(folder.data)).expanduser()
+    steps = [int(each.name[4:]) for each in path.glob("checkpoints/step*") if each.name[4:].isdecimal()]
+    try:
+        manifest = json.loads((path / f"checkpoints/step{max(steps)}/manifest.json").read_bytes())
+        writers = manifest["manifest"]["about"]["plugins"][kind]
+        (writer,) = (writer for writer in writers if writer["name"] == word.rpartition(":")[2])
+        return f"step {max(steps)} of {path} was saved with {writer['distribution']}=={writer['version']}"
+    except (OSError, ValueError, LookupError, TypeError):  # nothing saved, damaged, or of another version
+        return ""
 
 
 def _unchosen(kind: str) -> InputError:
@@ -97,34 +126,36 @@ def _unchosen(kind: str) -> InputError:
     )
 
 
-def apply_suggestions(layer: Layer, plugins: Mapping[str, tuple[Plugin, ...]], notices: list[str]) -> Layer:
-    """``layer`` with the values that plugins would like where nobody said anything, each plugin's in one notice."""
-    suggested = Layer()
+def apply_suggestions(
+    merged: ConfigSource, plugins: Mapping[str, tuple[Plugin, ...]], notices: list[str]
+) -> ConfigSource:
+    """Add the values that plugins suggest for keys that the user left open, with one notice per plugin."""
+    suggested = ConfigSource()
     for plugin in (plugin for many in plugins.values() for plugin in many):
         fresh = {
             key: value
-            for name, value in _wishes(layer, plugin).items()
-            if not _is_set(layer, key := tuple(name.split("."))) and key not in suggested.values
+            for name, value in _wishes(merged, plugin).items()
+            if not _is_set(merged, key := tuple(name.split("."))) and key not in suggested.values
         }
         for key, value in fresh.items():
             suggested.put(key, value, Origin("suggestion", f"the suggestion of {plugin}"))
         if fresh:
             wishes = ", ".join(f"{dotted(key)}={value}" for key, value in fresh.items())
             notices.append(f"{plugin} suggests {wishes}")
-    return merge((default_layer(), suggested, layer))
+    return merge((default_source(), suggested, merged))
 
 
-def _wishes(layer: Layer, plugin: Plugin) -> Mapping[str, Any]:
+def _wishes(merged: ConfigSource, plugin: Plugin) -> Mapping[str, Any]:
     """What ``plugin`` suggests with the options that it was given."""
     wishes = dict(plugin.info.suggests)
     for condition, more in plugin.info.suggests_with.items():
         option, _, wanted = condition.partition("=")
-        given = layer.values.get((section_of(plugin.kind), option))
+        given = merged.values.get((section_of(plugin.kind), option))
         field = plugin.options_model.model_fields.get(option)
         if typed(given.data if given else field and field.default) == wanted:
             wishes.update(more)
     return wishes
 
 
-def _is_set(layer: Layer, key: Key) -> bool:
-    return any(other[: len(key)] == key[: len(other)] for other in layer.values)
+def _is_set(merged: ConfigSource, key: Key) -> bool:
+    return any(other[: len(key)] == key[: len(other)] for other in merged.values)

@@ -1,4 +1,4 @@
-"""A resolved run in words and as data: what ``--dry-run`` prints."""
+"""A resolved run in words, for people and observers, and as data, for ``plan.json``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_run.errors import plural
 from megatron_run.pipeline.timeline import timeline
 from megatron_run.planning.experts import experts_of, held_experts
 from megatron_run.planning.options import dumped
-from megatron_run.planning.show import sections
+from megatron_run.planning.run import sections
 
 if TYPE_CHECKING:
     from megatron_run.pipeline.plan import Plan
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def describe(run: ResolvedRun) -> str:
-    """Per kind the winner, where it is from, why it won, the options that were set; the topology; plans; notices."""
+    """Per kind the chosen plugin, its source, why it was chosen and its options; then topology, plans and notices."""
     parts = [_plugins(run), _topology(run), _plans(run), [f"note: {notice}" for notice in run.notices]]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
-def to_json(run: ResolvedRun) -> dict[str, Any]:
+def run_record(run: ResolvedRun) -> dict[str, Any]:
     """What :func:`describe` says as data, with the whole configuration."""
     return {
         "plugins": {kind: [_plugin_record(each) for each in many] for kind, many in run.plugins.items()},
@@ -54,7 +54,7 @@ def _plugins(run: ResolvedRun) -> list[str]:
 
 
 def _options(plugin: Plugin) -> str:
-    """What differs from the defaults; ``config show`` has the rest."""
+    """The options that differ from the defaults; ``config show`` has the rest."""
     values = dumped(plugin, defaults=False).items()
     return " ".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values)
 
@@ -72,7 +72,7 @@ def _topology(run: ResolvedRun) -> list[str]:
 
 
 def _axes(run: ResolvedRun, record: dict[str, Any]) -> Iterator[str]:
-    """The coordinates along axes that are split at all, and the experts that a rank holds where not all do."""
+    """The coordinates along axes of more than one rank, and the experts that the rank holds."""
     for axis in ("tensor", "data"):
         if getattr(run.sizes, axis) > 1:
             yield f"{axis} {record[axis]}"
@@ -97,7 +97,7 @@ def _rank_record(run: ResolvedRun, rank: int) -> dict[str, Any]:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Rising ``numbers`` in few words: ``"0-3"``, ``"0, 2-4"``, ``"none"``."""
+    """Ascending ``numbers`` as ranges: ``"0-3"``, ``"0, 2-4"``, ``"none"``."""
     starts = [number for number in numbers if number - 1 not in numbers]
     ends = [number for number in numbers if number + 1 not in numbers]
     pairs = zip(starts, ends, strict=True)

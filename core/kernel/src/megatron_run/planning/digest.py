@@ -1,4 +1,4 @@
-"""What every rank must have resolved alike, as a flat table, so that a difference can be shown row by row."""
+"""All that ranks must have resolved to the same values, as a flat table whose differences can be listed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from megatron_run import __version__
-from megatron_run.config.layers import SEPARATORS
+from megatron_run.config.merge import SEPARATORS
 from megatron_run.config.origin import KIND_SECTIONS, dotted
 from megatron_run.planning.options import dumped
-from megatron_run.planning.show import leaves
+from megatron_run.planning.run import leaves
 from megatron_run.registry.digest import source_digest
 from megatron_run.registry.discover import KERNEL
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_run.planning.run import ResolvedRun
     from megatron_run.registry.load import Plugin
 
-#: Keys that each rank may have its own value of.
+#: Keys that may differ between ranks.
 _LOCAL = {("run", "folder"), ("run", "device"), ("run", "threads")}
 
 
@@ -35,7 +35,7 @@ def digest(run: ResolvedRun) -> dict[str, str]:
             table.update(_plugin_rows(f"{kind}={plugin.name}" if kind in SEPARATORS else kind, plugin))
         table[kind] = "+".join(plugin.name for plugin in plugins)
     config = run.config.model_dump(mode="json", exclude=set(KIND_SECTIONS))
-    table.update({dotted(key): json.dumps(value) for key, value in leaves(config, ()) if key not in _LOCAL})
+    table.update({dotted(key): json.dumps(value) for key, value in leaves(config) if key not in _LOCAL})
     table["layout"] = " ".join(f"{place.stage}.{place.chunk}:{list(place.layers)}" for place in run.layout)
     for microbatches, plan in sorted(run.plans.items()):
         table[f"actions of {microbatches} microbatches"] = _actions_digest(plan)

@@ -1,4 +1,4 @@
-"""Experts over ranks: what splits them, the data-parallel ranks and the batch alike. Arithmetic before a start."""
+"""Checks that ``parallel.expert`` divides the experts and the data-parallel ranks, and advises sizes that do."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 
+from megatron_run.contracts import mixture_options
 from megatron_run.contracts.schema import ParallelSection, TrainSection
-from megatron_run.errors import InputError, nearest_multiples
+from megatron_run.errors import InputError, nearest, nearest_multiples
 from megatron_run.registry.load import Plugin
 
 
 def experts_of(model: Plugin | None) -> int | None:
-    """The experts of a layer of ``model`` by its options; None where those are wrong or know of none."""
-    experts = getattr(model.options, "experts", None) if model else None
-    return experts if isinstance(experts, int) else None
+    """The experts of a layer by the options of ``model``; None where these are invalid or have no experts."""
+    options = mixture_options(model.options) if model else None
+    return options.experts if options else None
 
 
 def held_experts(experts: int, ways: int, position: int) -> range:
-    """The numbers of those that the rank at ``position`` of ``ways`` along the expert axis holds of a layer."""
+    """The experts of a layer that the rank at ``position`` of ``ways`` along the expert axis holds."""
     return range(position * experts // ways, (position + 1) * experts // ways)
 
 
 @dataclass(frozen=True)
 class ExpertSplit:
-    """``experts`` of a layer over the ranks of ``parallel``, of which ``nproc`` are started, if it is said how many."""
+    """``experts`` of a layer over the ranks of ``parallel``; ``nproc`` ranks are started, None: as many as needed."""
 
     experts: int
     parallel: ParallelSection
@@ -34,7 +35,7 @@ class ExpertSplit:
     def check(self) -> None:
         """Raise :class:`InputError` where ``parallel.expert`` does not split the experts or the data-parallel ranks.
 
-        What it advises fits both, and the global batch where as many ranks are started as experts need.
+        The advice fits both, and also the global batch where the number of ranks follows from the experts.
         """
         ways, experts = self.parallel.expert, self.experts
         if ways == 1:
@@ -54,7 +55,7 @@ class ExpertSplit:
 
     @property
     def _data(self) -> int | None:
-        """The data-parallel ranks, where they are given; else as many are started as experts need."""
+        """The data-parallel ranks, where they are given; None: as many as experts need."""
         if self.parallel.data is not None or self.nproc is None or self.nproc % self._unit:
             return self.parallel.data
         return self.nproc // self._unit
@@ -73,10 +74,10 @@ class ExpertSplit:
         return f"nothing above 1 divides both {self.experts} experts and {self._data} ranks"
 
     def _fix(self) -> str:
-        """The changes of one key after which the split is even, with the nearest values."""
+        """The nearest values of each key with which the split is even."""
         ways, data = self.parallel.expert, self._data
         serves = [each for each in range(1, self.experts + 1) if not self.experts % each and self._fits_ranks(each)]
-        advice = [f"set parallel.expert to {_nearest(ways, serves)}"] if serves else []
+        advice = [f"set parallel.expert to {nearest(ways, serves)}"] if serves else []
         if self._fits_ranks(ways):
             key = "or " if advice else "set "
             advice.append(f"{key}model.experts to {nearest_multiples(self.experts, ways)}")
@@ -89,19 +90,13 @@ class ExpertSplit:
         return self._fits_batch(ways) if self._data is None else self._data % ways == 0
 
     def _fits_batch(self, data: int) -> bool:
-        """Whether ``data`` data-parallel ranks share the global batch; one that is wrong is told of by itself."""
+        """Whether ``data`` data-parallel ranks divide the global batch; an invalid train section has its own error."""
         return self.train is None or self.train.global_batch_size % (self.train.micro_batch_size * data) == 0
 
     def _ranks(self, data: int, sizes: Sequence[int]) -> str:
         """What to type for one of the data-parallel ``sizes`` in place of ``data``."""
         if self.nproc is None:
-            return f"parallel.data to {_nearest(data, sizes)}"
-        worlds = _nearest(data * self._unit, [size * self._unit for size in sizes])
+            return f"parallel.data to {nearest(data, sizes)}"
+        worlds = nearest(data * self._unit, [size * self._unit for size in sizes])
         alone = "" if self.parallel.data is None else ", and leave parallel.data open"
         return f"start {worlds} ranks (--nproc {worlds.partition(' ')[0]}){alone}"
-
-
-def _nearest(number: int, others: Sequence[int]) -> str:
-    """The one of ``others`` next below ``number`` and the one next above: ``"2 or 4"``."""
-    below, above = ([each for each in others if each < number], [each for each in others if each > number])
-    return " or ".join(map(str, below[-1:] + above[:1]))

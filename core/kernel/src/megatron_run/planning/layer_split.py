@@ -1,4 +1,4 @@
-"""How many layers each place of the pipeline holds when the user wants no even split: Megatron's two ways to say it.
+"""Uneven splits of the layers over the pipeline, in the two ways of Megatron-LM.
 
 - ``parallel.first_stage_layers`` and ``parallel.last_stage_layers`` fix the layers of stage 0 and of stage P-1, all
   chunks together; the other layers are split evenly over the other stages, those of a stage evenly over its chunks.
@@ -8,11 +8,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megatron_run.contracts.schema import ParallelSection
-from megatron_run.errors import InputError, plural
+from megatron_run.errors import InputError, nearest, plural
 
 _COUNTS = "parallel.layers"
 _FIRST, _LAST = "parallel.first_stage_layers", "parallel.last_stage_layers"
@@ -23,7 +23,7 @@ _UNSET = {_COUNTS: "", _FIRST: "null", _LAST: "null", _EMBEDDING: "false", _LOSS
 
 
 def is_uneven(parallel: ParallelSection) -> bool:
-    """Whether the counts of the places are to be derived by :func:`layer_counts`."""
+    """Whether :func:`layer_counts` must derive the counts."""
     return bool(_fixed_ends(parallel) or _counted_ends(parallel))
 
 
@@ -41,7 +41,7 @@ def layer_counts(layers: int, parallel: ParallelSection, stages: Sequence[int]) 
 
 
 def natural_layers(parallel: ParallelSection) -> int:
-    """The layers of a model of which nobody says how many it has: one a place, and what the user's counts say."""
+    """The number of layers where ``model.num_layers`` is not set: one per place, unless the user's counts say more."""
     places, extra = parallel.pipeline * parallel.chunks, len(_counted_ends(parallel))
     if extra:
         return -(-(1 + extra) // places) * places - extra
@@ -133,13 +133,13 @@ def _no_fit(wanted: _Pipeline, ends: dict[str, int]) -> InputError:
         (_LAST, wanted.last, range(wanted.layers + 1), lambda count: wanted._replace(last=count).fits),
         ("model.num_layers", wanted.layers, range(1, most + 1), lambda count: wanted._replace(layers=count).fits),
     )
-    near = [(key, _nearest(count, among, fits)) for key, count, among, fits in tried if count is not None]
+    near = [(key, nearest(count, filter(fits, among))) for key, count, among, fits in tried if count is not None]
     fixes = [f"set {key} to {numbers}" for key, numbers in near if numbers]
     return InputError(what, why=why, fix=_or_counts(fixes, wanted.stages * wanted.chunks, ends))
 
 
 def _arithmetic(wanted: _Pipeline, ends: dict[str, int]) -> tuple[str, str]:
-    """What does not work out, and why."""
+    """What and why of the error."""
     asked = " and ".join(f"{key}={count}" for key, count in ends.items())
     leave, are = ("leave", "are") if len(ends) > 1 else ("leaves", "is")
     for key, count in ends.items():
@@ -157,7 +157,7 @@ def _with_counted_ends(layers: int, parallel: ParallelSection, places: int) -> t
     counted, stages, chunks = _counted_ends(parallel), parallel.pipeline, parallel.chunks
     total = layers + len(counted)
     if total % places:
-        numbers = _nearest(layers, range(1, total + places), lambda count: (count + len(counted)) % places == 0)
+        numbers = nearest(layers, (each for each in range(1, total + places) if (each + len(counted)) % places == 0))
         shape = f"{plural(stages, 'stage')} x {plural(chunks, 'chunk')}"
         raise InputError(
             f"{total} layers do not divide over {shape} = {places} places",
@@ -168,13 +168,6 @@ def _with_counted_ends(layers: int, parallel: ParallelSection, places: int) -> t
     counts[0] -= parallel.embedding_as_layer  # a place that is not the only one holds at least one layer to give up
     counts[-1] -= parallel.loss_as_layer
     return tuple(counts)
-
-
-def _nearest(number: int, among: range, fits: Callable[[int], bool]) -> str:
-    """The numbers of ``among`` next to ``number`` that fit, below and above: ``"4 or 8"``; empty without any."""
-    below = next((each for each in reversed(among) if each < number and fits(each)), None)
-    above = next((each for each in among if each > number and fits(each)), None)
-    return " or ".join(str(each) for each in (below, above) if each is not None)
 
 
 def _or_counts(fixes: Sequence[str], places: int, keys: Iterable[str]) -> str:

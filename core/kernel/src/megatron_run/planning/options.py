@@ -1,22 +1,31 @@
-"""The options of the chosen plugins: which belong to which, checked by each plugin's own model."""
+"""Assigns options to the chosen plugins and validates them with each plugin's own model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from megatron_run.config.arguments import plugin_name
-from megatron_run.config.layers import SEPARATORS, Layer
+from megatron_run.config.merge import SEPARATORS, ConfigSource
 from megatron_run.config.origin import Key, Value, dotted, section_of
 from megatron_run.config.problems import Findings
-from megatron_run.config.validate import fields_of, unknown_key, validate
+from megatron_run.config.validate import fields_of, unchecked, unknown_key, validate
 from megatron_run.contracts.schema import PluginSection, PluginsSection
-from megatron_run.registry.known import known_owners
-from megatron_run.registry.load import Plugin
+from megatron_run.errors import PluginError
+from megatron_run.registry.discover import Catalog
+from megatron_run.registry.known import known_plugin
+from megatron_run.registry.load import Plugin, load
+from megatron_run.registry.plugin import UncheckedOptions
 
 
 def with_options(
-    kind: str, plugins: tuple[Plugin, ...], layer: Layer, findings: Findings, notices: list[str]
+    kind: str,
+    plugins: tuple[Plugin, ...],
+    merged: ConfigSource,
+    catalog: Catalog,
+    findings: Findings,
+    notices: list[str],
 ) -> tuple[Plugin, ...]:
     """The plugins of one kind with validated options.
 
@@ -24,7 +33,7 @@ def with_options(
     is for one. Options written while another plugin was chosen are dropped, with one notice, where they do not fit.
     """
     section = section_of(kind)
-    values = {key[1:]: value for key, value in layer.values.items() if key[0] == section}
+    values = {key[1:]: value for key, value in merged.values.items() if key[0] == section}
     owned: dict[str, dict[Key, Value]] = {plugin.name: {} for plugin in plugins}
     dropped: list[str] = []
     owner = f"{kind}={'+'.join(plugin.name for plugin in plugins)}"
@@ -32,13 +41,13 @@ def with_options(
         owners = _owners(kind, key, plugins)
         for name, inner in owners.items():
             owned[name][inner] = value
-        if owners or not _reachable(kind, key, plugins, layer):
+        if owners or not _reachable(kind, key, plugins, merged):
             continue
         if value.inherited:
             dropped.append(dotted((section, *key)))
         else:
             known = dict.fromkeys(field for plugin in plugins for field in fields_of(plugin.options_model))
-            findings.add(unknown_key((section,), key[0], known, value.origin, owner, _who_has(kind, key[0])))
+            findings.add(unknown_key((section,), key[0], known, value.origin, owner, _who_has(kind, key[0], catalog)))
     if dropped:
         notices.append(f"{owner} has no {', '.join(dropped)}, written for another {kind}: dropped")
     return tuple(_validated(plugin, owned[plugin.name], findings) for plugin in plugins)
@@ -48,31 +57,38 @@ def _owners(kind: str, key: Key, plugins: tuple[Plugin, ...]) -> dict[str, Key]:
     """The plugins that an option belongs to, and what it is called there."""
     if kind in SEPARATORS and len(key) > 1 and key[0] in {plugin.name for plugin in plugins}:
         return {key[0]: key[1:]}
-    return {plugin.name: key for plugin in plugins if key[0] in fields_of(plugin.options_model)}
+    return {plugin.name: key for plugin in plugins if not plugin.loaded or key[0] in fields_of(plugin.options_model)}
 
 
-def _who_has(kind: str, option: str) -> str:
-    """What to choose to have ``option``, where a package of ours is known to."""
-    owners = [f"--plugin {kind}={known.name}" for known in known_owners(kind, option)]
+def _who_has(kind: str, option: str, catalog: Catalog) -> str:
+    """What to choose to have ``option``. For an error only: it loads the first-party plugins that are installed."""
+    owners = []
+    for entry in catalog.of_kind(kind):
+        if known_plugin(kind, entry.name):
+            with suppress(PluginError):
+                if option in fields_of(load(entry, "").options_model):
+                    owners.append(f"--plugin {entry}")
     return f"choose {' or '.join(owners)}, which has it" if owners else ""
 
 
-def _reachable(kind: str, key: Key, plugins: tuple[Plugin, ...], layer: Layer) -> bool:
-    """False for the options of a plugin that is chosen and not here: that is a problem, or a notice, of its own."""
+def _reachable(kind: str, key: Key, plugins: tuple[Plugin, ...], merged: ConfigSource) -> bool:
+    """False for options of a chosen plugin that could not be loaded, which has its own error or notice."""
     names = {plugin.name for plugin in plugins}
-    missing = {choice.word for choice in layer.choices.get(kind, ())} - names
+    missing = {choice.word for choice in merged.choices.get(kind, ())} - names
     return kind not in SEPARATORS or len(key) == 1 or key[0] not in missing
 
 
 def _validated(plugin: Plugin, values: Mapping[Key, Value], findings: Findings) -> Plugin:
+    if not plugin.loaded:
+        return plugin.with_options(UncheckedOptions(**unchecked((section_of(plugin.kind),), values, findings)))
     why = f"{plugin} needs it"
     options = validate(plugin.options_model, (section_of(plugin.kind),), values, findings, fix_missing=why)
     return plugin.with_options(options) if options is not None else plugin
 
 
-def kind_section(kind: str, plugins: tuple[Plugin, ...], layer: Layer) -> PluginSection | PluginsSection:
+def kind_section(kind: str, plugins: tuple[Plugin, ...], merged: ConfigSource) -> PluginSection | PluginsSection:
     """The section of a kind in the resolved configuration: plugins as they were named, options with every default."""
-    words = {plugin_name(choice.word): choice.word for choice in layer.choices.get(kind, ())}
+    words = {plugin_name(choice.word): choice.word for choice in merged.choices.get(kind, ())}
     uses = tuple(words.get(plugin.name, plugin.name) for plugin in plugins)
     if kind in SEPARATORS:
         options = {plugin.name: dumped(plugin) for plugin in plugins if dumped(plugin)}

@@ -1,4 +1,4 @@
-"""Layout and plans: the schedule is asked for every step it will run, and each answer is proven."""
+"""Asks the schedule for layout and action lists of every step of the run, and verifies each answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Answer = TypeVar("Answer")
 
 
 def microbatch_counts(train: TrainSection, data_parallel: int) -> tuple[int, ...]:
-    """Every number of microbatches that occurs in the run, which is where its batches and rates are checked.
+    """Every number of microbatches that occurs in the run; also validates batch sizes, learning rate and decay.
 
     Raises :class:`~megatron_run.errors.InputError` when a global batch does not divide or a rate cannot be followed.
     """
@@ -56,7 +56,7 @@ def plan_run(
 
 
 def _place_layers(schedule: Plugin, made: Schedule, layers: int, parallel: ParallelSection) -> tuple[Place, ...]:
-    """Where each of ``layers`` layers lives. Counts by stage need the stage of each place: one layer a place tells."""
+    """Where each of ``layers`` layers lives. For counts by stage, a layout of one layer per place tells the stages."""
 
     def ask(spec: LayoutSpec) -> tuple[Place, ...]:
         check_counts(spec)
@@ -74,20 +74,25 @@ def _place_layers(schedule: Plugin, made: Schedule, layers: int, parallel: Paral
 
 
 def layers_of(model: Plugin) -> int:
-    """The layers of a model by its options. Raises :class:`~megatron_run.errors.PluginError` when it has none."""
+    """The layers of a model by its options.
+
+    Raises :class:`~megatron_run.errors.PluginError` when these are no :class:`~megatron_run.contracts.ModelOptions`.
+    """
     layers = getattr(model.options, "num_layers", None)
+    if layers is None and not model.loaded:
+        raise InputError("model.num_layers is not set", why=f"{model} needs it", fix="add --set model.num_layers=...")
+    breaks = f"plugin {model} of {model.source} breaks its contract"
     if not isinstance(layers, int):
-        raise PluginError(
-            f"plugin {model} of {model.source} breaks its contract",
-            why="its options have no num_layers, a whole number",
-        )
+        raise PluginError(breaks, why="its options have no num_layers, a whole number")
+    if model.loaded and not hasattr(model.options, "vocab_size"):
+        raise PluginError(breaks, why="its options have no vocab_size, a whole number or None")
     return layers
 
 
 #: What each method of a schedule returns.
 _RETURNS = {"layout": "places in model order", "actions": "actions for each stage"}
 
-#: What its author does about an answer that is illegal.
+#: What the author of an illegal answer should do.
 _CORRECT = {
     "layout": "correct its layout, or choose another",
     "actions": "correct its actions (F3.1 is the forward of microbatch 3 in chunk 1), or choose another",
@@ -95,7 +100,7 @@ _CORRECT = {
 
 
 def _prove(schedule: Plugin, method: str, proof: Callable[[], Answer]) -> Answer:
-    """What ``proof`` finds of a schedule's answer; a fault names the schedule and says what to do."""
+    """Run ``proof`` on a schedule's answer; an error names the schedule and the fix."""
     try:
         return proof()
     except ScheduleError as fault:
@@ -113,7 +118,7 @@ def _prove(schedule: Plugin, method: str, proof: Callable[[], Answer]) -> Answer
 
 
 def _ask(plugin: Plugin, method: str, question: Callable[[], Answer]) -> Answer:
-    """What the schedule answers. It may refuse what the user asks for; anything else it raises is its own failure."""
+    """Ask the schedule. A ScheduleError refuses the user's shape; any other exception is a failure of the plugin."""
     try:
         answer = question()
     except ScheduleError as refusal:

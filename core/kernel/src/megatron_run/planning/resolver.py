@@ -1,7 +1,7 @@
-"""Resolving, in order: layers, plugins, suggestions, sections, options, topology, compatibility, plans.
+"""Resolves a request, in order: sources, plugins, suggestions, options, sections, topology, compatibility, plans.
 
-Everything that is wrong is found in one pass and raised as one :class:`~megatron_run.errors.Problems`; a part is
-skipped only when what it stands on is wrong.
+One pass finds all errors and raises them as one :class:`~megatron_run.errors.Problems`; a part is skipped only when
+its inputs are wrong.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from megatron_run.config.faults import VARIABLE, read_faults
-from megatron_run.config.layers import Layer
+from megatron_run.config.merge import ConfigSource
 from megatron_run.config.origin import Key, Origin, section_of
 from megatron_run.config.problems import Findings
 from megatron_run.config.request import Request
-from megatron_run.config.sources import read_layers
+from megatron_run.config.sources import read_sources
 from megatron_run.config.validate import validate_section
 from megatron_run.config.values import plain
 from megatron_run.contracts.actions import Place
@@ -34,6 +34,7 @@ from megatron_run.contracts.schema import (
     TrainSection,
 )
 from megatron_run.contracts.topology import Sizes
+from megatron_run.errors import RunError
 from megatron_run.pipeline.plan import Plan
 from megatron_run.planning.choosing import apply_suggestions, choose_plugins
 from megatron_run.planning.experts import ExpertSplit, experts_of
@@ -43,6 +44,7 @@ from megatron_run.planning.run import ResolvedRun
 from megatron_run.planning.topology import attribute, idle_keys, infer_sizes
 from megatron_run.registry.compatibility import mismatches, misstacked, unserved
 from megatron_run.registry.discover import Catalog, scan
+from megatron_run.registry.known import known_plugin
 from megatron_run.registry.load import Plugin
 
 Part = TypeVar("Part")
@@ -80,38 +82,41 @@ def load_config(
     return resolve(request, [plugin for plugin in chosen if not isinstance(plugin, str)])
 
 
-def resolve(request: Request, objects: Sequence[object] = ()) -> ResolvedRun:
+def resolve(request: Request, objects: Sequence[object] = (), *, plan_only: bool = False) -> ResolvedRun:
     """The run that ``request`` asks for; ``objects`` are plugins handed in from Python.
+
+    With ``plan_only`` plugins that need the engine, where there is none, are planned with by their names and options as
+    written; such a run cannot be trained.
 
     Raises :class:`~megatron_run.errors.Problems` with everything that is wrong. Imports the chosen plugins only.
     """
-    return _Resolver(request, tuple(objects)).run()
+    return _Resolver(request, tuple(objects), plan_only).run()
 
 
 class _Resolver:
-    """Resolves one request; ``findings`` is what is wrong with it so far, ``notices`` what is worth saying."""
+    """Resolves one request, collecting errors and notices."""
 
-    def __init__(self, request: Request, objects: tuple[object, ...]) -> None:
-        self._request, self._objects = request, objects
+    def __init__(self, request: Request, objects: tuple[object, ...], plan_only: bool) -> None:
+        self._request, self._objects, self._plan_only = request, objects, plan_only
         self._findings = Findings()
         self._notices: list[str] = []
 
     def run(self) -> ResolvedRun:
         catalog = scan()
-        layer, plugins = self._choose(catalog)
-        header = self._section(Header, "", layer)
-        run = self._section(RunSection, "run", layer)
-        train = self._section(TrainSection, "train", layer)
-        parallel = self._section(ParallelSection, "parallel", layer)
-        evaluation = self._section(EvalSection, "eval", layer)
-        checkpoint = self._section(CheckpointSection, "checkpoint", layer)
-        guard = self._section(GuardSection, "guard", layer)
+        merged, plugins = self._choose(catalog)
+        header = self._section(Header, "", merged)
+        run = self._section(RunSection, "run", merged)
+        train = self._section(TrainSection, "train", merged)
+        parallel = self._section(ParallelSection, "parallel", merged)
+        evaluation = self._section(EvalSection, "eval", merged)
+        checkpoint = self._section(CheckpointSection, "checkpoint", merged)
+        guard = self._section(GuardSection, "guard", merged)
         sizes = self._sizes(parallel, train, plugins)
         self._check_faults(sizes)
         fits = self._fits(parallel, train, plugins, catalog)
         counts = self._counts(train, sizes)
         layout, plans = self._plans(plugins, parallel if fits else None, counts)
-        origins = _origins(layer)
+        origins = _origins(merged)
         self._settle(origins)
         config = Config(
             version=_sure(header).version,
@@ -121,7 +126,7 @@ class _Resolver:
             eval=_sure(evaluation),
             checkpoint=_sure(checkpoint),
             guard=_sure(guard),
-            **{section_of(kind): kind_section(kind, many, layer) for kind, many in plugins.items()},
+            **{section_of(kind): kind_section(kind, many, merged) for kind, many in plugins.items()},
         )
         self._ask_plugins(plugins, config, origins)
         return ResolvedRun(
@@ -136,25 +141,29 @@ class _Resolver:
             objects=self._objects,
         )
 
-    def _choose(self, catalog: Catalog) -> tuple[Layer, dict[str, tuple[Plugin, ...]]]:
-        """All layers as one, the plugins' suggestions among them, and the plugins with their options."""
+    def _choose(self, catalog: Catalog) -> tuple[ConfigSource, dict[str, tuple[Plugin, ...]]]:
+        """All sources as one, the plugins' suggestions among them, and the plugins with their options."""
         self._notices += catalog.notices
-        layer = read_layers(self._request, self._findings, self._notices)
-        chosen = choose_plugins(layer, self._objects, catalog, self._findings, self._notices)
-        layer = apply_suggestions(layer, chosen, self._notices)
+        merged = read_sources(self._request, self._findings, self._notices)
+        chosen = choose_plugins(
+            merged, self._objects, catalog, self._findings, self._notices, plan_only=self._plan_only
+        )
+        merged = apply_suggestions(merged, chosen, self._notices)
         plugins = {}
         for kind, many in chosen.items():
-            plugins[kind] = with_options(kind, many, layer, self._findings, self._notices)
-        return layer, plugins
+            plugins[kind] = with_options(kind, many, merged, catalog, self._findings, self._notices)
+        if lacking := [str(plugin) for many in plugins.values() for plugin in many if not plugin.loaded]:
+            self._notices.append(f"{', '.join(lacking)} cannot be loaded without the engine: options are not checked")
+        return merged, plugins
 
-    def _section(self, model: type[AnySection], name: str, layer: Layer) -> AnySection | None:
+    def _section(self, model: type[AnySection], name: str, merged: ConfigSource) -> AnySection | None:
         """A section of the kernel, or None when something in it is wrong. No name: the keys above the sections."""
-        return validate_section(model, name, layer.values, self._findings)
+        return validate_section(model, name, merged.values, self._findings)
 
     def _sizes(self, parallel: ParallelSection | None, train: TrainSection | None, plugins: Plugins) -> Sizes | None:
-        """The size of every axis; None also where ranks are to be as many as experts need, and the experts are wrong.
+        """The size of every axis, None when it is unknown.
 
-        With experts that are wrong and a world that is given, the other sizes are still right.
+        An invalid split of experts leaves the other sizes known, unless the number of ranks follows from it.
         """
         if parallel is None:
             return None
@@ -173,7 +182,7 @@ class _Resolver:
         return None
 
     def _check_faults(self, sizes: Sizes | None) -> None:
-        """Faults that are asked for are possible, and are not forgotten in a shell: they are a notice."""
+        """Validate requested fault injection, and add a notice: the variable may be left over in a shell."""
         if sizes is not None:
             with self._findings.collect():
                 if read_faults(self._request.environment, sizes.world):
@@ -191,8 +200,11 @@ class _Resolver:
         everyone = [plugin for many in plugins.values() for plugin in many]
         sizes = {f"parallel.{key}": getattr(parallel, key) for key in _SERVED} if parallel is not None else {}
         precision = {"train.precision": train.precision} if train is not None else {}
-        problems = [*mismatches(everyone, catalog), *unserved(sizes, everyone, catalog)]
-        others = [*misstacked(plugins["parallel-layer"]), *unserved(precision, everyone, catalog)]
+        others: list[RunError] = [*misstacked(plugins["parallel-layer"])]
+        problems: list[RunError] = []
+        if all(plugin.loaded or known_plugin(plugin.kind, plugin.name) for plugin in everyone):  # else nobody knows
+            problems = [*mismatches(everyone, catalog), *unserved(sizes, everyone, catalog)]
+            others += unserved(precision, everyone, catalog)
         for problem in (*problems, *others):
             self._findings.add(problem)
         return not problems
@@ -214,7 +226,7 @@ class _Resolver:
         return (), {}
 
     def _ask_plugins(self, plugins: Plugins, config: Config, origins: Mapping[Key, Origin]) -> None:
-        """What each plugin says to the whole configuration. Raises what any of them refuses."""
+        """Collect each plugin's notices about the whole configuration. Raises what any of them refuses."""
         for plugin in (plugin for many in plugins.values() for plugin in many):
             with self._findings.collect():
                 self._notices += plugin.check_config(config)
@@ -228,7 +240,7 @@ class _Resolver:
 
 
 def _sure(part: Part | None) -> Part:
-    """A part that is there once nothing was found to be wrong."""
+    """``part``, which cannot be None after :meth:`Findings.settle` has raised nothing."""
     assert part is not None, "what is missing was found and raised"
     return part
 
@@ -238,9 +250,9 @@ def _ready(plugins: tuple[Plugin, ...]) -> Plugin | None:
     return next((plugin for plugin in plugins if plugin.options is not None), None)
 
 
-def _origins(layer: Layer) -> dict[Key, Origin]:
+def _origins(merged: ConfigSource) -> dict[Key, Origin]:
     """Where each key came from; of a kind that takes several plugins, where the last of them did."""
     uses: dict[Key, Origin] = {
-        (section_of(kind), "use"): chosen[-1].origin for kind, chosen in layer.choices.items() if chosen
+        (section_of(kind), "use"): chosen[-1].origin for kind, chosen in merged.choices.items() if chosen
     }
-    return uses | {key: value.origin for key, value in layer.values.items()}
+    return uses | {key: value.origin for key, value in merged.values.items()}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megatron_run.config.origin import KIND_SECTIONS
 from megatron_run.config.request import Request
-from megatron_run.planning.describe import describe, to_json
-from megatron_run.planning.digest import digest
-from megatron_run.planning.show import to_yaml
+from megatron_run.config.yaml_text import yaml_text
 
 if TYPE_CHECKING:
     from megatron_run.config.origin import Key, Origin
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class ResolvedRun:
-    """What will run, checked.
+    """A checked run.
 
     ``plugins`` by kind, in the order in which they stack or watch; ``layout`` is where each layer lives, in model
     order; ``plans`` maps every microbatch count of the run to its verified plan; ``origins`` says where each key
@@ -40,30 +39,39 @@ class ResolvedRun:
     request: Request = field(default_factory=Request)
     objects: tuple[object, ...] = ()
 
+    @property
+    def unloaded(self) -> tuple[Plugin, ...]:
+        """The plugins that could not be loaded without the engine; empty for a run that can be trained."""
+        return tuple(plugin for many in self.plugins.values() for plugin in many if not plugin.loaded)
+
     def one(self, kind: str) -> Plugin:
         """The plugin of a kind that takes exactly one."""
         (plugin,) = self.plugins[kind]
         return plugin
 
-    def digest(self) -> dict[str, str]:
-        """What must agree between all ranks, as a flat table of texts."""
-        return digest(self)
-
-    def to_yaml(self) -> str:
-        """A configuration file that resolves to this run."""
-        return to_yaml(self)
-
-    def describe(self) -> str:
-        """The run in words: plugins, topology, pipeline, notices."""
-        return describe(self)
-
-    def to_json(self) -> dict[str, Any]:
-        """What :meth:`describe` says, as JSON data."""
-        return to_json(self)
-
-    def __str__(self) -> str:
-        return self.describe()
-
     def __repr__(self) -> str:
         chosen = ", ".join(f"{kind}={'+'.join(each.name for each in many)}" for kind, many in self.plugins.items())
         return f"ResolvedRun({chosen}, world={self.sizes.world})"
+
+
+def to_yaml(run: ResolvedRun) -> str:
+    """A configuration file that resolves to ``run``: every key with its value."""
+    return yaml_text(sections(run))
+
+
+def sections(run: ResolvedRun) -> dict[str, Any]:
+    """The configuration as plain data, with the options of a kind beside its ``use`` as a user writes them."""
+    data = run.config.model_dump(mode="json")
+    for section in KIND_SECTIONS:
+        if section in data:
+            data[section] = {"use": data[section]["use"], **data[section]["options"]}
+    return data
+
+
+def leaves(data: Mapping[str, Any], prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Every key of nested mappings with its value, in order; an empty mapping is a value."""
+    for name, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, (*prefix, name))
+        else:
+            yield (*prefix, name), value

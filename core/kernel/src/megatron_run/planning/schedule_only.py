@@ -1,4 +1,4 @@
-"""Asking the schedule alone: its plan without the rest of a run, so that no model, no data and no torch is loaded."""
+"""Plans with the schedule alone, for ``schedule show``: no other plugin is loaded, and no torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from megatron_run.config.layers import Layer, merge
+from megatron_run.config.merge import ConfigSource, merge
 from megatron_run.config.origin import Key, Origin, Value
 from megatron_run.config.problems import Findings
 from megatron_run.config.request import Request
-from megatron_run.config.sources import read_layers
+from megatron_run.config.sources import read_sources
 from megatron_run.config.validate import validate_section
 from megatron_run.contracts.schema import ParallelSection, Section, TrainSection
 from megatron_run.errors import RunError
@@ -30,14 +30,14 @@ _BATCH: Key = ("train", "global_batch_size")
 
 
 class _Model(Section):
-    """All that a schedule needs to know of a model."""
+    """The one option of the model that a schedule needs."""
 
     num_layers: int = Field(ge=1)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is asked for beside the configuration; None leaves it to the configuration."""
+    """Overrides from the command's options; None keeps the configuration's value."""
 
     stages: int | None = None
     chunks: int | None = None
@@ -47,7 +47,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Asked:
-    """A schedule and all that it is asked with."""
+    """A schedule and the shape to plan."""
 
     schedule: Plugin
     parallel: ParallelSection
@@ -79,21 +79,23 @@ def ask_schedule(request: Request, shape: Shape) -> Asked:
     """
     findings, notices = Findings(), list[str]()
     catalog = scan()
-    layer = merge((read_layers(request, findings, notices), _layer(shape)))
+    merged = merge((read_sources(request, findings, notices), _shape_source(shape)))
     if shape.layers is None and not request.configs and (shape.stages or shape.chunks):
-        layer = _without_preset_layers(layer)
-    chosen = choose_plugins(layer, (), catalog, findings, notices, kinds=("schedule",))
-    layer = apply_suggestions(layer, chosen, notices)
-    ready = [each for many in chosen.values() for each in with_options("schedule", many, layer, findings, notices)]
-    origins = {key: value.origin for key, value in layer.values.items()}
+        merged = _without_preset_layers(merged)
+    chosen = choose_plugins(merged, (), catalog, findings, notices, kinds=("schedule",))
+    merged = apply_suggestions(merged, chosen, notices)
+    ready = [
+        each for many in chosen.values() for each in with_options("schedule", many, merged, catalog, findings, notices)
+    ]
+    origins = {key: value.origin for key, value in merged.values.items()}
     if shape.microbatches:  # what is said of the batch size is said of them
         origins[_BATCH] = Origin("command line", f"--microbatches {shape.microbatches}")
-    parallel = validate_section(ParallelSection, "parallel", layer.values, findings)
+    parallel = validate_section(ParallelSection, "parallel", merged.values, findings)
     microbatches, layers = shape.microbatches, shape.layers
     if parallel and not microbatches:
-        microbatches = _microbatches(layer, parallel, request.nproc, findings)
+        microbatches = _microbatches(merged, parallel, request.nproc, findings)
     if parallel and not layers:
-        layers = _layers(layer.values, parallel, findings)
+        layers = _layers(merged.values, parallel, findings)
     if parallel:
         asked = {f"parallel.{key}": getattr(parallel, key) for key in ("pipeline", "chunks")}
         for problem in unserved(asked, ready, catalog) if ready else ():
@@ -107,23 +109,23 @@ def ask_schedule(request: Request, shape: Shape) -> Asked:
     return Asked(ready[0], parallel, layers, microbatches, tuple(notices), origins)
 
 
-def _layer(shape: Shape) -> Layer:
-    """The shape as the strongest layer of configuration."""
-    layer = Layer()
+def _shape_source(shape: Shape) -> ConfigSource:
+    """The shape as the strongest source of configuration."""
+    source = ConfigSource()
     keys = (("stages", ("parallel", "pipeline")), ("chunks", ("parallel", "chunks")), ("layers", _LAYERS))
     for option, key in keys:
         size = getattr(shape, option)
         if size is not None:
-            layer.put(key, size, Origin("command line", f"--{option} {size}"))
-    return layer
+            source.put(key, size, Origin("command line", f"--{option} {size}"))
+    return source
 
 
-def _without_preset_layers(layer: Layer) -> Layer:
-    """``layer`` less the layers of the preset that stands in for a CONFIG."""
-    value = layer.values.get(_LAYERS)
-    if value and value.origin.layer == "file":
-        del layer.values[_LAYERS]
-    return layer
+def _without_preset_layers(merged: ConfigSource) -> ConfigSource:
+    """``merged`` less the layers of the preset that stands in for a CONFIG."""
+    value = merged.values.get(_LAYERS)
+    if value and value.origin.source == "file":
+        del merged.values[_LAYERS]
+    return merged
 
 
 def _layers(values: Mapping[Key, Value], parallel: ParallelSection, findings: Findings) -> int | None:
@@ -133,9 +135,9 @@ def _layers(values: Mapping[Key, Value], parallel: ParallelSection, findings: Fi
     return model.num_layers if model else None
 
 
-def _microbatches(layer: Layer, parallel: ParallelSection, nproc: int | None, findings: Findings) -> int | None:
+def _microbatches(merged: ConfigSource, parallel: ParallelSection, nproc: int | None, findings: Findings) -> int | None:
     """The most microbatches of a step of the run."""
-    train = validate_section(TrainSection, "train", layer.values, findings)
+    train = validate_section(TrainSection, "train", merged.values, findings)
     if train:
         with findings.collect():
             return max(microbatch_counts(train, infer_sizes(parallel, nproc).data))

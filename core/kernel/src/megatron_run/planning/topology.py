@@ -1,4 +1,4 @@
-"""How many ranks share what: arithmetic before anything is started."""
+"""Derives the size of every parallel axis from the configuration and the number of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_run.errors import InputError, RunError, nearest_multiples
 
 
 def infer_sizes(parallel: ParallelSection, nproc: int | None) -> Sizes:
-    """The size of every axis; the data axis is what is left of a world of ``nproc`` ranks, or what experts need.
+    """The size of every axis; the data axis is the rest of a world of ``nproc`` ranks, or what experts need.
 
     Raises :class:`InputError` with the nearest worlds that divide.
     """
@@ -58,7 +58,7 @@ def _nothing_to_scatter(parallel: ParallelSection) -> str:
 
 
 def attribute(error: RunError, origins: Mapping[Key, Origin]) -> None:
-    """Add where the keys that ``error`` names came from, when it does not say."""
+    """Set the origin of ``error``, unless it has one, to those of the keys that it names."""
     if not error.origin:
         text = f"{error.what} {error.why} {error.fix}"
         named = (origin for key, origin in origins.items() if origin != DEFAULT and _names(text, dotted(key)))

@@ -1,4 +1,4 @@
-"""From what the user typed to one installed plugin, by metadata alone: nothing is imported here."""
+"""Selects one installed plugin by name. Uses metadata only: no plugin is imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from packaging.utils import canonicalize_name
 
 from megatron_run import __version__
 from megatron_run.contracts.plugin import check_kind
-from megatron_run.errors import PluginError, advice, did_you_mean
+from megatron_run.errors import EngineMissingError, PluginError, advice, did_you_mean
 from megatron_run.registry.discover import KERNEL, Catalog, Entry
 from megatron_run.registry.known import known_plugin
 
@@ -79,7 +79,8 @@ def _unknown_name(catalog: Catalog, kind: str, name: str, origin: str) -> Plugin
     known = known_plugin(kind, name)
     hint = known.how_to_get if known else did_you_mean(name, installed)
     listed = ", ".join(dict.fromkeys(installed)) or "none"
-    return PluginError(f"no installed plugin is {kind}={name}", origin=origin, fix=advice(hint, f"installed: {listed}"))
+    error = EngineMissingError if known and known.builtin else PluginError
+    return error(f"no installed plugin is {kind}={name}", origin=origin, fix=advice(hint, f"installed: {listed}"))
 
 
 def _wrong_distribution(kind: str, distribution: str, offers: tuple[Entry, ...], origin: str) -> PluginError:

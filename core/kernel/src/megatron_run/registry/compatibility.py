@@ -1,4 +1,4 @@
-"""Whether the chosen plugins fit each other, and whether something serves every size that was asked for."""
+"""Checks that the chosen plugins are compatible, and that one of them serves every requested size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SERVED_WORDS: Mapping[str, str] = MappingProxyType({"train.precision=fp16": "tr
 
 
 def mismatches(plugins: Sequence[Plugin], catalog: Catalog) -> list[PluginError]:
-    """Every ability that a plugin requires and none provides, and every one that it conflicts with and another has."""
+    """An error for each required ability that no plugin provides, and for each conflict between two plugins."""
     abilities = _abilities(plugins)
     problems = []
     for plugin in plugins:
@@ -30,7 +30,7 @@ def mismatches(plugins: Sequence[Plugin], catalog: Catalog) -> list[PluginError]
 
 
 def misstacked(layers: Sequence[Plugin]) -> list[InputError]:
-    """Whether the factories of ``layers``, from the bottom up, stand on exactly one that makes every layer itself.
+    """An error unless exactly one factory of ``layers`` makes every layer itself, and it is the lowest.
 
     A factory hook that asks for ``base`` changes layers of the factory below. Objects handed in from Python do not say
     what they do, and are left alone.
@@ -50,7 +50,7 @@ def misstacked(layers: Sequence[Plugin]) -> list[InputError]:
 
 
 def unserved(settings: Mapping[str, int | str], plugins: Sequence[Plugin], catalog: Catalog) -> list[InputError]:
-    """Every setting that needs a plugin's service and gets none.
+    """An error for each setting that needs a plugin's service and gets none.
 
     ``settings`` maps keys to values. One above 1, or true, needs a plugin that provides the key
     (``parallel.pipeline``), and a word that works only with the help of a plugin one that provides ``key=word``
@@ -104,11 +104,11 @@ def _conflicting(plugin: Plugin, other: Plugin, ability: str) -> PluginError:
 
 
 def _advice(providers: Sequence[Known], catalog: Catalog) -> str:
-    """What to type to get one of ``providers``: choose an installed one, else install one, else that it is planned."""
+    """How to get one of ``providers``: choose an installed one, else install one; else say that it is planned."""
     installed = [known for known in providers if catalog.offering(known.kind, known.name)]
     if installed:
         return f"choose {' or '.join(_typed(known) for known in installed)}"
-    available = [known for known in providers if known.available]
+    available = [known for known in providers if not known.planned]
     if available:
         return " or ".join(f"{known.how_to_get} and choose {_typed(known)}" for known in available)
     return "; ".join(known.how_to_get for known in providers)

@@ -1,4 +1,4 @@
-"""Where a plugin differs from what is asked of it, in words."""
+"""How a plugin breaks its contract, in words: unknown hooks, wrong arguments, wrong fields of its PluginInfo."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _INFO_TYPES: Mapping[str, type] = {
     "state_version": int,
 }
 
-#: Fields of PluginInfo that are functions of two things, or None: what the first thing is.
+#: Optional fields of PluginInfo that are functions of two arguments: what the first argument is.
 _CHECKS: Mapping[str, str] = {"check_config": "the configuration", "check_device": "the device"}
 
 
@@ -34,7 +34,7 @@ def in_one_line(cause: BaseException) -> str:
 
 
 def said_type(value: object) -> str:
-    """What a value is, where something else was wanted: ``None``, or ``an object of type int``."""
+    """The type of an unexpected value: ``None``, or ``an object of type int``."""
     return "None" if value is None else f"an object of type {type(value).__name__}"
 
 

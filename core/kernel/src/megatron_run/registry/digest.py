@@ -1,4 +1,4 @@
-"""A fingerprint of the code that a plugin runs, equal on two ranks only when the code is."""
+"""SHA-256 digests of plugins' source code, by which ranks detect that they run different code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 class SourceDigests:
-    """Fingerprints of modules; a package is read once, however many of its plugins are asked about."""
+    """Digests of modules, cached by package."""
 
     def __init__(self) -> None:
         self._known: dict[ModuleType, str] = {}
@@ -43,7 +43,7 @@ def _digest(package: ModuleType) -> str:
 
 
 def _outermost_package(module: ModuleType) -> ModuleType:
-    """The outermost regular package around ``module``; a namespace package is shared with others and is left out."""
+    """The outermost regular package around ``module``; namespace packages are skipped, since others share them."""
     parts = module.__name__.split(".")
     for count in range(1, len(parts)):
         package = sys.modules.get(".".join(parts[:count]))

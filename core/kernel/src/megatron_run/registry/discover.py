@@ -1,4 +1,4 @@
-"""What is installed: one scan of the entry points. No plugin is imported, nor anything heavy."""
+"""Finds installed plugins in one scan of the entry points; imports none of them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from megatron_run.contracts.plugin import KINDS, entry_point_group
-from megatron_run.errors import did_you_mean
+from megatron_run.errors import ENGINE, did_you_mean
 
 #: The distribution whose version plugins ask for.
 KERNEL = "megatron-run-core"
 #: The distributions whose plugins are the built-ins.
-BUILT_IN = (KERNEL, "megatron-run-engine")
+BUILT_IN = (KERNEL, ENGINE)
 
 _PREFIX = "megatron_run."
 _KIND_OF_GROUP = {entry_point_group(kind): kind for kind in KINDS}
@@ -93,7 +93,7 @@ def scan(paths: Sequence[str] | None = None) -> Catalog:
 
 
 def _readable(found: Iterable[Distribution], notices: list[str]) -> Iterator[Distribution]:
-    """The distributions that offer plugins and whose metadata can be read; the others must not be in the way."""
+    """The distributions that offer plugins; one with broken metadata gets a notice and is skipped."""
     for distribution in found:
         if _PREFIX not in (distribution.read_text("entry_points.txt") or ""):
             continue
@@ -109,7 +109,7 @@ def _readable(found: Iterable[Distribution], notices: list[str]) -> Iterator[Dis
 
 
 def _first_of_each(found: Iterable[Distribution], notices: list[str]) -> Iterator[Distribution]:
-    """Of a distribution found twice, the first, as the import system would have it."""
+    """Drop later copies of a distribution: the import system would find the first, too."""
     seen: dict[str, tuple[str, str]] = {}
     for distribution in found:
         name, here = canonicalize_name(distribution.name), (distribution.version, _location(distribution))

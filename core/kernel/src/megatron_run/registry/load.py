@@ -1,4 +1,4 @@
-"""From an entry to a plugin: import the one module, register its hooks, and check what it says of itself."""
+"""From an entry point, a file or a Python object to a plugin: register its hooks, check what it says of itself."""
 
 from __future__ import annotations
 
@@ -9,49 +9,55 @@ from importlib.machinery import SourceFileLoader
 from importlib.metadata import EntryPoint
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 from megatron_run import hookspecs
-from megatron_run.contracts.plugin import KINDS, entry_point_group
-from megatron_run.errors import PluginError
+from megatron_run.contracts.plugin import KINDS, PluginInfo, entry_point_group
+from megatron_run.errors import PluginError, check_engine
 from megatron_run.registry.difference import hook_difference, in_one_line, info_difference
-from megatron_run.registry.digest import SourceDigests
-from megatron_run.registry.plugin import Plugin, factory_hook
+from megatron_run.registry.digest import SourceDigests, source_digest
+from megatron_run.registry.plugin import CONTRACTS, Plugin, factory_hook
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
 
-    from megatron_run.contracts import PluginInfo
     from megatron_run.registry.discover import Entry
 
-__all__ = ["Plugin", "load", "only_kind", "register"]
+__all__ = ["Plugin", "from_object", "load"]
+
+#: The abilities of an object without a PluginInfo. A schedule refuses shapes itself, so it may be asked for any.
+_SERVES = {"schedule": frozenset({"parallel.pipeline", "parallel.chunks"})}
 
 
 def load(entry: Entry, origin: str, digests: SourceDigests | None = None) -> Plugin:
     """Import the plugin of ``entry`` and check it; ``origin`` says why it was chosen.
 
-    Whoever loads several plugins hands in the same ``digests``, so that each package is read once.
-    The kind of a single file may be left empty: it is that of its factory hook. Raises :class:`PluginError` naming
-    plugin, distribution, version and what is wrong, with the whole cause chained; whatever the plugin raises while it
-    is imported, ``SystemExit`` included, ends here.
+    Whoever loads several plugins hands in the same ``digests``, so that each package is read once. The kind of a single
+    file may be left empty: it is that of its factory hook.
+
+    Raises :class:`PluginError` naming plugin, distribution, version and what is wrong, with the whole cause chained;
+    whatever the plugin raises while it is imported, ``SystemExit`` included, ends here. Where a module of the engine is
+    missing it is an :class:`~megatron_run.errors.EngineMissingError`.
     """
     try:
         holder, module = _import_file(entry.file) if entry.file else _import_installed(entry)
     except KeyboardInterrupt:
         raise
     except BaseException as cause:
+        what = f"plugin {entry} of {entry.source} cannot be imported"
+        check_engine(cause, what, origin)
         raise PluginError(
-            f"plugin {entry} of {entry.source} cannot be imported",
+            what,
             why=in_one_line(cause),
             origin=origin,
             fix="choose another plugin, or see the whole cause with --debug",
         ) from cause
     try:
-        kind = entry.kind or only_kind(holder)
-        info, factory = register(holder, kind, entry.name, entry.source, any_name=entry.file is not None)
+        kind = entry.kind or _only_kind(holder)
+        info, factory = _register(holder, kind, entry.name, entry.source, any_name=entry.file is not None)
     except PluginError as error:
         error.origin = error.origin or origin
         raise
@@ -69,7 +75,54 @@ def load(entry: Entry, origin: str, digests: SourceDigests | None = None) -> Plu
     )
 
 
-def only_kind(holder: object) -> str:
+def from_object(candidate: object, origin: str = "python") -> Plugin:
+    """A plugin made of ``candidate``: an instance of a contract, or a module (or object) that implements the hooks.
+
+    An instance may say more about itself in an attribute ``info``, a PluginInfo; else it is named after its class, in
+    lower case. Raises :class:`PluginError` when it is neither, or breaks its contract.
+    """
+    if isinstance(candidate, type):
+        raise PluginError(f"{candidate.__name__} is a class", fix=f"hand in an object: {candidate.__name__}()")
+    kind = next((kind for kind, contract in CONTRACTS.items() if isinstance(candidate, contract)), "")
+    if not kind:
+        return _from_hooks(candidate, origin)
+    info = getattr(candidate, "info", None) or _default_info(candidate, kind)
+    difference = info_difference(info, kind, getattr(info, "name", ""))
+    if difference:
+        raise PluginError(f"the plugin object {type(candidate).__name__} breaks its contract", why=f"info {difference}")
+    return _plugin(info, origin, _module_of(type(candidate)), lambda **_arguments: candidate)
+
+
+def _default_info(instance: object, kind: str) -> PluginInfo:
+    return PluginInfo(kind, type(instance).__name__.lower(), provides=_SERVES.get(kind, frozenset()))
+
+
+def _from_hooks(holder: object, origin: str) -> Plugin:
+    module = holder if isinstance(holder, ModuleType) else _module_of(type(holder))
+    name = module.__name__ if holder is module else type(holder).__name__.lower()
+    info, factory = _register(holder, _only_kind(holder), name.rpartition(".")[2], "python", any_name=True)
+    return _plugin(info, origin, module, factory)
+
+
+def _module_of(cls: type) -> ModuleType:
+    return sys.modules[cls.__module__]
+
+
+def _plugin(info: PluginInfo, origin: str, module: ModuleType, factory: Callable[..., object]) -> Plugin:
+    return Plugin(
+        kind=info.kind,
+        name=info.name,
+        distribution="",
+        version="",
+        origin=origin,
+        info=info,
+        digest=source_digest(module),
+        location=getattr(module, "__file__", None) or module.__name__,
+        factory=factory,
+    )
+
+
+def _only_kind(holder: object) -> str:
     """The kind of which ``holder`` has the factory hook. Raises :class:`PluginError` unless it is exactly one."""
     kinds = [kind for kind in KINDS if hasattr(holder, factory_hook(kind))]
     if len(kinds) != 1:
@@ -83,13 +136,15 @@ def only_kind(holder: object) -> str:
     return kinds[0]
 
 
-def register(
+def _register(
     holder: object, kind: str, name: str, source: str, *, any_name: bool = False
 ) -> tuple[PluginInfo, Callable[..., object]]:
     """Register the hooks of ``holder``, a module or an object like one; return its info and its factory.
 
     With ``any_name`` the plugin may call itself something else: the file's name wins. Raises :class:`PluginError`.
     """
+    # A manager of its own: one plugin's hooks never answer for another's, a broken one leaves nothing pending for the
+    # next, and a module may be loaded any number of times.
     manager = pluggy.PluginManager("megatron_run")
     manager.add_hookspecs(hookspecs)
     try:
@@ -140,7 +195,7 @@ def _import_installed(entry: Entry) -> tuple[object, ModuleType]:
 
 
 def _import_file(path: Path) -> tuple[object, ModuleType]:
-    """Run the bytes of ``path`` as a module of its own, so that what is hashed is what ran."""
+    """Run the file as a module of its own name, so that two files of one name do not collide."""
     source = path.read_bytes()
     name = f"megatron_run_file_{sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
     loader = SourceFileLoader(name, str(path))

@@ -21,8 +21,9 @@ from megatron_run.contracts import (
     Scaler,
     Schedule,
 )
-from megatron_run.errors import PluginError, RunError
+from megatron_run.errors import EngineMissingError, PluginError, RunError, check_engine
 from megatron_run.registry.difference import in_one_line, said_type
+from megatron_run.registry.known import known_plugin
 
 if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config
@@ -53,6 +54,12 @@ class NoOptions(BaseModel):
     """The options of a plugin that has none: every key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class UncheckedOptions(BaseModel):
+    """The options of a plugin that could not be loaded, as they were written."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,11 @@ class Plugin:
         """Its abilities, with ``kind=name``, which every plugin has."""
         return self.info.provides | {str(self)}
 
+    @property
+    def loaded(self) -> bool:
+        """Whether it was imported; False for a stand-in made by :func:`unloaded`."""
+        return self.options_model is not UncheckedOptions
+
     def takes(self, argument: str) -> bool:
         """Whether its factory hook asks for ``argument``; False for what is no hook."""
         asked = getattr(self.factory, "get_hookimpls", None)
@@ -120,6 +132,7 @@ class Plugin:
         except (RunError, KeyboardInterrupt):
             raise
         except BaseException as cause:
+            check_engine(cause, f"plugin {self} of {self.source} cannot be made", self.origin)
             raise self.failed(hook, in_one_line(cause)) from cause
         contract = CONTRACTS[self.kind]
         if not isinstance(made, contract):
@@ -128,7 +141,7 @@ class Plugin:
         return made
 
     def check_config(self, config: Config) -> tuple[str, ...]:
-        """What the user should know about the plugin, as it is set, in a run of ``config``; one line each.
+        """The plugin's notices about a run of ``config``, one line each.
 
         Raises a :class:`RunError` when it cannot be part of that run.
         """
@@ -174,3 +187,27 @@ class Plugin:
         except ValidationError as cause:
             missing = ", ".join(str(error["loc"][0]) for error in cause.errors())
             raise PluginError(f"plugin {self} cannot be made without the options {missing}") from cause
+
+
+def unloaded(kind: str, name: str, origin: str, entry: Entry | None, missing: EngineMissingError) -> Plugin:
+    """A stand-in for ``kind=name``, which cannot be loaded without the engine: sufficient to plan, not to train.
+
+    It provides what the kernel knows the plugin to provide, keeps its options unchecked, and raises ``missing`` when
+    its object is asked for. ``entry`` is None for a plugin that is not installed either.
+    """
+    known = known_plugin(kind, name)
+
+    def refuse(**_arguments: object) -> object:
+        raise missing
+
+    return Plugin(
+        kind=kind,
+        name=name,
+        distribution=entry.distribution if entry else "",
+        version=entry.version if entry else "",
+        origin=origin,
+        info=PluginInfo(kind, name, options=UncheckedOptions, provides=known.provides if known else frozenset()),
+        digest="",
+        location=entry.location if entry else "not installed",
+        factory=refuse,
+    )

@@ -12,10 +12,10 @@ from itertools import accumulate
 
 from megatron_run.contracts.observer import Bar, Timeline
 from megatron_run.errors import plural
-from megatron_run.pipeline.phases import phases
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.timeline import timeline
 from megatron_run.pipeline.trace_events import NAMES
+from megatron_run_cli.reports.stage_phases import phases
 
 Colour = tuple[int, int, int]
 

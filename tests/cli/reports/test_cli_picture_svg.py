@@ -5,9 +5,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_run.pipeline.phases import phases
-from megatron_run.pipeline.picture_svg import COLOURS, schedule_svg
 from megatron_run.pipeline.plan import Plan
+from megatron_run_cli.reports.picture_svg import COLOURS, schedule_svg
+from megatron_run_cli.reports.stage_phases import phases
 from tests.support.drawn_plans import interleaved_plan, one_forward_one_backward_plan, plan_of
 from tests.support.random_schedules import random_plan
 

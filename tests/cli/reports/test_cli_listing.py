@@ -7,11 +7,12 @@ import pytest
 
 from megatron_run.errors import ExitCode, PluginError
 from megatron_run.registry.choose import choose
-from megatron_run.registry.describe import Description, OptionRow
 from megatron_run.registry.discover import scan
-from megatron_run.registry.introspect import list_plugins, plugin_info, why
 from megatron_run.registry.load import load
-from megatron_run.registry.probe import probe
+from megatron_run_cli.reports.description import Description
+from megatron_run_cli.reports.keys import KeyInfo
+from megatron_run_cli.reports.listing import list_plugins, plugin_info, why
+from megatron_run_cli.reports.probe import probe
 from tests.support.fake_plugins import FakeSite, schedule_source
 
 OPTIONS = '''
@@ -91,14 +92,14 @@ def test_a_plugin_that_hangs_is_given_up(site: FakeSite) -> None:
     assert outcome.error == "importing it took longer than 2 s"
 
 
-def test_info_shows_options_as_one_would_type_them(site: FakeSite) -> None:
+def test_info_shows_options_with_their_bounds_and_defaults(site: FakeSite) -> None:
     site.schedule(source=DESCRIBED)
     found = plugin_info("schedule", "zigzag", scan(site.path))
     assert found.options == (
-        OptionRow("size", "int", "4", ">= 1, < 64", "how large"),
-        OptionRow("shape", "one of round, square", "round", "", ""),
-        OptionRow("paths", "list of text", "a,b", "", ""),
-        OptionRow("needed", "number", None, "", ""),
+        KeyInfo("size", "int", "4", "at least 1, below 64", "how large"),
+        KeyInfo("shape", "one of round, square", "round", "", ""),
+        KeyInfo("paths", "list of text", '["a", "b"]', "", ""),
+        KeyInfo("needed", "number", None, "", ""),
     )
     assert (found.provides, found.suggests) == (("parallel.pipeline",), {"parallel.pipeline": "2"})
     assert found.suggests_with == {"shape=square": {"parallel.chunks": "2"}}

@@ -10,11 +10,11 @@ from megatron_run.contracts.plugin import KINDS
 from megatron_run.errors import PluginError
 from megatron_run.registry.choose import choose, kernel_problem
 from megatron_run.registry.discover import BUILT_IN, Catalog, Entry, scan
-from megatron_run.registry.probe import probe
+from megatron_run_cli.reports.probe import probe
 
 if TYPE_CHECKING:
-    from megatron_run.registry.describe import Description
     from megatron_run.registry.plugin import Plugin
+    from megatron_run_cli.reports.description import Description
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def plugin_info(kind: str, word: str, catalog: Catalog | None = None) -> Descrip
 
     Raises :class:`PluginError` when there is no such plugin, or it is broken.
     """
-    from megatron_run.registry.describe import Description
+    from megatron_run_cli.reports.description import Description
 
     entry = choose(scan() if catalog is None else catalog, kind, word, "the command line")
     (answer,) = probe([entry])

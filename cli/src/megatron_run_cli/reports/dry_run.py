@@ -1,14 +1,15 @@
-"""What ``--dry-run`` says: the resolved run, the parameters each rank would hold, and a picture of one step."""
+"""``--dry-run``: the resolved run, the parameters each rank would hold, and a picture of one step.
+
+Without the engine it ends where layers are needed: configuration, ranks, plan and batches are planned, sizes are not.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megatron_run.errors import ENGINE
 from megatron_run.pipeline.timeline import timeline, timeline_text
-from megatron_run.planning.describe import spans
-from megatron_run_engine.capture import passes, shared_slots, slots_text
-from megatron_run_engine.training.memory_estimate import model_size
-from megatron_run_engine.training.state.init_from import check_source
+from megatron_run.planning.describe import describe, run_record, spans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,21 +17,31 @@ if TYPE_CHECKING:
     from megatron_run.contracts import CaptureSize
     from megatron_run.pipeline.plan import Plan
     from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.capture import Pass
+    from megatron_run_engine.capture.order import Slots
     from megatron_run_engine.training.memory_estimate import Mixture, ModelSize, RankSize
+
+
+#: What a dry run without the engine leaves out.
+_NEEDS_ENGINE = f"parameters, memory and graphs are known with the engine only; type: pip install {ENGINE}"
 
 
 def dry_run_text(run: ResolvedRun) -> str:
     """For people. Raises what building the model and opening the data raise."""
+    plan = run.plans[max(run.plans)]
+    step = [f"one step\n{timeline_text(timeline(plan))}"] if run.sizes.pipeline > 1 else []
+    if run.unloaded:
+        return "\n\n".join([describe(run), *step, _NEEDS_ENGINE])
     open_data(run)
-    size, plan = model_size(run), run.plans[max(run.plans)]
-    parts = [run.describe(), _parameters_text(size)]
+    size = _model_size(run)
+    parts = [describe(run), _parameters_text(size)]
     if size.mixture is not None:
         parts.append(_mixture_text(size.mixture, size.parameters, run.sizes.expert))
-    if run.sizes.pipeline > 1:
-        parts.append(f"one step\n{timeline_text(timeline(plan))}")
+    parts += step
     if any(captured.regions for captured in size.captures):
         parts.append(_captures_text(size.captures, plan))
-    return "\n\n".join(parts)
+    notices = _machine_notices(run)
+    return "\n\n".join([*parts, *(f"note: {notice}" for notice in notices)])
 
 
 def open_data(run: ResolvedRun) -> None:
@@ -38,6 +49,8 @@ def open_data(run: ResolvedRun) -> None:
 
     So are the weights that it starts from.
     """
+    from megatron_run_engine.training.state.init_from import check_source
+
     check_source(run)
     source, train = run.one("data").create(), run.config.train
     for split in ("train", "validation"):
@@ -46,10 +59,14 @@ def open_data(run: ResolvedRun) -> None:
 
 def dry_run_json(run: ResolvedRun) -> dict[str, Any]:
     """The same as data."""
+    told = run_record(run)
+    if run.unloaded:
+        return {**told, "notices": [*told["notices"], _NEEDS_ENGINE]}
     open_data(run)
-    size = model_size(run)
+    size = _model_size(run)
     return {
-        **run.to_json(),
+        **told,
+        "notices": [*told["notices"], *_machine_notices(run)],
         "parameters": size.parameters,
         "parameters_by_stage": [stage.parameters for stage in size.stages],
         "padding_by_stage": [stage.padding for stage in size.stages],
@@ -61,6 +78,20 @@ def dry_run_json(run: ResolvedRun) -> dict[str, Any]:
             for captured in size.captures
         ],
     }
+
+
+def _model_size(run: ResolvedRun) -> ModelSize:
+    from megatron_run_engine.training.memory_estimate import model_size
+
+    return model_size(run)
+
+
+def _machine_notices(run: ResolvedRun) -> list[str]:
+    """Why this machine could not train the run, if it could not."""
+    from megatron_run_engine.launch.process import why_not_here
+
+    why_not = why_not_here(run)
+    return [f"this machine cannot train it: {why_not}"] if why_not else []
 
 
 def _mixture_record(size: ModelSize) -> dict[str, Any] | None:
@@ -90,6 +121,8 @@ def _mixture_text(mixture: Mixture, parameters: int, ways: int) -> str:
 
 def _captures_text(captures: Sequence[CaptureSize], plan: Plan) -> str:
     """What each stage captures, and who holds the first stage's slots when: later stages need no more."""
+    from megatron_run_engine.capture import passes, shared_slots
+
     order = passes(plan.lists[0], plan.chunks)
     lines = [f"  stage {stage}: {captured}" for stage, captured in enumerate(captures)]
     return "\n".join(
@@ -121,3 +154,27 @@ def _memory_text(size: RankSize) -> str:
     roles = " + ".join(f"{role.replace('_', ' ')} {held / unit:,.1f}" for role, held in size.memory.items() if held)
     each = f", {total / size.parameters:.2f} bytes a parameter" if size.parameters else ""
     return f"{total / unit:,.1f} {name}{each} ({roles})"
+
+
+def slots_text(order: Sequence[Pass], slots: Slots, width: int = 100) -> str:
+    """One line a slot; a column is a pass and shows the microbatch that holds the slot: a digit from its forward on.
+
+    The forward's column shows the digit, the backward's a small letter, and ``-`` lies between. Steps longer than
+    ``width`` passes are cut.
+    """
+    steps = [each for each in order if each.kind != "end"]
+    lines = [["."] * len(steps) for _ in range(slots.count)]
+    started: dict[tuple[int, int], int] = {}
+    for column, (kind, chunk, copy) in enumerate(steps):
+        line = lines[slots.of[chunk, copy]]
+        if kind == "F":
+            started[chunk, copy] = column
+            line[column] = str(copy % 10)
+            continue
+        first = started.pop((chunk, copy))
+        line[first + 1 : column] = ["-"] * (column - first - 1)
+        line[column] = chr(ord("a") + copy % 26)
+    margin = len(str(max(0, slots.count - 1)))
+    cut = "~" if len(steps) > width else "|"
+    shown = [f"slot {slot:{margin}} |{''.join(line[:width])}{cut}" for slot, line in enumerate(lines)]
+    return "\n".join([*shown, "digit: forward of that microbatch (its last digit); a, b, ...: its backward"])

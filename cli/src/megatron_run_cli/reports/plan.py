@@ -1,4 +1,4 @@
-"""A plan for people and for programs: what ``megatron-run schedule show`` prints. No torch."""
+"""``schedule show``: a plan as text, as data, as a picture and as a trace. No torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from megatron_run.contracts.actions import Place, signed_order
 from megatron_run.errors import InputError
-from megatron_run.pipeline.phases import leading_forwards
-from megatron_run.pipeline.picture_svg import schedule_svg
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.timeline import bubble_fraction, shown_stages, timeline, timeline_text
 from megatron_run.pipeline.trace_events import trace_document, trace_events
+from megatron_run_cli.reports.picture_svg import schedule_svg
+from megatron_run_cli.reports.stage_phases import leading_forwards
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:

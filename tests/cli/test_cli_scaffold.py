@@ -10,7 +10,7 @@ import pytest
 from megatron_run.contracts import KINDS, RUN_KINDS, entry_point_group
 from megatron_run.errors import ExitCode, InputError
 from megatron_run.registry.discover import Catalog
-from megatron_run.registry.scaffold import new
+from megatron_run_cli.scaffold import new
 from megatron_run_testing.conformance import check
 
 NOTHING = Catalog(())
@@ -55,7 +55,7 @@ def test_a_new_packages_own_test_passes(tmp_path: Path) -> None:
 def test_new_packages_are_clean_code(tmp_path: Path) -> None:
     for kind in KINDS:
         new(kind, "zigzag", tmp_path / kind, NOTHING)
-    config = str(Path(__file__).parents[3] / "pyproject.toml")
+    config = str(Path(__file__).parents[2] / "pyproject.toml")
     for command in (["check", "--no-cache", "--ignore", "D103"], ["format", "--no-cache", "--check"]):
         done = subprocess.run(
             [sys.executable, "-m", "ruff", *command, "--config", config, str(tmp_path)],

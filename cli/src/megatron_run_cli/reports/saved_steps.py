@@ -1,4 +1,4 @@
-"""What ``megatron-run checkpoint`` tells of saved steps, as data and as rows of text."""
+"""``checkpoint list|verify|inspect``: saved steps as data and as rows of text."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from megatron_run.contracts.scaler import scale_text
 from megatron_run.contracts.state import MASTER
 from megatron_run.errors import CheckpointError
-from megatron_run_engine.checkpoint.manifest import MANIFEST, Manifest
-from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints, check_length, verify_files
-
-_UNITS = ("B", "kB", "MB", "GB", "TB")
+from megatron_run_engine.checkpoint.manifest import Manifest, size_text
+from megatron_run_engine.checkpoint.step_folder import Checkpoints, check_length, verify_files
 
 
 @dataclass(frozen=True)
@@ -36,33 +33,6 @@ class Finding:
             found |= {"bytes": self.manifest.size, "files": len(self.manifest.files), "time": about.time}
             found |= {"counters": dict(about.counters), "topology": dict(about.topology)}
         return found
-
-
-def find(path: Path | None) -> tuple[Checkpoints, int | None]:
-    """The checkpoints of the run folder, checkpoints folder or step folder ``path``; the step where it is one's folder.
-
-    None is the latest run. Raises :class:`CheckpointError` where there is none.
-    """
-    start = Path("runs/latest") if path is None else path
-    if (start / MANIFEST).is_file():
-        step = Checkpoints(start.absolute().parent)
-        number = next((number for number in step.steps() if step.folder(number) == start.absolute()), None)
-        if number is not None:
-            return step, number
-    for candidate in (start / CHECKPOINTS, start):
-        found = Checkpoints(candidate)
-        if found.steps():
-            return found, None
-    raise CheckpointError(f"no checkpoints in {start}", fix="name a run folder, its checkpoints, or one of its steps")
-
-
-def find_step(path: Path | None, step: int | None = None) -> tuple[Checkpoints, int]:
-    """The checkpoints at ``path`` as :func:`find` has them; of their steps ``step``, else ``path``'s, else the newest.
-
-    Raises :class:`CheckpointError` where there is none.
-    """
-    checkpoints, named = find(path)
-    return checkpoints, next(each for each in (step, named, checkpoints.steps()[-1]) if each is not None)
 
 
 def look(checkpoints: Checkpoints, steps: Sequence[int] = (), *, thorough: bool = False) -> Iterator[Finding]:
@@ -147,11 +117,3 @@ def _section(title: str, rows: Any) -> list[str]:
     pairs = [(str(name), str(value)) for name, value in rows]
     width = max((len(name) for name, _ in pairs), default=0)
     return [title, *(f"  {name:{width}}  {value}" for name, value in pairs), ""] if pairs else []
-
-
-def size_text(size: int) -> str:
-    """``950 B``, ``12.3 MB``."""
-    amount, unit = float(size), 0
-    while amount >= 1000 and unit < len(_UNITS) - 1:
-        amount, unit = amount / 1000, unit + 1
-    return f"{amount:.1f} {_UNITS[unit]}" if unit else f"{size} B"

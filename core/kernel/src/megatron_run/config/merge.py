@@ -1,4 +1,4 @@
-"""Layers of configuration and how a stronger one covers a weaker one."""
+"""One source of configuration, and the merge of several in which the stronger overrides the weaker."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_run.config.origin import KIND_SECTIONS, Choice, Key, Origin, Text, Value, dotted, section_of
+from megatron_run.config.origin import KIND_SECTIONS, Choice, Key, Origin, Value, dotted, section_of
 from megatron_run.config.problems import Findings
 from megatron_run.config.yaml import Node, bare
 from megatron_run.contracts.schema import RIVALS, SECTIONS
@@ -17,10 +17,10 @@ SEPARATORS: Mapping[str, str] = {"parallel-layer": "+", "observer": ","}
 
 
 @dataclass
-class Layer:
-    """One source of configuration, or several merged.
+class ConfigSource:
+    """One source of configuration (a file, the command line), or the result of a merge.
 
-    ``values`` are leaves by key; ``choices`` the plugins by kind; ``added`` are plugins to add to a weaker layer's
+    ``values`` are leaves by key; ``choices`` the plugins by kind; ``added`` are plugins to add to a weaker source's
     choice, which only kind ``observer`` has.
     """
 
@@ -29,14 +29,14 @@ class Layer:
     added: dict[str, tuple[Choice, ...]] = field(default_factory=dict)
 
     def put(self, key: Key, data: Any, origin: Origin) -> None:
-        """Set a leaf. Raises :class:`InputError` when this layer has it already."""
+        """Set a leaf. Raises :class:`InputError` when this source has it already."""
         if key in self.values:
             origins = dict.fromkeys((str(self.values[key].origin), str(origin)))
             raise InputError(f"{dotted(key)} is given twice", origin=" and ".join(origins), fix="keep one")
         self.values[key] = Value(data, origin)
 
     def choose(self, kind: str, words: tuple[str, ...], origin: Origin, *, add: bool = False) -> None:
-        """Choose the plugins of a kind. Raises :class:`InputError` when this layer has chosen already."""
+        """Choose the plugins of a kind. Raises :class:`InputError` when this source has chosen already."""
         chosen = tuple(Choice(word, origin) for word in words)
         if add:
             self.added[kind] = self.added.get(kind, ()) + chosen
@@ -51,23 +51,23 @@ class Layer:
         self.choices[kind] = chosen
 
 
-def layer_from(sections: Mapping[str, Node], findings: Findings) -> Layer:
-    """The layer that a file, or a mapping, holds. Unknown sections and wrong shapes are reported."""
-    layer = Layer()
+def source_from(sections: Mapping[str, Node], findings: Findings) -> ConfigSource:
+    """Build the source from a parsed file or a mapping. Unknown sections and wrong shapes enter ``findings``."""
+    source = ConfigSource()
     for word, node in sections.items():
         with findings.collect():
-            assign(layer, (word,), node)
-    return layer
+            assign(source, (word,), node)
+    return source
 
 
-def assign(layer: Layer, key: Key, node: Node) -> None:
-    """Put ``node`` at ``key``, however deep the two together are. Raises :class:`InputError`."""
+def assign(source: ConfigSource, key: Key, node: Node) -> None:
+    """Put ``node``, a value or a nested mapping, at ``key``. Raises :class:`InputError`."""
     section = known_section(key[0], node.origin)
     key = (section, *key[1:])
     kind = KIND_SECTIONS.get(section)
     if kind and key[1:] in ((), ("use",)) and not isinstance(node.data, dict):
         if node.data is not None:
-            layer.choose(kind, plugin_words(kind, node.data, node.origin), node.origin)
+            source.choose(kind, plugin_words(kind, node.data, node.origin), node.origin)
         return
     if kind and len(key) > 2 and key[1] == "use":
         raise InputError(f"{dotted(key[:2])} has no keys of its own, got {dotted(key)}", origin=str(node.origin))
@@ -77,9 +77,9 @@ def assign(layer: Layer, key: Key, node: Node) -> None:
         raise InputError(f"{section} is a section, not a value", origin=str(node.origin), fix=f"write {section}.KEY")
     if isinstance(node.data, dict) and (node.data or len(key) == 1):
         for name, each in node.data.items():
-            assign(layer, (*key, name), each)
+            assign(source, (*key, name), each)
         return
-    layer.put(key, bare(node), node.origin)
+    source.put(key, bare(node), node.origin)
 
 
 def known_section(word: str, origin: Origin) -> str:
@@ -110,35 +110,35 @@ def plugin_words(kind: str, data: object, origin: Origin) -> tuple[str, ...]:
     return tuple(str(word) for word in words)
 
 
-def merge(layers: Iterable[Layer]) -> Layer:
-    """The layers from weak to strong as one: mappings merge, lists and scalars replace."""
-    merged = Layer()
-    for layer in layers:
-        for kind, choices in layer.choices.items():
+def merge(sources: Iterable[ConfigSource]) -> ConfigSource:
+    """Merge ``sources``, given from weak to strong: mappings merge, lists and scalars replace."""
+    merged = ConfigSource()
+    for source in sources:
+        for kind, choices in source.choices.items():
             _change_plugin(merged, kind, choices)
-        for kind, added in layer.added.items():
+        for kind, added in source.added.items():
             present = {choice.word for choice in merged.choices.get(kind, ())}
             fresh = {choice.word: choice for choice in added if choice.word not in present}
             asked = {choice.word: choice for choice in added}
             kept = tuple(asked.get(choice.word, choice) for choice in merged.choices.get(kind, ()))
             merged.choices[kind] = kept + tuple(fresh.values())
-        for key, value in layer.values.items():
-            for old in _covered(merged, layer, key):
+        for key, value in source.values.items():
+            for old in _covered(merged, source, key):
                 del merged.values[old]
             merged.values[key] = value
     return merged
 
 
-def _covered(merged: Layer, layer: Layer, key: Key) -> list[Key]:
-    """The weaker keys that cannot stand beside ``key`` of ``layer``: itself, those inside or around it, its rivals."""
+def _covered(merged: ConfigSource, source: ConfigSource, key: Key) -> list[Key]:
+    """The weaker keys that ``key`` of ``source`` overrides: itself, those inside or around it, and its rivals."""
     rivals: set[Key] = set()
-    if layer.values[key].data is not None:
-        rivals = {rival for group in RIVALS if key in group for rival in group} - layer.values.keys()
+    if source.values[key].data is not None:
+        rivals = {rival for group in RIVALS if key in group for rival in group} - source.values.keys()
     return [old for old in merged.values if _overlaps(old, key) or old in rivals]
 
 
-def _change_plugin(merged: Layer, kind: str, choices: tuple[Choice, ...]) -> None:
-    """Choose anew; options written for another choice are marked, so that those it lacks can be dropped."""
+def _change_plugin(merged: ConfigSource, kind: str, choices: tuple[Choice, ...]) -> None:
+    """Replace the choice and mark the options written for the old one: those that the new plugin lacks are dropped."""
     old = {choice.word for choice in merged.choices.get(kind, ())}
     merged.choices[kind] = choices
     if old == {choice.word for choice in choices}:
@@ -150,11 +150,6 @@ def _change_plugin(merged: Layer, kind: str, choices: tuple[Choice, ...]) -> Non
 
 
 def _overlaps(old: Key, new: Key) -> bool:
-    """Whether one key is the other or lies inside it, so that both cannot stand."""
+    """Whether one key equals the other or lies inside it, so that only one of them can be set."""
     shorter = min(len(old), len(new))
     return old[:shorter] == new[:shorter]
-
-
-def text_node(text: str, origin: Origin) -> Node:
-    """A value as it was typed."""
-    return Node(Text(text), origin)

@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run.config.layers import Layer
+from megatron_run.config.merge import ConfigSource
 from megatron_run.config.origin import Origin
 from megatron_run.config.problems import Findings
 from megatron_run.config.request import Request
-from megatron_run.config.sources import presets, read_layers
+from megatron_run.config.sources import presets, read_sources
 from megatron_run.errors import Problems
 
 
-def read(*configs: object, **arguments: object) -> tuple[Layer, list[str]]:
+def read(*configs: object, **arguments: object) -> tuple[ConfigSource, list[str]]:
     findings, notices = Findings(), list[str]()
-    layer = read_layers(Request(configs=configs or ({},), **arguments), findings, notices)  # type: ignore[arg-type]
+    layer = read_sources(Request(configs=configs or ({},), **arguments), findings, notices)  # type: ignore[arg-type]
     findings.settle()
     return layer, notices
 
 
-def words(layer: Layer, kind: str) -> list[str]:
+def words(layer: ConfigSource, kind: str) -> list[str]:
     return [choice.word for choice in layer.choices[kind]]
 
 
@@ -84,8 +84,8 @@ def test_plugin_options_of_the_command_line() -> None:
 def test_observers_are_added_and_set_replaces_them() -> None:
     layer, _ = read(plugins=("observer=trace,steps=3", "observer=console"))
     assert words(layer, "observer") == ["console", "jsonl", "tensorboard", "trace"]
-    assert layer.choices["observer"][0].origin.layer == "command line"
-    assert layer.choices["observer"][1].origin.layer == "default"
+    assert layer.choices["observer"][0].origin.source == "command line"
+    assert layer.choices["observer"][1].origin.source == "default"
     assert list(layer.values) == [("observer", "trace", "steps")]
     layer, _ = read(
         {"observer": ["jsonl"]},
@@ -130,7 +130,7 @@ def test_standard_input_is_a_configuration() -> None:
 
 
 def test_no_configuration_is_the_laptop_preset() -> None:
-    layer = read_layers(Request(), Findings(), [])
+    layer = read_sources(Request(), Findings(), [])
     assert str(layer.values["train", "steps"].origin).startswith("preset:laptop line ")
 
 

@@ -1,4 +1,4 @@
-"""The three phases of a stage's step: warm-up, steady, cool-down. No torch."""
+"""The phases of a stage's step, as ``schedule show`` counts and draws them: warm-up, steady, cool-down."""
 
 from __future__ import annotations
 

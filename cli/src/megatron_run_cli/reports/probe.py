@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_run.errors import RunError
+from megatron_run.errors import EngineMissingError, RunError
 from megatron_run.registry.digest import SourceDigests
 from megatron_run.registry.discover import Entry
 
@@ -25,7 +25,7 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Probe:
-    """The outcome for one entry: a description (the fields of ``describe.Description``), or the error that it met."""
+    """The outcome for one entry: a description (the fields of :class:`Description`), or the error that it met."""
 
     entry: Entry
     description: dict[str, Any] | None
@@ -50,7 +50,7 @@ def probe(entries: Sequence[Entry], timeout: float = TIMEOUT_S) -> tuple[Probe, 
 def _ask_child(entries: Sequence[Entry], timeout: float) -> tuple[list[dict[str, Any]], str]:
     """The child's answers, which end early when a plugin ends the child, and how it ended."""
     child = subprocess.Popen(
-        [sys.executable, "-P", "-m", "megatron_run.registry.probe"],
+        [sys.executable, "-P", "-m", "megatron_run_cli.reports.probe"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -68,11 +68,13 @@ def _ask_child(entries: Sequence[Entry], timeout: float) -> tuple[list[dict[str,
 
 
 def _answer(entry: Entry, digests: SourceDigests) -> dict[str, Any]:
-    from megatron_run.registry.describe import describe
     from megatron_run.registry.load import load
+    from megatron_run_cli.reports.description import describe
 
     try:
         return {"description": asdict(describe(load(entry, "probe", digests)))}
+    except EngineMissingError as error:
+        return {"error": f"{error.why}; {error.fix}"}
     except RunError as error:
         return {"error": error.why or error.what}
 

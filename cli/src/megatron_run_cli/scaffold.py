@@ -85,7 +85,7 @@ def _plan(kind: str, words: dict[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def _fill(template: str, words: dict[str, str]) -> str:
-    text = (files("megatron_run.registry") / "templates" / template).read_text(encoding="utf-8")
+    text = (files("megatron_run_cli") / "templates" / template).read_text(encoding="utf-8")
     return Template(text).substitute(words)
 
 

@@ -1,0 +1,220 @@
+"""``config explain`` and ``plugins info``: what a key means, read from the models that validate it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import PurePath
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from megatron_run.config.defaults import default_text
+from megatron_run.config.merge import SEPARATORS
+from megatron_run.config.origin import KIND_SECTIONS, Key, dotted, section_of
+from megatron_run.config.validate import fields_of, submodel
+from megatron_run.config.values import members, plain
+from megatron_run.contracts.duration import Duration
+from megatron_run.contracts.plugin import RUN_KINDS
+from megatron_run.contracts.schema import SECTIONS, Header
+from megatron_run.contracts.span import Span
+from megatron_run.errors import ENGINE, EngineMissingError, InputError, PluginError, did_you_mean
+from megatron_run.registry.choose import choose
+from megatron_run.registry.discover import scan
+from megatron_run.registry.load import Plugin, load
+from megatron_run_cli.reports.resolved_config import show_json
+
+if TYPE_CHECKING:
+    from megatron_run.planning import ResolvedRun
+
+#: Attributes of a field's constraints, and each bound in words.
+_BOUNDS = {
+    "gt": "above {}",
+    "ge": "at least {}",
+    "lt": "below {}",
+    "le": "at most {}",
+    "multiple_of": "a multiple of {}",
+    "min_length": "length at least {}",
+}
+_NAMES: Mapping[type, str] = {
+    int: "int",
+    float: "number",
+    bool: "true or false",
+    str: "text",
+    Span: "span",
+    Duration: "time",
+}
+
+
+@dataclass(frozen=True)
+class KeyInfo:
+    """One key of the kernel or one option of a plugin, named as it is written.
+
+    ``default`` is as a file writes it, None where the key must be set. ``owner`` is the plugin whose option it is.
+    """
+
+    name: str
+    type: str
+    default: str | None
+    bounds: str
+    description: str
+    owner: str = ""
+
+    @property
+    def kind(self) -> str:
+        """Type and bounds: ``int, at least 1``."""
+        return ", ".join(filter(None, (self.type, self.bounds)))
+
+    @property
+    def default_text(self) -> str:
+        """The default, or that there is none."""
+        return self.default or "required"
+
+    def __str__(self) -> str:
+        rows = {
+            "type": self.kind,
+            "default": self.default_text,
+            "meaning": self.description,
+            "option of": self.owner,
+        }
+        return "\n".join([self.name, *(f"  {name:10} {text}" for name, text in rows.items() if text)])
+
+
+def explain(key: str, run: ResolvedRun | None = None) -> str:
+    """What ``key`` (``train.lr``), or each key of a section (``train``), means: type, default, bounds, meaning.
+
+    With ``run``, also the value it has there and where it came from. Options are those of the run's plugins, or of
+    every installed plugin. Raises :class:`InputError` for an unknown key, and for an option that only the engine knows
+    :class:`EngineMissingError`.
+    """
+    first, *rest = key.split(".")
+    wanted = dotted((section_of(first), *rest))
+    plugins, lacking, _ = installed_plugins() if run is None else _of_run(run)
+    known = list(all_keys(plugins))
+    found = [info for info in known if f"{info.name}.".startswith(f"{wanted}.")]
+    if not found and (unknown := [plugin for plugin in lacking if plugin.startswith(f"{wanted.partition('.')[0]}=")]):
+        raise without_engine(unknown)
+    if not found:
+        names = [info.name for info in known]
+        sections = dict.fromkeys(name.partition(".")[0] for name in names)
+        raise InputError(
+            f"there is no key {key!r}",
+            fix=did_you_mean(key, names) or f"the sections are {', '.join(sections)}",
+        )
+    values = show_json(run) if run is not None else {}
+    return "\n\n".join(_with_value(info, values) for info in found)
+
+
+def _of_run(run: ResolvedRun) -> Installed:
+    """The plugins of ``run``."""
+    plugins = tuple(plugin for many in run.plugins.values() for plugin in many)
+    return Installed(plugins, tuple(map(str, run.unloaded)), ())
+
+
+def _with_value(info: KeyInfo, values: Mapping[str, Any]) -> str:
+    if info.name not in values:
+        return str(info)
+    value = values[info.name]
+    return f"{info}\n  {'here':10} {value['value']} (from {value['origin']})"
+
+
+class Installed(NamedTuple):
+    """The installed plugins that can be loaded, ``lacking`` those that need the engine, and a notice for each other."""
+
+    plugins: tuple[Plugin, ...]
+    lacking: tuple[str, ...]
+    notices: tuple[str, ...]
+
+
+def installed_plugins() -> Installed:
+    """Load every installed plugin that a run can choose."""
+    catalog = scan()
+    plugins, notices, lacking = [], [], []
+    for entry in (entry for entry in catalog.entries if entry.kind in RUN_KINDS):
+        try:
+            chosen = choose(catalog, entry.kind, f"{entry.distribution}:{entry.name}", "installed")
+            plugins.append(load(chosen, "installed"))
+        except EngineMissingError:
+            lacking.append(str(entry))
+        except PluginError as error:
+            notices.append(str(error))
+    return Installed(tuple(plugins), tuple(lacking), tuple(notices))
+
+
+def without_engine(lacking: Iterable[str]) -> EngineMissingError:
+    """That the options of the plugins in ``lacking`` cannot be told."""
+    what = f"the options of {', '.join(lacking)} are not known"
+    return EngineMissingError(what, why="these plugins need the engine", fix=f"type: pip install {ENGINE}")
+
+
+def all_keys(plugins: Iterable[Plugin]) -> Iterator[KeyInfo]:
+    """Every key of the kernel, then every option of ``plugins``."""
+    yield from kernel_keys()
+    for plugin in plugins:
+        yield from model_keys(plugin.options_model, (section_of(plugin.kind),), str(plugin))
+
+
+def kernel_keys() -> Iterator[KeyInfo]:
+    """Every key that belongs to the kernel, and each kind's ``use``, in the order of the sections."""
+    yield from model_keys(Header, ())
+    for name, model in SECTIONS.items():
+        yield from model_keys(model, (name,))
+    for section, kind in KIND_SECTIONS.items():
+        several = f"names of plugins, separated by {SEPARATORS[kind]}" if kind in SEPARATORS else "name of a plugin"
+        default = default_text(kind) or None
+        yield KeyInfo(dotted((section, "use")), several, default, "", "NAME, DIST:NAME or a file ./mine.py")
+
+
+def model_keys(model: type[BaseModel], prefix: Key, owner: str = "") -> Iterator[KeyInfo]:
+    """Every key of ``model``, and of the models inside it."""
+    for name, field in fields_of(model).items():
+        key = (*prefix, name)
+        bounds = ", ".join(
+            text.format(getattr(rule, attribute))
+            for rule in field.metadata
+            for attribute, text in _BOUNDS.items()
+            if getattr(rule, attribute, None) is not None
+        )
+        yield KeyInfo(
+            dotted(key), _type_text(field.annotation), _default(field), bounds, field.description or "", owner
+        )
+        inner = submodel(field.annotation)
+        if inner is not None:
+            yield from model_keys(inner, key, owner)
+
+
+def _type_text(annotation: object) -> str:
+    """A type in words: ``one of auto, cpu, cuda``, ``list of int``."""
+    words = [_word(member) for member in members(annotation) if member is not NoneType]
+    return " or ".join(dict.fromkeys(words))
+
+
+def _word(member: Any) -> str:
+    if get_origin(member) is Literal:
+        values = ", ".join(map(str, get_args(member)))
+        return f"one of {values}" if len(get_args(member)) > 1 else values
+    if isinstance(member, type) and issubclass(member, Enum):
+        return f"one of {', '.join(str(each.value) for each in member)}"
+    if isinstance(member, type) and issubclass(member, PurePath):
+        return "path"
+    if isinstance(member, type) and issubclass(member, BaseModel):
+        return "keys"
+    outer = get_origin(member) or member
+    if isinstance(outer, type) and issubclass(outer, Sequence) and outer is not str:
+        items = [_type_text(each) for each in get_args(member) if each is not Ellipsis]
+        return f"list of {' or '.join(dict.fromkeys(items)) or 'any'}"
+    return _NAMES.get(member, getattr(member, "__name__", str(member)))
+
+
+def _default(field: FieldInfo) -> str | None:
+    if field.is_required():
+        return None
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json")
+    data = plain(value)
+    return data if isinstance(data, str) and data else "unset" if data is None else json.dumps(data)
