@@ -17,7 +17,7 @@ ORDER = (
     ("__version__", "errors"),
     ("contracts", "actions", "topology", "world", "phases", "faults"),
     ("hookspecs",),
-    ("config", "comm", "gloo", "watch"),
+    ("config", "comm", "gloo"),
     ("registry",),
     ("pipeline", "gradients", "rng", "metrics", "segments", "parameters", "learning_rate", "batch_size", "observing"),
     ("nn", "data", "optim", "checkpoint", "graphs"),
