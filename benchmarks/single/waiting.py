@@ -15,14 +15,14 @@ from benchmarks.single.settings import THREADS, measure_steps
 from benchmarks.support.quiet import undisturbed
 from benchmarks.support.ranks import on_ranks
 from benchmarks.support.report import table
-from megatron_run_engine.launch.threads import BRIEFLY
+from megatron_run_engine.launch.process import SPIN_BRIEFLY
 
 #: Of a size: steps that are timed of one process, without ``--quick``.
 STEPS = {"tiny": 100, "small": 5}
 #: What is set for a process; the first is what the others are compared with.
 WAYS: Mapping[str, Mapping[str, str]] = {
     "OpenMP's default": {},
-    "a brief spin": {"GOMP_SPINCOUNT": BRIEFLY},
+    "a brief spin": {"GOMP_SPINCOUNT": SPIN_BRIEFLY},
     "asleep at once": {"OMP_WAIT_POLICY": "passive"},
 }
 

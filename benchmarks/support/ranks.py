@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_run_engine.launch.threads import KEEPING
+from megatron_run_engine.launch.process import KEEP_FREED
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {
@@ -45,7 +45,7 @@ def on_ranks(
         job.write_text(json.dumps({**described, "store": f"{folder}/store", "result": str(result)}), "utf-8")
         settings = {**os.environ, **SETTINGS, **(environment or {}), "WORLD_SIZE": str(world)}
         settings |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-        settings |= {"GLIBC_TUNABLES": KEEPING} if keeping else {}
+        settings |= {"GLIBC_TUNABLES": KEEP_FREED} if keeping else {}
         command = (sys.executable, "-m", "benchmarks.support.rank", str(job))
         ranks = [subprocess.Popen(command, cwd=ROOT, env={**settings, "RANK": str(rank)}) for rank in range(world)]
         try:

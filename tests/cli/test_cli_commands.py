@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_run.contracts.plugin import KINDS
+from megatron_run_cli import doctor
 from megatron_run_cli.main import main
-from megatron_run_engine.launch import examine
 
 Output = pytest.CaptureFixture[str]
 
@@ -79,7 +79,7 @@ def test_doctor_goes_on_after_a_failure_and_says_so_with_its_exit_code(
     def fail() -> str:
         raise OSError("a missing library\nand more")
 
-    monkeypatch.setattr(examine, "_torch", fail)
+    monkeypatch.setattr(doctor, "_torch", fail)
     assert main(["doctor"]) == 2
     lines = capsys.readouterr().out.splitlines()
     (line,) = (line for line in lines if line.split()[1] == "torch")
@@ -92,7 +92,7 @@ def test_a_folder_that_cannot_be_written_is_found(tmp_path: Path, monkeypatch: p
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
-    (finding,) = (each for each in examine.examine(tmp_path / "runs") if each.topic == "runs folder")
+    (finding,) = (each for each in doctor.examine(tmp_path / "runs") if each.topic == "runs folder")
     assert (finding.state, finding.text) == ("FAILED", "OSError: [Errno 30] Read-only file system")
 
 

@@ -111,7 +111,7 @@ def test_under_torchrun_one_rank_speaks_and_nobody_blames_another(tmp_path: Path
     assert [line.partition(" (rank 2, log: ")[0] for line in said] == [
         f"rank 3 (stage 3) is lost: its connection broke {LAST}"
     ]
-    told = json.loads((tmp_path / "run" / "status.json").read_text())["message"]  # rank 0's, or that of its watcher
+    told = json.loads((tmp_path / "run" / "status.json").read_text())["message"]  # rank 0's, or that of its sidecar
     assert told.startswith(
         ("rank 3 (stage 3) is lost: ", "rank 3 was lost: its process ended without a word in forward F1.0")
     )

@@ -1,6 +1,6 @@
 """Whole runs without their start-up: the launcher and its ranks are forked from a process that has all imported.
 
-Everything is as the command does it, the local launcher, its watching, the meeting, the run folder, but for two
+Everything is as the command does it, the local launcher, its watching, the rendezvous, the run folder, but for two
 things: a process is forked and not started, and the ranks find the run resolved. A server that has torch loaded and has
 never computed, so that it has one thread, forks the launcher; that one forks its ranks before it starts a thread.
 """
@@ -127,7 +127,7 @@ def run_forked(request: Request, fault: str = "", timeout: float = 60.0, max_res
 def _launch(pipe: Connection, request: str, environment: Mapping[str, str], max_restarts: int) -> None:
     """The launcher's process: what the command does, once its words are read."""
     from megatron_run.errors import RunError
-    from megatron_run_engine.launch import Terms, launch
+    from megatron_run_engine.launch import LaunchOptions, launch
 
     os.setsid()
     os.environ.update(environment)
@@ -135,8 +135,8 @@ def _launch(pipe: Connection, request: str, environment: Mapping[str, str], max_
     asked = replace(Request.from_json(request), environment=environment)
     try:
         with _forking_ranks(pipe):
-            ending = launch(asked, Terms(quiet=True, max_restarts=max_restarts, tell=told.append), "local")
-        pipe.send(("ended", (int(ending.code), ending.message, told)))
+            result = launch(asked, LaunchOptions(quiet=True, max_restarts=max_restarts, tell=told.append), "local")
+        pipe.send(("ended", (int(result.code), result.message, told)))
     except RunError as error:
         pipe.send(("ended", (int(error.exit_code), str(error), told)))
     except BaseException as error:

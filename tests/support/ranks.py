@@ -20,7 +20,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOADED = [
     "torch.distributed",
     "torch._inductor.config",
-    "megatron_run_engine.launch.member",
+    "megatron_run_engine.launch.worker",
     "megatron_run_engine.launch.rank",
 ]
 CONTEXT.set_forkserver_preload(_PRELOADED)

@@ -1,9 +1,19 @@
-"""``megatron-run doctor``: what this machine and this environment can do."""
+"""``megatron-run doctor``: what this machine and this environment can do, found out without starting a run."""
 
 from __future__ import annotations
 
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
 import click
 
+from megatron_run.errors import ExitCode
 from megatron_run_cli.options import debug_option, json_option
 from megatron_run_cli.output import print_json, print_table
 
@@ -13,11 +23,103 @@ from megatron_run_cli.output import print_json, print_table
 @debug_option
 def doctor(*, as_json: bool) -> int:
     """Check this machine, its environment and all plugins."""
-    from megatron_run_engine.launch.examine import examine
-
     findings = examine()
     if as_json:
         print_json(findings)
     else:
         print_table([(each.state, each.topic, each.text) for each in findings])
     return max(int(each.exit_code) for each in findings)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at. ``BROKEN``: unusable, harmless unless selected; ``FAILED`` keeps every run from starting."""
+
+    topic: str
+    state: Literal["ok", "BROKEN", "FAILED"]
+    text: str
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """What the finding means for a script."""
+        return ExitCode.INPUT if self.state == "FAILED" else ExitCode.DONE
+
+
+def examine(runs: Path = Path("runs")) -> tuple[Finding, ...]:
+    """Look at Python, torch, devices, threads, communication, the folder of runs and every installed plugin.
+
+    A topic that fails does not keep the others from being looked at.
+    """
+    topics: dict[str, Callable[[], str]] = {
+        "python": lambda: f"{platform.python_version()} at {sys.executable}, {platform.platform()}",
+        "megatron-run": _kernel,
+        "torch": _torch,
+        "devices": _devices,
+        "threads": _threads,
+        "communication": _communication,
+        "runs folder": lambda: _writable(runs),
+    }
+    return (*(_look(topic, look) for topic, look in topics.items()), *_plugins())
+
+
+def _look(topic: str, look: Callable[[], str]) -> Finding:
+    try:
+        return Finding(topic, "ok", look())
+    except Exception as error:
+        return Finding(topic, "FAILED", f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def _kernel() -> str:
+    from megatron_run import __version__
+
+    return __version__
+
+
+def _torch() -> str:
+    import torch
+
+    return f"{torch.__version__}, {torch.get_num_threads()} threads in one process"
+
+
+def _devices() -> str:
+    import torch
+
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return ", ".join([*names, "cpu"])
+
+
+def _threads() -> str:
+    from megatron_run_engine.launch.process import available_cores
+
+    return f"{available_cores()} cores for this process"
+
+
+def _communication() -> str:
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        raise RuntimeError("this torch was built without torch.distributed")
+    found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    return ", ".join(name if here else f"no {name}" for name, here in found.items())
+
+
+def _writable(runs: Path) -> str:
+    """Write a file: permissions alone do not tell of a read-only or full file system."""
+    folder = next(each for each in (runs.absolute(), *runs.absolute().parents) if each.is_dir())
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        file.write(b"x")
+        file.flush()
+        os.fsync(file.fileno())
+    return f"{folder} can be written"
+
+
+def _plugins() -> Iterator[Finding]:
+    from megatron_run_cli.reports.listing import list_plugins
+
+    listing = list_plugins(check=True)
+    for each in listing.plugins:
+        state: Literal["ok", "BROKEN"] = "BROKEN" if each.problem else "ok"
+        source = f"{each.distribution} {each.version}"
+        yield Finding("plugin", state, f"{each.kind}={each.name} ({source}){f': {each.problem}' * bool(each.problem)}")
+    for notice in listing.notices:
+        yield Finding("plugins", "ok", notice)

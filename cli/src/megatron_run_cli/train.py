@@ -13,14 +13,14 @@ from megatron_run_cli.output import print_json, tell, tell_error
 
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
-    from megatron_run_engine.launch import Ending, How
+    from megatron_run_engine.launch import LaunchMode, RunResult
 
 
 @click.command()
 @run_options
 @click.option(
     "--launch",
-    "how",
+    "mode",
     type=click.Choice(["auto", "local", "torchrun", "slurm"]),
     default="auto",
     help="Source of the ranks; auto: torchrun or srun if started by them, else local [default: auto].",
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 @click.option("--debug", is_flag=True, help="Show tracebacks of errors; those of ranks in their logs.")
 def train(  # noqa: PLR0913  # one argument an option: so click calls it
     request: Request,
-    how: How,
+    mode: LaunchMode,
     *,
     resume: str,
     max_restarts: int,
@@ -77,23 +77,23 @@ def train(  # noqa: PLR0913  # one argument an option: so click calls it
         else:
             click.echo(dry_run_text(run))
         return 0
-    from megatron_run_engine.launch import Terms, launch
+    from megatron_run_engine.launch import LaunchOptions, launch
 
     silent = (lambda _: None) if quiet else tell
-    terms = Terms(sys.argv[1:], quiet=quiet or as_json, debug=debug, max_restarts=max_restarts, tell=silent)
-    ending = launch(request, terms, how)
-    if ending.message:
-        tell_error(ending.message)
+    options = LaunchOptions(sys.argv[1:], quiet=quiet or as_json, debug=debug, max_restarts=max_restarts, tell=silent)
+    result = launch(request, options, mode)
+    if result.message:
+        tell_error(result.message)
     if as_json:
-        print_json(_result(ending))
-    return int(ending.code)
+        print_json(_as_json(result))
+    return int(result.code)
 
 
-def _result(ending: Ending) -> dict[str, object]:
+def _as_json(result: RunResult) -> dict[str, object]:
     """What a script wants to know of a run that has ended."""
     return {
-        "exit_code": int(ending.code),
-        "retry": ending.code.retry,
-        "message": ending.message,
-        "folder": str(ending.folder) if ending.folder else None,
+        "exit_code": int(result.code),
+        "retry": result.code.retry,
+        "message": result.message,
+        "folder": str(result.folder) if result.folder else None,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,11 +16,14 @@ from typing import Any
 import pytest
 
 from megatron_run.errors import ExitCode
-from megatron_run_engine.launch.threads import rank_environment
-from tests.support.launcher import Launcher, no_process_left
+from megatron_run_engine.launch.local import INTERRUPT_GRACE, terminal_writer
+from megatron_run_engine.launch.process import rank_environment
+from tests.engine.launch.launcher import Launcher, no_process_left
 from tests.support.processes import alive, process_ids, wait_until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(60)]
+#: Seconds after which a rank that says nothing new hangs.
+LIMIT = 1.0
 
 
 @pytest.fixture
@@ -42,8 +46,8 @@ def send_when(condition: Callable[[], bool], *numbers: signal.Signals) -> thread
 
 
 def test_every_rank_writes_its_log_and_only_rank_0_is_shown(launcher: Launcher) -> None:
-    ending = launcher("*:exit 0", size=3)
-    assert ending.code == ExitCode.DONE
+    result = launcher("*:exit 0", size=3)
+    assert result.code == ExitCode.DONE
     assert [launcher.log(rank) for rank in range(3)] == [f"rank {rank} prints\n" for rank in range(3)]
     assert b"".join(launcher.shown) == b"rank 0 prints\n"
 
@@ -60,6 +64,18 @@ def test_training_goes_on_when_nobody_reads_standard_output(launcher: Launcher) 
 
     assert launcher("0:talk", show=broken).code == ExitCode.DONE
     assert launcher.log(0).endswith("line 19\n")
+
+
+def test_a_terminal_that_takes_a_few_bytes_at_a_time_gets_them_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = os.write
+    with (tmp_path / "terminal").open("w") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        write = terminal_writer()
+        patch.setattr(os, "write", lambda descriptor, data: whole(descriptor, data[:3]))
+        write(b"step 12, loss 3.45")
+    assert (tmp_path / "terminal").read_bytes() == b"step 12, loss 3.45"
 
 
 def test_ranks_get_torchruns_variables_and_their_threads(launcher: Launcher) -> None:
@@ -86,17 +102,17 @@ def test_the_allocators_settings_stand_when_a_rank_starts_also_a_single_one(laun
 
 @pytest.mark.parametrize("code", [2, 3, 5, 6, 7])
 def test_a_documented_exit_code_passes_through_with_its_message(launcher: Launcher, code: int) -> None:
-    ending = launcher("*:wait", f"1:report {code} first no good: try another", grace=0.2)
-    assert (ending.code, ending.message) == (code, f"no good: try another (rank 1, log: {launcher.folder.log(1)})")
+    result = launcher("*:wait", f"1:report {code} first no good: try another", grace=0.2)
+    assert (result.code, result.message) == (code, f"no good: try another (rank 1, log: {launcher.folder.log(1)})")
     assert launcher.log(1).endswith("megatron-run: no good: try another\n")
     assert no_process_left(launcher)
 
 
 def test_a_traceback_is_a_bug_named_by_its_last_line(launcher: Launcher) -> None:
-    ending = launcher("*:wait", "1:raise strange things", grace=0.2)
-    assert ending.code == ExitCode.BUG
+    result = launcher("*:wait", "1:raise strange things", grace=0.2)
+    assert result.code == ExitCode.BUG
     expected = f"a rank ended with exit code 1: ValueError: strange things (rank 1, log: {launcher.folder.log(1)})"
-    assert ending.message == expected
+    assert result.message == expected
     assert "Traceback" in launcher.log(1)
 
 
@@ -105,24 +121,24 @@ def test_an_unknown_exit_code_is_a_bug(launcher: Launcher) -> None:
 
 
 def test_a_killed_rank_is_lost_and_named_with_its_signal(launcher: Launcher) -> None:
-    ending = launcher("*:wait", "1:kill", grace=0.2)
-    assert ending.code == ExitCode.RANK_LOST
-    assert ending.message == f"a rank was killed by SIGKILL (rank 1, log: {launcher.folder.log(1)})"
+    result = launcher("*:wait", "1:kill", grace=0.2)
+    assert result.code == ExitCode.RANK_LOST
+    assert result.message == f"a rank was killed by SIGKILL (rank 1, log: {launcher.folder.log(1)})"
     assert no_process_left(launcher)
 
 
 def test_a_peers_complaint_is_never_the_first_cause(launcher: Launcher) -> None:
     """Rank 0 loses its connection at once; rank 1, whose fault it is, says so later."""
-    ending = launcher("0:report 4 second another rank was lost", "1:report 7 first out of memory")
-    assert (ending.code, ending.message.split(" (")[0]) == (ExitCode.OUT_OF_MEMORY, "out of memory")
+    result = launcher("0:report 4 second another rank was lost", "1:report 7 first out of memory")
+    assert (result.code, result.message.split(" (")[0]) == (ExitCode.OUT_OF_MEMORY, "out of memory")
 
 
 def test_a_hanging_rank_is_killed_and_named_when_others_lost_it(launcher: Launcher) -> None:
     start = time.monotonic()
-    ending = launcher("0:report 4 second another rank was lost", "1:stubborn", grace=0.3)
+    result = launcher("0:report 4 second another rank was lost", "1:stubborn", grace=0.3)
     assert time.monotonic() - start < 5
-    assert ending.code == ExitCode.RANK_LOST
-    assert ending.message.endswith("; rank 1 did not end and was killed")
+    assert result.code == ExitCode.RANK_LOST
+    assert result.message.endswith("; rank 1 did not end and was killed")
     assert no_process_left(launcher)
 
 
@@ -133,26 +149,37 @@ def test_a_polite_signal_is_forwarded_and_has_its_code(
     launcher: Launcher, number: signal.Signals, code: ExitCode
 ) -> None:
     sender = send_when(launcher.ready, number)
-    ending = launcher("*:polite")
+    result = launcher("*:polite")
     sender.join()
-    assert (ending.code, ending.message) == (code, f"stopped by {number.name}")
+    assert (result.code, result.message) == (code, f"stopped by {number.name}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_after_a_polite_signal_ranks_get_as_long_as_their_step_takes(
+    launcher: Launcher, number: signal.Signals
+) -> None:
+    """Longer than after SIGINT, and than the others get once a rank has failed."""
+    sender = send_when(launcher.ready, number)
+    launcher(f"*:polite {INTERRUPT_GRACE + 1.0}", grace=0.2)
+    sender.join()
+    assert [launcher.log(rank) for rank in range(2)] == ["the step is done\n"] * 2
 
 
 def test_sigint_ends_with_130_even_when_ranks_ignore_it(launcher: Launcher) -> None:
     sender = send_when(launcher.ready, signal.SIGINT)
     start = time.monotonic()
-    ending = launcher("*:stubborn")
+    result = launcher("*:stubborn")
     sender.join()
-    assert (ending.code, ending.message) == (ExitCode.SIGINT, "stopped by SIGINT")
+    assert (result.code, result.message) == (ExitCode.SIGINT, "stopped by SIGINT")
     assert time.monotonic() - start < 8
     assert no_process_left(launcher)
 
 
 def test_a_second_signal_kills_at_once(launcher: Launcher) -> None:
     sender = send_when(launcher.ready, signal.SIGTERM, signal.SIGTERM)
-    ending = launcher("*:stubborn", grace=50.0)
+    result = launcher("*:stubborn", grace=50.0)
     sender.join()
-    assert ending.code == ExitCode.SIGTERM
+    assert result.code == ExitCode.SIGTERM
     assert no_process_left(launcher)
 
 
@@ -165,6 +192,13 @@ def test_signal_handlers_are_given_back(launcher: Launcher) -> None:
 def test_what_a_rank_started_ends_with_it(launcher: Launcher) -> None:
     launcher("0:parent", "1:kill", grace=0.5)
     assert (launcher.pids / "0.child.pid").exists()
+    wait_until(lambda: no_process_left(launcher))
+
+
+@pytest.mark.parametrize("code", [0, 5])
+def test_what_a_rank_started_ends_with_it_also_when_the_rank_ends_by_itself(launcher: Launcher, code: int) -> None:
+    assert launcher("*:exit 0", f"1:parent {code}").code == code
+    assert (launcher.pids / "1.child.pid").exists()
     wait_until(lambda: no_process_left(launcher))
 
 
@@ -181,7 +215,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:
 import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r})
 from pathlib import Path
 from typing import Any
-from tests.support.launcher import Launcher
+from tests.engine.launch.launcher import Launcher
 Launcher(Path({str(tmp_path)!r}))("*:parent")
 """
     process = subprocess.Popen([sys.executable, "-c", code])
@@ -193,3 +227,35 @@ Launcher(Path({str(tmp_path)!r}))("*:parent")
         process.kill()
         process.wait()
     wait_until(lambda: not any(alive(each) for each in process_ids(pids)), seconds=5)
+
+
+@pytest.mark.parametrize(("state", "what"), [("hang", "hangs"), ("stop", "is stopped by a signal (SIGSTOP)")])
+def test_a_rank_that_does_not_come_is_named_with_its_place_and_what_the_other_waits_in(
+    launcher: Launcher, state: str, what: str
+) -> None:
+    result = launcher("0:page wait", f"1:page {state}", timeout=LIMIT)
+    assert result.code == ExitCode.RANK_LOST
+    silence = "nothing new for TIME s in backward B0.0 of step 3"
+    waits = "rank 0 waits for it in all-reduce of 8 values, number 1 over world, in optimizer of step 3"
+    advice = "see the log of that rank, or raise run.timeout if it is only slow"
+    text = re.sub(r"for \d\.\d s", "for TIME s", result.message)
+    assert text == f"rank 1 {what}: {silence}, {waits}; {advice} (log: {launcher.folder.log(1)})"
+    assert no_process_left(launcher)
+
+
+def test_a_slow_step_is_no_alarm_for_those_who_wait_for_it(launcher: Launcher) -> None:
+    """Rank 1 goes on for three times the limit; then it leaves rank 0, which waits for it, alone."""
+    start = time.monotonic()
+    result = launcher("0:page wait", "1:page slow", timeout=LIMIT)
+    assert time.monotonic() - start > 3.0
+    assert result.message.startswith("rank 1 has ended without the others: ")
+
+
+def test_a_killed_rank_is_named_with_what_it_was_doing(launcher: Launcher) -> None:
+    result = launcher("0:page hang", "1:page kill", timeout=30.0, grace=0.2)
+    expected = f"a rank was killed by SIGKILL in backward B0.0 of step 3 (rank 1, log: {launcher.folder.log(1)})"
+    assert (result.code, result.message) == (ExitCode.RANK_LOST, expected)
+
+
+def test_ranks_that_say_nothing_at_all_are_not_judged(launcher: Launcher) -> None:
+    assert launcher("*:talk", timeout=0.2).code == ExitCode.DONE

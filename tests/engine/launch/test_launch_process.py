@@ -1,14 +1,32 @@
-"""What a rank sets in its process, on a GPU that is only imagined."""
+"""Threads and devices of a rank, and what is set in its process, on a GPU that is only imagined."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_run.errors import InputError
 from megatron_run.planning import ResolvedRun, load_config
-from megatron_run_engine.launch.process import borrowed_process, start_device
+from megatron_run_engine.launch.process import (
+    KEEP_FREED,
+    SPIN_BRIEFLY,
+    Setting,
+    _has_glibc,
+    _quota,
+    available_cores,
+    borrowed_process,
+    choose_device,
+    deterministic_environment,
+    explain_device,
+    rank_environment,
+    start_device,
+    threads_per_rank,
+)
 from megatron_run_engine.runtime.world import World
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -64,3 +82,132 @@ def test_a_borrowed_process_gets_its_gpu_and_environment_back(started: list[tupl
         assert os.environ[CUBLAS] == ":4096:8"
     assert started == [("current", ":4096:8"), (torch.device("cuda:0"), ":4096:8"), (3, ":4096:8")]
     assert CUBLAS not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("setting", "ranks", "cores", "threads"), [("auto", 2, 8, 4), ("auto", 3, 8, 2), ("auto", 8, 2, 1), (5, 8, 2, 5)]
+)
+def test_threads_are_cores_over_local_ranks(setting: int, ranks: int, cores: int, threads: int) -> None:
+    assert threads_per_rank(setting, ranks, cores) == threads
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("max 100000", None), ("400000 100000", 4), ("50000 100000", 1), ("?", None)]
+)
+def test_a_containers_quota_limits_the_cores(tmp_path: Path, text: str, cores: int | None) -> None:
+    (tmp_path / "cpu.max").write_text(text)
+    assert _quota(tmp_path / "cpu.max") == cores
+    assert available_cores() >= 1
+
+
+@pytest.mark.parametrize(
+    ("told", "threads", "expected"),
+    [
+        ({}, 4, (None, SPIN_BRIEFLY)),
+        ({}, 5, ("passive", None)),
+        ({"OMP_WAIT_POLICY": "active"}, 4, ("active", None)),
+        ({"OMP_WAIT_POLICY": "active"}, 5, ("active", None)),
+        ({"GOMP_SPINCOUNT": "7"}, 4, (None, "7")),
+    ],
+)
+def test_waiting_threads_spin_briefly_and_not_at_all_when_there_are_more_than_cores_unless_told_otherwise(
+    told: dict[str, str], threads: int, expected: tuple[str | None, str | None]
+) -> None:
+    environment = rank_environment(told, threads=threads, local_size=2, cores=8)
+    assert (environment.get("OMP_WAIT_POLICY"), environment.get("GOMP_SPINCOUNT")) == expected
+
+
+def test_local_ranks_talk_over_the_loopback_interface_unless_told_otherwise() -> None:
+    assert rank_environment({}, 1, 1, 1)["GLOO_SOCKET_IFNAME"] == ("lo0" if sys.platform == "darwin" else "lo")
+    assert rank_environment({"GLOO_SOCKET_IFNAME": "eth0"}, 1, 1, 1)["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+def test_torchs_warnings_about_peers_are_kept_back_unless_told_otherwise() -> None:
+    assert rank_environment({}, 1, 1, 1)["TORCH_CPP_LOG_LEVEL"] == "ERROR"
+    assert rank_environment({"TORCH_CPP_LOG_LEVEL": "INFO"}, 1, 1, 1)["TORCH_CPP_LOG_LEVEL"] == "INFO"
+
+
+@pytest.mark.parametrize(
+    ("told", "kept"),
+    [
+        ({}, KEEP_FREED),
+        ({"GLIBC_TUNABLES": "glibc.pthread.rseq=0"}, f"glibc.pthread.rseq=0:{KEEP_FREED}"),
+        ({"GLIBC_TUNABLES": "glibc.malloc.check=1"}, "glibc.malloc.check=1"),
+        ({"MALLOC_ARENA_MAX": "1"}, None),
+        ({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}, None),
+    ],
+)
+def test_freed_memory_is_kept_unless_the_allocator_was_told_otherwise(
+    told: dict[str, str], kept: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_run_engine.launch.process._has_glibc", lambda: True)
+    assert rank_environment(told, 1, 1, 1).get("GLIBC_TUNABLES") == kept
+
+
+def test_another_allocator_than_glibcs_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.confstr_names", {})  # as on macOS
+    assert "GLIBC_TUNABLES" not in rank_environment({}, 1, 1, 1)
+
+
+@pytest.mark.multiproc
+@pytest.mark.skipif(not _has_glibc(), reason="the allocator is not glibc's")
+def test_glibc_understands_that_it_must_keep_what_is_freed() -> None:
+    """Of 64 MiB that were written and freed, none stay without the settings and nearly all with them."""
+    program = """if True:
+        def resident():
+            return int(open("/proc/self/statm").read().split()[1]) * 4096
+        before, block = resident(), b"1" * 2**26
+        del block
+        print(resident() - before)
+    """
+    told = {"PATH": "", **rank_environment({}, 1, 1, 1)}
+    for environment, least, most in (({}, 0, 2**22), (told, 2**25, 2**28)):
+        found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True)
+        assert least <= max(0, int(found.stdout)) <= most
+
+
+def place(launcher: str) -> World:
+    return World(rank=1, size=4, local_rank=1, local_size=4, launcher=launcher, host="here")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "setting", "gpus", "device"),
+    [
+        ("local", "auto", 4, "cuda:1"),
+        ("local", "cuda", 4, "cuda:1"),
+        ("local", "cpu", 8, "cpu"),
+        ("local", "auto", 3, "cpu"),
+        ("local", "auto", 1, "cpu"),
+        ("slurm", "auto", 4, "cuda:1"),
+        ("slurm", "auto", 1, "cuda:0"),  # srun --gpus-per-task=1
+        ("slurm", "cuda", 1, "cuda:0"),
+        ("torchrun", "auto", 1, "cuda:0"),
+        ("slurm", "cpu", 1, "cpu"),
+        ("slurm", "auto", 0, "cpu"),
+    ],
+)
+def test_a_gpu_is_taken_when_every_local_rank_gets_one(launcher: str, setting: Setting, gpus: int, device: str) -> None:
+    assert choose_device(setting, place(launcher), gpus) == device
+
+
+@pytest.mark.parametrize(
+    ("launcher", "setting", "gpus"),
+    [("local", "cuda", 1), ("slurm", "auto", 2), ("torchrun", "auto", 3), ("slurm", "cuda", 0)],
+)
+def test_too_few_gpus_are_refused_with_what_to_type(launcher: str, setting: Setting, gpus: int) -> None:
+    with pytest.raises(
+        InputError, match=f"run.device={setting} needs 4 GPUs on here: {gpus} found; set run.device=cpu"
+    ):
+        choose_device(setting, place(launcher), gpus)
+
+
+def test_training_on_the_cpu_for_want_of_gpus_is_said() -> None:
+    assert explain_device("auto", place("local"), 1) == "training on the CPU: 4 local ranks, 1 GPU"
+    assert explain_device("auto", place("slurm"), 0) == "training on the CPU: no GPU on here"
+    assert explain_device("auto", place("local"), 0) == explain_device("cpu", place("slurm"), 0) == ""
+    assert explain_device("auto", place("slurm"), 1) == ""
+
+
+def test_deterministic_kernels_on_a_gpu_need_cublas_told() -> None:
+    assert deterministic_environment(True, "cuda:0") == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert deterministic_environment(None, "cuda:0") == deterministic_environment(True, "cpu") == {}

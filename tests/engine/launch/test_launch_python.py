@@ -49,8 +49,8 @@ class Ends(Observer):
 
 
 def test_a_world_of_one_trains_in_this_process_with_an_object_as_plugin(tmp_path: Path) -> None:
-    ending = train(load_config("preset:tiny", sets=SETS | {"run.folder": tmp_path}, plugins=[OneByOne()]))
-    assert (ending.code, ending.folder) == (ExitCode.DONE, tmp_path)
+    result = train(load_config("preset:tiny", sets=SETS | {"run.folder": tmp_path}, plugins=[OneByOne()]))
+    assert (result.code, result.folder) == (ExitCode.DONE, tmp_path)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("finished", 3)
 
@@ -58,8 +58,8 @@ def test_a_world_of_one_trains_in_this_process_with_an_object_as_plugin(tmp_path
 def test_sigterm_finishes_the_step_and_gives_the_handler_back(tmp_path: Path) -> None:
     before, observer = signal.getsignal(signal.SIGTERM), Ends(signal.SIGTERM)
     sets = SETS | {"run.folder": tmp_path, "train.steps": 9}
-    ending = train(load_config("preset:tiny", sets=sets, plugins=[observer]))
-    assert ending.code == ExitCode.SIGTERM
+    result = train(load_config("preset:tiny", sets=sets, plugins=[observer]))
+    assert result.code == ExitCode.SIGTERM
     assert observer.steps[:2] == [1, 2]
     assert len(observer.steps) <= 3  # the signal came while step 2 was reported: step 3 carries it to all ranks
     assert status(tmp_path)["state"] == "stopped"
@@ -137,7 +137,7 @@ def test_ranks_that_fail_are_an_exception_with_their_exit_code(tmp_path: Path) -
     run = load_config("preset:tiny", sets=sets, plugins=[f"scaler={tmp_path / 'bad.py'}"], nproc=2)
     with pytest.raises(FailedRunError, match="no data today") as caught:
         train(run)
-    assert caught.value.exit_code == caught.value.ending.code == ExitCode.DATA
+    assert caught.value.exit_code == caught.value.result.code == ExitCode.DATA
 
 
 def test_an_object_cannot_travel_to_other_processes(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_slurm_step_is_one_run(tmp_path: Path) -> None:
 
 @pytest.mark.multiproc
 def test_every_task_of_a_slurm_step_ends_with_the_code_and_one_speaks(tmp_path: Path) -> None:
-    """Rank 0 keeps the meeting point: it must not leave before the others know."""
+    """Rank 0 serves the rendezvous: it must not leave before the others know."""
     (first, said), (second, silent) = slurm_step(tmp_path, *TINY, "differ")
     assert (first, second) == (3, 3)
     assert "train.seed: 0 on rank 0 (" in said

@@ -9,17 +9,16 @@ import pytest
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, InputError
 from megatron_run.planning import resolve
-from megatron_run_engine.launch.job import Ending
-from megatron_run_engine.launch.restarts import Restarts, going_on
-from megatron_run_engine.launch.start import Terms, launch
+from megatron_run_engine.launch import LaunchOptions, RunResult, launch
+from megatron_run_engine.launch.restarts import Restarts, resumed
 
-LOST = Ending(ExitCode.RANK_LOST, None, "rank 1 hangs", steps=3)
-LOST_AT_ONCE = Ending(ExitCode.RANK_LOST, None, "rank 1 hangs")
+LOST = RunResult(ExitCode.RANK_LOST, None, "rank 1 hangs", steps=3)
+LOST_AT_ONCE = RunResult(ExitCode.RANK_LOST, None, "rank 1 hangs")
 
 
-def tried(most: int, *endings: Ending) -> list[bool]:
+def tried(most: int, *results: RunResult) -> list[bool]:
     restarts = Restarts(most)
-    return [restarts.next(ending) is not None for ending in endings]
+    return [restarts.next(result) is not None for result in results]
 
 
 def test_a_lost_rank_is_followed_by_as_many_starts_as_were_allowed() -> None:
@@ -29,7 +28,7 @@ def test_a_lost_rank_is_followed_by_as_many_starts_as_were_allowed() -> None:
 
 @pytest.mark.parametrize("code", [code for code in ExitCode if code != ExitCode.RANK_LOST])
 def test_no_other_end_is_followed_by_a_start(code: ExitCode) -> None:
-    assert tried(5, Ending(code, None, "", steps=3)) == [False]
+    assert tried(5, RunResult(code, None, "", steps=3)) == [False]
 
 
 def test_a_rank_that_is_lost_again_before_a_step_is_done_is_not_tried_a_third_time() -> None:
@@ -42,13 +41,13 @@ def test_the_line_counts_the_starts_and_says_from_where(tmp_path: Path) -> None:
     assert restarts.next(LOST) == "rank 1 hangs; starting again, 1 of 2, from the first step"
     for step in (5, 20, 10):
         (tmp_path / "checkpoints" / f"step{step}").mkdir(parents=True)
-    ending = Ending(ExitCode.RANK_LOST, tmp_path, "", steps=1)
-    assert restarts.next(ending) == "ended with exit code 4; starting again, 2 of 2, from step 20"
+    result = RunResult(ExitCode.RANK_LOST, tmp_path, "", steps=1)
+    assert restarts.next(result) == "ended with exit code 4; starting again, 2 of 2, from step 20"
 
 
 def test_what_goes_on_is_the_same_run_in_the_same_folder_from_its_newest_step(tmp_path: Path) -> None:
     request = Request(configs=("preset:tiny",), sets=("train.lr=0.5",), resume="10")
-    run, again = going_on(resolve(request), request, tmp_path)
+    run, again = resumed(resolve(request), request, tmp_path)
     assert (run.config.run.folder, run.config.train.lr) == (tmp_path, 0.5)
     assert (run.request.resume, again.resume, again.sets) == ("auto", "auto", ("train.lr=0.5",))
 
@@ -60,8 +59,8 @@ def test_ranks_that_somebody_else_has_started_are_theirs_to_start_again(
     from megatron_run_engine.runtime.world import World
 
     world = World(0, 2, launcher=launcher)
-    monkeypatch.setattr("megatron_run_engine.launch.start.find_world", lambda environment, how: world)
+    monkeypatch.setattr("megatron_run_engine.launch.api.find_world", lambda environment, mode: world)
     with pytest.raises(InputError) as failure:
-        launch(Request(), Terms(max_restarts=1))
+        launch(Request(), LaunchOptions(max_restarts=1))
     assert str(failure.value).startswith(f"--max-restarts 1 in a world of {launcher}: ")
     assert advice in str(failure.value)

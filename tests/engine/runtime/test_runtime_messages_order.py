@@ -10,8 +10,8 @@ from megatron_run.pipeline.lower import Instruction
 from megatron_run_engine.runtime.comm import Channels
 from megatron_run_engine.runtime.messages import Messenger
 from megatron_run_testing.ordered_channels import SwappedMessageError, TransportDeadlockError
+from tests.engine.runtime.ordered_transport import OrderedTransport
 from tests.support.random_schedules import random_plan
-from tests.support.rendezvous import Rendezvous
 from tests.support.toy_stage import faults
 
 SEEDS = range(100)
@@ -35,7 +35,7 @@ def outcome(
         return instruction._replace(one_order=instruction.one_order is not mislabel)
 
     try:
-        wrong = Rendezvous(plan.stages, one_stream=one_stream).run(run)
+        wrong = OrderedTransport(plan.stages, one_stream=one_stream).run(run)
     except SwappedMessageError:
         return "swapped"
     except TransportDeadlockError:

@@ -106,7 +106,7 @@ def test_without_an_interval_a_run_is_saved_at_its_end(tmp_path: Path) -> None:
 
 def test_a_time_limit_ends_the_step_and_saves(tmp_path: Path) -> None:
     from megatron_run.planning import load_config
-    from megatron_run_engine.launch.member import train_in_folder
+    from megatron_run_engine.launch.worker import train_in_folder
     from megatron_run_engine.run_folder import RunFolder
     from megatron_run_engine.runtime.world import World
 

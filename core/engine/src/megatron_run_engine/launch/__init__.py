@@ -1,14 +1,16 @@
-"""Launches the ranks of a run, or joins the world that torchrun or Slurm made, and watches them.
+"""Launches the ranks of a run, or joins those that torchrun or Slurm started, and returns how the run ended.
 
-Importing this package is instant: torch is imported by the ranks, and by ``launch`` when it resolves the run.
+Importing it is instant: torch is imported by the ranks, and by ``launch`` when it resolves the run. Reading order:
+``api`` (where ranks come from), ``local`` and ``rank`` (how one starts), ``worker`` (its work), ``failures`` (how its
+failure reaches the user), ``watchdog`` (how a hang is noticed).
 
 Imports: checkpoint, config, contracts, errors, planning, registry, run_folder, runtime, training.
 """
 
 from __future__ import annotations
 
-from megatron_run_engine.launch.job import Ending
-from megatron_run_engine.launch.start import FailedRunError, Terms, launch, train
-from megatron_run_engine.launch.worlds import How, find_world
+from megatron_run_engine.launch.api import FailedRunError, LaunchOptions, launch, train
+from megatron_run_engine.launch.environments import LaunchMode, find_world
+from megatron_run_engine.launch.results import RunResult
 
-__all__ = ["Ending", "FailedRunError", "How", "Terms", "find_world", "launch", "train"]
+__all__ = ["FailedRunError", "LaunchMode", "LaunchOptions", "RunResult", "find_world", "launch", "train"]

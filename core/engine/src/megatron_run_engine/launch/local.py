@@ -1,8 +1,8 @@
-"""Starts the ranks of one host, watches over them, and leaves no process behind.
+"""The local launcher: starts the ranks of one host, waits for them, and leaves no process behind.
 
 Every rank is a process group of its own, so that Ctrl-C at the terminal reaches only this launcher, and holds the read
 end of a pipe (its lifeline) whose write end only the launcher has: when the launcher dies, however it dies, the rank
-reads end-of-file and goes too.
+reads end-of-file and ends too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -21,12 +22,13 @@ from pathlib import Path
 
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, RankLostError
-from megatron_run_engine.launch.cause import RankEnd, count_warnings, describe, first_cause
-from megatron_run_engine.launch.job import Ending, Job, Report, page_path
-from megatron_run_engine.launch.relay import Relay
+from megatron_run_engine.launch.failures import count_warnings, describe, first_cause
+from megatron_run_engine.launch.process import available_cores, rank_environment
+from megatron_run_engine.launch.rank import Job, page_path
+from megatron_run_engine.launch.results import RankResult, RunResult
 from megatron_run_engine.launch.signals import AFTER_THE_STEP, caught_signals
-from megatron_run_engine.launch.threads import available_cores, rank_environment
-from megatron_run_engine.launch.watchdog.watcher import Watcher
+from megatron_run_engine.launch.watchdog.monitor import Watchdog
+from megatron_run_engine.launch.watchdog.page import Page
 from megatron_run_engine.run_folder import RunFolder
 
 #: What each rank runs, with the job's path as its last argument.
@@ -36,6 +38,8 @@ GRACE = 4.0
 #: Seconds that ranks get after Ctrl-C.
 INTERRUPT_GRACE = 2.0
 _POLL = 0.02
+#: Seconds between two looks at rank 0's log: a progress bar moves ten times a second at most.
+_RELAY = 0.05
 #: Ends that do not trouble the other ranks: not yet, done, or stopped after a step on which all ranks agreed.
 _IN_ORDER = (None, ExitCode.DONE, ExitCode.TIME_LIMIT, ExitCode.SIGINT, ExitCode.SIGTERM)
 
@@ -44,9 +48,9 @@ _IN_ORDER = (None, ExitCode.DONE, ExitCode.TIME_LIMIT, ExitCode.SIGINT, ExitCode
 class LocalPlan:
     """What to start: ``size`` ranks of ``program`` with ``threads`` threads each.
 
-    ``show`` gets what rank 0 prints, None for silence, and ``shown_environment`` is for rank 0 only, so that it knows
-    that it is looked at; ``tell`` gets the launcher's own lines. A rank that says nothing new for ``timeout`` seconds
-    hangs, unless it waits for another.
+    ``show`` gets what rank 0 prints, None for silence, and ``shown_environment`` is for rank 0 only, which then knows
+    that a terminal shows it; ``tell`` gets the launcher's own lines. A rank whose status page does not change for
+    ``timeout`` seconds hangs, unless it waits for another.
     """
 
     request: Request
@@ -63,23 +67,22 @@ class LocalPlan:
     timeout: float = inf
 
 
-def run_local(plan: LocalPlan) -> Ending:
-    """Start the ranks, wait for them all, and say how it ended. Signals are forwarded meanwhile."""
+def run_local(plan: LocalPlan) -> RunResult:
+    """Start the ranks, wait for them all, and return how the run ended. Signals are forwarded meanwhile."""
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="megatron-run-")))
         signals = cleanup.enter_context(caught_signals(signal.SIGINT, *AFTER_THE_STEP))
         ranks = _Ranks(plan, scratch)
         cleanup.callback(ranks.kill)
         ranks.start()
-        relay = None
-        if plan.show is not None:
-            relay = Relay(plan.folder.log(0), plan.show)
-            relay.start()
+        relay = Relay(plan.folder.log(0), plan.show) if plan.show is not None else None
+        if relay is not None:
+            relay.start()  # after the last start of a rank: forked ones would miss this thread
             cleanup.callback(relay.finish)
         ranks.wait(signals)
         if relay is not None:
             relay.finish()
-        return replace(_ending(plan, ranks, signals), steps=ranks.steps)
+        return _run_result(plan, ranks, signals)
 
 
 class _Ranks:
@@ -88,10 +91,10 @@ class _Ranks:
     def __init__(self, plan: LocalPlan, scratch: Path) -> None:
         self._plan = plan
         self._job = scratch / "job.json"
-        self._meeting = scratch / "meeting"
+        self._init_method = f"file://{scratch / 'rendezvous'}"
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._watcher = Watcher([page_path(self._job, rank) for rank in range(plan.size)], plan.timeout)
-        self._order: dict[int, int] = {}
+        self._watchdog = Watchdog([page_path(self._job, rank) for rank in range(plan.size)], plan.timeout)
+        self._order: dict[int, int] = {}  # rank -> how many had ended before it
         self._killed: set[int] = set()
         self._lifeline: int | None = None
         self.verdict: RankLostError | None = None
@@ -100,63 +103,69 @@ class _Ranks:
         """Start every rank; its descriptors 1 and 2 are its log."""
         plan = self._plan
         read_end, self._lifeline = os.pipe()
-        job = Job(plan.request, plan.folder.path, plan.folder.attempt, f"file://{self._meeting}", read_end, plan.debug)
+        job = Job(plan.request, plan.folder.path, plan.folder.attempt, self._init_method, read_end, plan.debug)
         job.write(self._job)
+        common = rank_environment(plan.environment, plan.threads, plan.size, available_cores())
         try:
             for rank in range(plan.size):
-                self._processes.append(self._start(rank, read_end))
+                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": plan.size, "LOCAL_WORLD_SIZE": plan.size}
+                environment = common | {name: str(value) for name, value in place.items()}
+                if rank == 0:
+                    environment.update(plan.shown_environment)
+                with plan.folder.log(rank).open("ab") as log:
+                    process = subprocess.Popen(
+                        [*plan.program, str(self._job)],
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env=environment,
+                        pass_fds=(read_end,),
+                        start_new_session=True,
+                    )
+                self._processes.append(process)
         finally:
             os.close(read_end)
 
-    def _start(self, rank: int, lifeline: int) -> subprocess.Popen[bytes]:
-        plan = self._plan
-        environment = rank_environment(plan.environment, plan.threads, plan.size, available_cores())
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": plan.size, "LOCAL_WORLD_SIZE": plan.size}
-        environment.update({name: str(value) for name, value in place.items()})
-        if rank == 0:
-            environment.update(plan.shown_environment)
-        with plan.folder.log(rank).open("ab") as log:
-            return subprocess.Popen(
-                [*plan.program, str(self._job)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                pass_fds=(lifeline,),
-                start_new_session=True,
-            )
-
     def wait(self, signals: Sequence[int]) -> None:
-        """Return once every rank has ended, by itself or by our hand."""
+        """Return once every rank has ended, by itself or killed.
+
+        A first signal is forwarded; after SIGINT ranks get ``INTERRUPT_GRACE`` seconds, else as long as their step
+        takes. A second one kills them. A rank that fails leaves the others ``grace`` seconds.
+        """
         deadline, forwarded = inf, 0
         while self._poll():
             if len(signals) > forwarded:
-                forwarded += 1
-                deadline = min(deadline, time.monotonic() + self._forward(signals[forwarded - 1], first=forwarded == 1))
+                number, forwarded = signals[forwarded], forwarded + 1
+                if forwarded == 1:
+                    for process in self._running():
+                        process.send_signal(number)
+                    patience = INTERRUPT_GRACE if number == signal.SIGINT else inf
+                else:
+                    patience = 0.0
+                deadline = min(deadline, time.monotonic() + patience)
             elif deadline == inf and any(process.returncode not in _IN_ORDER for process in self._processes):
                 deadline = time.monotonic() + self._plan.grace
             elif deadline == inf:
-                self._watch()
+                self.verdict = self._watchdog.look(ended=self._order)
+                if self.verdict is not None:
+                    self.kill()
             if time.monotonic() >= deadline:
                 self.kill()
             time.sleep(_POLL)
 
-    def _watch(self) -> None:
-        """End all ranks once one of them holds up the others, or itself."""
-        self.verdict = self._watcher.look(ended=self._order)
-        if self.verdict is not None:
-            self.kill()
+    def _poll(self) -> bool:
+        """Note which ranks have ended, and kill what they left running; whether any rank still runs."""
+        for rank, process in enumerate(self._processes):
+            if rank not in self._order and process.poll() is not None:
+                self._order[rank] = len(self._order)
+                _kill_group(process)
+        return bool(self._running())
 
-    def _forward(self, number: int, *, first: bool) -> float:
-        """Pass a signal on; the seconds the ranks get to end: as long as their step takes, but for SIGINT."""
-        if not first:
-            return 0.0
-        for process in self._running():
-            process.send_signal(number)
-        return INTERRUPT_GRACE if number == signal.SIGINT else inf
+    def _running(self) -> list[subprocess.Popen[bytes]]:
+        return [process for process in self._processes if process.returncode is None]
 
     def kill(self) -> None:
-        """Kill what still runs, with all that it started. Idempotent."""
+        """Kill what still runs, with its children. Idempotent."""
         for rank, process in enumerate(self._processes):
             if process.poll() is None:
                 self._killed.add(rank)
@@ -166,41 +175,27 @@ class _Ranks:
             os.close(self._lifeline)
             self._lifeline = None
 
-    def ends(self) -> list[RankEnd]:
+    def results(self) -> list[RankResult]:
         """How each rank ended, by rank."""
+        pages = self._pages()
         return [
-            RankEnd(
-                rank=rank,
-                status=process.returncode,
+            replace(
+                RankResult.read(self._job, rank, process.returncode),
                 order=self._order.get(rank, len(self._order)),
-                log=self._plan.folder.log(rank),
-                report=Report.read(self._job, rank),
                 killed=rank in self._killed,
-                place=self._place(rank),
+                log=self._plan.folder.log(rank),
+                place=page.place if page is not None else "",
             )
-            for rank, process in enumerate(self._processes)
+            for rank, (process, page) in enumerate(zip(self._processes, pages, strict=True))
         ]
 
     @property
     def steps(self) -> int:
         """The most steps that any rank has done."""
-        pages = [self._watcher.page(rank) for rank in range(len(self._processes))]
-        return max((page.done for page in pages if page is not None), default=0)
+        return max((page.done for page in self._pages() if page is not None), default=0)
 
-    def _place(self, rank: int) -> str:
-        page = self._watcher.page(rank)
-        return "" if page is None else page.place
-
-    def _running(self) -> list[subprocess.Popen[bytes]]:
-        return [process for process in self._processes if process.returncode is None]
-
-    def _poll(self) -> bool:
-        """Note which ranks have ended, and end what they left running; whether any rank still runs."""
-        for rank, process in enumerate(self._processes):
-            if rank not in self._order and process.poll() is not None:
-                self._order[rank] = len(self._order)
-                _kill_group(process)
-        return bool(self._running())
+    def _pages(self) -> list[Page | None]:
+        return [self._watchdog.page(rank) for rank in range(len(self._processes))]
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -208,40 +203,84 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _ending(plan: LocalPlan, ranks: _Ranks, signals: Sequence[int]) -> Ending:
-    ends, verdict = ranks.ends(), ranks.verdict
-    cause = first_cause(ends)
-    _tell_warnings(plan, ends)
-    if verdict is not None:
-        log = plan.folder.log(verdict.rank or 0)
-        return Ending(verdict.exit_code, plan.folder.path, f"{verdict} (log: {log})")
+def _run_result(plan: LocalPlan, ranks: _Ranks, signals: Sequence[int]) -> RunResult:
+    """How the run ended: by the watchdog's verdict, well, by a signal, or by the rank that failed first."""
+    results = ranks.results()
+    cause = first_cause(results)
+    _tell_warnings(plan, results)
+
+    def ended(code: ExitCode, message: str = "") -> RunResult:
+        return RunResult(code, plan.folder.path, message, ranks.steps)
+
+    if ranks.verdict is not None:
+        log = plan.folder.log(ranks.verdict.rank or 0)
+        return ended(ranks.verdict.exit_code, f"{ranks.verdict} (log: {log})")
     if cause is None:
-        return Ending(ExitCode.DONE, plan.folder.path)
+        return ended(ExitCode.DONE)
     if signals:
         first = signal.Signals(signals[0])
-        return Ending(AFTER_THE_STEP.get(first, ExitCode.SIGINT), plan.folder.path, f"stopped by {first.name}")
+        return ended(AFTER_THE_STEP.get(first, ExitCode.SIGINT), f"stopped by {first.name}")
     if cause.code in (ExitCode.SIGINT, *AFTER_THE_STEP.values()):
-        return Ending(cause.code, plan.folder.path, f"rank {cause.rank} was stopped by {cause.code.name}")
-    _complete_logs(ends)
-    return Ending(cause.code, plan.folder.path, describe(cause, ends))
+        return ended(cause.code, f"rank {cause.rank} was stopped by {cause.code.name}")
+    for result in results:  # a rank does not print its message: what rank 0 prints is shown, and so is the run's line
+        if result.reported:
+            with suppress(OSError), result.log.open("a", encoding="utf-8") as log_file:
+                log_file.write(f"megatron-run: {result.message}\n")
+    return ended(cause.code, describe(cause, results))
 
 
-def _complete_logs(ends: Sequence[RankEnd]) -> None:
-    """Add each failed rank's message to its log.
-
-    A rank does not print it: what rank 0 prints is shown, and so is the message of the first cause.
-    """
-    for end in ends:
-        if end.report is not None:
-            with suppress(OSError), end.log.open("a", encoding="utf-8") as log:
-                log.write(f"megatron-run: {end.report.message}\n")
-
-
-def _tell_warnings(plan: LocalPlan, ends: Sequence[RankEnd]) -> None:
-    """Count the warnings of the ranks that are not shown, and name the first once."""
-    found = [(end, *count_warnings(end.log)) for end in ends[1:]]
+def _tell_warnings(plan: LocalPlan, results: Sequence[RankResult]) -> None:
+    """Count the warnings of the ranks that are not shown, and quote the first."""
+    found = [(result, *count_warnings(result.log)) for result in results[1:]]
     total = sum(count for _, count, _ in found)
     if total:
-        end, _, text = next(each for each in found if each[1])
+        result, _, text = next(each for each in found if each[1])
         count = f"{total} warning{'s' if total > 1 else ''} of other ranks"
-        plan.tell(f"{count}, the first on rank {end.rank}: {text} (log: {end.log})")
+        plan.tell(f"{count}, the first on rank {result.rank}: {text} (log: {result.log})")
+
+
+class Relay:
+    """Copies ``log`` to ``write`` from a thread. When the reader is gone (EPIPE), training continues unseen."""
+
+    def __init__(self, log: Path, write: Callable[[bytes], None]) -> None:
+        self._log, self._write = log, write
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
+
+    def start(self) -> None:
+        """Begin to copy."""
+        self._thread.start()
+
+    def finish(self, within: float = 2.0) -> None:
+        """Copy what is left and end; a terminal that does not take it in time is left alone."""
+        self._ended.set()
+        self._thread.join(within)
+
+    def _run(self) -> None:
+        try:
+            with self._log.open("rb") as log:
+                while not self._ended.is_set():
+                    self._copy(log.read())
+                    self._ended.wait(_RELAY)
+                self._copy(log.read())
+        except (OSError, ValueError):
+            return
+
+    def _copy(self, data: bytes) -> None:
+        if data:
+            self._write(data)
+
+
+def terminal_writer() -> Callable[[bytes], None]:
+    """Write bytes to standard output: unbuffered to its descriptor, else as text (a notebook has none)."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError, AttributeError):
+        return lambda data: print(data.decode(errors="replace"), end="", flush=True)  # noqa: T201  # the only way there
+
+    def write(data: bytes) -> None:
+        while data:
+            data = data[os.write(descriptor, data) :]
+
+    sys.stdout.flush()
+    return write

@@ -1,54 +1,81 @@
-"""What a rank sets in its process, and how a program that trains inside its own gets that back."""
+"""What a rank's process gets: its device, its CPU threads, and the environment that must stand before it starts.
+
+torch is imported inside the functions that need it: :func:`quiet_torch` must set its variable before that. The choice
+of threads and environment was measured: ``python -m benchmarks.single --only settings waiting``.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch.utils import deterministic as kernels
-
-from megatron_run.errors import RunError
-from megatron_run_engine.launch.device import choose_device, deterministic_environment, explain_device
-from megatron_run_engine.launch.threads import threads_per_rank
+from megatron_run.errors import InputError, RunError
 from megatron_run_engine.runtime.world import World
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
 
-#: Variables that training may set.
-_CUBLAS = frozenset(deterministic_environment(True, "cuda"))
+Setting = Literal["auto", "cpu", "cuda"]
+
+#: Keep freed memory, in huge pages: page zeroing costs more than many kernels. The last is the size of free memory,
+#: 32 GiB, above which some is handed back.
+KEEP_FREED = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=34359738368"
+#: How often a waiting thread of GNU's OpenMP looks before it sleeps: some microseconds, where it would be milliseconds.
+SPIN_BRIEFLY = "1000"
+#: Whoever sets one of these has tuned the allocator: glibc's own settings, and another allocator in its place.
+_ALLOCATORS = ("MALLOC_", "LD_PRELOAD")
 
 
-def check_local_devices(run: ResolvedRun) -> None:
-    """Raise what :func:`assign_device` would on the ranks that are about to be started here, the lowest one's first.
+def choose_device(setting: Setting, world: World, gpus: int) -> str:
+    """``cuda:N`` or ``cpu``. ``gpus`` is how many this rank sees; ``auto`` takes them when every local rank gets one.
 
-    Nothing is allocated on a GPU: the launcher holds none.
+    A rank of another launcher that sees exactly one takes it: ``srun --gpus-per-task=1`` shows each task only its own.
+    Raises :class:`InputError` when there are too few for ``cuda``, or for ``auto`` where another launcher has already
+    started a rank for each GPU that it was asked for. Without any GPU ``auto`` is the CPU.
     """
-    gpus, size = torch.cuda.device_count(), run.sizes.world
-    worlds = (World(rank, size, rank, size, launcher="local") for rank in range(size))
-    for device in dict.fromkeys(choose_device(run.config.run.device, world, gpus) for world in worlds):
-        _check_plugins(run, device)
+    joined = _joined(world)
+    if setting == "cpu" or (setting == "auto" and gpus == 0):
+        return "cpu"
+    if gpus >= world.local_size:
+        return f"cuda:{world.local_rank}"
+    if gpus == 1 and joined:
+        return "cuda:0"
+    if setting == "auto" and not joined:
+        return "cpu"
+    raise InputError(
+        f"run.device={setting} needs {world.local_size} GPU{'s' if world.local_size > 1 else ''} on {world.host}",
+        why=f"{gpus} found",
+        fix="set run.device=cpu or start fewer local ranks",
+    )
 
 
-def why_not_here(run: ResolvedRun) -> str:
-    """What keeps local ranks of ``run`` from being started on this machine, in one line; empty where nothing does."""
-    try:
-        check_local_devices(run)
-    except RunError as error:
-        return str(error)
-    return ""
+def explain_device(setting: Setting, world: World, gpus: int) -> str:
+    """What to tell the user when the CPU is used for want of GPUs; empty when there was nothing to choose."""
+    if setting != "auto" or choose_device(setting, world, gpus) != "cpu":
+        return ""
+    if gpus:
+        return f"training on the CPU: {world.local_size} local ranks, {gpus} GPU{'s' if gpus > 1 else ''}"
+    return f"training on the CPU: no GPU on {world.host}" if _joined(world) else ""
+
+
+def _joined(world: World) -> bool:
+    """Whether another launcher started the ranks."""
+    return world.launcher in ("torchrun", "slurm")
 
 
 def assign_device(run: ResolvedRun, world: World) -> World:
-    """``world`` with its device chosen; rank 0 says so when it trains on the CPU for want of GPUs.
+    """``world`` with its device chosen; rank 0 prints a notice when it trains on the CPU for want of GPUs.
 
     Raises :class:`megatron_run.errors.RunError` when there is no such device, or a chosen plugin cannot run on it.
     """
+    import torch
+
     gpus = torch.cuda.device_count()
     device = choose_device(run.config.run.device, world, gpus)
     notice = explain_device(run.config.run.device, world, gpus)
@@ -58,20 +85,68 @@ def assign_device(run: ResolvedRun, world: World) -> World:
     return replace(world, device=device)
 
 
+def check_local_devices(run: ResolvedRun) -> None:
+    """Raise what :func:`assign_device` would on the ranks that are about to be started here, the lowest one's first.
+
+    Nothing is allocated on a GPU: the launcher holds none.
+    """
+    import torch
+
+    gpus, size = torch.cuda.device_count(), run.sizes.world
+    worlds = (World(rank, size, rank, size, launcher="local") for rank in range(size))
+    for device in dict.fromkeys(choose_device(run.config.run.device, world, gpus) for world in worlds):
+        _check_plugins(run, device)
+
+
+def why_not_here(run: ResolvedRun) -> str:
+    """Why local ranks of ``run`` cannot be started on this machine, in one line; empty where they can."""
+    try:
+        check_local_devices(run)
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def _check_plugins(run: ResolvedRun, device: str) -> None:
+    for plugin in chain.from_iterable(run.plugins.values()):
+        plugin.check_device(device)
+
+
+def deterministic_environment(wanted: bool | None, device: str) -> dict[str, str]:
+    """Variables that must be set before CUDA starts when deterministic kernels are ``wanted`` on ``device``.
+
+    Without a workspace of fixed size cuBLAS may choose another algorithm in the next run, and PyTorch refuses to go
+    on; None does not ask for deterministic kernels on a GPU.
+    """
+    return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if wanted and device != "cpu" else {}
+
+
+def _set_cublas(run: ResolvedRun, device: str) -> None:
+    """Set what cuBLAS must find in the environment when CUDA starts; what the user has set stays."""
+    for name, value in deterministic_environment(run.config.run.deterministic, device).items():
+        os.environ.setdefault(name, value)
+
+
 def start_device(run: ResolvedRun, device: str) -> None:
     """Make ``device`` current, which starts CUDA."""
-    _tell_cublas(run, device)
+    import torch
+
+    _set_cublas(run, device)
     if device != "cpu":
         torch.cuda.set_device(torch.device(device))
 
 
 def gpu_name(device: str) -> str:
-    """What tells the GPU behind ``device`` from every other, on any host; empty for the CPU."""
+    """A name of the GPU behind ``device`` that no other GPU has, on any host; empty for the CPU."""
+    import torch
+
     return "" if device == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
 
 
 def set_threads(run: ResolvedRun, world: World) -> None:
     """Threads of this rank's CPU work. In a Python program ``auto`` leaves what the program chose."""
+    import torch
+
     setting = run.config.run.threads
     if world.launcher != "python" or setting != "auto":
         torch.set_num_threads(threads_per_rank(setting, world.local_size))
@@ -79,16 +154,20 @@ def set_threads(run: ResolvedRun, world: World) -> None:
 
 @contextmanager
 def borrowed_process(run: ResolvedRun, world: World) -> Iterator[None]:
-    """Device and threads for ``run`` in a process that is somebody else's, which afterwards is what it was.
+    """Device and threads for ``run`` in a process that belongs to the caller, and is restored afterwards.
 
-    Given back are the default generators, the choice of deterministic kernels, threads, the current GPU and cuBLAS's
+    Restored are the default generators, the choice of deterministic kernels, threads, the current GPU and cuBLAS's
     variable.
     """
-    threads, variables = torch.get_num_threads(), os.environ.keys() & _CUBLAS
+    import torch
+    from torch.utils import deterministic as kernels
+
+    cublas = deterministic_environment(True, "cuda").keys()
+    threads, variables = torch.get_num_threads(), os.environ.keys() & cublas
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = kernels.fill_uninitialized_memory  # type: ignore[attr-defined]  # torch hides it behind a class
-    _tell_cublas(run, world.device)
+    _set_cublas(run, world.device)  # before CUDA starts, which asking for the current GPU does
     gpus = [] if world.device == "cpu" else [torch.device(world.device)]
     current = torch.cuda.current_device() if gpus else None
     try:
@@ -103,16 +182,61 @@ def borrowed_process(run: ResolvedRun, world: World) -> Iterator[None]:
             torch.set_num_threads(threads)
         if current is not None:
             torch.cuda.set_device(current)
-        for name in _CUBLAS - variables:
+        for name in cublas - variables:
             os.environ.pop(name, None)
 
 
-def _check_plugins(run: ResolvedRun, device: str) -> None:
-    for plugin in chain.from_iterable(run.plugins.values()):
-        plugin.check_device(device)
+def available_cores() -> int:
+    """Cores that this process may use: its affinity, and the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, _quota(Path("/sys/fs/cgroup/cpu.max")) or cores))
 
 
-def _tell_cublas(run: ResolvedRun, device: str) -> None:
-    """Set what cuBLAS must find in the environment when CUDA starts; what the user has set stays."""
-    for name, value in deterministic_environment(run.config.run.deterministic, device).items():
-        os.environ.setdefault(name, value)
+def _quota(path: Path) -> int | None:
+    """Whole cores of a cgroup's ``cpu.max`` (``QUOTA PERIOD`` in microseconds), None when there is no limit."""
+    try:
+        quota, period = path.read_text(encoding="ascii").split()
+        return None if quota == "max" else max(1, int(quota) // int(period))
+    except (OSError, ValueError):
+        return None
+
+
+def threads_per_rank(setting: int | Literal["auto"], local_size: int, cores: int | None = None) -> int:
+    """The value of ``run.threads``, by default cores / local ranks and at least 1."""
+    if setting != "auto":
+        return setting
+    return max(1, (cores or available_cores()) // local_size)
+
+
+def rank_environment(base: Mapping[str, str], threads: int, local_size: int, cores: int) -> dict[str, str]:
+    """``base`` with the variables that OpenMP, MKL, gloo and glibc's allocator read when a rank starts.
+
+    When oversubscribed (ranks x threads exceed the cores), idle OpenMP threads sleep at once: spinning would take the
+    cores from threads that work. Otherwise they spin briefly, since whatever else runs here needs a core too. What the
+    user has set of all but the threads stays.
+    """
+    environment = {**base, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    if local_size * threads > cores:
+        environment.setdefault("OMP_WAIT_POLICY", "passive")
+    elif "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", SPIN_BRIEFLY)
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    quiet_torch(environment)
+    tunables = environment.get("GLIBC_TUNABLES", "")
+    tuned = "glibc.malloc." in tunables or any(name.startswith(_ALLOCATORS) for name in environment)
+    if _has_glibc() and not tuned:
+        environment["GLIBC_TUNABLES"] = f"{tunables}:{KEEP_FREED}" if tunables else KEEP_FREED
+    return environment
+
+
+def _has_glibc() -> bool:
+    name = "CS_GNU_LIBC_VERSION"
+    return name in getattr(os, "confstr_names", {}) and bool(os.confstr(name))
+
+
+def quiet_torch(environment: MutableMapping[str, str]) -> None:
+    """Before torch is imported: silence its C++ warnings about peers that are late or gone, which we report ourselves.
+
+    A level that the user has set stays.
+    """
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

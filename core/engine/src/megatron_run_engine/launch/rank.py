@@ -1,26 +1,65 @@
-"""The program of one local rank: ``python -m megatron_run_engine.launch.rank JOB``, with torchrun's variables set."""
+"""The program of one local rank, and the job that it is given.
+
+``python -m megatron_run_engine.launch.rank JOB``, with torchrun's variables set. The launcher's side is ``local.py``;
+what a rank does from here on, whoever started it, is ``worker.py``.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_run_engine.launch.job import Job, Report, page_path
+from megatron_run.config.request import Request
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank must know and does not find in its environment.
+
+    ``request`` is what the user typed; ``folder``, ``attempt`` the run folder opened by the launcher; ``init_method``
+    the address of the rendezvous; ``lifeline`` a file descriptor that reads end-of-file when the launcher is gone.
+    """
+
+    request: Request
+    folder: Path
+    attempt: int
+    init_method: str
+    lifeline: int
+    debug: bool = False
+
+    def write(self, path: Path) -> None:
+        """Write the job where a rank will :meth:`read` it."""
+        content = {**vars(self), "request": self.request.to_json(), "folder": str(self.folder)}
+        path.write_text(json.dumps(content), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Job:
+        """Read what :meth:`write` wrote."""
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["request"] = Request.from_json(content["request"])
+        content["folder"] = Path(content["folder"])
+        return cls(**content)
+
+
+def page_path(job: Path, rank: int) -> Path:
+    """The status page of ``rank``, next to the ``job`` file."""
+    return job.with_name(f"page-{rank}")
 
 
 def main(path: Path) -> int:
     """Run the rank that the environment names for the job at ``path``; its exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while torch is imported, Ctrl-C ends the process without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback when Ctrl-C comes during the import of torch
     job = Job.read(path)
     hold_lifeline(job.lifeline)
 
     from megatron_run.planning import resolve
-    from megatron_run_engine.launch.member import Member
-    from megatron_run_engine.launch.worlds import local_world
+    from megatron_run_engine.launch.environments import local_world
+    from megatron_run_engine.launch.worker import RankWorker
     from megatron_run_engine.run_folder import RunFolder
 
     world = local_world(os.environ, job.init_method)
@@ -28,14 +67,14 @@ def main(path: Path) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on observers may close their files
     request = replace(job.request, nproc=world.size)
     page = page_path(path, world.rank)
-    end = Member(lambda: resolve(request), world, print, folder=folder, page=page, debug=job.debug).run()
-    if end.code:
-        Report(int(end.code), end.message, end.secondary, end.lost).write(path, world.rank)
-    return int(end.code)
+    result = RankWorker(lambda: resolve(request), world, print, folder=folder, page=page, debug=job.debug).run()
+    if result.failed:
+        result.write(path)
+    return result.status
 
 
 def hold_lifeline(descriptor: int) -> None:
-    """End this process and all it started as soon as nobody holds the other end of the pipe."""
+    """Kill this process and its children as soon as nobody holds the other end of the pipe."""
 
     def wait() -> None:
         while os.read(descriptor, 1):
@@ -49,4 +88,4 @@ if __name__ == "__main__":
     status = main(Path(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # a communicator whose peer is gone must not hold up the end
+    os._exit(status)  # skip finalizers: they may wait for a communicator whose peer is gone

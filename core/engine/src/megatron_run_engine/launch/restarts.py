@@ -1,4 +1,7 @@
-"""Local ranks that are started again by themselves, once a rank was lost. Pure, but for where the saved steps lie."""
+"""When local ranks are started again after one was lost, and what is started then.
+
+Pure, but for where the saved steps lie.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_run.errors import ExitCode
-from megatron_run_engine.launch.job import Ending
-from megatron_run_engine.launch.saved import last_saved
+from megatron_run_engine.launch.failures import last_saved
+from megatron_run_engine.launch.results import RunResult
 
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
@@ -23,27 +26,24 @@ class Restarts:
     used: int = 0
     _barren: bool = False
 
-    def next(self, ending: Ending) -> str | None:
-        """Count one more start after ``ending``: the line that says so, None where another start is not tried.
+    def next(self, result: RunResult) -> str | None:
+        """Count one more start after ``result``: the line to print, or None to stop here.
 
-        It is after a rank was lost: a signal or a time limit asked for the end, and every other code says that the next
-        start would end alike. So does a rank that is lost twice in a row before a step is done.
+        Only a lost rank is a reason to start again: a signal or a time limit asked for the end, and after every other
+        code the next start would end alike. So it would when a rank is lost twice in a row before a step is done.
         """
-        barren, self._barren = self._barren, ending.steps == 0
-        if ending.code != ExitCode.RANK_LOST or self.used >= self.most or (barren and self._barren):
+        barren, self._barren = self._barren, result.steps == 0
+        if result.code != ExitCode.RANK_LOST or self.used >= self.most or (barren and self._barren):
             return None
         self.used += 1
-        lost = ending.message or f"ended with exit code {int(ending.code)}"
-        return f"{lost}; starting again, {self.used} of {self.most}, {_from(ending.folder)}"
+        lost = result.message or f"ended with exit code {int(result.code)}"
+        step = last_saved(result.folder)
+        start = "from the first step" if step is None else f"from step {step}"
+        return f"{lost}; starting again, {self.used} of {self.most}, {start}"
 
 
-def going_on(run: ResolvedRun, request: Request, folder: Path) -> tuple[ResolvedRun, Request]:
-    """What to start in order to go on in ``folder`` from what was saved there last, whatever the first start was to."""
+def resumed(run: ResolvedRun, request: Request, folder: Path) -> tuple[ResolvedRun, Request]:
+    """``run`` and ``request`` changed to resume in ``folder`` from its newest saved step, whatever they asked for."""
     section = run.config.run.model_copy(update={"folder": folder})
     request = replace(request, resume="auto")
     return replace(run, config=run.config.model_copy(update={"run": section}), request=request), request
-
-
-def _from(folder: Path | None) -> str:
-    step = last_saved(folder)
-    return "from the first step" if step is None else f"from step {step}"

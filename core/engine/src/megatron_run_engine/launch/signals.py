@@ -1,4 +1,4 @@
-"""Signals, caught for a while and given back."""
+"""Signal handlers that are installed for a while and then given back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Handler = Callable[[int, FrameType | None], object]
 
 @contextmanager
 def caught_signals(*numbers: signal.Signals) -> Iterator[Sequence[int]]:
-    """The signals that arrive inside the block, in order. Outside the main thread nothing can be caught."""
+    """The signals that arrive inside the block, in order. Python allows handlers in the main thread only."""
     caught: list[int] = []
     with _handling(lambda number, _: caught.append(number), numbers):
         yield caught
@@ -35,7 +35,7 @@ def stopping_on_signals(stop: StopRequest) -> Iterator[None]:
     def handle(number: int, _frame: FrameType | None) -> None:
         code = AFTER_THE_STEP[signal.Signals(number)]
         if not stop.stop(code):
-            os._exit(code)
+            os._exit(code)  # no exception: the step that is under way may be waiting in C and never see it
 
     with _handling(handle, tuple(AFTER_THE_STEP)):
         yield

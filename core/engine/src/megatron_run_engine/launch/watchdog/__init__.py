@@ -1,4 +1,10 @@
-"""Watching ranks from outside their processes: each keeps a page of what it does, and a watcher reads all of them.
+"""The watchdog: names the rank that hangs, is stopped or is lost, from outside its process.
 
-No part of it imports torch, and nothing of it runs in the training loop but the writing of the page.
+Each rank keeps a status page (``page``) in a file that is mapped into its memory. The local launcher reads the pages
+of all its ranks (``monitor``) and judges them (``verdict``). Where torchrun or Slurm started the ranks, each starts a
+small process beside it, its ``sidecar`` (``sidecar_client`` is the rank's side), which reads the rank's page and
+reports to the ``hub``, a thread of rank 0's sidecar: that one judges, and tells every sidecar to end its rank.
+
+No part of it imports torch, and nothing of it runs in the training loop but the writing of the page. May import what
+``launch`` may, and of ``launch`` nothing.
 """

@@ -1,7 +1,8 @@
-"""The page on which a rank says what it does: a small file in shared memory, so that reading disturbs nobody.
+"""The status page of a rank: what it is doing, in a small file mapped into its memory.
 
-A rank that hangs, or is stopped, cannot answer questions; its page still says where it is. Nothing locks: a page that
-is read while it is written may be torn, and is only believed once it has not changed for a while.
+A rank that hangs or is stopped cannot answer questions, but its page still says where it is. Writing one takes neither
+a system call nor a thread, so that it is up to date even when the rank then holds the interpreter lock for ever. There
+is no lock: a page that is read while it is written may be torn, and is believed only once it stays the same a while.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from typing import NamedTuple
 
 from megatron_run.contracts.activity import Activity, Collective, Exchange, PhaseName
 
-#: Changes, process id, step, steps done, whether it waits elsewhere, the rank that is waited for, the slot of the
-#: collective that it is in, that collective's number (a rank or a slot of -1 is none), phase, detail.
+#: Changes, process id, step, steps done, ahead, peer, the slot of the collective that it is in, that collective's
+#: number, phase, detail: see :class:`Page`. A peer or a slot of -1 is none.
 _HEAD = struct.Struct("<QqqQ?qqQ24s136s")
-#: One scope: its name, the number of collectives that were entered, the last one's values and operation.
+#: One scope: its name, how many collectives were entered, the last one's values and operation.
 _SLOT = struct.Struct("<16sQQ24s")
 _SLOTS, _FIRST_SLOT = 16, 256
-#: Who takes part in which scope, as JSON behind its length.
+#: The ranks of each scope, as JSON behind its length.
 _LENGTH, _MEMBERS = struct.Struct("<Q"), _FIRST_SLOT + _SLOTS * _SLOT.size
 _SIZE = 1 << 13
 
 
 class Entered(NamedTuple):
-    """The last collective that a rank has entered over some scope: which of them, how many values, and what."""
+    """The last collective that a rank has entered over some scope: its number, how many values, and the operation."""
 
     number: int
     values: int
@@ -42,12 +43,12 @@ class Entered(NamedTuple):
 
 @dataclass(frozen=True)
 class Page:
-    """What a rank said last.
+    """The content of a status page.
 
-    ``changes`` counts what it has said, ``done`` the steps that it has left behind since it began. ``phase`` and
-    ``detail`` are what it does; ``peer`` is the rank without which its message does not get through, ``inside`` the
-    scope and the number of the collective in which it is. ``entered`` is by scope, and so are the ranks that take part,
-    ``members``. ``ahead``: it launches its collectives, and does not wait in them (a GPU does).
+    ``changes`` counts how often it was written, ``done`` the steps that the rank has completed since it started.
+    ``phase`` and ``detail`` are what the rank does; ``peer`` is the rank at the other end of its message, ``inside``
+    the scope and the number of the collective in which it is. ``entered`` is by scope, and so are the ranks that take
+    part, ``members``. ``ahead``: the rank launches its collectives and does not wait in them: a GPU executes them.
     """
 
     changes: int
@@ -79,7 +80,7 @@ class Page:
 
     @classmethod
     def read(cls, path: Path) -> Page | None:
-        """The page at ``path``; None while there is none, or its rank has said nothing yet."""
+        """The page at ``path``; None while there is none, or nothing was written to it."""
         try:
             content = path.read_bytes()
         except OSError:
@@ -88,7 +89,7 @@ class Page:
 
     @classmethod
     def parse(cls, content: bytes) -> Page | None:
-        """The page whose bytes these are, zeros at the end left out or not; None when its rank has said nothing."""
+        """The page whose bytes these are, with or without the zeros at its end; None when nothing was written to it."""
         content = content.ljust(_SIZE, b"\0")
         changes, process, step, done, ahead, peer, slot, number, phase, detail = _HEAD.unpack_from(content)
         if not changes:
@@ -115,7 +116,7 @@ class Page:
 
 
 class PageWriter:
-    """Keeps the page at ``path``; the recorder of ``phases``."""
+    """Writes the page at ``path`` at each change of ``phases``, as their recorder."""
 
     def __init__(self, path: Path, activity: Activity, *, ahead: bool = False) -> None:
         self._activity, self._process, self._ahead, self._changes = activity, os.getpid(), ahead, 0
@@ -125,7 +126,7 @@ class PageWriter:
         self._detail: object = None
         temporary = path.with_name(f".{path.name}")
         with temporary.open("wb+") as file:
-            file.write(bytes(_SIZE))  # not a hole: a disk that is full must say so now
+            file.write(bytes(_SIZE))  # not a hole: a full disk must raise here, not kill the process by SIGBUS later
             file.flush()
             self._page = mmap.mmap(file.fileno(), _SIZE)
         temporary.replace(path)
@@ -133,7 +134,7 @@ class PageWriter:
         activity.enter(*activity.now)
 
     def __call__(self, step: int, name: PhaseName, detail: object) -> None:
-        """Write down a change. A collective leaves standing in which phase it was begun."""
+        """Write a change. A collective leaves the phase in which it was begun."""
         self._changes += 1
         if step != self._step:
             self._done += self._step > 0
@@ -145,7 +146,7 @@ class PageWriter:
             if isinstance(detail, Exchange):
                 peer, detail = detail.rank, detail.message
             self._phase = name.encode()
-            if detail is not self._detail:  # what a collective interrupted goes on with the same one
+            if detail is not self._detail:  # after a collective the same phase resumes: its text is known
                 self._detail, self._text = detail, str(detail).encode()
         _HEAD.pack_into(
             self._page, 0,
@@ -153,7 +154,7 @@ class PageWriter:
         )  # fmt: skip
 
     def _enter(self, collective: Collective) -> int:
-        """Note a collective in its scope's slot, unless a later one has begun; the slot, -1 when there is none left."""
+        """Write a collective to its scope's slot, unless a later one has begun; the slot, -1 when none is left."""
         operation, scope, number, values = collective
         slot, last = self._slots.get(scope, (len(self._slots), 0))
         if slot == _SLOTS:
@@ -176,7 +177,7 @@ class PageWriter:
 
 
 def _packed(ranks: tuple[int, ...]) -> list[int]:
-    """First, end and stride of ranks that are evenly spaced, as those of an axis are; else nothing is packed."""
+    """First, end and stride of ranks that are evenly spaced, as those of an axis are; of others nothing."""
     stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     span = range(ranks[0], ranks[-1] + 1, stride)
     return [span.start, span.stop, span.step] if tuple(span) == ranks else []

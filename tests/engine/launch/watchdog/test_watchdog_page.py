@@ -1,4 +1,4 @@
-"""What a rank writes on its page is what a watcher reads, at a price that the training loop does not feel."""
+"""What a rank writes on its page is what the watchdog reads, at a price that the training loop does not feel."""
 
 from __future__ import annotations
 

@@ -8,13 +8,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from megatron_run.errors import InputError, PluginError, RankLostError
-from megatron_run_engine.launch.meeting import Meeting, Outcome, PeerError, attempt
+from megatron_run_engine.launch.rendezvous import (
+    Outcome,
+    PeerError,
+    Rendezvous,
+    attempt,
+    check_digests,
+    check_gpus,
+)
 from megatron_run_engine.runtime.world import World
 from tests.support.commands import free_port
 
@@ -22,14 +29,14 @@ T = TypeVar("T")
 
 
 def meet(
-    place: str, size: int, work: Callable[[int, Meeting], T], *, timeout: float = 20.0, restart: int | None = None
+    place: str, size: int, work: Callable[[int, Rendezvous], T], *, timeout: float = 20.0, restart: int | None = None
 ) -> list[Outcome[T]]:
     """``work`` of every rank at ``place``; what each returned or raised. With ``restart`` an agent listens there."""
 
     def rank(number: int) -> Outcome[T]:
         serves = number == 0 and restart is None
         world = World(number, size, init_method=place, serves_store=serves, restart=restart or 0, host=f"host{number}")
-        return attempt(lambda: work(number, Meeting(world, timeout)))
+        return attempt(lambda: work(number, Rendezvous(world, timeout)))
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(rank, range(size)))
@@ -37,20 +44,20 @@ def meet(
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
-    return f"file://{tmp_path / 'meeting'}"
+    return f"file://{tmp_path / 'rendezvous'}"
 
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 def test_rank_0_gets_everybodys_note_by_rank_and_the_others_get_its(file: str, kind: str) -> None:
     place = file if kind == "file" else f"tcp://127.0.0.1:{free_port()}"
 
-    def work(rank: int, meeting: Meeting) -> list[tuple[list[int], int]]:
+    def work(rank: int, rendezvous: Rendezvous) -> list[tuple[list[int], int]]:
         notes = []
         for phase in ("first", "second"):
-            settled = meeting.settle(phase, Outcome((rank * 10,)), lambda value: {"value": value + 1})
-            assert settled.value == rank * 10
-            notes.append(([note["value"] for note in settled.notes], settled.first["value"]))
-        meeting.settle("end", Outcome((None,)))  # the store lives in rank 0: nobody leaves early
+            agreement = rendezvous.agree(phase, Outcome((rank * 10,)), lambda value: {"value": value + 1})
+            assert agreement.value == rank * 10
+            notes.append(([note["value"] for note in agreement.notes], agreement.first["value"]))
+        rendezvous.agree("end", Outcome((None,)))  # the store lives in rank 0: nobody leaves early
         time.sleep(0.2)
         return notes
 
@@ -64,14 +71,16 @@ def test_rank_0_gets_everybodys_note_by_rank_and_the_others_get_its(file: str, k
     ids=["the last is silent", "one knows", "they miss each other", "neither knows"],
 )
 def test_the_rank_speaks_that_knows_the_cause(file: str, missed: list[int | None], speakers: list[int]) -> None:
-    found = meet(file, len(missed), lambda rank, meeting: meeting.first_word(f"word of {rank}", missed[rank]))
+    found = meet(file, len(missed), lambda rank, rendezvous: rendezvous.first_word(f"word of {rank}", missed[rank]))
     assert [outcome.values[0] for outcome in found] == [(speaker, f"word of {speaker}") for speaker in speakers]
 
 
 def test_a_table_that_one_rank_keeps_another_recalls_by_its_name(file: str) -> None:
-    def work(rank: int, meeting: Meeting) -> tuple[dict[str, str], ...]:
-        settled = meeting.settle("phase", Outcome((rank,)), lambda _: {"name": meeting.keep({"odd": str(rank % 2)})})
-        return tuple(meeting.recall(note["name"]) for note in settled.notes)
+    def work(rank: int, rendezvous: Rendezvous) -> tuple[dict[str, str], ...]:
+        agreement = rendezvous.agree(
+            "phase", Outcome((rank,)), lambda _: {"name": rendezvous.keep({"odd": str(rank % 2)})}
+        )
+        return tuple(rendezvous.recall(note["name"]) for note in agreement.notes)
 
     assert meet(file, 3, work)[0].values == (({"odd": "0"}, {"odd": "1"}, {"odd": "0"}),)
 
@@ -82,13 +91,13 @@ def test_a_rank_but_the_first_reads_one_key_of_a_phase_however_many_there_are(
 ) -> None:
     waited: list[list[str]] = []
 
-    def wait(meeting: Meeting, phase: str, keys: list[str], timeout: float) -> None:
-        if meeting._world.rank > 0:
+    def wait(rendezvous: Rendezvous, phase: str, keys: list[str], timeout: float) -> None:
+        if rendezvous._world.rank > 0:
             waited.append(keys)
-        meeting._store.wait(keys, timedelta(seconds=timeout))
+        rendezvous._store.wait(keys, timedelta(seconds=timeout))
 
-    monkeypatch.setattr(Meeting, "_wait", wait)
-    meet(file, ranks, lambda rank, meeting: meeting.settle("phase", Outcome((rank,))))
+    monkeypatch.setattr(Rendezvous, "_wait", wait)
+    meet(file, ranks, lambda rank, rendezvous: rendezvous.agree("phase", Outcome((rank,))))
     assert waited == [["phase/verdict"]] * (ranks - 1)
 
 
@@ -97,9 +106,9 @@ def test_a_world_that_starts_again_does_not_read_what_the_failed_one_left() -> N
     agent = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)  # torchrun's
     for restart in range(2):
 
-        def work(rank: int, meeting: Meeting, restart: int = restart) -> object:
+        def work(rank: int, rendezvous: Rendezvous, restart: int = restart) -> object:
             time.sleep(0 if rank else 0.3)  # what is left would be read before rank 0 writes
-            return meeting.settle("phase", Outcome((rank,)), lambda _: {"restart": restart}).first["restart"]
+            return rendezvous.agree("phase", Outcome((rank,)), lambda _: {"restart": restart}).first["restart"]
 
         outcomes = meet(f"tcp://127.0.0.1:{port}", 2, work, restart=restart)
         assert [outcome.values for outcome in outcomes] == [(restart,)] * 2
@@ -107,13 +116,13 @@ def test_a_world_that_starts_again_does_not_read_what_the_failed_one_left() -> N
 
 
 def test_a_world_of_one_meets_itself() -> None:
-    assert Meeting(World(), 1.0).settle("phase", Outcome((7,))).value == 7
+    assert Rendezvous(World(), 1.0).agree("phase", Outcome((7,))).value == 7
 
 
 def test_the_lowest_failing_rank_speaks_and_all_end_with_its_code(file: str) -> None:
-    def work(rank: int, meeting: Meeting) -> object:
+    def work(rank: int, rendezvous: Rendezvous) -> object:
         problem = PluginError(f"rank {rank} has no plugin") if rank else None
-        return meeting.settle("resolve", Outcome(() if problem else (rank,), problem))
+        return rendezvous.agree("resolve", Outcome(() if problem else (rank,), problem))
 
     errors = [outcome.error for outcome in meet(file, 3, work)]
     assert [type(error) for error in errors] == [PeerError, PluginError, PeerError]
@@ -122,8 +131,8 @@ def test_the_lowest_failing_rank_speaks_and_all_end_with_its_code(file: str) -> 
 
 
 def test_a_rank_that_never_joins_is_named_once(file: str) -> None:
-    def work(rank: int, meeting: Meeting) -> object:
-        return None if rank == 1 else meeting.settle("resolve", Outcome((rank,)))
+    def work(rank: int, rendezvous: Rendezvous) -> object:
+        return None if rank == 1 else rendezvous.agree("resolve", Outcome((rank,)))
 
     start = time.monotonic()
     errors = [outcome.error for outcome in meet(file, 3, work, timeout=1.0)]
@@ -135,36 +144,36 @@ def test_a_rank_that_never_joins_is_named_once(file: str) -> None:
 
 
 def test_when_rank_0_never_joins_the_next_one_says_so(file: str) -> None:
-    def work(rank: int, meeting: Meeting) -> object:
-        return None if rank == 0 else meeting.settle("resolve", Outcome((rank,)))
+    def work(rank: int, rendezvous: Rendezvous) -> object:
+        return None if rank == 0 else rendezvous.agree("resolve", Outcome((rank,)))
 
     errors = [outcome.error for outcome in meet(file, 3, work, timeout=0.5)]
     assert str(errors[1]).startswith("rank 0 of 3 did not join")
     assert isinstance(errors[2], PeerError)
 
 
-def test_a_meeting_point_where_nobody_listens_is_named() -> None:
+def test_a_rendezvous_where_nobody_listens_is_named() -> None:
     world = World(rank=1, size=2, init_method=f"tcp://127.0.0.1:{free_port()}")
-    with pytest.raises(RankLostError, match=r"rank 1 cannot reach the meeting point tcp://127\.0\.0\.1"):
-        Meeting(world, 1.0)
+    with pytest.raises(RankLostError, match=r"rank 1 cannot reach the rendezvous at tcp://127\.0\.0\.1"):
+        Rendezvous(world, 1.0)
 
 
 def test_a_port_that_is_taken_is_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(RankLostError) as refused:
-            Meeting(World(rank=0, size=2, init_method=place, serves_store=True), 1.0)
+            Rendezvous(World(rank=0, size=2, init_method=place, serves_store=True), 1.0)
     line = str(refused.value)
-    assert line.startswith(f"rank 0 cannot open the meeting point {place}: ")
+    assert line.startswith(f"rank 0 cannot open the rendezvous at {place}: ")
     assert "\n" not in line
     assert "check that the first host is up and the port is free and open" in line
 
 
 def test_the_rank_that_keeps_the_store_leaves_last() -> None:
-    def work(rank: int, meeting: Meeting) -> float:
-        meeting.settle("phase", Outcome((rank,)))
+    def work(rank: int, rendezvous: Rendezvous) -> float:
+        rendezvous.agree("phase", Outcome((rank,)))
         time.sleep(0.5 * rank)
-        meeting.leave()
+        rendezvous.leave()
         return time.monotonic()
 
     first, second = (outcome.values[0] for outcome in meet(f"tcp://127.0.0.1:{free_port()}", 2, work))
@@ -173,12 +182,52 @@ def test_the_rank_that_keeps_the_store_leaves_last() -> None:
 
 def test_a_rank_that_is_gone_does_not_hold_up_the_store() -> None:
     start = time.monotonic()
-    meet(f"tcp://127.0.0.1:{free_port()}", 2, lambda rank, meeting: meeting.leave() if rank == 0 else None)
+    meet(f"tcp://127.0.0.1:{free_port()}", 2, lambda rank, rendezvous: rendezvous.leave() if rank == 0 else None)
     assert time.monotonic() - start < 6
 
 
-def test_an_input_error_keeps_its_words_through_a_meeting(file: str) -> None:
-    def work(rank: int, meeting: Meeting) -> object:
-        return meeting.settle("resolve", Outcome((), InputError("no", why="because", fix="do")))
+def test_an_input_error_keeps_its_words_through_a_rendezvous(file: str) -> None:
+    def work(rank: int, rendezvous: Rendezvous) -> object:
+        return rendezvous.agree("resolve", Outcome((), InputError("no", why="because", fix="do")))
 
     assert str(meet(file, 2, work)[0].error) == "no: because; do"
+
+
+TABLES = {
+    "first": {"schedule": "1f1b", "same": "1", "code": "0" * 64},
+    "second": {"schedule": "1f1b", "same": "1", "code": "f" * 64},
+    "third": {"schedule": "mine", "same": "1"},
+}
+
+
+def note(host: str, digest: str = "first", gpu: str = "") -> dict[str, Any]:
+    return {"host": host, "digest": digest, "gpu": gpu}
+
+
+def test_ranks_that_resolved_the_same_run_agree_and_no_table_is_read() -> None:
+    def recall(name: str) -> dict[str, str]:
+        raise AssertionError(name)
+
+    check_digests([note("a"), note("b")], recall)
+    check_digests([], recall)
+
+
+def test_a_difference_is_a_table_of_ranks_and_hosts() -> None:
+    with pytest.raises(PluginError) as caught:
+        check_digests([note("a"), note("a", "second"), note("b", "third")], TABLES.__getitem__)
+    head, *table = str(caught.value).splitlines()
+    assert head.startswith("the ranks do not run the same thing: 2 entries differ; install the same versions")
+    assert table == [
+        "  code: 000000000000 on rank 0 (a), ffffffffffff on rank 1 (a), nothing on rank 2 (b)",
+        "  schedule: 1f1b on rank 0 (a), 1 (a), mine on rank 2 (b)",
+    ]
+
+
+def test_ranks_on_the_cpu_or_with_a_gpu_each_agree() -> None:
+    check_gpus([note("a"), note("a")])
+    check_gpus([note("a", gpu="x"), note("a", gpu="y")])
+
+
+def test_two_ranks_with_the_same_gpu_are_named() -> None:
+    with pytest.raises(InputError, match=r"rank 1, 2 would train on the same GPU of b: .* or set run\.device=cpu"):
+        check_gpus([note("a", gpu="x"), note("b", gpu="y"), note("b", gpu="y")])

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_run.errors import ExitCode
 from megatron_run_engine.launch.watchdog.page import Entered, Page
-from megatron_run_engine.launch.watchdog.verdict import BEGINNING, Seen, judge
+from megatron_run_engine.launch.watchdog.verdict import BEGINNING, RankState, judge
 
 LIMIT = 10.0
 ALL = (0, 1, 2, 3)
@@ -20,31 +20,31 @@ def page(phase: str = "backward", **known: object) -> Page:
     return Page(**{"changes": 9, "process": 1, "step": 3, "detail": "B0.0", "phase": phase, **known})  # type: ignore[arg-type]
 
 
-def computing(quiet: float, **counts: int) -> Seen:
+def computing(quiet: float, **counts: int) -> RankState:
     """A rank at work, that has entered so many collectives of each scope."""
-    return Seen(page(entered=entered(counts)), quiet)
+    return RankState(page(entered=entered(counts)), quiet)
 
 
-def within(scope: str, number: int, quiet: float, *, does: str = SUM, of: int = 8, **counts: int) -> Seen:
+def within(scope: str, number: int, quiet: float, *, does: str = SUM, of: int = 8, **counts: int) -> RankState:
     """A rank inside a collective over all four."""
     last = entered({**counts, scope: number}) | {scope: Entered(number, of, does)}
-    return Seen(page("optimizer", detail="", inside=(scope, number), entered=last, members={scope: ALL}), quiet)
+    return RankState(page("optimizer", detail="", inside=(scope, number), entered=last, members={scope: ALL}), quiet)
 
 
 def entered(counts: Mapping[str, int]) -> dict[str, Entered]:
     return {scope: Entered(number, 8, SUM) for scope, number in counts.items()}
 
 
-def receiving(peer: int, quiet: float, phase: str = "receive") -> Seen:
-    return Seen(page(phase, detail="the activation of microbatch 0", peer=peer), quiet)
+def receiving(peer: int, quiet: float, phase: str = "receive") -> RankState:
+    return RankState(page(phase, detail="the activation of microbatch 0", peer=peer), quiet)
 
 
-def named(*ranks: Seen) -> int | None:
+def named(*ranks: RankState) -> int | None:
     error = judge(ranks, LIMIT)
     return None if error is None else error.rank
 
 
-def told(*ranks: Seen) -> str:
+def told(*ranks: RankState) -> str:
     error = judge(ranks, LIMIT)
     assert error is not None
     assert error.exit_code == ExitCode.RANK_LOST
@@ -119,15 +119,15 @@ def test_a_stopped_rank_is_named_whatever_it_was_doing(state: str) -> None:
     """``entered``: in the very collective in which the others wait, and which it can no more take part in."""
     was = {"computing": computing(0, world=6), "waiting": receiving(0, 0), "entered": within("world", 7, 0)}[state]
     ranks = [within("world", 7, LIMIT) for _ in ALL]
-    ranks[2] = Seen(was.page, LIMIT, stopped=LIMIT)
+    ranks[2] = RankState(was.page, LIMIT, stopped=LIMIT)
     assert told(*ranks).startswith("rank 2 is stopped by a signal (SIGSTOP): nothing new for 10.0 s in ")
     assert named(*ranks) == 2
 
 
 def test_whoever_is_stopped_in_a_collective_that_it_entered_last_is_waited_for() -> None:
     waiting = within("world", 7, LIMIT)
-    assert named(waiting, Seen(within("world", 7, 0).page, LIMIT - 1, stopped=1.0), waiting, waiting) is None
-    assert named(waiting, Seen(within("world", 7, 0).page, LIMIT, stopped=2.0), waiting, waiting) == 1
+    assert named(waiting, RankState(within("world", 7, 0).page, LIMIT - 1, stopped=1.0), waiting, waiting) is None
+    assert named(waiting, RankState(within("world", 7, 0).page, LIMIT, stopped=2.0), waiting, waiting) == 1
 
 
 def test_a_rank_that_does_nothing_with_others_is_named_before_those_in_a_collective_that_all_have_entered() -> None:
@@ -136,7 +136,7 @@ def test_a_rank_that_does_nothing_with_others_is_named_before_those_in_a_collect
 
 
 def test_a_rank_that_was_stopped_for_a_moment_while_it_waited_long_is_no_alarm() -> None:
-    waiting = Seen(within("world", 7, 0).page, 3 * LIMIT, stopped=0.5)
+    waiting = RankState(within("world", 7, 0).page, 3 * LIMIT, stopped=0.5)
     assert named(waiting, computing(1.0, world=6)) is None
 
 
@@ -154,7 +154,7 @@ def test_a_collective_that_one_rank_enters_as_another_names_that_rank_and_both(o
 def test_a_skipped_collective_shows_as_a_number_that_stays_behind() -> None:
     """Rank 2 left out one of four: it has ended its step, and the others are still in the last one."""
     ranks = [within("world", 4, LIMIT) for _ in ALL]
-    ranks[2] = Seen(page("observe", detail="", entered=entered({"world": 3})), LIMIT)
+    ranks[2] = RankState(page("observe", detail="", entered=entered({"world": 3})), LIMIT)
     assert named(*ranks) == 2
 
 
@@ -176,39 +176,41 @@ def test_a_collective_that_all_have_entered_and_that_does_not_end_names_a_rank_i
 
 
 def test_a_rank_that_has_not_begun_is_named_by_those_that_wait_for_all_to_begin() -> None:
-    starting = Seen(page("start", detail="process groups"), BEGINNING)
-    assert told(starting, Seen(None, BEGINNING)).startswith("rank 1 does not begin: it has said nothing yet, rank 0")
-    assert named(Seen(None, BEGINNING), Seen(None, BEGINNING)) is None  # the meeting names who does not come
+    starting = RankState(page("start", detail="process groups"), BEGINNING)
+    assert told(starting, RankState(None, BEGINNING)).startswith(
+        "rank 1 does not begin: it has said nothing yet, rank 0"
+    )
+    assert named(RankState(None, BEGINNING), RankState(None, BEGINNING)) is None  # the rendezvous names them
 
 
 def test_a_rank_of_which_nothing_is_known_yet_is_not_blamed() -> None:
-    assert named(within("world", 7, 2 * LIMIT), Seen(None, 1.0)) is None
+    assert named(within("world", 7, 2 * LIMIT), RankState(None, 1.0)) is None
 
 
 def test_a_rank_has_longer_until_its_first_step() -> None:
-    assert named(Seen(page("start"), BEGINNING - 1)) is None
-    assert named(Seen(page("start"), BEGINNING)) == 0
-    assert judge([Seen(page("start"), BEGINNING)], 10 * BEGINNING) is None
+    assert named(RankState(page("start"), BEGINNING - 1)) is None
+    assert named(RankState(page("start"), BEGINNING)) == 0
+    assert judge([RankState(page("start"), BEGINNING)], 10 * BEGINNING) is None
 
 
 def test_a_rank_that_has_ended_is_only_named_when_it_is_waited_for() -> None:
-    over = Seen(page("end", detail=""), 5 * LIMIT, ended=True)
+    over = RankState(page("end", detail=""), 5 * LIMIT, ended=True)
     assert named(over, computing(1.0)) is None
-    for ended in (over, Seen(None, ended=True)):
+    for ended in (over, RankState(None, ended=True)):
         assert told(ended, receiving(0, LIMIT)).startswith("rank 0 has ended without the others")
 
 
 def test_a_rank_that_hangs_in_its_end_is_named() -> None:
-    assert "in end of step 3" in told(Seen(page("end", detail=""), LIMIT), Seen(page("end"), 0, ended=True))
+    assert "in end of step 3" in told(RankState(page("end", detail=""), LIMIT), RankState(page("end"), 0, ended=True))
 
 
 @pytest.mark.parametrize("guilty", ALL)
 def test_where_a_gpu_waits_the_rank_that_has_entered_least_is_named(guilty: int) -> None:
     """All hosts wait for their devices; only what they have launched tells them apart."""
 
-    def host(number: int) -> Seen:
+    def host(number: int) -> RankState:
         known = {"entered": entered({"world": number}), "members": {"world": ALL}, "ahead": True}
-        return Seen(page("optimizer", detail="", **known), LIMIT)
+        return RankState(page("optimizer", detail="", **known), LIMIT)
 
     assert named(*(host(6 if rank == guilty else 7) for rank in ALL)) == guilty
 

@@ -1,4 +1,4 @@
-"""Time as a watcher counts it: by its own looks, so that a machine that was asleep accuses nobody."""
+"""Time as the watchdog counts it: by its own looks, so that a machine that was asleep accuses nobody."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from megatron_run.contracts.activity import Activity
+from megatron_run_engine.launch.watchdog.monitor import Watchdog, is_stopped
 from megatron_run_engine.launch.watchdog.page import PageWriter
-from megatron_run_engine.launch.watchdog.watcher import Watcher, is_stopped
 from tests.support.processes import wait_until
 
 LIMIT = 5.0
 
 
 class Site:
-    """Two ranks of this process under a watcher whose clock the test moves."""
+    """Two ranks of this process under a watchdog whose clock the test moves."""
 
     def __init__(self, folder: Path) -> None:
         self.now, self.halted = 100.0, False
@@ -31,17 +31,17 @@ class Site:
             PageWriter(path, activity)
             activity.step(1)
             activity.enter("optimizer")
-        self.watcher = Watcher(paths, LIMIT, clock=lambda: self.now, stopped=lambda process: self.halted)
+        self.watchdog = Watchdog(paths, LIMIT, clock=lambda: self.now, stopped=lambda process: self.halted)
         self.wait(0.2)
 
     def wait(self, seconds: float, *, working: int | None = None, look: float = 0.2) -> str | None:
-        """Let time pass while rank ``working`` goes on; what the watcher says first, and after how long."""
+        """Let time pass while rank ``working`` goes on; what the watchdog says first, and after how long."""
         end = self.now + seconds
         while self.now < end:
             self.now += look
             if working is not None:
                 self.ranks[working].enter("forward", self.now)
-            if (error := self.watcher.look()) is not None:
+            if (error := self.watchdog.look()) is not None:
                 return str(error)
         return None
 
@@ -76,7 +76,7 @@ def test_who_is_let_go_after_a_long_wait_is_no_alarm_unless_it_stays(site: Site)
     assert "hangs" in (site.wait(LIMIT + 1) or "")
 
 
-def test_a_watcher_that_was_held_up_itself_accuses_nobody(site: Site) -> None:
+def test_a_watchdog_that_was_held_up_itself_accuses_nobody(site: Site) -> None:
     assert site.wait(1000, look=1000.0) is None
     assert site.wait(LIMIT - 1.5) is None
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from megatron_run.config.request import Request
-from megatron_run_engine.launch.job import Ending
 from megatron_run_engine.launch.local import LocalPlan, run_local
+from megatron_run_engine.launch.results import RunResult
 from megatron_run_engine.run_folder import RunFolder
 from tests.support.processes import alive, process_ids
 
@@ -26,7 +26,7 @@ class Launcher:
         self.shown: list[bytes] = []
         self.told: list[str] = []
 
-    def __call__(self, *behaviours: str, size: int = 2, grace: float = 1.0, **changes: object) -> Ending:
+    def __call__(self, *behaviours: str, size: int = 2, grace: float = 1.0, **changes: object) -> RunResult:
         arguments: dict[str, object] = {
             "request": Request(),
             "folder": self.folder,

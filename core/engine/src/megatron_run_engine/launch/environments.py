@@ -1,4 +1,4 @@
-"""Which world this process was started in: torchrun's, Slurm's, or none yet. Pure functions of the environment."""
+"""Which world the environment of this process describes: torchrun's, Slurm's, or none yet. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Literal
 from megatron_run.errors import InputError
 from megatron_run_engine.runtime.world import World
 
-How = Literal["auto", "local", "torchrun", "slurm"]
+LaunchMode = Literal["auto", "local", "torchrun", "slurm"]
 
 #: Ports for Slurm jobs, below the ephemeral range: two jobs that share a host seldom share one.
 _FIRST_PORT, _PORTS = 10_000, 20_000
 _NODE_GROUP = re.compile(r"([^,\[]*)(?:\[([^\]]*)\])?([^,\[]*)")
 
 
-def find_world(environment: Mapping[str, str], how: How = "auto") -> World | None:
+def find_world(environment: Mapping[str, str], mode: LaunchMode = "auto") -> World | None:
     """The world that ``environment`` describes, or None when the ranks are still to be started.
 
-    Raises :class:`InputError` when ``how`` names a launcher that did not start this process.
+    Raises :class:`InputError` when ``mode`` names a launcher that did not start this process.
     """
-    if how == "local":
+    if mode == "local":
         return None
-    if how == "torchrun" or (how == "auto" and {"LOCAL_RANK", "WORLD_SIZE"} <= environment.keys()):
+    if mode == "torchrun" or (mode == "auto" and {"LOCAL_RANK", "WORLD_SIZE"} <= environment.keys()):
         return torchrun_world(environment)
-    if how == "slurm" or (how == "auto" and _is_slurm_step(environment)):
+    if mode == "slurm" or (mode == "auto" and _is_slurm_step(environment)):
         return slurm_world(environment)
     return None
 

@@ -25,7 +25,7 @@ from megatron_run_testing.ordered_channels import SwappedMessageError, Transport
 class _Operation:
     """A send or a receive of ``stage``, and the work handle for it."""
 
-    transport: Rendezvous
+    transport: OrderedTransport
     sends: bool
     tensor: Tensor
     stage: int
@@ -43,11 +43,11 @@ class _Operation:
 class _Port:
     """What a stage takes for a process group."""
 
-    transport: Rendezvous
+    transport: OrderedTransport
     stage: int
 
 
-class Rendezvous:
+class OrderedTransport:
     """Joins ``stages`` stages; ``one_stream`` is one for everything that a stage sends and receives."""
 
     def __init__(self, stages: int, *, one_stream: bool) -> None:

@@ -1,4 +1,4 @@
-"""Looks at the pages of ranks again and again, and counts for how long each has said nothing new."""
+"""Reads status pages again and again, and counts for how long each has not changed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 from megatron_run.errors import RankLostError
 from megatron_run_engine.launch.watchdog.page import Page
-from megatron_run_engine.launch.watchdog.verdict import Seen, Waits, judge
+from megatron_run_engine.launch.watchdog.verdict import RankState, UnblockedTimer, judge
 
 #: Seconds between two looks.
 INTERVAL = 0.1
-#: A look that comes later than this finds that the watcher itself was held up, and counts no more.
+#: Seconds that one look counts at most: a longer gap means that the watchdog itself, or the machine, was asleep.
 LONGEST = 1.0
 
 
@@ -26,8 +26,8 @@ def is_stopped(process: int) -> bool:
     return stat.rpartition(")")[2].split()[0] == "T"
 
 
-class RankWatch:
-    """One rank, by its page. The seconds are the watcher's own: while it is stopped itself, no rank grows older."""
+class RankMonitor:
+    """Watches one rank by its page. Time is counted by its own looks: while it is stopped itself, no rank ages."""
 
     def __init__(self, path: Path, stopped: Callable[[int], bool] = is_stopped) -> None:
         self._path, self._is_stopped = path, stopped
@@ -37,29 +37,26 @@ class RankWatch:
     def look(self, passed: float) -> None:
         """Look again after ``passed`` seconds."""
         changes = Page.changes_at(self._path)
-        if changes == self._changes:
-            self._quiet += passed
-        else:
-            self._quiet = 0.0
+        self._quiet = self._quiet + passed if changes == self._changes else 0.0
         self._changes = changes
         page = self.page() if self._quiet and changes else None
         self._stopped = self._stopped + passed if page is not None and self._is_stopped(page.process) else 0.0
 
     def page(self) -> Page | None:
-        """What the rank has said last."""
+        """The page as it is now."""
         return Page.read(self._path)
 
-    def seen(self, *, ended: bool = False) -> Seen:
+    def state(self, *, ended: bool = False) -> RankState:
         """The rank as it is judged."""
-        return Seen(self.page(), self._quiet, self._stopped, ended)
+        return RankState(self.page(), self._quiet, self._stopped, ended)
 
     @property
     def age(self) -> float:
-        """Seconds for which it has said nothing new, or was stopped."""
+        """Seconds for which its page has not changed, or it was stopped."""
         return max(self._quiet, self._stopped)
 
 
-class Watcher:
+class Watchdog:
     """Watches the ranks whose pages are at ``paths``, by rank, as often as :meth:`look` is called."""
 
     def __init__(
@@ -69,25 +66,26 @@ class Watcher:
         clock: Callable[[], float] = time.monotonic,
         stopped: Callable[[int], bool] = is_stopped,
     ) -> None:
-        self._ranks = [RankWatch(path, stopped) for path in paths]
-        self._waits = Waits(timeout, len(paths))
+        self._ranks = [RankMonitor(path, stopped) for path in paths]
+        self._unblocked = UnblockedTimer(timeout, len(paths))
         self._timeout, self._clock = timeout, clock
         self._last = clock()
 
     def look(self, ended: Collection[int] = ()) -> RankLostError | None:
-        """What is wrong; None if nothing is, or it is too early to look. ``ended`` ranks have come to their end."""
+        """The error that names a rank; None if all is well, or it is too early to look. ``ended`` ranks have ended."""
         passed = self._clock() - self._last
         if passed < INTERVAL or self._timeout == inf:
             return None
         self._last += passed
         for rank in self._ranks:
             rank.look(min(passed, LONGEST))
+        # Reading whole pages at every look would be dear; half the limit is early enough to time who is unblocked.
         if all(rank.age < self._timeout / 2 for rank in self._ranks):
-            return None  # early enough to learn who waits for nobody, and not at every look
-        seen = [rank.seen(ended=number in ended) for number, rank in enumerate(self._ranks)]
-        seen = self._waits.after(min(passed, LONGEST), seen)
-        return judge(seen, self._timeout) if any(rank.age >= self._timeout for rank in self._ranks) else None
+            return None
+        states = [rank.state(ended=number in ended) for number, rank in enumerate(self._ranks)]
+        states = self._unblocked.update(min(passed, LONGEST), states)
+        return judge(states, self._timeout) if any(rank.age >= self._timeout for rank in self._ranks) else None
 
     def page(self, rank: int) -> Page | None:
-        """What ``rank`` has said last."""
+        """The page of ``rank`` as it is now."""
         return self._ranks[rank].page()

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_run.contracts.activity import Activity
-from megatron_run_engine.launch.job import Job, Report, page_path
-from megatron_run_engine.launch.rank import hold_lifeline
+from megatron_run_engine.launch.rank import Job, hold_lifeline, page_path
+from megatron_run_engine.launch.results import RankResult
 from megatron_run_engine.launch.watchdog.page import PageWriter
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -36,7 +36,7 @@ def report(job: Path, rest: str) -> None:
     """``CODE first|second MESSAGE``: the second one complains at once, the first cause a little later."""
     code, turn, message = rest.split(" ", 2)
     time.sleep(0.3 if turn == "first" else 0.0)
-    Report(int(code), message, secondary=turn != "first").write(job, RANK)
+    RankResult(RANK, int(code), message, secondary=turn != "first").write(job)
     os._exit(int(code))
 
 
@@ -61,19 +61,24 @@ def warn() -> None:
     os._exit(0)
 
 
-def on_signals(action: signal.Handlers | None) -> None:
-    """Ignore both signals, or obey them."""
-    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        signal.signal(number, action or partial(obey, code))
+def on_signals(action: signal.Handlers | None, seconds: str = "") -> None:
+    """Ignore the signals, or obey them after so many seconds."""
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 75)):
+        signal.signal(number, action or partial(obey, code, float(seconds or 0)))
 
 
-def obey(code: int, number: int, frame: FrameType | None) -> None:
+def obey(code: int, seconds: float, number: int, frame: FrameType | None) -> None:
+    time.sleep(seconds)
+    say("the step is done")
     os._exit(code)
 
 
-def have_a_child(folder: Path) -> None:
+def have_a_child(folder: Path, code: str) -> None:
+    """Start a process that outlives this one, which ends with ``code`` where one is given."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     (folder / f"{RANK}.child.pid").write_text(str(child.pid))
+    if code:
+        os._exit(int(code))
 
 
 def keep_page(job: Path, rest: str) -> None:
@@ -108,8 +113,8 @@ def main() -> None:
         "raise": lambda: fail(rest),
         "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "stubborn": lambda: on_signals(signal.SIG_IGN),
-        "polite": lambda: on_signals(None),
-        "parent": lambda: have_a_child(Path(folder)),
+        "polite": lambda: on_signals(None, rest),
+        "parent": lambda: have_a_child(Path(folder), rest),
         "environment": lambda: show(rest),
         "warn": warn,
         "talk": talk,

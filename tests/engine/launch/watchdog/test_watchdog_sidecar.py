@@ -1,4 +1,4 @@
-"""A rank that somebody else has started, and its watcher: each ends with the other."""
+"""A rank that torchrun or Slurm has started, and its sidecar: each ends with the other."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.support.processes import alive, process_ids, wait_until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(60)]
 
-RANK = Path(__file__).parents[2] / "support" / "watched_rank.py"
+RANK = Path(__file__).with_name("rank_with_sidecar.py")
 
 
 def ended(folder: Path, what: str) -> tuple[int, str, dict[str, object]]:
-    """Exit code, last words and status of a rank that did so; its watcher is gone soon after, and so are its files."""
+    """Exit code, last words and status of a rank that did so; its sidecar is gone soon after, and so are its files."""
     words = (sys.executable, str(RANK), str(folder), what)
     scratch = folder / "scratch"
     scratch.mkdir()
     environment = {**os.environ, "TMPDIR": str(scratch)}
     done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False, env=environment)
-    (watcher,) = process_ids(folder)
-    wait_until(lambda: not alive(watcher), seconds=5)
+    (sidecar,) = process_ids(folder)
+    wait_until(lambda: not alive(sidecar), seconds=5)
     assert not list(scratch.iterdir())
     return done.returncode, done.stderr, json.loads((folder / "status.json").read_text())
 
@@ -51,6 +51,18 @@ def test_a_killed_rank_leaves_a_status_that_says_so_and_no_process(tmp_path: Pat
     assert status["message"] == "rank 0 was lost: its process ended without a word in forward F0.0 of step 1"
 
 
-def test_a_rank_that_ends_by_itself_takes_its_watcher_with_it_and_keeps_its_status(tmp_path: Path) -> None:
+def test_a_rank_that_holds_the_interpreter_lock_is_killed_and_its_status_says_where_it_was(tmp_path: Path) -> None:
+    code, said, status = ended(tmp_path, "lock")
+    assert (code, said, status["exit_code"]) == (-9, "", 4)
+    assert str(status["message"]).startswith("rank 0 hangs: nothing new for ")
+    assert " s in forward F0.0 of step 1; " in str(status["message"])
+
+
+def test_a_rank_whose_hub_dies_ends_by_itself_with_the_code_of_a_lost_rank(tmp_path: Path) -> None:
+    code, said, status = ended(tmp_path, "hubless")
+    assert (code, said, status["exit_code"]) == (4, "", None)
+
+
+def test_a_rank_that_ends_by_itself_takes_its_sidecar_with_it_and_keeps_its_status(tmp_path: Path) -> None:
     code, said, status = ended(tmp_path, "leave")
     assert (code, said, status["exit_code"]) == (0, "", None)

@@ -3,7 +3,13 @@ from __future__ import annotations
 import pytest
 
 from megatron_run.errors import InputError
-from megatron_run_engine.launch.worlds import expand_nodes, find_world, slurm_world, tasks_per_node, torchrun_world
+from megatron_run_engine.launch.environments import (
+    expand_nodes,
+    find_world,
+    slurm_world,
+    tasks_per_node,
+    torchrun_world,
+)
 
 TORCHRUN = {
     "RANK": "5",

@@ -1,4 +1,4 @@
-"""A rank of torchrun's or Slurm's, watched from outside by a process that it starts: see ``beside``."""
+"""The rank's side of its sidecar: starts it, shows it the status page, and ends the rank when it orders that."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatron_run.contracts.activity import Activity
 from megatron_run.errors import ExitCode
-from megatron_run_engine.launch.beside import Order
 from megatron_run_engine.launch.watchdog.page import PageWriter
+from megatron_run_engine.launch.watchdog.sidecar import Orders
 from megatron_run_engine.run_folder import RunFolder
 from megatron_run_engine.runtime.world import World
 
-_PROGRAM = (sys.executable, "-m", "megatron_run_engine.launch.beside")
+_PROGRAM = (sys.executable, "-m", "megatron_run_engine.launch.watchdog.sidecar")
 
 
-class Watched:
-    """This rank with its watcher, and the thread that hears from it.
+class SidecarClient:
+    """This rank's sidecar, and the thread that listens to it.
 
-    When another rank, or this one, holds up the run, the rank ends with exit code 4: the watcher has the last word. One
-    of the ranks writes the line that says why to the descriptor ``terminal``, and rank 0 writes it into the status.
+    When a rank holds up the run, each rank ends with exit code 4 as its sidecar orders. One of them writes the reason
+    to the descriptor ``terminal``, and rank 0 writes it into the status.
     """
 
     def __init__(self, world: World, folder: RunFolder, timeout: float, terminal: int) -> None:
@@ -38,23 +38,20 @@ class Watched:
         self._timeout = timeout
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start_hub(self) -> dict[str, dict[str, str]]:
-        """Start the watcher of rank 0, which the others talk to: the ``hub``, for :meth:`start`."""
+    def start_hub(self) -> dict[str, str]:
+        """Start the sidecar of rank 0, which keeps the hub: the arguments ``hub`` and ``token`` of :meth:`start`."""
         token = secrets.token_hex(16)
         here = self._world.local_size == self._world.size
-        self._launch(token=token, listen="127.0.0.1" if here else "")
-        assert self._process is not None
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        output = self._launch(token=token, listen="127.0.0.1" if here else "")
         host = "127.0.0.1" if here else self._world.init_method.removeprefix("tcp://").rpartition(":")[0]
-        return {"hub": {"hub": f"{host}:{json.loads(line)['hub']}", "token": token}}
+        return {"hub": f"{host}:{json.loads(output.readline())['hub']}", "token": token}
 
-    def start(self, hub: Mapping[str, str], activity: Activity) -> None:
-        """Start this rank's watcher, unless it keeps the hub and runs, and show it ``phases``."""
+    def start(self, hub: str, token: str, activity: Activity) -> None:
+        """Start this rank's sidecar, unless it keeps the hub and runs, and show it ``phases``."""
         if self._process is None:
-            self._launch(**hub)
+            self._launch(hub=hub, token=token)
         PageWriter(self._page, activity, ahead=self._world.device != "cpu")
-        threading.Thread(target=self._listen, name="watched", daemon=True).start()
+        threading.Thread(target=self._listen, name="sidecar", daemon=True).start()
 
     def close(self, code: ExitCode) -> None:
         """This rank ends by itself with ``code``."""
@@ -66,8 +63,9 @@ class Watched:
         with suppress(OSError):
             self._home.cleanup()
 
-    def _launch(self, **how: str) -> None:
-        order = Order(
+    def _launch(self, **how: str) -> IO[bytes]:
+        """Start the sidecar and give it its orders; its output."""
+        orders = Orders(
             rank=self._world.rank,
             size=self._world.size,
             process=os.getpid(),
@@ -85,22 +83,24 @@ class Watched:
             bufsize=0,
         )
         assert self._process.stdin is not None
-        with suppress(OSError):  # a watcher that is gone is found out where it is heard
-            self._process.stdin.write(order.to_json().encode() + b"\n")
+        assert self._process.stdout is not None
+        with suppress(OSError):  # a sidecar that is gone already is noticed when its output ends
+            self._process.stdin.write(orders.to_json().encode() + b"\n")
+        return self._process.stdout
 
     def _listen(self) -> None:
-        """Wait for the word to end, which may never come."""
+        """Wait for the order to end, which may never come."""
         assert self._process is not None
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._obey(json.loads(line))
+        for text in self._process.stdout:
+            self._end(json.loads(text))
 
-    def _obey(self, word: Mapping[str, Any]) -> None:
-        line = f"{word['end']} (log: {self._run_folder.log(word['rank'])})"
+    def _end(self, order: Mapping[str, Any]) -> None:
+        line = f"{order['end']} (log: {self._run_folder.log(order['rank'])})"
         with suppress(OSError):  # a full disk must not take the last word
             if self._world.rank == 0:
                 self._run_folder.end(ExitCode.RANK_LOST, line)
         with suppress(OSError):
-            if word["speak"]:
+            if order["speak"]:
                 os.write(self._terminal, f"megatron-run: {line}\n".encode())
-        os._exit(ExitCode.RANK_LOST)
+        os._exit(ExitCode.RANK_LOST)  # no exception: the main thread may hang in C

@@ -1,0 +1,283 @@
+"""The entry points: decide where the ranks come from, run them, return how the run ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from megatron_run.config.request import Request
+from megatron_run.errors import ExitCode, InputError, RunError
+from megatron_run_engine.launch.environments import LaunchMode, find_world
+from megatron_run_engine.launch.failures import exit_code, how_to_resume, interrupted, last_line, last_saved
+from megatron_run_engine.launch.process import (
+    assign_device,
+    borrowed_process,
+    check_local_devices,
+    quiet_torch,
+    threads_per_rank,
+)
+from megatron_run_engine.launch.restarts import Restarts, resumed
+from megatron_run_engine.launch.results import RunResult
+from megatron_run_engine.runtime.world import World
+
+if TYPE_CHECKING:
+    from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.run_folder import OpenedFolder
+
+#: How other launchers start ranks again.
+_RESTARTING = {
+    "torchrun": "write torchrun --max-restarts N before -m megatron_run_cli",
+    "slurm": "submit the job with --requeue",
+}
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """How a run is started, apart from what is trained.
+
+    ``arguments`` are remembered in the run folder; ``quiet`` shows nothing of rank 0; ``debug`` keeps tracebacks of
+    documented errors too; ``tell`` shows a line of the launcher to the user. Local ranks are started again at most
+    ``max_restarts`` times.
+    """
+
+    arguments: Sequence[str] = ()
+    quiet: bool = False
+    debug: bool = False
+    max_restarts: int = 0
+    tell: Callable[[str], None] = print
+
+
+class FailedRunError(RunError):
+    """Ranks that were started failed: ``result`` has the exit code and the run folder."""
+
+    def __init__(self, result: RunResult) -> None:
+        super().__init__(result.message or f"the run ended with exit code {int(result.code)}")
+        self.exit_code = result.code
+        self.result = result
+
+
+def launch(request: Request, options: LaunchOptions, mode: LaunchMode = "auto") -> RunResult:
+    """Train what ``request`` asks for, and return how it ended.
+
+    ``auto`` joins the world that torchrun or Slurm made, else starts the local ranks. Raises :class:`RunError` for
+    what is found before a rank starts; a failure of a rank is in the result.
+    """
+    world = find_world(os.environ, mode)
+    if world is not None:
+        quiet_torch(os.environ)  # before resolve imports torch; local ranks get it in their environment
+    from megatron_run.planning import resolve
+
+    if world is None:
+        return _start_local(_checked(resolve(request)), request, options)
+    if options.max_restarts:
+        raise InputError(
+            f"--max-restarts {options.max_restarts} in a world of {world.launcher}",
+            why="only who started the ranks can start them again",
+            fix=_RESTARTING[world.launcher],
+        )
+    if request.nproc not in (None, world.size):
+        raise InputError(
+            f"--nproc {request.nproc} in a world of {world.size} ranks",
+            why=f"{world.launcher} has started {world.size}",
+            fix="leave --nproc out",
+        )
+    return _join(lambda: _checked(resolve(replace(request, nproc=world.size))), world, options)
+
+
+def train(run: ResolvedRun, *, resume: str | int = "auto", allow_plugin_change: Sequence[str] = ()) -> RunResult:
+    """Train ``run`` from Python: in this process when it is a world of one, else on local ranks.
+
+    ``resume`` selects the saved step of the run folder to resume from: the newest (``auto``), one by its number, or
+    none (``never``). ``allow_plugin_change`` names kinds whose saved state may be dropped (``optimizer``, ``scaler``).
+
+    In a program that torchrun or srun has started, this process is one rank of its world. Raises what training raises
+    in this process, and :class:`FailedRunError` for ranks elsewhere.
+    """
+    request = replace(run.request, resume=str(resume), allow_plugin_change=tuple(allow_plugin_change))
+    run = replace(run, request=request)
+    world = find_world(os.environ)
+    if world is not None:
+        result = _join(lambda: _checked(_of_size(run, world)), world, LaunchOptions())
+    elif run.sizes.world == 1:
+        return _train_here(_checked(run))
+    else:
+        result = _start_local(_checked(run), _as_request(run), LaunchOptions())
+    if result.code == ExitCode.SIGINT:
+        raise KeyboardInterrupt
+    if result.code:
+        raise FailedRunError(result)
+    return result
+
+
+def _of_size(run: ResolvedRun, world: World) -> ResolvedRun:
+    if run.sizes.world != world.size:
+        raise InputError(
+            f"a run of {run.sizes.world} ranks in a world of {world.size}",
+            why=f"{world.launcher} has started {world.size}",
+            fix=f"resolve it with nproc={world.size}",
+        )
+    return run
+
+
+def _checked(run: ResolvedRun) -> ResolvedRun:
+    """``run``, once its initial weights are known to exist and its layers to split over its ranks.
+
+    Only the layers know what they divide, and what of them can be captured, so the model is built on the meta device,
+    and a refusal comes before anything is written. Layers that do not serve ``parallel.tensor`` divide nothing. What
+    fails for any other reason is left to the ranks.
+    """
+    from megatron_run_engine.training.state.init_from import check_source
+
+    check_source(run)
+    divides = any("parallel.tensor" in plugin.provides for plugin in chain.from_iterable(run.plugins.values()))
+    if divides or run.one("graph-capture").name != "none":
+        from megatron_run_engine.training.memory_estimate import model_size
+
+        try:
+            model_size(run)
+        except RunError:
+            raise
+        except Exception as unknown:  # a model that needs its device to be built
+            logging.getLogger("megatron_run").debug("the layers were not made in advance", exc_info=unknown)
+    return run
+
+
+def _as_request(run: ResolvedRun) -> Request:
+    """What another process needs to resolve ``run`` again. Objects of this process cannot be handed over."""
+    from megatron_run.planning import to_yaml
+
+    handed_in = [str(plugin) for many in run.plugins.values() for plugin in many if plugin.origin == "python"]
+    if handed_in:
+        raise InputError(
+            f"a run of {run.sizes.world} ranks cannot use {', '.join(handed_in)}",
+            why="the ranks are processes of their own, and cannot see an object of this one",
+            fix="write the plugin into a file and name the file, as in schedule=./mine.py, or start with torchrun",
+        )
+    asked = run.request
+    return Request(
+        configs=("-",),
+        stdin=to_yaml(run),
+        nproc=run.sizes.world,
+        resume=asked.resume,
+        allow_plugin_change=asked.allow_plugin_change,
+    )
+
+
+def _train_here(run: ResolvedRun) -> RunResult:
+    """Train in this process, which is somebody's program or notebook: what training sets in it is restored."""
+    from megatron_run_engine.launch.worker import train_in_folder
+    from megatron_run_engine.run_folder import open_run_folder
+
+    world = assign_device(run, World())
+    with borrowed_process(run, world):
+        opened = open_run_folder(run, sys.argv)
+        with opened.lock:
+            if opened.finished:
+                return _already_finished(opened, print)
+            try:
+                code = train_in_folder(run, world, opened.folder)
+            except BaseException as error:
+                opened.folder.end(exit_code(error), last_line(error, opened.folder.path))
+                raise
+            opened.folder.end(code)
+        return RunResult(code, opened.folder.path)
+
+
+def _start_local(run: ResolvedRun, request: Request, options: LaunchOptions) -> RunResult:
+    """Start the ranks, and start them again as often as ``options`` allow and it makes sense."""
+    check_local_devices(run)
+    for notice in run.notices:
+        options.tell(notice)
+    restarts = Restarts(options.max_restarts)
+    result = _attempt(run, request, options)
+    while result.folder is not None and (line := restarts.next(result)) is not None:
+        options.tell(line)
+        run, request = resumed(run, request, result.folder)
+        result = _attempt(run, request, options)
+    if result.folder is not None and result.code.retry and (step := last_saved(result.folder)) is not None:
+        options.tell(f"step {step} is saved: {how_to_resume(result.folder)}")
+    return result
+
+
+def _attempt(run: ResolvedRun, request: Request, options: LaunchOptions) -> RunResult:
+    """One attempt in the run folder, from its opening to its end."""
+    from megatron_run_engine.launch.local import LocalPlan, run_local, terminal_writer
+    from megatron_run_engine.run_folder import open_run_folder
+
+    opened = open_run_folder(run, options.arguments)
+    with opened.lock:
+        if opened.finished:
+            return _already_finished(opened, options.tell)
+        size = run.sizes.world
+        plan = LocalPlan(
+            request=request,
+            folder=opened.folder,
+            size=size,
+            threads=threads_per_rank(run.config.run.threads, size),
+            environment=os.environ,
+            show=None if options.quiet else terminal_writer(),
+            shown_environment={} if options.quiet else _terminal(),
+            tell=options.tell,
+            debug=options.debug,
+            timeout=run.config.run.timeout,
+        )
+        try:
+            result = run_local(plan)
+            if result.code == ExitCode.SIGINT:
+                result = replace(result, message=interrupted(result.message, result.folder))
+        except BaseException as error:
+            opened.folder.end(ExitCode.BUG, repr(error))
+            raise
+        opened.folder.end(result.code, result.message)
+    return result
+
+
+def _already_finished(opened: OpenedFolder, tell: Callable[[str], None]) -> RunResult:
+    path = opened.folder.path
+    tell(f"run folder {path} is finished: nothing to do")
+    return RunResult(ExitCode.DONE, path)
+
+
+def _terminal() -> dict[str, str]:
+    """What rank 0 must know to draw for our terminal, though it writes to a file."""
+    if not sys.stdout.isatty():
+        return {}
+    size = shutil.get_terminal_size()
+    return {"FORCE_COLOR": "1", "COLUMNS": str(size.columns), "LINES": str(size.lines)}
+
+
+def _join(resolve_run: Callable[[], ResolvedRun], world: World, options: LaunchOptions) -> RunResult:
+    """This process is a rank of a world that torchrun or Slurm made: run it, with its message if it is to print one."""
+    from megatron_run_engine.launch.worker import RankWorker
+
+    with _kept_descriptors(1, 2):
+        worker = RankWorker(
+            resolve_run, world, options.tell, arguments=options.arguments, quiet=options.quiet, debug=options.debug
+        )
+        result = worker.run()
+    folder, message = worker.folder, result.message
+    if message and folder is not None and world.rank > 0:
+        first, newline, others = message.partition("\n")
+        message = f"{first} (rank {world.rank}, log: {folder.log(world.rank)}){newline}{others}"
+    return RunResult(result.code, folder.path if folder else None, message)
+
+
+@contextmanager
+def _kept_descriptors(*descriptors: int) -> Iterator[None]:
+    """Restore descriptors that the block may redirect."""
+    copies = [os.dup(descriptor) for descriptor in descriptors]
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for copy, descriptor in zip(copies, descriptors, strict=True):
+            os.dup2(copy, descriptor)
+            os.close(copy)

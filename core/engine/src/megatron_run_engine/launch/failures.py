@@ -1,0 +1,178 @@
+"""The path of a rank's failure, from the exception to the exit code and the one line that the user sees.
+
+1. In the rank ``RankWorker.run`` catches everything. :func:`classify` finds the documented failure behind the exception
+   (None: a bug), :func:`exit_code` its code and :func:`last_line` its text; all three go into a ``RankResult``.
+2. A local rank (``rank.py``) leaves that result next to its job and exits with the code. The launcher (``local.py``)
+   gives the other ranks ``GRACE`` seconds to end, kills what is left, and reads a result for each; one that left none,
+   killed by a signal or ended by a C library, gets one from its exit status, its status page and its log.
+3. The launcher chooses with :func:`first_cause` the rank that failed first, and makes the line with :func:`describe`:
+   a ``RunResult`` with that rank's code.
+4. Under torchrun and Slurm nobody collects results. ``Rendezvous.first_word`` finds the rank that knows the cause: it
+   alone prints, rank 0 writes its line to ``status.json``, and each rank exits with its own code.
+5. A rank that hangs or is stopped cannot report. The watchdog names it: the local launcher kills all ranks and uses the
+   watchdog's line, and under torchrun and Slurm each rank's sidecar makes its rank exit with code 4.
+6. ``api.launch`` closes ``status.json`` with code and line, and returns them to the command, which prints the line
+   and exits with the code.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from shlex import quote
+
+from megatron_run.errors import ExitCode, OutOfMemoryError, RankLostError, RunError
+from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
+from megatron_run_engine.launch.results import RankResult
+
+#: What gloo, NCCL and the store say when a peer is gone or silent. gloo throws plain RuntimeErrors.
+_CONNECTION = re.compile(
+    r"connection (closed|reset|refused|aborted)|closed by peer|broken pipe|timed? ?out|timeout"
+    r"|socket (closed|is closed)|failed to (recv|send)|no response|remote (peer|process)",
+    re.IGNORECASE,
+)
+_COMMUNICATION = re.compile(r"gloo|nccl|tcpstore|filestore|c10d|socket|store", re.IGNORECASE)
+_SMALLER = "lower train.micro_batch_size or set train.recompute=full"
+
+
+def classify(error: BaseException) -> RunError | None:
+    """The documented failure behind ``error``, or None when it is a bug."""
+    if isinstance(error, RunError):
+        return error
+    if isinstance(error, MemoryError):
+        return OutOfMemoryError("the host ran out of memory", origin=_notes(error), fix=_SMALLER)
+    if not isinstance(error, RuntimeError):
+        return None
+    import torch
+    import torch.distributed as dist
+
+    first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in first_line:
+        return OutOfMemoryError("the device ran out of memory", why=first_line, origin=_notes(error), fix=_SMALLER)
+    lost = _CONNECTION.search(str(error)) is not None and _COMMUNICATION.search(str(error)) is not None
+    if lost or isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
+        return RankLostError("another rank was lost", why=first_line, origin=_notes(error))
+    return None
+
+
+def exit_code(error: BaseException) -> ExitCode:
+    """The code with which a process ends because of ``error``."""
+    if isinstance(error, KeyboardInterrupt):
+        return ExitCode.SIGINT
+    known = classify(error)
+    return known.exit_code if known else ExitCode.BUG
+
+
+def one_line(error: BaseException) -> str:
+    """What the user is told: the text of a documented failure, else the exception and where it was raised."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    known = classify(error)
+    if known is not None:
+        return str(known)
+    raised = traceback.TracebackException.from_exception(error)
+    raised.__notes__ = None  # they would be the last line
+    text = "".join(raised.format_exception_only()).strip().splitlines()[-1]
+    place = [f"{frame.filename}:{frame.lineno}" for frame in raised.stack[-1:]]
+    where = ", ".join(filter(None, (*place, _notes(error))))
+    return f"{text} (in {where})" if where else text
+
+
+def _notes(error: BaseException) -> str:
+    """The notes that ``error`` got on its way up: the rank and the action that raised it."""
+    return ", ".join(note.strip().partition("\n")[0] for note in getattr(error, "__notes__", ()))
+
+
+def last_line(error: BaseException, folder: Path | None) -> str:
+    """What the user is told when ``error`` ends the run in ``folder``."""
+    line = one_line(error)
+    return interrupted(line, folder) if isinstance(error, KeyboardInterrupt) else line
+
+
+def interrupted(how: str, folder: Path | None) -> str:
+    """The line of a run that SIGINT ended: unlike the other signals it saves nothing. ``how`` is what happened."""
+    step = last_saved(folder)
+    if folder is None or step is None:
+        return f"{how}, which saves nothing: no step was saved before"
+    return f"{how}, which saves nothing: step {step} was saved last; {how_to_resume(folder)}"
+
+
+def last_saved(folder: Path | None) -> int | None:
+    """The newest step that the run in ``folder`` has saved; None where there is none."""
+    steps = Checkpoints(folder / CHECKPOINTS).steps() if folder is not None else []
+    return steps[-1] if steps else None
+
+
+def how_to_resume(folder: Path) -> str:
+    """What to type, whatever folder and step the run was started with."""
+    return f"to go on from it, run the same command with --set {quote(f'run.folder={folder}')} --resume auto"
+
+
+def first_cause(results: Sequence[RankResult]) -> RankResult | None:
+    """The failed rank that brought down the others, or None when all went well.
+
+    Where every failed rank blames another, as when one hangs, prefer one that blames a rank without a report: the
+    others blame ranks that ended for the same reason.
+    """
+    failed = [result for result in results if result.failed]
+    silent = {result.rank for result in failed if not result.reported}
+
+    def precedence(result: RankResult) -> tuple[bool, bool, bool, int, int]:
+        hearsay = result.secondary and result.lost not in silent
+        return result.killed, result.secondary, hearsay, result.order, result.rank
+
+    return min(failed, key=precedence, default=None)
+
+
+def describe(cause: RankResult, results: Sequence[RankResult]) -> str:
+    """One line: what happened, on which rank, and its log; then the ranks that had to be killed.
+
+    A message of several lines (several problems found at once) keeps them.
+    """
+    where = f"log: {cause.log}" if len(results) == 1 else f"rank {cause.rank}, log: {cause.log}"
+    first, *others = _reason(cause).splitlines() or [""]
+    line = f"{first} ({where})"
+    killed = [str(result.rank) for result in results if result.killed]
+    if killed and cause.secondary:
+        many, were = ("s", "were") if len(killed) > 1 else ("", "was")
+        line += f"; rank{many} {', '.join(killed)} did not end and {were} killed"
+    if not cause.reported and not cause.place:  # the cause is silent: quote the first rank that missed it
+        missed = [each for each in results if each.reported and each.lost == cause.rank]
+        line += "".join(f"; {each.message}" for each in sorted(missed, key=lambda each: each.order)[:1])
+    return "\n".join([line, *others])
+
+
+def _reason(cause: RankResult) -> str:
+    where = f" in {cause.place}" if cause.place else ""
+    if cause.status < 0:
+        known = {number.value: number.name for number in signal.Signals}
+        return f"a rank was killed by {known.get(-cause.status, f'signal {-cause.status}')}{where}"
+    if cause.reported:
+        return cause.message
+    line = last_log_line(cause.log)
+    return f"a rank ended with exit code {cause.status}{where}" + (f": {line}" if line else "")
+
+
+def last_log_line(log: Path, window: int = 8192) -> str:
+    """The last line of ``log`` that is not empty, as far as its last ``window`` bytes tell."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - window))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def count_warnings(log: Path) -> tuple[int, str]:
+    """How many lines of ``log`` are warnings, and the first of them."""
+    try:
+        with log.open(encoding="utf-8", errors="replace") as lines:
+            found = [line.strip() for line in lines if "Warning:" in line or line.startswith(("WARNING", "warning:"))]
+    except OSError:
+        return 0, ""
+    return len(found), found[0] if found else ""

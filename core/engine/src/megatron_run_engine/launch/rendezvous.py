@@ -1,0 +1,243 @@
+"""Ranks meet at a key-value store, and agree on what they run before they build anything."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import sha256
+from typing import Any, Generic, TypeVar
+
+# torch.distributed has these names too, but does not declare them as its own.
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
+
+from megatron_run.errors import ExitCode, InputError, PluginError, RankLostError, RunError
+from megatron_run_engine.launch.failures import exit_code
+from megatron_run_engine.runtime.world import World
+
+T = TypeVar("T")
+
+#: Seconds that ranks wait longer than rank 0, so that it is rank 0 that names a missing rank.
+_SLACK = 2.0
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+
+class PeerError(RunError):
+    """Another rank has reported the failure: this rank ends with the same code and prints nothing."""
+
+    def __init__(self, rank: int, code: int) -> None:
+        super().__init__(f"rank {rank} failed")
+        self.exit_code = ExitCode(code)
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """What a piece of work returned, or what it raised, kept until the other ranks know."""
+
+    values: tuple[T, ...]
+    error: Exception | None = None
+
+
+def attempt(work: Callable[[], T]) -> Outcome[T]:
+    """Do ``work``, and keep what it raises."""
+    try:
+        return Outcome((work(),))
+    except Exception as error:
+        return Outcome((), error)
+
+
+@dataclass(frozen=True)
+class Agreement(Generic[T]):
+    """A phase that succeeded on every rank: what this rank's work returned, and the notes on it.
+
+    ``first`` is rank 0's note, ``notes`` those of all ranks, which only rank 0 has.
+    """
+
+    value: T
+    first: Mapping[str, Any]
+    notes: tuple[Mapping[str, Any], ...] = ()
+
+
+class Rendezvous:
+    """The ranks of one world around a key-value store, each phase under its own keys.
+
+    Rank 0 reads the notes of all ranks, once; the others read one verdict of fixed size. So a phase costs the store
+    time and bytes proportional to the number of ranks, and not to its square.
+    """
+
+    def __init__(self, world: World, timeout: float) -> None:
+        self._world = world
+        self._timeout = timeout
+        # torchrun's agent keeps its store over restarts, with the keys of the ranks that failed: each start has a
+        # prefix of its own, as in torch's env://.
+        self._store = PrefixStore(f"attempt-{world.restart}", _open_store(world, timeout))
+
+    @property
+    def group_store(self) -> Store:
+        """For the process group, under a prefix of its own."""
+        return PrefixStore("group", self._store)
+
+    def agree(
+        self, phase: str, outcome: Outcome[T], note: Callable[[T], Mapping[str, Any]] = lambda _: {}
+    ) -> Agreement[T]:
+        """Wait until all ranks have an outcome of ``phase``.
+
+        If it failed on any rank, all raise: the lowest of these ranks its own error, the others :class:`PeerError`.
+        """
+        rank, store = self._world.rank, self._store
+        notes: tuple[Mapping[str, Any], ...] = ()
+        mine = {"failure": exit_code(outcome.error)} if outcome.error else {**note(outcome.values[0]), "failure": None}
+        store.set(f"{phase}/{rank}", json.dumps(mine))
+        verdict: dict[str, Any]
+        if rank == 0:
+            keys = [f"{phase}/{each}" for each in range(self._world.size)]
+            self._wait(phase, keys, self._timeout)
+            notes = tuple(json.loads(text) for text in store.multi_get(keys))
+            failures = ((each, said["failure"]) for each, said in enumerate(notes) if said["failure"] is not None)
+            failed, code = next(failures, (None, None))
+            verdict = {"failed": failed, "code": code, "first": notes[0]}
+            store.set(f"{phase}/verdict", json.dumps(verdict))
+        else:
+            self._wait(phase, [f"{phase}/verdict"], self._timeout + _SLACK)
+            verdict = json.loads(store.get(f"{phase}/verdict"))
+        if verdict["failed"] is None:
+            return Agreement(outcome.values[0], verdict["first"], notes)
+        if outcome.error is not None and verdict["failed"] == rank:
+            raise outcome.error
+        raise PeerError(verdict["failed"], verdict["code"])
+
+    def _wait(self, phase: str, keys: list[str], timeout: float) -> None:
+        try:
+            self._store.wait(keys, timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise self._name_missing(phase, error) from error
+
+    def _name_missing(self, phase: str, error: RuntimeError) -> RunError:
+        """The error that names the ranks which did not reach ``phase``; only the lowest of those that did reports."""
+        came = (self._store.check([f"{phase}/{rank}"]) for rank in range(self._world.size))
+        try:
+            lowest = next(rank for rank, is_there in enumerate(came) if is_there)
+            if lowest != self._world.rank:
+                return PeerError(lowest, ExitCode.RANK_LOST)
+            missing = [*range(lowest), *(rank for rank, is_there in enumerate(came, lowest + 1) if not is_there)] or [0]
+        except RuntimeError:
+            return RankLostError("the rank that serves the rendezvous is gone", why=str(error).splitlines()[0])
+        return RankLostError(
+            f"rank {', '.join(map(str, missing))} of {self._world.size} did not join within {self._timeout:g} s",
+            why=f"phase {phase!r}",
+            fix="see the log of that rank, or raise run.timeout",
+            rank=missing[0],
+        )
+
+    def keep(self, table: Mapping[str, str]) -> str:
+        """Store ``table`` under its SHA-256, which is returned, so that equal tables are stored once."""
+        text = json.dumps(dict(table), sort_keys=True)
+        name = sha256(text.encode()).hexdigest()
+        if not self._store.check([f"table/{name}"]):
+            self._store.set(f"table/{name}", text)
+        return name
+
+    def recall(self, name: str) -> dict[str, str]:
+        """The table that some rank has stored under ``name``."""
+        table: dict[str, str] = json.loads(self._store.get(f"table/{name}"))
+        return table
+
+    def first_word(self, message: str, lost: int | None) -> tuple[int, str]:
+        """The rank that knows why this one failed, and its message.
+
+        Follow 'rank X is lost' reports to the rank that failed first: this rank fails with ``message`` because of rank
+        ``lost``, which may have failed because of another rank, and so on.
+        """
+        speaker, heard = self._world.rank, {self._world.rank}
+        with suppress(RuntimeError):  # a lost rank may not have reported, and the store may be gone with it
+            self._store.set(f"word/{speaker}", json.dumps([message, lost]))
+            while lost is not None and lost not in heard:
+                heard.add(lost)
+                self._store.wait([f"word/{lost}"], timedelta(seconds=_SLACK))
+                speaker, (message, lost) = lost, json.loads(self._store.get(f"word/{lost}"))
+        return speaker, message
+
+    def leave(self) -> None:
+        """Say that this rank needs the store no more. The rank that serves it waits for the others first."""
+        with suppress(RuntimeError):
+            self._store.set(f"left/{self._world.rank}", "")
+            if self._world.serves_store:
+                others = [f"left/{rank}" for rank in range(self._world.size)]
+                self._store.wait(others, timedelta(seconds=_SLACK))
+
+
+def _open_store(world: World, timeout: float) -> Store:
+    """The store of ``world``; ``timeout`` seconds to reach it. Raises :class:`RankLostError` when nobody listens."""
+    if world.size == 1:
+        return HashStore()
+    if world.init_method.startswith("file://"):
+        return FileStore(world.init_method.removeprefix("file://"), world.size)
+    host, _, port = world.init_method.removeprefix("tcp://").rpartition(":")
+    try:
+        return TCPStore(
+            host,
+            int(port),
+            is_master=world.serves_store,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        verb = "open" if world.serves_store else "reach"
+        raise RankLostError(
+            f"rank {world.rank} cannot {verb} the rendezvous at {world.init_method}",
+            why=str(error).splitlines()[0],
+            fix="check that the first host is up and the port is free and open",
+        ) from error
+
+
+def check_digests(notes: Sequence[Mapping[str, Any]], recall: Callable[[str], Mapping[str, str]]) -> None:
+    """Raise :class:`PluginError` with a table of what differs between ranks and on which hosts.
+
+    Each note has ``host`` and ``digest``, the name under which ``recall`` finds a flat table of texts that must agree;
+    the same name is the same table. Nothing is recalled while all agree.
+    """
+    names = {note["digest"] for note in notes}
+    if len(names) < 2:
+        return
+    tables = {name: recall(name) for name in names}
+    ranks = [(note["host"], tables[note["digest"]]) for note in notes]
+    keys = sorted({key for table in tables.values() for key in table})
+    differing = [key for key in keys if len({table.get(key) for table in tables.values()}) > 1]
+    rows = "".join(f"\n  {_row(key, ranks)}" for key in differing)
+    raise PluginError(
+        "the ranks do not run the same thing",
+        why=f"{len(differing)} {'entries differ' if len(differing) > 1 else 'entry differs'}",
+        fix=f"install the same versions and pass the same arguments on every host{rows}",
+    )
+
+
+def _row(key: str, ranks: Sequence[tuple[str, Mapping[str, str]]]) -> str:
+    """The values of ``key``, each with the ranks and hosts that have it; a SHA-256 is cut short."""
+    holders: dict[str, list[str]] = {}
+    for rank, (host, table) in enumerate(ranks):
+        value = table.get(key, "nothing")
+        value = value[:12] if _SHA256.fullmatch(value) else value
+        holders.setdefault(value, []).append(f"{rank} ({host})")
+    return f"{key}: " + ", ".join(f"{value} on rank {', '.join(having)}" for value, having in holders.items())
+
+
+def check_gpus(notes: Sequence[Mapping[str, Any]]) -> None:
+    """Raise :class:`InputError` when two ranks have the same ``gpu``, a name unique in the world, empty on the CPU.
+
+    A rank that sees one GPU cannot know whether it is its own or the only one of the host.
+    """
+    holders: dict[str, list[int]] = {}
+    for rank, note in enumerate(notes):
+        if note["gpu"]:
+            holders.setdefault(note["gpu"], []).append(rank)
+    shared = next((ranks for ranks in holders.values() if len(ranks) > 1), None)
+    if shared is not None:
+        raise InputError(
+            f"rank {', '.join(map(str, shared))} would train on the same GPU of {notes[shared[0]]['host']}",
+            why="each sees only this one",
+            fix="start one rank for each GPU or set run.device=cpu",
+        )

@@ -1,0 +1,84 @@
+"""How a rank ended, and how the run did: the two records of a failure on its way to the user."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_run.errors import ExitCode
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How one rank ended: its own report, completed by the local launcher with what only the launcher sees.
+
+    ``status`` is the exit status as :class:`subprocess.Popen` gives it, negative for a signal. ``message`` is one line,
+    or one for each of several problems; it is empty where another rank explains the failure. ``secondary``: it failed
+    only because another rank did, rank ``lost`` where it knows which.
+
+    The launcher adds: ``reported``, false when the rank left no result; ``order``, in which ranks were seen to end;
+    ``killed``, by the launcher, because another rank had failed; its ``log``; and ``place``, its last known activity.
+    """
+
+    rank: int
+    status: int
+    message: str = ""
+    secondary: bool = False
+    lost: int | None = None
+    reported: bool = True
+    order: int = 0
+    killed: bool = False
+    log: Path = Path()
+    place: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended with anything but success."""
+        return self.status != 0
+
+    @property
+    def code(self) -> ExitCode:
+        """The documented exit code: a signal is a lost rank, an unknown status a bug."""
+        if self.status < 0:
+            return ExitCode.RANK_LOST
+        try:
+            return ExitCode(self.status)
+        except ValueError:
+            return ExitCode.BUG
+
+    def write(self, job: Path) -> None:
+        """Leave the rank's own part next to the ``job`` file, for :meth:`read`: whole or not at all."""
+        path = _path(job, self.rank)
+        temporary = path.with_suffix(".part")
+        report = {"message": self.message, "secondary": self.secondary, "lost": self.lost}
+        temporary.write_text(json.dumps(report), encoding="utf-8")
+        temporary.replace(path)
+
+    @classmethod
+    def read(cls, job: Path, rank: int, status: int) -> RankResult:
+        """The result of ``rank``, whose process has ended with ``status``.
+
+        A rank that left none but ends with the code of a lost rank is secondary: by that code it reports another rank.
+        """
+        try:
+            return cls(rank, status, **json.loads(_path(job, rank).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return cls(rank, status, secondary=status == ExitCode.RANK_LOST, reported=False)
+
+
+def _path(job: Path, rank: int) -> Path:
+    return job.with_name(f"result-{rank}.json")
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended: exit code, its folder when there is one, and the line to show, which may be empty.
+
+    ``steps`` is how many steps its local ranks had done by then, as far as their status pages tell.
+    """
+
+    code: ExitCode
+    folder: Path | None = None
+    message: str = ""
+    steps: int = 0

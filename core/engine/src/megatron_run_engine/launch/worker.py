@@ -1,0 +1,209 @@
+"""One rank of a run, whoever started its process: from the words that were typed to the exit code, top to bottom."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_run.contracts.activity import Activity
+from megatron_run.errors import ExitCode, RankLostError
+from megatron_run.planning.digest import digest
+from megatron_run_engine.launch.failures import classify, exit_code, last_line
+from megatron_run_engine.launch.process import assign_device, gpu_name, set_threads, start_device
+from megatron_run_engine.launch.rendezvous import PeerError, Rendezvous, attempt, check_digests, check_gpus
+from megatron_run_engine.launch.results import RankResult
+from megatron_run_engine.launch.signals import stopping_on_signals
+from megatron_run_engine.launch.watchdog.page import PageWriter
+from megatron_run_engine.launch.watchdog.sidecar_client import SidecarClient
+from megatron_run_engine.run_folder import OpenedFolder, RunFolder, join_run_folder, open_run_folder
+from megatron_run_engine.runtime.comm import patience
+from megatron_run_engine.runtime.world import StopRequest, World
+from megatron_run_engine.training.trainer import train_rank
+
+if TYPE_CHECKING:
+    from megatron_run.planning import ResolvedRun
+
+#: Seconds to wait for the others when this rank could not read run.timeout.
+_DEFAULT_TIMEOUT = 600.0
+
+
+class RankWorker:
+    """A rank at work.
+
+    ``resolve_run`` makes the run, the same on every rank, or raises what is wrong with it. ``folder`` is given when
+    our launcher has opened it (and will close it); else rank 0 opens one and the others join it. ``tell`` shows a
+    line to the user. ``page`` is where our launcher reads the status page of this rank.
+    """
+
+    def __init__(
+        self,
+        resolve_run: Callable[[], ResolvedRun],
+        world: World,
+        tell: Callable[[str], None],
+        *,
+        folder: RunFolder | None = None,
+        page: Path | None = None,
+        arguments: Sequence[str] = (),
+        quiet: bool = False,
+        debug: bool = False,
+    ) -> None:
+        self.folder = folder
+        self._resolve_run, self._world, self._tell, self._page = resolve_run, world, tell, page
+        self._arguments, self._quiet, self._debug = arguments, quiet, debug
+        self._opened: OpenedFolder | None = None
+        self._rendezvous: Rendezvous | None = None
+        self._sidecar: SidecarClient | None = None
+        self._terminal = os.dup(2)  # the output of most ranks goes to their log, but one line must reach the user
+
+    def run(self) -> RankResult:
+        """Train. Nothing is raised: whatever happens has an exit code, and a message where this rank must print one."""
+        rank, joined = self._world.rank, self._world.launcher != "local"
+        try:
+            result = RankResult(rank, self._train())
+            with suppress(RuntimeError, ValueError):  # a peer that is gone does not matter any more
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+        except BaseException as error:
+            result = self._failure(error)
+        if self._sidecar is not None:
+            self._sidecar.close(result.code)  # first of all: from here on a pause is no hang
+        speaker = rank
+        if self._rendezvous is not None:
+            if result.message and joined:  # our launcher reads the results of all ranks, and chooses the first cause
+                with stopping_on_signals(StopRequest()):  # torchrun sends SIGTERM to the others once one has exited
+                    speaker, message = self._rendezvous.first_word(result.message, result.lost)
+                result = replace(result, message=message)
+            self._rendezvous.leave()
+        if self._opened is not None:
+            if not self._opened.finished:
+                with suppress(OSError):  # a full disk must not change the exit code
+                    self._opened.folder.end(result.code, result.message)
+            self._opened.lock.release()
+        os.close(self._terminal)
+        ignorant = rank > 0 and result.secondary and result.lost is None  # the rank that knows prints a better line
+        return replace(result, message="") if joined and (speaker != rank or ignorant) else result
+
+    def _train(self) -> ExitCode:
+        """The start of a rank, phase by phase: the ranks agree on the outcome of each, so that all fail together."""
+        resolved = attempt(self._resolve_run)
+        timeout = resolved.values[0].config.run.timeout if resolved.values else _DEFAULT_TIMEOUT
+        self._rendezvous = rendezvous = Rendezvous(self._world, timeout)
+        run = rendezvous.agree("resolve", resolved).value
+        world = self._place(rendezvous, run)
+        if self.folder is None:
+            if world.rank == 0:
+                for notice in run.notices:
+                    self._tell(notice)
+            self.folder = self._find_folder(rendezvous, run)
+        if self.folder is None:
+            return ExitCode.DONE
+        set_threads(run, world)
+        activity = Activity()
+        if self._page is not None:
+            PageWriter(self._page, activity, ahead=world.device != "cpu")
+        elif world.launcher != "local":
+            self._sidecar = sidecar = SidecarClient(world, self.folder, timeout, self._terminal)
+            started = attempt(lambda: sidecar.start_hub() if world.rank == 0 else {})
+            hub = rendezvous.agree("watchdog", started, lambda address: address).first
+            sidecar.start(hub["hub"], hub["token"], activity)
+        if world.size > 1:
+            cuda = world.device.startswith("cuda")
+            dist.init_process_group(
+                backend="nccl" if cuda else "gloo",
+                store=rendezvous.group_store,
+                rank=world.rank,
+                world_size=world.size,
+                timeout=timedelta(seconds=patience(timeout)),
+                device_id=torch.device(world.device) if cuda else None,
+            )
+        return train_in_folder(run, world, self.folder, activity)
+
+    def _place(self, rendezvous: Rendezvous, run: ResolvedRun) -> World:
+        """This rank's world with its device, once all ranks are known to run the same, each on a device of its own."""
+
+        def place() -> World:
+            placed = assign_device(run, self._world)
+            start_device(run, placed.device)
+            return placed
+
+        def note(placed: World) -> dict[str, Any]:
+            kept = rendezvous.keep({**digest(run), "device": placed.device.partition(":")[0]})
+            return {"host": placed.host, "gpu": gpu_name(placed.device), "digest": kept}
+
+        def compare() -> None:
+            check_digests(placed.notes, rendezvous.recall)
+            check_gpus(placed.notes)
+
+        placed = rendezvous.agree("device", attempt(place), note)
+        rendezvous.agree("compare", attempt(compare))  # rank 0 alone has the notes: the others compare none
+        return placed.value
+
+    def _find_folder(self, rendezvous: Rendezvous, run: ResolvedRun) -> RunFolder | None:
+        """Rank 0 opens the run folder and the others find it; None when it is finished."""
+        rank = self._world.rank
+
+        def ticket(opened: OpenedFolder | None) -> dict[str, Any]:
+            if opened is None:
+                return {}
+            folder = opened.folder
+            keys = {"path": str(folder.path), "attempt": folder.attempt, "id": opened.run_id}
+            return {**keys, "finished": opened.finished}
+
+        opening = attempt(lambda: open_run_folder(run, self._arguments) if rank == 0 else None)
+        self._opened = opening.values[0] if opening.values else None
+        found = rendezvous.agree("open", opening, ticket).first
+        if found["finished"]:
+            if rank == 0:
+                self._tell(f"run folder {found['path']} is finished: nothing to do")
+            return None
+        joining = attempt(lambda: join_run_folder(Path(found["path"]), found["attempt"], found["id"], rank))
+        folder = rendezvous.agree("join", joining).value
+        if rank > 0 or self._quiet:
+            redirect_output(folder.log(rank))
+        return folder
+
+    def _failure(self, error: BaseException) -> RankResult:
+        """The result of a rank that raised ``error``. A bug prints its traceback, with ``--debug`` every error does."""
+        code, known = exit_code(error), classify(error)
+        reported_by_peer = isinstance(error, PeerError)
+        if self._debug or (code == ExitCode.BUG and not reported_by_peer):
+            traceback.print_exception(error)
+        message = "" if reported_by_peer else last_line(error, None if self.folder is None else self.folder.path)
+        lost = known.rank if isinstance(known, RankLostError) else None
+        secondary = reported_by_peer or isinstance(known, RankLostError)
+        return RankResult(self._world.rank, code, message, secondary, lost)
+
+
+def train_in_folder(run: ResolvedRun, world: World, folder: RunFolder, activity: Activity | None = None) -> ExitCode:
+    """Train with signals attended to; the last step done is on disk afterwards, whatever happens.
+
+    ``phases`` hears what this rank does.
+    """
+    limit = run.config.run.time_limit
+    stop = StopRequest(limit.seconds) if limit else StopRequest()
+    with stopping_on_signals(stop):
+        try:
+            return train_rank(run, world, folder, stop, activity)
+        finally:
+            with suppress(OSError):
+                folder.flush()
+
+
+def redirect_output(log: Path) -> None:
+    """Make ``log`` this process's descriptors 1 and 2."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
