@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast, get_args
+import platform
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 
@@ -10,32 +11,53 @@ from megatron_run.contracts import RunSummary
 from megatron_run.contracts.topology import Replicas
 from megatron_run.pipeline.timeline import timeline
 from megatron_run.planning.batch_size import BatchSizes
+from megatron_run_engine.run_folder.folder import write_json
 from megatron_run_engine.runtime.parameters import count_parameters
 from megatron_run_engine.training.observing import Observers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from megatron_run.contracts import Observer
+    from megatron_run.contracts import DevicePeak, Observer
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.run_folder import RunFolder
     from megatron_run_engine.training.build import Assembly
 
 
 def start_observers(
-    run: ResolvedRun, assembly: Assembly, validation: Sequence[int], folder: RunFolder, first_step: int
+    run: ResolvedRun,
+    assembly: Assembly,
+    validation: Sequence[int],
+    folder: RunFolder,
+    first_step: int,
+    peak: DevicePeak | None,
 ) -> Observers:
     """Make the observers and tell them of the start, at ``first_step``; on ranks above 0 there are none. Collective.
 
-    ``validation`` are the samples on which the model is evaluated.
+    ``validation`` are the samples on which the model is evaluated, ``peak`` is that of rank 0's device.
     """
     parameters = model_parameters(assembly)
     if assembly.context.topology.rank:
         return Observers([], assembly.context.log)
+    write_json(folder.records / "device.json", device_record(assembly.context.device, run.config.train.precision, peak))
     made = [(plugin.name, cast("Observer", plugin.create())) for plugin in run.plugins["observer"]]
     observers = Observers(made, assembly.context.log)
-    observers.on_train_start(summarise(run, assembly, validation, folder, parameters, first_step))
+    observers.on_train_start(summarise(run, assembly, validation, folder, parameters, first_step, peak))
     return observers
+
+
+def device_record(device: torch.device, precision: str, peak: DevicePeak | None) -> dict[str, Any]:
+    """``device.json``: what rank 0 computes on, and of which peak its mfu is a fraction."""
+    cpu = platform.processor() or platform.machine()
+    return {
+        "v": 1,
+        "device": device.type,
+        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "threads": torch.get_num_threads(),
+        "precision": precision,
+        "peak_tflops": peak and peak.tflops,
+        "peak_source": peak and peak.source,
+    }
 
 
 def model_parameters(assembly: Assembly) -> int:
@@ -54,6 +76,7 @@ def summarise(
     folder: RunFolder,
     parameters: int,
     first_step: int,
+    peak: DevicePeak | None,
 ) -> RunSummary:
     """What observers are told at the start."""
     train = run.config.train
@@ -68,4 +91,5 @@ def summarise(
         plan=run.describe(),
         timeline=timeline(run.plans[max(run.plans)]),
         baselines=assembly.data.baselines(train.sequence_length, train.seed, validation),
+        peak=peak,
     )

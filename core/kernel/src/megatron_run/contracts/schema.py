@@ -44,6 +44,11 @@ class RunSection(Section):
     time_limit: Duration | None = Field(
         None, description="after it, counted from the start of training: finish the step, save, exit with 75"
     )
+    peak_tflops: float | None = Field(
+        None,
+        gt=0,
+        description="TFLOP/s of one device, which mfu is relative to; unset: known, on the CPU measured",
+    )
     deterministic: bool | None = Field(None, description="deterministic kernels only; unset: true on the CPU")
     init_from: Path | None = Field(
         None, description="start from the weights of this run folder, saved step or imported folder"
