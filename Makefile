@@ -22,7 +22,7 @@ unexport PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 # DeepSpeed comes as sources, and would compile operators that nothing here uses.
 export DS_BUILD_OPS := 0
 
-.PHONY: run test lint types unit gpu grid graph-grid campaigns setup format docs wheels clean
+.PHONY: run test lint types unit gpu grid graph-grid campaigns setup format docs site wheels clean
 run: $(RUNTIME)
 	.venv/bin/megatron-run --plugin schedule=interleaved
 
@@ -82,8 +82,11 @@ docs: $(DEV)
 	$(PY) -m tests.support.flag_tables
 	$(PY) -m tests.support.consoles
 	$(PY) -m tests.support.walk
+# The documentation as a site, in site/; a broken link is an error.
+site: $(DEV)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q --strict
 wheels: $(DEV)
 	rm -rf dist
 	MEGATRON_RUN_RELEASE=1 $(PIP) wheel --no-deps --no-build-isolation -w dist . $(addprefix ./,$(MEMBERS))
 clean:
-	rm -rf .venv dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv dist site .mypy_cache .pytest_cache .ruff_cache

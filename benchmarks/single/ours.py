@@ -61,7 +61,7 @@ class OurTraining(Side):
         self._trainer = Trainer(run, assembly, folder, stop)
         # A run saves when it is stopped.
         self._trainer._checkpoints.after_step = _save_nothing  # type: ignore[method-assign]
-        self._observers = start_observers(run, assembly, [], folder, self._trainer.resume())
+        self._observers = start_observers(run, assembly, [], folder, self._trainer.resume(), self._trainer.peak)
         dataset = assembly.data.dataset("train", shape.sequence, run.config.train.seed)
         self._samples, self._shape = SampleStream(dataset, run.config.train.seed), shape
 

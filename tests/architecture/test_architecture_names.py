@@ -32,6 +32,12 @@ def test_plugin_names_follow_from_the_folder(plugin: Member) -> None:
 
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=str)
+def test_plugin_is_found_by_the_keywords_of_a_new_one(plugin: Member) -> None:
+    keywords = ["megatron-run", "megatron-run-plugin", f"megatron-run-{plugin.folder.parent.name}"]
+    assert plugin.project["keywords"] == keywords
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=str)
 def test_plugin_has_tests_where_its_name_says(plugin: Member) -> None:
     kind, name = plugin.folder.parent.name, plugin.folder.name
     expected = f"test_{kind}_{name}".replace("-", "_")

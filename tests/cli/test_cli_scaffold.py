@@ -3,15 +3,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
+import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
 from megatron_run.contracts import KINDS, RUN_KINDS, entry_point_group
 from megatron_run.errors import ExitCode, InputError
 from megatron_run.registry.discover import Catalog
 from megatron_run_cli.scaffold import new
 from megatron_run_testing.conformance import check
+from tests.support.checkout import ROOT
 
 NOTHING = Catalog(())
 
@@ -37,7 +41,15 @@ def test_one_name_is_derived_everywhere(kind: str, tmp_path: Path) -> None:
     assert (
         written
         == set(package.files)
-        == {"pyproject.toml", "README.md", f"src/{module}/__init__.py", f"tests/test_{module}.py"}
+        == {
+            "pyproject.toml",
+            "README.md",
+            "LICENSE",
+            ".github/workflows/test.yml",
+            ".github/workflows/publish.yml",
+            f"src/{module}/__init__.py",
+            f"tests/test_{module}.py",
+        }
     )
     use = f"--plugin {package.choice}" if kind in RUN_KINDS else "import SOURCE FOLDER --from zig-zag"
     assert package.command == f"megatron-run {use}"
@@ -50,6 +62,46 @@ def test_a_new_packages_own_test_passes(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=package.folder, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout
     assert "10 passed" in done.stdout
+
+
+def test_a_new_package_can_be_published_and_found(tmp_path: Path) -> None:
+    package = new("graph-capture", "zigzag", tmp_path / "made", NOTHING)
+    project = tomllib.loads((package.folder / "pyproject.toml").read_text())["project"]
+    assert {"megatron-run-plugin", "megatron-run-graph-capture"} <= set(project["keywords"])
+    assert (project["license"], project["license-files"]) == ("Apache-2.0", ["LICENSE"])
+    assert (package.folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    workflows = {file.stem: YAML(typ="safe").load(file.read_text()) for file in package.folder.glob(".github/*/*.yml")}
+    assert set(workflows) == {"test", "publish"}
+    (job,) = workflows["test"]["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [
+        "python -m pip install '.[test]'",
+        "python -m pytest",
+    ]
+    assert job["env"]["PIP_EXTRA_INDEX_URL"] == "${{ vars.PIP_EXTRA_INDEX_URL }}"
+    publish = workflows["publish"]["jobs"]["publish"]
+    assert publish["permissions"] == {"id-token": "write"}
+    assert publish["steps"][-1]["uses"].startswith("pypa/gh-action-pypi-publish@")
+
+
+@pytest.mark.slow
+def test_a_new_package_builds_with_its_metadata(tmp_path: Path) -> None:
+    package = new("observer", "best", tmp_path / "made", NOTHING)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
+    done = subprocess.run(
+        [*command, "-w", str(tmp_path / "dist"), str(package.folder)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as content:
+        folder = "megatron_run_observer_best-0.1.0.dist-info"
+        metadata = message_from_bytes(content.read(f"{folder}/METADATA"))
+        assert content.read(f"{folder}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert "megatron-run-plugin" in metadata["Keywords"].split(",")
 
 
 def test_new_packages_are_clean_code(tmp_path: Path) -> None:

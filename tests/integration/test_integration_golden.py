@@ -14,7 +14,7 @@ from tests.support.commands import COMMAND, run_command
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "tiny.json").read_text())
 #: What two runs of one configuration may differ in: times, and what follows from them.
-TIMES = {"time", "step_time_s", "tokens_per_s", "tflops_per_device", "memory_peak_gib"}
+TIMES = {"time", "step_time_s", "tokens_per_s", "tflops_per_device", "mfu", "memory_peak_gib"}
 
 pytestmark = pytest.mark.multiproc
 

@@ -79,6 +79,9 @@ def _plan(kind: str, words: dict[str, str]) -> tuple[tuple[str, str], ...]:
     return (
         ("pyproject.toml", "pyproject.toml.in"),
         ("README.md", "README.md.in"),
+        ("LICENSE", "LICENSE.in"),
+        (".github/workflows/test.yml", "workflow-test.yml.in"),
+        (".github/workflows/publish.yml", "workflow-publish.yml.in"),
         (f"src/{words['package']}/__init__.py", f"{kind}.py.in"),
         (f"tests/test_{words['package']}.py", "test.py.in"),
     )

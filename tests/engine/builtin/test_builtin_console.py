@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_run.contracts import CaptureMetrics, CaptureSize, CheckpointMetrics, EvalMetrics
+from megatron_run.contracts import CaptureMetrics, CaptureSize, CheckpointMetrics, DevicePeak, EvalMetrics
 from megatron_run_engine.builtin.observer.console import (
     ConsoleObserver,
     ConsoleOptions,
@@ -50,7 +50,7 @@ def test_plain_lines_are_few_and_cover_the_run(tmp_path: Path, first: int, steps
 
 def test_a_plain_line_holds_the_numbers_and_the_time_left(tmp_path: Path) -> None:
     first, *_ = [line for line in shown(tmp_path, 100).splitlines() if line.startswith("step")]
-    assert first == "step   1/100  loss 2.2500  grad norm 1.5  lr 1.00e-04  512 tokens/s  1 min 39 s left"
+    assert first == "step   1/100  loss 2.2500  grad norm 1.5  lr 1.00e-04  512 tokens/s  mfu 25%  1 min 39 s left"
 
 
 def test_a_saved_step_is_told_with_its_size_and_times(tmp_path: Path) -> None:
@@ -157,3 +157,15 @@ def test_a_capture_is_told_of_the_rank_that_is_seen(ranks: int, whose: str, tmp_
     observer.on_train_start(replace(example_run(tmp_path), world_size=ranks))
     observer.on_capture(CaptureMetrics(2, size, size, 0.12))
     assert f"step 2  captured{whose} 1 region, 2 graphs, 1 slot in 0.1 s, as planned\n" in stream.getvalue()
+
+
+def test_the_mfu_is_shown_beside_the_peak_that_it_is_relative_to(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    observer = ConsoleObserver(ConsoleOptions(plain=True), Console(file=stream, width=120))
+    observer.on_train_start(replace(example_run(tmp_path), peak=DevicePeak(0.1234, "measured")))
+    observer.on_step_end(replace(example_step(1), mfu=0.416))
+    observer.on_step_end(replace(example_step(4), mfu=None))
+    observer.on_train_end("finished")
+    assert "mfu is relative to 0.123 TFLOP/s a device (measured)\n" in stream.getvalue()
+    assert "512 tokens/s  mfu 42%" in stream.getvalue()
+    assert stream.getvalue().count("  mfu") == 1

@@ -33,7 +33,7 @@ def test_a_line_has_the_documented_fields_in_order(tmp_path: Path) -> None:
     (line,) = strict(tmp_path / "metrics.jsonl")
     assert list(line) == FIELDS
     assert (line["v"], line["step"], line["attempt"], line["loss"], line["samples"]) == (1, 1, 3, 2.25, 8)
-    assert (line["mfu"], line["skipped"], line["extra"]) == (None, False, {"model/aux": 0.125})
+    assert (line["mfu"], line["skipped"], line["extra"]) == (0.25, False, {"model/aux": 0.125})
     observer.on_train_end("finished")
 
 

@@ -93,7 +93,7 @@ def example_step(step: int, loss: float | None = 2.25, *, skipped_total: int = 0
         step_time_s=1.0,
         tokens_per_s=512.0,
         tflops_per_device=0.01,
-        mfu=None,
+        mfu=0.25,
         memory_peak_gib=0.5,
         extra={"model/aux": 0.125},
     )

@@ -38,7 +38,7 @@ def test_every_number_of_a_step_is_a_curve(tmp_path: Path) -> None:
     trained(tmp_path).on_train_end("finished")
     reader = read(tmp_path)
     drawn = set(reader.Tags()["scalars"])
-    assert drawn == (set(STEP_TAGS) - {"speed/mfu"}) | {"model/aux", "baseline/byte_bigram"}
+    assert drawn == set(STEP_TAGS) | {"model/aux", "baseline/byte_bigram"}
     points = reader.Scalars("train/loss")
     assert [(point.step, point.value, point.wall_time) for point in points] == [
         (step, 1 + step / 8, 1_700_000_000 + step) for step in range(1, 5)
@@ -143,3 +143,18 @@ def test_importing_the_plugin_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "[]\n"
+
+
+def test_the_end_says_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, programs = tmp_path / "a run", tmp_path / "env"
+    folder.mkdir()
+    programs.mkdir()
+    (programs / "tensorboard").touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    for path, program in (("", "env/tensorboard"), (str(programs), "tensorboard")):
+        monkeypatch.setenv("PATH", path)
+        trained(folder, attempt=1 + bool(path)).on_train_end("finished")
+        assert capsys.readouterr().out == f"to see it in TensorBoard: {program} --logdir 'a run'\n"

@@ -17,7 +17,7 @@ from megatron_run_engine.training.device import peak_memory_gib
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from megatron_run.contracts import Model
+    from megatron_run.contracts import DevicePeak, Model
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.runtime.metrics import Metrics
 
@@ -111,12 +111,16 @@ class StepDone(NamedTuple):
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What the host knows of a step by itself: its batch in samples, microbatches, learning rate and seconds."""
+    """What the host knows of a step by itself: its batch in samples, microbatches, learning rate and seconds.
+
+    ``peak`` is that of the device, None where it is not known.
+    """
 
     batch: int
     microbatches: int
     lr: float
     seconds: float
+    peak: DevicePeak | None = None
 
 
 def step_metrics(
@@ -125,6 +129,7 @@ def step_metrics(
     """The numbers of the step that ``progress`` counted last, as observers see them."""
     length = run.config.train.sequence_length
     rate = facts.batch * length / facts.seconds
+    tflops = rate * model.flops_per_token(length) / run.sizes.world / 1e12
     return StepMetrics(
         step=progress.step,
         time=time.time(),
@@ -139,8 +144,8 @@ def step_metrics(
         microbatches=facts.microbatches,
         step_time_s=facts.seconds,
         tokens_per_s=rate,
-        tflops_per_device=rate * model.flops_per_token(length) / run.sizes.world / 1e12,
-        mfu=None,  # needs the device's measured peak, which is not known here
+        tflops_per_device=tflops,
+        mfu=None if facts.peak is None else tflops / facts.peak.tflops,
         memory_peak_gib=peak_memory_gib(device),
         extra=_extra(numbers),
     )

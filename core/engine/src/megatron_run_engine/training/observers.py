@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 from collections import Counter
 from operator import index
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 
@@ -14,6 +15,7 @@ from megatron_run.pipeline.timeline import timeline
 from megatron_run.planning.batch_size import BatchSizes
 from megatron_run.planning.describe import describe
 from megatron_run.planning.run import to_yaml
+from megatron_run_engine.run_folder.folder import write_json
 from megatron_run_engine.runtime.parameter_init import count_parameters
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from megatron_run.contracts import (
         CaptureMetrics,
         CheckpointMetrics,
+        DevicePeak,
         EvalMetrics,
         Observer,
         RunSummary,
@@ -121,19 +124,39 @@ class Observers:
 
 
 def start_observers(
-    run: ResolvedRun, assembly: Assembly, validation: Sequence[int], folder: RunFolder, first_step: int
+    run: ResolvedRun,
+    assembly: Assembly,
+    validation: Sequence[int],
+    folder: RunFolder,
+    first_step: int,
+    peak: DevicePeak | None,
 ) -> Observers:
     """Make the observers and tell them of the start, at ``first_step``; on ranks above 0 there are none. Collective.
 
-    ``validation`` are the samples on which the model is evaluated.
+    ``validation`` are the samples on which the model is evaluated, ``peak`` is that of rank 0's device.
     """
     parameters = model_parameters(assembly)
     if assembly.context.topology.rank:
         return Observers([], assembly.context.log)
+    write_json(folder.records / "device.json", device_record(assembly.context.device, run.config.train.precision, peak))
     made = [(plugin.name, cast("Observer", plugin.create())) for plugin in run.plugins["observer"]]
     observers = Observers(made, assembly.context.log)
-    observers.on_train_start(summarise(run, assembly, validation, folder, parameters, first_step))
+    observers.on_train_start(summarise(run, assembly, validation, folder, parameters, first_step, peak))
     return observers
+
+
+def device_record(device: torch.device, precision: str, peak: DevicePeak | None) -> dict[str, Any]:
+    """The contents of ``device.json``: rank 0's device, and the peak that its mfu is relative to."""
+    cpu = platform.processor() or platform.machine()
+    return {
+        "v": 1,
+        "device": device.type,
+        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "threads": torch.get_num_threads(),
+        "precision": precision,
+        "peak_tflops": peak and peak.tflops,
+        "peak_source": peak and peak.source,
+    }
 
 
 def model_parameters(assembly: Assembly) -> int:
@@ -152,6 +175,7 @@ def summarise(
     folder: RunFolder,
     parameters: int,
     first_step: int,
+    peak: DevicePeak | None,
 ) -> RunSummary:
     """What observers are told at the start."""
     train = run.config.train
@@ -166,4 +190,5 @@ def summarise(
         plan=describe(run),
         timeline=timeline(run.plans[max(run.plans)]),
         baselines=assembly.data.baselines(train.sequence_length, train.seed, validation),
+        peak=peak,
     )

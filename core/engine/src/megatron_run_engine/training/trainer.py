@@ -32,6 +32,7 @@ from megatron_run_engine.training.numbers import (
     step_metrics,
 )
 from megatron_run_engine.training.observers import Observers, start_observers
+from megatron_run_engine.training.peak import device_peak
 from megatron_run_engine.training.state.checkpointing import Checkpointing
 from megatron_run_engine.training.tracing import start_tracing
 
@@ -60,7 +61,7 @@ def train_rank(
     trainer = Trainer(run, assembly, folder, stop)
     install_faults(run, assembly, folder.attempt)
     first_step = trainer.resume()
-    observers = start_observers(run, assembly, trainer.validation_samples, folder, first_step)
+    observers = start_observers(run, assembly, trainer.validation_samples, folder, first_step, trainer.peak)
     try:
         code = trainer.train(observers)
     except BaseException as error:
@@ -95,6 +96,8 @@ class Trainer:
         self._evaluator = Evaluator(run, assembly, self._loader, validation)
         self._checkpoints = Checkpointing(run, assembly, folder, self._dataset)
         self._guards = Guards(run, assembly, self._losses, self._last)
+        watched = self._context.topology.rank == 0  # the only rank with observers
+        self.peak = device_peak(run.config.run, train.precision, self._context.device) if watched else None
 
     @property
     def validation_samples(self) -> list[int]:
@@ -167,7 +170,7 @@ class Trainer:
         times = self._accumulate(microbatches, clock).times
         numbers = self._update(lr, weight_decay).to_host(self._context.metrics)
         progress.count(batch, skipped=numbers.skipped)
-        facts = StepFacts(batch, microbatches, lr, time.perf_counter() - start)
+        facts = StepFacts(batch, microbatches, lr, time.perf_counter() - start, self.peak)
         metrics = step_metrics(self._run, self._assembly.model, progress, facts, numbers, self._context.device)
         return StepDone(metrics, times, agreed_code(numbers.means), mismatch=MISMATCH in numbers.means)
 

@@ -31,12 +31,23 @@ class Timeline:
 
 
 @dataclass(frozen=True)
+class DevicePeak:
+    """The most dense TFLOP/s that one device can do in ``train.precision``, which the mfu of a step is a fraction of.
+
+    ``source`` says where the number comes from: ``run.peak_tflops``, ``data sheet`` or ``measured``.
+    """
+
+    tflops: float
+    source: str
+
+
+@dataclass(frozen=True)
 class RunSummary:
     """What an observer is told at the start.
 
     ``folder`` is the run folder; ``steps`` the last step; ``first_step`` where this attempt starts (1 unless resumed);
     ``config`` the resolved configuration and ``plan`` the chosen plugins, both as text; ``timeline`` one planned step
-    of the pipeline; ``baselines`` losses of simple models by name.
+    of the pipeline; ``baselines`` losses of simple models by name; ``peak`` None where it is not known.
     """
 
     folder: Path
@@ -49,14 +60,16 @@ class RunSummary:
     plan: str
     timeline: Timeline
     baselines: Mapping[str, float] = field(default_factory=dict)
+    peak: DevicePeak | None = None
 
 
 @dataclass(frozen=True)
 class StepMetrics:
     """The numbers of one step, host floats; None where there is none. Names are those of ``metrics.jsonl``.
 
-    ``loss`` in nats per token; ``time`` in seconds since the epoch; ``step_time_s`` in seconds; ``memory_peak_gib`` of
-    rank 0; ``extra`` holds what plugins and the model report.
+    ``loss`` in nats per token; ``time`` in seconds since the epoch; ``step_time_s`` in seconds; ``mfu`` is
+    ``tflops_per_device`` over the device's peak; ``memory_peak_gib`` of rank 0; ``extra`` holds what plugins and the
+    model report.
     """
 
     step: int

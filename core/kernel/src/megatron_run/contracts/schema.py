@@ -44,6 +44,11 @@ class RunSection(Section):
     time_limit: Duration | None = Field(
         None, description="from the start of training; then finish the step, save, exit with 75"
     )
+    peak_tflops: float | None = Field(
+        None,
+        gt=0,
+        description="peak TFLOP/s of one device, for mfu; unset: data sheet of the GPU, measured on a CPU",
+    )
     deterministic: bool | None = Field(None, description="only deterministic kernels; unset: true on the CPU")
     init_from: Path | None = Field(
         None, description="start from the weights of this run folder, saved step or imported folder"

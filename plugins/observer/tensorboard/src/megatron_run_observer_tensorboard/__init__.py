@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from math import isfinite
+from pathlib import Path
+from shlex import quote
+from shutil import which
 from typing import TYPE_CHECKING
 
 from megatron_run.contracts import EvalMetrics, Observer, PluginInfo, RunSummary, StepMetrics
@@ -34,6 +38,7 @@ class TensorBoard(Observer):
 
     def __init__(self) -> None:
         self._file: EventFile | None = None
+        self._folder = Path()
 
     def on_train_start(self, run: RunSummary) -> None:
         """Open the file; write configuration, plan, baselines and the timeline. Raises OSError when it cannot."""
@@ -41,6 +46,7 @@ class TensorBoard(Observer):
         from megatron_run_observer_tensorboard.picture import draw
 
         before = run.first_step - 1
+        self._folder = run.folder
         self._file = EventFile(run.folder / "tensorboard", run.first_step)
         self._file.text("run/config", f"```yaml\n{run.config}\n```", before)
         self._file.text("run/plan", f"```\n{run.plan}\n```", before)
@@ -71,7 +77,10 @@ class TensorBoard(Observer):
         self._close()
 
     def on_train_end(self, reason: str) -> None:
-        """Close the file."""
+        """Close the file, and say what shows it."""
+        if self._file is not None:
+            sys.stdout.write(f"to see it in TensorBoard: {shown_by(self._folder)}\n")
+            sys.stdout.flush()
         self._close()
 
     def _write(self, numbers: Mapping[str, float | None], step: int, time: float | None = None) -> None:
@@ -88,6 +97,17 @@ class TensorBoard(Observer):
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def shown_by(folder: Path) -> str:
+    """The command that shows the run in ``folder``, with paths as short as they are from here."""
+    beside = Path(sys.executable).with_name("tensorboard")  # an environment need not be active
+    program = "tensorboard" if which("tensorboard") or not beside.exists() else _from_here(beside)
+    return f"{program} --logdir {quote(_from_here(folder))}"
+
+
+def _from_here(path: Path) -> str:
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 @hookimpl

@@ -15,6 +15,7 @@ from rich.table import Column
 from megatron_run.contracts import (
     CaptureMetrics,
     CheckpointMetrics,
+    DevicePeak,
     EvalMetrics,
     Observer,
     PluginInfo,
@@ -125,6 +126,8 @@ class ConsoleObserver(Observer):
         ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
         say(self._console, f"{run.parameters:,} parameters on {ranks}, steps {run.first_step} to {run.steps}")
         say(self._console, f"run folder {run.folder}")
+        if run.peak:
+            say(self._console, f"mfu is relative to {peak_text(run.peak)}")
         if run.baselines:
             say(self._console, "to compare with: " + ", ".join(f"{k} {v:.3f}" for k, v in run.baselines.items()))
         self._run = run
@@ -209,7 +212,13 @@ def say(console: Console, text: str) -> None:
 def numbers(metrics: StepMetrics) -> str:
     """The numbers of a step that a person watches."""
     norm = "" if metrics.grad_norm is None else f"  grad norm {metrics.grad_norm:.3g}"
-    return f"{step_loss(metrics)}{norm}  lr {metrics.lr:.2e}  {rate(metrics)}"
+    mfu = "" if metrics.mfu is None else f"  mfu {metrics.mfu:.0%}"
+    return f"{step_loss(metrics)}{norm}  lr {metrics.lr:.2e}  {rate(metrics)}{mfu}"
+
+
+def peak_text(peak: DevicePeak) -> str:
+    """``989 TFLOP/s a device (data sheet)``."""
+    return f"{peak.tflops:.3g} TFLOP/s a device ({peak.source})"
 
 
 def step_loss(metrics: StepMetrics) -> str:

@@ -1,0 +1,91 @@
+"""What MkDocs calls while it builds the site: navigation, pages made from the sources, links that leave docs/."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from os.path import relpath
+from pathlib import PurePosixPath
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from docs.site.pages import ROOT, entries, libraries, made_pages
+from megatron_run.contracts import KINDS
+
+#: Pages that lie outside docs/, or go by another name there: path in the repository -> path in the site.
+_MOVED: Mapping[str, str] = {
+    "README.md": "index.md",
+    "docs/index.md": "contents.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+_LINK = re.compile(r"(?P<text>\[(?:[^\[\]]|\[[^\]]*\])*\])\((?!\w+:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
+_HEADING = re.compile(r"^## (?P<title>.+)$|\]\((?P<page>[^)#:]+\.md)\)", re.MULTILINE)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Lay out the navigation: guides as the table of contents has them, then what is made from the sources."""
+    api = [{library.name: [f"api/{module}.md" for module in entries(library)]} for library in libraries()]
+    config.nav = [
+        {"Home": "index.md"},
+        *_guides(),
+        {"Kinds": ["kinds/index.md", *(f"kinds/{kind}.md" for kind in KINDS)]},
+        {"Plugins": "plugins.md"},
+        {"API": ["api/index.md", *api]},
+        {"Project": ["contents.md", "contributing.md", "changelog.md"]},
+    ]
+    return config
+
+
+def _guides() -> Iterator[dict[str, Any]]:
+    """The pages that docs/index.md links to, in its order and under its headings."""
+    groups: dict[str, list[str]] = {}
+    group = groups.setdefault("Guides", [])
+    for match in _HEADING.finditer((ROOT / "docs" / "index.md").read_text(encoding="utf-8")):
+        if match["title"]:
+            group = groups.setdefault(match["title"], [])
+        elif not match["page"].startswith("../"):
+            group.append(match["page"])
+    return ({title: pages} for title, pages in groups.items() if pages)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are not in docs/."""
+    contents = files.get_file_from_path("index.md")
+    assert contents is not None
+    files.remove(contents)
+    for source, path in _MOVED.items():
+        files.append(File.generated(config, path, abs_src_path=str(ROOT / source)))
+    for path, text in made_pages():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn links as they are in the repository into links of the site, or to the repository where it has an address."""
+    source = next((old for old, new in _MOVED.items() if new == page.file.src_uri), f"docs/{page.file.src_uri}")
+    if not (ROOT / source).is_file():  # made for the site
+        return markdown
+    here = PurePosixPath(page.file.src_uri).parent
+
+    def link(match: re.Match[str]) -> str:
+        target = relpath((ROOT / source).parent / match["path"], ROOT)
+        path = _MOVED.get(target, target.removeprefix("docs/"))
+        if files.get_file_from_path(path) is not None:
+            return f"{match['text']}({relpath(path, here)}{match['anchor'] or ''})"
+        if not (ROOT / target).exists():
+            return match[0]  # a broken link: MkDocs says so
+        if config.repo_url:
+            return f"{match['text']}({config.repo_url.rstrip('/')}/blob/main/{target})"
+        return match["text"][1:-1]
+
+    return _outside_code(link, markdown)
+
+
+def _outside_code(change: Any, markdown: str) -> str:
+    """``markdown`` with ``change`` made to every link that stands in no block of code."""
+    parts = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
+    return "".join(part if part.startswith("```") else _LINK.sub(change, part) for part in parts)

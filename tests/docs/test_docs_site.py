@@ -1,0 +1,117 @@
+"""The documentation as a site: it builds without a warning, and holds what is made from the sources."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from docs.site import hooks
+from docs.site.docstrings import as_markdown
+from docs.site.pages import libraries, plugins
+from megatron_run.contracts import KINDS
+from tests.support.checkout import PLUGINS, ROOT
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built as `make site` does, with no address and from this checkout alone."""
+    folder = tmp_path_factory.mktemp("site")
+    clean = {name: text for name, text in os.environ.items() if name not in ("SITE_URL", "REPOSITORY_URL")}
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "-d", str(folder)],
+        cwd=ROOT,
+        env={**clean, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+class Read(HTMLParser):
+    """What a page shows and fetches: its text, its headings' anchors, and the addresses that a browser loads."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.text, self.anchors, self.fetched = "", set[str](), list[str]()
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        told = dict(attrs)
+        self.anchors.add(told.get("id") or "")
+        if tag in ("script", "img", "link") and told.get("rel") != "canonical":
+            self.fetched.append(told.get("src") or told.get("href") or "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_has_a_page_with_its_hook_and_contract(site: Path, kind: str) -> None:
+    word = kind.replace("-", "_")
+    page = Read(site / "kinds" / kind / "index.html")
+    assert f"megatron_run.hookspecs.megatron_run_create_{word}" in page.anchors
+    assert any(anchor.startswith(f"megatron_run.contracts.{word}.") for anchor in page.anchors)
+    assert all(plugin.distribution in page.text for plugin in plugins() if plugin.info.kind == kind)
+
+
+def test_the_page_of_plugins_shows_all_of_this_repository(site: Path) -> None:
+    assert {member.name for member in PLUGINS} < {plugin.distribution for plugin in plugins()}
+    page = Read(site / "plugins" / "index.html")
+    assert all(str(plugin) in page.text and plugin.summary.split("`")[0] in page.text for plugin in plugins())
+    assert "schedule.group_size" in page.text
+
+
+def test_every_library_has_its_reference(site: Path) -> None:
+    for library in libraries():
+        page = Read(site / "api" / library.name / "index.html")
+        assert library.name in page.text
+    contract = Read(site / "api" / f"{libraries()[0].name}.contracts" / "index.html")
+    assert "megatron_run.contracts.plugin.PluginInfo" in contract.anchors
+
+
+def test_the_front_page_is_the_readme(site: Path) -> None:
+    page = Read(site / "index.html")
+    assert "make run" in page.text
+    assert "](" not in page.text
+
+
+def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        assert not [address for address in Read(page).fetched if re.match(r"(https?:)?//", address)], page
+    assert not [file for file in site.rglob("*.css") if re.search(r"@import|url\(\s*['\"]?https?:", file.read_text())]
+
+
+def test_roles_and_literal_blocks_become_markdown() -> None:
+    assert as_markdown("A :class:`~a.b.C` and :meth:`D.e`. Example::\n\n    x") == "A `C` and `e`. Example:\n\n    x"
+    assert as_markdown("``name::``, a:: b") == "``name::``, a:: b"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("[a](../README.md#x) [b](https://x.org) [c](#y)", "[a](index.md#x) [b](https://x.org) [c](#y)"),
+        ("[`t`](../core/pyproject.toml)", "[`t`](https://x.org/y/blob/main/core/pyproject.toml)"),
+        ("[gone](../no-such-file)", "[gone](../no-such-file)"),
+        ("```\n[a](../README.md)\n```", "```\n[a](../README.md)\n```"),
+    ],
+)
+def test_links_that_leave_the_docs_lead_somewhere(line: str, expected: str) -> None:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import File, Files
+    from mkdocs.structure.pages import Page
+
+    config = MkDocsConfig()
+    config.load_dict({"site_name": "x", "repo_url": "https://x.org/y"})
+    config.validate()
+    home, here = (File(name, None, "site", use_directory_urls=True) for name in ("index.md", "design.md"))
+    page, files = Page(None, here, config), Files([home, here])
+    assert hooks.on_page_markdown(line, page, config, files) == expected
