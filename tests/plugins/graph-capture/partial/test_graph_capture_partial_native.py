@@ -15,7 +15,7 @@ from torch.utils import cpp_extension
 from megatron_run.pipeline.sequential import Sequential
 from megatron_run_graph_capture_partial import native
 from megatron_run_graph_capture_partial.executors import find_executor, in_python, out_form
-from tests.support.graph_bench import Pipeline
+from tests.plugins.graph_bench import Pipeline
 
 
 @pytest.mark.slow  # a minute where it was never built; then it is kept

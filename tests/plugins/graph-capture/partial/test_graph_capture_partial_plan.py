@@ -12,8 +12,8 @@ from megatron_run.pipeline.sequential import Sequential
 from megatron_run.planning import resolve
 from megatron_run_engine.launch import train
 from megatron_run_engine.training.dry_run import dry_run_json, dry_run_text
+from tests.plugins.graph_bench import SMALL, Pipeline
 from tests.support.checkout import ROOT
-from tests.support.graph_bench import SMALL, Pipeline
 
 EXPERTS = ("model.experts=4", "model.top_k=2")
 CAPTURE = "graph-capture=partial,scope=attn,moe_router,moe_preprocess"
