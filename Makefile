@@ -22,7 +22,12 @@ unexport PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 # DeepSpeed comes as sources, and would compile operators that nothing here uses.
 export DS_BUILD_OPS := 0
 
-.PHONY: run test lint types unit gpu grid graph-grid campaigns setup format docs site wheels clean
+CORES    := $(shell getconf _NPROCESSORS_ONLN)
+SPREAD   := -n $(if $(filter 1 2 3,$(CORES)),$(shell expr $(CORES) + 1),4) --dist loadfile --no-loadscope-reorder
+PRODUCTS := $(addprefix tests/integration/test_integration_,\
+  $(addsuffix .py,experts scatter_messages tensor tensor_random tensor_text))
+
+.PHONY: run test lint types unit gpu grid graph-grid nightly campaigns setup format docs site wheels clean
 run: $(RUNTIME)
 	.venv/bin/megatron-run --plugin schedule=interleaved
 
@@ -32,20 +37,24 @@ lint: $(DEV)
 	$(PY) -m ruff format --check -q .
 types: $(DEV)
 	$(PY) -m mypy
-# Tests of one file stay in one process: they share what is costly to make. Many start processes of their own, so there
-# is one for a core, and not more than four. tests/conftest.py puts the longest files first; xdist's own order, by the
-# number of tests, would put many of them last.
+# Tests of one file stay in one process: they share what is costly to make. Many wait for processes of their own, so there
+# is one more than cores, and not more than four. Those marked `nightly` are left out. tests/conftest.py puts the longest
+# files first; xdist's own order, by the number of tests, would put many of them last.
 unit: $(DEV)
-	$(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(PY) -m pytest -q $(SPREAD)
 # The tests that need a CUDA device; elsewhere they are skipped, and say so.
 gpu: $(DEV)
 	$(PY) -m pytest -q -m gpu
-# Every schedule in every shape and variant, where `test` runs each shape once: minutes.
+# Every schedule in every shape and variant, and every split, where `test` runs each two choices together once: an hour.
 grid: $(DEV)
 	$(PY) -m tests.integration.whole_grid
+	WHOLE_PRODUCT=1 $(PY) -m pytest -q $(PRODUCTS)
 # Captured graphs in every arrangement of ranks and every way, where `test` runs a selection: minutes.
 graph-grid: $(DEV)
 	$(PY) -m tests.integration.whole_graph_grid
+# What `test` leaves out: wheels, packages that are installed, whole runs with DeepSpeed, walks of pages, benchmarks.
+nightly: $(DEV)
+	$(PY) -m pytest -q -m nightly $(SPREAD)
 # Hundreds of kills, signals, damaged files and malformed inputs, where `test` tries each kind once: minutes.
 campaigns: $(DEV)
 	$(PY) -m tests.campaigns
@@ -77,11 +86,11 @@ format: $(DEV)
 	$(PY) -m ruff format -q .
 # Brings what pages show up to date: quoted files, the reference of the configuration, what commands print.
 docs: $(DEV)
-	$(PY) -m tests.support.quoted
-	$(PY) -m tests.support.key_tables
-	$(PY) -m tests.support.flag_tables
-	$(PY) -m tests.support.consoles
-	$(PY) -m tests.support.walk
+	$(PY) -m tests.docs.quoted
+	$(PY) -m tests.docs.key_tables
+	$(PY) -m tests.docs.flag_tables
+	$(PY) -m tests.docs.consoles
+	$(PY) -m tests.docs.walk
 # The documentation as a site, in site/; a broken link is an error.
 site: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q --strict

@@ -15,6 +15,8 @@ from packaging.requirements import Requirement
 from tests.support.checkout import COMMAND_LINE, KERNEL, MEMBERS, ROOT, Member, read_project
 from tests.support.scratch import Scratch
 
+pytestmark = pytest.mark.nightly
+
 OFFLINE = ("--no-index", "--no-build-isolation", "--disable-pip-version-check", "-q")
 VERSION = read_project(ROOT)["version"]
 INTERLEAVED = next(member for member in MEMBERS if member.name.endswith("interleaved"))

@@ -81,9 +81,10 @@ def measure_tiny(rank: int, world: int) -> dict[str, Any]:
 
 
 @pytest.mark.multiproc
+@pytest.mark.nightly
 def test_every_part_measures() -> None:
     """All sides that are installed train alike: their losses of three steps agree, or measuring refuses."""
-    found = run_ranks(measure_tiny, 1, timeout=110)[0]
+    found = run_ranks(measure_tiny, 1, timeout=280)[0]
     sides = [label(*key) for key in keys()]
     assert list(found["speed"]["apart"]) == sides
     assert found["speed"]["apart"][label(NANOGPT, "fp32")] < APART["fp32"] / 10

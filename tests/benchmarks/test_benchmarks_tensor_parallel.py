@@ -99,8 +99,9 @@ def measure_tiny(rank: int, world: int) -> dict[str, Any]:
 
 
 @pytest.mark.multiproc
+@pytest.mark.nightly
 def test_every_side_measures_and_sends_what_the_formula_says() -> None:
-    found = run_ranks(measure_tiny, 2, timeout=110)[0]
+    found = run_ranks(measure_tiny, 2, timeout=280)[0]
     expected = {name: formula(SHAPES["tiny"], 2, **how) for name, how in OURS.items()}
     assert {name: found["sent"][name] for name in OURS} == expected
     assert found["sent"][ONE_RANK] == 0

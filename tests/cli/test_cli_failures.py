@@ -1,4 +1,7 @@
-"""Every mistake with plugins, configuration or topology: its exit code, and one line that says what to do about it."""
+"""Every mistake with plugins, configuration or topology: its exit code, and one line that names what it is about.
+
+How a line reads as a whole is tested where it is raised.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ import pytest
 
 from megatron_run_cli.main import main
 from tests.support.broken import write_broken
-from tests.support.commands import COMMAND, run_command
 from tests.support.fake_plugins import FakeSite
+from tests.support.forked import forked_command
 
 Output = pytest.CaptureFixture[str]
 
@@ -31,11 +34,11 @@ def here(bench: FakeSite, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Mistake(NamedTuple):
-    """What is typed after ``megatron-run preset:tiny --dry-run``, and what it gets."""
+    """What is typed after ``megatron-run preset:tiny --dry-run``, its exit code, and what its line names."""
 
     typed: str
     code: int
-    says: tuple[str, ...]
+    names: str
     environment: tuple[str, str] | None = None
 
 
@@ -45,260 +48,96 @@ ONE_STAGE = "--plugin schedule=1f1b --set parallel.pipeline=1"
 INTERLEAVED = "--plugin schedule=interleaved"
 
 PLUGINS = {
-    "two distributions offer one name": Mistake(
-        "--plugin schedule=twin",
-        3,
-        (
-            "schedule=twin is offered by 2 distributions: acme-one 1.0, acme-two 1.0 (from --plugin schedule=twin)",
-            "choose --plugin schedule=acme-one:twin or --plugin schedule=acme-two:twin",
-        ),
-    ),
-    "a built-in is shadowed": Mistake(
-        "--plugin schedule=sequential",
-        3,
-        ("(built in), acme-shadow 1.0", "choose --plugin schedule=megatron-run-core:sequential or --plugin "),
-    ),
-    "an unknown name": Mistake(
-        "--plugin schedule=interleavd",
-        3,
-        ("no installed plugin is schedule=interleavd", "did you mean 'interleaved'? installed: sequential, "),
-    ),
-    "a known package that is not installed": Mistake(
-        f"{PLAIN} --plugin model=bert",
-        3,
-        ("no installed plugin is model=bert", "megatron-run-model-bert is planned, not yet released"),
-    ),
-    "an unknown kind": Mistake(
-        f"{PLAIN} --plugin shedule=1f1b",
-        2,
-        ("unknown kind 'shedule'", "did you mean 'schedule'? the kinds are scaler, "),
-    ),
-    "a distribution without it": Mistake(
-        "--plugin schedule=acme:1f1b", 3, ("acme offers no schedule=1f1b", "megatron-run-schedule-1f1b:1f1b")
-    ),
-    "a kind chosen twice": Mistake(
-        f"--plugin schedule=1f1b {INTERLEAVED}",
-        2,
-        ("schedule is chosen twice: 1f1b and interleaved", "(from --plugin schedule=1f1b and --plugin ", "; keep one"),
-    ),
-    "an option given twice": Mistake(
-        f"{PLAIN} --plugin optimizer=adamw,eps=1,eps=2", 2, ("optimizer.eps is given twice", "; keep one")
-    ),
-    "no such file": Mistake(
-        "--plugin schedule=./none.py", 3, ("the plugin file ./none.py cannot be read: there is no ", "write schedule=")
-    ),
-    "an import that calls sys.exit": Mistake(
-        "--plugin schedule=./exits.py",
-        3,
-        ("plugin schedule=exits of ", "exits.py cannot be imported: SystemExit: 3", "the whole cause with --debug"),
-    ),
-    "an import that raises": Mistake(
-        "--plugin schedule=./raises.py",
-        3,
-        ("cannot be imported: KeyError: 'half a plugin' (from --plugin schedule=./r",),
-    ),
-    "another major of the kernel": Mistake(
-        "--plugin schedule=future",
-        3,
-        (
-            "schedule=future of acme-future 1.0 does not fit",
-            "needs megatron-run-core>=9, and 0.1.0",
-            "install a version",
-        ),
-    ),
-    "a newer minor of the kernel": Mistake(
-        "--plugin schedule=newer", 3, ("needs megatron-run-core<0.100,>=0.99, and 0.1.0 is installed",)
-    ),
-    "a misspelt hook": Mistake(
-        "--plugin schedule=./misspelt.py",
-        3,
-        (
-            "schedule=misspelt of ",
-            "breaks its contract: unknown hook megatron_run_create_shedule; did you mean",
-            "(from --plugin schedule=./misspelt.py)",
-        ),
-    ),
-    "an unknown hook argument": Mistake(
-        "--plugin schedule=./colour.py", 3, ("megatron_run_create_schedule has no argument 'colour'; it has options",)
-    ),
-    "a factory that returns None": Mistake(
-        "--plugin schedule=./nothing.py",
-        3,
-        ("megatron_run_create_schedule failed: it returned None, and must return a megatron_run.contracts.Schedule",),
-    ),
-    "a factory that returns the wrong type": Mistake(
-        "--plugin schedule=./number.py", 3, ("it returned an object of type int, and must return",)
-    ),
-    "a factory with the wrong signature": Mistake(
-        "--plugin schedule=./signature.py", 3, ("megatron_run_create_schedule failed: TypeError: ", "'context' (from ")
-    ),
-    "plugins that do not fit each other": Mistake(
-        "--plugin schedule=./needy.py", 3, ("schedule=needy requires optimizer=zero1", "add --plugin optimizer=zero1")
-    ),
-    "a word that is neither": Mistake(
-        "plugin", 2, ("neither a command nor a configuration", "did you mean 'plugins'?")
-    ),
+    "two distributions offer one name": Mistake("--plugin schedule=twin", 3, "choose --plugin schedule=acme-one:twin"),
+    "a built-in is shadowed": Mistake("--plugin schedule=sequential", 3, "schedule=megatron-run-core:sequential"),
+    "an unknown name": Mistake("--plugin schedule=interleavd", 3, "did you mean 'interleaved'?"),
+    "a known package that is not installed": Mistake(f"{PLAIN} --plugin model=bert", 3, "megatron-run-model-bert"),
+    "an unknown kind": Mistake(f"{PLAIN} --plugin shedule=1f1b", 2, "did you mean 'schedule'?"),
+    "a distribution without it": Mistake("--plugin schedule=acme:1f1b", 3, "megatron-run-schedule-1f1b:1f1b"),
+    "a kind chosen twice": Mistake(f"--plugin schedule=1f1b {INTERLEAVED}", 2, "(from --plugin schedule=1f1b and "),
+    "an option given twice": Mistake(f"{PLAIN} --plugin optimizer=adamw,eps=1,eps=2", 2, "optimizer.eps"),
+    "no such file": Mistake("--plugin schedule=./none.py", 3, "./none.py"),
+    "an import that calls sys.exit": Mistake("--plugin schedule=./exits.py", 3, "SystemExit: 3"),
+    "an import that raises": Mistake("--plugin schedule=./raises.py", 3, "KeyError: 'half a plugin'"),
+    "another major of the kernel": Mistake("--plugin schedule=future", 3, "megatron-run-core>=9"),
+    "a newer minor of the kernel": Mistake("--plugin schedule=newer", 3, "megatron-run-core<0.100,>=0.99"),
+    "a misspelt hook": Mistake("--plugin schedule=./misspelt.py", 3, "megatron_run_create_shedule; did you mean"),
+    "an unknown hook argument": Mistake("--plugin schedule=./colour.py", 3, "has no argument 'colour'"),
+    "a factory that returns None": Mistake("--plugin schedule=./nothing.py", 3, "returned None"),
+    "a factory that returns the wrong type": Mistake("--plugin schedule=./number.py", 3, "of type int"),
+    "a factory with the wrong signature": Mistake("--plugin schedule=./signature.py", 3, "TypeError: "),
+    "plugins that do not fit each other": Mistake("--plugin schedule=./needy.py", 3, "add --plugin optimizer=zero1"),
+    "a word that is neither": Mistake("plugin", 2, "did you mean 'plugins'?"),
 }
 
 CONFIGURATION = {
-    "an option typo": Mistake(
-        "--plugin schedule=./depth.py,dept=2",
-        2,
-        ("unknown key schedule.dept (from --plugin schedule=./depth.py,dept=2); did you mean 'depth'?",),
-    ),
+    "an option typo": Mistake("--plugin schedule=./depth.py,dept=2", 2, "did you mean 'depth'?"),
     "an option of the wrong type": Mistake(
-        "--plugin schedule=./depth.py --set schedule.depth=deep",
-        2,
-        ("schedule.depth=deep: it must be a whole number (from --set schedule.depth)",),
+        "--plugin schedule=./depth.py --set schedule.depth=deep", 2, "(from --set schedule.depth)"
     ),
     "an option out of bounds, environment": Mistake(
         "",
         2,
-        ("schedule.depth=4: it must be at most 3 (from environment MEGATRON_RUN_PLUGIN_SCHEDULE)",),
+        "schedule.depth=4: it must be at most 3 (from environment MEGATRON_RUN_PLUGIN_SCHEDULE)",
         ("MEGATRON_RUN_PLUGIN_SCHEDULE", "./depth.py,depth=4"),
     ),
-    "an option out of bounds, file": Mistake(
-        "bounded.yaml", 2, ("schedule.depth=4: it must be at most 3 (from bounded.yaml line 3 column 3)",)
-    ),
+    "an option out of bounds, file": Mistake("bounded.yaml", 2, "(from bounded.yaml line 3 column 3)"),
     "a key typo, environment": Mistake(
         PLAIN,
         2,
-        ("unknown key train.lrr (from environment MEGATRON_RUN_SET); did you mean 'lr'?",),
+        "unknown key train.lrr (from environment MEGATRON_RUN_SET); did you mean 'lr'?",
         ("MEGATRON_RUN_SET", "train.lrr=1"),
     ),
-    "a wrong type, file": Mistake(
-        f"typed.yaml {PLAIN}", 2, ("train.seed=soon: it must be a whole number (from typed.yaml line 2 column 3)",)
-    ),
-    "an unknown key, file": Mistake(
-        f"unknown.yaml {PLAIN}", 2, ("unknown key train.lrr (from unknown.yaml line 2 column 3); did you mean 'lr'?",)
-    ),
+    "a wrong type, file": Mistake(f"typed.yaml {PLAIN}", 2, "(from typed.yaml line 2 column 3)"),
+    "an unknown key, file": Mistake(f"unknown.yaml {PLAIN}", 2, "(from unknown.yaml line 2 column 3)"),
     "a list that is too short": Mistake(
-        f"{PLAIN} --set optimizer.betas=0.9",
-        2,
-        ("optimizer.betas=[0.9]: it has too few values (from --set optimizer.betas)",),
+        f"{PLAIN} --set optimizer.betas=0.9", 2, "optimizer.betas=[0.9]: it has too few values"
     ),
-    "a duplicate key": Mistake(
-        "duplicate.yaml", 2, ("duplicate.yaml:3:3: the duplicate key 'lr'", "on line 2 already")
-    ),
-    "a tab": Mistake("tab.yaml", 2, ("tab.yaml:2:1: ", "a tab; indent with spaces")),
-    "a tag": Mistake("tag.yaml", 2, ("tag.yaml:2:7: the tag '!!python/object:os.system' is refused",)),
-    "an alias bomb": Mistake("bomb.yaml", 2, ("bomb.yaml:4:", "more than 10000 values, aliases followed")),
-    "deep nesting": Mistake("deep.yaml", 2, ("deep.yaml:1:24: ", "nested deeper than 16")),
-    "ten megabytes": Mistake("huge.yaml", 2, ("huge.yaml:1:1: ", "9.5 MiB is refused: at most 256 KiB are read")),
-    "a directive": Mistake("directive.yaml", 2, ("directive.yaml:1:1: the directive '%YAML' is refused",)),
-    "a missing file": Mistake("none.yaml", 2, ("the configuration none.yaml cannot be read: No such file",)),
+    "a duplicate key": Mistake("duplicate.yaml", 2, "duplicate.yaml:3:3: "),
+    "a tab": Mistake("tab.yaml", 2, "tab.yaml:2:1: "),
+    "a tag": Mistake("tag.yaml", 2, "tag.yaml:2:7: "),
+    "an alias bomb": Mistake("bomb.yaml", 2, "bomb.yaml:4:"),
+    "deep nesting": Mistake("deep.yaml", 2, "deep.yaml:1:24: "),
+    "ten megabytes": Mistake("huge.yaml", 2, "huge.yaml:1:1: "),
+    "a directive": Mistake("directive.yaml", 2, "directive.yaml:1:1: "),
+    "a missing file": Mistake("none.yaml", 2, "none.yaml"),
 }
 
 TOPOLOGY = {
     "interleaved with one stage": Mistake(
-        f"{INTERLEAVED} --set parallel.pipeline=1",
-        2,
-        ("of at least 2, got 1", "(from --set parallel.pipeline); choose --plugin schedule=1f1b, or set"),
+        f"{INTERLEAVED} --set parallel.pipeline=1", 2, "(from --set parallel.pipeline); choose --plugin schedule=1f1b"
     ),
     "interleaved with one chunk": Mistake(
-        f"{INTERLEAVED} --set parallel.chunks=1",
-        2,
-        ("of at least 2, got 1", "(from --set parallel.chunks); choose --plugin schedule=1f1b, or set"),
+        f"{INTERLEAVED} --set parallel.chunks=1", 2, "(from --set parallel.chunks); choose --plugin schedule=1f1b"
     ),
-    "microbatches": Mistake(
-        f"{INTERLEAVED} --set train.global_batch_size=6",
-        2,
-        ("cannot run 3 microbatches in groups of 2 over 2 stages", "(from --set train.global", "2 or 4 microbatches"),
-    ),
-    "global batch": Mistake(
-        f"{ONE_STAGE} --set train.global_batch_size=3",
-        2,
-        ("is not a multiple of micro batch x data parallel: 2 x 1 = 2", "set train.global_batch_size to 2 or 4"),
-    ),
-    "layers": Mistake(
-        f"{INTERLEAVED} --set model.num_layers=6",
-        2,
-        (
-            "6 layers do not divide over 2 stages x 2 chunks = 4 places (from ",
-            " and --set model.num_layers); ",
-            "to 4 or 8, choose",
-        ),
-    ),
-    "layer counts": Mistake(
-        f"{INTERLEAVED} --set parallel.layers=1,1",
-        2,
-        ("parallel.layers has 2 counts for 2 stages x 2 chunks", "give 4"),
-    ),
+    "microbatches": Mistake(f"{INTERLEAVED} --set train.global_batch_size=6", 2, "(from --set train.global"),
+    "global batch": Mistake(f"{ONE_STAGE} --set train.global_batch_size=3", 2, "set train.global_batch_size to 2 or 4"),
+    "layers": Mistake(f"{INTERLEAVED} --set model.num_layers=6", 2, " and --set model.num_layers); "),
+    "layer counts": Mistake(f"{INTERLEAVED} --set parallel.layers=1,1", 2, "give 4"),
     "first stage": Mistake(
-        f"{INTERLEAVED} --set parallel.first_stage_layers=6",
-        2,
-        ("first_stage_layers=6 is more than the model has: 6 of 4 layers", "set parallel.first_stage_layers to 4, or"),
+        f"{INTERLEAVED} --set parallel.first_stage_layers=6", 2, "set parallel.first_stage_layers to 4, or"
     ),
-    "heads": Mistake(
-        f"{PLAIN} --set model.num_heads=3",
-        2,
-        ("32 / 3 = 10.6667; set num_heads to 2 or 4, or hidden_size to 30 or 33",),
-    ),
-    "vocabulary": Mistake(
-        f"{PLAIN} --set model.vocab_size=7",
-        2,
-        ("model.vocab_size=7 is smaller than ", "of 128 (from --set model.vocab_size)", "set it to at least 128"),
-    ),
-    "world": Mistake(
-        "--plugin schedule=1f1b --nproc 3",
-        2,
-        ("a world of 3 ranks does not divide", "= 2 ranks hold one copy", "start 2 or 4 ranks (--nproc 2)"),
-    ),
-    "pipeline unserved": Mistake(
-        f"{PLAIN} --set parallel.pipeline=2",
-        2,
-        ("schedule=sequential does not", "choose --plugin schedule=1f1b or --plugin schedule=interleaved or "),
-    ),
+    "heads": Mistake(f"{PLAIN} --set model.num_heads=3", 2, "model.num_heads=3"),
+    "vocabulary": Mistake(f"{PLAIN} --set model.vocab_size=7", 2, "set it to at least 128"),
+    "world": Mistake("--plugin schedule=1f1b --nproc 3", 2, "(--nproc 2)"),
+    "pipeline unserved": Mistake(f"{PLAIN} --set parallel.pipeline=2", 2, "parallel.pipeline=2"),
     "chunks unserved": Mistake(
-        "--plugin schedule=1f1b --set parallel.chunks=2",
-        2,
-        (
-            "parallel.chunks=2 needs a plugin",
-            "1f1b does not",
-            "choose --plugin schedule=interleaved or --plugin schedule=gpipe or ",
-        ),
+        "--plugin schedule=1f1b --set parallel.chunks=2", 2, "choose --plugin schedule=interleaved or --plugin sche"
     ),
-    "tensor unserved": Mistake(
-        f"{PLAIN} --set parallel.tensor=2",
-        2,
-        ("parallel.tensor=2 needs a plugin", "parallel-layer=dense does not", "choose --plugin parallel-layer=tensor"),
-    ),
-    "sequence unserved": Mistake(
-        f"{PLAIN} --set parallel.sequence=true",
-        2,
-        (
-            "parallel.sequence=true needs a plugin",
-            "parallel-layer=dense does not",
-            "choose --plugin parallel-layer=tensor",
-        ),
-    ),
-    "no experts": Mistake(
-        f"{PLAIN} --set parallel.expert=2 --nproc 2",
-        2,
-        (
-            "parallel.expert=2 splits experts over ranks: the model has none: model.experts=0",
-            "(from --set parallel.expert); set model.experts to a multiple of 2, or parallel.expert=1",
-        ),
-    ),
-    "dropped": Mistake("--plugin schedule=./dropped.py", 3, ("stage 0: F1.0 is missing: every microbatch visits",)),
-    "duplicated": Mistake("--plugin schedule=./duplicated.py", 3, ("stage 0, action 2: B0.0 is repeated",)),
-    "out of order": Mistake("--plugin schedule=./disordered.py", 3, ("stage 0, action 0: B0.0 is too early", "F0.0")),
-    "deadlock": Mistake(
-        "--plugin schedule=./deadlock.py --set parallel.pipeline=2",
-        3,
-        ("the schedule deadlocks: stage 0, action 1: B0.0 waits for B0.0 of stage 1", "stage 1, action 1: F1.0 waits"),
-    ),
+    "tensor unserved": Mistake(f"{PLAIN} --set parallel.tensor=2", 2, "parallel.tensor=2"),
+    "sequence unserved": Mistake(f"{PLAIN} --set parallel.sequence=true", 2, "parallel.sequence=true"),
+    "no experts": Mistake(f"{PLAIN} --set parallel.expert=2 --nproc 2", 2, "parallel.expert=2"),
+    "dropped": Mistake("--plugin schedule=./dropped.py", 3, "F1.0"),
+    "duplicated": Mistake("--plugin schedule=./duplicated.py", 3, "stage 0, action 2: B0.0"),
+    "out of order": Mistake("--plugin schedule=./disordered.py", 3, "stage 0, action 0: B0.0"),
+    "deadlock": Mistake("--plugin schedule=./deadlock.py --set parallel.pipeline=2", 3, "stage 1, action 1: F1.0"),
     "illegal at one count of a ramp-up": Mistake(
         "--plugin schedule=./sometimes.py --set train.ramp_up.start=2 --set train.ramp_up.increment=2 "
         "--set train.ramp_up.samples=16",
         3,
-        ("stage 0: B0.0 is missing",),
+        "stage 0: B0.0",
     ),
-    "a schedule that crashes": Mistake(
-        "--plugin schedule=./crashes.py",
-        3,
-        ("crashes.py: actions failed: ZeroDivisionError", "choose another schedule"),
-    ),
+    "a schedule that crashes": Mistake("--plugin schedule=./crashes.py", 3, "ZeroDivisionError"),
 }
 MISTAKES = PLUGINS | CONFIGURATION | TOPOLOGY
 
@@ -306,7 +145,7 @@ MISTAKES = PLUGINS | CONFIGURATION | TOPOLOGY
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_gets_one_line_and_its_exit_code(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
-    typed, code, says, environment = MISTAKES[name]
+    typed, code, names, environment = MISTAKES[name]
     if environment:
         monkeypatch.setenv(*environment)
     assert main(["preset:tiny", *typed.split(), "--dry-run"]) == code
@@ -314,8 +153,7 @@ def test_a_mistake_gets_one_line_and_its_exit_code(name: str, monkeypatch: pytes
     assert captured.out == ""
     (line,) = captured.err.splitlines()
     assert line.startswith("megatron-run: ")
-    for words in says:
-        assert words in line
+    assert names in line
 
 
 @pytest.mark.usefixtures("here")
@@ -328,12 +166,12 @@ def test_a_mistake_gets_one_line_and_its_exit_code(name: str, monkeypatch: pytes
     ],
 )
 def test_debug_shows_the_whole_cause(name: str, cause: str, capsys: Output) -> None:
-    typed, code, says, _ = MISTAKES[name]
+    typed, code, names, _ = MISTAKES[name]
     assert main(["preset:tiny", *typed.split(), "--dry-run", "--debug"]) == code
     *traceback, line = capsys.readouterr().err.splitlines()
     assert traceback[0] == "Traceback (most recent call last):"
     assert cause in traceback
-    assert says[0] in line
+    assert names in line
 
 
 @pytest.mark.usefixtures("here")
@@ -376,20 +214,27 @@ def test_plugins_that_are_broken_and_not_chosen_harm_nobody(tmp_path: Path, caps
     with site.importable():
         assert main(["preset:tiny", "--dry-run"]) == 0
         assert main(["plugins", "list", "schedule", "--check"]) == 0
-        listed = capsys.readouterr().out
-        assert main(["doctor"]) == 0
-    found = capsys.readouterr().out
-    assert listed.count("BROKEN") == found.count("BROKEN") == 4
+    listed = capsys.readouterr().out
+    assert listed.count("BROKEN") == 4
     assert "importing it ended the process with code 9" in listed
 
 
+@pytest.mark.nightly  # every plugin is imported in a process of its own
+def test_the_doctor_finds_a_plugin_that_is_broken(tmp_path: Path, capsys: Output) -> None:
+    site = FakeSite(tmp_path)
+    site.schedule("broken", "1/0", distribution="acme-broken")
+    with site.importable():
+        assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.count("BROKEN") == 1
+
+
 @pytest.mark.parametrize("name", ["deadlock", "interleaved with one stage"])
-def test_the_real_command_starts_nothing_and_leaves_nothing(name: str, bench: FakeSite, tmp_path: Path) -> None:
-    typed, code, says, _ = MISTAKES[name]
+def test_the_command_starts_nothing_and_leaves_nothing(name: str, bench: FakeSite, tmp_path: Path) -> None:
+    typed, code, names, _ = MISTAKES[name]
     words = typed.replace("./", f"{bench.folder.parent}/").split()
-    done = run_command((*COMMAND, "preset:tiny", *words), tmp_path)
+    done = forked_command(("preset:tiny", *words), tmp_path)
     assert (done.returncode, done.stdout) == (code, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("megatron-run: ")
-    assert all(word in line for word in says)
+    assert names in line
     assert not list(tmp_path.iterdir())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from megatron_run_cli.main import main
-from tests.support.commands import TORCHRUN, run_command
+from tests.support.commands import free_port, world_of_two
+from tests.support.forked import ForkedCommand
 
 Output = pytest.CaptureFixture[str]
 
@@ -108,10 +110,17 @@ def test_the_command_says_so_in_one_line_and_leaves_nothing_behind(
 @pytest.mark.multiproc
 def test_ranks_of_somebody_elses_world_say_it_once(tmp_path: Path) -> None:
     typed, line = MISTAKES["feed-forward features"]
-    ranks = (*TORCHRUN, "--nproc-per-node", "2", "-m", "megatron_run_cli", "preset:tiny", *shlex.split(typed))
-    done = run_command(ranks, tmp_path)
-    assert done.returncode != 0
-    assert (done.stdout + done.stderr).count(line) == 1
+    port = free_port()
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                ForkedCommand(("preset:tiny", *shlex.split(typed)), tmp_path, **world_of_two(rank, port))
+            )
+            for rank in range(2)
+        ]
+        said = "".join("".join(rank.communicate(timeout=60)) for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert said.count(line) == 1
     assert list(tmp_path.iterdir()) == []
 
 

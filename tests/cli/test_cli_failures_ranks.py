@@ -1,8 +1,7 @@
-"""What goes wrong between ranks, and what a run survives: the real command in processes of its own."""
+"""What goes wrong between ranks, and what a run survives: the command in forked processes of its own."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,8 +9,9 @@ from socket import gethostname
 
 import pytest
 
-from tests.support.commands import COMMAND, TORCHRUN, free_port, run_command, started
+from tests.support.commands import COMMAND, free_port, run_command, world_of_two
 from tests.support.fake_plugins import FakeSite
+from tests.support.forked import ForkedCommand, forked_command
 from tests.support.plugin_file import schedule_file
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
@@ -25,7 +25,7 @@ def test_a_data_file_that_is_missing_or_empty_is_named_before_the_first_step(tmp
         ("empty.txt", "is empty"),
     ):
         run = ("--set", f"run.folder=run-{name}", "--plugin", f"data=text,paths={name}")
-        done = run_command((*COMMAND, "preset:tiny", *run), tmp_path)
+        done = forked_command(("preset:tiny", *run), tmp_path)
         assert done.returncode == 5
         assert done.stderr.splitlines()[-1].startswith(f"megatron-run: data file {name} {says}")
         assert not (tmp_path / f"run-{name}" / "metrics.jsonl").exists()
@@ -53,7 +53,7 @@ SHORT = ("preset:tiny", *(word for each in SETS for word in ("--set", each)))
 
 def test_an_observer_that_raises_is_named_and_disabled_and_training_goes_on(tmp_path: Path) -> None:
     (tmp_path / "clumsy.py").write_text(OBSERVER)
-    done = run_command((*COMMAND, *SHORT, "--plugin", "observer=./clumsy.py"), tmp_path)
+    done = forked_command((*SHORT, "--plugin", "observer=./clumsy.py"), tmp_path)
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if "clumsy" in line] == [
         *(f"observer clumsy failed in on_step_end: OSError: no space left ({n} of 3)" for n in (1, 2, 3)),
@@ -73,68 +73,15 @@ def test_a_rank_that_dies_before_it_joins_ends_the_run_and_is_named(tmp_path: Pa
     schedule_file(tmp_path / "dies.py")
     (tmp_path / "dies.py").write_text(DIES + (tmp_path / "dies.py").read_text())
     words = ["--plugin", "schedule=./dies.py", "--set", "parallel.pipeline=2"]
-    done = run_command((*COMMAND, *SHORT, *words), tmp_path, timeout=60)
+    done = forked_command((*SHORT, *words), tmp_path, timeout=60)
     assert done.returncode == 4
     line = done.stderr.splitlines()[-1]
     assert line.startswith("megatron-run: a rank was killed by SIGKILL (rank 1, log: ")
 
 
-DIES_ONCE = """
-from megatron_run import PluginInfo, hookimpl
-from megatron_run.contracts import Scaler
-import os, torch
-
-class DiesOnce(Scaler):
-    updates = 0
-
-    @property
-    def scale(self):
-        return torch.ones(1)
-
-    def update(self, found_inf):
-        self.updates += 1
-        if (self.updates, os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (2, "1", "0"):
-            os._exit(9)
-
-@hookimpl
-def megatron_run_plugin_info():
-    return PluginInfo("scaler", "dies_once")
-
-@hookimpl
-def megatron_run_create_scaler(context, options):
-    return DiesOnce()
-"""
-
-
-def test_torchrun_starts_the_ranks_again_after_one_has_died(tmp_path: Path) -> None:
-    """The agent's store outlives the ranks: the second attempt must not read the notes of the first."""
-    (tmp_path / "dies_once.py").write_text(DIES_ONCE)
-    words = (*SHORT, "--plugin", "scaler=./dies_once.py", "--set", "run.timeout=20")
-    agent = (*TORCHRUN, "--max-restarts", "1", "--nproc-per-node", "2", "-m", "megatron_run_cli")
-    done = run_command((*agent, *words), tmp_path, timeout=90)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("step 5/5  loss") == 1
-    record = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert [attempt["attempt"] for attempt in record["attempts"]] == [1, 2]
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
-
-
-def world(rank: int, port: int, **others: str) -> dict[str, str]:
-    """What torchrun tells rank ``rank`` of two."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        **others,
-    }
-
-
 def test_a_rank_that_never_comes_is_named_within_the_time_limit(tmp_path: Path) -> None:
     words = ("--plugin", "schedule=1f1b", "--set", "run.timeout=1")
-    done = run_command((*COMMAND, *SHORT, *words), tmp_path, variables=world(0, free_port()))
+    done = run_command((*COMMAND, *SHORT, *words), tmp_path, variables=world_of_two(0, free_port()))
     assert done.returncode == 4
     (line,) = done.stderr.splitlines()  # and nothing of torch's beside it
     assert line.startswith("megatron-run: rank 1 of 2 did not join within 1 s")
@@ -146,7 +93,7 @@ def different(folder: Path, typed: Sequence[str], first: dict[str, str], second:
     port = free_port()
     with ExitStack() as stack:
         ranks = [
-            stack.enter_context(started((*COMMAND, *SHORT, *typed), folder, **world(rank, port, **variables)))
+            stack.enter_context(ForkedCommand((*SHORT, *typed), folder, **world_of_two(rank, port, **variables)))
             for rank, variables in enumerate((first, second))
         ]
         errors = [process.communicate(timeout=60)[1] for process in ranks]
@@ -157,6 +104,13 @@ def different(folder: Path, typed: Sequence[str], first: dict[str, str], second:
     assert head.startswith("megatron-run: the ranks do not run the same thing: ")
     assert "install the same versions and pass the same arguments on every host" in head
     return table
+
+
+def test_another_value_on_another_host_is_a_row_with_both_hosts(tmp_path: Path) -> None:
+    here = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    (row,) = different(tmp_path, (), here, {**here, "MEGATRON_RUN_SET": "train.seed=7"})
+    host = gethostname()
+    assert row == f"  train.seed: 1234 on rank 0 ({host}), 7 on rank 1 ({host})"
 
 
 def test_another_plugin_on_a_rank_is_a_table_of_ranks_and_hosts(tmp_path: Path) -> None:

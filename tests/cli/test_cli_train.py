@@ -1,4 +1,7 @@
-"""The real command on real ranks: local ones, torchrun's, and those of two torchrun agents."""
+"""The command on real ranks: local ones, torchrun's, and those of two torchrun agents.
+
+One run of each starts its processes; the others are forked, see ``tests/support/forked.py``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import COMMAND, TORCHRUN, free_port, run_command, started
+from tests.support.forked import ForkedCommand, forked_command
 from tests.support.processes import alive, wait_until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(180)]
@@ -49,11 +52,11 @@ def test_local_ranks_train_and_leave_a_run_folder(tmp_path: Path) -> None:
     assert steps == [1, 2, 3]
     assert status(tmp_path)["state"] == "finished"
 
-    again = run_command((*COMMAND, *SHORT, "--json"), tmp_path)
+    again = forked_command((*SHORT, "--json"), tmp_path)
     assert (again.returncode, json.loads(again.stdout)["exit_code"]) == (0, 0)
     assert again.stderr.endswith(f"run folder {tmp_path / 'run'} is finished: nothing to do\n")
 
-    other = run_command((*COMMAND, *SHORT, "--set", "train.lr=1"), tmp_path)
+    other = forked_command((*SHORT, "--set", "train.lr=1"), tmp_path)
     assert other.returncode == 2
     assert "belongs to another run: train.lr=0.001, now 1.0;" in other.stderr
 
@@ -65,9 +68,9 @@ def has_stepped(folder: Path, attempt: int) -> bool:
 
 
 @contextmanager
-def training(folder: Path, attempt: int = 1, *words: str) -> Iterator[subprocess.Popen[str]]:
+def training(folder: Path, attempt: int = 1, *words: str) -> Iterator[ForkedCommand]:
     """An endless run that has done its first step."""
-    with started((*COMMAND, *ENDLESS, *words), folder) as process:
+    with ForkedCommand((*ENDLESS, *words), folder) as process:
         wait_until(lambda: has_stepped(folder, attempt), seconds=60)
         yield process
 
@@ -95,7 +98,7 @@ def test_a_killed_rank_is_started_again_as_often_as_allowed_and_then_ends_the_ru
 def test_sigterm_finishes_the_step_and_saves_it_and_the_next_start_goes_on(tmp_path: Path) -> None:
     for attempt in (1, 2):
         with training(tmp_path, attempt) as process:
-            process.terminate()
+            process.send_signal(signal.SIGTERM)
             out, err = process.communicate(timeout=15)
         assert (process.returncode, err.splitlines()[-1]) == (143, "megatron-run: stopped by SIGTERM")
         assert "stopped by SIGTERM: " in out
@@ -129,7 +132,7 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
     with training(tmp_path) as process:
         ranks = ranks_of(process.pid)
         assert len(ranks) >= 2
-        process.kill()
+        process.send_signal(signal.SIGKILL)
         wait_until(lambda: not any(alive(rank) for rank in ranks), seconds=5)
 
 
@@ -160,7 +163,7 @@ def megatron_run_create_scaler(context, options):
 
 def test_a_bug_on_one_rank_is_named_and_its_traceback_kept(tmp_path: Path) -> None:
     (tmp_path / "bug.py").write_text(BUG)
-    done = run_command((*COMMAND, *SHORT, "--plugin", "scaler=./bug.py"), tmp_path)
+    done = forked_command((*SHORT, "--plugin", "scaler=./bug.py"), tmp_path)
     assert done.returncode == 1
     line = done.stderr.splitlines()[-1]
     assert line.startswith("megatron-run: ZeroDivisionError: a bug of mine (in ")
@@ -169,62 +172,61 @@ def test_a_bug_on_one_rank_is_named_and_its_traceback_kept(tmp_path: Path) -> No
     assert status(tmp_path)["exit_code"] == 1
 
 
-def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
-    done = run_command((*TORCHRUN, "--nproc-per-node", "2", "-m", "megatron_run_cli", *SHORT), tmp_path)
+DIES_ONCE = """
+from megatron_run import PluginInfo, hookimpl
+from megatron_run.contracts import Scaler
+import os, torch
+
+class DiesOnce(Scaler):
+    updates = 0
+
+    @property
+    def scale(self):
+        return torch.ones(1)
+
+    def update(self, found_inf):
+        self.updates += 1
+        if (self.updates, os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (2, "1", "0"):
+            os._exit(9)
+
+@hookimpl
+def megatron_run_plugin_info():
+    return PluginInfo("scaler", "dies_once")
+
+@hookimpl
+def megatron_run_create_scaler(context, options):
+    return DiesOnce()
+"""
+
+
+def test_torchrun_starts_the_ranks_and_again_after_one_has_died(tmp_path: Path) -> None:
+    """The agent's store outlives the ranks: the second attempt must not read the notes of the first."""
+    (tmp_path / "dies_once.py").write_text(DIES_ONCE)
+    words = (*SHORT, "--plugin", "scaler=./dies_once.py", "--set", "run.timeout=20")
+    agent = (*TORCHRUN, "--max-restarts", "1", "--nproc-per-node", "2", "-m", "megatron_run_cli")
+    done = run_command((*agent, *words), tmp_path, timeout=90)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 3/3  loss") == 1
     assert log(tmp_path, 1).exists()
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert [attempt["attempt"] for attempt in record["attempts"]] == [1, 2]
     assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("finished", 3)
 
 
-def test_under_torchrun_a_mistake_is_said_once(tmp_path: Path) -> None:
-    words = ("--nproc-per-node", "2", "-m", "megatron_run_cli", *SHORT, "--set", "train.lrr=1")
-    done = run_command((*TORCHRUN, *words), tmp_path)
-    assert done.returncode == 1  # torchrun's own, whatever its workers return
-    assert done.stderr.count("megatron-run: unknown key train.lrr") == 1
-    assert "exitcode  : 2" in done.stderr
-    assert not (tmp_path / "run").exists()
-
-
-def two_agents(
-    folder: Path, *words: str, second: dict[str, str] | None = None
-) -> list[subprocess.CompletedProcess[str]]:
-    """A job of two torchrun agents with one rank each that meet on the loopback interface."""
-    meeting = (
-        "--nnodes",
-        "2",
-        "--nproc-per-node",
-        "1",
-        "--master-addr",
-        "127.0.0.1",
-        "--master-port",
-        str(free_port()),
-    )
-    agents = [(*TORCHRUN, *meeting, "--node-rank", str(node), "-m", "megatron_run_cli", *words) for node in range(2)]
-    with ExitStack() as stack:
-        variables: list[dict[str, str]] = [{}, second or {}]
-        running = [
-            stack.enter_context(started(agent, folder, **each)) for agent, each in zip(agents, variables, strict=True)
-        ]
-        outputs = [process.communicate(timeout=90) for process in running]
-        return [
-            subprocess.CompletedProcess(process.args, process.returncode, *output)
-            for process, output in zip(running, outputs, strict=True)
-        ]
-
-
 def test_two_torchrun_agents_are_one_run(tmp_path: Path) -> None:
-    first, second = two_agents(tmp_path, *SHORT)
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    assert "step 3/3  loss" in first.stdout
-    assert second.stdout == ""
+    meeting = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port")
+    with ExitStack() as stack:
+        port = str(free_port())
+        agents = [
+            stack.enter_context(
+                started(
+                    (*TORCHRUN, *meeting, port, "--node-rank", str(node), "-m", "megatron_run_cli", *SHORT), tmp_path
+                )
+            )
+            for node in range(2)
+        ]
+        (first, errors), (second, others) = (agent.communicate(timeout=90) for agent in agents)
+    assert [agent.returncode for agent in agents] == [0, 0], errors + others
+    assert "step 3/3  loss" in first
+    assert second == ""
     assert status(tmp_path)["state"] == "finished"
-
-
-def test_hosts_that_would_not_run_the_same_thing_are_told_apart(tmp_path: Path) -> None:
-    first, second = two_agents(tmp_path, *SHORT, second={"MEGATRON_RUN_SET": "train.seed=7"})
-    assert "megatron-run: the ranks do not run the same thing: 1 entry differs" in first.stderr
-    assert "  train.seed: 1234 on rank 0 (" in first.stderr
-    assert "exitcode  : 3" in first.stderr
-    assert "exitcode  : 3" in second.stderr
-    assert not (tmp_path / "run").exists()

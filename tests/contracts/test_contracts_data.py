@@ -10,7 +10,7 @@ import pytest
 
 from megatron_run.contracts import Dataset, DataSource, Split
 from megatron_run_testing.data import data_checks
-from tests.support.conformance import failures
+from tests.contracts.conformance import failures
 
 
 class Counting(DataSource):

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_run.contracts import Format, TranslatedScript, Weights
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run_testing.format import format_checks
-from tests.support.conformance import failures
+from tests.contracts.conformance import failures
 
 BOTH = frozenset({"import", "export"})
 RECOGNISES, IMPLEMENTS = "it recognises nothing in a folder of others", "it provides what it implements"

@@ -11,7 +11,7 @@ from megatron_run.contracts import CaptureSize, GraphCapture, Microbatch, Region
 from megatron_run.contracts.actions import Action
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing.graph_capture import graph_capture_checks
-from tests.support.conformance import failures
+from tests.contracts.conformance import failures
 
 
 class Again(GraphCapture):

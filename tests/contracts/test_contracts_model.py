@@ -11,7 +11,7 @@ from megatron_run.contracts import Boundary, Chunk, ChunkOut, Microbatch, Parall
 from megatron_run.contracts.actions import Place
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_testing.model import model_checks
-from tests.support.conformance import SMALL, failures
+from tests.contracts.conformance import SMALL, failures
 
 OPTIONS = GptOptions.model_validate(SMALL["model"])
 

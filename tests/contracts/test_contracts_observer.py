@@ -9,7 +9,7 @@ import pytest
 
 from megatron_run.contracts import EvalMetrics, Observer, RunSummary, StepMetrics, StepTrace
 from megatron_run_testing.observer import Make, observer_checks
-from tests.support.conformance import failures
+from tests.contracts.conformance import failures
 
 
 class NeedsALoss(Observer):

@@ -15,7 +15,7 @@ from megatron_run_engine.optim import UpdateOptions
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing.check import Check
 from megatron_run_testing.optimizer import optimizer_checks
-from tests.support.conformance import failures
+from tests.contracts.conformance import failures
 
 #: What is changed about the built-in optimizer; the original method comes first.
 Change = Callable[..., Any]

@@ -16,7 +16,7 @@ from megatron_run.contracts import AttentionShape, Init, ParallelLayers, Stacked
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing.parallel_layer import parallel_layer_checks
-from tests.support.conformance import failures
+from tests.contracts.conformance import failures
 from tests.support.tensor_layers import tensor_layers
 
 

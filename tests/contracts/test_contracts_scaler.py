@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_run.contracts import Scaler
 from megatron_run_testing.scaler import scaler_checks
-from tests.support.conformance import failures
+from tests.contracts.conformance import failures
 
 
 class Halves(Scaler):

@@ -11,7 +11,7 @@ from megatron_run.pipeline.lower import Instruction, lower
 from megatron_run.pipeline.plan import Plan
 from megatron_run_testing.check import CheckFailed
 from megatron_run_testing.schedule import schedule_checks
-from tests.support.broken_schedules import (
+from tests.contracts.broken_schedules import (
     BackwardFirst,
     BarePlaces,
     ChangesCosts,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.support.key_tables import REFERENCE, names, refreshed, tables
+from tests.docs.key_tables import REFERENCE, names, refreshed, tables
 
 
 def test_the_reference_is_what_the_models_say() -> None:

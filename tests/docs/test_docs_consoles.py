@@ -8,9 +8,9 @@ import shlex
 import pytest
 
 from megatron_run_cli.main import program
+from tests.docs.consoles import Shown, printed, run, shown
+from tests.docs.quoted import pages
 from tests.support.checkout import ROOT
-from tests.support.consoles import Shown, printed, run, shown
-from tests.support.quoted import pages
 
 PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in pages()}
 SHOWN = {f"{name}: {each.command}": each for name, page in PAGES.items() for each in shown(page)}

@@ -14,8 +14,8 @@ from megatron_run.errors import ExitCode
 from megatron_run.planning import resolve
 from megatron_run_engine.launch import train
 from megatron_run_testing.conformance import check
+from tests.docs.quoted import quotes
 from tests.support.checkout import ROOT
-from tests.support.quoted import quotes
 
 EXAMPLES = ROOT / "tests" / "examples" / "plugins"
 GUIDE = ROOT / "docs" / "plugin-authors.md"

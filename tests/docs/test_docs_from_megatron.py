@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_run_format_megatron.flags import Verdict
-from tests.support.flag_tables import PAGE, names, refreshed
+from tests.docs.flag_tables import PAGE, names, refreshed
 
 
 def test_the_tables_are_what_the_code_does() -> None:

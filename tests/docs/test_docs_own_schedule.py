@@ -16,9 +16,9 @@ from megatron_run.pipeline.timeline import timeline
 from megatron_run.pipeline.verify import verify
 from megatron_run.registry.discover import Entry
 from megatron_run.registry.load import load
+from tests.docs.consoles import Shown
+from tests.docs.walk import File, steps
 from tests.support.checkout import ROOT
-from tests.support.consoles import Shown
-from tests.support.walk import File, steps
 
 PAGE = (ROOT / "docs" / "your-own-schedule.md").read_text(encoding="utf-8")
 MINE = ROOT / "tests" / "examples" / "walk" / "mine.py"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.quoted import pages, quotes, refreshed
 from tests.support.checkout import ROOT
-from tests.support.quoted import pages, quotes, refreshed
 
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]+)(?:#[^)]*)?\)")
 

@@ -15,8 +15,8 @@ from megatron_run.pipeline.lower import Instruction, Message, lower
 from megatron_run.pipeline.verify import verify
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_interleaved import Interleaved
+from tests.docs.textbook_loops import OPERATIONS, Call, interleaved, one_forward_one_backward, parts
 from tests.support.checkout import ROOT
-from tests.support.textbook_loops import OPERATIONS, Call, interleaved, one_forward_one_backward, parts
 
 PAGE = (ROOT / "docs" / "pipeline-messages.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", PAGE, re.MULTILINE)

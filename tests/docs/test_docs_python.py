@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.quoted import quotes
 from tests.support.checkout import ROOT
 from tests.support.commands import run_command
-from tests.support.quoted import quotes
 
 PROGRAMS = ROOT / "tests" / "examples" / "python"
 SHORT = {"MEGATRON_RUN_SET": "train.steps=4;eval.interval=2;run.threads=1"}
@@ -29,6 +29,7 @@ def test_the_page_shows_every_program_in_at_most_twenty_lines() -> None:
     assert all(len(code.splitlines()) <= 20 for code in shown.values())
 
 
+@pytest.mark.nightly
 def test_a_run_says_what_it_will_do_and_leaves_its_numbers(tmp_path: Path) -> None:
     printed = output("one_run.py", tmp_path)
     assert "topology: world 1 = tensor 1 x pipeline 1 x data 1" in printed
@@ -36,6 +37,7 @@ def test_a_run_says_what_it_will_do_and_leaves_its_numbers(tmp_path: Path) -> No
     assert last < first
 
 
+@pytest.mark.nightly
 @pytest.mark.multiproc
 def test_a_sweep_finds_the_same_loss_under_two_schedules(tmp_path: Path) -> None:
     printed = output("two_schedules.py", tmp_path)

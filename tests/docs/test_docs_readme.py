@@ -11,7 +11,7 @@ import pytest
 from megatron_run.errors import ExitCode
 from megatron_run.registry.discover import scan
 from tests.support.checkout import MEMBERS, ROOT
-from tests.support.commands import COMMAND, run_command
+from tests.support.forked import forked_command
 
 PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `([\w-]+)` \| [^|]+ \| ([^|]*)\| ([^|]*)\|$", re.MULTILINE)
@@ -52,6 +52,6 @@ def test_pip_installs_everything_or_members_of_the_tree() -> None:
 def test_the_plugin_in_one_file_trains(tmp_path: Path) -> None:
     (tmp_path / "schedule.py").write_bytes((ROOT / "tests/examples/plugins/schedule.py").read_bytes())
     words = ("preset:tiny", "--plugin", "schedule=./schedule.py", "--set", "parallel.pipeline=2")
-    done = run_command((*COMMAND, *words, "--set", "train.steps=3", "--set", "run.threads=1"), tmp_path)
+    done = forked_command((*words, "--set", "train.steps=3", "--set", "run.threads=1"), tmp_path)
     assert done.returncode == ExitCode.DONE, done.stderr
     assert "finished: 3 steps" in done.stdout

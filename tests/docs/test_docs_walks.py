@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.consoles import Shown
+from tests.docs.quoted import pages
+from tests.docs.walk import File, Walker, steps
 from tests.support.checkout import ROOT
-from tests.support.consoles import Shown
-from tests.support.quoted import pages
-from tests.support.walk import File, Walker, steps
 
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in pages()}
 WALKS = [name for name, page in PAGES.items() if "```shellsession\n" in page]
 
 
+@pytest.mark.nightly
 @pytest.mark.multiproc
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", WALKS)
 def test_every_step_does_what_the_page_shows(name: str, tmp_path: Path) -> None:

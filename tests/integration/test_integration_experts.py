@@ -1,21 +1,26 @@
-"""Experts split over ranks train as the single process does, whatever else the run is split by."""
+"""Experts split over ranks train as the single process does, whatever else the run is split by.
+
+Here each two choices run together once, for few steps; ``make grid`` runs every split.
+"""
 
 from __future__ import annotations
 
 import re
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from tests.support.pieces import Case, Ran, joined, run_cases
+from tests.integration.pairwise import WHOLE, chosen
+from tests.integration.pieces import Case, Ran, joined, run_cases
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(3600 if WHOLE else 600)]
 
-STEPS, RANKS = 20, 4
+STEPS, RANKS = 20 if WHOLE else 3, 4
 SETS = (
-    "train.global_batch_size=8",
+    "train.global_batch_size=4",
     "train.micro_batch_size=1",  # the same everywhere: balance and capacity are those of a microbatch
     "train.lr_shape=constant",
     "train.lr_warmup=2",
@@ -27,8 +32,9 @@ SETS = (
     "model.num_heads=4",
     "train.sequence_length=16",
 )
+#: Each stage has a layer with experts, by every schedule.
 MODELS: dict[str, tuple[str, ...]] = {
-    "dropless": ("model.z_loss_coeff=0.01", "model.expert_layer_pattern=0,1"),
+    "dropless": ("model.z_loss_coeff=0.01", "model.expert_layer_pattern=1,0,0,1"),
     "capacity": (
         "model.expert_capacity_factor=0.75",
         "model.shared_expert_ffn_size=24",
@@ -45,45 +51,44 @@ class Split(NamedTuple):
     expert: int = 1
     tensor: int = 1
     pipeline: int = 1
-    sets: tuple[str, ...] = ()
-    plugins: tuple[str, ...] = ()
+    sequence: bool = False
+    dispatcher: str = "alltoall"
+    recompute: str = "none"
+    optimizer: str = "adamw"
+    schedule: str = "1f1b"
     dtype: str = "float32"
 
     def case(self) -> Case:
         sizes = [f"parallel.{axis}={getattr(self, axis)}" for axis in ("expert", "tensor", "pipeline")]
-        layers = ("parallel-layer=tensor",) * (self.tensor > 1)
-        schedule = ("schedule=1f1b",) * (self.pipeline > 1 and not any("schedule" in each for each in self.plugins))
-        steps = STEPS if self.dtype == "float32" else 1
-        sets = (*SETS, *MODELS[self.model], *sizes, *self.sets, f"train.steps={steps}")
-        return Case(sets, (*self.plugins, *layers, *schedule), self.dtype)
+        chunks = ["parallel.chunks=2"] * (self.schedule == "interleaved")
+        ways = [f"parallel.sequence={str(self.sequence).lower()}", f"model.token_dispatcher={self.dispatcher}"]
+        steps = [f"train.recompute={self.recompute}", f"train.steps={STEPS if self.dtype == 'float32' else 1}"]
+        layers = ["parallel-layer=tensor"] * (self.tensor > 1)
+        schedule = [f"schedule={self.schedule}"] * (self.pipeline > 1)
+        sets = (*SETS, *MODELS[self.model], *sizes, *chunks, *ways, *steps)
+        return Case(sets, (f"optimizer={self.optimizer}", *layers, *schedule), self.dtype)
 
     def __str__(self) -> str:
-        return "-".join([self.model, f"e{self.expert}-t{self.tensor}-p{self.pipeline}", *self.sets, *self.plugins])
+        ways = ["sequence"] * self.sequence + [self.dispatcher, self.recompute, self.optimizer]
+        return "-".join([self.model, f"e{self.expert}-t{self.tensor}-p{self.pipeline}", *ways, self.schedule])
 
 
-SEQUENCE, GATHER = "parallel.sequence=true", "model.token_dispatcher=allgather"
-TABLE = [
-    Split("dropless", 4),
-    Split("dropless", 2, plugins=("optimizer=zero1",)),
-    Split("dropless", 2, tensor=2, sets=(SEQUENCE,)),
-    Split("dropless", 2, pipeline=2, sets=("train.recompute=full",)),
-    Split("dropless", 4, sets=(GATHER,)),
-    Split("dropless", 2, pipeline=2, plugins=("schedule=zero-bubble",)),
-    Split("capacity", 4, plugins=("optimizer=zero1",)),
-    Split("capacity", 2, tensor=2),
-    Split(
-        "capacity",
-        2,
-        pipeline=2,
-        sets=(GATHER, "parallel.chunks=2"),
-        plugins=("schedule=interleaved",),
-    ),
-    Split("capacity", 1, tensor=4, sets=(SEQUENCE,)),
-    Split("capacity", 2, tensor=2, sets=(SEQUENCE, GATHER), plugins=("optimizer=zero1",)),
+#: (expert, tensor, pipeline) of four ranks that split experts or their layers.
+SHAPES = ((4, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (1, 4, 1), (1, 2, 2))
+SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
+PRODUCT = [
+    Split(model, *shape, sequence, dispatcher, recompute, optimizer, schedule)
+    for model, shape, sequence, dispatcher, recompute, optimizer, schedule in product(
+        MODELS, SHAPES, (False, True), ("alltoall", "allgather"), ("none", "full"), ("adamw", "zero1"), SCHEDULES
+    )
+    if (shape[1] > 1 or not sequence)  # tensor-parallel ranks share a sequence
+    and (shape[0] > 1 or dispatcher == "alltoall")  # without expert-parallel ranks nothing is dispatched
+    and (shape[2] > 1 or schedule == SCHEDULES[0])  # without a pipeline there is no choice of a schedule
 ]
+SPLITS = chosen(PRODUCT, lambda split: {**split._asdict(), "shape": split[1:4]})
 #: With zero1 a rank has whole gradients of its share alone.
-WHOLE = [split for split in TABLE if "optimizer=zero1" not in split.plugins]
-each_split = pytest.mark.parametrize("split", TABLE, ids=str)
+EXACT = [split for split in SPLITS if split.optimizer != "zero1"]
+each_split = pytest.mark.parametrize("split", SPLITS, ids=str)
 
 
 def _reference(split: Split) -> Split:
@@ -97,7 +102,7 @@ def _exact(split: Split) -> Split:
 @cache
 def ran() -> dict[Split, list[Ran]]:
     """What each rank saw of every split in fp32 and, for one step, of those with whole gradients in float64."""
-    splits = [*TABLE, *map(_exact, WHOLE)]
+    splits = [*SPLITS, *map(_exact, EXACT)]
     return dict(zip(splits, run_cases(RANKS, [split.case() for split in splits]), strict=True))
 
 
@@ -118,7 +123,7 @@ def test_a_split_gives_the_losses_of_the_single_process(split: Split) -> None:
     np.testing.assert_allclose(seen.validation, single.validation, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("split", WHOLE, ids=str)
+@pytest.mark.parametrize("split", EXACT, ids=str)
 def test_every_gradient_is_that_of_the_single_process(split: Split) -> None:
     exact = _exact(split)
     here, single = joined(ran()[exact]), joined([alone()[_reference(exact)]])

@@ -82,7 +82,7 @@ def go_on(rank: int, world: int, folder: str) -> tuple[dict[int, float], dict[in
 
 
 def test_experts_are_loaded_by_other_numbers_of_ranks(tmp_path: Path) -> None:
-    ranks = run_ranks(go_on, 4, str(tmp_path), timeout=110)
+    ranks = run_ranks(go_on, 4, str(tmp_path), timeout=280)
     assert [wrong for _, _, wrong, _ in ranks] == [[]] * 4
     losses, whole, _, tensors = ranks[0]
     assert list(losses) == list(whole) == list(range(1, ENDS[-1] + 1))

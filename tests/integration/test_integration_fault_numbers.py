@@ -10,7 +10,7 @@ import pytest
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from tests.support.forked import Ran, learned, run_forked, saved_bits, tiny
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.multiproc
 
 LAST = 4
 #: Settings and plugins of two ranks that share the work in one way.

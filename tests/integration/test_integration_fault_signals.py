@@ -13,7 +13,7 @@ from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from tests.support.forked import ForkedRun, Ran, learned, run_forked, saved_bits, tiny
 from tests.support.processes import wait_until
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.multiproc
 
 LAST = 6
 

@@ -1,4 +1,4 @@
-"""The command itself: every split writes the golden losses, and the same run twice writes the same metrics."""
+"""The command itself writes the golden losses; so does every split, and the same run twice the same metrics."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from tests.integration.write_golden import SETS
 from tests.support.commands import COMMAND, run_command
+from tests.support.forked import forked_command
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "tiny.json").read_text())
 #: What two runs of one configuration may differ in: times, and what follows from them.
@@ -20,9 +21,10 @@ pytestmark = pytest.mark.multiproc
 
 
 def trained(folder: Path, *arguments: str) -> list[dict[str, Any]]:
-    """Run `megatron-run preset:tiny` with these arguments; the lines of its metrics."""
+    """Run `megatron-run preset:tiny` with these arguments, forked unless there are none; the lines of its metrics."""
     sets = [word for setting in (*SETS, f"run.folder={folder}") for word in ("--set", setting)]
-    done = run_command((*COMMAND, "preset:tiny", *sets, *arguments), folder.parent)
+    words = ("preset:tiny", *sets, *arguments)
+    done = forked_command(words, folder.parent) if arguments else run_command((*COMMAND, *words), folder.parent)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

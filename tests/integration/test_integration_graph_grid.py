@@ -1,7 +1,7 @@
 """A run with captured graphs trains what it trains without, bit for bit, whatever else is chosen.
 
-``tests/support/graph_grid.py`` says what there is to choose; here a selection runs that meets each choice, and ``make
-graph-grid`` runs the whole product.
+``graph_grid.py`` says what there is to choose; here a selection runs that meets each choice, and ``make graph-grid``
+runs the whole product.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from functools import cache
 
 import pytest
 
-from tests.support.graph_grid import NETWORKS, PRECISIONS, REUSES, Case, selection
-from tests.support.graph_grid_checks import Compared, capture_faults, number_faults
-from tests.support.grid import RULES
+from tests.integration.graph_grid import NETWORKS, PRECISIONS, REUSES, Case, selection
+from tests.integration.graph_grid_checks import Compared, capture_faults, number_faults
+from tests.integration.grid import RULES
 from tests.support.training import Seen, train_many
 
 SELECTION = selection()

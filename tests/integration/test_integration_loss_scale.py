@@ -10,7 +10,7 @@ import pytest
 
 from megatron_run.errors import ExitCode
 from megatron_run_engine.launch import train
-from tests.support.loss_scale import LossScale
+from tests.plugins.scaler.loss_scale import LossScale
 from tests.support.resolving import TINY, resolved
 
 STEPS = 40

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.reshaping import SHAPES, Found, check_bits, check_samples, reshape
 from tests.support.ranks import run_ranks
-from tests.support.reshaping import SHAPES, Found, check_bits, check_samples, reshape
 from tests.support.training import found_once
 
 pytestmark = pytest.mark.multiproc
@@ -28,7 +28,7 @@ def train_and_reshape(rank: int, world: int, root: str) -> Mapping[str, Found]:
 def found(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """All in the same four processes."""
     root = tmp_path_factory.mktemp("shapes")
-    return root, run_ranks(train_and_reshape, 4, str(root), timeout=110)
+    return root, run_ranks(train_and_reshape, 4, str(root), timeout=280)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

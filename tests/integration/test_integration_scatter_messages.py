@@ -7,31 +7,39 @@ from functools import cache
 import numpy as np
 import pytest
 
-from tests.support.pieces import Case, Ran, joined, run_cases
+from tests.integration.pairwise import WHOLE
+from tests.integration.pieces import Case, Ran, joined, run_cases
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
 
+STEPS = 4 if WHOLE else 2
 SCATTER = "parallel.scatter_messages=true"
-SETS = ("model.num_heads=4", "train.steps=4", "eval.interval=2", "eval.batches=1")
+SETS = ("model.num_heads=4", f"train.steps={STEPS}", "eval.interval=2", "eval.batches=1")
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zero-bubble,variant=v")
 
 
-def cases() -> dict[tuple[str, bool], Case]:
-    made = {}
-    for schedule in SCHEDULES:
-        for scattered in (False, True):
-            sets = (*SETS, "model.dropout=0.1", *[SCATTER] * scattered)
-            made[schedule, scattered] = Case(sets, ("parallel-layer=tensor", f"schedule={schedule}"))
-    sequence = (*SETS, "parallel.sequence=true")
-    for scattered in (False, True):
-        made["sequence", scattered] = Case(
-            (*sequence, *[SCATTER] * scattered), ("parallel-layer=tensor", "schedule=1f1b")
-        )
-    return made
+#: Those that are tried under sequence parallelism too; ``make grid`` tries all.
+SEQUENCE = SCHEDULES if WHOLE else SCHEDULES[:1]
+#: By what is sent: "whole" messages, "scattered" ones, or under sequence parallelism, each of them.
+WAYS: dict[str, tuple[str, ...]] = {
+    "whole": ("model.dropout=0.1",),
+    "scattered": ("model.dropout=0.1", SCATTER),
+    "sequence": ("parallel.sequence=true",),
+    "sequence, scattered": ("parallel.sequence=true", SCATTER),
+}
+
+
+def cases() -> dict[tuple[str, str], Case]:
+    return {
+        (schedule, way): Case((*SETS, *sets), ("parallel-layer=tensor", f"schedule={schedule}"))
+        for schedule in SCHEDULES
+        for way, sets in WAYS.items()
+        if "sequence" not in way or schedule in SEQUENCE
+    }
 
 
 @cache
-def ran() -> dict[tuple[str, bool], list[Ran]]:
+def ran() -> dict[tuple[str, str], list[Ran]]:
     """By schedule, whole and scattered: what each of two tensor ranks on each of two stages saw."""
     made = cases()
     return dict(zip(made, run_cases(4, list(made.values())), strict=True))
@@ -39,8 +47,8 @@ def ran() -> dict[tuple[str, bool], list[Ran]]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_losses_and_gradients_are_those_of_whole_messages_bit_for_bit(schedule: str) -> None:
-    whole, scattered = ran()[schedule, False], ran()[schedule, True]
-    assert len(whole[0].losses) == 4
+    whole, scattered = ran()[schedule, "whole"], ran()[schedule, "scattered"]
+    assert len(whole[0].losses) == STEPS
     assert scattered[0].losses == whole[0].losses
     assert scattered[0].seen.norms == whole[0].seen.norms
     assert scattered[0].seen.validation == whole[0].seen.validation
@@ -51,14 +59,14 @@ def test_losses_and_gradients_are_those_of_whole_messages_bit_for_bit(schedule: 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_each_rank_sends_half_the_bytes(schedule: str) -> None:
-    for whole, scattered in zip(ran()[schedule, False], ran()[schedule, True], strict=True):
+    for whole, scattered in zip(ran()[schedule, "whole"], ran()[schedule, "scattered"], strict=True):
         assert whole.sent > 0
         assert 2 * scattered.sent == whole.sent
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_tensor_ranks_of_a_stage_gather_each_message_in_one_order(schedule: str) -> None:
-    whole, scattered = ran()[schedule, False], ran()[schedule, True]
+    whole, scattered = ran()[schedule, "whole"], ran()[schedule, "scattered"]
     for rank in (0, 2):
         assert scattered[rank].collectives == scattered[rank + 1].collectives
         gathers = [shape for name, shape in scattered[rank].collectives if name.startswith("all_gather")]
@@ -66,8 +74,9 @@ def test_tensor_ranks_of_a_stage_gather_each_message_in_one_order(schedule: str)
         assert sum(np.prod(shape) for shape in gathers) == received
 
 
-def test_under_sequence_parallelism_nothing_changes_since_messages_are_parts_already() -> None:
-    whole, scattered = ran()["sequence", False], ran()["sequence", True]
+@pytest.mark.parametrize("schedule", SEQUENCE)
+def test_under_sequence_parallelism_nothing_changes_since_messages_are_parts_already(schedule: str) -> None:
+    whole, scattered = ran()[schedule, "sequence"], ran()[schedule, "sequence, scattered"]
     assert scattered[0].losses == whole[0].losses
     assert [rank.sent for rank in scattered] == [rank.sent for rank in whole]
-    assert 2 * whole[0].sent == ran()["1f1b", False][0].sent
+    assert 2 * whole[0].sent == ran()[schedule, "whole"][0].sent

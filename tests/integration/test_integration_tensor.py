@@ -1,4 +1,7 @@
-"""Layers split over ranks train as the single process does, whatever else the run is split by."""
+"""Layers split over ranks train as the single process does, whatever else the run is split by.
+
+Here each two choices run together once, for few steps; ``make grid`` runs every split.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,18 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from tests.support.pieces import Array, Case, Ran, joined, run_cases
+from tests.integration.pairwise import WHOLE, chosen
+from tests.integration.pieces import Array, Case, Ran, joined, run_cases
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(3600 if WHOLE else 600)]
 
-#: Few steps are the first of many, as the learning rate does not know where it ends.
-MANY, FEW, BATCH = 20, 5, 8
+EACH, BATCH = 5, 8
+STEPS = 20 if WHOLE else EACH
 SETS = (
     f"train.global_batch_size={BATCH}",
     "train.lr_shape=constant",
     "train.lr_warmup=2",
-    f"eval.interval={FEW}",
+    f"eval.interval={EACH}",
     "eval.batches=1",
 )
 #: The vocabulary leaves some ranks with little but padding, or with nothing else.
@@ -50,8 +54,6 @@ class Split(NamedTuple):
     data: int = 1
     sequence: bool = False
     schedule: str = "1f1b"
-    steps: int = FEW
-    microbatches: int = 2
 
     @property
     def world(self) -> int:
@@ -61,8 +63,9 @@ class Split(NamedTuple):
     def case(self) -> Case:
         sizes = {axis: getattr(self, axis) for axis in ("tensor", "pipeline", "data")}
         sets = [f"parallel.{axis}={size}" for axis, size in sizes.items()]
-        sets += [f"parallel.sequence={str(self.sequence).lower()}", f"train.steps={self.steps}"]
-        sets += [f"train.micro_batch_size={BATCH // self.data // self.microbatches}"]
+        sets += [f"parallel.sequence={str(self.sequence).lower()}", f"train.steps={STEPS}"]
+        microbatches = 2 * self.pipeline
+        sets += [f"train.micro_batch_size={BATCH // self.data // microbatches}"]
         plugins = ("parallel-layer=tensor", *[f"schedule={self.schedule}"] * (self.pipeline > 1))
         return Case((*SETS, *MODELS[self.model], *sets), plugins)
 
@@ -71,32 +74,23 @@ class Split(NamedTuple):
         return "-".join(parts + [self.schedule] * (self.pipeline > 1) + ["sequence"] * self.sequence)
 
 
-#: Every split of up to four ranks.
-TABLE = [
-    Split("gpt2", tensor, pipeline, data, sequence, steps=MANY)
-    for tensor, pipeline, data, sequence in product((1, 2, 4), (1, 2), (1, 2), (False, True))
-    if tensor * pipeline * data <= 4 and not (sequence and tensor == 1)
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zero-bubble,variant=v")
+#: Every split of up to four ranks, by every schedule.
+PRODUCT = [
+    Split(*each)
+    for each in product(MODELS, (1, 2, 4), (1, 2), (1, 2), (False, True), SCHEDULES)
+    if Split(*each).world <= 4
+    and not (each[4] and each[1] == 1)  # tensor-parallel ranks share a sequence
+    and (each[2] > 1 or each[5] == SCHEDULES[0])  # without a pipeline there is no choice of a schedule
 ]
-#: Every schedule, and other models.
-OTHERS = [
-    *(
-        Split("gpt2", 2, 2, 1, sequence, schedule, microbatches=4)
-        for schedule in ("gpipe", "interleaved", "zero-bubble", "zero-bubble,variant=v")
-        for sequence in (False, True)
-    ),
-    *(Split("untied", tensor, sequence=sequence) for tensor, sequence in ((2, False), (2, True), (4, False))),
-    *(Split("llama", tensor, sequence=sequence) for tensor, sequence in ((1, False), (2, True), (4, True))),
-    Split("llama", 2, 1, 2),
-    *(Split("llama", 2, 2, 1, True, schedule, microbatches=4) for schedule in ("interleaved", "zero-bubble")),
-    *(Split("llama", 2, 2, 1, False, schedule, microbatches=4) for schedule in ("1f1b", "zero-bubble,variant=v")),
-]
-each_split = pytest.mark.parametrize("split", [*TABLE, *OTHERS], ids=str)
+SPLITS = chosen(PRODUCT, Split._asdict)
+each_split = pytest.mark.parametrize("split", SPLITS, ids=str)
 
 
 @cache
 def ran(world: int) -> dict[Split, list[Ran]]:
     """Every split of ``world``: what each rank saw."""
-    splits = [split for split in (*TABLE, *OTHERS) if split.world == world]
+    splits = [split for split in SPLITS if split.world == world]
     return dict(zip(splits, run_cases(world, [split.case for split in splits]), strict=True))
 
 
@@ -106,7 +100,7 @@ def alone() -> dict[tuple[str, str], Ran]:
     cases = {
         (model, dtype): Case((*SETS, *sets, f"train.steps={steps}"), dtype=dtype)
         for model, sets in MODELS.items()
-        for dtype, steps in (("float32", MANY if model == "gpt2" else FEW), ("float64", 1))
+        for dtype, steps in (("float32", STEPS), ("float64", 1))
     }
     return {name: ranks[0] for name, ranks in zip(cases, run_cases(1, list(cases.values())), strict=True)}
 
@@ -114,11 +108,11 @@ def alone() -> dict[tuple[str, str], Ran]:
 @each_split
 def test_a_split_gives_the_losses_of_the_single_process(split: Split) -> None:
     seen, single = ran(split.world)[split][0].seen, alone()[split.model, "float32"].seen
-    assert len(seen.losses) == split.steps
-    assert len(seen.validation) == split.steps // FEW
-    np.testing.assert_allclose(seen.losses, single.losses[: split.steps], rtol=0, atol=1e-5)
-    np.testing.assert_allclose(seen.norms, single.norms[: split.steps], rtol=1e-4)
-    np.testing.assert_allclose(seen.validation, single.validation[: split.steps // FEW], rtol=0, atol=1e-5)
+    assert len(seen.losses) == STEPS
+    assert len(seen.validation) == STEPS // EACH
+    np.testing.assert_allclose(seen.losses, single.losses, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(seen.norms, single.norms, rtol=1e-4)
+    np.testing.assert_allclose(seen.validation, single.validation, rtol=0, atol=1e-5)
 
 
 @each_split
@@ -138,7 +132,7 @@ def error(gradient: Array, exact: Array) -> float:
 @each_split
 def test_what_ran_is_what_was_planned(split: Split) -> None:
     for rank in ran(split.world)[split]:
-        assert len(rank.seen.executed) == split.steps
+        assert len(rank.seen.executed) == STEPS
         assert all(executed == rank.seen.planned for executed in rank.seen.executed)
         assert set(rank.seen.peaks) == {rank.seen.plan.peak_in_flight[rank.seen.stage]}
         assert set(rank.seen.left) == {0}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from tests.support.pieces import Case, run_cases
+from tests.integration.pairwise import chosen
+from tests.integration.pieces import Case, run_cases
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
 
@@ -34,8 +37,18 @@ SPLITS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "t2 p2 scattered": (4, ("schedule=zero-bubble,variant=v",), ("parallel.scatter_messages=true",)),
     "t2 d2": (4, (), ("parallel.data=2",)),
 }
-#: The likeliest token is drawn from no logits but those that all temperatures see, so a few splits are enough for 0.
-CASES = [*((split, "0.8") for split in SPLITS), ("t2 sequence", "0"), ("t2 p2", "0")]
+
+
+def axes(case: tuple[str, str]) -> dict[str, Hashable]:
+    """What a case chooses."""
+    _, plugins, sets = SPLITS[case[0]]
+    given = dict(each.split("=") for each in sets)
+    keys = ("parallel.tensor", "parallel.data", "parallel.sequence", "parallel.scatter_messages")
+    return {"pipeline": bool(plugins), "temperature": case[1], **{key: given.get(key, "") for key in keys}}
+
+
+#: By split and temperature: the likeliest token at 0, a drawn one else.
+CASES = chosen(list(product(SPLITS, ("0", "0.8"))), axes)
 
 
 @pytest.fixture(scope="module")

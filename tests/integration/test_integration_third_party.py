@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from megatron_run.errors import ExitCode
 from megatron_run.registry.discover import Catalog
 from megatron_run_cli.scaffold import new
 from tests.support.fake_plugins import FakeSite, schedule_source
+from tests.support.forked import forked_command
 from tests.support.scratch import Scratch
 
 COMMAND = ("-m", "megatron_run_cli")
@@ -28,8 +27,8 @@ def listed(scratch: Scratch) -> dict[str, str]:
     return {each["name"]: f"{each['distribution']} {each['version']}" for each in plugins if each["kind"] == "schedule"}
 
 
+@pytest.mark.nightly
 @pytest.mark.multiproc
-@pytest.mark.slow
 def test_a_package_is_installed_found_chosen_run_and_uninstalled(tmp_path: Path) -> None:
     scratch = Scratch(tmp_path / "env")
     package = new("schedule", "zigzag", tmp_path / "zigzag", Catalog(()))
@@ -55,7 +54,7 @@ def test_a_package_is_installed_found_chosen_run_and_uninstalled(tmp_path: Path)
     assert "no installed plugin is schedule=zigzag" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pip_refuses_a_package_made_for_another_kernel(tmp_path: Path) -> None:
     package = new("schedule", "zigzag", tmp_path / "zigzag", Catalog(()))
     project = package.folder / "pyproject.toml"
@@ -67,11 +66,7 @@ def test_pip_refuses_a_package_made_for_another_kernel(tmp_path: Path) -> None:
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command in ``folder``, with its ``site`` on the path as if it were installed."""
-    environment = {**os.environ, "PYTHONPATH": str(folder / "site")}
-    command = [sys.executable, *COMMAND, *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
+    return forked_command(arguments, folder, variables={"PYTHONPATH": str(folder / "site")})
 
 
 @pytest.mark.multiproc

@@ -10,16 +10,16 @@ import pytest
 
 from tests.support.forked import Ran, run_forked, tiny
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(180)]
 
 #: Seconds after which a rank hangs, and what the machine may take on top of it to start and to end the ranks.
-LIMIT, BUSY = 2.0, 20.0
+LIMIT, BUSY = 2.0, 60.0
 
 
 def run(folder: Path, fault: str, **values: Any) -> Ran:
     """Two stages of two data-parallel ranks: who waits for whom goes through messages and collectives."""
     sets = {"parallel.pipeline": 2, "run.timeout": LIMIT, "checkpoint.interval": 3, **values}
-    return run_forked(tiny(folder, sets, ("schedule=1f1b", "optimizer=zero1"), nproc=4), fault)
+    return run_forked(tiny(folder, sets, ("schedule=1f1b", "optimizer=zero1"), nproc=4), fault, timeout=150)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,9 @@ def test_a_rank_that_hangs_or_is_stopped_is_named_with_its_phase_and_the_others_
     ran = run(tmp_path / "run", f"rank={rank},step=3,at={at},kind={kind}")
     what = {"hang": "hangs", "stop": r"is stopped by a signal \(SIGSTOP\)"}[kind]
     assert ran.code == 4
-    expected = rf"rank {rank} {what}: nothing new for \d\.\d s in {at}.* of step 3, rank \d.* waits? for it in .*; see "
+    expected = (
+        rf"rank {rank} {what}: nothing new for \d+\.\d s in {at}.* of step 3, rank \d.* waits? for it in .*; see "
+    )
     assert re.match(expected, ran.message), ran.message
     assert ran.message.endswith(f"(log: {tmp_path}/run/logs/attempt-001/rank-{rank:05d}.log)")
     assert ran.seconds < LIMIT + BUSY
@@ -45,7 +47,7 @@ def test_a_save_behind_the_training_that_hangs_is_named_with_its_part_when_it_is
     waits = (
         r"rank 0 and 2 more wait for it in all-reduce of 1 values, number \d over beside, in save step4 of step 4; see "
     )
-    assert re.match(rf"rank 1 hangs: nothing new for \d\.\d s in {part}, {waits}", ran.message), ran.message
+    assert re.match(rf"rank 1 hangs: nothing new for \d+\.\d s in {part}, {waits}", ran.message), ran.message
 
 
 def test_a_step_that_takes_longer_than_the_limit_is_no_alarm_as_long_as_it_goes_on(tmp_path: Path) -> None:

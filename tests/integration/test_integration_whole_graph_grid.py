@@ -9,9 +9,9 @@ import pytest
 
 from megatron_run.contracts import CaptureMetrics, CaptureSize
 from tests.integration import whole_graph_grid
+from tests.integration.graph_grid import ALONE, NETWORKS, SPREAD, WAYS, Case
+from tests.integration.graph_grid_checks import Compared, bit_faults, byte_faults, capture_faults, number_faults
 from tests.integration.whole_graph_grid import run
-from tests.support.graph_grid import ALONE, NETWORKS, SPREAD, WAYS, Case
-from tests.support.graph_grid_checks import Compared, bit_faults, byte_faults, capture_faults, number_faults
 from tests.support.ranks import RankFailed
 from tests.support.training import Seen
 

@@ -2,7 +2,7 @@
 
     make -s graph-grid > benchmarks/results/whole_graph_grid.md
 
-Each arrangement of tests/support/graph_grid.py with each network, once eagerly and once in each way: losses, gradient
+Each arrangement of ``graph_grid.py`` with each network, once eagerly and once in each way: losses, gradient
 norms, evaluations and all weights bit for bit, what was captured when, and as many graphs and slots as formulas say.
 The test suite runs a selection; this is the whole product, ``python -m tests.integration.whole_graph_grid``. Prints a
 page of results, and exits with 1 when something is wrong. Two cores need some twenty minutes.
@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from benchmarks.support.report import heading, table
-from tests.support.graph_grid import Arrangement, Case, whole_product
-from tests.support.graph_grid_checks import Compared, bit_faults, byte_faults, capture_faults, number_faults
+from tests.integration.graph_grid import Arrangement, Case, whole_product
+from tests.integration.graph_grid_checks import Compared, bit_faults, byte_faults, capture_faults, number_faults
 from tests.support.ranks import RankFailed
 from tests.support.training import Seen, train_many
 

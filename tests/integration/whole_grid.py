@@ -2,10 +2,10 @@
 
     make grid
 
-Each accepted shape of tests/support/grid.py, with and without tied embeddings, dropout and activation checkpointing:
-the order that ran, first gradients, losses of 20 steps, activations in flight and messages; and each refusal. The test
-suite runs every shape in one variant; this is the whole product, ``python -m tests.integration.whole_grid``. Prints a
-table, and exits with 1 when something is wrong. Two cores need some minutes.
+Each accepted shape of ``grid.py``, with and without tied embeddings, dropout and activation checkpointing: the order
+that ran, first gradients, losses of 20 steps, activations in flight and messages; and each refusal. The test suite runs
+each two choices together once; this is the whole product, ``python -m tests.integration.whole_grid``. Prints a table,
+and exits with 1 when something is wrong. Two cores need some minutes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from itertools import groupby
 
 import numpy as np
 
-from tests.support.grid import RULES, Case, Shape, shapes, whole_product
-from tests.support.grid_checks import Trained, gradient_faults, plan_faults, refusal_faults
+from tests.integration.grid import RULES, Case, Shape, shapes, whole_product
+from tests.integration.grid_checks import Trained, gradient_faults, plan_faults, refusal_faults
 from tests.support.training import Seen, found_once, train_many
 
 #: Seconds for the runs of one variant on one number of ranks; a busy machine takes many times an idle one's.

@@ -44,6 +44,19 @@ def run_command(
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
+def world_of_two(rank: int, port: int, **others: str) -> dict[str, str]:
+    """What torchrun tells rank ``rank`` of two that meet at ``port``."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        **others,
+    }
+
+
 def free_port() -> int:
     """A port of the loopback interface that nobody listens on."""
     with socket.socket() as listener:

@@ -1,8 +1,9 @@
 """Whole runs without their start-up: the launcher and its ranks are forked from a process that has all imported.
 
-Everything is as the command does it, the local launcher, its watching, the rendezvous, the run folder, but for two
-things: a process is forked and not started, and the ranks find the run resolved. A server that has torch loaded and has
-never computed, so that it has one thread, forks the launcher; that one forks its ranks before it starts a thread.
+Everything is as the command does it, the local launcher, its watching, the rendezvous, the run folder, but that
+processes are forked and not started. A server that has torch loaded and has never computed, so that it has one thread,
+forks the launcher; that one forks its ranks before it starts a thread. :class:`ForkedCommand` takes the command's
+words, :class:`ForkedRun` a request, which its ranks find resolved.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -124,6 +126,76 @@ def run_forked(request: Request, fault: str = "", timeout: float = 60.0, max_res
         return run.wait()
 
 
+class ForkedCommand:
+    """``megatron-run`` with ``words`` in ``folder``, as :class:`subprocess.Popen` would start it, under way.
+
+    Used as a context, it leaves nothing behind: its ranks end with it.
+    """
+
+    def __init__(self, words: Sequence[str], folder: Path, **variables: str) -> None:
+        start_server()
+        self.args = tuple(words)
+        self.returncode: int | None = None
+        self._said = tempfile.TemporaryDirectory()
+        environment = {**os.environ, **variables}
+        told = (self.args, str(folder), environment, self._said.name)
+        self._process = CONTEXT.Process(target=_command, args=told)
+        self._process.start()
+
+    def __enter__(self) -> ForkedCommand:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+        self._said.cleanup()
+
+    @property
+    def pid(self) -> int:
+        """The launcher's process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the launcher."""
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """What it said on standard output and standard error, once it has ended."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise TimeoutError(f"megatron-run {' '.join(self.args)} did not end within {timeout:g} s")
+        self.returncode = self._process.exitcode
+        out, err = ((Path(self._said.name) / name).read_text() for name in ("out", "err"))
+        return out, err
+
+
+def forked_command(
+    words: Sequence[str], folder: Path, *, timeout: float = 90, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run ``megatron-run`` with ``words`` in ``folder`` to its end."""
+    with ForkedCommand(words, folder, **(variables or {})) as command:
+        out, err = command.communicate(timeout)
+        assert command.returncode is not None
+        return subprocess.CompletedProcess(command.args, command.returncode, out, err)
+
+
+def _command(words: tuple[str, ...], folder: str, environment: Mapping[str, str], said: str) -> None:
+    """What is between a fork and the command's program."""
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.argv[:] = ["megatron-run", *words]
+    for name, descriptor in (("out", 1), ("err", 2)):
+        os.dup2(os.open(Path(said) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    from megatron_run_cli.__main__ import program
+
+    with _forking_ranks(lambda pid: None):
+        program()
+
+
 def _launch(pipe: Connection, request: str, environment: Mapping[str, str], max_restarts: int) -> None:
     """The launcher's process: what the command does, once its words are read."""
     from megatron_run.errors import RunError
@@ -134,7 +206,7 @@ def _launch(pipe: Connection, request: str, environment: Mapping[str, str], max_
     told: list[str] = []
     asked = replace(Request.from_json(request), environment=environment)
     try:
-        with _forking_ranks(pipe):
+        with _resolving_once(), _forking_ranks(lambda pid: pipe.send(("rank", pid))):
             result = launch(asked, LaunchOptions(quiet=True, max_restarts=max_restarts, tell=told.append), "local")
         pipe.send(("ended", (int(result.code), result.message, told)))
     except RunError as error:
@@ -144,8 +216,22 @@ def _launch(pipe: Connection, request: str, environment: Mapping[str, str], max_
 
 
 @contextmanager
-def _forking_ranks(pipe: Connection) -> Iterator[None]:
-    """Within: the launcher's ``subprocess`` forks, and tells ``pipe`` of each rank; what is resolved stays so."""
+def _forking_ranks(tell: Callable[[int], None]) -> Iterator[None]:
+    """Within: the launcher's ``subprocess`` forks, and tells the process of each rank."""
+
+    class Rank(ForkedProcess):
+        def __init__(self, words: Sequence[str], **how: Any) -> None:
+            super().__init__(words, **how)
+            tell(self.pid)
+
+    forking = SimpleNamespace(**{**vars(subprocess), "Popen": Rank})
+    with mock.patch("megatron_run_engine.launch.local.subprocess", forking):
+        yield
+
+
+@contextmanager
+def _resolving_once() -> Iterator[None]:
+    """Within: what is resolved stays so, in processes that are forked here too."""
     import megatron_run.planning
 
     resolve = megatron_run.planning.resolve
@@ -157,16 +243,7 @@ def _forking_ranks(pipe: Connection) -> Iterator[None]:
             known[key] = resolve(request, objects)
         return known[key]
 
-    class Rank(ForkedProcess):
-        def __init__(self, words: Sequence[str], **how: Any) -> None:
-            super().__init__(words, **how)
-            pipe.send(("rank", self.pid))
-
-    forking = SimpleNamespace(**{**vars(subprocess), "Popen": Rank})
-    with (
-        mock.patch("megatron_run_engine.launch.local.subprocess", forking),
-        mock.patch("megatron_run.planning.resolve", remembering),
-    ):
+    with mock.patch("megatron_run.planning.resolve", remembering):
         yield
 
 

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import tempfile
-import time
 import traceback
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
+
+from megatron_run_testing.ranks import run_on_ranks
 
 #: Forks from a process that has torch loaded but never used.
 CONTEXT = multiprocessing.get_context("forkserver")
-#: ``torch._inductor.config`` is what asking for deterministic kernels imports: seconds, in every rank.
+#: What every rank would import anew. ``torch._inductor.config`` is loaded by asking for deterministic kernels: seconds.
 _PRELOADED = [
     "torch.distributed",
     "torch._inductor.config",
     "megatron_run_engine.launch.worker",
     "megatron_run_engine.launch.rank",
+    "megatron_run_engine.builtin.data.mock",
+    "megatron_run_engine.builtin.model.gpt",
+    "megatron_run_engine.builtin.observer.console",
+    "megatron_run_engine.builtin.optimizer.adamw",
 ]
 CONTEXT.set_forkserver_preload(_PRELOADED)
 
@@ -30,27 +31,31 @@ class RankFailed(AssertionError):
     """A rank raised; the message holds its traceback."""
 
 
-def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 60) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 120) -> list[Any]:
     """Call ``function(rank, world, *arguments)`` on ``world`` ranks and return their results by rank.
 
     ``function`` is importable and its arguments and result can be pickled.
     """
     start_server()
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world)]
-        ranks = [
-            CONTEXT.Process(target=_rank, args=(function, rank, world, store, pipes[rank][1], arguments))
-            for rank in range(world)
-        ]
-        for process in ranks:
-            process.start()
-        try:
-            return _collect([reader for reader, _ in pipes], time.monotonic() + timeout)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.join()
+    progress = run_on_ranks(_result, world, function, arguments, timeout=timeout)
+    for rank, yielded in enumerate(progress.yielded):
+        for raised, value in yielded:
+            if raised:
+                raise RankFailed(f"rank {rank}:\n{value}")
+    if progress.failure:
+        raise RankFailed(progress.failure)
+    return [value for ((_, value),) in progress.yielded]
+
+
+def _result(
+    rank: int, world: int, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Iterator[tuple[bool, Any]]:
+    """What the function returned, or else its traceback, and whether it is one."""
+    try:
+        yield False, function(rank, world, *arguments)
+    except BaseException:
+        yield True, traceback.format_exc()
+        raise
 
 
 def start_server() -> None:
@@ -60,33 +65,3 @@ def start_server() -> None:
     forkserver.ensure_running()
     if mark is not None:
         os.environ["TESTED_BY"] = mark
-
-
-def _collect(readers: list[Connection], deadline: float) -> list[Any]:
-    results = []
-    for rank, reader in enumerate(readers):
-        if not reader.poll(max(0.0, deadline - time.monotonic())):
-            raise RankFailed(f"rank {rank} did not finish in time")
-        ok, value = reader.recv()
-        if not ok:
-            raise RankFailed(f"rank {rank}:\n{value}")
-        results.append(value)
-    return results
-
-
-def _rank(
-    function: Callable[..., Any], rank: int, world: int, store: str, pipe: Connection, arguments: tuple[Any, ...]
-) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=30)
-        )
-        pipe.send((True, function(rank, world, *arguments)))
-        dist.barrier()  # nobody leaves while another still talks
-        dist.destroy_process_group()
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode
+from tests.support.training import train_in_process
 
 #: A network of one layer on short sequences: a step takes some milliseconds.
 SMALL: Mapping[str, Any] = {
@@ -63,12 +63,7 @@ def attempt(
     KeyboardInterrupt from it ends the run.
     """
     from megatron_run.contracts import CheckpointMetrics, Observer, StepMetrics
-    from megatron_run.planning import resolve
-    from megatron_run_engine.run_folder import RunFolder
-    from megatron_run_engine.runtime.world import StopRequest, World
-    from megatron_run_engine.training.build import build
-    from megatron_run_engine.training.observers import Observers
-    from megatron_run_engine.training.trainer import train_rank
+    from megatron_run_engine.runtime.world import StopRequest
 
     seen, stop = Attempt(), StopRequest()
 
@@ -83,24 +78,19 @@ def attempt(
             seen.saved.append(metrics.step)
             seen.times.append(metrics)
 
-    def watched_build(*arguments: Any) -> Any:
-        seen.assembly = build(*arguments)
-        return seen.assembly
+    def built(run: Any, assembly: Any) -> None:
+        seen.assembly = assembly
 
-    def start(*arguments: Any) -> Observers:
-        seen.first = arguments[-1]
+    def started(first: int) -> list[Any]:
+        seen.first = first
         loaded(seen.assembly)
-        if rank == 0 and stop_after == seen.first:
+        if rank == 0 and stop_after == first:
             stop.stop(ExitCode.SIGTERM)
-        return Observers([("watch", Watch())] if rank == 0 else [], mock.Mock())
+        return [Watch()] if rank == 0 else []
 
     request = Request(("preset:tiny",), nproc=world, plugins=plugins, values=dict(sets), **asked)
-    with (
-        mock.patch("megatron_run_engine.training.trainer.build", watched_build),
-        mock.patch("megatron_run_engine.training.trainer.start_observers", start),
-    ):
-        folder.mkdir(parents=True, exist_ok=True)
-        seen.code = train_rank(resolve(request), World(rank, world), RunFolder(folder, number, rank), stop)
+    folder.mkdir(parents=True, exist_ok=True)
+    seen.code = train_in_process(request, rank, world, folder, built=built, started=started, stop=stop, number=number)
     return seen
 
 

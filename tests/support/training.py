@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -46,13 +46,13 @@ class Seen:
         return [str(action) for action in self.plan.lists[self.stage] if action.op != "S"]
 
 
-def train(world: int, *, sets: tuple[str, ...] = (), plugins: tuple[str, ...] = (), timeout: float = 90) -> list[Seen]:
+def train(world: int, *, sets: tuple[str, ...] = (), plugins: tuple[str, ...] = (), timeout: float = 200) -> list[Seen]:
     """Train ``preset:tiny`` with these settings on ``world`` ranks; one :class:`Seen` a rank."""
     request = Request(configs=("preset:tiny",), sets=sets, plugins=plugins, nproc=world)
     return run_ranks(train_here, world, request.to_json(), timeout=timeout)
 
 
-def train_many(world: int, requests: Sequence[Request], *, timeout: float = 110) -> list[list[Seen]]:
+def train_many(world: int, requests: Sequence[Request], *, timeout: float = 280) -> list[list[Seen]]:
     """Train each request on ``world`` ranks, one after the other in the same processes: for each, one :class:`Seen` a
     rank. What needs no world is shared between two processes.
     """
@@ -87,7 +87,7 @@ def enter_new_world(rank: int, world: int, store: str) -> None:
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=30)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(minutes=5)
     )
 
 
@@ -108,12 +108,6 @@ def found_once() -> Iterator[None]:
 def train_here(rank: int, world: int, request: str) -> Seen:
     """Train on this rank of a process group that exists already."""
     from megatron_run.contracts import CaptureMetrics, EvalMetrics, Observer, StepMetrics
-    from megatron_run.planning import resolve
-    from megatron_run_engine.run_folder import RunFolder
-    from megatron_run_engine.runtime.world import StopRequest, World
-    from megatron_run_engine.training.build import build
-    from megatron_run_engine.training.observers import Observers
-    from megatron_run_engine.training.trainer import train_rank
 
     seen, assemblies = Seen(), list[Any]()
 
@@ -129,21 +123,59 @@ def train_here(rank: int, world: int, request: str) -> Seen:
         def on_eval_end(self, metrics: EvalMetrics) -> None:
             seen.validation.append(metrics.loss)
 
-    def watched_build(*arguments: Any) -> Any:
-        assembly = build(*arguments)
+    def built(run: Any, assembly: Any) -> None:
         assemblies.append(assembly)
         seen.plan, seen.stage = run.plans[max(run.plans)], assembly.context.topology.stage
         _record_actions(assembly, seen)
         _record_first_gradients(assembly, seen)
-        return assembly
 
-    run = resolve(Request.from_json(request))
-    with shared_folder(rank, world) as folder, mock.patch("megatron_run_engine.training.trainer.build", watched_build):
-        observers = Observers([("watch", Watch() if rank == 0 else WatchGraphs())], mock.Mock())
-        with mock.patch("megatron_run_engine.training.trainer.start_observers", return_value=observers):
-            train_rank(run, World(rank=rank, size=world), RunFolder(folder, 1), StopRequest())
+    def started(first: int) -> list[Any]:
+        return [Watch() if rank == 0 else WatchGraphs()]
+
+    with shared_folder(rank, world) as folder:
+        train_in_process(Request.from_json(request), rank, world, folder, built=built, started=started)
     seen.weights = _digest(*assemblies)
     return seen
+
+
+def train_in_process(
+    request: Request,
+    rank: int,
+    world: int,
+    folder: Path,
+    *,
+    built: Callable[[Any, Any], None],
+    started: Callable[[int], list[Any]],
+    stop: Any = None,
+    number: int = 1,
+) -> Any:
+    """Train this rank's part of a run in attempt ``number`` of the run ``folder``; the exit code.
+
+    ``built`` is called with the resolved run and what it is made of; ``started`` with the first step, and returns the
+    observers. ``stop`` is the request to stop.
+    """
+    from megatron_run.planning import resolve
+    from megatron_run_engine.run_folder import RunFolder
+    from megatron_run_engine.runtime.world import StopRequest, World
+    from megatron_run_engine.training.build import build
+    from megatron_run_engine.training.observers import Observers
+    from megatron_run_engine.training.trainer import train_rank
+
+    run = resolve(request)
+
+    def watched_build(*arguments: Any) -> Any:
+        assembly = build(*arguments)
+        built(run, assembly)
+        return assembly
+
+    def start(*arguments: Any) -> Observers:
+        return Observers([("watch", observer) for observer in started(arguments[-1])], mock.Mock())
+
+    with (
+        mock.patch("megatron_run_engine.training.trainer.build", watched_build),
+        mock.patch("megatron_run_engine.training.trainer.start_observers", start),
+    ):
+        return train_rank(run, World(rank, world), RunFolder(folder, number, rank), stop or StopRequest())
 
 
 @contextmanager

@@ -58,11 +58,11 @@ def test_ranks_talk_on_one_thread_each_and_yield_in_order() -> None:
 )
 def test_a_rank_that_stumbles_ends_all_and_what_came_before_is_kept(how: str, message: str) -> None:
     start = time.monotonic()
-    progress = run_on_ranks(stumbles, 2, how)
+    progress = run_on_ranks(stumbles, 2, how, timeout=250)
     assert progress.failure.startswith(message)
     assert progress.yielded == ([0], [1])
     assert progress.common == 1
-    assert time.monotonic() - start < 40  # nobody waits for a peer that will not come
+    assert time.monotonic() - start < 200  # nobody waits for a peer that will not come
 
 
 def test_a_rank_that_hangs_is_ended_at_the_limit() -> None:

@@ -128,7 +128,7 @@ def watched(seen: Seen) -> Iterator[None]:
 @cache
 def trained(split: str) -> list[list[Seen]]:
     """The three runs, each with what every rank saw."""
-    by_rank = run_ranks(three_runs, SPLITS[split][0], request_of(split).to_json(), timeout=90)
+    by_rank = run_ranks(three_runs, SPLITS[split][0], request_of(split).to_json(), timeout=280)
     return [list(run) for run in zip(*by_rank, strict=True)]
 
 

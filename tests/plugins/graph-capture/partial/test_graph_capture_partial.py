@@ -23,7 +23,7 @@ from megatron_run_schedule_interleaved import Interleaved
 from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
 from megatron_run_testing.check import Check
 from megatron_run_testing.graph_capture import graph_capture_checks
-from tests.support.graph_bench import Pipeline, one_region, partial_capture
+from tests.plugins.graph_bench import Pipeline, one_region, partial_capture
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "attention": {"scope": ("attn",)},

@@ -13,7 +13,7 @@ from megatron_run.contracts.actions import Action
 from megatron_run.errors import GraphCaptureError
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_testing.build_contexts import single_process_context
-from tests.support.graph_bench import Pipeline, one_region, partial_capture
+from tests.plugins.graph_bench import Pipeline, one_region, partial_capture
 
 ONE = [Action("F", 0, 0), Action("B", 0, 0)]
 

@@ -14,7 +14,7 @@ from megatron_run_engine.builtin.model.gpt import GptOptions
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
-from tests.support.graph_bench import Pipeline
+from tests.plugins.graph_bench import Pipeline
 
 MODEL = GptOptions(num_layers=4, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1, tie_embeddings=False)
 EXPERTS = MODEL.model_copy(update={"experts": 4, "top_k": 2})

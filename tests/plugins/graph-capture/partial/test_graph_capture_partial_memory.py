@@ -20,7 +20,7 @@ from megatron_run_graph_capture_partial.reuse import Reuse, per_microbatch, per_
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_interleaved import Interleaved
 from megatron_run_testing.build_contexts import single_process_context
-from tests.support.graph_bench import Pipeline, one_region, partial_capture
+from tests.plugins.graph_bench import Pipeline, one_region, partial_capture
 
 STAGES = 4
 FIRST_STAGE = GptOptions(num_layers=4, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.0)

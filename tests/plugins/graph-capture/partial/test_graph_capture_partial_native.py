@@ -16,7 +16,7 @@ from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run_graph_capture_partial import native
 from megatron_run_graph_capture_partial.executors import in_python, out_form
 from megatron_run_graph_capture_partial.selection import find_executor
-from tests.support.graph_bench import Pipeline
+from tests.plugins.graph_bench import Pipeline
 
 
 @pytest.mark.slow  # a minute where it was never built; then it is kept

@@ -12,8 +12,8 @@ from megatron_run.errors import InputError, Problems
 from megatron_run.planning import resolve
 from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
 from megatron_run_engine.launch import train
+from tests.plugins.graph_bench import SMALL, Pipeline
 from tests.support.checkout import ROOT
-from tests.support.graph_bench import SMALL, Pipeline
 
 EXPERTS = ("model.experts=4", "model.top_k=2")
 CAPTURE = "graph-capture=partial,scope=attn,moe_router,moe_preprocess"

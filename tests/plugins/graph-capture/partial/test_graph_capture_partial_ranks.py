@@ -9,7 +9,7 @@ from tests.support.training import Seen, train_many
 
 pytestmark = pytest.mark.multiproc
 SHORT = ("train.steps=4", "eval.interval=3")
-PIPELINE = ("train.steps=20", "eval.interval=10")
+PIPELINE = ("train.steps=8", "eval.interval=5")
 GROWING = ("train.ramp_up.start=4", "train.ramp_up.increment=4", "train.ramp_up.samples=16")
 #: Name -> (plugins, settings, options of the capture).
 RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {

@@ -20,7 +20,7 @@ from megatron_run_engine.capture import Rules
 from megatron_run_graph_capture_partial.arena import Arena
 from megatron_run_graph_capture_partial.recording import Recording
 from megatron_run_testing.build_contexts import single_process_context
-from tests.support.graph_bench import Pipeline, one_region, partial_capture
+from tests.plugins.graph_bench import Pipeline, one_region, partial_capture
 
 Violation = Callable[[Tensor], Any]
 

@@ -10,7 +10,7 @@ import pytest
 from megatron_run_engine.builtin.model.gpt import GptOptions
 from megatron_run_engine.runtime.gradients import GradientAccumulator
 from megatron_run_schedule_zero_bubble.v import ZeroBubbleV
-from tests.support.graph_bench import Pipeline
+from tests.plugins.graph_bench import Pipeline
 
 #: Of two chunks on one stage, which both add to the gradient of the tied embedding.
 TIED = GptOptions(num_layers=4, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1, tie_embeddings=True)

@@ -26,10 +26,10 @@ from megatron_run_schedule_interleaved import Interleaved
 from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
 from megatron_run_testing.check import Check
 from megatron_run_testing.graph_capture import graph_capture_checks
+from tests.plugins.engine.graphed_stand_in import StandIn
+from tests.plugins.graph_bench import Pipeline
 from tests.support.checkout import ROOT
 from tests.support.fake_plugins import FakeSite
-from tests.support.graph_bench import Pipeline
-from tests.support.graphed_stand_in import StandIn
 
 CUDA = torch.device("cuda", 0)
 

@@ -18,7 +18,7 @@ from megatron_run.planning import load_config, resolve
 from megatron_run_engine.training.observers import Observers
 from megatron_run_observer_trace import Options, Trace, step_document
 from megatron_run_testing.observer import example_run, example_trace
-from tests.support.commands import COMMAND, run_command
+from tests.support.forked import forked_command
 
 
 def traced(folder: Path, wanted: str | None = None, **run: int) -> Trace:
@@ -187,7 +187,7 @@ def test_a_full_disk_leaves_no_half_of_a_file(tmp_path: Path) -> None:
 def test_the_command_traces_a_run(tmp_path: Path) -> None:
     words = ("preset:tiny", "--plugin", "schedule=interleaved", "--plugin", "observer=trace,steps=2-3")
     sets = ("run.folder=run", "run.threads=1", "train.steps=3", "eval.batches=1")
-    done = run_command((*COMMAND, *words, *(word for each in sets for word in ("--set", each))), tmp_path)
+    done = forked_command((*words, *(word for each in sets for word in ("--set", each))), tmp_path)
     assert done.returncode == ExitCode.DONE, done.stderr
     assert "observer trace" not in done.stdout + done.stderr
     assert names(tmp_path / "run" / "trace") == ["step-2.json", "step-3.json"]

@@ -26,8 +26,8 @@ from megatron_run_engine.runtime.comm import create_groups
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_testing.build_contexts import context_at
+from tests.plugins.optimizer.optimizer_bench import SHAPES, Bench, Trained, gathered, reader
 from tests.support.commands import COMMAND, run_command
-from tests.support.optimizer_bench import SHAPES, Bench, Trained, gathered, reader
 from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")]
@@ -172,7 +172,7 @@ def backward(context: BuildContext) -> list[float]:
 @cache
 def seen() -> list[dict[str, Any]]:
     """By rank."""
-    return run_ranks(everything, 2, timeout=110)
+    return run_ranks(everything, 2, timeout=280)
 
 
 def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:

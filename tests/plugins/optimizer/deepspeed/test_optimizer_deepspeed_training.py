@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 
 from megatron_run.config.request import Request
+from tests.integration.reshaping import SHAPES, Found, check_bits, check_samples, reshape
 from tests.support.ranks import run_ranks
-from tests.support.reshaping import SHAPES, Found, check_bits, check_samples, reshape
 from tests.support.training import Seen, enter_new_world, found_once, train_in_turn
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.multiproc,
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed"),
+]
 
 #: What each rank saw, by split and optimizer.
 Runs = dict[tuple[str, str], list[Seen]]
@@ -58,7 +62,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Runs, list[
         for (_, optimizer), (plugins, sets) in asked.items()
     ]
     folder = tmp_path_factory.mktemp("runs")
-    ranks = run_ranks(train_then_reshape, 4, [request.to_json() for request in requests], str(folder), timeout=110)
+    ranks = run_ranks(train_then_reshape, 4, [request.to_json() for request in requests], str(folder), timeout=280)
     by_request = zip(*(seen for seen, _ in ranks), strict=True)
     return folder, dict(zip(asked, map(list, by_request), strict=True)), [found for _, found in ranks]
 

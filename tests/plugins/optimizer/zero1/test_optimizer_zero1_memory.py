@@ -6,7 +6,7 @@ import pytest
 
 from megatron_run.planning import load_config
 from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
-from tests.support.optimizer_runs import Case, Held, run_cases
+from tests.plugins.optimizer.optimizer_runs import Case, Held, run_cases
 
 #: By row of the table: settings, bytes of a parameter, and those that every rank holds and those that are shared.
 ROWS = {

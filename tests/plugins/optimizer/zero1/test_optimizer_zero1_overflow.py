@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.optimizer_runs import Case, Held, Planted, run_cases
+from tests.plugins.optimizer.optimizer_runs import Case, Held, Planted, run_cases
 
 SETS = (
     "train.steps=3",

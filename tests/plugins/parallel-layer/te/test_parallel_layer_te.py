@@ -20,8 +20,8 @@ from megatron_run_parallel_layer_te.weight_gradients import after_backward
 from megatron_run_testing.build_contexts import logical_gradients, logical_values, prepare, single_process_context
 from megatron_run_testing.check import Check
 from megatron_run_testing.parallel_layer import parallel_layer_checks
-from tests.support import engine_stand_in
-from tests.support.engine_layers import delayed_layers, engine_layers
+from tests.plugins.engine import stand_in as engine_stand_in
+from tests.plugins.engine.layers import delayed_layers, engine_layers
 
 INIT = Init("normal", 0.5)
 QKV = (LinearPart("query", 8), LinearPart("key", 4), LinearPart("value", 4))
@@ -36,11 +36,15 @@ CHECKS = {
     for check in parallel_layer_checks(lambda context, options=options: engine_layers(context, **options))  # type: ignore[misc]  # mypy cannot infer a default
 }
 #: The same over ranks; those of one variant share their ranks.
-SPLIT_CHECKS = {
-    f"{make.__name__}: {check.name}": check
-    for make in (engine_layers, delayed_layers)
-    for check in parallel_layer_checks(make, ranks=(2, 4))
-}
+SPLIT_CHECKS = [
+    pytest.param(check, id=f"{make.__name__}: {check.name}", marks=marks)
+    for make, ranks, marks in (
+        (engine_layers, (2, 4), ()),
+        (delayed_layers, (2,), ()),
+        (delayed_layers, (4,), pytest.mark.nightly),
+    )
+    for check in parallel_layer_checks(make, ranks=ranks)
+]
 
 
 class Layer(nn.Module):
@@ -79,7 +83,7 @@ def test_the_layers_conform(check: Check) -> None:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("check", SPLIT_CHECKS.values(), ids=SPLIT_CHECKS.keys())
+@pytest.mark.parametrize("check", SPLIT_CHECKS)
 def test_the_layers_conform_split_over_two_and_four_ranks(check: Check) -> None:
     check.run()
 

@@ -18,8 +18,8 @@ from megatron_run_cli.main import main
 from megatron_run_engine import train
 from megatron_run_engine.launch import local
 from megatron_run_parallel_layer_te import shapes
-from tests.support import engine_stand_in
-from tests.support.engine_site import engine_site
+from tests.plugins.engine import stand_in as engine_stand_in
+from tests.plugins.engine.site import engine_site
 
 CHOSEN = "preset:tiny --plugin parallel-layer=te"
 INSTEAD = "choose --plugin parallel-layer=tensor"

@@ -15,7 +15,7 @@ from megatron_run_parallel_layer_te import megatron_run_create_parallel_layer
 from megatron_run_parallel_layer_te.options import Options
 from megatron_run_testing.build_contexts import single_process_context
 from megatron_run_testing.parallel_layer import parallel_layer_checks
-from tests.support.conformance import failures
+from tests.contracts.conformance import failures
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # the library has warnings of its own
 

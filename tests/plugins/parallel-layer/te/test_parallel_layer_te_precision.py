@@ -18,9 +18,9 @@ from megatron_run_parallel_layer_te import EngineLayers
 from megatron_run_parallel_layer_te.options import Options
 from megatron_run_parallel_layer_te.precision import Precision, check_gpu, make_recipe
 from megatron_run_testing.build_contexts import prepare, single_process_context
-from tests.support import engine_recipes as recipes
-from tests.support.engine_layers import STAND_IN, engine_layers
-from tests.support.engine_stand_in import REGIONS
+from tests.plugins.engine import recipes
+from tests.plugins.engine.layers import STAND_IN, engine_layers
+from tests.plugins.engine.stand_in import REGIONS
 
 ALONE, PAIR = Split(ParallelGroup()), Split(ParallelGroup(0, 2), sequence=True)
 INIT = Init("normal", 0.02)

@@ -12,7 +12,7 @@ from tests.support.training import Seen, train
 
 pytestmark = pytest.mark.multiproc
 
-PLUGIN = f"parallel-layer={ROOT / 'tests/support/engine_plugin.py'}"
+PLUGIN = f"parallel-layer={ROOT / 'tests/plugins/engine/plugin.py'}"
 SETS = ("train.steps=4", "model.dropout=0", "run.threads=1")
 RUNS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "tensor, not fused": (2, (f"{PLUGIN},fuse_weight_gradients=false",), ("parallel.tensor=2",)),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.commands import COMMAND, run_command
+from tests.support.forked import forked_command
 
 SETS = ("train.steps=4", "train.lr=1e-2", "model.dropout=0.0", "eval.interval=0", "model.num_heads=4")
 
@@ -53,7 +54,7 @@ def losses(folder: Path, layers: str) -> list[float]:
     """Of a run of the command on two ranks."""
     words = [f"--set={each}" for each in (*SETS, "parallel.tensor=2", f"run.folder={folder / 'run'}", "run.threads=1")]
     words += ["--plugin", f"parallel-layer={layers}"]
-    done = run_command((*COMMAND, "preset:tiny", *words), folder)
+    done = forked_command(("preset:tiny", *words), folder)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in next((folder / "run").rglob("metrics.jsonl")).read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line]

@@ -15,7 +15,7 @@ from megatron_run.errors import DataError
 from megatron_run_scaler_dynamic import DynamicScaler, megatron_run_create_scaler
 from megatron_run_scaler_dynamic.options import Options
 from megatron_run_testing.build_contexts import single_process_context
-from tests.support.loss_scale import LossScale, drawn_options, drawn_overflows
+from tests.plugins.scaler.loss_scale import LossScale, drawn_options, drawn_overflows
 
 CPU = torch.device("cpu")
 STEPS = 100

@@ -1,6 +1,6 @@
 """A page that is a walk: the files it quotes and the commands of its ``shellsession`` blocks, one after the other.
 
-Unlike a console (:mod:`tests.support.consoles`), whose commands stand alone, each step of a walk finds what the steps
+Unlike a console (:mod:`tests.docs.consoles`), whose commands stand alone, each step of a walk finds what the steps
 before it left: all run by the shell, in one folder and one environment of their own.
 """
 
@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.consoles import Shown, shown
-from tests.support.quoted import pages, quotes
+from tests.docs.consoles import Shown, shown
+from tests.docs.quoted import pages, quotes
 from tests.support.scratch import LEAKS, Scratch
 
 #: Where the page says that it happens; a walk prints its folder in full.

@@ -6,7 +6,7 @@ from megatron_run.contracts import ParallelLayers, PluginInfo
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_parallel_layer_te.options import Options
-from tests.support.engine_layers import engine_layers
+from tests.plugins.engine.layers import engine_layers
 
 
 @hookimpl

@@ -19,8 +19,8 @@ from pathlib import Path
 from unittest import mock
 
 from megatron_run_cli.main import main
+from tests.docs.quoted import pages
 from tests.support.checkout import ROOT
-from tests.support.quoted import pages
 
 _BLOCK = re.compile(r"^```console\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 _COMMAND = re.compile(r"^\$ (?P<command>.*)\n(?P<output>(?:(?!\$ ).*\n)*)", re.MULTILINE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest import mock
@@ -12,8 +11,9 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_run.config.request import Request
 from tests.support.ranks import run_ranks
-from tests.support.training import found_once, shared_folder
+from tests.support.training import found_once, train_here
 
 Array = NDArray[Any]
 
@@ -91,16 +91,9 @@ def _run_cases(rank: int, world: int, cases: Sequence[Case]) -> list[Held]:
 
 
 def _run_case(rank: int, world: int, case: Case) -> Held:
-    from megatron_run.config.request import Request
-    from megatron_run.planning import resolve
-    from megatron_run_engine.run_folder import RunFolder
-    from megatron_run_engine.runtime.world import StopRequest, World
     from megatron_run_engine.training.build import build
-    from megatron_run_engine.training.observers import Observers
-    from megatron_run_engine.training.trainer import train_rank
 
-    held = Held()
-    assemblies: list[Any] = []
+    held, assemblies = Held(), list[Any]()
 
     def watched_build(*arguments: Any) -> Any:
         assemblies.append(build(*arguments))
@@ -108,27 +101,12 @@ def _run_case(rank: int, world: int, case: Case) -> Held:
         return assemblies[0]
 
     sets = ("eval.interval=0", *case.sets)
-    run = resolve(Request(configs=("preset:tiny",), sets=sets, plugins=case.plugins, nproc=world))
-    with ExitStack() as patches, shared_folder(rank, world) as folder:
-        patches.enter_context(mock.patch("megatron_run_engine.training.trainer.build", watched_build))
-        observers = Observers([("watch", _observer(held))] if rank == 0 else [], mock.Mock())
-        patches.enter_context(
-            mock.patch("megatron_run_engine.training.trainer.start_observers", return_value=observers)
-        )
-        train_rank(run, World(rank=rank, size=world), RunFolder(folder, 1), StopRequest())
+    request = Request(configs=("preset:tiny",), sets=sets, plugins=case.plugins, nproc=world)
+    with mock.patch("megatron_run_engine.training.build.build", watched_build):
+        seen = train_here(rank, world, request.to_json())
+    held.losses, held.norms = seen.losses, seen.norms
     _look(assemblies[0], held)
     return held
-
-
-def _observer(held: Held) -> Any:
-    from megatron_run.contracts import Observer, StepMetrics
-
-    class Watch(Observer):
-        def on_step_end(self, metrics: StepMetrics) -> None:
-            held.losses.append(metrics.loss if metrics.loss is not None else float("nan"))
-            held.norms.append(metrics.grad_norm if metrics.grad_norm is not None else float("nan"))
-
-    return Watch()
 
 
 def _watch_steps(assembly: Any, held: Held, planted: Planted | None) -> None:

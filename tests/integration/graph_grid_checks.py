@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_run.contracts.actions import Action
-from tests.support.graph_grid import Case
+from tests.integration.graph_grid import Case
 from tests.support.training import Seen
 
 NUMBERS = ("losses", "norms", "validation")

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from megatron_run_engine.runtime.comm import ParallelGroup
-from tests.support.engine_recipes import DelayedScaling
+from tests.plugins.engine.recipes import DelayedScaling
 
 Group = dist.ProcessGroup
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from megatron_run.config.request import Request
-from tests.support.grid import LITTLE, Shape
+from tests.integration.grid import LITTLE, Shape
 
 #: One step runs eagerly, the next ones are replayed; an evaluation lies between.
 STEPS, EVALUATE = 6, 3

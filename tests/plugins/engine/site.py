@@ -11,7 +11,7 @@ _EMPTY = "raise RuntimeError('Found empty `transformer-engine` meta package inst
 #: What it does when the library behind it is there and the extension for PyTorch is not.
 _NO_EXTENSION = "raise FileNotFoundError('Could not find shared object file for Transformer Engine torch lib.')\n"
 _BROKEN = "raise ImportError('libcudnn.so.9: cannot open shared object file')\n"
-_STAND_IN = "from tests.support.engine_stand_in import *\n"
+_STAND_IN = "from tests.plugins.engine.stand_in import *\n"
 
 #: State -> (version or None, source of ``transformer_engine``, of ``transformer_engine.pytorch``, with the extension)
 _STATES: dict[str, tuple[str | None, str, str, bool]] = {
@@ -33,7 +33,7 @@ def engine_site(folder: Path, state: str) -> FakeSite:
     site.module("transformer_engine", package)
     site.module("transformer_engine/pytorch", pytorch)
     site.module("transformer_engine/common", "")
-    site.module("transformer_engine/common/recipe", "from tests.support.engine_recipes import *\n")
+    site.module("transformer_engine/common/recipe", "from tests.plugins.engine.recipes import *\n")
     if version:
         site.distribution("transformer-engine", {}, version=version)
     if extension:

@@ -9,7 +9,8 @@ from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_parallel_layer_te import EngineLayers
 from megatron_run_parallel_layer_te.engine import Engine
 from megatron_run_parallel_layer_te.options import Options
-from tests.support import engine_recipes, engine_stand_in
+from tests.plugins.engine import recipes as engine_recipes
+from tests.plugins.engine import stand_in as engine_stand_in
 
 STAND_IN = Engine(engine_stand_in, engine_recipes, "2.20")
 

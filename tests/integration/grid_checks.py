@@ -10,7 +10,7 @@ import numpy as np
 from megatron_run.errors import ExitCode, InputError, Problems
 from megatron_run.pipeline.plan import Plan
 from megatron_run.planning import resolve
-from tests.support.grid import STEPS, Case, Shape
+from tests.integration.grid import Case, Shape
 from tests.support.training import Seen
 
 TIED = "embedding.word.weight"
@@ -56,7 +56,7 @@ def plan_faults(trained: Trained) -> Iterator[str]:
 def order_faults(trained: Trained) -> Iterator[str]:
     """Every rank runs every step in the planned order."""
     for rank, seen in enumerate(trained.ranks):
-        if len(seen.executed) != STEPS:
+        if len(seen.executed) != trained.case.steps:
             yield f"{trained.case}: rank {rank} ran {len(seen.executed)} steps"
         for step, executed in enumerate(seen.executed, start=1):
             if executed != seen.planned:
@@ -83,7 +83,7 @@ def gradient_faults(trained: Trained) -> Iterator[str]:
 def loss_faults(trained: Trained) -> Iterator[str]:
     """The losses of all steps and evaluations are the single process's within 1e-5, and it trains."""
     lengths = [len(seen.losses) for seen in (trained.ranks[0], trained.alone)]
-    if lengths != [STEPS, STEPS]:
+    if lengths != [trained.case.steps] * 2:
         yield f"{trained.case}: {lengths} losses"
     elif not trained.loss_difference <= LOSS_TOLERANCE:
         yield f"{trained.case}: a loss differs by {trained.loss_difference:.3g}"

@@ -6,14 +6,15 @@ schedules promise, not from their code.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import product
 
 from megatron_run.config.request import Request
+from tests.integration.pairwise import pairwise
 
-STEPS = 20
+#: Steps of the whole product, and of what `make test` runs of it.
+MANY, FEW = 20, 6
 #: Little of everything: 20 steps take about a second.
 LITTLE = (
     "model.hidden_size=16",
@@ -23,7 +24,6 @@ LITTLE = (
     "train.lr=1e-3",
     "eval.batches=1",
 )
-MODEL = (*LITTLE, f"train.steps={STEPS}")
 #: P -> the M that are tried: one, fewer than the stages, as many, one more, and twice as many.
 MICROBATCHES = {1: (1, 3), 2: (1, 2, 3, 4, 5), 4: (1, 3, 4, 5, 8)}
 CHUNKS = (1, 2, 3)
@@ -123,6 +123,7 @@ class Case:
     counts: tuple[int, ...] = ()
     data: int = 1
     plugin: str = ""
+    steps: int = MANY
 
     def __str__(self) -> str:
         counts = f" layers {','.join(map(str, self.counts))}" if self.counts else ""
@@ -143,7 +144,7 @@ class Case:
     def reference(self) -> Case:
         """The same training without a pipeline: equal data-parallel size, batch and variant."""
         alone = Shape("sequential", 1, 1, self.shape.microbatches)
-        return Case(alone, self.variant, layers=self.num_layers, data=self.data)
+        return Case(alone, self.variant, layers=self.num_layers, data=self.data, steps=self.steps)
 
     @property
     def request(self) -> Request:
@@ -151,7 +152,8 @@ class Case:
         shape, layers, places = self.shape, self.num_layers, self.shape.stages * self.shape.chunks
         counts = self.counts or tuple(layers * (k + 1) // places - layers * k // places for k in range(places))
         sets = (
-            *MODEL,
+            *LITTLE,
+            f"train.steps={self.steps}",
             *self.variant.sets,
             f"model.num_layers={layers}",
             f"train.global_batch_size={shape.microbatches * self.data}",
@@ -162,26 +164,17 @@ class Case:
         plugins = (self.plugin or shape.plugin,)
         return Request(configs=("preset:tiny",), sets=sets, plugins=plugins, nproc=self.world)
 
+    @property
+    def axes(self) -> Mapping[str, Hashable]:
+        """What it chooses: of each pair of these some case of the selection has both."""
+        return {**vars(self.shape), **vars(self.variant)}
+
+
+def whole_product(steps: int = MANY) -> list[Case]:
+    """Every accepted shape in every variant."""
+    return [Case(shape, variant, steps=steps) for shape in shapes() if shape.accepted for variant in VARIANTS]
+
 
 def selection() -> list[Case]:
-    """Every accepted shape once. Equal M mostly means an equal variant, hence one reference; each schedule sees all."""
-    chosen: list[Case] = []
-    turns: dict[Case, Variant] = {}
-    for schedule in RULES:
-        mine = []
-        for shape in (shape for shape in shapes() if shape.schedule == schedule and shape.accepted):
-            plain = Case(shape)
-            turns.setdefault(plain.reference, VARIANTS[len(turns) % len(VARIANTS)])
-            mine.append(replace(plain, variant=turns[plain.reference]))
-        for variant in sorted(set(VARIANTS) - {case.variant for case in mine}):
-            counts = Counter(case.variant for case in mine)
-            spare = next((index for index, case in enumerate(mine) if counts[case.variant] > 1), None)
-            if spare is not None:
-                mine[spare] = replace(mine[spare], variant=variant)
-        chosen += mine
-    return chosen
-
-
-def whole_product() -> list[Case]:
-    """Every accepted shape in every variant."""
-    return [Case(shape, variant) for shape in shapes() if shape.accepted for variant in VARIANTS]
+    """Few of it: each two choices together, for few steps."""
+    return pairwise(whole_product(FEW), lambda case: case.axes)
