@@ -24,6 +24,8 @@ from tests.support.checkout import ROOT
 
 _BLOCK = re.compile(r"^```console\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 _COMMAND = re.compile(r"^\$ (?P<command>.*)\n(?P<output>(?:(?!\$ ).*\n)*)", re.MULTILINE)
+#: Its commands run in an environment without torch, by tests/architecture/test_architecture_without_torch.py.
+_ELSEWHERE = "without-torch.md"
 _EXAMPLES = (ROOT / "tests/examples/plugins", ROOT / "tests/examples/configs")
 
 
@@ -38,6 +40,11 @@ class Shown:
         """Whether the page shows ``printed``; a line ``...`` stands for any lines."""
         pattern = re.escape(self.output).replace(re.escape("...\n"), r"(?:.*\n)*")
         return re.fullmatch(pattern, printed) is not None
+
+
+def console_pages() -> list[Path]:
+    """The pages whose commands run here."""
+    return [page for page in pages() if page.name != _ELSEWHERE]
 
 
 def shown(page: str) -> Iterator[Shown]:
@@ -89,5 +96,5 @@ def refreshed(page: str) -> str:
 
 
 if __name__ == "__main__":
-    for file in pages():
+    for file in console_pages():
         file.write_text(refreshed(file.read_text(encoding="utf-8")), encoding="utf-8")

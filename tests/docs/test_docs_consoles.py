@@ -8,11 +8,10 @@ import shlex
 import pytest
 
 from megatron_run_cli.main import program
-from tests.docs.consoles import Shown, printed, run, shown
-from tests.docs.quoted import pages
+from tests.docs.consoles import Shown, console_pages, printed, run, shown
 from tests.support.checkout import ROOT
 
-PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in pages()}
+PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in console_pages()}
 SHOWN = {f"{name}: {each.command}": each for name, page in PAGES.items() for each in shown(page)}
 BLOCKS = [block for page in PAGES.values() for block in re.findall(r"^```\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)]
 TYPED = sorted({line for block in BLOCKS for line in re.findall(r"^megatron-run(?: .*)?$", block, re.MULTILINE)})

@@ -17,13 +17,15 @@ class Scratch:
     """An environment in ``folder``: ``pip`` installs into it; the packages behind it are seen and never changed.
 
     With ``ours`` false, the project's own distributions are hidden, as in an environment where nobody installed them
-    yet, while everything they depend on is there.
+    yet, while everything they depend on is there but ``hidden``, the packages whose files begin with one of these
+    names.
     """
 
-    def __init__(self, folder: Path, *, ours: bool = True) -> None:
+    def __init__(self, folder: Path, *, ours: bool = True, hidden: tuple[str, ...] = ()) -> None:
         venv.create(folder, with_pip=False, symlinks=True)
         self.folder = folder
         self.python = folder / "bin" / "python"
+        self._hidden = ("megatron_run", "__editable__.megatron_run", *hidden)
         parent = Path(sysconfig.get_path("purelib"))
         line = f"import site; site.addsitedir({str(parent)!r})" if ours else str(self._third_party(parent))
         (self._site_packages / "_behind.pth").write_text(line + "\n", encoding="utf-8")
@@ -38,7 +40,7 @@ class Scratch:
         links = self.folder / "third_party"
         links.mkdir()
         for entry in parent.iterdir():
-            if "megatron_run" not in entry.name:
+            if not entry.name.startswith(self._hidden):
                 (links / entry.name).symlink_to(entry)
         return links
 

@@ -8,12 +8,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 import click
 
-from megatron_run.errors import ExitCode
+from megatron_run.errors import ENGINE, EngineMissingError, ExitCode
 from megatron_run_cli.options import debug_option, json_option
 from megatron_run_cli.output import print_json, print_table
 
@@ -46,25 +47,37 @@ class Finding:
 
 
 def examine(runs: Path = Path("runs")) -> tuple[Finding, ...]:
-    """Look at Python, torch, devices, threads, communication, the folder of runs and every installed plugin.
+    """Examine Python, the engine and its torch, the folder of runs and every installed plugin.
 
-    A topic that fails does not keep the others from being looked at.
+    The other topics are examined also when one fails.
     """
     topics: dict[str, Callable[[], str]] = {
         "python": lambda: f"{platform.python_version()} at {sys.executable}, {platform.platform()}",
         "megatron-run": _kernel,
-        "torch": _torch,
-        "devices": _devices,
-        "threads": _threads,
-        "communication": _communication,
+        **_engine(),
         "runs folder": lambda: _writable(runs),
     }
     return (*(_look(topic, look) for topic, look in topics.items()), *_plugins())
 
 
+def _engine() -> dict[str, Callable[[], str]]:
+    """The topics of the engine; one that fails where it is not installed."""
+    if find_spec("megatron_run_engine") is None:
+        return {"engine": _no_engine}
+    return {"torch": _torch, "devices": _devices, "threads": _threads, "communication": _communication}
+
+
+def _no_engine() -> str:
+    raise EngineMissingError(
+        "the engine is not installed", why="plans can be made, training needs it", fix=f"type: pip install {ENGINE}"
+    )
+
+
 def _look(topic: str, look: Callable[[], str]) -> Finding:
     try:
         return Finding(topic, "ok", look())
+    except EngineMissingError as error:
+        return Finding(topic, "FAILED", str(error))
     except Exception as error:
         return Finding(topic, "FAILED", f"{type(error).__name__}: {error}".splitlines()[0])
 
