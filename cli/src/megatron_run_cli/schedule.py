@@ -53,7 +53,7 @@ def show(
 ) -> None:
     """Verify one step of a schedule and draw its timeline."""
     from megatron_run.planning.schedule_only import Shape, ask_schedule
-    from megatron_run_cli.reports import plan as report
+    from megatron_run_cli.reports import schedule_report as report
 
     asked = ask_schedule(request, Shape(stages, chunks, microbatches, layers))
     try:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_run.contracts import AttentionShape, Init, LinearPart, ParameterSpec
-from megatron_run.registry.plugin import NoOptions
+from megatron_run.registry.loaded_plugin import NoOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_testing.build_contexts import single_process_context
 

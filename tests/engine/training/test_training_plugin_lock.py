@@ -9,7 +9,7 @@ import pytest
 
 from megatron_run.contracts import PluginInfo
 from megatron_run.errors import CheckpointError
-from megatron_run.registry.plugin import Plugin
+from megatron_run.registry.loaded_plugin import Plugin
 from megatron_run_engine.checkpoint.manifest import About, PluginRecord
 from megatron_run_engine.training.state.plugin_lock import changes, optimizer_upgrade, plugin_records, scaler_state
 from tests.support.saved_steps import about

@@ -10,7 +10,7 @@ from pydantic import Field
 from ruamel.yaml import YAML
 
 from megatron_run.config.values import core_scalar, plain, read_text
-from megatron_run.contracts.span import Span
+from megatron_run.contracts.quantities import Span
 
 
 class Colour(Enum):

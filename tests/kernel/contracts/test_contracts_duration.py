@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run.contracts.duration import Duration
+from megatron_run.contracts.quantities import Duration
 from megatron_run.errors import Problems
 from megatron_run.planning import load_config, to_yaml
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_run.contracts.span import Span
+from megatron_run.contracts.quantities import Span
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from megatron_run.registry import compatibility
 from megatron_run.registry.compatibility import mismatches, unserved
 from megatron_run.registry.discover import KERNEL, Catalog, Entry
 from megatron_run.registry.known import Known
-from megatron_run.registry.plugin import Plugin
+from megatron_run.registry.loaded_plugin import Plugin
 
 NOTHING = Catalog(())
 INSTALLED = Catalog(

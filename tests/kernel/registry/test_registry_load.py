@@ -10,7 +10,7 @@ from megatron_run.errors import ExitCode, PluginError, ScheduleError
 from megatron_run.registry.choose import choose
 from megatron_run.registry.discover import Catalog, scan
 from megatron_run.registry.load import Plugin, load
-from megatron_run.registry.plugin import NoOptions
+from megatron_run.registry.loaded_plugin import NoOptions
 from tests.support.fake_plugins import FakeSite, schedule_source
 
 GOOD = schedule_source()

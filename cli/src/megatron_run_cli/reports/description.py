@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_run.config.values import typed
-from megatron_run.registry.plugin import Plugin
+from megatron_run.registry.loaded_plugin import Plugin
 from megatron_run_cli.reports.keys import KeyInfo, model_keys
 
 

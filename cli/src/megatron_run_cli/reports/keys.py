@@ -18,10 +18,9 @@ from megatron_run.config.merge import SEPARATORS
 from megatron_run.config.origin import KIND_SECTIONS, Key, dotted, section_of
 from megatron_run.config.validate import fields_of, submodel
 from megatron_run.config.values import members, plain
-from megatron_run.contracts.duration import Duration
 from megatron_run.contracts.plugin import RUN_KINDS
+from megatron_run.contracts.quantities import Duration, Span
 from megatron_run.contracts.schema import SECTIONS, Header
-from megatron_run.contracts.span import Span
 from megatron_run.errors import ENGINE, EngineMissingError, InputError, PluginError, did_you_mean
 from megatron_run.registry.choose import choose
 from megatron_run.registry.discover import scan

@@ -13,7 +13,7 @@ from megatron_run.registry.discover import BUILT_IN, Catalog, Entry, scan
 from megatron_run_cli.reports.probe import probe
 
 if TYPE_CHECKING:
-    from megatron_run.registry.plugin import Plugin
+    from megatron_run.registry.loaded_plugin import Plugin
     from megatron_run_cli.reports.description import Description
 
 

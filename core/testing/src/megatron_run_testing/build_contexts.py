@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from megatron_run.contracts import Chunk, Microbatch, ParamInfo
 from megatron_run.contracts.schema import RunSection, TrainSection
 from megatron_run.contracts.topology import Sizes, Topology
-from megatron_run.registry.plugin import NoOptions
+from megatron_run.registry.loaded_plugin import NoOptions
 from megatron_run_engine.runtime.comm import Groups
 from megatron_run_engine.runtime.context import BuildContext, Dtypes
 from megatron_run_engine.runtime.gradients import GradientAccumulator, build_buckets, main_grad

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_run.registry.discover import Entry
-from megatron_run.registry.plugin import Plugin
+from megatron_run.registry.loaded_plugin import Plugin
 from megatron_run_testing.check import Check
 
 

@@ -11,7 +11,7 @@ import torch
 from megatron_run.contracts import mixture_options
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.errors import RunError
-from megatron_run.planning.topology import attribute
+from megatron_run.planning.rank_grid import attribute
 from megatron_run_engine.runtime.comm import Groups
 from megatron_run_engine.runtime.parameter_init import count_parameters, describe_parameters
 from megatron_run_engine.training.build import build_chunks, make_context, with_vocabulary

@@ -9,8 +9,7 @@ from pathlib import PurePath
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from megatron_run.contracts.duration import Duration
-from megatron_run.contracts.span import Span
+from megatron_run.contracts.quantities import Duration, Span
 
 #: The scalars of YAML 1.2's core schema. No timestamps, no `yes` and `no`, no numbers with `_`.
 _CONSTANTS: Mapping[str, bool | None] = {

@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from megatron_run.contracts.duration import Duration
-from megatron_run.contracts.span import Span
+from megatron_run.contracts.quantities import Duration, Span
 
 Shape = Literal["constant", "linear", "cosine"]
 

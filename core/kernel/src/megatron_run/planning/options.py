@@ -16,7 +16,7 @@ from megatron_run.errors import PluginError
 from megatron_run.registry.discover import Catalog
 from megatron_run.registry.known import known_plugin
 from megatron_run.registry.load import Plugin, load
-from megatron_run.registry.plugin import UncheckedOptions
+from megatron_run.registry.loaded_plugin import UncheckedOptions
 
 
 def with_options(

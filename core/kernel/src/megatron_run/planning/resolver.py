@@ -40,8 +40,8 @@ from megatron_run.planning.choosing import apply_suggestions, choose_plugins
 from megatron_run.planning.experts import ExpertSplit, experts_of
 from megatron_run.planning.options import kind_section, with_options
 from megatron_run.planning.plans import layers_of, microbatch_counts, plan_run
+from megatron_run.planning.rank_grid import attribute, idle_keys, infer_sizes
 from megatron_run.planning.run import ResolvedRun
-from megatron_run.planning.topology import attribute, idle_keys, infer_sizes
 from megatron_run.registry.compatibility import mismatches, misstacked, unserved
 from megatron_run.registry.discover import Catalog, scan
 from megatron_run.registry.known import known_plugin

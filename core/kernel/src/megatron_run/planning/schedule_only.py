@@ -20,7 +20,7 @@ from megatron_run.planning.choosing import apply_suggestions, choose_plugins
 from megatron_run.planning.layer_split import natural_layers
 from megatron_run.planning.options import with_options
 from megatron_run.planning.plans import microbatch_counts, plan_run
-from megatron_run.planning.topology import attribute, infer_sizes
+from megatron_run.planning.rank_grid import attribute, infer_sizes
 from megatron_run.registry.compatibility import unserved
 from megatron_run.registry.discover import scan
 from megatron_run.registry.load import Plugin

@@ -1,8 +1,8 @@
 """The registry of plugins: finds, chooses and loads them.
 
 ``discover`` reads installed metadata and imports nothing; ``choose`` picks one entry; ``load`` imports it, registers
-its hooks and returns a :class:`~megatron_run.registry.plugin.Plugin`, whose ``create`` makes the object that a run
-uses.
+its hooks and returns a :class:`~megatron_run.registry.loaded_plugin.Plugin`, whose ``create`` makes the object that a
+run uses.
 
 Imports: config, contracts, errors, hookspecs.
 """

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from megatron_run.errors import InputError, PluginError
 from megatron_run.registry.discover import Catalog
 from megatron_run.registry.known import Known, known_providers
-from megatron_run.registry.plugin import Plugin
+from megatron_run.registry.loaded_plugin import Plugin
 
 #: Words of a key that a plugin must serve, and the setting to make where none shall.
 _SERVED_WORDS: Mapping[str, str] = MappingProxyType({"train.precision=fp16": "train.precision=bf16"})

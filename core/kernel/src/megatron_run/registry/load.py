@@ -18,8 +18,8 @@ from megatron_run import hookspecs
 from megatron_run.contracts.plugin import KINDS, PluginInfo, entry_point_group
 from megatron_run.errors import PluginError, check_engine
 from megatron_run.registry.difference import hook_difference, in_one_line, info_difference
-from megatron_run.registry.digest import SourceDigests, source_digest
-from megatron_run.registry.plugin import CONTRACTS, Plugin, factory_hook
+from megatron_run.registry.loaded_plugin import CONTRACTS, Plugin, factory_hook
+from megatron_run.registry.source_digest import SourceDigests, source_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable

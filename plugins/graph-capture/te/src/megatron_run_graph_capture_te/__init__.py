@@ -13,7 +13,7 @@ import torch
 from megatron_run.contracts import PluginInfo
 from megatron_run.hookspecs import hookimpl
 from megatron_run_graph_capture_te.capture import TeCapture
-from megatron_run_graph_capture_te.engine import find_engine
+from megatron_run_graph_capture_te.library import find_engine
 from megatron_run_graph_capture_te.options import TeOptions, check_config
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from torch import Tensor
 from megatron_run.contracts import Optimizer
 from megatron_run_engine.optim.flat import sum_of_squares
 from megatron_run_engine.runtime.gradients import build_buckets, main_grad
-from megatron_run_optimizer_deepspeed.groups import data_group
-from megatron_run_optimizer_deepspeed.library import find_deepspeed
+from megatron_run_optimizer_deepspeed.library import data_group, find_deepspeed
 from megatron_run_optimizer_deepspeed.partitions import flat_groups
 from megatron_run_optimizer_deepspeed.rule import begin, make_rule, set_rates, state_bytes
 from megatron_run_optimizer_deepspeed.state import iter_state, load_state

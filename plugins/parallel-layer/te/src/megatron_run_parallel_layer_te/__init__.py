@@ -19,7 +19,7 @@ from megatron_run.contracts import ParallelLayers, PluginInfo
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.nn.parallel import Split, SplitLayers
 from megatron_run_parallel_layer_te.attention import CoreAttention
-from megatron_run_parallel_layer_te.engine import Engine, find_engine
+from megatron_run_parallel_layer_te.library import Engine, find_engine
 from megatron_run_parallel_layer_te.linear import ColumnLinear, RowLinear
 from megatron_run_parallel_layer_te.norm import Norm
 from megatron_run_parallel_layer_te.options import Options, check_config

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts.schema import TrainSection
     from megatron_run_engine.nn.parallel import Split
-    from megatron_run_parallel_layer_te.engine import Engine
+    from megatron_run_parallel_layer_te.library import Engine
     from megatron_run_parallel_layer_te.options import Options
 
 

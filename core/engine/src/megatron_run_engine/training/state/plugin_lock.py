@@ -10,7 +10,7 @@ from megatron_run_engine.checkpoint.manifest import PluginRecord
 from megatron_run_engine.training.state.upgrading import Upgrade, find_upgrade
 
 if TYPE_CHECKING:
-    from megatron_run.registry.plugin import Plugin
+    from megatron_run.registry.loaded_plugin import Plugin
     from megatron_run_engine.checkpoint.manifest import About
 
 #: Kinds whose state is saved. That of an optimizer is logical: another optimizer reads it, field by field.

@@ -12,7 +12,7 @@ from megatron_run_engine.checkpoint.boxes import Box, box_fault
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_run.registry.plugin import Plugin
+    from megatron_run.registry.loaded_plugin import Plugin
     from megatron_run_engine.checkpoint.manifest import PluginRecord
     from megatron_run_engine.checkpoint.reader import Reader
 

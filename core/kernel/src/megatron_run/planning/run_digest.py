@@ -12,8 +12,8 @@ from megatron_run.config.merge import SEPARATORS
 from megatron_run.config.origin import KIND_SECTIONS, dotted
 from megatron_run.planning.options import dumped
 from megatron_run.planning.run import leaves
-from megatron_run.registry.digest import source_digest
 from megatron_run.registry.discover import KERNEL
+from megatron_run.registry.source_digest import source_digest
 
 if TYPE_CHECKING:
     from megatron_run.pipeline.plan import Plan

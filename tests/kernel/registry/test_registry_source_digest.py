@@ -5,9 +5,9 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron_run.registry.choose import choose
-from megatron_run.registry.digest import SourceDigests, source_digest
 from megatron_run.registry.discover import Catalog
 from megatron_run.registry.load import load
+from megatron_run.registry.source_digest import SourceDigests, source_digest
 from tests.support.fake_plugins import FakeSite, schedule_source
 
 
