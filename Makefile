@@ -22,7 +22,7 @@ unexport PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 # DeepSpeed comes as sources, and would compile operators that nothing here uses.
 export DS_BUILD_OPS := 0
 
-.PHONY: run test lint types unit gpu grid graph-grid campaigns setup format docs wheels clean
+.PHONY: run test lint types unit gpu grid graph-grid campaigns mutants setup format docs wheels clean
 run: $(RUNTIME)
 	.venv/bin/megatron-run --plugin schedule=interleaved
 
@@ -49,6 +49,10 @@ graph-grid: $(DEV)
 # Hundreds of kills, signals, damaged files and malformed inputs, where `test` tries each kind once: minutes.
 campaigns: $(DEV)
 	$(PY) -m tests.campaigns
+# Do the tests notice faults? Hundreds are planted one by one in a copy of the tree: an hour or two. `test` sees that each
+# can still be planted.
+mutants: $(DEV)
+	$(PY) -m tests.mutants
 
 setup: $(DEV)
 
