@@ -27,7 +27,7 @@ SPREAD   := -n $(if $(filter 1 2 3,$(CORES)),$(shell expr $(CORES) + 1),4) --dis
 PRODUCTS := $(addprefix tests/integration/test_integration_,\
   $(addsuffix .py,experts scatter_messages tensor tensor_random tensor_text))
 
-.PHONY: run test lint types unit gpu grid graph-grid nightly campaigns setup format docs site wheels clean
+.PHONY: run test lint types unit gpu grid graph-grid nightly campaigns mutants setup format docs site wheels clean
 run: $(RUNTIME)
 	.venv/bin/megatron-run --plugin schedule=interleaved
 
@@ -58,6 +58,10 @@ nightly: $(DEV)
 # Hundreds of kills, signals, damaged files and malformed inputs, where `test` tries each kind once: minutes.
 campaigns: $(DEV)
 	$(PY) -m tests.campaigns
+# Do the tests notice faults? Hundreds are planted one by one in a copy of the tree: an hour or two. `test` sees that each
+# can still be planted.
+mutants: $(DEV)
+	$(PY) -m tests.mutants
 
 setup: $(DEV)
 

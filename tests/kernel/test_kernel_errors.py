@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_run.errors import (
+    ExitCode,
     InputError,
     PluginError,
     Problems,
@@ -14,6 +15,11 @@ from megatron_run.errors import (
     nearest_divisors,
     nearest_multiples,
 )
+
+
+def test_the_same_command_may_succeed_after_what_came_from_outside() -> None:
+    """Scripts that resubmit jobs go by it."""
+    assert [int(code) for code in ExitCode if code.retry] == [4, 75, 143]
 
 
 def test_an_error_is_one_line_of_what_why_origin_and_fix() -> None:

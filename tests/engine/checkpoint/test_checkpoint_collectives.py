@@ -74,3 +74,20 @@ def test_what_the_first_rank_says_all_hear_and_only_it_works() -> None:
 
     assert on_threads(3, work) == ["said"] * 3
     assert worked == [0]
+
+
+def test_an_interrupt_of_the_first_rank_is_raised_there_and_told_to_the_others() -> None:
+    """Ctrl-C is no Exception, and the others wait for a word."""
+
+    def work(ranks: Ranks) -> str:
+        def interrupted() -> str:
+            raise KeyboardInterrupt
+
+        try:
+            return on_rank0(ranks, interrupted)
+        except KeyboardInterrupt:
+            return "interrupted"
+
+    first, *others = on_threads(3, work)
+    assert first == "interrupted"
+    assert [(type(end), str(end)) for end in others] == [(CheckpointError, "KeyboardInterrupt")] * 2

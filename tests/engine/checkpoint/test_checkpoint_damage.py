@@ -75,6 +75,17 @@ def test_a_link_or_a_folder_in_the_place_of_a_file_is_refused(saved: Checkpoints
     assert refused(saved) == f"{file} cannot be read: it is not a file"
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", [SHARD, MANIFEST])
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(saved: Checkpoints, name: str) -> None:
+    """Opening one for reading blocks until somebody writes: nobody will."""
+    file = saved.folder(2) / name
+    file.unlink()
+    os.mkfifo(file)
+    assert not saved.looks_whole(2)  # first, since it reads in this thread, which the time limit can end
+    assert refused(saved) == f"{file} cannot be read: it is not a file"
+
+
 def test_a_shard_of_another_step_is_found(saved: Checkpoints) -> None:
     foreign, mine = saved.folder(1) / SHARD, saved.folder(2) / SHARD
     mine.write_bytes(foreign.read_bytes())

@@ -58,6 +58,21 @@ def test_a_saved_step_is_there_whole_and_latest_names_it(tmp_path: Path) -> None
     assert names(found.folder(7)) == {"manifest.json", "rank-00000.safetensors"}
 
 
+def test_writes_that_the_system_cuts_short_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signals, quotas and network file systems may take less than they are given, without an error."""
+    write, asked = os.write, list[int]()
+
+    def half(handle: int, data: bytes | memoryview) -> int:
+        asked.append(len(data))
+        return write(handle, data[: -(-len(data) // 2)])
+
+    monkeypatch.setattr(os, "write", half)
+    found = save_alone(tmp_path / "c", 7, STATE)
+    monkeypatch.undo()
+    assert len(asked) > 8
+    assert same_state(read_all(found, 7), STATE)
+
+
 def test_what_is_said_of_a_step_comes_back(tmp_path: Path) -> None:
     said = about(7)
     back = save_alone(tmp_path / "c", 7, STATE).manifest(7).about

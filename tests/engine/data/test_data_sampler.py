@@ -19,6 +19,12 @@ def test_each_epoch_meets_every_sample_once(length: int) -> None:
         assert sorted(met) == list(range(length))
 
 
+def test_the_stream_is_one_shuffled_epoch_after_another() -> None:
+    stream = [sample_index(50, 1, position) for position in range(100)]
+    assert stream == [*epoch_order(50, 1, 0), *epoch_order(50, 1, 1)]
+    assert stream[:50] != sorted(stream[:50])
+
+
 def test_epochs_and_seeds_differ_in_order() -> None:
     orders = [tuple(epoch_order(50, seed, epoch)) for seed in (1, 2) for epoch in (0, 1)]
     assert len(set(orders)) == 4

@@ -197,6 +197,7 @@ TABLES = {
     "first": {"schedule": "1f1b", "same": "1", "code": "0" * 64},
     "second": {"schedule": "1f1b", "same": "1", "code": "f" * 64},
     "third": {"schedule": "mine", "same": "1"},
+    "bare": {"schedule": "1f1b", "same": "1"},
 }
 
 
@@ -210,6 +211,11 @@ def test_ranks_that_resolved_the_same_run_agree_and_no_table_is_read() -> None:
 
     check_digests([note("a"), note("b")], recall)
     check_digests([], recall)
+
+
+def test_what_only_some_ranks_have_is_a_difference() -> None:
+    with pytest.raises(PluginError, match=r"code: 000000000000 on rank 0 \(a\), nothing on rank 1 \(b\)"):
+        check_digests([note("a"), note("b", "bare")], TABLES.__getitem__)
 
 
 def test_a_difference_is_a_table_of_ranks_and_hosts() -> None:

@@ -40,11 +40,12 @@ def test_output_and_gradients_are_those_of_autograd(leading: tuple[int, ...], wi
 
 
 def test_microbatches_add_up() -> None:
-    x, weight = torch.randn(3, 4).double(), parameter(7, 4)
+    x, weight, bias = torch.randn(3, 4).double(), parameter(7, 4), parameter(7)
     for _ in range(3):
-        linear(x, weight, None, GradientAccumulator()).sum().backward()
+        linear(x, weight, bias, GradientAccumulator()).sum().backward()
     expected = 3 * x.sum(0).expand(7, 4)
     torch.testing.assert_close(main_grad(weight), expected)
+    torch.testing.assert_close(main_grad(bias), torch.full((7,), 9.0).double())
 
 
 def test_a_split_backward_gives_the_input_gradient_first_and_the_weight_gradient_when_asked() -> None:

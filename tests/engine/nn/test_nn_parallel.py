@@ -17,26 +17,34 @@ from megatron_run_engine.runtime.comm import Groups, ParallelGroup, Pending
 from megatron_run_engine.runtime.gradients import GradientAccumulator, main_grad
 from megatron_run_engine.runtime.rng import RandomStreams
 from megatron_run_testing.build_contexts import context_at
+from tests.support.late import late
 
 
 @dataclass(frozen=True)
 class Twins(ParallelGroup):
-    """Two ranks of which the other always holds what this one does; ``calls`` are what they did together."""
+    """Two ranks of which the other always holds what this one does; ``calls`` are what they did together.
+
+    What they make of it is there once it is waited for, and not before.
+    """
 
     size: int = 2
     calls: list[str] = field(default_factory=list)
 
     def start_sum(self, tensor: Tensor) -> Pending:
         self.calls.append("sum")
-        return Pending(tensor.mul_(2))
+        return late(tensor, 2 * tensor)
 
     def start_gather(self, part: Tensor) -> Pending:
         self.calls.append("gather")
-        return Pending(torch.cat([part, part]))
+        return _late(torch.cat([part, part]))
 
     def start_scatter_sum(self, whole: Tensor) -> Pending:
         self.calls.append("scatter")
-        return Pending(2 * whole.chunk(2)[0])
+        return _late(2 * whole.chunk(2)[0])
+
+
+def _late(values: Tensor) -> Pending:
+    return late(torch.empty_like(values), values)
 
 
 def parameter(*shape: int) -> Parameter:

@@ -46,6 +46,8 @@ def test_a_split_backward_keeps_weight_gradients_for_w_in_order() -> None:
     assert ran == []
     gradients.run_deferred((0, 1))
     assert ran == [1, 2]
+    gradients.submit((parameter,), lambda: ran.append(3))
+    assert ran == [1, 2, 3], "a whole backward that follows puts nothing off"
 
 
 def test_the_last_arrival_is_announced_from_the_second_step_on_for_any_number_of_microbatches() -> None:

@@ -64,6 +64,17 @@ def test_a_tied_parameter_of_two_chunks_lies_alone_and_once() -> None:
     assert holding[0].parameters == (shared,)
 
 
+def test_the_owner_of_a_tied_parameter_is_the_same_on_stages_of_other_loads() -> None:
+    owners = []
+    for size in (4, 100, 1000):
+        tied = {Parameter(torch.zeros(8)): replace(info("embedding"), tie="embedding")}
+        bucket = build_buckets([described(size), tied], shards=2, whole=True)[-1]
+        owners.append([len(share) > 0 for share in bucket.shares])
+        bucket = build_buckets([described(size), described(size), tied], shards=2, whole=True)[-1]
+        owners.append([len(share) > 0 for share in bucket.shares])
+    assert owners == owners[:1] * 6
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_experts_lie_apart_and_are_shared_among_those_that_hold_them(whole: bool) -> None:  # pytest's
     chunk = described(100, 300)

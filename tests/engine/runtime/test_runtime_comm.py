@@ -101,3 +101,22 @@ def test_peers_sum_gather_and_scatter_among_themselves_alone() -> None:
         orders = [*kinds, kinds[0], kinds[0], kinds[1], kinds[2], "all-gather of 8", "reduce-scatter of 2"]
         assert begun == [f"{kind} values, number {n} over tensor" for n, kind in enumerate(orders, 1)]
         assert len(found["phases"]) == 4 * len(begun) - 2  # begun and waited for, but the maximum is one call
+
+
+#: How many rows each rank has for each.
+TRAFFIC = [[0, 2], [3, 1]]
+
+
+def exchange(rank: int, world: int) -> dict[str, Any]:
+    topology = Topology(Sizes(tensor=world), rank)
+    groups = create_groups(topology, timedelta(seconds=20))
+    rows = torch.tensor([[10.0 * rank + row] for row in range(sum(TRAFFIC[rank]))])
+    receive = [sent[rank] for sent in TRAFFIC]
+    arrived = groups.peers(topology, "tensor").exchange(rows, TRAFFIC[rank], receive)
+    told = groups.broadcast_(torch.tensor([rank]), 1, "world")
+    return {"rows": arrived.flatten().tolist(), "told": told.item()}
+
+
+@pytest.mark.multiproc
+def test_peers_exchange_unequal_parts_and_any_rank_may_tell_the_others() -> None:
+    assert run_ranks(exchange, 2) == [{"rows": [10, 11, 12], "told": 1}, {"rows": [0, 1, 13], "told": 1}]

@@ -20,7 +20,7 @@ from megatron_run.errors import RankLostError
 from megatron_run.pipeline.lower import Message
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.verify import verify
-from megatron_run_engine.runtime.comm import Channels, create_groups
+from megatron_run_engine.runtime.comm import Channels, ParallelGroup, create_groups
 from megatron_run_engine.runtime.messages import Messenger
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from tests.support.random_schedules import random_plan
@@ -145,6 +145,19 @@ def test_peers_send_equal_parts_of_a_message_and_all_of_one_that_they_do_not_div
     whole = [torch.arange(rows * columns).view(columns, rows).t() for (rows, columns), _ in CROSSING]
     for _, received in receivers:
         assert received == [[list(tensor.shape), tensor.tolist()] for tensor in whole]
+
+
+def test_of_a_shared_message_its_sender_keeps_no_more_than_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    work, channel = mock.Mock(), mock.Mock()
+    monkeypatch.setattr(dist, "isend", lambda *_, **__: work)
+    wires = Channels(channel, channel, timedelta(seconds=4))
+    messenger = Messenger(wires, [5, 6], CPU, sharers=ParallelGroup(index=1, size=2))
+    output = torch.randn(4, 6)
+    whole = StorageWeakRef(output.untyped_storage())
+    messenger.send(Message("x", 0, 0, 1, 1), output, Boundary((4, 6), torch.float32))
+    del output
+    assert messenger.unretired == 1
+    assert whole.expired()
 
 
 def test_a_sender_that_is_lost_is_named_where_its_header_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

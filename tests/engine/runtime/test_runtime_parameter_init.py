@@ -66,11 +66,18 @@ def test_what_every_rank_holds_whole_is_counted_on_the_first_and_a_shard_everywh
 
 
 def test_columns_of_a_matrix_are_a_shard_too() -> None:
-    layer = nn.Module()
-    layer.weight = nn.Parameter(torch.empty(6, 4))
-    specs = {"weight": ParameterSpec(Init("normal", 0.5), (Part("weight", (6, 8), range(6), column=4),))}
-    layer.parameter_specs = specs  # type: ignore[assignment]  # no module
-    (info,) = describe_parameters(nn.ModuleDict({"layer": layer}), tensor_rank=1).values()  # type: ignore[arg-type]  # as above
-    assert info.counted
-    assert info.parts[0].name == "layer.weight"
+    values = []
+    for column, width in ((0, 8), (0, 4), (4, 4)):
+        layer = nn.Module()
+        layer.weight = nn.Parameter(torch.empty(6, width))
+        part = Part("weight", (6, 8), range(6), column=column)
+        layer.parameter_specs = {"weight": ParameterSpec(Init("normal", 0.5), (part,))}  # type: ignore[assignment]  # no module
+        infos = describe_parameters(nn.ModuleDict({"layer": layer}), tensor_rank=1)  # type: ignore[arg-type]  # as above
+        initialise(infos, seed=3)
+        (info,) = infos.values()
+        assert info.counted is (width == 4)
+        assert info.parts[0].name == "layer.weight"
+        values.append(layer.weight.detach())
     assert count_parameters([info]) == 6 * 8
+    whole, left, right = values
+    assert torch.equal(torch.cat((left, right), dim=1), whole)

@@ -12,10 +12,14 @@ from unittest import mock
 
 import pytest
 
+from megatron_run.contracts import CheckpointMetrics
 from megatron_run.errors import CheckpointError, ExitCode
+from megatron_run_engine.checkpoint.async_saver import AsyncSaver
 from megatron_run_engine.checkpoint.files import FileSystem, NewFile
 from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
+from megatron_run_engine.training.numbers import Progress
+from megatron_run_engine.training.state.checkpointing import Checkpointing
 from tests.support.ranks import run_ranks
 from tests.support.resuming import SMALL, Attempt, attempt
 from tests.support.saved_steps import read_all, same_state
@@ -217,3 +221,35 @@ def test_ranks_save_behind_their_training_and_fail_together_in_saving_and_in_loa
         assert "step 2 could not be saved: No space left on device: the shard (from rank 2)" in full
         assert unreadable == "the file cannot be read: Input/output error (from rank 1)"
     assert not Checkpoints(tmp_path / "full" / "checkpoints").steps()
+
+
+def told_after_each_step(rank: int, world: int, folder: str) -> dict[int, list[int]]:
+    """The steps that this rank learned of as saved, by the step after which; to rank 1 no save seems to end."""
+    told: dict[int, list[int]] = {}
+    after_step = Checkpointing.after_step
+
+    def noted(self: Checkpointing, progress: Progress, last: int, *, stopping: bool) -> list[CheckpointMetrics]:
+        found = after_step(self, progress, last, stopping=stopping)
+        told[progress.step] = [metrics.step for metrics in found]
+        return found
+
+    def ended(_: AsyncSaver) -> bool:
+        for thread in threading.enumerate():
+            if thread.name.startswith("save step"):
+                thread.join(10)
+        return rank == 0
+
+    with (
+        found_once(),
+        mock.patch.object(Checkpointing, "after_step", noted),
+        mock.patch.object(AsyncSaver, "ended", property(ended)),
+    ):
+        attempt(Path(folder), {**BEHIND, "checkpoint.interval": 3}, rank=rank, world=world)
+    return told
+
+
+@pytest.mark.multiproc
+def test_ranks_notice_together_that_a_step_is_saved(tmp_path: Path) -> None:
+    """On one of them the end shows later than on another, and what follows it is collective."""
+    together = {1: [], 2: [], 3: [], 4: [], 5: [], 6: [3, 6]}
+    assert run_ranks(told_after_each_step, 2, str(tmp_path)) == [together, together]

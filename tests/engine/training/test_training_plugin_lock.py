@@ -56,10 +56,11 @@ def test_a_newer_scaler_upgrades_older_state() -> None:
     assert scaler_state(saved("scaler", "wild", 2), now, ()) == {**about(7).scaler, "from": 2}
 
 
-@pytest.mark.parametrize(("before", "now"), [(1, 2), (3, 2)])
-def test_state_of_another_version_names_what_to_install(before: int, now: int) -> None:
+@pytest.mark.parametrize(("before", "now", "upgrade"), [(1, 2, None), (3, 2, None), (3, 2, lambda state, _: state)])
+def test_state_of_another_version_names_what_to_install(before: int, now: int, upgrade: Upgrade | None) -> None:
+    """What a newer version wrote, an older one cannot upgrade."""
     with pytest.raises(CheckpointError) as error:
-        scaler_state(saved("scaler", "wild", before), {"scaler": [plugin("scaler", "wild", now)]}, ())
+        scaler_state(saved("scaler", "wild", before), {"scaler": [plugin("scaler", "wild", now, upgrade)]}, ())
     assert str(error.value) == (
         f"step 7 holds state of version {before} of scaler=wild: acme-wild 0.3.0 writes and reads version {now}; "
         "install acme-wild==0.2.0"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -180,16 +182,34 @@ def test_an_undeclared_loss_and_a_missing_one_are_the_models_fault() -> None:
         Losses(cast("Any", model), Metrics(torch.device("cpu")))
 
 
-def test_the_first_gradients_are_those_of_plain_autograd_in_float64(tmp_path: Path) -> None:
-    """Of the mean over microbatches of the mean over tokens: scale and all, with nothing shared but the samples."""
+@pytest.mark.parametrize("without", [None, 1])
+def test_the_first_gradients_are_those_of_plain_autograd_in_float64(tmp_path: Path, without: int | None) -> None:
+    """Of the mean over microbatches of the mean over tokens: scale and all, with nothing shared but the samples.
+
+    The microbatch ``without`` a token that counts, as one whose labels are all padding, adds nothing.
+    """
     bench = Bench(tmp_path, "train.steps=1", "eval.interval=0")
+    stream = bench.trainer._loader.training
+
+    def masked(*place: Any) -> Callable[[int], Microbatch]:
+        load = stream(*place)
+
+        def microbatch(index: int) -> Microbatch:
+            loaded = load(index)
+            if index != without:
+                return loaded
+            return replace(loaded, fields={**loaded.fields, "loss_mask": torch.zeros_like(loaded.fields["loss_mask"])})
+
+        return microbatch
+
+    cast("Any", bench.trainer._loader).training = masked
     options: Any = bench.run.one("model").with_options(bench.assembly.context.model).options
     weights = {name: w.double().requires_grad_() for name, w in logical_values(bench.infos).items()}
     microbatch = bench.trainer._loader.training(bench.trainer._dataset, 1, 0)
     count = bench.run.config.train.global_batch_size // bench.run.config.train.micro_batch_size
     for fields in (microbatch(index).fields for index in range(count)):
         total = plain_gpt.loss(weights, fields["tokens"], fields["labels"], fields["loss_mask"], options)
-        (total / fields["loss_mask"].sum() / count).backward()
+        (total / fields["loss_mask"].sum().clamp(min=1) / count).backward()
 
     found: dict[str, torch.Tensor] = {}
     unscale = bench.assembly.optimizer.unscale_

@@ -26,6 +26,12 @@ def test_lengths_of_a_run_of_a_thousand_steps_of_32(text: object, samples: int, 
     assert (span.samples(32_000, 32), span.steps(1000, 32)) == (samples, steps)
 
 
+@pytest.mark.parametrize("text", ["1%", "3 samples", "1 step"])
+def test_what_is_above_zero_is_a_step_of_the_shortest_run(text: str) -> None:
+    """None would be the interval that means never."""
+    assert Span.parse(text).steps(20, 32) == 1
+
+
 @pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "1.5 steps", "101%", "1k%", "1 epoch", True, None, "1e3"])
 def test_what_is_no_span_is_refused(text: object) -> None:
     with pytest.raises(ValueError, match="not a"):

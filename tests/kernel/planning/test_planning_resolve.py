@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_run.config.request import Request
-from megatron_run.contracts import Schedule
+from megatron_run.contracts import Observer, PluginInfo, Schedule
 from megatron_run.contracts.actions import Action, ScheduleSpec
 from megatron_run.planning import resolve
 from megatron_run.planning.describe import describe, run_record
@@ -35,6 +35,19 @@ def test_a_suggestion_covers_a_default_and_nothing_else() -> None:
     run = resolved({"parallel": {"pipeline": 4, "chunks": 1}, "schedule": "1f1b"}, TINY)
     assert run.sizes.pipeline == 4
     assert run.notices == ()
+
+
+class Wishing(Observer):
+    """An observer that would like another pipeline than a schedule suggests."""
+
+    info = PluginInfo("observer", "wishing", suggests={"parallel.pipeline": 4, "checkpoint.keep": 5})
+
+
+def test_of_two_plugins_that_suggest_one_key_the_first_kind_is_followed() -> None:
+    run = resolved(TINY, plugins=["schedule=1f1b", Wishing()])
+    assert (run.sizes.pipeline, run.config.checkpoint.keep) == (2, 5)
+    assert run.notices == ("schedule=1f1b suggests parallel.pipeline=2", "observer=wishing suggests checkpoint.keep=5")
+    assert str(run.origins["parallel", "pipeline"]) == "the suggestion of schedule=1f1b"
 
 
 SCATTER = "parallel.scatter_messages=true"

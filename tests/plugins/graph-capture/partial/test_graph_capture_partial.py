@@ -12,15 +12,18 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_run.builtin.schedule.sequential import Sequential
-from megatron_run.contracts import Microbatch, Schedule
+from megatron_run.contracts import Microbatch, Schedule, Segment
+from megatron_run.contracts.actions import Action
 from megatron_run.errors import InputError
 from megatron_run_engine.builtin.model.gpt import GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.nn import LayerNorm, attention
+from megatron_run_engine.nn.linear import linear
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_interleaved import Interleaved
 from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
+from megatron_run_testing.build_contexts import single_process_context
 from megatron_run_testing.check import Check
 from megatron_run_testing.graph_capture import graph_capture_checks
 from tests.plugins.graph_bench import Pipeline, one_region, partial_capture
@@ -225,3 +228,31 @@ def test_a_replay_runs_no_python_of_the_module_and_all_of_its_operations() -> No
 
 def _microbatch(step: int) -> Microbatch:
     return Microbatch(0, step, 0, {})
+
+
+def test_a_gradient_that_a_region_only_passes_on_is_a_copy() -> None:
+    """Else it lay where the next region's backward puts its own, while an eager layer keeps it for W."""
+    context = single_process_context(dtype=torch.float32)
+    weight = Parameter(torch.randn(4, 4))
+    weight.main_grad = torch.zeros(4, 4)  # type: ignore[attr-defined]  # where the kernel keeps it
+    capture = partial_capture(context, scope=("first", "last"))
+
+    def product(h: Tensor) -> Tensor:
+        return linear(h, weight, None, context.gradients)
+
+    segments = [
+        Segment("first", 0, 0, torch.tanh, ("x",), ("x",), ()),
+        Segment("between", 0, 1, product, ("x",), ("x",), (weight,)),
+        Segment("last", 0, 2, lambda y: y + 1, ("x",), ("x",), ()),
+    ]
+    first, last = capture.regions([segments])
+    actions = [Action("F", 0, 0), Action("I", 0, 0), Action("W", 0, 0)]
+    example = torch.empty(3, 4, device="meta", requires_grad=True)
+    capture.capture([first, last], actions, {first: (example,), last: (example,)})
+    x, gradient = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
+    (h,) = capture.replay(first, _microbatch(1), x)
+    (out,) = capture.replay(last, _microbatch(1), product(h))
+    with context.gradients.deferring((0, 0)):
+        out.backward(gradient)
+    context.gradients.run_deferred((0, 0))
+    torch.testing.assert_close(main_grad(weight), gradient.t() @ x.detach().tanh())

@@ -13,7 +13,7 @@ from megatron_run.contracts.actions import Action
 from megatron_run.errors import GraphCaptureError
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_testing.build_contexts import single_process_context
-from tests.plugins.graph_bench import Pipeline, one_region, partial_capture
+from tests.plugins.graph_bench import SMALL, Pipeline, one_region, partial_capture
 
 ONE = [Action("F", 0, 0), Action("B", 0, 0)]
 
@@ -90,6 +90,17 @@ def test_another_shape_runs_eagerly_and_asks_for_another_capture() -> None:
     assert torch.equal(again, run(layer, x)[0])
 
 
+def test_another_type_runs_eagerly_and_asks_for_another_capture() -> None:
+    """Copied into the captured input it would be converted in silence."""
+    x = torch.ones(2, 4, requires_grad=True)
+    capture, region, _ = one_region(torch.tanh, [x])
+    other = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    (out,) = capture.replay(region, at(1), other)
+    assert out.dtype == torch.float64
+    assert torch.equal(out, other.tanh())
+    assert "given (2, 4) torch.float64 and was captured with (2, 4) torch.float32" in capture.mismatch(ONE)
+
+
 def test_another_shape_is_an_error_under_strict() -> None:
     layer, x = linear(), torch.ones(2, 4)
     capture, region, _ = one_region(layer, [x], params=[layer.weight], strict=True)
@@ -131,8 +142,10 @@ def test_a_parameter_of_a_later_segment_stands_in_where_the_first_has_none() -> 
 
 def test_parameters_are_ready_before_every_replay_and_nobody_asks_while_capturing() -> None:
     """Bar 13."""
-    pipeline, log = Pipeline(Sequential(), 2), list[object]()
+    together = SMALL.model_copy(update={"dropout": 0.0})  # then a region has the segments of a whole layer
+    pipeline, log = Pipeline(Sequential(), 2, model=together), list[object]()
     (stage,) = pipeline.stages
+    assert {len(region.segments) for region in stage.regions} == {2}
     stage.context.segments.read_parameters_after(lambda parameters: log.append(tuple(parameters)))
     pipeline.step(1)
     log.clear()

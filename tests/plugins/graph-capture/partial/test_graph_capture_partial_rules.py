@@ -40,6 +40,7 @@ VIOLATIONS: dict[str, tuple[Violation, str]] = {
     "print": (str, r"Tensor\.__repr__\(\)"),
     "nonzero": (lambda x: x.nonzero(), r"aten\.nonzero"),
     "boolean index": (lambda x: x[x > 0], r"aten\.index\.Tensor"),
+    "boolean write": (lambda x: x.detach().clone().index_put_((x > 0,), x.detach().sum()), r"aten\.index_put_"),
     "masked_select": (lambda x: x.masked_select(x > 0), r"aten\.masked_select"),
     "unique": (lambda x: x.detach().unique(), r"aten\._unique2"),
     "repeat_interleave": (lambda x: x.repeat_interleave(torch.arange(4), 0), r"aten\.repeat_interleave"),
@@ -47,7 +48,7 @@ VIOLATIONS: dict[str, tuple[Violation, str]] = {
     "host upload": (lambda x: x + torch.tensor([1.0] * 4), r"torch\.tensor\(\)"),
     "reseeding": (lambda x: torch.manual_seed(1), "seeds or restores a random stream"),
 }
-"""Bar 9; the sixteenth is a checkpoint with dropout, which breaks its rule in the backward by itself."""
+"""Bar 9; one more is a checkpoint with dropout, which breaks its rule in the backward by itself."""
 
 
 class _InBackward(torch.autograd.Function):
@@ -84,6 +85,30 @@ def test_a_violation_is_refused_with_segment_and_operation(name: str, where: str
         GraphCaptureError, match=f"segment attn of layer 3 cannot be captured: its {where} .*{operation}"
     ):
         one_region(layer, [given()])
+    assert torch.equal(stream, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_stream_that_is_moved_after_the_last_operation_is_refused(where: str) -> None:
+    """No later operation finds it: a replay would leave the stream elsewhere than the eager layer does."""
+
+    class Reseeding(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            result = x * 2
+            if where == "forward":
+                torch.manual_seed(1)
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            result = grads[0] * 2
+            torch.manual_seed(1)
+            return result
+
+    stream = torch.get_rng_state()
+    with pytest.raises(GraphCaptureError, match=f"its {where} seeds or restores a random stream"):
+        one_region(Reseeding.apply, [given()])
     assert torch.equal(stream, torch.get_rng_state())
 
 

@@ -1,0 +1,101 @@
+"""What a flat optimizer counts and what it waits for, on one of several ranks that are not there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_run.contracts import ChunkOut, Init, ParameterSpec, Part
+from megatron_run.contracts.topology import Sizes, Topology
+from megatron_run_engine.builtin.optimizer.adamw import Replicated
+from megatron_run_engine.optim import FlatOptimizer, UpdateOptions
+from megatron_run_engine.runtime.comm import Groups, ParallelGroup, Pending
+from megatron_run_engine.runtime.gradients import Bucket
+from megatron_run_engine.runtime.parameter_init import describe_parameters
+from megatron_run_testing.build_contexts import context_at, single_process_context
+from megatron_run_testing.optimizers.alone import shapes
+from megatron_run_testing.optimizers.bench import Bench, gradients
+from megatron_run_testing.optimizers.saved_state import SavedState
+from tests.support.late import late
+
+
+class LateGather(Replicated):
+    """Parameters travel until they are waited for or, the worst moment, until the next of their bucket leave."""
+
+    def __init__(self, peers: ParallelGroup) -> None:
+        super().__init__(peers)
+        self._under_way: dict[Bucket, Pending] = {}
+
+    def start_gather(self, values: Tensor, bucket: Bucket) -> Pending:
+        if bucket in self._under_way:
+            self._under_way[bucket].wait()
+        self._under_way[bucket] = late(values, values.clone())
+        return self._under_way[bucket]
+
+
+def bench(sharing: type[Replicated]) -> Bench:
+    """In bf16, so that parameters on their way are no masters."""
+
+    def factory(context: object) -> FlatOptimizer:
+        return FlatOptimizer(context, UpdateOptions(), sharing, overlap_param_gather=True)  # type: ignore[arg-type]
+
+    return Bench(factory, single_process_context(dtype=torch.bfloat16))
+
+
+def step(each: Bench, number: int) -> None:
+    """A step after which nobody reads a parameter."""
+    each.reduce(*gradients(number))
+    each.optimizer.step(0.01, 0.1)
+    each.optimizer.start_param_sync()
+
+
+def same_values(one: Bench, other: Bench) -> bool:
+    return all(map(torch.equal, one.values().values(), other.values().values()))
+
+
+def test_a_step_waits_for_parameters_that_nothing_has_read_since_the_last() -> None:
+    waiting, plain = bench(LateGather), bench(Replicated)
+    for number in range(2):
+        step(waiting, number)
+        step(plain, number)
+    assert waiting.weight.isnan().all(), "they are on their way"
+    waiting.optimizer.ensure_ready([waiting.weight, waiting.bias])
+    assert same_values(waiting, plain)
+
+
+@pytest.mark.parametrize("load", ["load_state", "load_weights"])
+def test_what_is_loaded_is_there_at_once_and_nothing_arrives_over_it(load: str) -> None:
+    waiting, fresh = bench(LateGather), bench(Replicated)
+    saved = SavedState(fresh.optimizer.iter_state(), shapes(fresh))
+    step(waiting, 0)
+    getattr(waiting.optimizer, load)(saved.read)
+    assert same_values(waiting, fresh)
+
+
+class Half(nn.Module):
+    """A matrix [8, 3] of which this rank holds four rows, and a bias [5] that every rank holds."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(5))
+        rows = Part("weight", (8, 3), range(4), 4 * rank)
+        self.parameter_specs = {"weight": ParameterSpec(Init("normal", 0.5), parts=(rows,))}
+
+    def forward(self, x: object, microbatch: object) -> ChunkOut:
+        raise AssertionError("an optimizer runs no chunk")
+
+    def segments(self) -> tuple[()]:
+        return ()
+
+
+def test_the_zeros_of_what_tensor_parallel_ranks_hold_alike_are_counted_once() -> None:
+    counts = []
+    for rank in range(2):
+        chunk, context = Half(rank), context_at(Topology(Sizes(tensor=2), rank), Groups(), dtype=torch.float32)
+        optimizer = FlatOptimizer(context, UpdateOptions(), Replicated)
+        optimizer.attach([chunk], [describe_parameters(chunk, rank)], 1.0)
+        optimizer.zero_grad()
+        optimizer.finish_grad_sync()
+        counts.append(optimizer.count_zeros().item())
+    assert counts == [4 * 3 + 5, 4 * 3]
