@@ -30,15 +30,16 @@ def checkpoint() -> None:
 @debug_option
 def list_(folder: Path | None, *, as_json: bool) -> None:
     """List saved steps; checks manifests and lengths, not contents."""
-    from megatron_run_engine.checkpoint import show
+    from megatron_run_cli import checkpoint_report
+    from megatron_run_engine.checkpoint.step_folder import find_checkpoints
 
-    checkpoints, _ = show.find(folder)
-    findings = list(show.look(checkpoints))
+    checkpoints, _ = find_checkpoints(folder)
+    findings = list(checkpoint_report.check(checkpoints))
     if as_json:
         steps = [finding.record for finding in findings]
         print_json({"folder": str(checkpoints.path), "latest": checkpoints.hint(), "steps": steps})
         return
-    print_table(show.list_rows(findings, checkpoints.hint()))
+    print_table(checkpoint_report.list_rows(findings, checkpoints.hint()))
 
 
 @checkpoint.command()
@@ -50,15 +51,16 @@ def list_(folder: Path | None, *, as_json: bool) -> None:
 @debug_option
 def verify(folder: Path | None, *, step: int | None, as_json: bool) -> int:
     """Compare every byte with what was saved; code 5 if damaged."""
-    from megatron_run_engine.checkpoint import show
+    from megatron_run_cli import checkpoint_report
+    from megatron_run_engine.checkpoint.step_folder import find_checkpoints
 
-    checkpoints, named = show.find(folder)
+    checkpoints, named = find_checkpoints(folder)
     chosen = [each for each in (step, named) if each is not None][:1]
     findings = []
-    for finding in show.look(checkpoints, chosen, thorough=True):
+    for finding in checkpoint_report.check(checkpoints, chosen, thorough=True):
         findings.append(finding)
         if not as_json:
-            click.echo(show.verify_text(finding))
+            click.echo(checkpoint_report.verify_text(finding))
     if as_json:
         print_json({"folder": str(checkpoints.path), "steps": [finding.record for finding in findings]})
     return int(ExitCode.DATA if any(finding.problem for finding in findings) else ExitCode.DONE)
@@ -71,11 +73,12 @@ def verify(folder: Path | None, *, step: int | None, as_json: bool) -> int:
 @debug_option
 def inspect(folder: Path | None, *, step: int | None, as_json: bool) -> None:
     """Show counters, plugins, topology, files and tensors of a step."""
-    from megatron_run_engine.checkpoint import show
+    from megatron_run_cli import checkpoint_report
+    from megatron_run_engine.checkpoint.step_folder import find_step
 
-    checkpoints, chosen = show.find_step(folder, step)
+    checkpoints, chosen = find_step(folder, step)
     manifest = checkpoints.manifest(chosen)
     if as_json:
         print_json(manifest.model_dump(mode="json"))
     else:
-        click.echo(show.inspect_text(manifest))
+        click.echo(checkpoint_report.inspect_text(manifest))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_run_engine.checkpoint.files import FileSystem, saving
-from megatron_run_engine.checkpoint.show import find_step
+from megatron_run_engine.checkpoint.step_folder import find_step
 from megatron_run_engine.formats.folder import count_values, new_folder, read_step, write_folder
 from megatron_run_engine.formats.formats import read_source, writer
 

@@ -1,4 +1,4 @@
-"""What ``--dry-run`` says: the resolved run, the parameters each rank would hold, and a picture of one step."""
+"""The report of ``--dry-run``: the resolved run, parameters and memory of each rank, and a picture of one step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def dry_run_text(run: ResolvedRun) -> str:
-    """For people. Raises what building the model and opening the data raise."""
+    """Return the report as text. Raises what building the model and opening the data raise."""
     open_data(run)
     size, plan = model_size(run), run.plans[max(run.plans)]
     parts = [run.describe(), _parameters_text(size)]
@@ -34,10 +34,7 @@ def dry_run_text(run: ResolvedRun) -> str:
 
 
 def open_data(run: ResolvedRun) -> None:
-    """Open the splits that a run reads, so that a missing or empty file is found before anything is started.
-
-    So are the weights that it starts from.
-    """
+    """Open the data splits and find the initial weights, so that a missing file is reported before anything starts."""
     check_source(run)
     source, train = run.one("data").create(), run.config.train
     for split in ("train", "validation"):
@@ -45,7 +42,7 @@ def open_data(run: ResolvedRun) -> None:
 
 
 def dry_run_json(run: ResolvedRun) -> dict[str, Any]:
-    """The same as data."""
+    """Return the report as JSON data."""
     open_data(run)
     size = model_size(run)
     return {
@@ -76,7 +73,7 @@ def _mixture_record(size: ModelSize) -> dict[str, Any] | None:
 
 
 def _mixture_text(mixture: Mixture, parameters: int, ways: int) -> str:
-    """Which layers have experts, how many of them a rank holds, and what of the model one token meets."""
+    """Describe which layers have experts, how many a rank holds, and the active parameters of a token."""
     held = "all of them" if ways == 1 else f"{mixture.experts // ways} of each layer, as the topology lists them"
     layers = spans(mixture.layers)
     return "\n".join(
@@ -89,7 +86,7 @@ def _mixture_text(mixture: Mixture, parameters: int, ways: int) -> str:
 
 
 def _captures_text(captures: Sequence[CaptureSize], plan: Plan) -> str:
-    """What each stage captures, and who holds the first stage's slots when: later stages need no more."""
+    """Describe the graphs of each stage, and draw the slots of stage 0: no later stage needs more."""
     order = passes(plan.lists[0], plan.chunks)
     lines = [f"  stage {stage}: {captured}" for stage, captured in enumerate(captures)]
     return "\n".join(
@@ -115,7 +112,7 @@ def _parameters_text(size: ModelSize) -> str:
 
 
 def _memory_text(size: RankSize) -> str:
-    """The bytes of a rank, and what each of its parameters takes."""
+    """Format the bytes of a rank: in total, per parameter and by role."""
     total = sum(size.memory.values())
     unit, name = (2**30, "GiB") if total >= 2**30 else (2**20, "MiB")
     roles = " + ".join(f"{role.replace('_', ' ')} {held / unit:,.1f}" for role, held in size.memory.items() if held)

@@ -24,7 +24,7 @@ from megatron_run.contracts import (
 )
 from megatron_run.errors import plural
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.checkpoint.show import size_text
+from megatron_run_engine.checkpoint.files import size_text
 
 #: Evenly spaced step lines of one run in plain form; with those of its first moments some fifty in all.
 LINES = 36

@@ -11,7 +11,7 @@ from megatron_run.contracts import PluginInfo
 from megatron_run.errors import CheckpointError
 from megatron_run.registry.plugin import Plugin
 from megatron_run_engine.checkpoint.manifest import About, PluginRecord
-from megatron_run_engine.training.state.plugin_lock import changes, optimizer_upgrade, plugin_records, scaler_state
+from megatron_run_engine.training.state.refusals import changes, optimizer_upgrade, plugin_records, scaler_state
 from tests.support.saved_steps import about
 
 Upgrade = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
