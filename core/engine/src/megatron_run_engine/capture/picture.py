@@ -1,4 +1,4 @@
-"""A picture of a stage's slots over one step, for people who plan memory."""
+"""Draws which microbatch holds which slot of a stage over one step."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from megatron_run_engine.capture.order import Pass, Slots
 
 
 def slots_text(order: Sequence[Pass], slots: Slots, width: int = 100) -> str:
-    """One line a slot; a column is a pass and shows the microbatch that holds the slot: a digit from its forward on.
+    """Draw one line per slot and one column per pass. A column shows the microbatch that holds the slot.
 
-    The forward's column shows the digit, the backward's a small letter, and ``-`` lies between. Steps longer than
+    A forward shows a digit, a backward a small letter, and ``-`` fills the time between them. Steps longer than
     ``width`` passes are cut.
     """
     steps = [each for each in order if each.kind != "end"]
