@@ -250,7 +250,7 @@ def test_weights_that_are_spoilt_are_named_when_the_run_gives_up(tmp_path: Path)
         victim[2, 5] = torch.inf
     with pytest.raises(GuardError) as caught:
         bench.train()
-    assert f"; {name} holds inf on rank 0; go on from an earlier saved step: --resume STEP" in str(caught.value)
+    assert f"; {name} holds inf on rank 0; resume from an earlier saved step: --resume STEP" in str(caught.value)
 
 
 def test_no_parameter_is_on_its_way_when_a_run_was_asked_to_stop(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Who may go on from whose state, and what is said when nobody may."""
+"""Whether a run may resume from a checkpoint: plugins, versions of their state, and the errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_lock_says_who_saved() -> None:
 
 def test_changed_plugins_are_listed() -> None:
     before, now = saved("schedule", "gpipe"), {"schedule": [plugin("schedule", "1f1b")]}
-    assert changes(before, now) == ["step 7 was saved with schedule=gpipe, going on with schedule=1f1b"]
+    assert changes(before, now) == ["step 7 was saved with schedule=gpipe, resuming with schedule=1f1b"]
     assert not changes(saved("schedule", "1f1b"), now)
 
 

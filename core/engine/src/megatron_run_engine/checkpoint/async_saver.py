@@ -154,7 +154,7 @@ class AsyncSaver:
             self._result = Committed(about.step, size, time.perf_counter() - start)
         except BaseException as error:
             if not isinstance(error, RunError):
-                error.add_note(f"while step {about.step} was saved behind the training")
+                error.add_note(f"while step {about.step} was saved asynchronously")
             self._result = error
 
 

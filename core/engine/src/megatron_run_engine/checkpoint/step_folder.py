@@ -57,7 +57,7 @@ class Checkpoints:
         steps, hint = self.steps(), self.hint()
         newest = steps[-1] if steps else None
         if hint is not None and (newest is None or hint > newest):
-            fix = f"to go on from step {newest}: --resume {newest}" if steps else "to start again: --resume never"
+            fix = f"to resume from step {newest}: --resume {newest}" if steps else "to start again: --resume never"
             raise CheckpointError(
                 f"{self.folder(hint)} is missing", why=f"{self.path / LATEST} says that it was saved", fix=fix
             )

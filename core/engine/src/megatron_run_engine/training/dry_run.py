@@ -105,7 +105,7 @@ def _parameters_text(size: ModelSize) -> str:
             f"parameters of the model: {size.parameters:,}",
             f"parameters of a rank: {', '.join(held)}",
             f"vocabulary: {size.vocab:,}, padded to {size.padded_vocab:,}",
-            "memory of a rank, beside activations and messages:",
+            "memory of a rank, without activations and messages:",
             *memory,
         )
     )

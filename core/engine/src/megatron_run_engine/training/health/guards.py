@@ -210,7 +210,7 @@ class Guards:
         self._assembly.wait_for_parameters()  # do not hash a parameter that an all-gather is still writing
         found = compare_replicas(self._assembly, self._ranks, deterministic=self._deterministic)
         if found is not None:
-            fix = "run again, it goes on from the last saved step; without that machine if it happens there again"
+            fix = "run again to resume from the last saved step; leave that machine out if it happens there again"
             self._stop(GuardError(f"after step {step} {found}", why="a memory, a link or a kernel failed", fix=fix))
 
     def _warn_of_straggler(self, step: int) -> None:
@@ -230,4 +230,4 @@ class Guards:
 
 def _fix(weights: str, otherwise: str) -> str:
     """Advise an earlier checkpoint if the weights are not finite: no later step recovers from that."""
-    return "go on from an earlier saved step: --resume STEP" if weights else otherwise
+    return "resume from an earlier saved step: --resume STEP" if weights else otherwise

@@ -139,7 +139,7 @@ class Checkpointing:
         except RunError as error:
             log.warning("%s", error)
         except Exception as error:  # a bug, or the failed collective of a lost rank
-            what = "a step could not be saved behind the training"
+            what = "a step could not be saved asynchronously"
             log.warning("%s: %s: %s", what, type(error).__name__, error, exc_info=True)
 
     def _save(self, progress: Progress) -> CheckpointMetrics:

@@ -141,5 +141,5 @@ def changes(saved: About, plugins: Plugins) -> list[str]:
     for kind, records in plugin_records(plugins).items():
         before, now = (" + ".join(each.name for each in many) for many in (saved.plugins.get(kind, ()), records))
         if before != now:
-            lines.append(f"step {saved.step} was saved with {kind}={before}, going on with {kind}={now}")
+            lines.append(f"step {saved.step} was saved with {kind}={before}, resuming with {kind}={now}")
     return lines

@@ -73,7 +73,7 @@ def choose(word: str, checkpoints: Checkpoints) -> int | None:
 
 def _verify(checkpoints: Checkpoints, step: int, ranks: Ranks, heartbeat: Callable[[], None]) -> Manifest:
     again = "to start again: --resume never"
-    with checkpoints.offering_older(step, lambda older: f"to go on from step {older}: --resume {older}", again):
+    with checkpoints.offering_older(step, lambda older: f"to resume from step {older}: --resume {older}", again):
         return verify_share(checkpoints, step, ranks, heartbeat)
 
 
@@ -137,7 +137,7 @@ class StateReader:
         if self._zeros_if_missing:
             return torch.zeros(sizes)
         raise CheckpointError(
-            f"what was saved has no {field} of {name}, which {self._optimizer} needs",
+            f"the checkpoint has no {field} of {name}, which {self._optimizer} needs",
             why=f"it has {', '.join(sorted(known))}",
             fix="choose the optimizer that saved it, or start its state anew: --allow-plugin-change optimizer",
         )
