@@ -59,10 +59,10 @@ def _fill(update: Update, read: ReadState) -> None:
             for field, flat in _by_value(segment, state).items():
                 flat[_within(segment, piece)].copy_(read(piece.part.name, field, piece.starts, piece.sizes).flatten())
             if index == 0:  # equal for all logical tensors of a segment: they have been updated together
-                _load_scalars(update, segment, piece.part.name, read)
+                _load_whole(update, segment, piece.part.name, read)
 
 
-def _load_scalars(update: Update, segment: Segment, name: str, read: ReadState) -> None:
+def _load_whole(update: Update, segment: Segment, name: str, read: ReadState) -> None:
     for field, value in _of_the_whole(segment, update.state(segment)).items():
         if isinstance(value, Tensor):
             value.copy_(read(name, field, (0,) * value.ndim, tuple(value.shape)))
