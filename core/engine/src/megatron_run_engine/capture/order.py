@@ -153,7 +153,7 @@ def shared_slots(order: Iterable[Pass]) -> Slots:
             if not free:
                 free.append(count)
                 count += 1
-            taken[chunk, copy] = free.popleft()
+            taken[chunk, copy] = free.popleft()  # first in, first out: a slot rests as long as possible
         elif kind == "end":
             free.append(taken[chunk, copy])
     return Slots(taken, count)

@@ -218,6 +218,7 @@ class RegionCapture(GraphCapture):
             self._mismatch = f"{region} was given {fault}"
             if self._options.strict:
                 self.invalidate(self._mismatch)
+            # The rest of this chunk and microbatch must be eager too: its backward belongs to the eager graph.
             self._eager = {other for other in self._eager if other[0] == microbatch.step} | {pair}
         captured.guard.leave_out([Event(kind, region, microbatch.index) for kind in "FB"], microbatch.step)
         return False

@@ -104,10 +104,10 @@ class Rules(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():  # our own calls must not trip _NoHostReads
-            self._check_streams()
+            self._check_streams()  # between operations nobody may move a stream: a replay runs operations only
             _check(func, args, kwargs)
             result = self.perform(func, args, kwargs)
-            self._states = self._now()
+            self._states = self._now()  # the operation itself may have drawn
         return result
 
     def perform(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -115,6 +115,7 @@ class Rules(TorchDispatchMode):
         if self.writes_outside(func, args, kwargs):
             return unwritten(func, args, kwargs)
         result = func(*args, **kwargs)
+        # By storage, not by tensor: a write to a view of a new tensor is a write to the new tensor.
         self._made.update(x.untyped_storage()._cdata for x in tree_leaves(result) if isinstance(x, Tensor))
         return result
 
@@ -168,6 +169,7 @@ def _check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         raise BrokenRule("uploads data of the host: torch.tensor(); torch.full, zeros and arange do not")
     if func.namespace == "_c10d_functional":
         raise BrokenRule(f"uses a functional collective: {name}; those of torch.distributed are recorded")
+    # Tensors without dimensions are scalars, which operations on any device accept from the CPU.
     devices = {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()}
     target = kwargs.get("device")
     if len(devices | ({torch.device(target).type} if target is not None and devices else set())) > 1:

@@ -174,6 +174,7 @@ class Executor:
             assert gradient is not None  # lowering receives it for every position but the last
             roots.append(flight.output)
             seeds.append(gradient)
+        # One call for losses and output, so that shared parts of the graph are traversed once.
         torch.autograd.backward(roots, seeds)
         return None if flight.x is None else flight.x.grad
 
@@ -189,7 +190,7 @@ class Executor:
 
     def _call(self, action: Action, x: Tensor | None, *, with_graph: bool) -> ChunkOut:
         if x is not None and with_graph:
-            x.requires_grad_()
+            x.requires_grad_()  # a received message is a leaf: its .grad is the message to the previous stage
         with torch.set_grad_enabled(with_graph):
             out = self._chunks[action.chunk](x, self._microbatch(action.microbatch))
         if with_graph:

@@ -68,7 +68,7 @@ class MockDataset:
         steps = np.arange(self._length + 1)
         landing = generator.integers(self._options.vocab_size, size=self._length + 1)
         jumps = generator.random(self._length + 1) < NOISE
-        jumps[0] = True
+        jumps[0] = True  # a sample starts anywhere
         last_jump = np.maximum.accumulate(np.where(jumps, steps, 0))
         walked: NDArray[np.int64] = (landing[last_jump] + steps - last_jump) % self._options.vocab_size
         return walked

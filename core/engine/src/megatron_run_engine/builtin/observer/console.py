@@ -202,6 +202,7 @@ class ConsoleObserver(Observer):
 
 def say(console: Console, text: str) -> None:
     """Print ``text`` without markup or wrapping. Characters outside the terminal's encoding become ``?``."""
+    # A terminal or pipe in ASCII would otherwise raise UnicodeEncodeError in the middle of a training.
     shown = text.encode(console.encoding, "replace").decode(console.encoding)
     console.print(shown, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
