@@ -196,7 +196,7 @@ class ThreadRank:
         texts = self.table.exchange(self.rank, text)
         return texts if self.rank == 0 else ()
 
-    def tell(self, text: str) -> str:
+    def broadcast(self, text: str) -> str:
         """Rank 0's text."""
         return self.table.exchange(self.rank, text)[0]
 

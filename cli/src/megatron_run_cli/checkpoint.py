@@ -31,10 +31,10 @@ def checkpoint() -> None:
 def list_(folder: Path | None, *, as_json: bool) -> None:
     """List saved steps; checks manifests and lengths, not contents."""
     from megatron_run_cli.reports import saved_steps
-    from megatron_run_engine.checkpoint.step_folder import find
+    from megatron_run_engine.checkpoint.step_folder import find_checkpoints
 
-    checkpoints, _ = find(folder)
-    findings = list(saved_steps.look(checkpoints))
+    checkpoints, _ = find_checkpoints(folder)
+    findings = list(saved_steps.check(checkpoints))
     if as_json:
         steps = [finding.record for finding in findings]
         print_json({"folder": str(checkpoints.path), "latest": checkpoints.hint(), "steps": steps})
@@ -52,12 +52,12 @@ def list_(folder: Path | None, *, as_json: bool) -> None:
 def verify(folder: Path | None, *, step: int | None, as_json: bool) -> int:
     """Compare every byte with what was saved; code 5 if damaged."""
     from megatron_run_cli.reports import saved_steps
-    from megatron_run_engine.checkpoint.step_folder import find
+    from megatron_run_engine.checkpoint.step_folder import find_checkpoints
 
-    checkpoints, named = find(folder)
+    checkpoints, named = find_checkpoints(folder)
     chosen = [each for each in (step, named) if each is not None][:1]
     findings = []
-    for finding in saved_steps.look(checkpoints, chosen, thorough=True):
+    for finding in saved_steps.check(checkpoints, chosen, thorough=True):
         findings.append(finding)
         if not as_json:
             click.echo(saved_steps.verify_text(finding))

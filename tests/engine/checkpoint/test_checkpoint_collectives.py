@@ -24,7 +24,7 @@ def exchange(rank: int, world: int) -> list[Any]:
 
     ranks = WorldRanks(Groups(world=dist.group.WORLD), rank, world, torch.device("cpu"))
     gathered = ranks.gather(TEXTS[rank])
-    return [list(gathered), [ranks.tell(text if rank == 0 else "not this") for text in TEXTS]]
+    return [list(gathered), [ranks.broadcast(text if rank == 0 else "not this") for text in TEXTS]]
 
 
 @pytest.mark.multiproc

@@ -112,7 +112,7 @@ def test_a_newest_step_that_vanished_is_not_passed_over_in_silence(saved: Checkp
     saved.folder(2).rename(saved.path / "gone")
     with pytest.raises(CheckpointError, match="step2 is missing") as error:
         saved.newest()
-    assert "to go on from step 1: --resume 1" in str(error.value)
+    assert "to resume from step 1: --resume 1" in str(error.value)
 
 
 def test_without_steps_there_is_no_newest(tmp_path: Path) -> None:

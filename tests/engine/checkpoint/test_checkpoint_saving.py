@@ -17,7 +17,7 @@ from megatron_run.errors import CheckpointError, ExitCode
 from megatron_run_engine.checkpoint.collectives import Alone, Ranks
 from megatron_run_engine.checkpoint.files import FileSystem, NewFile
 from megatron_run_engine.checkpoint.saving import Saver
-from megatron_run_engine.checkpoint.shard_file import deal
+from megatron_run_engine.checkpoint.shard_file import split_into_files
 from megatron_run_engine.checkpoint.step_folder import Checkpoints, verify_files
 from megatron_run_engine.training.state.resuming import verify_share
 from tests.support.saved_steps import (
@@ -122,19 +122,19 @@ def test_a_long_file_says_again_and_again_that_it_goes_on_when_it_is_written_and
     activity.recorder = lambda step, name, detail: said.append((name, str(detail)))
     (pieces,) = dealt(0, state, 1)
     checkpoints = Checkpoints(tmp_path / "c")
-    with mock.patch("megatron_run_engine.checkpoint.shard_file._AT_ONCE", 4096):
+    with mock.patch("megatron_run_engine.checkpoint.shard_file._BLOCK", 4096):
         Saver(checkpoints, Alone(), RUN, activity=activity).save(about(1), pieces, shapes_of(state))
     file = checkpoints.folder(1) / "rank-00000.safetensors"
     longest = 2 * 4096  # a stretch ends with the box that fills it
     assert said.count(("save-shard", f"step1/{file.name}")) > 1 + file.stat().st_size // longest
     read: list[int] = []
-    with mock.patch("megatron_run_engine.checkpoint.files._AT_ONCE", 4096):
+    with mock.patch("megatron_run_engine.checkpoint.files._BLOCK", 4096):
         verify_share(checkpoints, 1, Alone(), lambda: read.append(1))
     assert len(read) == -(-file.stat().st_size // 4096)
 
 
 def test_a_disk_is_waited_for_while_much_is_written_and_not_for_all_of_it_at_the_end(tmp_path: Path) -> None:
-    with mock.patch("megatron_run_engine.checkpoint.files._SYNCED", 1000), mock.patch("os.fsync") as sync:
+    with mock.patch("megatron_run_engine.checkpoint.files._SYNC", 1000), mock.patch("os.fsync") as sync:
         with FileSystem().create(tmp_path / "file") as file:
             for _ in range(50):
                 file.write(bytes(99))
@@ -148,7 +148,7 @@ def test_a_disk_is_waited_for_while_much_is_written_and_not_for_all_of_it_at_the
 def test_no_file_is_made_for_little(sizes: list[int], files: int) -> None:
     pieces = [StatePiece(f"w{i}", "master", (0,), (n,), torch.zeros(n)) for i, n in enumerate(sizes)]
     with mock.patch("megatron_run_engine.checkpoint.shard_file.LEAST", 4000):
-        hands = deal(pieces, 3)
+        hands = split_into_files(pieces, 3)
     assert len(hands) == files
     assert sorted(piece.name for hand in hands for piece in hand) == sorted(piece.name for piece in pieces)
 

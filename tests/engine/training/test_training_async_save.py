@@ -152,7 +152,7 @@ def test_a_disk_that_is_full_ends_the_run_at_the_next_step_with_path_and_reason(
     ("where", "said", "bug"),
     [
         ("write_shard", "step 2 could not be saved: KeyError: 'w'", False),
-        ("make_manifest", "a step could not be saved behind the training: KeyError: 'w'", True),
+        ("make_manifest", "a step could not be saved asynchronously: KeyError: 'w'", True),
     ],
 )
 def test_what_failed_in_saving_is_said_whole_when_something_else_ends_the_run(

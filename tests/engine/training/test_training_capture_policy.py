@@ -80,7 +80,7 @@ def test_ranks_capture_before_the_same_steps(mismatches: Misfits, capture_after:
     for number in range(1, 20):
         said = [rank.step(number) for rank in ranks]
         for rank in ranks:
-            rank.steps.hear(mismatch=any(said))  # as the sum over the ranks is
+            rank.steps.note_mismatch(mismatch=any(said))  # as the sum over the ranks is
     first, second = ([line for line in rank.capture.log if "captured" in line] for rank in ranks)
     assert first == second
     again = [f"captured before {5 + capture_after}"] if mismatches else []
@@ -92,7 +92,7 @@ def test_a_rank_whose_graphs_fit_gives_them_up_a_step_later_and_says_why() -> No
     for number in range(1, 8):
         said = [rank.step(number) for rank in ranks]
         for rank in ranks:
-            rank.steps.hear(mismatch=any(said))
+            rank.steps.note_mismatch(mismatch=any(said))
     assert ranks[0].capture.log == ["captured before 2", "gave up before 5: it was moved", "captured before 6"]
     assert ranks[1].capture.log == [
         "captured before 2",

@@ -16,7 +16,7 @@ import torch
 from megatron_run.errors import CheckpointError, ExitCode, GuardError
 from megatron_run_engine.checkpoint.saving import Saver
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
-from megatron_run_engine.training.health.guards import _joined, spike_limit
+from megatron_run_engine.training.health.guards import _merged, spike_limit
 from tests.support.training_bench import Bench
 
 Change = Callable[[int, int, torch.Tensor], torch.Tensor]
@@ -215,11 +215,11 @@ def test_the_first_microbatch_is_named_and_then_the_lowest_rank() -> None:
 
     clean, late, early = note(stage=0), note((3, "lm", "inf")), note((1, "lm", "nan"))
     assert (
-        _joined([clean, late, early, early]).loss
+        _merged([clean, late, early, early]).loss
         == "the loss lm is nan, first seen by rank 2 (stage 1) in microbatch 1"
     )
-    assert _joined([clean, clean]) == ("", "")
-    assert _joined([clean, note(weights="a holds nan"), note(weights="b holds inf")]).weights == "a holds nan on rank 1"
+    assert _merged([clean, clean]) == ("", "")
+    assert _merged([clean, note(weights="a holds nan"), note(weights="b holds inf")]).weights == "a holds nan on rank 1"
 
 
 def test_it_stops_the_run_where_that_is_wanted(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_weights_that_are_spoilt_are_named_when_the_run_gives_up(tmp_path: Path)
         victim[2, 5] = torch.inf
     with pytest.raises(GuardError) as caught:
         bench.train()
-    assert f"; {name} holds inf on rank 0; go on from an earlier saved step: --resume STEP" in str(caught.value)
+    assert f"; {name} holds inf on rank 0; resume from an earlier saved step: --resume STEP" in str(caught.value)
 
 
 def test_no_parameter_is_on_its_way_when_a_run_was_asked_to_stop(tmp_path: Path) -> None:

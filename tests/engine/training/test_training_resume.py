@@ -157,7 +157,7 @@ def test_a_damaged_step_is_named_and_nothing_older_is_taken_in_silence(
     shard.write_bytes(content)
     said = refused(tmp_path, FAST)
     assert f"{shard} is damaged" in said
-    assert said.endswith("to go on from step 2: --resume 2")
+    assert said.endswith("to resume from step 2: --resume 2")
     assert attempt(tmp_path, FAST, resume="2").numbers == {step: fast[1].numbers[step] for step in range(3, 7)}
 
 

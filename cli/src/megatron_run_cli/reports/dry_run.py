@@ -1,6 +1,6 @@
-"""``--dry-run``: the resolved run, the parameters each rank would hold, and a picture of one step.
+"""The report of ``--dry-run``: the resolved run, parameters and memory of each rank, and a picture of one step.
 
-Without the engine it ends where layers are needed: configuration, ranks, plan and batches are planned, sizes are not.
+Without the engine it has no sizes: configuration, ranks, plan and batches are planned.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NEEDS_ENGINE = f"parameters, memory and graphs are known with the engine only; 
 
 
 def dry_run_text(run: ResolvedRun) -> str:
-    """For people. Raises what building the model and opening the data raise."""
+    """Return the report as text. Raises what building the model and opening the data raise."""
     plan = run.plans[max(run.plans)]
     step = [f"one step\n{timeline_text(timeline(plan))}"] if run.sizes.pipeline > 1 else []
     if run.unloaded:
@@ -45,10 +45,7 @@ def dry_run_text(run: ResolvedRun) -> str:
 
 
 def open_data(run: ResolvedRun) -> None:
-    """Open the splits that a run reads, so that a missing or empty file is found before anything is started.
-
-    So are the weights that it starts from.
-    """
+    """Open the data splits and find the initial weights, so that a missing file is reported before anything starts."""
     from megatron_run_engine.training.state.init_from import check_source
 
     check_source(run)
@@ -58,7 +55,7 @@ def open_data(run: ResolvedRun) -> None:
 
 
 def dry_run_json(run: ResolvedRun) -> dict[str, Any]:
-    """The same as data."""
+    """Return the report as JSON data."""
     told = run_record(run)
     if run.unloaded:
         return {**told, "notices": [*told["notices"], _NEEDS_ENGINE]}
@@ -107,7 +104,7 @@ def _mixture_record(size: ModelSize) -> dict[str, Any] | None:
 
 
 def _mixture_text(mixture: Mixture, parameters: int, ways: int) -> str:
-    """Which layers have experts, how many of them a rank holds, and what of the model one token meets."""
+    """Describe which layers have experts, how many a rank holds, and the active parameters of a token."""
     held = "all of them" if ways == 1 else f"{mixture.experts // ways} of each layer, as the topology lists them"
     layers = spans(mixture.layers)
     return "\n".join(
@@ -120,7 +117,7 @@ def _mixture_text(mixture: Mixture, parameters: int, ways: int) -> str:
 
 
 def _captures_text(captures: Sequence[CaptureSize], plan: Plan) -> str:
-    """What each stage captures, and who holds the first stage's slots when: later stages need no more."""
+    """Describe the graphs of each stage, and draw the slots of stage 0: no later stage needs more."""
     from megatron_run_engine.capture import passes, shared_slots
 
     order = passes(plan.lists[0], plan.chunks)
@@ -141,14 +138,14 @@ def _parameters_text(size: ModelSize) -> str:
             f"parameters of the model: {size.parameters:,}",
             f"parameters of a rank: {', '.join(held)}",
             f"vocabulary: {size.vocab:,}, padded to {size.padded_vocab:,}",
-            "memory of a rank, beside activations and messages:",
+            "memory of a rank, without activations and messages:",
             *memory,
         )
     )
 
 
 def _memory_text(size: RankSize) -> str:
-    """The bytes of a rank, and what each of its parameters takes."""
+    """Format the bytes of a rank: in total, per parameter and by role."""
     total = sum(size.memory.values())
     unit, name = (2**30, "GiB") if total >= 2**30 else (2**20, "MiB")
     roles = " + ".join(f"{role.replace('_', ' ')} {held / unit:,.1f}" for role, held in size.memory.items() if held)

@@ -1,4 +1,4 @@
-"""``checkpoint list|verify|inspect``: saved steps as data and as rows of text."""
+"""The reports of ``megatron-run checkpoint`` on saved steps, as data and as text."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 from megatron_run.contracts.scaler import scale_text
 from megatron_run.contracts.state import MASTER
 from megatron_run.errors import CheckpointError
-from megatron_run_engine.checkpoint.manifest import Manifest, size_text
+from megatron_run_engine.checkpoint.files import size_text
+from megatron_run_engine.checkpoint.manifest import Manifest
 from megatron_run_engine.checkpoint.step_folder import Checkpoints, check_length, verify_files
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one step: ``problem`` is empty when it is well, else the one line that says what is wrong."""
+    """The result of checking one step. ``problem`` is empty, or the error in one line."""
 
     step: int
     manifest: Manifest | None
@@ -26,7 +27,7 @@ class Finding:
 
     @property
     def record(self) -> dict[str, Any]:
-        """As JSON data; what the manifest says is missing where it cannot be read."""
+        """Return JSON data, without the manifest's part if the manifest cannot be read."""
         found: dict[str, Any] = {"step": self.step, "ok": not self.problem, "problem": self.problem}
         if self.manifest is not None:
             about = self.manifest.about
@@ -35,10 +36,10 @@ class Finding:
         return found
 
 
-def look(checkpoints: Checkpoints, steps: Sequence[int] = (), *, thorough: bool = False) -> Iterator[Finding]:
-    """What there is of ``steps``, all when empty: manifests and lengths, and every byte when ``thorough``.
+def check(checkpoints: Checkpoints, steps: Sequence[int] = (), *, thorough: bool = False) -> Iterator[Finding]:
+    """Check ``steps``, or all if empty: manifests and lengths, and with ``thorough`` every byte.
 
-    Raises :class:`CheckpointError` for one of ``steps`` that was never saved: that is no damage.
+    Raises :class:`CheckpointError` for one of ``steps`` that was never saved, which is no damage.
     """
     for step in steps:
         checkpoints.find(step)
@@ -56,7 +57,7 @@ def look(checkpoints: Checkpoints, steps: Sequence[int] = (), *, thorough: bool 
 
 
 def list_rows(findings: Sequence[Finding], hint: int | None) -> list[tuple[str, ...]]:
-    """One row a step: its name, whether it is whole, size, time, ranks, what ``latest`` says, and what is wrong."""
+    """Return one row per step: name, state, size, time, ranks, whether it is ``hint``, and the problem."""
     rows: list[tuple[str, ...]] = []
     for finding in findings:
         mark = "latest" if finding.step == hint else ""
@@ -73,7 +74,7 @@ def _facts(manifest: Manifest | None) -> tuple[str, str, str]:
 
 
 def verify_text(finding: Finding) -> str:
-    """One line: how much was read and found intact, or what is damaged."""
+    """Return one line: how much was read and found intact, or what is damaged."""
     if finding.problem or finding.manifest is None:
         return f"step{finding.step}  damaged: {finding.problem}"
     files = len(finding.manifest.files)
@@ -82,7 +83,7 @@ def verify_text(finding: Finding) -> str:
 
 
 def inspect_text(manifest: Manifest) -> str:
-    """What was saved, in words: when, by what, where in the run; then a row a file, then a row a logical tensor."""
+    """Describe a step: time, counters, plugins and topology, then one row per file and one per logical tensor."""
     about = manifest.about
     lines = [f"step {about.step} of run {about.run}, saved {about.time}", ""]
     lines += _section("counters", about.counters.items())
@@ -102,7 +103,7 @@ def inspect_text(manifest: Manifest) -> str:
 
 
 def _tensor_text(manifest: Manifest, name: str) -> str:
-    """``[64, 32]  master F32, exp_avg F32, step F32 []``: a shape of its own is said, masters first."""
+    """Return ``[64, 32]  master F32, exp_avg F32, step F32 []``: masters first, and shapes that differ."""
     fields = manifest.tensors[name]
     shape = max((record.shape for record in fields.values()), key=prod)
     texts = [
@@ -113,7 +114,7 @@ def _tensor_text(manifest: Manifest, name: str) -> str:
 
 
 def _section(title: str, rows: Any) -> list[str]:
-    """A title, then its rows with aligned values, then an empty line; nothing where there are no rows."""
+    """Return a title, its rows with aligned values, and an empty line; nothing without rows."""
     pairs = [(str(name), str(value)) for name, value in rows]
     width = max((len(name) for name, _ in pairs), default=0)
     return [title, *(f"  {name:{width}}  {value}" for name, value in pairs), ""] if pairs else []

@@ -1,6 +1,6 @@
-"""Graph capture, as far as it does not depend on who records: regions, the order of passes, slots, the rules.
+"""The parts of graph capture that are common to all backends: regions, the order of passes, slots and rules.
 
-A graph records work at fixed addresses. From that follows which segments may be captured together, in which order they
+A graph records kernels at fixed addresses. This determines which segments may be captured together, in which order they
 are recorded and replayed, how many sets of inputs they need, and what a recorded function must not do.
 
 Imports: contracts, errors, planning, runtime.

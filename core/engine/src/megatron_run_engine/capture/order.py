@@ -1,7 +1,8 @@
-"""The order in which graphs are recorded and replayed, from a stage's action list; and the check that it is kept.
+"""The order in which graphs are recorded and replayed, from a stage's action list, and the check of that order.
 
-Graphs that share memory are right in one order alone: the memory of a forward is given to others once its backward was
-recorded. Replayed in another order, nothing fails and gradients are wrong, so the order is checked before each replay.
+Graphs that share memory are correct in one order only: the memory of a forward is reused once its backward has been
+recorded. A replay in another order raises no error and gives wrong gradients, so the order is checked before each
+replay.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from megatron_run.errors import GraphCaptureError
 
 
 class Pass(NamedTuple):
-    """A forward (F) or backward (B) of ``chunk``, or the end of it: nothing of the pair is read afterwards.
+    """A forward (F) or backward (B) of ``chunk``, or the end of the pair, after which nothing of it is read.
 
-    ``copy`` tells apart what is recorded more than once: the microbatch, or the slot where graphs are reused.
+    ``copy`` tells recordings of the same chunk apart: it is the microbatch, or the slot if graphs are reused.
     """
 
     kind: Literal["F", "B", "end"]
@@ -27,11 +28,11 @@ class Pass(NamedTuple):
 
 
 def passes(actions: Sequence[Action], chunks: int) -> tuple[Pass, ...]:
-    """What ``actions`` make of each pair of microbatch and chunk, in their order.
+    """Return the passes of each pair of microbatch and chunk, in the order of ``actions``.
 
-    I is the whole backward, since weight gradients are captured with it; but what eager layers keep for W still reads
-    what the graphs around them gave out, so such a pair ends at its W. Raises :class:`GraphCaptureError` with the index
-    of the action where the list is no order in which anything could run.
+    I counts as the whole backward, since weight gradients are captured with it. But the weight gradients that eager
+    layers defer to W still read outputs of the graphs around them, so such a pair ends at its W. Raises
+    :class:`GraphCaptureError` with the index of an action that cannot run at its place.
     """
     found: list[Pass] = []
     forwards, backwards = set[tuple[int, int]](), set[tuple[int, int]]()
@@ -53,7 +54,7 @@ def passes(actions: Sequence[Action], chunks: int) -> tuple[Pass, ...]:
 
 
 def _check(index: int, action: Action, chunks: int, forward: bool, backward: bool) -> None:
-    """Refuse an action of a chunk that is not there, twice the same, or before what it needs."""
+    """Raise :class:`GraphCaptureError` for an unknown chunk, a repeated action, or one before what it needs."""
     fault = ""
     if not 0 <= action.chunk < chunks:
         fault = f"there are {chunks} chunks, from 0"
@@ -81,9 +82,9 @@ def _check_whole(actions: Sequence[Action], forwards: set[tuple[int, int]], back
 
 
 class OrderGuard:
-    """Sees that replays come in the one order in which they were recorded, step after step.
+    """Checks that the replays of every step come in the order in which they were recorded.
 
-    ``events`` are what is replayed in a step; ``show`` says in an error what one is.
+    ``events`` are the replays of a step. Their ``str`` appears in errors.
     """
 
     def __init__(self, events: Iterable[Hashable]) -> None:
@@ -93,12 +94,12 @@ class OrderGuard:
         self._left_out: set[Hashable] = set()
 
     def leave_out(self, events: Iterable[Hashable], step: int) -> None:
-        """These are not replayed in ``step``: what they belong to runs eagerly."""
+        """Expect no replay of ``events`` in ``step``: their chunk runs eagerly."""
         self._enter(step)
         self._left_out.update(events)
 
     def check(self, event: Hashable, step: int) -> None:
-        """Raise :class:`GraphCaptureError` unless ``event`` is the next one of ``step``; then await the one after."""
+        """Raise :class:`GraphCaptureError` unless ``event`` is the next one of ``step``. Advance past it."""
         self._enter(step)
         self._skip()
         if not self._events or self._events[self._next] != event:
@@ -110,7 +111,7 @@ class OrderGuard:
         self._next += 1
 
     def _enter(self, step: int) -> None:
-        """Begin ``step`` unless it is under way. A run that goes back repeats the number of one that is done."""
+        """Begin ``step`` unless it is in progress. A rewound run repeats the number of a finished step."""
         self._skip()
         done = self._next == len(self._events)
         if step == self._step and not done:
@@ -144,7 +145,7 @@ class Slots:
 
 
 def shared_slots(order: Iterable[Pass]) -> Slots:
-    """Slots that all chunks share, for what does not bind a chunk's weights: as many as pairs are in flight at most."""
+    """Return slots shared by all chunks, for memory without weights: as many as pairs are ever in flight."""
     taken: dict[Key, int] = {}
     free, count = deque[int](), 0
     for kind, chunk, copy in order:
@@ -152,14 +153,14 @@ def shared_slots(order: Iterable[Pass]) -> Slots:
             if not free:
                 free.append(count)
                 count += 1
-            taken[chunk, copy] = free.popleft()
+            taken[chunk, copy] = free.popleft()  # first in, first out: a slot rests as long as possible
         elif kind == "end":
             free.append(taken[chunk, copy])
     return Slots(taken, count)
 
 
 def slots_by_chunk(order: Iterable[Pass], chunks: int) -> tuple[Slots, ...]:
-    """Slots of each chunk alone, for graphs, which bind its weights: as many as it has in flight at most."""
+    """Return slots per chunk, for graphs, which are bound to its weights: as many as it ever has in flight."""
     of_chunk: dict[int, list[Pass]] = defaultdict(list)
     for each in order:
         of_chunk[each.chunk].append(each)

@@ -1,4 +1,4 @@
-"""The part that all captures of regions share: choose regions, try them, check the order, notice a mismatch."""
+"""The common part of captures by region: chooses regions, checks rules and order, and detects mismatches."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config
     from megatron_run_engine.runtime.context import BuildContext
 
-#: What each region is given, without values.
+#: The inputs of each region, as tensors without values.
 Examples = Mapping["Region", tuple["Tensor", ...]]
 #: (step, chunk, microbatch)
 _Pair = tuple[int, int, int]
 
 
 class CaptureOptions(Protocol):
-    """The options that every such capture has."""
+    """The options of every capture by region."""
 
     @property
     def scope(self) -> tuple[str, ...]:
-        """Names of the segments to capture."""
+        """The names of the segments to capture."""
         ...
 
     @property
     def capture_after(self) -> int:
-        """Steps that run eagerly first."""
+        """The number of eager steps before a capture."""
         ...
 
     @property
     def strict(self) -> bool:
-        """Whether what no longer fits is an error."""
+        """Whether a mismatch is an error."""
         ...
 
 
 class Hooks(NamedTuple):
-    """To be called before a forward and a backward are replayed, and after the backward."""
+    """Callbacks before the replay of a forward, before that of a backward, and after that of a backward."""
 
     before_forward: Callable[[], None]
     before_backward: Callable[[], None]
@@ -63,26 +63,26 @@ class Hooks(NamedTuple):
 
 
 class RecordedRegion(Protocol):
-    """A region that was recorded once. ``arrivals`` are the parameters whose gradients its backward adds up."""
+    """One recording of a region. ``arrivals`` are the parameters to whose gradients its backward adds."""
 
     @property
     def has_backward(self) -> bool:
-        """Whether anything of it can be differentiated."""
+        """Whether any output can be differentiated."""
         ...
 
     @property
     def arrivals(self) -> Sequence[Parameter]:
-        """See above."""
+        """The parameters to whose ``main_grad`` its backward adds."""
         ...
 
     def replay(self, hooks: Hooks, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Its outputs; differentiable."""
+        """Return the outputs, differentiable."""
         ...
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """All regions of a stage. ``copies`` maps a chunk and microbatch to the copy of its regions that it replays."""
+    """The recordings of a stage. ``copies`` maps (chunk, microbatch) to the copy of the regions that it replays."""
 
     regions: Mapping[tuple[Region, int], RecordedRegion]
     copies: Mapping[tuple[int, int], int]
@@ -90,7 +90,7 @@ class Recorded:
 
 
 class Event(NamedTuple):
-    """A replay as the order knows it."""
+    """A replay, as :class:`OrderGuard` counts it."""
 
     kind: str
     region: Region
@@ -102,7 +102,7 @@ class Event(NamedTuple):
 
 
 class _Captured(NamedTuple):
-    """What there is to replay, and what it relies on."""
+    """The recordings, and the facts on which they rely."""
 
     actions: tuple[Action, ...]
     examples: Examples
@@ -113,7 +113,7 @@ class _Captured(NamedTuple):
 
 
 class RegionCapture(GraphCapture):
-    """Captures neighbouring segments of ``options.scope`` together. A subclass says how much, and records."""
+    """Captures neighbouring segments of ``options.scope`` together. A subclass records them."""
 
     def __init__(self, context: BuildContext, options: CaptureOptions) -> None:
         self.context, self._options = context, options
@@ -121,24 +121,24 @@ class RegionCapture(GraphCapture):
         self.chunks: Sequence[Sequence[Segment]] = ()
         self.handed_over: dict[Region, tuple[Parameter, ...]] = {}  # see lint
         self._captured: _Captured | None = None
-        self._misfit = ""
+        self._mismatch = ""
         self._eager: set[_Pair] = set()
 
     @abstractmethod
     def record(self, regions: Sequence[Region], actions: Sequence[Action], examples: Examples) -> Recorded:
-        """Record ``regions``, which keep the rules, and leave parameters and random streams as they were.
+        """Record ``regions``, which keep the rules. Parameters and random streams must be left unchanged.
 
-        What is left in ``main_grad`` does not matter (:meth:`megatron_run.contracts.GraphCapture.capture`).
+        ``main_grad`` may be left with any values (:meth:`megatron_run.contracts.GraphCapture.capture`).
         """
 
     def regions(self, chunks: Sequence[Sequence[Segment]]) -> Sequence[Region]:
-        """Neighbours whose names are in the scope go together."""
+        """Return the regions of neighbouring segments in the scope."""
         self.chunks = chunks
         check_scope(self._options.scope, chunks, self.context)
         return choose_regions(chunks, self._options.scope)
 
     def capture(self, regions: Sequence[Region], actions: Sequence[Action], examples: Examples) -> CaptureSize:
-        """Try every region by the rules, then record."""
+        """Check every region against the rules, then record all."""
         context = self.context
         for region in regions:
             if region not in examples:
@@ -158,7 +158,7 @@ class RegionCapture(GraphCapture):
         return recorded.size
 
     def mismatch(self, actions: Sequence[Action]) -> str:
-        """Whether actions, shapes, the places of parameters and which are trained are still what was captured."""
+        """Return what has changed since the capture: actions, shapes, addresses, or which parameters are trained."""
         captured = self._captured
         if captured is None:
             return "nothing is captured"
@@ -168,13 +168,13 @@ class RegionCapture(GraphCapture):
         changed = sum(p.requires_grad != (p in captured.trained) for p in captured.addresses)
         if moved or changed:
             what = "or their gradients were moved in memory" if moved else "were frozen, or are trained again"
-            return self._misfit or f"{moved or changed} parameters {what}"
-        return self._misfit
+            return self._mismatch or f"{moved or changed} parameters {what}"
+        return self._mismatch
 
     def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Replay ``region``; what has another shape runs eagerly, and another capture follows."""
+        """Replay ``region``, or run it eagerly if its inputs have another shape, which leads to another capture."""
         captured = self._captured
-        assert captured is not None  # the kernel replays between capture and invalidate
+        assert captured is not None  # replays happen between capture and invalidate only
         if not self._fits(captured, region, microbatch, tensors):
             return call(region, tensors)
         recorded = captured.recorded.regions[region, captured.recorded.copies[region.chunk, microbatch.index]]
@@ -187,18 +187,18 @@ class RegionCapture(GraphCapture):
         return recorded.replay(hooks, tensors)
 
     def invalidate(self, reason: str) -> None:
-        """Give the graphs and their memory back; an error under ``strict``."""
+        """Free the graphs and their memory. Raises :class:`GraphCaptureError` with ``strict``."""
         if self._options.strict:
             raise GraphCaptureError(
                 f"what was captured no longer fits: {reason}",
                 fix="leave graph-capture.strict out to capture again, at the cost of a pause",
             )
         self.context.log.warning("graphs will be captured again: %s", reason)
-        self._captured, self._misfit = None, ""
+        self._captured, self._mismatch = None, ""
         self._eager.clear()
 
     def _events(self, regions: Sequence[Region], actions: Sequence[Action], recorded: Recorded) -> Iterator[Event]:
-        """Every replay of a step, in order."""
+        """Yield every replay of a step in order."""
         of_chunk = by_chunk(regions, len(self.chunks))
         for kind, chunk, microbatch in passes(actions, len(self.chunks)):
             copy = recorded.copies[chunk, microbatch]
@@ -209,15 +209,16 @@ class RegionCapture(GraphCapture):
                 yield from (Event("B", region, microbatch) for region in backward)
 
     def _fits(self, captured: _Captured, region: Region, microbatch: Microbatch, tensors: Sequence[Tensor]) -> bool:
-        """Whether ``tensors`` are like those of the capture. From the first that is not on, the chunk runs eagerly."""
+        """Whether ``tensors`` match the captured ones. From the first mismatch on, the pair's chunk runs eagerly."""
         pair = (microbatch.step, region.chunk, microbatch.index)
         if pair not in self._eager:
             fault = _difference(captured.examples[region], tensors)
             if not fault:
                 return True
-            self._misfit = f"{region} was given {fault}"
+            self._mismatch = f"{region} was given {fault}"
             if self._options.strict:
-                self.invalidate(self._misfit)
+                self.invalidate(self._mismatch)
+            # The rest of this chunk and microbatch must be eager too: its backward belongs to the eager graph.
             self._eager = {other for other in self._eager if other[0] == microbatch.step} | {pair}
         captured.guard.leave_out([Event(kind, region, microbatch.index) for kind in "FB"], microbatch.step)
         return False
@@ -236,7 +237,7 @@ def _microbatches(actions: Sequence[Action]) -> int:
 
 
 def _difference(examples: Sequence[Tensor], tensors: Sequence[Tensor]) -> str:
-    """How the first of ``tensors`` that is not like its example differs; empty where all are alike."""
+    """Return how the first of ``tensors`` differs from its example, or an empty text if none does."""
     for example, tensor in zip(examples, tensors, strict=True):
         if (example.shape, example.dtype) != (tensor.shape, tensor.dtype):
             return f"{tuple(tensor.shape)} {tensor.dtype} and was captured with {tuple(example.shape)} {example.dtype}"
@@ -246,11 +247,14 @@ def _difference(examples: Sequence[Tensor], tensors: Sequence[Tensor]) -> str:
 
 
 def check_capture(plugin: str, config: Config, options: CaptureOptions) -> Iterator[str]:
-    """A plugin's ``check_config``: a notice where nothing would be captured, :class:`InputError` for what cannot be.
+    """Check the configuration for a plugin called ``plugin``, as its ``check_config``.
 
-    That is what would never be replayed, or would end ``strict``. ``plugin`` is the name that messages give it.
+    Yields a notice if nothing would be captured. Raises :class:`InputError` for a capture that would never be replayed,
+    or that would certainly fail with ``strict``.
     """
-    _refuse_doubles(options)
+    twice = next((name for name in options.scope if options.scope.count(name) > 1), None)
+    if twice is not None:
+        raise InputError(f"graph-capture.scope names {twice} twice", fix="write each name once")
     if options.strict and config.train.ramp_up is not None:
         raise InputError(
             "graph-capture.strict=true with train.ramp_up",
@@ -263,17 +267,11 @@ def check_capture(plugin: str, config: Config, options: CaptureOptions) -> Itera
             why="a layer that is recomputed in the backward must run eagerly",
             fix="set train.recompute=none, or choose --plugin graph-capture=none",
         )
-    yield from _about_the_end(config, options)
+    yield from _check_length(config, options)
 
 
-def _refuse_doubles(options: CaptureOptions) -> None:
-    twice = next((name for name in options.scope if options.scope.count(name) > 1), None)
-    if twice is not None:
-        raise InputError(f"graph-capture.scope names {twice} twice", fix="write each name once")
-
-
-def _about_the_end(config: Config, options: CaptureOptions) -> Iterator[str]:
-    """What is said of a run that ends before anything is captured: under ``strict`` that it cannot be."""
+def _check_length(config: Config, options: CaptureOptions) -> Iterator[str]:
+    """Yield a notice for a run that ends before anything is captured; with ``strict`` raise :class:`InputError`."""
     steps, eager = total_steps(config.train), options.capture_after
     if eager < steps:
         return

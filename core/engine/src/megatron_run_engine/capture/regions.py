@@ -1,4 +1,4 @@
-"""Regions from segments: neighbours in the scope go together, and give out what others read."""
+"""Regions of segments: neighbours in the scope are captured together, and output what later segments read."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def choose_regions(chunks: Sequence[Sequence[Segment]], scope: Collection[str]) -> tuple[Region, ...]:
-    """The regions of each chunk's segments (in forward order) whose names are in ``scope``.
+    """Return the regions of the segments in ``scope``. ``chunks`` holds each chunk's segments in forward order.
 
-    A region ends with its layer, and before a second segment that draws random numbers. Raises
-    :class:`InputError` for one that must run eagerly, with its reason.
+    A region ends with its layer, and before a second segment that draws random numbers: the random streams are
+    positioned once per region. Raises :class:`InputError` for a segment in ``scope`` that must run eagerly.
     """
     found: list[Region] = []
     for chunk, segments in enumerate(chunks):
@@ -37,10 +37,10 @@ def choose_regions(chunks: Sequence[Sequence[Segment]], scope: Collection[str]) 
 def check_scope(scope: Sequence[str], chunks: Sequence[Sequence[Segment]], context: BuildContext) -> None:
     """Raise :class:`InputError` for a name of ``scope`` that no stage's ``chunks`` publish. Collective over the world.
 
-    Stages publish different segments: only the first has an embedding. While a run is planned there is nobody to ask.
+    Stages publish different segments: only the first has an embedding.
     """
     if context.groups.world is None and context.topology.sizes.world > 1:
-        return
+        return  # while a run is planned there are no process groups
     here = [segment.name for segments in chunks for segment in segments]
     published = list(dict.fromkeys(chain.from_iterable(context.groups.gather_names(here, context.device))))
     missing = [name for name in scope if name not in published]
@@ -52,7 +52,7 @@ def check_scope(scope: Sequence[str], chunks: Sequence[Sequence[Segment]], conte
 
 
 def _runs(layer: Sequence[Segment], scope: Collection[str]) -> Iterator[tuple[tuple[Segment, ...], int]]:
-    """The longest runs of neighbours that become a region each, and where each stops in ``layer``."""
+    """Yield the longest runs of neighbours that form a region, each with the index in ``layer`` at which it stops."""
     run: list[Segment] = []
     for index, segment in enumerate(layer):
         captured = segment.name in scope
@@ -72,7 +72,7 @@ def _runs(layer: Sequence[Segment], scope: Collection[str]) -> Iterator[tuple[tu
 
 
 def _region(chunk: int, segments: tuple[Segment, ...], rest: Sequence[Segment]) -> Region:
-    """``rest`` are the layer's segments after these; without any, all results are the layer's."""
+    """Make the region of ``segments``. ``rest`` are the layer's later segments; without any, all outputs are kept."""
     made, inputs = set[str](), dict[str, None]()
     for segment in segments:
         inputs.update((name, None) for name in segment.inputs if name not in made)
@@ -86,7 +86,7 @@ def _region(chunk: int, segments: tuple[Segment, ...], rest: Sequence[Segment]) 
 
 
 def by_chunk(regions: Sequence[Region], chunks: int) -> tuple[tuple[Region, ...], ...]:
-    """The regions of each chunk, in forward order."""
+    """Return the regions of each chunk in forward order."""
     of_chunk: dict[int, list[Region]] = defaultdict(list)
     for region in regions:
         of_chunk[region.chunk].append(region)
@@ -94,9 +94,9 @@ def by_chunk(regions: Sequence[Region], chunks: int) -> tuple[tuple[Region, ...]
 
 
 def chained(regions: Sequence[Region], chunks: Sequence[Sequence[Segment]]) -> Mapping[Region, Region]:
-    """For each region that can read its inputs where the one before left them: that one.
+    """Map each region that can read its inputs in place from the outputs of the one before it, to that one.
 
-    Nothing runs between the two, and the one gives out all that the other reads.
+    This holds if nothing runs between the two, and the first outputs everything that the second reads.
     """
     found: dict[Region, Region] = {}
     places = {id(segment): place for segments in chunks for place, segment in enumerate(segments)}
@@ -108,7 +108,7 @@ def chained(regions: Sequence[Region], chunks: Sequence[Sequence[Segment]]) -> M
 
 
 def call(region: Region, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Run ``region``'s segments on its inputs. What breaks a rule of capture is blamed on its segment."""
+    """Run the segments of ``region`` on its inputs. A broken rule of capture is reported with the segment's name."""
     environment = dict(zip(region.inputs, tensors, strict=True))
     for segment in region.segments:
         with blamed(f"segment {segment.name} of layer {segment.layer}", "forward"):

@@ -1,8 +1,8 @@
-"""The rules of capture: what a recorded function must not do, whichever backend records it.
+"""The rules of capture: what a recorded function must not do, in any backend.
 
-A replay runs kernels and no Python. So nothing may be read on the host, no shape may depend on data, nothing may be
-uploaded, and only kernels may draw random numbers. On CUDA each of these ends a capture with a message that names
-neither the line nor the operation, or goes wrong in silence; here they are found on any device, before and by name.
+A replay runs kernels and no Python. So no value may be read on the host, no shape may depend on data, no data may be
+uploaded from the host, and only kernels may draw random numbers. During a CUDA capture a violation either raises an
+error without the operation's name, or silently gives wrong results. Here it is found before, by name, on any device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__")
 _SHOWS = ("__contains__", "__repr__", "__format__")
-#: What reads values on the host; some of it never reaches the dispatcher on a CPU.
+#: Methods that read values on the host. On a CPU some of them never reach the dispatcher.
 _HOST_READS: Mapping[Any, str] = MappingProxyType({getattr(Tensor, name): name for name in (*_READS, *_SHOWS)})
 _aten = torch.ops.aten
 _MASKED_WRITES = (_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
@@ -37,12 +37,12 @@ _DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sha
 
 
 class BrokenRule(Exception):
-    """What was done that a graph cannot do; its text reads on after "segment x cannot be captured: "."""
+    """An operation that a graph cannot record. Its text continues "segment x cannot be captured: its forward"."""
 
 
 @contextmanager
 def blamed(who: str, where: str) -> Iterator[None]:
-    """Within: a broken rule becomes a :class:`GraphCaptureError` that names ``who`` and the pass ``where`` it was."""
+    """Turn a broken rule within into a :class:`GraphCaptureError` that names ``who`` and the pass ``where``."""
     try:
         yield
     except BrokenRule as broken:
@@ -54,7 +54,7 @@ def blamed(who: str, where: str) -> Iterator[None]:
 
 
 class _NoHostReads(TorchFunctionMode):
-    """Refuses what reads a tensor's values without an operation that the dispatcher would see."""
+    """Refuses methods that read a tensor's values without an operation that the dispatcher sees."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -68,10 +68,10 @@ class _NoHostReads(TorchFunctionMode):
 
 
 class Rules(TorchDispatchMode):
-    """Within: every operation, of a forward or a backward, is checked; the first that breaks a rule raises.
+    """Checks every operation within, forward or backward. The first one that breaks a rule raises.
 
-    What was there before is not written to: a function that accumulates in place leaves no trace, as under a CUDA
-    capture. ``generators`` are those that operations may draw from, and nobody else may move.
+    Operations do not write to tensors from outside, as in a CUDA capture: accumulation in place leaves no trace.
+    ``generators`` may be advanced by operations only.
     """
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
@@ -83,17 +83,17 @@ class Rules(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch's question: whether to import the compiler, which takes seconds, to tell it to keep out of here."""
+        """Return False, so that torch does not import the compiler, which takes seconds, only to disable it here."""
         return False
 
     def __enter__(self) -> Self:
-        """Start to check."""
+        """Start checking."""
         self._host.__enter__()  # type: ignore[no-untyped-call]  # torch's
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Stop; also see that no random stream was moved after the last operation."""
+        """Stop checking, after a check that no random stream was moved since the last operation."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
         self._host.__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
         if error[0] is None:
@@ -103,33 +103,34 @@ class Rules(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():  # what is done here is ours
-            self._check_streams()
+        with torch._C.DisableTorchFunction():  # our own calls must not trip _NoHostReads
+            self._check_streams()  # between operations nobody may move a stream: a replay runs operations only
             _check(func, args, kwargs)
             result = self.perform(func, args, kwargs)
-            self._states = self._now()
+            self._states = self._now()  # the operation itself may have drawn
         return result
 
     def perform(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run one operation that is allowed."""
+        """Run an allowed operation."""
         if self.writes_outside(func, args, kwargs):
             return unwritten(func, args, kwargs)
         result = func(*args, **kwargs)
+        # By storage, not by tensor: a write to a view of a new tensor is a write to the new tensor.
         self._made.update(x.untyped_storage()._cdata for x in tree_leaves(result) if isinstance(x, Tensor))
         return result
 
     def is_ours(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` was made within."""
+        """Whether the storage of ``tensor`` was allocated within."""
         return tensor.untyped_storage()._cdata in self._made
 
     def writes_outside(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether all that ``func`` does is to write to tensors that were there before."""
+        """Whether ``func`` does nothing but write to tensors from outside."""
         targets = written(func, args, kwargs)
         only_writes = all(returned.alias_info is not None for returned in func._schema.returns)
         return bool(targets) and only_writes and not any(self.is_ours(target) for target in targets)
 
     def _check_streams(self) -> None:
-        """Raise where a random stream was moved by other means than an operation."""
+        """Raise if a random stream was moved by anything but an operation."""
         for state, now in zip(self._states, self._now(), strict=True):
             if not torch.equal(state, now):
                 raise BrokenRule(
@@ -141,7 +142,7 @@ class Rules(TorchDispatchMode):
 
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that ``func`` writes to, by its schema."""
+    """Return the tensors that ``func`` writes to, from its schema."""
     found = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -151,14 +152,14 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[T
 
 
 def unwritten(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What ``func`` returns, which writes to its arguments and does nothing else, without running it."""
+    """Return the results of ``func``, which only writes to its arguments, without running it."""
     targets = written(func, args, kwargs)
     returned = len(func._schema.returns)
     return None if returned == 0 else targets[0] if returned == 1 else tuple(targets)
 
 
 def _check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise :class:`BrokenRule` for an operation that the host takes part in."""
+    """Raise :class:`BrokenRule` for an operation that involves the host."""
     name = str(func)
     if any(tag in func.tags for tag in _DATA_DEPENDENT) and not _is_static(func, args, kwargs):
         raise BrokenRule(f"waits for the host, or makes a shape that depends on data: {name}")
@@ -168,6 +169,7 @@ def _check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         raise BrokenRule("uploads data of the host: torch.tensor(); torch.full, zeros and arange do not")
     if func.namespace == "_c10d_functional":
         raise BrokenRule(f"uses a functional collective: {name}; those of torch.distributed are recorded")
+    # Tensors without dimensions are scalars, which operations on any device accept from the CPU.
     devices = {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()}
     target = kwargs.get("device")
     if len(devices | ({torch.device(target).type} if target is not None and devices else set())) > 1:
@@ -175,7 +177,7 @@ def _check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def _is_static(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether this call of an operation that may depend on data does not."""
+    """Whether this call of a possibly data-dependent operation has a static shape."""
     if func is _aten.index.Tensor:
         return not _has_mask(args[1])
     if func is _aten.repeat_interleave.Tensor:
@@ -194,11 +196,11 @@ def lint(
     gradients: GradientAccumulator,
     generators: Sequence[torch.Generator],
 ) -> tuple[Parameter, ...]:
-    """Run each segment forward and backward on zeros like ``examples`` and see that it keeps the rules.
+    """Run each segment forward and backward on zeros like ``examples``, and check that it keeps the rules.
 
-    Returns the parameters whose layers hand their gradients to the ledger themselves, which a recorded backward then
-    does without its word. Leaves parameters, gradients and the random streams of ``generators`` as they were. Raises
-    :class:`GraphCaptureError`, which names the segment and the operation.
+    Returns the parameters whose layers submit their gradients to the accumulator: a replayed backward bypasses it for
+    these. Parameters, gradients and the random streams of ``generators`` are left unchanged. Raises
+    :class:`GraphCaptureError` with the segment and the operation.
     """
     environment = dict(zip(region.inputs, (zeros_like(example, device) for example in examples), strict=True))
     with kept_streams(generators), gradients.recording() as handed_over:
@@ -210,14 +212,14 @@ def lint(
 
 
 def zeros_like(example: Tensor, device: torch.device) -> Tensor:
-    """Zeros with the shape, strides, type and ``requires_grad`` of ``example``."""
+    """Return zeros with the shape, strides, type and ``requires_grad`` of ``example``."""
     zeros = torch.empty_strided(example.size(), example.stride(), dtype=example.dtype, device=device).zero_()
     return zeros.requires_grad_(example.requires_grad)
 
 
 @contextmanager
 def kept_streams(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Within: random numbers may be drawn; afterwards each stream is where it was."""
+    """Restore the random streams of ``generators`` afterwards."""
     states = [generator.get_state() for generator in generators]
     try:
         yield
@@ -227,13 +229,11 @@ def kept_streams(generators: Sequence[torch.Generator]) -> Iterator[None]:
 
 
 def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradients of ``inputs``, None where there is none; nothing is accumulated.
-
-    As ``torch.autograd.grad``, one level below it: that one is itself overridable, so that while it runs, the mode
-    that refuses host reads is switched off.
-    """
+    """Return the gradients of ``inputs``, None where there is none, without accumulating any."""
     if not roots or not inputs:
         return [None] * len(inputs)
+    # One level below torch.autograd.grad: that function is itself overridable, so a TorchFunctionMode such as
+    # _NoHostReads is switched off while it runs.
     found = torch.autograd.graph._engine_run_backward(
         tuple(roots),
         tuple(gradients),

@@ -1,4 +1,4 @@
-"""Saving behind the training: a step is copied, and a thread brings the copy onto the disk while the next steps run."""
+"""Asynchronous saving: the state is copied, and a thread writes the copy to disk while training continues."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class Staging:
-    """Memory for one copy, which grows to what the first copies need and is then kept; ``device`` is where state lives.
+    """Host memory for one copy of the state on ``device``. It grows as needed and is then kept.
 
-    Boxes lie in it in the order of their file, one after the other. State of a CUDA device is copied into pinned memory
-    while the host goes on; the copy is made in the order of the device's work, so nothing that is started later can
-    change it.
+    The boxes lie in it one after the other, in the order of their file. State on a CUDA device is copied into pinned
+    memory without blocking the host. The copies are issued on the current stream, so no update that is launched later
+    can change what they read.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,15 +34,15 @@ class Staging:
 
     @property
     def bytes(self) -> int:
-        """How much memory it holds."""
+        """Size of the memory."""
         return self._memory.nbytes
 
     @torch.no_grad()
     def copy(self, pieces: Iterable[StatePiece]) -> Iterator[StatePiece]:
-        """Copy ``pieces``; the same boxes with the values that they have now.
+        """Copy ``pieces`` and return the same boxes with their values of now.
 
-        What is returned waits for the device when it is first asked for a box, whichever thread asks. It is good until
-        the next copy is made.
+        The returned iterator waits for the device before its first box, in whatever thread it is consumed. Its boxes
+        are valid until the next call of this method.
         """
         named = by_name(pieces)
         entries = place({name: piece.tensor for name, piece in named.items()})
@@ -57,7 +57,7 @@ class Staging:
 
     def _reserve(self, size: int) -> None:
         if size > self.bytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # the old memory goes before the new one comes
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory first
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._cuda)
 
     @staticmethod
@@ -67,12 +67,12 @@ class Staging:
         yield from copies
 
 
-#: Seconds between two looks at what the thread does that is waited for.
-_LOOK = 0.05
+#: Seconds between two polls of a saving thread by :meth:`AsyncSaver.wait`.
+_POLL = 0.05
 
 
 class Committed(NamedTuple):
-    """A step that is on the disk: its size in bytes, and the seconds from the begin of its saving to its end."""
+    """A committed step: its size in bytes, and the seconds from :meth:`AsyncSaver.start` to the commit."""
 
     step: int
     size: int
@@ -80,10 +80,11 @@ class Committed(NamedTuple):
 
 
 class AsyncSaver:
-    """Saves one step at a time with ``saver``, whose ranks nobody else may talk over, out of a copy in ``staging``.
+    """Saves one step at a time with ``saver`` from a copy in ``staging``. Every rank has one.
 
-    Every rank has one. Each step ends for all of them alike, committed or failed; only when they notice differs.
-    ``phases`` are those of the thread, and ``training`` those of the one that uses this object.
+    The process group of ``saver`` must not be used by any other thread. Each save ends alike on all ranks, committed or
+    failed, but not at the same time. ``activity`` records what the saving thread does, ``training`` what the calling
+    thread does.
     """
 
     def __init__(
@@ -101,35 +102,35 @@ class AsyncSaver:
 
     @property
     def busy(self) -> bool:
-        """Whether a step was given that has not been taken back with :meth:`wait`."""
+        """Whether a step was started and :meth:`wait` has not been called for it."""
         return self._thread is not None
 
     @property
     def ended(self) -> bool:
-        """Whether that step is committed, or has failed: :meth:`wait` then returns or raises at once."""
+        """Whether that step is committed or has failed, so that :meth:`wait` will not block."""
         return self._thread is not None and not self._thread.is_alive()
 
     def start(self, about: About, pieces: Iterable[StatePiece], shapes: Shapes) -> None:
-        """Copy ``pieces`` and return; the step of ``about`` is then saved as :meth:`Saver.save` does.
+        """Copy ``pieces``, start to save the step of ``about`` as :meth:`Saver.save` does, and return.
 
-        The one before must have been waited for. A copy that fails on one rank fails the step on all of them.
+        :meth:`wait` must have been called for the step before. If the copy fails on one rank, the step fails on all.
         """
         assert not self.busy, "one step at a time"
         start = time.perf_counter()
         try:
             copied = self._staging.copy(pieces)
-        except Exception as error:  # the other ranks wait for a word from this one, whatever happened to it
-            copied = _failing(error)
+        except Exception as error:
+            copied = _failing(error)  # raised in the thread, whose collectives tell the other ranks
         self._thread = threading.Thread(
             target=self._save, args=(about, copied, dict(shapes), start), name=f"save step {about.step}", daemon=True
         )
         self._thread.start()
 
     def wait(self) -> Committed:
-        """Return when the step is committed. Raises what its saving raised, on every rank the same failure.
+        """Wait until the step is committed. Raises the error of its save, the same on every rank.
 
-        Talks to no other rank by itself: where one has died, the thread finds out. What the thread does meanwhile shows
-        as what this rank does.
+        This method issues no collective: if a rank has died, the thread's collective fails. Meanwhile the thread's
+        activity is reported as this rank's, so that a hang of the save is named.
         """
         assert self._thread is not None, "a step was started"
         shown = None
@@ -137,12 +138,12 @@ class AsyncSaver:
             if (doing := self._activity.said) is not shown:
                 self._training.heartbeat(doing)
                 shown = doing
-            self._thread.join(_LOOK)
+            self._thread.join(_POLL)
         self._training.heartbeat()
         self._thread, result, self._result = None, self._result, None
         if isinstance(result, Committed):
             return result
-        assert result is not None, "the thread leaves nothing open"
+        assert result is not None, "the thread always sets a result"
         raise result
 
     def _save(self, about: About, pieces: Iterator[StatePiece], shapes: Shapes, start: float) -> None:
@@ -153,11 +154,11 @@ class AsyncSaver:
             self._result = Committed(about.step, size, time.perf_counter() - start)
         except BaseException as error:
             if not isinstance(error, RunError):
-                error.add_note(f"while step {about.step} was saved behind the training")
+                error.add_note(f"while step {about.step} was saved asynchronously")
             self._result = error
 
 
 def _failing(error: Exception) -> Iterator[StatePiece]:
-    """Boxes that cannot be had."""
+    """Return an iterator that raises ``error`` when it is consumed."""
     raise error
-    yield  # a generator: it fails when it is asked
+    yield  # makes this a generator, so that calling it does not raise yet

@@ -1,4 +1,4 @@
-"""Boxes of logical tensors: which values a piece holds, by where it starts and how far it goes in each dimension."""
+"""Boxes of logical tensors: the start and size, in each dimension, of the values that a piece holds."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """The values from ``starts`` to ``starts + sizes``. A tensor without dimensions is the box ``((), ())``."""
+    """The values from ``starts`` up to ``starts + sizes``. A tensor without dimensions is the box ``((), ())``."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """The first index that is outside, in each dimension."""
+        """The first index after the box in each dimension."""
         return tuple(start + size for start, size in zip(self.starts, self.sizes, strict=True))
 
     @property
     def volume(self) -> int:
-        """How many values it holds."""
+        """The number of values."""
         return prod(self.sizes)
 
     def common(self, other: Box) -> Box | None:
-        """The values that are in ``other`` too, or None."""
+        """Return the intersection with ``other``, or None if it is empty."""
         starts = tuple(map(max, self.starts, other.starts))
         sizes = tuple(stop - start for start, stop in zip(starts, map(min, self.stops, other.stops), strict=True))
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Where it lies in a tensor that holds ``outer``, which contains it."""
+        """Return the slices of this box in a tensor that holds the larger box ``outer``."""
         firsts = [start - first for start, first in zip(self.starts, outer.starts, strict=True)]
         return tuple(slice(first, first + size) for first, size in zip(firsts, self.sizes, strict=True))
 
@@ -39,7 +39,7 @@ class Box(NamedTuple):
 
 
 def box_fault(shape: Sequence[int], box: Box) -> str:
-    """Why ``box`` is no box of a tensor of ``shape``; empty when it is one."""
+    """Return why ``box`` is no box of a tensor of ``shape``, or an empty text if it is one."""
     if not len(box.starts) == len(box.sizes) == len(shape):
         return f"starts {list(box.starts)} and sizes {list(box.sizes)} do not fit the shape {list(shape)}"
     inside = all(
@@ -50,7 +50,8 @@ def box_fault(shape: Sequence[int], box: Box) -> str:
 
 
 def cover_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str:
-    """Why ``boxes`` do not hold every value of a tensor of ``shape`` exactly once; empty when they do."""
+    """Return why ``boxes`` do not hold each value of a tensor of ``shape`` exactly once, empty if they do."""
+    # Boxes inside the shape that do not overlap cover it if and only if their volumes add up to its volume.
     fault = next(filter(None, (box_fault(shape, box) for box in boxes)), "") or _overlap(boxes)
     if fault:
         return fault
@@ -59,8 +60,8 @@ def cover_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str:
 
 
 def _overlap(boxes: Sequence[Box]) -> str:
-    """The first two boxes that share values. A sweep along the first dimension: only neighbours are compared."""
-    near: list[Box] = []
+    """Name the first two boxes that share values, or return an empty text."""
+    near: list[Box] = []  # a sweep along the first dimension: boxes that may still overlap the next one
     for box in sorted(boxes):
         near = [each for each in near if each.stops[:1] > box.starts[:1] or not box.starts]
         twin = next((each for each in near if each.common(box)), None)

@@ -1,4 +1,4 @@
-"""How the ranks of a run save and load together: they exchange texts, and where one fails all fail with its reason."""
+"""How ranks save and load together: they exchange texts, and if one rank fails, all raise its error."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """The ranks of a run, from one of them."""
+    """All ranks of a run, seen from one of them."""
 
     @property
     def rank(self) -> int:
-        """This one's number."""
+        """The number of this rank."""
         ...
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         ...
 
     def gather(self, text: str) -> Sequence[str]:
-        """On rank 0 the texts of all ranks, by rank; elsewhere nothing. Collective."""
+        """Return the texts of all ranks on rank 0, nothing on the others. Collective."""
         ...
 
-    def tell(self, text: str) -> str:
-        """Rank 0's text, on every rank. Collective."""
+    def broadcast(self, text: str) -> str:
+        """Return rank 0's text on every rank. Collective."""
         ...
 
 
@@ -46,34 +46,38 @@ class Alone:
     rank, size = 0, 1
 
     def gather(self, text: str) -> Sequence[str]:
-        """The one text."""
+        """Return the one text."""
         return [text]
 
-    def tell(self, text: str) -> str:
-        """The same text."""
+    def broadcast(self, text: str) -> str:
+        """Return the same text."""
         return text
 
 
 class WorldRanks:
-    """All ranks of a process group. Texts travel as bytes: no object does, so nothing that arrives can be executed."""
+    """All ranks of a process group.
+
+    Texts travel as bytes. Unlike ``gather_object``, which unpickles, nothing that arrives can execute code.
+    """
 
     def __init__(self, groups: Groups, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size = rank, size
         self._groups, self._device = groups, device
 
     def gather(self, text: str) -> Sequence[str]:
-        """On rank 0 the texts of all ranks; each travels padded to the longest."""
+        """Return the texts of all ranks on rank 0."""
         if self.size == 1:
             return [text]
         data = self._bytes(text)
+        # A gather needs equal sizes: agree on the longest text and pad the others to it.
         longest = int(self._groups.max_(torch.tensor([len(data)], device=self._device), "world").item())
         padded = torch.nn.functional.pad(data, (0, longest - len(data)), value=_PADDING)
         found = [torch.empty_like(padded) for _ in range(self.size)] if self.rank == 0 else None
         self._groups.gather_(padded, found)
         return [_text(each) for each in found or ()]
 
-    def tell(self, text: str) -> str:
-        """Rank 0's text: its length first, then itself."""
+    def broadcast(self, text: str) -> str:
+        """Return rank 0's text on every rank: first its length is broadcast, then its bytes."""
         data = self._bytes(text)
         length = self._groups.broadcast_(torch.tensor([len(data)], device=self._device), 0, "world")
         if self.rank:
@@ -84,7 +88,7 @@ class WorldRanks:
         return torch.tensor(list(text.encode()) or [_PADDING], dtype=torch.uint8, device=self._device)
 
 
-#: In no text: UTF-8 never holds this byte.
+#: A byte that UTF-8 never contains.
 _PADDING = 0xFF
 
 
@@ -93,35 +97,36 @@ def _text(data: Tensor) -> str:
 
 
 def on_rank0(ranks: Ranks, work: Callable[[], str], cause: Exception | None = None) -> str:
-    """What ``work`` returns on rank 0, on every rank. Collective.
+    """Run ``work`` on rank 0 and return its result on every rank. Collective.
 
-    What it raises there is raised here too, as a :class:`CheckpointError`; ``cause`` is what this rank knows of it.
+    An error on rank 0 is raised on every rank, on the others as a :class:`CheckpointError` from ``cause``, this rank's
+    own error, if any.
     """
     if ranks.rank:
-        answer = json.loads(ranks.tell(""))
+        answer = json.loads(ranks.broadcast(""))
         if answer["failure"]:
             raise CheckpointError(**answer["failure"]) from cause
-        return str(answer["said"])
+        return str(answer["result"])
     try:
-        said = work()
-    except BaseException as error:
+        result = work()
+    except BaseException as error:  # also KeyboardInterrupt: the other ranks already wait in the broadcast
         error.__cause__ = error.__cause__ or cause
-        ranks.tell(json.dumps({"failure": as_note(error)}))
+        ranks.broadcast(json.dumps({"failure": as_note(error)}))
         raise
-    ranks.tell(json.dumps({"failure": None, "said": said}))
-    return said
+    ranks.broadcast(json.dumps({"failure": None, "result": result}))
+    return result
 
 
 def on_all_ranks(ranks: Ranks, work: Callable[[], T]) -> T:
-    """What ``work`` returns on this rank, once it has gone well on every rank. Collective.
+    """Run ``work`` on every rank. Return this rank's result once all have succeeded. Collective.
 
-    Where it failed, all raise a :class:`CheckpointError` with the reason of the lowest rank.
+    If any rank fails, all raise a :class:`CheckpointError` with the error of the lowest rank.
     """
-    result: list[T] = []
+    result: list[T] = []  # a list, since T may be None
     failure: Exception | None = None
     try:
         result.append(work())
-    except Exception as error:  # the others wait for a word from this rank, whatever happened to it
+    except Exception as error:  # any error: the other ranks already wait in the gather
         failure = error
     notes = ranks.gather(json.dumps(as_note(failure) if failure else None))
     on_rank0(ranks, lambda: raise_first(notes), failure)
@@ -129,9 +134,9 @@ def on_all_ranks(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 def raise_first(notes: Sequence[str]) -> str:
-    """Raise the failure of the lowest rank that has one; ``notes`` are JSON, by rank.
+    """Raise the failure of the lowest rank that failed, if any. ``notes`` are JSON texts, by rank.
 
-    The rank is named, unless all ranks failed alike.
+    The error's origin names the rank, unless all ranks failed with the same error.
     """
     failures = [json.loads(note) for note in notes]
     alike = all(failure == failures[0] for failure in failures)
@@ -143,7 +148,7 @@ def raise_first(notes: Sequence[str]) -> str:
 
 
 def as_note(error: BaseException, what: str = "") -> dict[str, str]:
-    """An error as another rank can raise it again; ``what`` failed, where the error does not say it itself."""
+    """Return an error as JSON data, for other ranks to raise. ``what`` describes errors that are no ``RunError``."""
     if isinstance(error, RunError):
         return {"what": error.what, "why": error.why, "origin": error.origin, "fix": error.fix}
     why = f"{type(error).__name__}: {error}" if what else str(error)

@@ -1,4 +1,4 @@
-"""Every touch of the disk. What changes it goes through one small object, so that a test can stop before any change."""
+"""All access to the disk. Changes go through :class:`FileSystem`, so that tests can crash before any one of them."""
 
 from __future__ import annotations
 
@@ -15,48 +15,50 @@ from types import TracebackType
 
 from megatron_run.errors import CheckpointError
 
-#: A file system that has no flock answers one of these.
+#: Errors of file systems without flock.
 _NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
-#: Bytes after which the disk is set to work on what was written, and after which it is waited for.
-_STRETCH, _SYNCED = 1 << 25, 1 << 30
-#: Bytes that are read and hashed at once: they stay in the processor's cache.
-_AT_ONCE = 1 << 20
+#: Bytes after which write-back is started, and after which it is awaited.
+_WRITE_BACK, _SYNC = 1 << 25, 1 << 30
+#: Bytes read and hashed at once: a block stays in the processor's cache.
+_BLOCK = 1 << 20
+_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 class NewFile:
-    """A file that did not exist before, open for writing; a link is never followed. OSErrors name the path."""
+    """A new file, open for writing. Links are not followed. Every OSError names the path."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._handle = os.open(path, flags, 0o644)
-        self._written = self._on_its_way = self._on_the_disk = 0
+        self._written = self._write_back = self._synced = 0
 
     def write(self, data: bytes | memoryview) -> None:
         """Append ``data``, all of it."""
         rest = memoryview(data).cast("B")
         with _naming(self.path):
             while rest:
-                done = os.write(self._handle, rest)
+                done = os.write(self._handle, rest)  # may write less than asked: signals, or 2 GiB at most on Linux
                 rest, self._written = rest[done:], self._written + done
-        if self._written - self._on_its_way >= _STRETCH and hasattr(os, "posix_fadvise"):
-            # What will not be read again soon is brought to the disk meanwhile, instead of all of it in the sync.
-            length = self._written - self._on_its_way
-            os.posix_fadvise(self._handle, self._on_its_way, length, os.POSIX_FADV_DONTNEED)
-            self._on_its_way = self._written
-        if self._written - self._on_the_disk >= _SYNCED:  # a slow disk would keep the last sync waiting for all of it
+        if self._written - self._write_back >= _WRITE_BACK and hasattr(os, "posix_fadvise"):
+            # DONTNEED makes the kernel start write-back of dirty pages now, instead of all of it in the final fsync.
+            length = self._written - self._write_back
+            os.posix_fadvise(self._handle, self._write_back, length, os.POSIX_FADV_DONTNEED)
+            self._write_back = self._written
+        if self._written - self._synced >= _SYNC:
+            # On a slow disk one final fsync would block for longer than the watchdog's limit without a heartbeat.
             self.sync()
-            self._on_the_disk = self._written
+            self._synced = self._written
 
     def sync(self) -> None:
-        """Return once the content is on the disk."""
+        """Return once the content is on disk."""
         with _naming(self.path):
             os.fsync(self._handle)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(self._handle)
 
     def __enter__(self) -> NewFile:
@@ -67,22 +69,22 @@ class NewFile:
 
 
 class FileSystem:
-    """Every change that saving makes to the disk, one method each."""
+    """The changes that a save makes to the disk, one method each."""
 
     def create(self, path: Path) -> NewFile:
-        """Make a file; it is an error when there is something of that name."""
+        """Create a file. Raises OSError if the name exists."""
         return NewFile(path)
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder; it is an error when there is something of that name."""
+        """Create a folder. Raises OSError if the name exists."""
         path.mkdir()
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a folder a name that nothing has."""
+        """Rename a folder to a name that does not exist."""
         source.rename(target)
 
     def replace(self, source: Path, target: Path) -> None:
-        """Put a file in the place of another, in one move."""
+        """Replace a file by another, atomically."""
         source.replace(target)
 
     def unlink(self, path: Path) -> None:
@@ -94,7 +96,7 @@ class FileSystem:
         path.rmdir()
 
     def sync_folder(self, path: Path) -> None:
-        """Return once the names in the folder are on the disk."""
+        """Return once the names in the folder are on disk: a rename survives a power failure only after this."""
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             with _naming(path):
@@ -103,7 +105,7 @@ class FileSystem:
             os.close(handle)
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a folder and all that is in it; links are removed, not followed."""
+        """Remove a folder with its contents. Links are removed, not followed."""
         for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
             if entry.is_dir(follow_symlinks=False):
                 self.remove_tree(Path(entry.path))
@@ -114,9 +116,10 @@ class FileSystem:
 
 @contextmanager
 def lock(path: Path, owner: str) -> Iterator[None]:
-    """Hold the file ``path`` locked, with ``owner`` in it. Raises :class:`CheckpointError` when somebody else does.
+    """Hold a lock on the file ``path``, which names ``owner``. Raises :class:`CheckpointError` if another job holds it.
 
-    A dead process gives its lock back. On a file system without flock only the lock of the run folder protects.
+    The operating system releases the lock of a dead process. On a file system without flock there is no lock here, and
+    only the lock of the run folder protects.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
@@ -128,7 +131,7 @@ def lock(path: Path, owner: str) -> Iterator[None]:
                 raise CheckpointError(
                     f"checkpoints in {path.parent} are being saved by another job", why=f"run {holder} holds {path}"
                 ) from error
-        os.ftruncate(handle, 0)
+        os.ftruncate(handle, 0)  # only now: until the lock is held, the content names its holder
         os.write(handle, f"{owner}\n".encode())
         yield
     finally:
@@ -137,11 +140,12 @@ def lock(path: Path, owner: str) -> Iterator[None]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[BufferedReader]:
-    """The regular file ``path``, open for reading.
+    """Open the regular file ``path`` for reading.
 
-    Raises :class:`CheckpointError` for one that is missing, a link, or anything else but a file.
+    Raises :class:`CheckpointError` if it is missing, a link, or anything else but a file.
     """
     try:
+        # O_NONBLOCK: opening a FIFO must not wait for a writer.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror or str(error)
@@ -157,19 +161,27 @@ def reading(path: Path) -> Iterator[BufferedReader]:
 
 
 def size_of(file: BufferedReader) -> int:
-    """Length of an open file, in bytes."""
+    """Return the length of an open file in bytes."""
     return os.fstat(file.fileno()).st_size
 
 
-def unwatched() -> None:
-    """Where nobody wants to hear that the work goes on."""
+def size_text(size: int) -> str:
+    """Format a number of bytes: ``950 B``, ``12.3 MB``."""
+    amount, unit = float(size), 0
+    while amount >= 1000 and unit < len(_UNITS) - 1:
+        amount, unit = amount / 1000, unit + 1
+    return f"{amount:.1f} {_UNITS[unit]}" if unit else f"{size} B"
 
 
-def sha256_of(file: BufferedReader, heartbeat: Callable[[], None] = unwatched) -> str:
-    """SHA-256 of an open file, in hexadecimal; ``heartbeat`` hears of each stretch. The disk reads ahead meanwhile."""
+def no_heartbeat() -> None:
+    """Do nothing: the heartbeat of work that no watchdog supervises."""
+
+
+def sha256_of(file: BufferedReader, heartbeat: Callable[[], None] = no_heartbeat) -> str:
+    """Return the SHA-256 of an open file in hexadecimal. ``heartbeat`` is called after every block."""
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-    total, memory = hashlib.sha256(), memoryview(bytearray(_AT_ONCE))
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # read ahead while we hash
+    total, memory = hashlib.sha256(), memoryview(bytearray(_BLOCK))
     while length := file.raw.readinto(memory):
         total.update(memory[:length])
         heartbeat()
@@ -178,7 +190,7 @@ def sha256_of(file: BufferedReader, heartbeat: Callable[[], None] = unwatched) -
 
 @contextmanager
 def saving(what: str) -> Iterator[None]:
-    """Turn an OSError inside the block into a :class:`CheckpointError`: ``what`` failed, on which path, and why."""
+    """Turn an OSError within the block into a :class:`CheckpointError`: ``what`` failed, on which path, and why."""
     try:
         yield
     except OSError as error:
@@ -192,7 +204,7 @@ def saving(what: str) -> Iterator[None]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Calls on a descriptor do not know the path."""
+    """Add ``path`` to an OSError within the block: calls on a descriptor do not know it."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The manifest of a step: what was saved, by whom, and which file holds which box of which logical tensor.
+"""The manifest of a step: what was saved, by which run, and which file holds which box of which logical tensor.
 
-It is written last and carries its own SHA-256, so that a step with a valid manifest is a committed one, and a single
-flipped bit is found.
+The manifest is written last and ends with its own SHA-256. A step with a valid manifest is therefore complete, and a
+single flipped bit is detected. This module needs no torch: neither do the commands that list and verify steps.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
@@ -19,8 +20,24 @@ from megatron_run.contracts.state import MASTER
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.boxes import Box, cover_fault
 from megatron_run_engine.checkpoint.files import reading
-from megatron_run_engine.checkpoint.shard_file import ITEM_BYTES
 
+#: Bytes of one value, by the name of its type in a file.
+ITEM_BYTES: Mapping[str, int] = MappingProxyType(
+    {
+        "F64": 8,
+        "F32": 4,
+        "F16": 2,
+        "BF16": 2,
+        "F8_E4M3": 1,
+        "F8_E5M2": 1,
+        "I64": 8,
+        "I32": 4,
+        "I16": 2,
+        "I8": 1,
+        "U8": 1,
+        "BOOL": 1,
+    }
+)
 #: The file's name in a step folder.
 MANIFEST = "manifest.json"
 
@@ -28,16 +45,14 @@ _HEAD, _JOINT, _END = b'{"manifest":', b',\n"sha256":"', b'"}\n'
 _TAIL = re.compile(re.escape(_JOINT) + rb"([0-9a-f]{64})" + re.escape(_END))
 _TAIL_LENGTH = len(_JOINT) + 64 + len(_END)
 
-_UNITS = ("B", "kB", "MB", "GB", "TB")
-
-#: A file beside the manifest: never a path, never hidden.
+#: The name of a file next to the manifest. Never a path and never hidden, so that a manifest cannot point elsewhere.
 FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]
 
 
 class Record(BaseModel):
-    """A part of the manifest: frozen, and nothing in it that is not known."""
+    """A part of the manifest: frozen, without unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -50,7 +65,7 @@ class FileRecord(Record):
 
 
 class Piece(NamedTuple):
-    """A box of a logical tensor and the file that holds it."""
+    """A box of a logical tensor, and the file that holds it."""
 
     file: FileName
     starts: tuple[Count, ...]
@@ -58,12 +73,12 @@ class Piece(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """Which values."""
+        """The box of values."""
         return Box(self.starts, self.sizes)
 
 
 class FieldRecord(Record):
-    """One field of a logical tensor (``master``, ``exp_avg``): type, global shape, and the pieces that make it up."""
+    """One field of a logical tensor (``master``, ``exp_avg``): its type, global shape and pieces."""
 
     dtype: Literal[tuple(ITEM_BYTES)]  # type: ignore[valid-type]  # the keys of that table
     shape: tuple[Count, ...]
@@ -71,7 +86,7 @@ class FieldRecord(Record):
 
 
 class PluginRecord(Record):
-    """A plugin that the run was made of, and the version of what it saves."""
+    """A plugin of the run, and the version of the state that it saves."""
 
     name: str
     distribution: str
@@ -80,25 +95,24 @@ class PluginRecord(Record):
 
     @property
     def source(self) -> str:
-        """``megatron-run-optimizer-zero1==0.1.0``: what to install to have it again."""
+        """The requirement that installs the plugin again, such as ``megatron-run-optimizer-zero1==0.1.0``."""
         return f"{self.distribution}=={self.version}" if self.distribution else self.name
 
 
 class DataRecord(Record):
-    """What tells the training samples from others: how many there are, and a SHA-256 over some of them."""
+    """The fingerprint of the training data: the number of samples, and a SHA-256 over some of them."""
 
     samples: Count
     sha256: Sha256
 
 
 class About(Record):
-    """Everything about a saved step but its tensors.
+    """A saved step without its tensors.
 
-    ``counters`` are whole numbers by name (samples consumed, steps skipped); ``losses`` those of the last steps, with
-    which a spike is compared; ``scaler`` is the loss scaler's state;
-    ``plugins`` are those of each kind, in their order; ``versions`` of torch, Python and the kernel; ``topology`` the
-    sizes of the parallel axes; ``identity`` the keys of the configuration that decide what is learned, and ``config``
-    the SHA-256 of them.
+    ``counters`` are whole numbers by name (samples consumed, steps skipped). ``losses`` are the losses of the last
+    steps, by which spikes are judged. ``scaler`` is the loss scaler's state. ``plugins`` lists the plugins of each kind
+    in order. ``versions`` are those of torch, Python and megatron-run. ``topology`` holds the sizes of the parallel
+    axes. ``identity`` holds the configuration keys that decide what is learned, and ``config`` their SHA-256.
     """
 
     step: Count
@@ -116,7 +130,7 @@ class About(Record):
 
 
 class Manifest(Record):
-    """A saved step. ``files`` by name; ``tensors`` maps the name of a logical tensor to its fields by name."""
+    """A saved step: its ``files`` by name, and the fields of its logical ``tensors`` by tensor and field name."""
 
     version: Literal[1] = 1
     about: About
@@ -125,7 +139,7 @@ class Manifest(Record):
 
     @model_validator(mode="after")
     def _is_complete(self) -> Manifest:
-        """Every logical tensor has its weights, and the pieces of each field cover it exactly once."""
+        """Check that every logical tensor has master weights, and that pieces cover each field exactly once."""
         for name, fields in self.tensors.items():
             if MASTER not in fields:
                 raise ValueError(f"{name} has no field {MASTER}")
@@ -139,19 +153,19 @@ class Manifest(Record):
 
     @property
     def size(self) -> int:
-        """Length of all shards together, in bytes."""
+        """The size of all shards in bytes."""
         return sum(file.bytes for file in self.files.values())
 
     def encode(self) -> bytes:
-        """The content of the file: JSON, in it the SHA-256 of all that stands before."""
+        """Return the content of the file: JSON whose last member is the SHA-256 of the part before it."""
         body = json.dumps(self.model_dump(mode="json"), allow_nan=False).encode()
         return _HEAD + body + _JOINT + hashlib.sha256(body).hexdigest().encode() + _END
 
 
 def make_manifest(about: About, files: Mapping[str, Any], tensors: Mapping[str, Any]) -> Manifest:
-    """The manifest of what the ranks say they saved, as it will be read again.
+    """Return the manifest of the shards that the ranks report, validated as it will be when it is read.
 
-    Raises :class:`CheckpointError` when it is not the whole state.
+    Raises :class:`CheckpointError` if the pieces are not the whole state.
     """
     content = {"about": about.model_dump(mode="json"), "files": files, "tensors": tensors}
     try:
@@ -165,7 +179,7 @@ def make_manifest(about: About, files: Mapping[str, Any], tensors: Mapping[str, 
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in ``folder``. Raises :class:`CheckpointError` naming the file and what is wrong with it."""
+    """Return the manifest in ``folder``. Raises :class:`CheckpointError` naming the file and the fault."""
     path = folder / MANIFEST
     with reading(path) as file:
         content = file.read()
@@ -183,14 +197,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _first_fault(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
+    # A damaged manifest may hold control characters: escape them before they reach a terminal.
     place = ".".join(str(part) if str(part).isprintable() else ascii(part) for part in first["loc"])
     text = first["msg"].removeprefix("Value error, ")
     return f"{place}: {text}" if place else text
-
-
-def size_text(size: int) -> str:
-    """``950 B``, ``12.3 MB``."""
-    amount, unit = float(size), 0
-    while amount >= 1000 and unit < len(_UNITS) - 1:
-        amount, unit = amount / 1000, unit + 1
-    return f"{amount:.1f} {_UNITS[unit]}" if unit else f"{size} B"

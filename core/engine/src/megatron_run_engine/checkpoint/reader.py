@@ -1,4 +1,4 @@
-"""Reads any box of a logical tensor, whatever boxes it was saved in: the step from one topology to another."""
+"""Reads any box of a logical tensor, whatever boxes it was saved in. This is how a run changes its parallel layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 from megatron_run.errors import CheckpointError, advice, did_you_mean
 from megatron_run_engine.checkpoint.boxes import Box, box_fault
-from megatron_run_engine.checkpoint.shard_file import DTYPES, ITEM_BYTES, read_header, tensor_name
+from megatron_run_engine.checkpoint.manifest import ITEM_BYTES
+from megatron_run_engine.checkpoint.shard_file import DTYPES, read_header, tensor_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TensorFile:
-    """The tensors of the file at ``path``. Raises :class:`megatron_run.errors.CheckpointError` for a broken header."""
+    """The tensors of the file at ``path``. Raises :class:`CheckpointError` if its header is broken."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,18 +35,18 @@ class TensorFile:
         self._content = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
 
     def read(self, name: str) -> Tensor:
-        """The tensor, which shares memory with the file: copy it, and never write into it. Raises KeyError."""
+        """Return the tensor ``name``. It shares memory with the file: copy it, never write to it. Raises KeyError."""
         entry = self.entries[name]
         raw = self._content[self._data + entry.start : self._data + entry.stop]
         if raw.storage_offset() % ITEM_BYTES[entry.dtype]:
-            raw = raw.clone()  # a file that others wrote need not be aligned
+            raw = raw.clone()  # view() needs aligned values; files of other writers need not be aligned
         return raw.view(DTYPES[entry.dtype]).view(entry.shape)
 
 
 class Reader:
-    """The tensors of the step in ``folder``, whose files have been verified; a file is opened when first needed.
+    """Reads the tensors of the step in ``folder``, whose files have been verified.
 
-    Files are mapped into memory, so that a rank reads from the disk what it asks for and nothing else.
+    A file is mapped into memory when it is first needed, so that a rank reads from the disk only the values it needs.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -53,19 +54,19 @@ class Reader:
         self._mapped = cache(lambda file: TensorFile(folder / file))
 
     def fields(self, name: str) -> frozenset[str]:
-        """The fields that were saved of the logical tensor ``name``; none when there is no such tensor."""
+        """Return the saved fields of the logical tensor ``name``; none if there is no such tensor."""
         return frozenset(self._manifest.tensors.get(name, ()))
 
     def shape(self, name: str, field: str) -> tuple[int, ...] | None:
-        """The global shape of ``field`` of ``name``; None when it was not saved."""
+        """Return the global shape of ``field`` of ``name``, or None if it was not saved."""
         record = self._manifest.tensors.get(name, {}).get(field)
         return None if record is None else record.shape
 
     def read(self, name: str, field: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """The box of ``sizes`` values from ``starts`` on, on the host, in the type in which it was saved.
+        """Return the box of ``sizes`` values from ``starts`` on, on the host, in the type in which it was saved.
 
-        The tensor may share memory with the file's: copy it, and never write into it. Raises :class:`CheckpointError`
-        when there is no such tensor, field or box.
+        The tensor may share memory with the file: copy it, never write to it. Raises :class:`CheckpointError` if there
+        is no such tensor, field or box.
         """
         record, wanted = self._find(name, field), Box(tuple(starts), tuple(sizes))
         fault = box_fault(record.shape, wanted)
@@ -78,7 +79,7 @@ class Reader:
                 continue
             values = self._piece(piece.file, name, field, piece.box, record)[common.within(piece.box)]
             if common == wanted:
-                return values
+                return values  # one piece holds the whole box: no copy
             result = torch.empty(wanted.sizes, dtype=DTYPES[record.dtype]) if result is None else result
             result[common.within(wanted)] = values
         assert result is not None, "the pieces cover the tensor: the manifest was checked"
@@ -95,7 +96,7 @@ class Reader:
         return fields[field]
 
     def _piece(self, file: str, name: str, field: str, box: Box, record: FieldRecord) -> Tensor:
-        """A whole piece, as a view of the mapped file."""
+        """Return a whole piece as a view of the mapped file."""
         mapped = self._mapped(file)
         called = tensor_name(name, field, box)
         entry = mapped.entries.get(called)

@@ -1,4 +1,11 @@
-"""Saving a step together: every rank writes its shard, then rank 0 commits. Where one rank fails, all do."""
+"""Saves a step: every rank writes its shards, then rank 0 commits. If one rank fails, all fail.
+
+The commit survives a crash at any point, because each change is on disk (fsync) before the next one depends on it:
+
+1. shards and manifest are written and synced in a temporary folder, then that folder is synced;
+2. the temporary folder is renamed to ``step<N>``, which is the commit, and the parent folder is synced;
+3. ``latest`` is replaced, and older steps are removed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +22,7 @@ from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.collectives import as_note, on_rank0, raise_first
 from megatron_run_engine.checkpoint.files import FileSystem, lock, saving
 from megatron_run_engine.checkpoint.manifest import MANIFEST, Manifest, make_manifest
-from megatron_run_engine.checkpoint.shard_file import NAMES, deal, file_name, write_shard
+from megatron_run_engine.checkpoint.shard_file import NAMES, file_name, split_into_files, write_shard
 from megatron_run_engine.checkpoint.step_folder import LATEST, Checkpoints
 
 if TYPE_CHECKING:
@@ -27,15 +34,15 @@ if TYPE_CHECKING:
     from megatron_run_engine.checkpoint.step_folder import Checkpoints
 
 
-#: The file by which one job at a time saves.
+#: The lock file that lets one job save at a time.
 LOCK = ".lock"
 _TEMPORARY, _DELETED = ".tmp-", ".del-"
 
 
 class Commit:
-    """Puts steps of run ``run`` into ``checkpoints``. A committed step is never overwritten. OSErrors pass through.
+    """Commits steps of run ``run`` to ``checkpoints``. A committed step is never overwritten. OSErrors pass through.
 
-    ``phases`` hears of each of the stages in which a step becomes one.
+    ``activity`` records each stage of a commit.
     """
 
     def __init__(self, checkpoints: Checkpoints, run: str, files: FileSystem, activity: Activity | None = None) -> None:
@@ -43,11 +50,11 @@ class Commit:
         self._activity = Activity() if activity is None else activity
 
     def temporary(self, step: int) -> Path:
-        """Where the files of ``step`` are until it is committed."""
+        """Return the folder of ``step``'s files before the commit."""
         return self._checkpoints.path / f"{_TEMPORARY}step{step}-{self._run}"
 
     def make_home(self) -> None:
-        """Make the folder of all checkpoints, which must not lie behind a link."""
+        """Create the folder of all checkpoints. Raises :class:`CheckpointError` if it is a link."""
         path = self._checkpoints.path
         if path.is_symlink():
             raise CheckpointError(f"{path} cannot hold checkpoints", why=f"it is a symbolic link to {path.readlink()}")
@@ -56,7 +63,7 @@ class Commit:
             self._files.sync_folder(path.parent)
 
     def begin(self, step: int) -> Path:
-        """Make the temporary folder, once what killed jobs left behind is gone."""
+        """Remove what killed jobs left behind, and create the temporary folder."""
         target = self._checkpoints.folder(step)
         if target.is_symlink() or target.exists():
             raise CheckpointError(f"{target} exists already", why="a saved step is never overwritten")
@@ -65,12 +72,12 @@ class Commit:
         return self.temporary(step)
 
     def finish(self, manifest: Manifest) -> None:
-        """Commit the step of ``manifest``, whose shards are on the disk, and point ``latest`` at it."""
+        """Commit the step of ``manifest``, whose shards are on disk, and point ``latest`` at it."""
         step = manifest.about.step
         temporary, target = self.temporary(step), self._checkpoints.folder(step)
         self._activity.enter("save-manifest", target.name)
         self._write(temporary / MANIFEST, manifest.encode())
-        self._files.sync_folder(temporary)
+        self._files.sync_folder(temporary)  # all names within must be on disk before the rename can be
         self._activity.enter("save-rename", target.name)
         self._files.rename(temporary, target)
         self._files.sync_folder(self._checkpoints.path)
@@ -78,24 +85,25 @@ class Commit:
         self._point_latest_at(target)
 
     def retain(self, keep: int) -> None:
-        """Remove the steps that are older than the ``keep`` newest whole ones."""
+        """Remove the steps that are older than the ``keep`` newest whole steps."""
         self._activity.enter("save-retention")
         steps = self._checkpoints.steps()[::-1]
         if len(steps) <= keep:
-            return  # whether they are whole is then all the same, and takes reading their manifests
+            return  # nothing to remove: do not read every manifest to find out which steps are whole
         whole = [step for step in steps if self._checkpoints.looks_whole(step)][:keep]
         if len(whole) == keep:
-            for step in reversed([step for step in steps if step < whole[-1]]):
+            for step in reversed([step for step in steps if step < whole[-1]]):  # oldest first
                 self._remove(step)
 
     def set_aside(self, after: int | None, attempt: int) -> list[str]:
-        """Give the steps after ``after`` (None: all) names that say which attempt left them; the new names.
+        """Rename the steps after ``after`` (None: all) to names with the number of the attempt. Return the new names.
 
-        A run that goes on from an older step would otherwise meet them again. ``latest`` is moved back first.
+        A run that resumes from an older step must not find them when it saves these steps again.
         """
         newer = [step for step in self._checkpoints.steps() if after is None or step > after]
         if not newer:
             return []
+        # ``latest`` first: after a crash in between it must not name a step that is gone.
         if after is None:
             with suppress(FileNotFoundError):
                 self._files.unlink(self._checkpoints.path / LATEST)
@@ -109,12 +117,12 @@ class Commit:
         return [folder.name for folder in moved]
 
     def give_up(self, step: int) -> None:
-        """Remove what there is of a step that will not be committed, as far as that is possible."""
+        """Remove the files of a step that will not be committed, as far as the disk allows."""
         with suppress(OSError):
             self._files.remove_tree(self.temporary(step))
 
     def _point_latest_at(self, target: Path) -> None:
-        """``latest.tmp`` may be left from a job that was killed."""
+        """Replace ``latest`` atomically. A killed job may have left ``latest.tmp``."""
         path, temporary = self._checkpoints.path / LATEST, self._checkpoints.path / f"{LATEST}.tmp"
         with suppress(FileNotFoundError):
             self._files.unlink(temporary)
@@ -128,7 +136,7 @@ class Commit:
             file.sync()
 
     def _remove(self, step: int) -> None:
-        """Under another name first: a step that is half removed must not look like one that is damaged."""
+        """Rename a step, then remove it: a half removed step must not look like a damaged one."""
         deleted = self._checkpoints.path / f"{_DELETED}step{step}-{self._run}"
         self._files.rename(self._checkpoints.folder(step), deleted)
         self._files.sync_folder(self._checkpoints.path)
@@ -140,17 +148,17 @@ class Commit:
                 self._files.remove_tree(entry)
 
 
-#: The fewest whole steps that are kept: one may turn out to be damaged.
+#: The fewest whole steps that may be kept: if the newest turns out to be damaged, there is another.
 FEWEST = 2
 Shapes = Mapping[str, tuple[int, ...]]
-#: What a rank says of its shard, as JSON data.
+#: A rank's report on its shards to rank 0, as JSON data.
 Note = Mapping[str, Any]
 
 
 class Saver:
-    """Saves steps of the run ``run``, and keeps the ``keep`` newest of them; ``phases`` hears how far it is.
+    """Saves steps of the run ``run`` and keeps the ``keep`` newest. ``activity`` records the progress.
 
-    A rank with much to save writes up to ``files_of_rank`` files, ``at_once`` of them at a time.
+    A rank with much state writes up to ``files_of_rank`` files, ``at_once`` at a time.
     """
 
     def __init__(
@@ -175,20 +183,17 @@ class Saver:
     def save(self, about: About, pieces: Iterable[StatePiece], shapes: Shapes) -> int:
         """Save the step of ``about``: this rank's ``pieces`` of logical tensors with these global ``shapes``.
 
-        Collective. Returns its size in bytes when the step is committed. Raises :class:`CheckpointError` on every rank
-        when a disk or a rank fails; what was saved before is then untouched.
+        Collective. Returns the size of the committed step in bytes. Raises :class:`CheckpointError` on every rank if a
+        disk or a rank fails. Steps saved before are then untouched.
         """
-        with ExitStack() as held:
+        with ExitStack() as held:  # rank 0 holds the lock until the step is committed
             on_rank0(self._ranks, lambda: self._begin(about.step, held))
             note, failure = self._write(about.step, pieces, shapes)
             notes = self._ranks.gather(json.dumps(note))
             return int(on_rank0(self._ranks, lambda: self._finish(about, notes), failure))
 
     def set_aside(self, after: int | None, attempt: int) -> None:
-        """Make way for a run that goes on from step ``after``, or from the start: newer steps get other names.
-
-        Collective.
-        """
+        """Rename the steps after ``after`` (None: all) before a run resumes from there. Collective."""
         on_rank0(self._ranks, lambda: self._move(after, attempt))
 
     def _move(self, after: int | None, attempt: int) -> str:
@@ -204,17 +209,18 @@ class Saver:
             return str(self._commit.begin(step))
 
     def _write(self, step: int, pieces: Iterable[StatePiece], shapes: Shapes) -> tuple[Note, Exception | None]:
-        """Write this rank's shard: what rank 0 has to know of it, and what kept it from being written."""
+        """Write this rank's shards. Return the report for rank 0, and the error if it failed."""
         rank = self._ranks.rank
         try:
-            parts = {file_name(rank, part): hand for part, hand in enumerate(deal(list(pieces), self._files_of_rank))}
-            rows = [row for name, hand in parts.items() for row in _described(name, hand)]
+            groups = split_into_files(list(pieces), self._files_of_rank)
+            parts = {file_name(rank, part): group for part, group in enumerate(groups)}
+            rows = [row for name, group in parts.items() for row in _described(name, group)]
             folder, name = self._commit.temporary(step), self._checkpoints.folder(step).name
             with saving(f"step {step} could not be saved"), ThreadPoolExecutor(self._at_once) as pool:
                 self._activity.enter("save-shard", f"{name}/{file_name(rank)}")
                 written = pool.map(lambda part: self._write_file(folder / part, parts[part]), parts)
                 files = dict(zip(parts, written, strict=True))
-        except Exception as error:  # the others wait for a word from this rank, whatever happened to it
+        except Exception as error:  # any error: rank 0 waits for this rank's report
             return {"failure": as_note(error, f"step {step} could not be saved")}, error
         return {"failure": None, "files": files, "shapes": dict(shapes), "pieces": rows}, None
 
@@ -222,7 +228,7 @@ class Saver:
         return write_shard(path, pieces, self._files, self._activity.heartbeat)._asdict()
 
     def _finish(self, about: About, texts: Sequence[str]) -> str:
-        """Commit what the ranks say they wrote, then remove what is too old."""
+        """Commit the shards that the ranks report, then remove old steps. Return the step's size."""
         notes = [json.loads(text) for text in texts]
         with saving(f"step {about.step} could not be saved"):
             try:
@@ -239,12 +245,12 @@ class Saver:
 
 
 def _described(file: str, pieces: Iterable[StatePiece]) -> list[tuple[Any, ...]]:
-    """What is in ``file``, one row a piece."""
+    """Describe the contents of ``file``, one row per piece."""
     return [(file, piece.name, piece.field, NAMES[piece.tensor.dtype], piece.starts, piece.sizes) for piece in pieces]
 
 
 def _joined(notes: Sequence[Note]) -> dict[str, dict[str, Any]]:
-    """The tensors of all ranks' notes, as the manifest says it; one that nobody holds is named too."""
+    """Join the tensors of all ranks' reports for the manifest. A tensor of which no rank has a piece gets no fields."""
     shapes: dict[str, list[int]] = {}
     for note in notes:
         for name, shape in note["shapes"].items():
@@ -261,5 +267,5 @@ def _joined(notes: Sequence[Note]) -> dict[str, dict[str, Any]]:
         for field, record in fields.items():
             (_, starts, sizes), *others = record["pieces"]
             if field != MASTER and not others and not any(starts):
-                record["shape"] = sizes  # a counter, or whatever a rule keeps for the tensor as a whole
+                record["shape"] = sizes  # state with a shape of its own, such as a step count
     return tensors

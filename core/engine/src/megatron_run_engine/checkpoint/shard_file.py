@@ -1,4 +1,4 @@
-"""One rank's shard: its boxes written as a safetensors file that is hashed on the way to the disk."""
+"""Shard files: one rank's boxes in safetensors format, hashed while they are written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torch
 
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.boxes import Box
-from megatron_run_engine.checkpoint.files import reading, size_of, unwatched
+from megatron_run_engine.checkpoint.files import no_heartbeat, reading, size_of
+from megatron_run_engine.checkpoint.manifest import ITEM_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,31 +26,14 @@ if TYPE_CHECKING:
     from megatron_run_engine.checkpoint.files import FileSystem
 
 
-#: The types of values by their names in a file, with the bytes of one value.
-ITEM_BYTES: Mapping[str, int] = MappingProxyType(
-    {
-        "F64": 8,
-        "F32": 4,
-        "F16": 2,
-        "BF16": 2,
-        "F8_E4M3": 1,
-        "F8_E5M2": 1,
-        "I64": 8,
-        "I32": 4,
-        "I16": 2,
-        "I8": 1,
-        "U8": 1,
-        "BOOL": 1,
-    }
-)
-#: The longest header that is read, in bytes; the format's own limit.
+#: The longest header that is read, in bytes: the limit of the format.
 LONGEST_HEADER = 100_000_000
-#: As many as torch has.
+#: The limit of torch.
 MOST_DIMENSIONS = 64
 
 
 class Entry(NamedTuple):
-    """One tensor of a file; ``start`` is its first byte, counted from the end of the header."""
+    """One tensor of a file. ``start`` is the offset of its first byte from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,19 +41,19 @@ class Entry(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The byte after its last."""
+        """The offset after its last byte."""
         return self.start + ITEM_BYTES[self.dtype] * prod(self.shape)
 
 
 class Header(NamedTuple):
-    """The tensors of a file by name; ``data`` is the offset of the first byte after the header."""
+    """The tensors of a file by name. ``data`` is the offset of the first byte after the header."""
 
     entries: Mapping[str, Entry]
     data: int
 
 
 def lay_out(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Entry]:
-    """Where tensors (name -> type, shape) go in a file: the widest types first, so that each value is aligned."""
+    """Place tensors (name -> type, shape) in a file, the widest types first, so that every value is aligned."""
     entries: dict[str, Entry] = {}
     start = 0
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -ITEM_BYTES[item[1][0]]):
@@ -79,7 +63,7 @@ def lay_out(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Ent
 
 
 def encode_header(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None) -> bytes:
-    """What stands before the data, padded to a multiple of eight bytes; ``metadata`` are texts for other tools."""
+    """Return the bytes before the data, padded to a multiple of eight. ``metadata`` are texts for other tools."""
     records: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     for name, entry in entries.items():
         records[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (entry.start, entry.stop)}
@@ -89,7 +73,7 @@ def encode_header(entries: Mapping[str, Entry], metadata: Mapping[str, str] | No
 
 
 def read_header(path: Path) -> Header:
-    """The header of the file at ``path``. Raises :class:`CheckpointError` naming the file and what is wrong with it."""
+    """Return the header of the file at ``path``. Raises :class:`CheckpointError` naming the file and the fault."""
     with reading(path) as file:
         size = size_of(file)
         length = int.from_bytes(file.read(8), "little")
@@ -140,7 +124,7 @@ def _broken(path: Path, why: str) -> CheckpointError:
     return CheckpointError(f"{path} is no intact safetensors file", why=why)
 
 
-#: Types of tensors by their names in a file.
+#: Torch types by their names in a file.
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
         "F64": torch.float64,
@@ -158,48 +142,49 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     }
 )
 NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
-#: Bytes of a file for which another file, and the thread that hashes it, is worth its while.
+#: The smallest size in bytes for which a further file, with a thread to hash it, pays.
 LEAST = 1 << 26
-#: Bytes that are brought to the host, hashed and written at once; larger stretches would leave the processor's caches.
-_AT_ONCE = 1 << 22
-#: Stretches that may be written before they are hashed. What comes from a device is held on the host meanwhile.
+#: Bytes copied to the host, hashed and written at once. Larger blocks would leave the processor's caches.
+_BLOCK = 1 << 22
+#: Batches that may be written before they are hashed. Until then they are held in host memory.
 _AHEAD = 4
 
 
 class Written(NamedTuple):
-    """A file as it was given to the disk."""
+    """The length and SHA-256 of a written file."""
 
     bytes: int
     sha256: str
 
 
 def file_name(rank: int, part: int = 0) -> str:
-    """The shard of ``rank``: ``rank-00003.safetensors``; its further files: ``rank-00003-1.safetensors``."""
+    """Return the name of a shard of ``rank``: ``rank-00003.safetensors``, for part 1 ``rank-00003-1.safetensors``."""
     return f"rank-{rank:05d}-{part}.safetensors" if part else f"rank-{rank:05d}.safetensors"
 
 
-def deal(pieces: Sequence[StatePiece], most: int) -> list[list[StatePiece]]:
-    """``pieces`` for several files of about one length, ``most`` at most, none of which is small.
+def split_into_files(pieces: Sequence[StatePiece], most: int) -> list[list[StatePiece]]:
+    """Split ``pieces`` into at most ``most`` files of about equal length, none of them small.
 
-    Each is hashed by a thread of its own, when it is written and when it is read: one hashes slower than disks read.
+    Each file is hashed by its own thread when it is written and when it is read: one thread hashes slower than a fast
+    disk reads.
     """
     total = sum(piece.tensor.nbytes for piece in pieces)
-    hands: list[list[StatePiece]] = [[] for _ in range(max(1, min(most, total // LEAST)))]
-    sizes = [0] * len(hands)
-    for piece in sorted(pieces, key=lambda piece: -piece.tensor.nbytes):
+    files: list[list[StatePiece]] = [[] for _ in range(max(1, min(most, total // LEAST)))]
+    sizes = [0] * len(files)
+    for piece in sorted(pieces, key=lambda piece: -piece.tensor.nbytes):  # the largest first, each to the emptiest file
         emptiest = sizes.index(min(sizes))
-        hands[emptiest].append(piece)
+        files[emptiest].append(piece)
         sizes[emptiest] += piece.tensor.nbytes
-    return hands
+    return files
 
 
 def tensor_name(name: str, field: str, box: Box) -> str:
-    """What a box is called in a shard: ``embedding.word.weight:exp_avg[0:64,0:32]``."""
+    """Return the name of a box in a shard: ``embedding.word.weight:exp_avg[0:64,0:32]``."""
     return f"{name}:{field}{box}"
 
 
 def by_name(pieces: Iterable[StatePiece]) -> dict[str, StatePiece]:
-    """The boxes of a shard by the names that they have in it."""
+    """Return the boxes of a shard by their names in it."""
     named = [(tensor_name(piece.name, piece.field, Box(piece.starts, piece.sizes)), piece) for piece in pieces]
     found = dict(named)
     assert len(found) == len(named), "no box is given twice"
@@ -207,16 +192,16 @@ def by_name(pieces: Iterable[StatePiece]) -> dict[str, StatePiece]:
 
 
 def place(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
-    """Where ``tensors`` lie in their file, by name, in the order of the file."""
+    """Return where ``tensors`` lie in their file, by name, in the order of the file."""
     return lay_out({name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()})
 
 
 def write_shard(
-    path: Path, pieces: Iterable[StatePiece], files: FileSystem, heartbeat: Callable[[], None] = unwatched
+    path: Path, pieces: Iterable[StatePiece], files: FileSystem, heartbeat: Callable[[], None] = no_heartbeat
 ) -> Written:
-    """Write ``pieces`` to the new file ``path``, return when they are on the disk. Raises OSError naming the path.
+    """Write ``pieces`` to the new file ``path`` and return when it is on disk. Raises OSError naming the path.
 
-    ``heartbeat`` is called whenever a stretch of it is written, maybe by another thread.
+    ``heartbeat`` is called after every batch, possibly in another thread than the caller's.
     """
     tensors = {name: piece.tensor for name, piece in by_name(pieces).items()}
     return write_tensors(path, tensors, files, heartbeat=heartbeat)
@@ -227,16 +212,17 @@ def write_tensors(
     tensors: Mapping[str, Tensor],
     files: FileSystem,
     metadata: Mapping[str, str] | None = None,
-    heartbeat: Callable[[], None] = unwatched,
+    heartbeat: Callable[[], None] = no_heartbeat,
 ) -> Written:
-    """Write ``tensors`` by name to the new file ``path``, return when they are on the disk. Raises OSError."""
+    """Write ``tensors`` by name to the new file ``path`` and return when it is on disk. Raises OSError."""
     entries = place(tensors)
     header = encode_header(entries, metadata)
     total, size = hashlib.sha256(), 0
     with files.create(path) as file, ThreadPoolExecutor(1) as hasher:
         waiting: deque[Future[None]] = deque()
         for batch in _batches(_content(header, (tensors[name] for name in entries))):
-            waiting.append(hasher.submit(_hash, total, batch))  # beside the writes: neither holds the interpreter
+            # Hash and write in parallel: both release the GIL.
+            waiting.append(hasher.submit(_hash, total, batch))
             for data in batch:
                 file.write(data)
                 size += len(data)
@@ -255,12 +241,12 @@ def _hash(total: hashlib._Hash, batch: Sequence[memoryview]) -> None:
 
 
 def _batches(content: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """Stretches that are handed over together: of many small boxes each would cost more to hand over than to hash."""
+    """Group blocks into batches: handing over many small boxes one by one would cost more than to hash them."""
     batch, size = list[memoryview](), 0
     for data in content:
         batch.append(data)
         size += len(data)
-        if size >= _AT_ONCE:
+        if size >= _BLOCK:
             yield batch
             batch, size = [], 0
     if batch:
@@ -268,9 +254,9 @@ def _batches(content: Iterable[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _content(header: bytes, tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    """The bytes of a file, one stretch after the other. What is contiguous on the host is not copied."""
+    """Yield the bytes of a file block by block. Contiguous host tensors are not copied."""
     yield memoryview(header)
     for tensor in tensors:
-        for part in tensor.detach().reshape(-1).split(_AT_ONCE // tensor.element_size()):
+        for part in tensor.detach().reshape(-1).split(_BLOCK // tensor.element_size()):
             dense = part if part.stride(0) == 1 else part.clone(memory_format=torch.contiguous_format)
             yield memoryview(dense.cpu().view(torch.uint8).numpy())

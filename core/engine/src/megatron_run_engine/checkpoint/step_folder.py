@@ -1,7 +1,7 @@
-"""The folder of a run's checkpoints: which steps are there, which is the newest, and whether they are intact.
+"""The folder of a run's checkpoints: finds steps and the newest one, and verifies their files.
 
-A step is committed when its folder has its final name; ``latest`` is a hint for people and scripts, a valid manifest
-the truth.
+A step is committed once its folder has its final name. The file ``latest`` is a hint for people and scripts; only a
+valid manifest proves that a step is whole.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 
 from megatron_run.errors import CheckpointError
-from megatron_run_engine.checkpoint.files import reading, sha256_of, size_of, unwatched
+from megatron_run_engine.checkpoint.files import no_heartbeat, reading, sha256_of, size_of
 from megatron_run_engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 
 #: The name of the checkpoints' folder in a run folder.
 CHECKPOINTS = "checkpoints"
-#: The name of the hint.
+#: The name of the hint, a text file that holds the name of the newest step.
 LATEST = "latest"
 _STEP = re.compile(r"step(0|[1-9][0-9]{0,17})")
 
@@ -31,16 +31,16 @@ class Checkpoints:
         self.path = path
 
     def folder(self, step: int) -> Path:
-        """Where ``step`` lies."""
+        """Return the folder of ``step``."""
         return self.path / f"step{step}"
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending."""
+        """Return the committed steps, ascending."""
         names = [entry.name for entry in self.path.iterdir()] if self.path.is_dir() else []
         return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
 
     def hint(self) -> int | None:
-        """The step that ``latest`` names; None where there is no such file, or nothing of sense in it."""
+        """Return the step that ``latest`` names; None if the file is missing or names no step."""
         try:
             with reading(self.path / LATEST) as file:
                 match = _STEP.fullmatch(file.read(100).decode(errors="replace").strip())
@@ -49,22 +49,22 @@ class Checkpoints:
         return int(match[1]) if match else None
 
     def newest(self) -> int | None:
-        """The newest committed step, None when there is none.
+        """Return the newest committed step, None if there is none.
 
-        Raises :class:`CheckpointError` when ``latest`` names a newer one, which is gone: going on from an older step
-        is the user's choice.
+        Raises :class:`CheckpointError` if ``latest`` names a newer step, which is then lost. Resuming from an older
+        one would silently repeat work: the user decides that.
         """
         steps, hint = self.steps(), self.hint()
         newest = steps[-1] if steps else None
         if hint is not None and (newest is None or hint > newest):
-            fix = f"to go on from step {newest}: --resume {newest}" if steps else "to start again: --resume never"
+            fix = f"to resume from step {newest}: --resume {newest}" if steps else "to start again: --resume never"
             raise CheckpointError(
                 f"{self.folder(hint)} is missing", why=f"{self.path / LATEST} says that it was saved", fix=fix
             )
         return newest
 
     def find(self, step: int) -> Path:
-        """Where ``step`` lies. Raises :class:`CheckpointError` with the steps that there are where it was not saved."""
+        """Return the folder of ``step``. Raises :class:`CheckpointError` with the saved steps if it is missing."""
         folder = self.folder(step)
         if folder.is_symlink() or not folder.is_dir():
             saved = ", ".join(map(str, self.steps()))
@@ -74,7 +74,7 @@ class Checkpoints:
         return folder
 
     def manifest(self, step: int) -> Manifest:
-        """What was saved at ``step``. Raises :class:`CheckpointError`."""
+        """Return the manifest of ``step``. Raises :class:`CheckpointError`."""
         folder = self.find(step)
         manifest = read_manifest(folder)
         if manifest.about.step != step:
@@ -82,7 +82,7 @@ class Checkpoints:
         return manifest
 
     def looks_whole(self, step: int) -> bool:
-        """Whether the manifest is valid and every file has its length; the files are not read."""
+        """Whether the manifest is valid and every file has its length. Contents are not read."""
         try:
             manifest = self.manifest(step)
             for name in manifest.files:
@@ -92,16 +92,17 @@ class Checkpoints:
         return True
 
     def verify(self, step: int) -> Manifest:
-        """Read every byte of ``step``. Raises :class:`CheckpointError` naming the first damaged file."""
+        """Verify every byte of ``step``. Raises :class:`CheckpointError` naming the first damaged file."""
         manifest = self.manifest(step)
         verify_files(self.folder(step), manifest, manifest.files)
         return manifest
 
     @contextmanager
     def offering_older(self, step: int, how: Callable[[int], str], otherwise: str = "") -> Iterator[None]:
-        """Where the block finds ``step`` damaged, say ``how`` to take the newest older step that looks whole.
+        """Add advice to a :class:`CheckpointError` about ``step`` from within the block.
 
-        Where there is none, ``otherwise``. Nothing older is taken but by the user.
+        The advice is ``how`` to load the newest older step that looks whole, or ``otherwise`` if there is none. No
+        older step is ever loaded without the user's word.
         """
         try:
             yield
@@ -111,17 +112,18 @@ class Checkpoints:
             raise
 
 
-def find(path: Path | None) -> tuple[Checkpoints, int | None]:
-    """The checkpoints of the run folder, checkpoints folder or step folder ``path``; the step where it is one's folder.
+def find_checkpoints(path: Path | None) -> tuple[Checkpoints, int | None]:
+    """Return the checkpoints at ``path`` and, if ``path`` is the folder of one step, its number.
 
-    None is the latest run. Raises :class:`CheckpointError` where there is none.
+    ``path`` is a run folder, its checkpoints, or one step; None means the latest run. Raises :class:`CheckpointError`
+    if there are no checkpoints.
     """
     start = Path("runs/latest") if path is None else path
     if (start / MANIFEST).is_file():
-        step = Checkpoints(start.absolute().parent)
-        number = next((number for number in step.steps() if step.folder(number) == start.absolute()), None)
-        if number is not None:
-            return step, number
+        siblings = Checkpoints(start.absolute().parent)
+        step = next((step for step in siblings.steps() if siblings.folder(step) == start.absolute()), None)
+        if step is not None:
+            return siblings, step
     for candidate in (start / CHECKPOINTS, start):
         found = Checkpoints(candidate)
         if found.steps():
@@ -130,11 +132,12 @@ def find(path: Path | None) -> tuple[Checkpoints, int | None]:
 
 
 def find_step(path: Path | None, step: int | None = None) -> tuple[Checkpoints, int]:
-    """The checkpoints at ``path`` as :func:`find` has them; of their steps ``step``, else ``path``'s, else the newest.
+    """Return the checkpoints at ``path`` as :func:`find_checkpoints` does, and a step.
 
-    Raises :class:`CheckpointError` where there is none.
+    It is ``step`` if given, else the step that ``path`` names, else the newest. Raises :class:`CheckpointError` if
+    there are no checkpoints.
     """
-    checkpoints, named = find(path)
+    checkpoints, named = find_checkpoints(path)
     return checkpoints, next(each for each in (step, named, checkpoints.steps()[-1]) if each is not None)
 
 
@@ -143,11 +146,11 @@ def verify_files(
     manifest: Manifest,
     names: Iterable[str],
     threads: int = 1,
-    heartbeat: Callable[[], None] = unwatched,
+    heartbeat: Callable[[], None] = no_heartbeat,
 ) -> None:
-    """Compare files with their SHA-256, so many at once; their threads call ``heartbeat`` at each stretch.
+    """Verify the SHA-256 of files, ``threads`` at once. Their threads call ``heartbeat`` after every block.
 
-    Raises :class:`CheckpointError` naming the first that differs.
+    Raises :class:`CheckpointError` naming the first file that differs.
     """
     with ThreadPoolExecutor(threads) as pool:
         for _ in pool.map(partial(_verify_file, folder, manifest, heartbeat=heartbeat), names):
@@ -162,7 +165,7 @@ def _verify_file(folder: Path, manifest: Manifest, name: str, heartbeat: Callabl
 
 
 def check_length(folder: Path, name: str, manifest: Manifest) -> None:
-    """Raise :class:`CheckpointError` when a file is missing, or longer or shorter than it was."""
+    """Raise :class:`CheckpointError` if a file is missing or its length is not the manifest's."""
     with reading(folder / name) as file:
         size, expected = size_of(file), manifest.files[name].bytes
     if size != expected:

@@ -1,4 +1,4 @@
-"""From documents to batches: tokenizers, packing, the order of samples, batches of fields.
+"""The data pipeline from documents to batches: tokenizers, packing, sample order, fields on the device.
 
 Imports: contracts, errors.
 """

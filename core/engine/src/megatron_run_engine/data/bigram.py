@@ -1,4 +1,4 @@
-"""A bigram model, the simplest one that has learned something: what a language model must beat."""
+"""A bigram model: the baseline that a trained language model must beat."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: Added to the count of every pair, so that an unseen one keeps a probability.
+#: Added to the count of every pair, so that an unseen pair has a probability above zero.
 SMOOTHING = 0.1
 
 
 class Bigram:
     """P(label | token) = (count(token, label) + a) / (count(token) + a * V), additive smoothing with a = SMOOTHING.
 
-    Only the pairs that occur are stored, so that a vocabulary V of any size fits. ``tokens`` and ``labels`` are [n].
+    Only pairs that occur are stored, so that a vocabulary V of any size fits. ``tokens`` and ``labels`` are [n].
     """
 
     def __init__(self, tokens: NDArray[np.int64], labels: NDArray[np.int64], vocab_size: int) -> None:
@@ -25,7 +25,7 @@ class Bigram:
         self._token_counts = np.bincount(tokens, minlength=vocab_size)
 
     def loss(self, tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> float:
-        """Mean of -log P(label | token), in nats per token, over [n] tokens and their labels."""
+        """Return the mean of -log P(label | token) over [n] tokens and labels, in nats per token."""
         pairs, times = np.unique(tokens * self._vocab_size + labels, return_counts=True)
         places = np.searchsorted(self._pairs, pairs).clip(max=len(self._pairs) - 1)
         counts = np.where(self._pairs[places] == pairs, self._pair_counts[places], 0)

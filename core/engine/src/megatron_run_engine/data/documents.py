@@ -1,4 +1,4 @@
-"""The documents a user names: files, folders and patterns, in an order that no file system decides."""
+"""Finds the documents that a user names: files, folders and patterns, in an order that no file system decides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_run.errors import DataError, did_you_mean
 
-#: How much of a file in a folder is looked at for a NUL byte, by which grep and git too tell binary files from text.
+#: Bytes of a file that are searched for NUL. A NUL marks a binary file, as it does for grep and git.
 _PROBE = 8192
 
 
@@ -22,7 +22,7 @@ class Document:
     path: Path
 
     def read(self) -> bytes:
-        """Its bytes. Raises :class:`DataError` when it cannot be read."""
+        """Return its bytes. Raises :class:`DataError` if it cannot be read."""
         try:
             return self.path.read_bytes()
         except OSError as cause:
@@ -30,10 +30,10 @@ class Document:
 
 
 def find_documents(names: Sequence[str]) -> tuple[Document, ...]:
-    """The documents that ``names`` stand for, in the order of the names, sorted within each; a file counts once.
+    """Return the documents of ``names`` in the order of the names, sorted within each name, each file once.
 
-    A file stands for itself, a pattern (``src/**/*.py``) for the files it matches, and a folder for all text files
-    beneath it but the empty and the hidden ones. Raises :class:`DataError` when a name stands for nothing.
+    A name is a file, a pattern (``src/**/*.py``), or a folder, which stands for all text files beneath it except empty
+    and hidden ones. Raises :class:`DataError` if a name matches nothing.
     """
     found: dict[Path, Document] = {}
     for name in names:
@@ -70,9 +70,9 @@ def _missing(path: Path) -> DataError:
 
 
 def text_files(folder: Path, without: frozenset[str] = frozenset()) -> list[Path]:
-    """The text files beneath ``folder``, sorted by their path's parts; neither empty nor hidden ones.
+    """Return the text files beneath ``folder`` that are neither empty nor hidden, sorted by the parts of their path.
 
-    Folders named in ``without`` are not entered. Raises :class:`DataError` when a folder or file cannot be read.
+    Folders named in ``without`` are skipped. Raises :class:`DataError` if a folder or file cannot be read.
     """
     return sorted((path for path in _walk(folder, without) if _holds_text(path)), key=lambda path: path.parts)
 
@@ -104,7 +104,7 @@ def _unreadable(path: Path, cause: OSError) -> DataError:
     return DataError(f"{path} cannot be read", why=cause.strerror or str(cause), origin="data.paths")
 
 
-#: Folders left out: what others installed, tests, applications, generated tables, and what newer Pythons dropped.
+#: Skipped folders: installed packages, tests, applications, generated tables, and modules that newer Pythons dropped.
 LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "turtledemo", "tkinter", "encodings", "pydoc_data"}
     | {"ensurepip", "lib2to3", "distutils"}
@@ -112,9 +112,9 @@ LEFT_OUT = frozenset(
 
 
 def standard_library() -> tuple[Document, ...]:
-    """The ``*.py`` files of the standard library, sorted: some 9 MB that depend on nothing but the Python's version.
+    """Return the ``*.py`` files of the standard library, sorted: some 9 MB that depend only on the Python version.
 
-    Raises :class:`DataError` when this Python carries no sources.
+    Raises :class:`DataError` if this Python has no sources.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     files = text_files(folder, without=LEFT_OUT)
@@ -125,5 +125,5 @@ def standard_library() -> tuple[Document, ...]:
 
 
 def _belongs(path: Path) -> bool:
-    """Whether a file of the library is code that people wrote; the build writes ``_sysconfigdata`` and ``config-*``."""
+    """Whether a file of the library was written by people. The build generates ``_sysconfigdata`` and ``config-*``."""
     return path.suffix == ".py" and not path.parts[0].startswith(("_sysconfigdata", "config-"))

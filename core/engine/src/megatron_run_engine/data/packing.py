@@ -1,4 +1,4 @@
-"""Documents laid end to end and read in samples of fixed length."""
+"""Packs documents end to end into one token stream, and cuts it into samples of fixed length."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def pack(documents: Iterable[tuple[object, bytes]], tokenizer: Tokenizer) -> NDArray[Any]:
-    """One stream of ids, [n], of the documents ``(source, content)``, an end-of-document token after each.
+    """Return the token ids of the documents ``(source, content)``, [n], with an end-of-document token after each.
 
-    The stream has the smallest unsigned type that holds the vocabulary. Raises :class:`DataError` naming the source and
-    offset of an id beyond the vocabulary.
+    The ids have the smallest unsigned type that holds the vocabulary. Raises :class:`DataError` naming the source and
+    offset of an id outside the vocabulary.
     """
     end = np.array([tokenizer.end_of_document])
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
@@ -32,7 +32,7 @@ def pack(documents: Iterable[tuple[object, bytes]], tokenizer: Tokenizer) -> NDA
 
 
 def require_within(tokens: NDArray[np.int64], vocab_size: int, source: object) -> None:
-    """Raise :class:`DataError` naming ``source`` and offset unless every id is in ``0..vocab_size-1``."""
+    """Raise :class:`DataError` naming ``source`` and offset of the first id outside ``0..vocab_size-1``."""
     outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
     if outside.size:
         offset = int(outside[0])
@@ -46,8 +46,8 @@ def require_within(tokens: NDArray[np.int64], vocab_size: int, source: object) -
 class PackedDataset:
     """Samples of ``sequence_length`` from a stream: sample i reads the s + 1 tokens from i * s on.
 
-    Neighbours share one token, the last label of the one and the first token of the other, so that every token but the
-    very first is a label once; the rest of the stream that fills no sample is left out.
+    Neighbouring samples share one token, the last label of one and the first token of the next. So every token but the
+    very first is a label once. The rest of the stream that fills no sample is dropped.
     """
 
     def __init__(self, stream: NDArray[Any], sequence_length: int) -> None:
@@ -65,7 +65,7 @@ class PackedDataset:
         return {"tokens": window[:-1], "labels": window[1:], "loss_mask": np.ones(self._length, np.float32)}
 
     def pairs(self, samples: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(tokens, labels) of ``samples``, in their order, each [len(samples) * s]."""
+        """Return (tokens, labels) of ``samples``, in their order, each [len(samples) * s]."""
         starts = np.asarray(samples, dtype=np.int64)[:, None] * self._length  # [n, 1]
         places = (starts + np.arange(self._length)).ravel()  # [n * s]
         return self._stream[places].astype(np.int64), self._stream[places + 1].astype(np.int64)

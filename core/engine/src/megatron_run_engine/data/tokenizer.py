@@ -1,4 +1,4 @@
-"""From text to token ids and back: bytes, or a tokenizer stored as JSON by the `tokenizers` library."""
+"""Tokenizers: bytes, or a tokenizer that the `tokenizers` library has saved as JSON."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     import tokenizers
     from numpy.typing import NDArray
 
-#: What tokenizers call the end of a document, in the order in which they are looked for.
+#: Names of the end-of-document token, in the order in which they are tried.
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 
 
 class Tokenizer(ABC):
-    """Turns documents into ids in ``0..vocab_size-1``; ``end_of_document`` is one of them. ``unit`` names a token."""
+    """Turns documents into ids in ``0..vocab_size-1``, one of which is ``end_of_document``. ``unit`` names a token."""
 
     unit: str
     vocab_size: int
@@ -28,34 +28,34 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, content: bytes, source: object) -> NDArray[np.int64]:
-        """The ids of a document, without its end. Raises :class:`DataError` naming ``source`` and the offset."""
+        """Return the ids of a document without ``end_of_document``. Raises :class:`DataError` naming ``source``."""
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of ``tokens``; what has no text, like the end of a document, is left out."""
+        """Return the text of ``tokens``. Tokens without text, such as ``end_of_document``, are left out."""
 
 
 class ByteTokenizer(Tokenizer):
-    """One token a byte, and one for the end of a document: any file, no vocabulary, 257 ids."""
+    """One token per byte and one for the end of a document: 257 ids for any file, without a vocabulary."""
 
     unit = "byte"
     vocab_size = 257
     end_of_document = 256
 
     def encode(self, content: bytes, source: object) -> NDArray[np.int64]:
-        """The bytes as they are; never fails."""
+        """Return the bytes as ids. Never fails."""
         return np.frombuffer(content, np.uint8).astype(np.int64)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The bytes read as UTF-8, with U+FFFD for what is none."""
+        """Decode the bytes as UTF-8, with U+FFFD for invalid ones."""
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
 
 class JsonTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library, read from its JSON file.
 
-    The end of a document is the first of ``END_OF_DOCUMENT`` that the file knows; when it knows none, one more id.
-    Raises :class:`DataError` when the file is missing or broken.
+    ``end_of_document`` is the first of ``END_OF_DOCUMENT`` in the vocabulary, or an additional id if there is none.
+    Raises :class:`DataError` if the file is missing or broken.
     """
 
     unit = "token"
@@ -69,7 +69,7 @@ class JsonTokenizer(Tokenizer):
         self.vocab_size = max(highest, self.end_of_document) + 1
 
     def encode(self, content: bytes, source: object) -> NDArray[np.int64]:
-        """The ids of a UTF-8 document, without the special tokens that a model of sentences would add."""
+        """Return the ids of a UTF-8 document, without the special tokens that a template would add, such as [CLS]."""
         try:
             text = content.decode("utf-8")
         except UnicodeDecodeError as cause:
@@ -79,7 +79,7 @@ class JsonTokenizer(Tokenizer):
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of ``tokens`` without special ones."""
+        """Return the text of ``tokens`` without special tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
@@ -103,5 +103,5 @@ def _read(path: Path) -> tokenizers.Tokenizer:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """``bytes``, or the tokenizer in the file ``name``."""
+    """Open the tokenizer ``bytes``, or the one in the file ``name``."""
     return ByteTokenizer() if name == "bytes" else JsonTokenizer(Path(name).expanduser())

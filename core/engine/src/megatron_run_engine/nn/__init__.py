@@ -1,6 +1,6 @@
-"""Pieces of transformers made from a factory of parallel layers, and the arithmetic that such factories share.
+"""Parts of transformers, built from a factory of parallel layers, and the arithmetic that such factories share.
 
-Reading order: ``spec`` (the sizes), ``block`` (attention and MLP between norms), ``chunk`` (a stage's part of a model),
+Reading order: ``spec`` (the sizes), ``block`` (attention and MLP with norms), ``chunk`` (a stage's part of a model),
 ``linear`` (the backward that a schedule may split), ``moe`` (mixtures of experts).
 
 Imports: contracts, errors, runtime.

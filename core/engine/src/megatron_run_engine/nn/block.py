@@ -35,9 +35,8 @@ _FOLLOWS = "its shapes follow how many tokens each expert gets"
 class Block(nn.Module):
     """``x += dropout(attention(x))``, then ``x += dropout(feed-forward(x))``; each half begins with its norm.
 
-    It is run through its segments, never called as a whole: between them the kernel makes parameters ready and
-    positions random numbers. ``reports`` are the names, besides ``x``, of what they leave in the environment for the
-    chunk.
+    A block is run segment by segment and never called as a whole: before each segment the runner waits for parameters
+    and positions random streams. ``reports`` are the names of the outputs, besides ``x``, that the chunk reads.
     """
 
     reports: tuple[str, ...] = ()
@@ -55,7 +54,7 @@ class Block(nn.Module):
         return x + added
 
     def segments(self, why_eager: str = "") -> tuple[Segment, ...]:
-        """The halves, in order; ``why_eager`` says why none of them must be captured."""
+        """Return the segments of both halves in order. ``why_eager`` is a reason against capturing any of them."""
         attend = Segment(
             "attn", self.layer, 0, self.attend, ("x",), ("x",), parameters_of(self.attention), why_eager, self.draws
         )
@@ -63,7 +62,7 @@ class Block(nn.Module):
 
     @abstractmethod
     def feed_segments(self, why_eager: str) -> tuple[Segment, ...]:
-        """Those of the feed-forward half, from index 1 on."""
+        """Return the segments of the feed-forward half, from index 1 on."""
 
 
 class TransformerBlock(Block):
@@ -79,14 +78,14 @@ class TransformerBlock(Block):
         return x + added
 
     def feed_segments(self, why_eager: str) -> tuple[Segment, ...]:
-        """One."""
+        """Return one segment."""
         return (
             Segment("mlp", self.layer, 1, self.feed, ("x",), ("x",), parameters_of(self.mlp), why_eager, self.draws),
         )
 
 
 class ExpertBlock(Block):
-    """A block with a mixture of experts, in five segments: only two of them depend on how tokens were routed."""
+    """A block with a mixture of experts, in five segments, of which only two depend on the routing of tokens."""
 
     def __init__(
         self,
@@ -107,7 +106,7 @@ class ExpertBlock(Block):
         return x + added
 
     def feed_segments(self, why_eager: str) -> tuple[Segment, ...]:
-        """Router, maps, tokens to the experts, the experts, and their sum."""
+        """Return the segments: router, placement, dispatch, experts, and combine."""
         moe, shared = self.moe, () if self.moe.shared is None else (self.moe.shared,)
         stream = ("y",) * len(shared)
         maps, carried = ("weights", "order", "place"), ("routed", *moe.dispatcher.carries)
@@ -151,12 +150,12 @@ class ExpertBlock(Block):
 def make_block(
     context: BuildContext, layers: ParallelLayers, spec: TransformerSpec, layer: int, rotary: Rotary | None
 ) -> Block:
-    """The block that ``spec`` has at ``layer``."""
+    """Make the block of ``spec`` at ``layer``."""
     if spec.experts is not None and layer in spec.experts.layers:
         return ExpertBlock(context, layers, spec, spec.experts, layer, rotary)
     return TransformerBlock(layers, spec, layer, rotary)
 
 
 def parameters_of(*modules: nn.Module) -> tuple[Parameter, ...]:
-    """All parameters of ``modules``, in order."""
+    """Return all parameters of ``modules`` in order."""
     return tuple(parameter for module in modules for parameter in module.parameters())

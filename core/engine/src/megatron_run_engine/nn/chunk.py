@@ -1,4 +1,4 @@
-"""A piece of a decoder on one pipeline stage: embedding, blocks and head, as far as they live there.
+"""One pipeline stage's part of a decoder: the embedding, blocks and head that lie on it.
 
 Legend: s sequence, b micro batch, h hidden, p padded vocabulary, t tensor-parallel size.
 """
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 
 
 class ForwardPass:
-    """Enters ``layers.forward_pass()``, once however deep: a chunk calls this around its forward.
+    """Enters ``layers.forward_pass()``, once however deeply nested. A chunk calls this around its forward.
 
-    Its segments go through :meth:`around`, since they also run outside of it: when a graph is captured, and when a
-    layer is computed again in the backward. There they would compute something else, and nothing would say so.
+    Segments also run outside of it, when a graph is captured and when a layer is recomputed in the backward. Without
+    the context they would silently compute something else there (in another precision, for example), so
+    :meth:`around` wraps each segment.
     """
 
     def __init__(self, layers: ParallelLayers) -> None:
@@ -42,7 +43,7 @@ class ForwardPass:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Within: what the layers set up is there."""
+        """Enter the layers' context, unless it is entered already."""
         if self._within:
             yield
             return
@@ -54,7 +55,7 @@ class ForwardPass:
             self._within = False
 
     def around(self, segment: Segment) -> Segment:
-        """``segment``, which runs in a forward pass of its own wherever no chunk has begun one."""
+        """Return ``segment``, which enters the context itself if no chunk has done so."""
 
         def run(*tensors: Any) -> Any:
             with self():
@@ -69,7 +70,7 @@ _RECOMPUTED = "the layer is recomputed in the backward (train.recompute=full)"
 class DecoderChunk(nn.Module):
     """Runs ``embedding`` if it has one, the blocks ``indices``, and the head if it has an ``output`` layer.
 
-    ``routers`` takes what layers of experts report while training. Modules are named by their global index, so that
+    ``routers`` joins the reports of expert layers while training. Modules are named by their global index, so that
     names do not depend on the layout.
     """
 
@@ -104,14 +105,14 @@ class DecoderChunk(nn.Module):
         self._head_segments = () if output is None else tuple(map(around, self._make_head_segments(spec.layers)))
 
     def segments(self) -> Sequence[Segment]:
-        """Every segment in forward order."""
+        """Return every segment in forward order."""
         blocks = (segment for block, _ in self._blocks for segment in block)
         return (*self._embedding_segments, *blocks, *self._head_segments)
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> ChunkOut:
         """Run forward: x [s, b, h], or None at the first position -> x for the next, losses, or logits [s, b, p/t].
 
-        The last position gives losses when the microbatch has labels and logits when it has none.
+        The last position returns losses if the microbatch has labels, and logits if it has none.
         """
         with self._forward_pass():
             if self.embedding is not None:
@@ -135,7 +136,7 @@ class DecoderChunk(nn.Module):
     def _run_block(
         self, segments: Sequence[Segment], names: Sequence[str], x: Tensor, microbatch: Microbatch
     ) -> tuple[Tensor, ...]:
-        """X for the next block, and what this one reports under ``names``."""
+        """Return x for the next block, and this block's reports ``names``."""
 
         def run(x: Tensor) -> tuple[Tensor, ...]:
             environment = {"x": x}
@@ -144,7 +145,7 @@ class DecoderChunk(nn.Module):
 
         if not (self._recompute and microbatch.train and torch.is_grad_enabled()):
             return run(x)
-        # No random state to preserve: the runner positions the stream again when the block runs again.
+        # No random state to preserve: the runner positions the streams again when the block is recomputed.
         again: tuple[Tensor, ...] = checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
         return again
 

@@ -1,7 +1,7 @@
-"""Cross entropy over a vocabulary that ranks may share.
+"""Cross-entropy over a vocabulary that ranks may share.
 
-Of the logits' size nothing but the logits is kept for the backward, and nothing but their gradient is made: all that is
-computed in fp32 is computed for a few rows at a time, on a CPU within its caches.
+The only tensors of the logits' size are the logits, which are kept for the backward, and their gradient. All fp32
+computation covers a few rows at a time, on a CPU within its caches.
 
 Legend: s sequence, b micro batch, N = s*b tokens, v vocabulary, p padded vocabulary, t ranks that share it, q = p/t
 columns of this rank, r <= q of them real, c rows at a time.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from megatron_run_engine.runtime.comm import ParallelGroup
 
-#: Values that are computed with at a time on a CPU: 1 MiB of fp32.
+#: Values per block on a CPU: 1 MiB of fp32.
 CACHED = 2**18
 LOG2_E = 1 / math.log(2)
 
@@ -31,19 +31,19 @@ LOG2_E = 1 / math.log(2)
 def cross_entropy(
     logits: Tensor, labels: Tensor, vocab: int, label_smoothing: float = 0.0, peers: ParallelGroup = ALONE
 ) -> Tensor:
-    """Loss per token: logits [N, q], labels [N] -> [N], in nats and at least fp32; equal on all ``peers``.
+    """Return the loss per token: logits [N, q], labels [N] -> [N], in nats and at least fp32, equal on all ``peers``.
 
     Rank i of ``peers`` holds columns ``i*q`` to ``(i+1)*q - 1`` of the padded vocabulary. Columns from ``vocab`` on are
-    padding: they are no class and get no gradient. Only scalars per token cross ranks: the maximum, and the sums that
-    the loss is made of (Shoeybi et al. 2019, section 3). ``label_smoothing`` e gives
-    ``(1 - e) * nll + e * mean over v of -log p``. A label that is no class is an error, as in :func:`owned`.
+    padding: they are no class and get no gradient. Only scalars per token cross ranks: the maximum, and the sums of the
+    loss (Shoeybi et al. 2019, section 3). ``label_smoothing`` e gives ``(1 - e) * nll + e * mean over v of -log p``. A
+    label that is no class is an error, as in :func:`owned`.
     """
     result: Tensor = _CrossEntropy.apply(logits, labels, vocab, label_smoothing, peers)  # type: ignore[no-untyped-call]  # torch's
     return result
 
 
 class CrossEntropy(nn.Module):
-    """Loss per token over the real vocabulary, which ``peers`` share, smoothed while training."""
+    """The loss per token over the real vocabulary, which ``peers`` share, with label smoothing while training."""
 
     def __init__(self, vocab: int, label_smoothing: float = 0.0, peers: ParallelGroup = ALONE) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class _CrossEntropy(torch.autograd.Function):
         column, mine = owned(labels, first, real.shape[1], vocab)
         sums = [_sums(real[rows], spreads=smoothing > 0) for rows in _few_rows(logits)]
         top, total, *spread = (torch.cat(parts) for parts in zip(*sums, strict=True))  # each [N], of this rank alone
-        # Differences to the largest logit of all ranks: they neither overflow nor lose digits.
+        # Work with differences to the largest logit of all ranks: exponentials then neither overflow nor lose digits.
         largest = peers.max_(top.clone())
         lower = top - largest if real.shape[1] else torch.zeros_like(top)
         target = torch.where(mine, _at(real, column, largest), 0.0)
@@ -79,7 +79,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """``(softmax - (1 - e) * one_hot(label) - e / v) * grad``, each value rounded once."""
+        """Return ``(softmax - (1 - e) * one_hot(label) - e / v) * grad``, each value rounded once."""
         (logits, column, mine, largest, total), (grad,) = ctx.saved_tensors, grads
         real, scale, smooth = logits[:, : ctx.columns], grad / total, ctx.smoothing / ctx.vocab * grad
         result = torch.empty_like(logits)
@@ -95,9 +95,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _sums(real: Tensor, *, spreads: bool) -> tuple[Tensor, ...]:
-    """Of rows [c, r] the largest value; of the differences to it the sum of exponentials, and with ``spreads`` the sum.
+    """Return the maximum of rows [c, r], the sum of exponentials of differences to it, and with ``spreads`` their sum.
 
-    Each is [c]. Where nothing is possible, or there are no columns, the least number stands for the largest.
+    Each is [c]. If all logits are -inf, or there are no columns, the maximum is the lowest finite number.
     """
     exact = _exact(real)
     least = torch.finfo(exact.dtype).min
@@ -108,27 +108,25 @@ def _sums(real: Tensor, *, spreads: bool) -> tuple[Tensor, ...]:
 
 
 def _exp_(x: Tensor) -> Tensor:
-    """``exp`` in place, as a power of two: on a CPU this is PyTorch's own loop, and ``exp`` is MKL's.
-
-    MKL's is slow on processors that are not Intel's. The result is off by ``|x|`` roundings at most.
-    """
+    """Compute ``exp`` in place, as a power of two. The error is ``|x|`` roundings at most."""
+    # On a CPU exp2 is PyTorch's own vectorised loop. exp is MKL's, which is slow on processors of other makers.
     return x.mul_(LOG2_E).exp2_()
 
 
 def _exact(x: Tensor) -> Tensor:
-    """In at least fp32."""
+    """Convert to at least fp32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _at(real: Tensor, column: Tensor, largest: Tensor) -> Tensor:
-    """Each row's value at ``column``, less the largest: [N, r], [N], [N] -> [N]; 0 of a rank without columns."""
+    """Return each row's value at ``column`` minus the largest: [N, r], [N], [N] -> [N]; 0 on a rank without columns."""
     if not real.shape[1]:
         return torch.zeros_like(largest)
     return _exact(real.gather(1, column[:, None]).squeeze(1)) - largest
 
 
 def _few_rows(logits: Tensor) -> Iterator[slice]:
-    """The rows, on a CPU as many at a time as its caches hold in fp32."""
+    """Yield slices of rows, on a CPU as many as its caches hold in fp32, else all."""
     count, columns = logits.shape
     step = max(1, CACHED // columns) if logits.device.type == "cpu" else max(1, count)
     return (slice(start, start + step) for start in range(0, max(1, count), step))

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 def embed(tokens: Tensor, weight: Parameter, gradients: GradientAccumulator) -> Tensor:
-    """Rows of ``weight`` [v, h] at ``tokens`` [*] -> [*, h]; the weight gradient goes to ``gradients``.
+    """Look up rows of ``weight`` [v, h] at ``tokens`` [*] -> [*, h]. The weight gradient goes to ``gradients``.
 
-    It is added into the rows that were used, without a dense gradient of the whole vocabulary in between.
+    It is added to the rows that were used, without a dense gradient of the whole vocabulary.
     """
     result: Tensor = _Embed.apply(tokens, weight, gradients)  # type: ignore[no-untyped-call]  # torch's
     return result
@@ -56,9 +56,9 @@ class _Embed(torch.autograd.Function):
 
 
 class Positions(nn.Module):
-    """Learned positions: one row of ``weight`` [s, h] for each place in the sequence.
+    """Learned positions: one row of ``weight`` [s, h] per position in the sequence.
 
-    Under sequence parallelism x holds this rank's places, and the gradient of the others comes from the other
+    With sequence parallelism x holds this rank's positions only, so the gradient is a partial sum over the
     tensor-parallel ranks.
     """
 
@@ -76,7 +76,7 @@ class Positions(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The first layer of a model: words, learned positions unless the model rotates, dropout."""
+    """The first layer of a model: word embedding, learned positions unless it uses rope, and dropout."""
 
     def __init__(self, context: BuildContext, spec: TransformerSpec, layers: ParallelLayers) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens [b, s] -> [s, b, h], or [s/t, b, h] under sequence parallelism.
 
-        Raises InputError when s is above the model's sequence length.
+        Raises InputError if s is above the model's sequence length.
         """
         if tokens.shape[1] > self.longest:
             raise InputError(
@@ -101,5 +101,5 @@ class Embedding(nn.Module):
         return result
 
     def segment(self) -> Segment:
-        """The whole layer as one segment, layer -1 of the model."""
+        """Return the whole layer as one segment, layer -1 of the model."""
         return Segment("embedding", -1, 0, self, ("tokens",), ("x",), tuple(self.parameters()), draws=self.draws)

@@ -1,7 +1,7 @@
 """A linear layer whose backward a schedule may split in two.
 
-The input gradient is computed at once, since the previous stage waits for it; the weight gradient is handed to the
-kernel, which runs it now (action B) or later (action W) and accumulates it in ``main_grad``.
+The input gradient is computed at once, since the previous stage waits for it. The weight gradient is submitted to the
+gradient accumulator, which computes it now (action B) or later (action W), into ``main_grad``.
 
 Legend: * any leading dimensions, N their product, i inputs, o outputs.
 """
@@ -34,8 +34,8 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, gradients: GradientAccumulator
     ) -> Tensor:
         ctx.save_for_backward(x)
-        # The parameters themselves, not saved tensors: under activation checkpointing those come back as copies
-        # that know nothing of main_grad.
+        # Keep the parameters themselves: with activation checkpointing, saved tensors are unpacked as copies without
+        # main_grad.
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
         return F.linear(x, weight, bias)
 
@@ -50,7 +50,7 @@ class _Linear(torch.autograd.Function):
 def submit_gradients(
     gradients: GradientAccumulator, weight: Parameter, bias: Parameter | None, x: Tensor, grad: Tensor
 ) -> None:
-    """Hand over the gradients of ``weight`` [o, i] and ``bias`` [o] for input x [*, i] and output gradient [*, o]."""
+    """Submit the gradients of ``weight`` [o, i] and ``bias`` [o] for input x [*, i] and output gradient [*, o]."""
     x2, grad2 = x.flatten(0, -2), grad.flatten(0, -2)  # [*, i] -> [N, i], [*, o] -> [N, o]
 
     def compute() -> None:
@@ -62,7 +62,7 @@ def submit_gradients(
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``, fused where the dtypes allow it."""
+    """Compute ``total += left @ right``, fused if the dtypes are equal."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:

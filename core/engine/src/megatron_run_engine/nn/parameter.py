@@ -1,4 +1,4 @@
-"""Where and how parameters are made: uninitialised, since the kernel fills them by name."""
+"""Creates parameters: uninitialised, since ``runtime.parameter_init`` fills them by name."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ if TYPE_CHECKING:
 
 
 def build_device(context: BuildContext) -> torch.device:
-    """The meta device inside ``with torch.device("meta")``, which plans without memory; else the context's."""
+    """Return the meta device within ``with torch.device("meta")``, for planning without memory, else the context's."""
     default = torch.get_default_device()
     return default if default.type == "meta" else context.device
 
 
 def empty_parameter(context: BuildContext, *shape: int) -> Parameter:
-    """An uninitialised parameter in the parameter dtype, where the model is being built."""
+    """Return an uninitialised parameter in the parameter dtype, on the build device."""
     return Parameter(torch.empty(shape, dtype=context.dtypes.param, device=build_device(context)))
 
 
 def owned(ids: Tensor, first: int, rows: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Where ``ids`` [*] lie among this rank's ``rows`` ids from ``first`` on, and whether they do: both [*].
+    """Return the row of each of ``ids`` [*] among this rank's ``rows`` from ``first`` on, and whether it has one.
 
-    An id of another rank lies at some row of this one. Which one differs from id to id, so that what is added there on
-    its behalf does not all meet in one place. One outside [0, ``stop``) belongs to nobody and raises RuntimeError: at
-    once on the CPU, and on CUDA, without waiting for the device, as the failed assertion of a kernel.
+    An id outside [0, ``stop``) raises RuntimeError: at once on the CPU, on CUDA as a failed assertion of a kernel.
     """
-    ids.new_zeros(1).expand(stop).gather(0, ids.flatten())  # an index that is checked on the device, and no memory
+    # A gather from an expanded scalar takes no memory, and checks every index on the device without waiting for it.
+    ids.new_zeros(1).expand(stop).gather(0, ids.flatten())
     row = ids - first
+    # Ids of other ranks get a row too, a different one for each id: the zeros that a backward adds for them would
+    # otherwise all contend for one row.
     return row.remainder(max(rows, 1)), (row >= 0) & (row < rows)

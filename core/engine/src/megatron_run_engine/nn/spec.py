@@ -1,4 +1,4 @@
-"""The sizes and choices from which transformer pieces are built."""
+"""The specification of a transformer: its sizes and choices."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ Dispatch = Literal["alltoall", "allgather"]
 
 @dataclass(frozen=True)
 class ExpertSpec:
-    """``count`` feed-forward networks of ``ffn`` features in each of ``layers``, of which a token meets ``top_k``.
+    """``count`` experts of ``ffn`` features in each of ``layers``, ``top_k`` of them active per token.
 
-    ``scores`` and ``pre_softmax`` say what a router makes of its logits, ``scaling`` multiplies the weights of the
-    chosen. ``balance`` and ``z`` are the coefficients of the auxiliary losses. An expert takes ``capacity_factor``
-    times its even share of a microbatch's tokens, all where it is None; ``drop`` says whose are left out. Every token
-    also meets a network of ``shared_ffn`` features where that is above 0, ``shared_gate`` weighs it.
+    ``scores`` and ``pre_softmax`` define the router's scores, and ``scaling`` multiplies the weights of chosen experts.
+    ``balance`` and ``z`` are the coefficients of the auxiliary losses. An expert takes at most ``capacity_factor``
+    times its even share of a microbatch's tokens, or all if that is None; ``drop`` selects the tokens to drop. If
+    ``shared_ffn`` is above 0, a shared expert of that many features processes every token, weighted by a gate with
+    ``shared_gate``.
     """
 
     count: int
@@ -40,20 +41,20 @@ class ExpertSpec:
 
     @property
     def ffn_features(self) -> int:
-        """Features of all feed-forward networks that one token meets."""
+        """The features of all feed-forward networks that are active for one token."""
         return self.top_k * self.ffn + self.shared_ffn
 
     @property
     def loss_names(self) -> tuple[str, ...]:
-        """The auxiliary losses that there are, under which a run reports them."""
+        """The names of the auxiliary losses in use, under which they are reported."""
         return ("model/balance_loss",) * (self.balance > 0) + ("model/z_loss",) * (self.z > 0)
 
     def capacity(self, tokens: int) -> int:
-        """How many of a microbatch's ``tokens`` one expert takes: its even share times the factor, rounded up.
+        """Return how many of a microbatch's ``tokens`` one expert takes: its even share times the factor, rounded up.
 
         Fedus et al. 2021, "Switch Transformers", equation 3.
         """
-        assert self.capacity_factor is not None, "every expert takes what it is given"
+        assert self.capacity_factor is not None, "capacity is unlimited"
         return math.ceil(tokens * self.top_k / self.count * self.capacity_factor)
 
 
@@ -64,11 +65,11 @@ Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 
 @dataclass(frozen=True)
 class TransformerSpec:
-    """One decoder: GPT-2 by its defaults (Radford et al. 2019), with the options of later models.
+    """One decoder: GPT-2 by default (Radford et al. 2019), with the options of later models.
 
-    ``sequence_length`` is the longest sequence, ``vocab`` is unpadded, ``dropout`` acts on the embedding, on the
-    attention probabilities and on what each half of a block adds to the residual stream; ``label_smoothing`` on the
-    training loss. Layers have ``experts`` in place of one feed-forward network where it says so.
+    ``sequence_length`` is the longest sequence, and ``vocab`` is unpadded. ``dropout`` acts on the embedding, on the
+    attention probabilities and on the output of each half of a block; ``label_smoothing`` on the training loss. The
+    layers in ``experts.layers`` have experts instead of one feed-forward network.
     """
 
     layers: int
@@ -91,24 +92,24 @@ class TransformerSpec:
 
     @property
     def head_size(self) -> int:
-        """Features of one attention head."""
+        """The features of one attention head."""
         return self.hidden // self.heads
 
     @property
     def init(self) -> Init:
-        """How matrices start."""
+        """The initialisation of matrices."""
         return Init("normal", self.init_std)
 
     @property
     def residual_init(self) -> Init:
-        """How matrices that add to the residual stream start: it sums 2L of them, so each is 1/sqrt(2L) as large."""
+        """The initialisation of matrices that add to the residual stream: it sums 2L of them, so each is 1/sqrt(2L)."""
         return Init("normal", self.init_std / math.sqrt(2 * self.layers))
 
     @property
     def matmul_parameters(self) -> int:
-        """Values of all matrices that a token multiplies: the blocks' and the output layer's, no embedding.
+        """The values of all matrices that are active for a token: blocks and output layer, without the embedding.
 
-        Of experts those that it meets, and the router.
+        Of a layer of experts these are the chosen experts and the router.
         """
         attention = self.head_size * (2 * self.heads + 2 * self.kv_heads)
         features, others = self.ffn * self.layers, 0
@@ -121,11 +122,11 @@ class TransformerSpec:
 
     @property
     def flops_per_token(self) -> float:
-        """Floating-point operations of one token, forward and backward, at the full sequence length.
+        """The floating-point operations of one token, forward and backward, at the full sequence length.
 
-        ``6 N + 12 L s n d``: two operations a parameter and three passes over each matrix (one forward, two
-        backward), and the two s x s products of attention counted in full, as if nothing were masked (Chowdhery et
-        al. 2022, PaLM, appendix B). ``N`` counts the output layer and no embedding.
+        ``6 N + 12 L s n d``: two operations a parameter and three passes over each matrix (one forward, two backward).
+        The two s x s products of attention count in full, as without a mask (Chowdhery et al. 2022, PaLM, appendix B).
+        ``N`` includes the output layer but not the embedding.
         """
         attention = self.layers * self.sequence_length * self.heads * self.head_size
         return 6.0 * self.matmul_parameters + 12.0 * attention

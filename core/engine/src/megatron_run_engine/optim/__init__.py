@@ -1,6 +1,6 @@
-"""The common part of data-parallel optimizers: an update rule on flat buffers, and how ranks divide the work.
+"""The common part of data-parallel optimizers: an update rule on flat buffers, divided over ranks.
 
-``FlatOptimizer`` is the whole contract but for one question, how data-parallel ranks divide a buffer: a
+``FlatOptimizer`` implements the whole contract except one question: how data-parallel ranks divide a buffer. A
 ``ShardingStrategy`` answers it. ``optimizer=adamw`` and ``optimizer=zero1`` are one each.
 
 Imports: contracts, errors, runtime.

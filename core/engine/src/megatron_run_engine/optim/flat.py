@@ -1,4 +1,4 @@
-"""The contract of an optimizer on flat buffers; a ``ShardingStrategy`` divides them over data-parallel ranks."""
+"""The contract of an optimizer on flat buffers, which a ``ShardingStrategy`` divides over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ if TYPE_CHECKING:
 
 
 class FlatOptimizer(Optimizer):
-    """Gradients, parameters and masters in flat buckets, updated where ``sharing`` says.
+    """Gradients, parameters and masters in flat buckets, updated by the ranks that ``sharing`` selects.
 
-    It is made once for all data-parallel ranks, and once for those among them that hold the same experts.
+    ``sharing`` makes a strategy for a group of ranks. It is called once for the data-parallel ranks, and once for those
+    of them that hold the same experts.
 
-    With ``overlap_param_gather`` updated parameters travel while the next step already runs, and each bucket is waited
-    for when a segment needs it; else ``start_param_sync`` returns when they have arrived.
+    With ``overlap_param_gather`` updated parameters are gathered while the next step already runs, and each bucket is
+    awaited when a segment reads it. Without it ``start_param_sync`` returns when all have arrived.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class FlatOptimizer(Optimizer):
         )
         self._shares = [self._share(bucket) for bucket in self._buckets]
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
-        # Within a chunk buckets lie in the order of its backward; tied ones, the embedding's, are read before the rest.
+        # Within a chunk buckets lie in the order of its backward. Tied ones are the embedding's, which is read first.
         self._in_backward_order = sorted(self._shares, key=lambda share: _position(share.bucket), reverse=True)
         self._update = Update(self._shares, self._rule, self._options, self._device)
         self._reducer = BucketReducer(self._buckets, self._send, early=self._options.overlap_grad_reduce)
@@ -79,21 +80,21 @@ class FlatOptimizer(Optimizer):
         self._counted = [grads for share in self._shares for grads in share.counted()]
 
     def zero_grad(self) -> None:
-        """Clear the buckets; nothing has arrived and nothing is sent."""
+        """Zero the buckets and begin a new step of reductions."""
         for bucket in self._buckets:
             bucket.grad.zero_()
         self._reducer.start_step()
 
     def grad_ready(self, parameter: Parameter) -> None:
-        """Send the complete buckets at the head of this chunk's sequence, never out of it."""
+        """Note that the gradient of ``parameter`` is final, and send the buckets that are complete, in order."""
         self._reducer.arrived(parameter)
 
     def start_grad_sync(self, chunk: int) -> None:
-        """Send what is left of ``chunk``."""
+        """Send the remaining buckets of ``chunk``."""
         self._reducer.flush(chunk)
 
     def finish_grad_sync(self) -> None:
-        """Wait for every reduction, then make partial gradients whole, where this rank updates them."""
+        """Wait for every reduction, then sum partial gradients over their axis, where this rank updates them."""
         self._reducer.finish()
         for share in self._shares:
             axis = next(iter(share.bucket.infos.values())).partial_over
@@ -102,7 +103,7 @@ class FlatOptimizer(Optimizer):
             share.take_gradients()
 
     def unscale_(self, factor: Tensor) -> Tensor:
-        """Multiply by ``factor`` and look for non-finite values, in one pass over each share."""
+        """Multiply by ``factor`` and check for non-finite values, in one pass over each share."""
         found_inf = torch.zeros(1, device=self._device)
         grads = [share.grads for share in self._shares if share.updated]
         if grads:
@@ -110,7 +111,7 @@ class FlatOptimizer(Optimizer):
         return self._groups.max_(found_inf, "world")
 
     def clip_(self, max_norm: float) -> Tensor:
-        """Clip by the global norm: each rank adds the squares of what it alone answers for, in float64."""
+        """Clip by the global norm. Each rank adds the squares of the gradients that it owns, in float64."""
         squares = torch.zeros(1, dtype=torch.float64, device=self._device)
         for grads in self._counted:
             squares += sum_of_squares(grads)
@@ -122,7 +123,7 @@ class FlatOptimizer(Optimizer):
         return norm.float()
 
     def count_zeros(self) -> Tensor:
-        """Zeros among the gradients of all logical tensors, padding left out, fp32 [1]."""
+        """Return the number of zeros in the gradients of all logical tensors, without padding, fp32 [1]."""
         zeros = torch.zeros(1, dtype=torch.int64, device=self._device)  # fp32 would stop counting at 2**24
         for share in self._shares:
             for piece in share.pieces(share.owned):
@@ -131,21 +132,21 @@ class FlatOptimizer(Optimizer):
         return self._groups.sum_(zeros, "world").float()
 
     def step(self, lr: float, weight_decay: float) -> None:
-        """Update the masters of this rank's shares and round them to parameters."""
-        self.ensure_ready(self._bucket_of)  # what no segment has read since the last step
+        """Update the masters of this rank's shares and round them to the parameters' type."""
+        self.ensure_ready(self._bucket_of)  # a gather that no segment has awaited would overwrite the update
         self._update.step(lr, weight_decay)
         for share in self._shares:
             share.give_values()
 
     def start_param_sync(self) -> None:
-        """Start to gather what other ranks updated: the buckets that the next forward reads first go first."""
+        """Start to gather the parameters that other ranks updated, first those that the next forward reads first."""
         for share in reversed(self._in_backward_order):
             self._arriving[share.bucket] = self._sharing[share.bucket.replicas].start_gather(share.values, share.bucket)
         if not self._overlap:
             self.ensure_ready(self._bucket_of)
 
     def ensure_ready(self, parameters: Iterable[Parameter]) -> None:
-        """Wait for the buckets of ``parameters`` that are still on their way. What is in no bucket never is."""
+        """Wait for the buckets of ``parameters`` that are being gathered. Parameters in no bucket are always ready."""
         if not self._arriving:
             return
         for parameter in parameters:
@@ -155,7 +156,7 @@ class FlatOptimizer(Optimizer):
                 pending.wait()
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes that this rank holds, by role."""
+        """Return the bytes that this rank holds, by role."""
         shares, state = self._shares, self._update.state_bytes()
         return {
             "parameters": sum(share.values.nbytes for share in shares),
@@ -166,19 +167,19 @@ class FlatOptimizer(Optimizer):
         }
 
     def iter_state(self) -> Iterator[StatePiece]:
-        """What this rank alone answers for, in boxes of logical tensors; a tied or replicated copy once."""
+        """Yield the state that this rank owns, as boxes of logical tensors. Of several copies one rank owns one."""
         return iter_state(self._update)
 
     def load_state(self, read: ReadState) -> None:
-        """Read masters and state of all that this rank updates, then bring the parameters to every rank."""
+        """Read masters and state of the values that this rank updates, then gather the parameters on every rank."""
         self._load(partial(load_state, self._update, read))
 
     def load_weights(self, read: ReadState) -> None:
-        """Read the masters alone; the rule makes its state in the next step, as in the first one."""
+        """Read the masters only. The rule creates its state in the next step, as in a first step."""
         self._load(partial(load_weights, self._update, read))
 
     def _load(self, load: Callable[[], None]) -> None:
-        self.ensure_ready(self._bucket_of)  # what is still on its way would arrive over what is loaded
+        self.ensure_ready(self._bucket_of)  # a gather in flight would overwrite what is loaded
         load()
         for share in self._shares:
             share.give_values()
@@ -186,7 +187,7 @@ class FlatOptimizer(Optimizer):
         self.ensure_ready(self._bucket_of)
 
     def _send(self, bucket: Bucket) -> Pending:
-        if self._grad_scale != 1.0:
+        if self._grad_scale != 1.0:  # before the sum: in 16 bits a sum over many ranks could overflow
             bucket.grad.mul_(self._grad_scale)
         return self._sharing[bucket.replicas].start_reduce(bucket)
 
@@ -196,22 +197,20 @@ class FlatOptimizer(Optimizer):
 
 
 def _position(bucket: Bucket) -> int:
-    """When the next forward reads ``bucket``: tied parameters first, then chunk by chunk."""
+    """Return when the next forward reads ``bucket``: tied parameters first, then chunk by chunk."""
     return -1 if bucket.chunk is None else bucket.chunk
 
 
-#: Values whose squares are summed in fp32: so few that rounding stays far below what a coefficient could show.
+#: Values whose squares are summed in fp32: few enough that rounding cannot change the clipping coefficient visibly.
 _ROW = 256
-#: Between these sums no square can have overflowed fp32, and what underflowed weighs nothing.
+#: Between these sums no square can have overflowed fp32, and squares that underflowed are negligible.
 _LEAST, _MOST = 1e-20, 1e30
 
 
 def sum_of_squares(flat: Tensor) -> Tensor:
-    """The sum of the squares of ``flat`` [n], float64 [].
-
-    On a CPU torch takes far longer to sum fp32 values in float64 than in fp32. So rows are summed in fp32 there, and
-    the rows in float64, unless values are so large or so small that fp32 cannot hold their squares.
-    """
+    """Return the sum of the squares of ``flat`` [n], float64 []."""
+    # On a CPU torch sums fp32 values far slower in float64 than in fp32. So sum rows in fp32 and the rows in float64,
+    # unless the values are so large or so small that fp32 cannot hold their squares.
     if flat.device.type == "cpu" and flat.dtype == torch.float32:
         rows = len(flat) // _ROW * _ROW
         total = _exact(torch.linalg.vector_norm(flat[:rows].view(-1, _ROW), dim=1)) + _exact(flat[rows:])

@@ -1,7 +1,7 @@
-"""Where the values of a parameter lie: in a flat buffer, in one rank's share of it, and in the parameter.
+"""Index arithmetic: where a parameter's values lie in a flat buffer, in one rank's share of it, and in the parameter.
 
-The three ranges of the distributed optimizer (Rajbhandari et al. 2020, ZeRO-1, on contiguous buffers). A share is cut
-anywhere, so a parameter may straddle ranks. Pure arithmetic.
+These are the three ranges of the distributed optimizer (Rajbhandari et al. 2020, ZeRO-1, on contiguous buffers). Shares
+are cut anywhere, so a parameter may straddle ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Key = TypeVar("Key")
 
 
 class ParamRange(NamedTuple):
-    """One parameter's values in one share, counted three ways; all three ranges have one length.
+    """One parameter's values in one share, as three ranges of equal length.
 
     ``world`` counts from the start of the buffer, ``local`` from that of the share, ``param`` from the parameter's.
     """
@@ -29,7 +29,7 @@ class ParamRange(NamedTuple):
 
 
 def param_range(start: int, length: int, share: range) -> ParamRange | None:
-    """The values in ``share`` of a parameter that lies at ``start`` of the buffer; None when it has none there."""
+    """Return the values in ``share`` of a parameter at ``start`` of the buffer, or None if it has none there."""
     world = range(max(start, share.start), min(start + length, share.stop))
     return ParamRange(world, _from(share.start, world), _from(start, world)) if world else None
 
@@ -37,7 +37,7 @@ def param_range(start: int, length: int, share: range) -> ParamRange | None:
 def param_ranges(
     starts: Mapping[Key, int], lengths: Mapping[Key, int], share: range
 ) -> Iterator[tuple[Key, ParamRange]]:
-    """Every parameter with values in ``share``, in the order of the buffer."""
+    """Yield every parameter with values in ``share``, in the order of the buffer."""
     for key, start in starts.items():
         found = param_range(start, lengths[key], share)
         if found is not None:
@@ -49,7 +49,7 @@ def _from(origin: int, world: range) -> range:
 
 
 class FlatBox(NamedTuple):
-    """A box of a tensor: ``starts`` and ``sizes`` per dimension; its values lie at ``flat`` of the flattened tensor."""
+    """A box of a tensor, with ``starts`` and ``sizes`` per dimension, at ``flat`` of the flattened tensor."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -57,7 +57,7 @@ class FlatBox(NamedTuple):
 
 
 class PartBox(NamedTuple):
-    """A box of the logical tensor ``part.name``, whose values lie at ``flat`` of the flattened parameter."""
+    """A box of the logical tensor ``part.name``, at ``flat`` of the flattened parameter."""
 
     part: Part
     starts: tuple[int, ...]
@@ -66,7 +66,7 @@ class PartBox(NamedTuple):
 
 
 def part_boxes(shape: tuple[int, ...], parts: Sequence[Part], flat: range) -> Iterator[PartBox]:
-    """The boxes of logical tensors in the values ``flat`` of a parameter of ``shape`` that holds ``parts``.
+    """Yield the boxes of logical tensors in the values ``flat`` of a parameter of ``shape`` with ``parts``.
 
     Padding is left out.
     """
@@ -84,8 +84,8 @@ def part_boxes(shape: tuple[int, ...], parts: Sequence[Part], flat: range) -> It
 def boxes(shape: tuple[int, ...], flat: range) -> Iterator[FlatBox]:
     """Cut the values ``flat`` of a contiguous tensor of ``shape`` into boxes, in order: at most ``2 * ndim - 1``.
 
-    A box is whole in every dimension but the first in which it is cut, so that its values are contiguous: the end of
-    a row, rows, the beginning of a row; and so on in each dimension.
+    A box is cut in one dimension at most and whole in all later ones, so that its values are contiguous: the end of a
+    row, whole rows, the beginning of a row; and so on within each dimension.
     """
     if not flat:
         return

@@ -1,4 +1,8 @@
-"""Gradients leave in one sequence that is fixed in advance, bucket by bucket, while the backward goes on."""
+"""Starts the reduction of gradients bucket by bucket, in a fixed order, while the backward is still running.
+
+The order is fixed because collectives pair up by order: ranks that complete buckets in different orders would otherwise
+reduce one bucket with another. ``runtime.gradients`` draws who calls this.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class BucketReducer:
-    """Sends each bucket once a step with ``send``: only complete ones, and only at the head of their chunk's sequence.
+    """Sends each bucket once per step with ``send``: when it is complete, and all before it in its chunk are sent.
 
-    With ``early`` false everything leaves at the end of the step.
+    With ``early`` false all buckets are sent at the end of the step.
     """
 
     def __init__(self, buckets: Sequence[Bucket], send: Callable[[Bucket], Pending], *, early: bool) -> None:
@@ -27,7 +31,7 @@ class BucketReducer:
         self._sent: dict[Bucket, Pending] = {}
 
     def start_step(self) -> None:
-        """Nothing has arrived and nothing is sent."""
+        """Begin a step: no gradient has arrived and no bucket is sent."""
         self._waiting = {bucket: set(bucket.parameters) for bucket in self._buckets}
         self._unsent, self._sent = {}, {}
         for bucket in self._buckets:
@@ -35,23 +39,23 @@ class BucketReducer:
                 self._unsent.setdefault(bucket.chunk, deque()).append(bucket)
 
     def arrived(self, parameter: Parameter) -> None:
-        """The last gradient of the step is in ``parameter.main_grad``: send what is complete, in order."""
+        """Note that ``parameter.main_grad`` is final in this step, and send the buckets that are complete, in order."""
         bucket = self._bucket_of[parameter]
         self._waiting[bucket].discard(parameter)
         if bucket.chunk is None or not self._early:
-            return  # tied: other chunks may still add to it
+            return  # a tied parameter: other chunks may still add to it
         unsent = self._unsent[bucket.chunk]
         while unsent and not self._waiting[unsent[0]]:
             self._send(unsent.popleft())
 
     def flush(self, chunk: int) -> None:
-        """Send what is left of ``chunk``."""
+        """Send the remaining buckets of ``chunk``."""
         unsent = self._unsent.get(chunk)
         while self._early and unsent:
             self._send(unsent.popleft())
 
     def finish(self) -> None:
-        """Send everything that is left, tied buckets too, and wait for it."""
+        """Send all remaining buckets, tied ones too, and wait for every reduction."""
         for bucket in self._buckets:
             if bucket not in self._sent:
                 self._send(bucket)

@@ -1,4 +1,4 @@
-"""How data-parallel ranks share a flat buffer."""
+"""How data-parallel ranks divide a flat buffer: the strategy of an optimizer, and one rank's shard of a bucket."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ if TYPE_CHECKING:
 
 
 class ShardingStrategy(ABC):
-    """Says which values this rank updates, and moves gradients and parameters between the ranks accordingly.
+    """Decides which values this rank updates, and moves gradients and parameters between the ranks accordingly.
 
-    Everything happens per bucket, in an order that is equal on every rank.
+    All methods are called bucket by bucket, in an order that is equal on every rank.
     """
 
     @abstractmethod
     def updated(self, bucket: Bucket) -> range:
-        """The values of ``bucket`` that this rank updates: its own share of them at least."""
+        """Return the values of ``bucket`` that this rank updates, which contain the share that it owns."""
 
     @abstractmethod
     def start_reduce(self, bucket: Bucket) -> Pending:
-        """Start to sum ``bucket.grad`` over the ranks, in place, where this rank updates it."""
+        """Start to sum ``bucket.grad`` over the ranks, in place, at least where this rank updates it."""
 
     @abstractmethod
     def start_gather(self, values: Tensor, bucket: Bucket) -> Pending:
-        """Start to bring updated ``values``, parameters laid out as ``bucket`` is, to the ranks that lack them."""
+        """Start to send updated ``values``, parameters in the layout of ``bucket``, to the ranks that lack them."""
 
 
 Key = TypeVar("Key")
 
 
 class Piece(NamedTuple):
-    """Values that lie together in a buffer and are a box of one logical tensor.
+    """Contiguous values of a buffer that form a box of one logical tensor.
 
-    ``starts`` and ``sizes`` are those of the logical tensor ``part.name``, ``world`` is the range in the bucket.
+    ``starts`` and ``sizes`` locate the box in the logical tensor ``part.name``. ``world`` is its range in the bucket.
     """
 
     info: ParamInfo
@@ -54,50 +54,50 @@ class Piece(NamedTuple):
 
     @property
     def is_first(self) -> bool:
-        """Whether the logical tensor's very first value is here."""
+        """Whether it contains the first value of the logical tensor."""
         return not any(self.starts)
 
 
 class Shard:
-    """The values ``updated`` of a bucket; this rank alone answers for ``owned``, which lies within.
+    """The values ``updated`` of a bucket by this rank, which alone owns the range ``owned`` within them.
 
-    ``values`` are the bucket's parameters, flat; ``masters`` and ``grads`` cover ``updated`` in the type ``main``. They
-    are the parameters' and the gradients' own storage where those have that type, and buffers of their own otherwise.
+    ``values`` are the bucket's parameters, flat. ``masters`` and ``grads`` cover ``updated`` in the type ``main``. They
+    are views of the parameters' and gradients' storage if that has the type, and otherwise separate buffers.
     """
 
     def __init__(self, bucket: Bucket, updated: range, owned: range, main: torch.dtype) -> None:
         self.bucket, self.updated, self.owned = bucket, updated, owned
         self.values = bucket.flatten_parameters()
         self._values, self._gradients = self._cut(self.values), self._cut(bucket.grad)
-        self.masters = self._values.to(main)  # no copy where the type is right already
+        self.masters = self._values.to(main)  # to() returns its own tensor, a view, if the type is right already
         self.grads = self._gradients.to(main)
 
     @property
     def has_masters(self) -> bool:
-        """Whether the masters are a buffer of their own."""
+        """Whether the masters are a separate buffer."""
         return self.masters is not self._values
 
     @property
     def has_main_grads(self) -> bool:
-        """Whether gradients are copied before the update."""
+        """Whether gradients are converted to a separate buffer before the update."""
         return self.grads is not self._gradients
 
     def take_gradients(self) -> None:
-        """Bring the reduced gradients into ``grads``."""
+        """Convert the reduced gradients to ``grads``."""
         if self.has_main_grads:
             self.grads.copy_(self._gradients)
 
     def give_values(self) -> None:
-        """Round the masters to the parameters."""
+        """Round the masters to the parameters' type."""
         if self.has_masters:
             self._values.copy_(self.masters)
 
     def local(self, world: range) -> slice:
-        """Where values of the bucket lie in ``masters`` and ``grads``."""
+        """Return the slice of ``masters`` and ``grads`` for a range of the bucket."""
         return slice(world.start - self.updated.start, world.stop - self.updated.start)
 
     def runs(self, key: Callable[[ParamInfo], Key], within: range) -> Iterator[tuple[Key, range]]:
-        """The longest ranges ``within`` which ``key`` is the same; the padding after a parameter goes with it."""
+        """Yield the longest ranges ``within`` which ``key`` is equal. The padding after a parameter belongs to it."""
         starts = (*self.bucket.starts.values(), len(self.bucket.grad))
         keys = [key(info) for info in self.bucket.infos.values()]
         first = 0
@@ -110,11 +110,11 @@ class Shard:
             first = index + 1
 
     def counted(self) -> list[Tensor]:
-        """The gradients that this rank adds to the global norm. Padding may be among them: it is zero."""
+        """Return the gradients that this rank adds to the global norm. They may include padding, which is zero."""
         return [self.grads[self.local(run)] for counted, run in self.runs(_is_counted, self.owned) if counted]
 
     def pieces(self, within: range) -> Iterator[Piece]:
-        """The boxes of logical tensors that lie ``within`` a range of the bucket; padding is left out."""
+        """Yield the boxes of logical tensors ``within`` a range of the bucket, without padding."""
         lengths = {parameter: parameter.numel() for parameter in self.bucket.parameters}
         for parameter, found in param_ranges(self.bucket.starts, lengths, within):
             info, start = self.bucket.infos[parameter], self.bucket.starts[parameter]

@@ -1,4 +1,4 @@
-"""Master weights and the rule's state as boxes of logical tensors, out of segments and back into them."""
+"""Converts master weights and the rule's state between flat segments and boxes of logical tensors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def iter_state(update: Update) -> Iterator[StatePiece]:
-    """The state that this rank alone answers for; what describes a whole logical tensor goes with its first value.
+    """Yield the state that this rank owns. State of a whole logical tensor belongs to the owner of its first value.
 
-    A run may be saved before its first update. A rule of the user's that has not begun then has masters only.
+    A run may be saved before its first update. A user's own rule then has masters only.
     """
     update.begin()
     for segment in update.segments:
@@ -39,30 +39,30 @@ def iter_state(update: Update) -> Iterator[StatePiece]:
 
 
 def load_state(update: Update, read: ReadState) -> None:
-    """Fill masters and state of every segment from the boxes that ``read`` looks up."""
+    """Fill masters and state of every segment with boxes from ``read``."""
     update.start()
     _fill(update, read)
 
 
 def load_weights(update: Update, read: ReadState) -> None:
-    """Fill the masters of every segment from the boxes that ``read`` looks up; the rule has no state then."""
+    """Fill the masters of every segment with boxes from ``read``, and clear the rule's state."""
     update.forget()
     _fill(update, read)
 
 
 @torch.no_grad()
 def _fill(update: Update, read: ReadState) -> None:
-    """Fill masters and what state there is."""
+    """Fill the masters, and the state that the rule has."""
     for segment in update.segments:
         state = update.state(segment)
         for index, piece in enumerate(segment.share.pieces(segment.world)):
             for field, flat in _by_value(segment, state).items():
                 flat[_within(segment, piece)].copy_(read(piece.part.name, field, piece.starts, piece.sizes).flatten())
-            if index == 0:  # the same for every logical tensor of a segment: they have been updated together
-                _load_the_rest(update, segment, piece.part.name, read)
+            if index == 0:  # equal for all logical tensors of a segment: they have been updated together
+                _load_whole(update, segment, piece.part.name, read)
 
 
-def _load_the_rest(update: Update, segment: Segment, name: str, read: ReadState) -> None:
+def _load_whole(update: Update, segment: Segment, name: str, read: ReadState) -> None:
     for field, value in _of_the_whole(segment, update.state(segment)).items():
         if isinstance(value, Tensor):
             value.copy_(read(name, field, (0,) * value.ndim, tuple(value.shape)))
@@ -71,13 +71,13 @@ def _load_the_rest(update: Update, segment: Segment, name: str, read: ReadState)
 
 
 def _by_value(segment: Segment, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What has one number for each value of ``segment``, flat."""
+    """Return the masters, and the state with one number per value of ``segment``, flat."""
     alike = {field: value for field, value in state.items() if _is_alike(segment, value)}
     return {field: tensor.detach().view(-1) for field, tensor in {MASTER: segment.values, **alike}.items()}
 
 
 def _of_the_whole(segment: Segment, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The rest: counters, and whatever shape a rule makes of a whole tensor."""
+    """Return the other state: counters, and state of other shapes for a whole tensor."""
     return {field: value for field, value in state.items() if not _is_alike(segment, value)}
 
 

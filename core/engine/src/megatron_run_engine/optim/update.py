@@ -1,4 +1,4 @@
-"""An update rule at work on segments: ranges of a share whose values are updated with the same numbers."""
+"""Applies an update rule to segments: ranges of a share whose values have the same hyperparameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Group(NamedTuple):
-    """What values must have in common to be updated together."""
+    """The hyperparameters that values must share to be updated together."""
 
     decays: bool
     lr_mult: float
@@ -28,9 +28,9 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Values ``world`` of the share's bucket as PyTorch's optimizers want them: a parameter with its gradient.
+    """Values ``world`` of the share's bucket as a parameter with its gradient, for an optimizer of PyTorch.
 
-    Flat, or one logical tensor in its shape when the rule wants it whole.
+    The parameter is flat, or one logical tensor in its shape if the rule needs it whole.
     """
 
     share: Shard
@@ -40,14 +40,14 @@ class Segment:
 
     @classmethod
     def of(cls, share: Shard, world: range, group: Group, shape: tuple[int, ...] = (-1,)) -> Segment:
-        """The segment of ``world``, whose values and gradient are views of the share's."""
+        """Make the segment of ``world``. Its values and gradient are views of the share's."""
         values = Parameter(share.masters[share.local(world)].view(shape))
         values.grad = share.grads[share.local(world)].view(shape)
         return cls(share, world, group, values)
 
 
 class Update:
-    """Applies ``rule``, the one that ``options`` ask for, to ``shares``."""
+    """Applies ``rule`` with ``options`` to ``shares``."""
 
     def __init__(self, shares: Sequence[Shard], rule: UpdateRule, options: UpdateOptions, device: torch.device) -> None:
         self._shares, self._rule, self._options, self._device = shares, rule, options, device
@@ -62,7 +62,7 @@ class Update:
         ]
 
     def step(self, lr: float, weight_decay: float) -> None:
-        """Update every segment; ``weight_decay`` where it decays."""
+        """Update every segment, with ``weight_decay`` where its parameters decay."""
         self._begun = True
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -71,12 +71,12 @@ class Update:
             optimizer.step()
 
     def start(self) -> None:
-        """Let the rule make its state, by a step that moves nothing, and forget that there was one.
+        """Create the rule's state by a step that changes nothing, and reset its step counts.
 
-        For a rule that ``starts_at_zero`` this is the state that it begins with; of others the values are junk.
+        For a rule that ``starts_at_zero`` this is its initial state. For others the values are undefined.
         """
         for share in self._shares:
-            share.grads.zero_()  # of a step that is over; they might not be finite
+            share.grads.zero_()  # gradients of an earlier step might not be finite, and 0 * inf is nan
         self.step(0.0, 0.0)
         for segment in self.segments:
             state = self._state(segment)
@@ -84,33 +84,33 @@ class Update:
                 state["step"] *= 0
 
     def forget(self) -> None:
-        """Have no state, as before the first step."""
+        """Clear the state, as before the first step."""
         self._begun = False
         for optimizer in self._optimizers:
             optimizer.state.clear()
 
     def begin(self) -> None:
-        """Have the state that the first step will find, where that is known."""
+        """Create the initial state before the first step, if the rule starts at zero."""
         if not self._begun and self._rule.starts_at_zero:
             self.start()
 
     def state(self, segment: Segment) -> dict[str, Any]:
-        """The rule's state of ``segment`` by field, as PyTorch holds it."""
+        """Return the rule's state of ``segment`` by field, as PyTorch holds it."""
         return {field: value for field, value in self._state(segment).items() if value is not None}
 
     def set_state(self, segment: Segment, field: str, value: Any) -> None:
-        """Replace a number of the rule's state; tensors are written into."""
+        """Replace a number of the rule's state. Tensors are copied into instead."""
         self._state(segment)[field] = value
 
     def _state(self, segment: Segment) -> dict[str, Any]:
         return next((each.state[segment.values] for each in self._optimizers if segment.values in each.state), {})
 
     def state_bytes(self) -> int | None:
-        """Bytes of the rule's state, on the meta device after a step; None for a rule that cannot step there."""
+        """Return the bytes of the rule's state; None for a rule that cannot step on the meta device."""
         if self._device.type == "meta":
             try:
                 self.start()
-            except RuntimeError:  # what torch says of a rule that looks at values
+            except RuntimeError:  # the rule reads values, which meta tensors do not have
                 return None
         states = (self.state(segment).values() for segment in self.segments)
         return sum(value.nbytes for values in states for value in values if isinstance(value, Tensor))
@@ -126,12 +126,12 @@ class Update:
         return Group(info.decay, self._options.factor(info.name), by_rest)
 
     def _runs(self, share: Shard) -> Iterator[Segment]:
-        """Ranges of one group, the longest that there are."""
+        """Yield the longest ranges of one group each."""
         for group, world in share.runs(self._group, share.updated):
             yield Segment.of(share, world, group)
 
     def _whole_tensors(self, share: Shard) -> Iterator[Segment]:
-        """Each logical tensor, which a rank has whole or not at all."""
+        """Yield each logical tensor. A rank has it whole or not at all."""
         if not share.updated:
             return
         for parameter, info in share.bucket.infos.items():

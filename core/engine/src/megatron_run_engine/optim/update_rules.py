@@ -1,4 +1,4 @@
-"""Update rules by name: PyTorch's optimizers, applied to flat segments of the master weights.
+"""Update rules by name: optimizers of PyTorch, applied to flat segments of the master weights.
 
 AdamW: Loshchilov and Hutter 2019; Adam: Kingma and Ba 2015; Muon: Jordan et al. 2024.
 """
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config
 
 
-#: The rules with a name of their own.
+#: The rules with a short name.
 RULES = ("adamw", "adam", "sgd", "muon")
 
 
 def _rule(text: str) -> str:
-    """One of :data:`RULES`, or ``MODULE:CLASS``."""
+    """Validate one of :data:`RULES`, or ``MODULE:CLASS``."""
     module, _, name = text.partition(":")
     if text not in RULES and not (module and name):
         listed = f"the rules are {', '.join(RULES)}, or MODULE:CLASS"
@@ -36,7 +36,7 @@ def _rule(text: str) -> str:
 
 
 def _multiplier(text: str) -> str:
-    """``PATTERN:FACTOR`` with a factor that is a number of at least 0."""
+    """Validate ``PATTERN:FACTOR`` with a factor of at least 0."""
     pattern, _, factor = text.rpartition(":")
     try:
         valid = bool(pattern) and float(factor) >= 0
@@ -49,7 +49,7 @@ def _multiplier(text: str) -> str:
 
 #: ``PATTERN:FACTOR``, as in ``embedding.*:0.1``.
 Multiplier = Annotated[str, AfterValidator(_multiplier)]
-#: How much of a moment is kept at each step.
+#: The part of a moment that each step keeps.
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -80,7 +80,7 @@ class UpdateOptions(BaseModel):
     overlap_grad_reduce: bool = Field(True, description="reduce complete buckets during the backward")
 
     def factor(self, name: str) -> float:
-        """The learning rate's factor for the parameter ``name``."""
+        """Return the factor on the learning rate of the parameter ``name``."""
         for pattern, _, factor in (text.rpartition(":") for text in reversed(self.lr_mult)):
             if fnmatchcase(name, pattern):
                 return float(factor)
@@ -91,8 +91,8 @@ class UpdateOptions(BaseModel):
         return any(fnmatchcase(name, pattern) for pattern in self.adamw_for)
 
 
-_MUON_MOMENTUM = 0.95  # of its authors and of PyTorch
-#: Options that not every rule reads, and which do.
+_MUON_MOMENTUM = 0.95  # the default of its authors and of PyTorch
+#: Options that only some rules read, with these rules.
 _READ_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "betas": ("adamw", "adam", "muon"),
@@ -108,9 +108,9 @@ _READ_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
 class UpdateRule:
     """A class of ``torch.optim`` with its arguments.
 
-    ``whole``: it must see each logical tensor whole and in its shape; else it treats every value alike, and may be
-    given any range of a buffer. ``rest`` is the rule for what this one cannot update: all but hidden matrices.
-    ``starts_at_zero``: all state is zero before the first step, as far as its updates can tell.
+    A ``whole`` rule must see each logical tensor whole and in its shape. Any other rule updates value by value, and can
+    be given any range of a buffer. ``rest`` is the rule for parameters that this one cannot update: all but hidden
+    matrices. ``starts_at_zero`` means that zero state before the first step gives the same updates as no state.
     """
 
     kind: type[torch.optim.Optimizer]
@@ -120,9 +120,9 @@ class UpdateRule:
     starts_at_zero: bool = True
 
     def make(self, groups: list[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
-        """The optimizer of ``groups``, with PyTorch's fused kernel where the rule asks for it and ``device`` has it.
+        """Make the optimizer of ``groups``, with PyTorch's fused kernel if the rule wants it and ``device`` has it.
 
-        Raises :class:`InputError` for arguments that the class does not take.
+        Raises :class:`InputError` for arguments that the class does not accept.
         """
         arguments = dict(self.arguments)
         if device.type == "meta":
@@ -140,7 +140,7 @@ class UpdateRule:
 
 
 def check_update(config: Config, options: UpdateOptions) -> Iterator[str]:
-    """For ``PluginInfo.check_config``: refuse what :func:`find_rule` does, and tell of options that do nothing."""
+    """Check options for ``PluginInfo.check_config``: raise as :func:`find_rule`, and yield notices of idle options."""
     find_rule(options, config.parallel.tensor)
     for option, rules in _READ_BY.items():
         if option in options.model_fields_set and options.rule not in rules:
@@ -152,9 +152,9 @@ def check_update(config: Config, options: UpdateOptions) -> Iterator[str]:
 
 
 def find_rule(options: UpdateOptions, tensor: int = 1) -> UpdateRule:
-    """The rule that ``options`` ask for, on parameters that ``tensor`` ranks split.
+    """Return the rule that ``options`` name, for parameters split over ``tensor`` ranks.
 
-    Raises :class:`InputError` for one that does not exist, or cannot work on parts of a matrix.
+    Raises :class:`InputError` for a rule that does not exist, or that cannot update parts of a matrix.
     """
     rule = _find(options)
     if rule.whole and tensor > 1:
@@ -177,7 +177,7 @@ def _find(options: UpdateOptions) -> UpdateRule:
         case "sgd":
             momentum = options.momentum or 0.0
             arguments = {"momentum": momentum, "nesterov": options.nesterov, "fused": True, **more}
-            # Without dampening the first step, which takes the gradient as it is, is like all others.
+            # The first step takes the gradient as momentum. Without dampening this equals a zero momentum buffer.
             return UpdateRule(torch.optim.SGD, arguments, starts_at_zero=not more.get("dampening"))
         case "muon":
             return _muon(options)
@@ -186,7 +186,7 @@ def _find(options: UpdateOptions) -> UpdateRule:
 
 
 def _muon(options: UpdateOptions) -> UpdateRule:
-    """Muon for hidden matrices, AdamW for the rest."""
+    """Make the rule Muon for hidden matrices, with AdamW for the rest."""
     kind = getattr(torch.optim, "Muon", None)
     if kind is None:
         raise InputError(

@@ -1,7 +1,7 @@
-"""The run folder: what a run leaves on disk, and who may write into it.
+"""The run folder: the files of a run, and the rules that protect them.
 
-``open_run_folder`` applies the rules by which a folder is created, joined or refused; ``RunFolder`` knows where
-everything lies and keeps ``status.json``.
+``open_run_folder`` creates, joins or refuses a folder and takes its lock. ``RunFolder`` knows the paths and maintains
+``status.json``.
 
 Imports: checkpoint, errors, planning.
 """

@@ -1,4 +1,4 @@
-"""Where everything of a run lies, and ``status.json``, which says how it goes."""
+"""The paths in a run folder, and ``status.json``, which reports the state of the run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS
 
 State = Literal["starting", "running", "finished", "stopped", "failed"]
 
-#: Seconds between two heartbeats: often enough to tell a hang, rare enough for a network file system.
+#: Seconds between two heartbeats: often enough to notice a hang, rare enough for a network file system.
 HEARTBEAT = 1.0
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace ``path`` in one move, so that a reader never sees half of it."""
+    """Replace ``path`` atomically, so that a reader never sees half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
@@ -31,7 +31,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The mapping in ``path``, or None when there is none that can be read."""
+    """Return the mapping in ``path``, or None if it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -43,8 +43,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 class Status:
     """The content of ``status.json``.
 
-    ``heartbeat`` is the time of writing, in seconds since the epoch; ``exit_code`` and ``retry`` (whether running the
-    same command again may succeed) are None until the attempt has ended.
+    ``heartbeat`` is the time of writing in seconds since the epoch. ``exit_code`` and ``retry`` (whether the same
+    command may succeed if it is run again) are None until the attempt has ended.
     """
 
     state: State
@@ -57,7 +57,7 @@ class Status:
 
 
 class RunFolder:
-    """One attempt's view of a run folder, from ``rank``. Every rank may call everything; only rank 0 writes."""
+    """A run folder as ``rank`` sees it in one attempt. Every rank may call every method; only rank 0 writes."""
 
     def __init__(self, path: Path, attempt: int, rank: int = 0) -> None:
         self.path = path
@@ -71,31 +71,31 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """``logs/attempt-001``: what the ranks of this attempt print."""
+        """The folder of this attempt's logs, ``logs/attempt-001``."""
         return self.path / "logs" / f"attempt-{self.attempt:03d}"
 
     def log(self, rank: int) -> Path:
-        """``logs/attempt-001/rank-00003.log``."""
+        """Return the log of ``rank``, ``logs/attempt-001/rank-00003.log``."""
         return self.logs / f"rank-{rank:05d}.log"
 
     @property
     def checkpoints(self) -> Path:
-        """Where the steps of all attempts are saved."""
+        """The folder of the steps that all attempts saved."""
         return self.path / CHECKPOINTS
 
     @property
     def run_id(self) -> str:
-        """What ``run.json`` calls the run, of 32 letters and digits; ``unnamed`` where there is none."""
+        """The run's identifier in ``run.json``, 32 hexadecimal digits; ``unnamed`` without that file."""
         record = read_json(self.path / "run.json") or {}
         return str(record.get("id", "unnamed"))
 
     @property
     def records(self) -> Path:
-        """Where this attempt's description goes: the folder itself, for a later attempt beside its logs."""
+        """The folder of this attempt's description: the run folder for the first attempt, else that of its logs."""
         return self.path if self.attempt == 1 else self.logs
 
     def read_status(self) -> Status | None:
-        """What ``status.json`` says, or None."""
+        """Return the content of ``status.json``, or None if it cannot be read."""
         content = read_json(self.path / "status.json")
         try:
             return Status(**content) if content else None
@@ -103,23 +103,23 @@ class RunFolder:
             return None
 
     def heartbeat(self, step: int) -> None:
-        """Say that ``step`` is done; touches the disk at most once a second, and a full disk does not stop a run."""
+        """Report that ``step`` has ended. Writes to the disk at most once a second."""
         self._step = step
         if time.time() - self._beat >= HEARTBEAT:
-            with suppress(OSError):
+            with suppress(OSError):  # a full disk must not end a training that saves only now and then
                 self.flush()
 
     def flush(self) -> None:
-        """Write the last heartbeat down, if it was not."""
+        """Write the last heartbeat now."""
         self._beat = time.time()
         self._write(Status("running" if self._step else "starting", self._step, self.attempt, self._beat))
 
     def start(self) -> None:
-        """Say that this attempt begins."""
+        """Report that this attempt begins."""
         self._write(Status("starting", 0, self.attempt, time.time()))
 
     def end(self, code: ExitCode, message: str = "") -> None:
-        """Say how this attempt ended, at the step last written down."""
+        """Report how this attempt ended. The step is the one of the last heartbeat."""
         last = self.read_status() or Status("starting", 0, self.attempt, 0.0)
         stopped = code in (ExitCode.SIGINT, ExitCode.SIGTERM, ExitCode.TIME_LIMIT)
         state: State = "finished" if code == ExitCode.DONE else "stopped" if stopped else "failed"

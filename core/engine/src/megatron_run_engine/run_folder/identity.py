@@ -1,4 +1,4 @@
-"""What makes two runs the same run."""
+"""The identity of a run: the configuration keys that must not change between its attempts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from megatron_run.planning.run import leaves, sections
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
 
-#: Sections that say what is learned. The others (run, parallel, eval, guard, schedule, parallel_layer, graph_capture,
-#: observer) say where, how fast and who watches: they may change between attempts, and losses agree to rounding.
+#: Sections that decide what is learned. The others (run, parallel, eval, guard, schedule, parallel_layer,
+#: graph_capture, observer) decide where and how fast it runs and what is observed. They may change between attempts:
+#: losses then agree to rounding.
 LEARNED = ("version", "model", "train", "data", "optimizer", "scaler")
-#: Keys of those sections that say when to give up, what is counted and how memory is spent, not what is learned.
+#: Keys of those sections that do not change what is learned: limits, counters, communication and memory.
 _NOT_LEARNED = frozenset(
     {
         "train.max_skips",
@@ -26,12 +27,12 @@ _NOT_LEARNED = frozenset(
         "optimizer.overlap_param_gather",
     }
 )
-#: Kinds that save state. Whether another plugin can go on from it is decided where the state is looked at.
+#: Kinds that save state. Whether another plugin can read that state is decided when a checkpoint is resumed.
 STATEFUL = ("optimizer", "scaler")
 
 
 def identity(run: ResolvedRun) -> dict[str, Any]:
-    """Every dotted key that decides what is learned, with its resolved value; plain JSON."""
+    """Return every dotted key that decides what is learned, with its resolved value, as plain JSON."""
     everything = sections(run)
     chosen = {name: everything[name] for name in LEARNED}
     keys = {".".join(key): value for key, value in leaves(chosen)}
@@ -39,15 +40,15 @@ def identity(run: ResolvedRun) -> dict[str, Any]:
 
 
 def digest(keys: Mapping[str, Any]) -> str:
-    """SHA-256 of an identity, in hexadecimal."""
+    """Return the SHA-256 of an identity in hexadecimal."""
     return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()
 
 
 def differing_keys(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str] = ()) -> list[str]:
-    """One ``key=before, now now`` text for each key that is not the same in both, in order of name.
+    """Return one text ``key=before, now now`` for each key that differs, in order of name.
 
-    Another plugin of a kind in ``STATEFUL`` is no difference by itself, nor are options that only one of the two has.
-    Nothing of the kinds in ``allowed`` is a difference.
+    For a kind in ``STATEFUL`` another plugin is no difference, nor are options that only one of the two plugins has.
+    Keys of the kinds in ``allowed`` never differ.
     """
     differing = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     changed = [kind for kind in STATEFUL if f"{kind}.use" in differing]

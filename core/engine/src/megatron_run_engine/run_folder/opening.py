@@ -1,4 +1,4 @@
-"""The rules by which a run folder is created, joined or refused. Nothing is ever overwritten."""
+"""Creates, joins or refuses a run folder, and locks it. No file of another run is ever overwritten."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
 
 
-#: A file system that has no flock answers one of these.
+#: Errors of file systems without flock.
 _NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class FolderLock:
-    """Holds a folder from its making until ``release``, or as a context manager until the block ends.
+    """The lock of a run folder, held from the constructor until ``release`` or the end of the ``with`` block.
 
-    ``path/.lock`` is locked with flock, which a dead process gives back, else a file made with O_EXCL stands for the
-    lock. Raises :class:`InputError` naming the holder when another job has it.
+    ``path/.lock`` is locked with flock, which the operating system releases when the process dies. On file systems
+    without flock a file created with O_EXCL serves as the lock. Raises :class:`InputError` naming the holder if another
+    job holds it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,11 +51,11 @@ class FolderLock:
             os.close(handle)
             raise
         self._handle = handle
-        os.ftruncate(handle, 0)
-        os.write(handle, _whoami())
+        os.ftruncate(handle, 0)  # only now: until the lock is held, the content names its holder
+        os.write(handle, _process_name())
 
     def release(self) -> None:
-        """Give the lock back. Idempotent."""
+        """Release the lock. Idempotent."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
@@ -85,7 +86,7 @@ class FolderLock:
             fix = f"if that process is gone, delete {self._exclusive}"
             raise self._in_use(self._exclusive, fix) from None
         self._owns_file = True
-        os.write(handle, _whoami())
+        os.write(handle, _process_name())
         os.close(handle)
 
     def _in_use(self, holder: Path, fix: str) -> InputError:
@@ -93,18 +94,19 @@ class FolderLock:
         return InputError(f"run folder {self._path.parent} is in use", why=f"{who} writes into it", fix=fix)
 
 
-def _whoami() -> bytes:
+def _process_name() -> bytes:
     return f"process {os.getpid()} on {gethostname()}\n".encode()
 
 
-#: Seconds in which a network file system shows a new file to the other hosts.
+#: Seconds within which a network file system shows a new file on other hosts.
 VISIBLE_WITHIN = 10.0
-_OURS_BEFORE_START = frozenset({".lock", ".lock-exclusive"})
+#: Files that a folder may hold before its first attempt.
+_LOCK_FILES = frozenset({".lock", ".lock-exclusive"})
 
 
 @dataclass(frozen=True)
 class OpenedFolder:
-    """A folder that this process holds the lock of. ``finished``: an earlier attempt reached the end."""
+    """A run folder with its lock. ``finished`` tells whether an earlier attempt has reached the last step."""
 
     folder: RunFolder
     lock: FolderLock
@@ -113,10 +115,10 @@ class OpenedFolder:
 
 
 def open_run_folder(run: ResolvedRun, arguments: Sequence[str] = (), base: Path = Path("runs")) -> OpenedFolder:
-    """Create or join the run folder of ``run`` and describe this attempt in it; rank 0 or the launcher does this.
+    """Create or join the run folder of ``run``, and describe this attempt in it. Called by rank 0 or the launcher.
 
-    ``run.folder`` unset: a new ``base/<date>-<time>-<id>``. Raises :class:`InputError` for a folder that belongs to
-    another run or job, is no run folder, lies behind a link, or cannot be written.
+    If ``run.folder`` is unset, the folder is a new ``base/<date>-<time>-<id>``. Raises :class:`InputError` for a folder
+    that belongs to another run or job, is no run folder, is a link to elsewhere, or cannot be written.
     """
     wanted = run.config.run.folder
     try:
@@ -139,9 +141,9 @@ def open_run_folder(run: ResolvedRun, arguments: Sequence[str] = (), base: Path 
 
 
 def join_run_folder(path: Path, attempt: int, run_id: str, rank: int, wait: float = VISIBLE_WITHIN) -> RunFolder:
-    """The folder that rank 0 opened, as another rank sees it.
+    """Return the folder that rank 0 opened, for another rank.
 
-    Raises :class:`InputError` when this host does not see rank 0's ``run.json`` within ``wait`` seconds.
+    Raises :class:`InputError` if this host does not see rank 0's ``run.json`` within ``wait`` seconds.
     """
     deadline = time.monotonic() + wait
     while not _shows(path, attempt, run_id):
@@ -177,13 +179,13 @@ def _chosen_folder(wanted: Path) -> Path:
         raise _refusal(path, "it is a file")
     path.mkdir(parents=True, exist_ok=True)
     entries = {entry.name for entry in path.iterdir()}
-    if entries - _OURS_BEFORE_START and "run.json" not in entries:
+    if entries - _LOCK_FILES and "run.json" not in entries:
         raise _refusal(path, "it holds other files and no run.json")
     return path
 
 
 def _follow_sibling_link(path: Path) -> Path:
-    """``runs/latest`` stands for the run beside it; a link elsewhere is not followed."""
+    """Follow a link such as ``runs/latest`` to a run next to it. Raises :class:`InputError` for other links."""
     if not path.is_symlink():
         return path
     target = path.resolve()
@@ -234,7 +236,7 @@ def _check_same_run(path: Path, record: dict[str, Any], keys: dict[str, Any], al
 
 
 def _point_latest_at(path: Path) -> None:
-    """Make ``latest`` a link to ``path``; where links cannot be made there is none."""
+    """Make ``latest`` a link to ``path``, unless the file system has no links."""
     link, temporary = path.parent / "latest", path.parent / f".latest-{path.name}"
     if link.exists() and not link.is_symlink():
         return

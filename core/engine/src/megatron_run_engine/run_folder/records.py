@@ -1,4 +1,4 @@
-"""What a run folder tells of an attempt: configuration, plan, environment, and who started it where."""
+"""The records of an attempt in its run folder: configuration, plan, environment, command and host."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megatron_run_engine.run_folder.folder import RunFolder, write_json
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
 
-#: Variables that change how a run goes; others may hold secrets and are not written down.
-_TOLD = (
+#: Prefixes of the environment variables that influence a run. Others may hold secrets and are not recorded.
+_RECORDED = (
     "CUBLAS_", "CUDA_", "GLIBC_TUNABLES", "GLOO_", "KMP_", "LOCAL_WORLD_SIZE", "MALLOC_", "MASTER_", "MEGATRON_RUN_",
     "MKL_", "NCCL_", "OMP_", "PYTORCH_", "SLURM_JOB", "SLURM_NNODES", "SLURM_NTASKS", "TORCH_", "WORLD_SIZE",
 )  # fmt: skip
@@ -35,12 +35,12 @@ def write_records(folder: RunFolder, run: ResolvedRun) -> None:
 
 
 def plan_record(run: ResolvedRun) -> dict[str, Any]:
-    """The plugins with versions and digests, the grid of ranks, where the layers live, the plan of a step."""
+    """Return plugins with versions and digests, the grid of ranks, the layout of layers and the plan of a step."""
     return {"v": 1, **{key: value for key, value in run_record(run).items() if key != "config"}}
 
 
 def environment_record() -> dict[str, Any]:
-    """The machine, the interpreter, the installed packages and the variables that matter."""
+    """Return the machine, the interpreter, the installed packages and the recorded environment variables."""
     return {
         "v": 1,
         "host": gethostname(),
@@ -49,12 +49,12 @@ def environment_record() -> dict[str, Any]:
         "executable": sys.executable,
         "cores": os.cpu_count(),
         "packages": {each.name: each.version for each in sorted(distributions(), key=lambda each: each.name.lower())},
-        "variables": {name: text for name, text in sorted(os.environ.items()) if name.startswith(_TOLD)},
+        "variables": {name: text for name, text in sorted(os.environ.items()) if name.startswith(_RECORDED)},
     }
 
 
 def attempt_record(attempt: int, run: ResolvedRun, arguments: Sequence[str]) -> dict[str, Any]:
-    """One entry of ``attempts`` in ``run.json``."""
+    """Return the entry of this attempt in ``run.json``."""
     return {
         "attempt": attempt,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -68,7 +68,7 @@ def attempt_record(attempt: int, run: ResolvedRun, arguments: Sequence[str]) -> 
 
 
 def git_record() -> dict[str, Any] | None:
-    """Commit of the current folder and whether tracked files differ from it; None outside a repository."""
+    """Return the commit of the current folder, and whether tracked files differ from it; None outside a repository."""
     commit = _git("rev-parse", "HEAD")
     if commit is None or commit.returncode:
         return None

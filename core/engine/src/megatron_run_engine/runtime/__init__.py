@@ -1,4 +1,4 @@
-"""One rank at work: the executor, its messages, gradients, collectives, random streams and metrics.
+"""The runtime of one rank: executor, messages between stages, gradients, collectives, random streams, metrics.
 
 Imports: contracts, errors, pipeline.
 """

@@ -1,4 +1,4 @@
-"""What a plugin's factory is given: everything it may need, handed down and never global."""
+"""The context that every plugin's factory receives. Nothing in it is global."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """``param``: type of parameters and activations. ``main``: type of master weights and of their update, fp32.
+    """``param`` is the type of parameters and activations, ``main`` that of master weights and updates, fp32.
 
-    The type of ``main_grad`` is ``main`` unless the optimizer's option ``grad_dtype`` says otherwise.
+    The type of ``main_grad`` is ``main``, unless the optimizer's option ``grad_dtype`` is ``param``.
     """
 
     param: torch.dtype
@@ -33,13 +33,13 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class BuildContext:
-    """Handed to every factory but those of pure data (schedule, data, observer).
+    """The context of every factory except those of schedules, data and observers, which need no rank.
 
-    ``topology`` is this rank's place in the grid and ``groups`` the process groups by axis; ``model`` the model
-    plugin's options with the vocabulary filled in; ``train`` and ``run`` sections of the configuration; ``gradients``
-    takes weight gradients; ``rng`` positions random streams; ``metrics`` makes meters for numbers to report;
-    ``segments`` runs the segments of layers, eager or captured. ``sequence_shards`` is the number of ranks that split
-    the sequence between blocks: the tensor-parallel size under sequence parallelism, else 1.
+    ``topology`` is this rank's place in the grid, and ``groups`` are its process groups by axis. ``model`` holds the
+    model plugin's options with the vocabulary filled in. ``train`` and ``run`` are sections of the configuration.
+    ``gradients`` accumulates weight gradients, ``rng`` positions random streams, ``metrics`` makes meters, and
+    ``segments`` runs the segments of layers, eagerly or captured. ``sequence_shards`` is the number of ranks that split
+    the sequence between blocks: the tensor-parallel size with sequence parallelism, else 1.
     """
 
     topology: Topology
@@ -58,6 +58,6 @@ class BuildContext:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids of the model, unpadded."""
+        """The number of token ids of the model, unpadded."""
         size: int = self.model.vocab_size  # type: ignore[attr-defined]  # every model's options have it
         return size

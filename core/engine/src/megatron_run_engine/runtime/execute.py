@@ -1,4 +1,4 @@
-"""The executor: runs one stage's lowered instructions, with no branch on the schedule's name."""
+"""The executor runs one stage's lowered instructions. It does not know the schedule."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.gradients import GradientAccumulator
     from megatron_run_engine.runtime.messages import Messenger
 
-#: The fields of a microbatch for whoever must not look at them, since another stage has others.
+#: The fields of a microbatch for ``Model.boundary``, which must not read them: other stages have other fields.
 _NO_FIELDS: Mapping[str, Tensor] = MappingProxyType({})
 #: (microbatch, chunk)
 Key = tuple[int, int]
-#: What a rank does in an action. ``S`` computes nothing.
+#: The activity of a rank in each action. ``S`` computes nothing.
 _PHASES: Mapping[str, PhaseName] = MappingProxyType(
     {"F": "forward", "B": "backward", "I": "backward", "W": "backward", "R": "recompute", "S": "gradient-reduce"}
 )
@@ -35,13 +35,12 @@ _PHASES: Mapping[str, PhaseName] = MappingProxyType(
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What the trainer hands to the executor for one step or one evaluation.
+    """The callbacks that the trainer gives to the executor for one step or one evaluation.
 
-    ``microbatch`` makes microbatch m for this stage; ``boundary`` is the shape and dtype of its messages, on every
-    stage the same, and gets no fields; ``seed`` maps (loss name, weight) to the gradient with which that loss starts
-    its backward, None without a backward;
-    ``report`` takes (microbatch, loss name, sum, weight), the last two as scalars; ``start_grad_sync`` is called with a
-    chunk after its last backward.
+    ``microbatch`` loads microbatch m for this stage. ``boundary`` returns the shape and dtype of its messages, equal on
+    every stage; it gets a microbatch without fields. ``report`` takes (microbatch, loss name, sum, weight), the last
+    two as scalars. ``seed`` maps (loss name, weight) to the gradient with which that loss starts its backward; it is
+    None without a backward. ``start_grad_sync`` is called with a chunk after its last backward.
     """
 
     microbatch: Callable[[int], Microbatch]
@@ -53,9 +52,9 @@ class StepInputs:
 
 @dataclass
 class StepRecord:
-    """What happened: the actions in order, the most chunk-microbatches in flight, and logits if there are any.
+    """The record of a run: its actions in order, the most chunk-microbatches in flight, and logits if there are any.
 
-    ``times`` holds the start and the end of each action's computation by the clock of the run, nothing without one.
+    ``times`` holds the start and the end of each action's computation, if the run has a clock.
     """
 
     executed: list[Action] = field(default_factory=list)
@@ -66,9 +65,9 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class _InFlight:
-    """What a backward needs of its forward: the input, and graph edges instead of outputs.
+    """What a backward needs of its forward: the input, and edges of the autograd graph instead of outputs.
 
-    An edge keeps the graph alive but not the output's storage, which dies with its message.
+    An edge keeps the graph alive but not the output's storage, which is freed with its message.
     """
 
     x: Tensor | None
@@ -77,9 +76,9 @@ class _InFlight:
 
 
 class Executor:
-    """Interprets instructions over the chunks of one stage, which ``rank`` holds: errors name it.
+    """Interprets instructions over the chunks of one stage. Errors name its ``rank``.
 
-    ``phases`` hears which action is computed.
+    ``activity`` records which action is computed.
     """
 
     def __init__(
@@ -104,11 +103,10 @@ class Executor:
     def run(
         self, program: Sequence[Instruction], inputs: StepInputs, clock: Callable[[], float] | None = None
     ) -> StepRecord:
-        """Run ``program`` from its first instruction to its last; nothing is left in flight.
+        """Run ``program`` from its first instruction to its last. Afterwards no message is in flight.
 
-        With ``clock`` the record holds when each action was computed, in the clock's unit; waiting is left out.
-        Whatever is raised on the way says on which rank and in which action: a :class:`RunError` as its origin, any
-        other exception as a note.
+        With ``clock`` the record holds the times of each action's computation, without waiting, in the clock's unit.
+        Every exception names the rank and the action: a :class:`RunError` in its origin, any other in a note.
         """
         self._inputs, self._record, self._clock = inputs, StepRecord(), clock
         self._microbatches: dict[int, Microbatch] = {}
@@ -128,7 +126,7 @@ class Executor:
         return self._record
 
     def _step(self, instruction: Instruction) -> None:
-        """Post receives, take the input, compute, send the output, start a gradient sync: in this order."""
+        """Run one instruction: post receives, wait for the input, compute, send the output, start a gradient sync."""
         action = instruction.action
         for message in instruction.post:
             self._messenger.post(message, self._boundary(message.microbatch), one_order=instruction.one_order)
@@ -168,7 +166,7 @@ class Executor:
         self._call(action, self._to_recompute.pop((action.microbatch, action.chunk)), with_graph=True)
 
     def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
-        """From the gradient of the output and the losses' seeds to the gradient of the input."""
+        """Compute the gradient of the input from that of the output and the seeds of the losses."""
         flight = self._in_flight.pop((action.microbatch, action.chunk))
         roots = [edge for edge, _ in flight.losses]
         seeds = [seed for _, seed in flight.losses]
@@ -176,6 +174,7 @@ class Executor:
             assert gradient is not None  # lowering receives it for every position but the last
             roots.append(flight.output)
             seeds.append(gradient)
+        # One call for losses and output, so that shared parts of the graph are traversed once.
         torch.autograd.backward(roots, seeds)
         return None if flight.x is None else flight.x.grad
 
@@ -187,11 +186,11 @@ class Executor:
         self._gradients.run_deferred((action.microbatch, action.chunk))
 
     def _nothing(self, action: Action, received: Tensor | None) -> None:
-        """Compute nothing: S only marks where a gradient sync starts, which every instruction may do."""
+        """Compute nothing: action S only carries the instruction's gradient sync."""
 
     def _call(self, action: Action, x: Tensor | None, *, with_graph: bool) -> ChunkOut:
         if x is not None and with_graph:
-            x.requires_grad_()
+            x.requires_grad_()  # a received message is a leaf: its .grad is the message to the previous stage
         with torch.set_grad_enabled(with_graph):
             out = self._chunks[action.chunk](x, self._microbatch(action.microbatch))
         if with_graph:
@@ -218,14 +217,14 @@ class Executor:
 
 
 def _place(program: Sequence[Instruction], index: int) -> str:
-    """What errors call the instruction at ``index``: counted from 0, as the verifier counts."""
+    """Return the name of the instruction at ``index`` in errors, counted from 0 as the verifier does."""
     if index == len(program):
         return "the end of its actions"
     return f"action {index}, {program[index].action}"
 
 
 def _missing(message: Message) -> PluginError:
-    """The error of a chunk that has nothing to hand on: no output, or an input that its output does not depend on."""
+    """Make the error of a chunk without output, or whose output does not depend on its input."""
     reason = {"x": "the chunk returned no x", "g": "what the chunk returned does not depend on its input x"}
     return PluginError(
         f"{message} does not exist",

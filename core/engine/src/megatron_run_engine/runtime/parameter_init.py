@@ -1,4 +1,4 @@
-"""From modules to described and initialised parameters."""
+"""Describes the parameters of modules and initialises them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 def describe_parameters(chunk: Chunk, tensor_rank: int = 0) -> dict[Parameter, ParamInfo]:
     """Describe every parameter of ``chunk``, in the order of its modules.
 
-    A module's ``parameter_specs`` decide. Without a spec a 1-D ``weight`` starts as ones and any other 1-D parameter
-    as zeros; a matrix must have one. Raises TypeError. What every tensor-parallel rank holds whole is counted on the
-    first, so that the gradient norm sees it once.
+    A module's ``parameter_specs`` decide. Without a spec a 1-D ``weight`` starts as ones and any other 1-D parameter as
+    zeros. A matrix must have a spec; raises TypeError otherwise. A parameter that is replicated over tensor-parallel
+    ranks is counted on the first of them, so that the gradient norm contains it once.
     """
     infos: dict[Parameter, ParamInfo] = {}
     for path, module in chunk.named_modules():
@@ -36,9 +36,9 @@ def describe_parameters(chunk: Chunk, tensor_rank: int = 0) -> dict[Parameter, P
 
 
 def unspecified(module: nn.Module) -> str:
-    """The first parameter of ``module`` of which no ``parameter_specs`` speak, by its path; empty without one.
+    """Return the path of the first parameter of ``module`` that has no spec, or an empty text.
 
-    As in :func:`describe_parameters`, the first module that owns a parameter speaks of it.
+    As in :func:`describe_parameters`, the first module that owns a parameter specifies it.
     """
     seen: set[Parameter] = set()
     for path, each in module.named_modules():
@@ -51,18 +51,18 @@ def unspecified(module: nn.Module) -> str:
 
 
 def initialise(infos: dict[Parameter, ParamInfo], seed: int) -> None:
-    """Fill every parameter from its :class:`Init`; the values depend on seed and name alone."""
+    """Fill every parameter by its :class:`Init`. The values depend on seed and name only."""
     for parameter, info in infos.items():
         if parameter.device.type == "meta":
             continue
         with torch.no_grad():
-            parameter.zero_()
+            parameter.zero_()  # rows that belong to no logical tensor are padding, which must be zero
             for part in info.parts:
                 _fill(parameter, part, info.init, seed)
 
 
 def count_parameters(infos: Iterable[ParamInfo]) -> int:
-    """Number of values in the counted logical tensors described by ``infos``, padding excluded."""
+    """Return the number of values in the counted logical tensors of ``infos``, without padding."""
     shapes = {part.name: part.shape for info in infos if info.counted for part in info.parts}
     return sum(torch.Size(shape).numel() for shape in shapes.values())
 
@@ -93,7 +93,7 @@ def _info(path: str, name: str, parameter: Parameter, spec: ParameterSpec, tenso
 
 
 def _is_whole(parameter: Parameter, parts: tuple[Part, ...]) -> bool:
-    """Whether ``parameter`` holds its logical tensors from the first row and column to the last."""
+    """Whether ``parameter`` holds all rows and columns of its logical tensors."""
     columns = parameter.shape[1:]
     return all(part.shape == (len(part.local), *columns) for part in parts)
 
@@ -107,7 +107,7 @@ def _fill(parameter: nn.Parameter, part: Part, init: Init, seed: int) -> None:
 
 
 def _normal(part: Part, std: float, seed: int) -> Tensor:
-    """The whole logical tensor, fp32 on the CPU: every layout cuts its piece out of the same values."""
+    """Return the whole logical tensor, fp32 on the CPU. Every parallel layout cuts its piece out of the same values."""
     return torch.empty(part.shape).normal_(0.0, std, generator=initial_generator(seed, part.name))
 
 

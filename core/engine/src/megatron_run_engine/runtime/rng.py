@@ -1,11 +1,11 @@
-"""Random numbers as a pure function of where they are used.
+"""Random numbers as a pure function of the place where they are used.
 
-Neither dropout nor fused attention takes a generator, so before each segment the device's default generator is seeded
+Neither dropout nor fused attention takes a generator. So the device's default generator is seeded before each segment
 from (seed, step, sample, layer, segment, shard). Masks therefore depend neither on the pipeline nor on the data split,
 and a resumed run needs no generator state.
 
-Two streams, as in Shoeybi et al. 2019 (Megatron-LM), appendix B.2: what is computed whole on every tensor-parallel rank
-must be dropped alike on all of them, what is split must be dropped differently.
+There are two streams, as in Shoeybi et al. 2019 (Megatron-LM), appendix B.2. Replicated activations must have the same
+mask on all tensor-parallel ranks, split activations different ones.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def mix(*numbers: int) -> int:
 
 
 class RandomStreams:
-    """Positions the random streams of one rank; ``shard`` is its tensor-parallel rank.
+    """Positions the random streams of one rank, whose tensor-parallel rank is ``shard``.
 
-    The device's default generator is the sharded stream, ``replicated`` the one that is equal on every shard.
+    The device's default generator is the ``sharded`` stream. ``replicated`` is equal on every shard.
     """
 
     def __init__(self, seed: int, device: torch.device, shard: int = 0) -> None:
@@ -45,7 +45,7 @@ class RandomStreams:
 
     @property
     def streams(self) -> tuple[torch.Generator, torch.Generator]:
-        """Both."""
+        """Both streams."""
         return self.sharded, self.replicated
 
     def position(self, microbatch: Microbatch, layer: int, segment: int) -> None:
@@ -56,7 +56,7 @@ class RandomStreams:
 
 
 def initial_generator(seed: int, name: str) -> torch.Generator:
-    """The generator that fills the logical tensor ``name``: equal for every parallel layout."""
+    """Return the generator that fills the logical tensor ``name``, equal for every parallel layout."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 

@@ -1,4 +1,4 @@
-"""Runs the segments of layers: one place that waits for parameters, positions random numbers and replays graphs."""
+"""Runs the segments of layers: waits for their parameters, positions random streams, and replays graphs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Environment = dict[str, Tensor]
 
 
 class SegmentRunner:
-    """Runs segments eagerly or through a graph, the same way for both.
+    """Runs segments eagerly or by replaying a graph.
 
-    Before a segment reads its parameters they are made ready (an optimizer may still be gathering them), and the
-    random stream is positioned, also when a checkpointed layer runs again in the backward.
+    In both cases it first waits for the segment's parameters, which an optimizer may still be gathering, and positions
+    the random streams. This also happens when a checkpointed layer is recomputed in the backward.
     """
 
     def __init__(self, rng: RandomStreams) -> None:
@@ -37,7 +37,7 @@ class SegmentRunner:
 
     @property
     def examples(self) -> Mapping[Region, tuple[Tensor, ...]]:
-        """What each watched region was given last in an eager step, without values: tensors on the meta device."""
+        """The last eager inputs of each watched region, as tensors on the meta device."""
         return self._examples
 
     def read_parameters_after(self, ensure_ready: EnsureReady) -> None:
@@ -45,16 +45,16 @@ class SegmentRunner:
         self._ensure_ready = ensure_ready
 
     def watch(self, regions: Sequence[Region]) -> None:
-        """From now on note what ``regions`` are given when they run eagerly in training."""
+        """Record the inputs of ``regions`` from now on whenever they run eagerly in training."""
         self._regions = {id(region.segments[0]): region for region in regions}
         self._examples.clear()
 
     def replay_with(self, capture: GraphCapture | None, name: str = "the graph capture") -> None:
-        """From now on run the watched regions through ``capture``, called ``name``; None goes back to eager."""
+        """Run the watched regions through ``capture``, called ``name``, from now on; None runs them eagerly again."""
         self._capture, self._capture_name = capture, name
 
     def run(self, segments: Sequence[Segment], microbatch: Microbatch, environment: Environment) -> None:
-        """Run a layer's ``segments`` in order, reading inputs from and writing outputs to ``environment``."""
+        """Run a layer's ``segments`` in order. They read inputs from ``environment`` and write outputs to it."""
         index = 0
         while index < len(segments):
             region = self._regions.get(id(segments[index])) if microbatch.train else None
@@ -84,7 +84,7 @@ class SegmentRunner:
             raise self._no_outputs(region, outputs)
         environment.update(zip(region.outputs, outputs, strict=True))
         if region.drawing is not last:
-            self._rng.position(microbatch, last.layer, last.index)  # where an eager layer leaves the streams
+            self._rng.position(microbatch, last.layer, last.index)  # as an eager layer leaves them
 
     def _no_outputs(self, region: Region, returned: object) -> GraphCaptureError:
         said = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
@@ -100,5 +100,5 @@ class SegmentRunner:
 
 
 def _without_values(x: Tensor) -> Tensor:
-    # Not empty_like, which for the meta device first imports the compiler's symbolic shapes: seconds.
+    # empty_like on the meta device would import the compiler's symbolic shapes, which takes seconds.
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta", requires_grad=x.requires_grad)

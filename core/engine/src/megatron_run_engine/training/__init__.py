@@ -1,4 +1,7 @@
-"""The trainer: builds a rank, steps, evaluates, saves. ``state`` says what it starts from, ``health`` watches it.
+"""The training loop: builds a rank, runs steps, evaluates and saves.
+
+``trainer`` holds one step from top to bottom. ``state`` resumes and saves checkpoints, ``health`` checks losses,
+weights and ranks.
 
 Imports: capture, checkpoint, config, contracts, data, errors, pipeline, planning, registry, run_folder, runtime.
 """

@@ -1,4 +1,4 @@
-"""From a resolved run to the objects of one rank, in the order in which they need each other."""
+"""Builds the objects of one rank from a resolved run, in the order of their dependencies."""
 
 from __future__ import annotations
 
@@ -50,27 +50,29 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.world import World
 
 
-#: How many actions early a receive is posted where each direction between two stages has a channel of its own.
+#: How many actions ahead a receive is posted if each direction between two stages has its own channel (gloo).
 LOOKAHEAD = 1
 
 
 class Programs:
-    """The programs of ``stage``. On NCCL every message is issued at its place in one global order instead."""
+    """The programs of ``stage``, lowered from plans and cached by their number of microbatches."""
 
     def __init__(self, run: ResolvedRun, stage: int, device: torch.device) -> None:
         self._run, self._stage = run, stage
+        # NCCL runs the sends and receives of a pair of ranks in the order of their calls, and a receive that waits
+        # blocks what follows it. There every message is issued at its place in one global order: no look-ahead.
         self._lookahead = None if device.type == "cuda" else LOOKAHEAD
         self._training: dict[int, tuple[Instruction, ...]] = {}
         self._forward_only: dict[int, tuple[Instruction, ...]] = {}
 
     def training(self, microbatches: int) -> tuple[Instruction, ...]:
-        """A step of ``microbatches``, as the schedule planned it."""
+        """Return the program of a step of ``microbatches``, as the schedule planned it."""
         if microbatches not in self._training:
             self._training[microbatches] = self._lower(self._run.plans[microbatches])
         return self._training[microbatches]
 
     def forward_only(self, microbatches: int) -> tuple[Instruction, ...]:
-        """``microbatches`` forward and nothing else, by the kernel's own plan."""
+        """Return the program of ``microbatches`` forwards without backwards, from the kernel's own plan."""
         if microbatches not in self._forward_only:
             stages, chunks = self._run.sizes.pipeline, self._run.config.parallel.chunks
             self._forward_only[microbatches] = self._lower(forward_plan(self._run.layout, stages, chunks, microbatches))
@@ -80,7 +82,7 @@ class Programs:
         return lower(plan, self._stage, self._lookahead)
 
 
-#: By ``train.precision``: 16-bit parameters are updated through fp32 masters.
+#: Types by ``train.precision``. 16-bit parameters have fp32 master weights.
 DTYPES: Mapping[str, Dtypes] = MappingProxyType(
     {
         "fp32": Dtypes(param=torch.float32, main=torch.float32),
@@ -92,7 +94,7 @@ DTYPES: Mapping[str, Dtypes] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Assembly:
-    """Everything one rank trains with. ``positions`` are those of its chunks in the layout."""
+    """Everything that one rank trains with. ``positions`` are the positions of its chunks in the layout."""
 
     context: BuildContext
     data: DataSource
@@ -107,13 +109,13 @@ class Assembly:
     programs: Programs
 
     def wait_for_parameters(self) -> None:
-        """Return when no updated parameter is on its way to this rank any more."""
+        """Wait until every all-gather of updated parameters to this rank has completed."""
         for described in self.infos:
             self.optimizer.ensure_ready(described)
 
 
 def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> Assembly:
-    """Build this rank's part of ``run``, which tells ``phases`` what it does. Collective over the world."""
+    """Build this rank's part of ``run``. Collective over the world. ``activity`` records what the rank is doing."""
     data = cast("DataSource", run.one("data").create())
     topology = Topology(run.sizes, world.rank, (run.layout[0].stage, run.layout[-1].stage))
     activity = Activity() if activity is None else activity
@@ -135,7 +137,7 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
         topology.peers("pipeline"),
         context.device,
         model=f"plugin {run.one('model')} of {run.one('model').source}",
-        sharers=_sharers(run, topology, groups),
+        sharers=_message_sharers(run, topology, groups),
         activity=groups.activity,
     )
     return Assembly(
@@ -153,19 +155,20 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
     )
 
 
-def _sharers(run: ResolvedRun, topology: Topology, groups: Groups) -> ParallelGroup:
-    """The ranks that send equal parts of the same messages; under sequence parallelism messages are parts already."""
+def _message_sharers(run: ResolvedRun, topology: Topology, groups: Groups) -> ParallelGroup:
+    """Return the ranks that each send an equal part of the same message between stages."""
+    # With sequence parallelism each rank's message is already its own part of the sequence.
     parallel = run.config.parallel
     return groups.peers(topology, "tensor") if parallel.scatter_messages and not parallel.sequence else ALONE
 
 
 def with_vocabulary(run: ResolvedRun, data: DataSource) -> BaseModel:
-    """The model's options with the vocabulary filled in from ``data`` where the user left it open.
+    """Return the model's options, with ``vocab_size`` taken from ``data`` unless the user set it.
 
-    Raises :class:`InputError` when the data has token ids that the model does not.
+    Raises :class:`InputError` if the data has token ids that the model lacks.
     """
     options = run.one("model").options
-    assert options is not None  # resolve validated them
+    assert options is not None  # planning has validated them
     chosen = cast("ModelOptions", options).vocab_size
     if chosen is None:
         return options.model_copy(update={"vocab_size": data.vocab_size})
@@ -181,7 +184,7 @@ def with_vocabulary(run: ResolvedRun, data: DataSource) -> BaseModel:
 def make_context(
     run: ResolvedRun, topology: Topology, groups: Groups, device: torch.device, model: BaseModel
 ) -> BuildContext:
-    """What the factories of this rank are given."""
+    """Return the context that the plugin factories of this rank receive."""
     rng = RandomStreams(run.config.train.seed, device, shard=topology.tensor_rank)
     return BuildContext(
         topology=topology,
@@ -201,15 +204,15 @@ def make_context(
 
 
 def build_chunks(run: ResolvedRun, context: BuildContext) -> tuple[Model, tuple[int, ...], list[Chunk]]:
-    """The model and this stage's chunks, uninitialised, in the order of their chunk numbers."""
+    """Return the model, and the positions and uninitialised chunks of this stage by ascending chunk number."""
     layers: ParallelLayers | None = None
     for plugin in run.plugins["parallel-layer"]:
         layers = cast("ParallelLayers", plugin.create(context=context, base=layers))
-    assert layers is not None  # there is always at least the default
+    assert layers is not None  # planning adds the default factory
     name = f"parallel-layer={'+'.join(plugin.name for plugin in run.plugins['parallel-layer'])}"
     layers = CheckedLayers(layers, name)
     model = cast("Model", run.one("model").with_options(context.model).create(context=context))
     mine = [(place.chunk, index) for index, place in enumerate(run.layout) if place.stage == context.topology.stage]
     positions = tuple(position for _, position in sorted(mine))
-    shared: dict[str, nn.Parameter] = {}
+    shared: dict[str, nn.Parameter] = {}  # tied parameters: one Parameter for all chunks of this rank that hold it
     return model, positions, [model.build_chunk(position, run.layout, layers, shared) for position in positions]

@@ -1,9 +1,10 @@
-"""When graphs are captured: before each step it is decided whether the step runs eagerly or is replayed.
+"""Decides before each step whether the step runs eagerly, is captured, or is replayed.
 
-A capture runs the collectives of the layers in it, so ranks must capture before the same step, though what no longer
-fits may be one rank's alone. That needs no collective of its own: who finds a mismatch runs eagerly, with the
-collectives of the others' replays, and says so among the metrics of that step, which are summed over the world anyway.
-After it all give up their graphs, and all capture again when the first one would have.
+A capture runs the collectives of its layers, so all ranks must capture before the same step, although a graph may stop
+fitting on one rank only. Agreement needs no extra collective. A rank with a mismatch runs its step eagerly, which
+issues the same collectives as the other ranks' replays, and reports the mismatch among the step's metrics, which are
+all-reduced over the world anyway. After that step all ranks drop their graphs, and all capture again at the step at
+which the first rank would have.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 
 
 class CapturePolicy:
-    """Captures after enough eager steps, and again where what was captured no longer fits. Collective.
+    """Captures after ``capture_after`` eager steps, and again when the graphs no longer fit. Collective.
 
-    ``mismatches`` carries among a step's metrics that graphs of this rank did not fit it.
+    ``mismatches`` is the meter that reports a mismatch of this rank's graphs with the step's metrics.
     """
 
     def __init__(
@@ -38,44 +39,45 @@ class CapturePolicy:
         self._capture = assembly.graph_capture
         self._regions = tuple(self._capture.regions([chunk.segments() for chunk in assembly.chunks]))
         self._eager_until = progress.step + self._capture.capture_after
-        self._replays = self._misfit_elsewhere = False
+        self._replays = self._mismatch_elsewhere = False
         self._prepared = progress.step
         self._mismatches = mismatches
         self._context.segments.watch(self._regions)
 
-    def hear(self, *, mismatch: bool) -> None:
-        """Whether some rank's graphs did not fit the step that is done."""
-        self._misfit_elsewhere = mismatch
+    def note_mismatch(self, *, mismatch: bool) -> None:
+        """Remember whether any rank's graphs did not fit the step that has just run."""
+        self._mismatch_elsewhere = mismatch
 
     def prepare(self, progress: Progress, observers: Observers) -> None:
-        """Make ready for the step after ``progress``; ``observers`` are told of a capture."""
+        """Prepare for the step after ``progress``. Report a capture to ``observers``."""
         if not self._regions:
             return
         step, microbatches = progress.step + 1, self._batches.microbatches(self._batches.at(progress.samples))
         actions = self._run.plans[microbatches].lists[self._context.topology.stage]
         if self._replays:
-            self._give_up_misfits(step, actions)
+            self._drop_on_mismatch(step, actions)
         self._prepared = step
         if not self._replays and step > self._eager_until:
             observers.on_capture(self._record(step, actions))
 
-    def _give_up_misfits(self, step: int, actions: Sequence[Action]) -> None:
+    def _drop_on_mismatch(self, step: int, actions: Sequence[Action]) -> None:
         reason = self._capture.mismatch(actions)
-        if self._misfit_elsewhere:  # since the step before, and these count their eager steps from there
-            self._give_up(reason or "those of another rank no longer fit", self._prepared)
+        if self._mismatch_elsewhere:
+            # The other rank ran the previous step eagerly. Count the eager steps from there on this rank too.
+            self._drop(reason or "those of another rank no longer fit", self._prepared)
         elif reason:
             self._mismatches.add(1.0)
-            self._give_up(reason, step)
+            self._drop(reason, step)
 
-    def _give_up(self, reason: str, step: int) -> None:
-        """Run eagerly from ``step`` on."""
+    def _drop(self, reason: str, step: int) -> None:
+        """Drop the graphs and run eagerly from ``step`` on."""
         self._capture.invalidate(reason)
         self._context.segments.replay_with(None)
         self._replays, self._eager_until = False, step + self._capture.capture_after - 1
 
     def _record(self, step: int, actions: Sequence[Action]) -> CaptureMetrics:
         activity = self._context.groups.activity
-        activity.step(step)  # the one that observers are told of
+        activity.step(step)  # a capture belongs to the step that it precedes
         activity.enter("capture")
         start = time.perf_counter()
         size = self._capture.capture(self._regions, actions, self._context.segments.examples)

@@ -1,4 +1,4 @@
-"""What depends on the device: memory in use, and kernels that give the same bits twice."""
+"""Device-dependent helpers: peak memory and deterministic kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils import deterministic
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory this process has held: allocated on a GPU, resident on a CPU; GiB."""
+    """Return this process's peak memory in GiB: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -18,10 +18,8 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def make_deterministic(wanted: bool | None, device: str) -> None:
-    """Ask PyTorch for deterministic kernels; ``wanted`` None means yes on the CPU, where they cost nothing.
-
-    With them comes a fill of every tensor that a kernel is about to write, which finds kernels that read what nobody
-    wrote, and makes a step some 5% longer: left out.
-    """
+    """Select PyTorch's deterministic kernels. ``wanted=None`` selects them on the CPU, where they cost nothing."""
     torch.use_deterministic_algorithms(device == "cpu" if wanted is None else wanted)
+    # By default deterministic mode also fills every new tensor, to expose kernels that read uninitialized memory. That
+    # makes a step some 5% slower and changes no result, so it is off.
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # torch hides it behind a class

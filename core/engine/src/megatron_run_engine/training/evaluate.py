@@ -1,4 +1,4 @@
-"""Evaluation: the loss on held-out samples, by a forward-only plan that the kernel makes from the layout."""
+"""Evaluation: the loss on held-out samples, computed by a forward-only plan for the same layout."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ if TYPE_CHECKING:
 
 
 class Evaluator:
-    """Scores ``eval.batches`` global batches of the validation split: always the same samples, drawn from all of it.
+    """Scores ``eval.batches`` global batches of the validation split, the same samples in every evaluation.
 
-    ``samples`` are their indices, a whole number of microbatches on every data-parallel rank.
+    ``samples`` holds their indices. They fill a whole number of microbatches on every data-parallel rank.
     """
 
-    def __init__(self, run: ResolvedRun, assembly: Assembly, feed: BatchLoader, dataset: Dataset) -> None:
-        self._run, self._assembly, self._loader, self._dataset = run, assembly, feed, dataset
+    def __init__(self, run: ResolvedRun, assembly: Assembly, loader: BatchLoader, dataset: Dataset) -> None:
+        self._run, self._assembly, self._loader, self._dataset = run, assembly, loader, dataset
         train = run.config.train
         self._per_microbatch = train.micro_batch_size * run.sizes.data
         self._per_batch = train.global_batch_size // self._per_microbatch
-        whole_batches = len(dataset) // train.global_batch_size  # whole ones: the same samples for every layout
+        # Score whole global batches, so that every layout scores the same samples. A split smaller than one global
+        # batch is scored in whole microbatches instead.
+        whole_batches = len(dataset) // train.global_batch_size
         available = whole_batches * self._per_batch or len(dataset) // self._per_microbatch
         self._microbatches = min(available, run.config.eval.batches * self._per_batch)
         drawn = range(self._microbatches * self._per_microbatch)
@@ -48,7 +50,7 @@ class Evaluator:
             )
 
     def evaluate(self, step: int) -> EvalMetrics:
-        """Score the model as it is after ``step`` steps. Collective over the world."""
+        """Score the model after ``step`` steps. Collective over the world."""
         self._assembly.context.groups.activity.enter("evaluate")
         metrics = Metrics(self._assembly.context.device)
         report = Losses(self._assembly.model, metrics).report
@@ -57,10 +59,11 @@ class Evaluator:
             self._run_batch(first, min(self._per_batch, self._microbatches - first), report)
         set_training(self._assembly.chunks, training=True)
         loss, tokens = self._language_loss(metrics)
-        return EvalMetrics(step, "validation", loss, math.exp(min(loss, 700.0)), tokens)
+        perplexity = math.exp(min(loss, 700.0))  # exp overflows a double above 709
+        return EvalMetrics(step, "validation", loss, perplexity, tokens)
 
     def _run_batch(self, first: int, microbatches: int, report: Callable[[int, str, Tensor, Tensor], None]) -> None:
-        """Run microbatches ``first..first+microbatches-1``; a batch at a time bounds what is held for receivers."""
+        """Run ``microbatches`` microbatches from ``first`` on. One batch at a time bounds the memory of messages."""
         run, assembly = self._run, self._assembly
         train = run.config.train
         boundary = partial(
@@ -75,6 +78,7 @@ class Evaluator:
         total, weight = sums[metrics.names.index(LANGUAGE_MODEL)]
         if not weight:
             raise DataError("the validation samples hold no token that counts", why="their loss_mask is zero")
+        # Every tensor-parallel rank reports the same tokens: the factor cancels in the mean, but not in the count.
         return total / weight, round(weight / self._run.sizes.tensor)
 
 

@@ -1,4 +1,4 @@
-"""A taste of the model: text generated token by token, each by a forward-only plan of one microbatch."""
+"""Generates sample text, one forward-only microbatch per token."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def generate_text(run: ResolvedRun, assembly: Assembly) -> str | None:
-    """Generate ``eval.sample`` tokens after ``eval.prompt``; None when the data is not text. Collective.
+    """Generate ``eval.sample`` tokens after ``eval.prompt``. Return None if the data is not text. Collective.
 
-    Each token is drawn from softmax(logits / ``eval.temperature``), or is the likeliest at temperature 0. The context
-    is the last ``train.sequence_length`` tokens.
+    Each token is sampled from softmax(logits / ``eval.temperature``); temperature 0 takes the most likely token. The
+    context is the last ``train.sequence_length`` tokens.
     """
     prompt = assembly.data.encode(run.config.eval.prompt or "\n")
     if not prompt:
@@ -40,12 +40,10 @@ def generate_text(run: ResolvedRun, assembly: Assembly) -> str | None:
 
 
 def _next_token(run: ResolvedRun, assembly: Assembly, window: list[int], generator: torch.Generator) -> int:
-    """Run the stages on ``window``; the last one draws a token and tells the others.
-
-    Under sequence parallelism the window is filled up so that it divides. No token sees the ones after it, though
-    where experts have a capacity they take part in the choice of what is dropped.
-    """
+    """Run the stages on ``window``. The last stage samples a token and broadcasts it to the others."""
     context, last = assembly.context, run.layout[-1].stage
+    # Sequence parallelism splits the window evenly, so it is padded at the end. Attention is causal: padding changes no
+    # earlier logits, except that experts with a capacity count it among the tokens that they may drop.
     filling = [window[-1]] * (-len(window) % context.sequence_shards)
     tokens = torch.tensor([window + filling], device=context.device)  # [1, s]
     microbatch = Microbatch(0, 0, 0, {"tokens": tokens}, train=False)
@@ -62,7 +60,7 @@ def _next_token(run: ResolvedRun, assembly: Assembly, window: list[int], generat
 
 
 def draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
-    """Draw a token from ``logits`` [v]."""
+    """Sample a token from ``logits`` [v]."""
     if temperature == 0:
         return int(logits.argmax().item())
     probabilities = torch.softmax(logits.double().cpu() / temperature, dim=0)
@@ -70,4 +68,4 @@ def draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
 
 
 def _ignore(microbatch: int, name: str, total: Tensor, weight: Tensor) -> None:
-    """Report no loss: there are no labels."""
+    """Ignore losses: there are no labels."""

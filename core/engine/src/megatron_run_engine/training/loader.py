@@ -1,4 +1,4 @@
-"""Feeds microbatches: which samples this rank's microbatch m of a step holds. A pure function of the step."""
+"""Loads microbatches. Which samples this rank's microbatch m of a step holds is a pure function of the step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class BatchLoader:
-    """Makes the microbatches of one rank. Every stage loads the fields it needs by itself: data is never sent."""
+    """Loads the microbatches of one rank. Every stage loads the fields that it needs, so no data crosses ranks."""
 
     def __init__(self, run: ResolvedRun, assembly: Assembly) -> None:
         self._train = run.config.train
@@ -26,7 +26,7 @@ class BatchLoader:
         self._names = tuple(dict.fromkeys(wanted))
 
     def training(self, dataset: Dataset, step: int, consumed: int) -> Callable[[int], Microbatch]:
-        """Microbatches of training step ``step``, which starts after ``consumed`` samples of the shuffled stream."""
+        """Return the loader of ``step``, whose batch starts after ``consumed`` samples of the shuffled stream."""
         stream = SampleStream(dataset, self._train.seed)
 
         def microbatch(index: int) -> Microbatch:
@@ -37,7 +37,7 @@ class BatchLoader:
         return microbatch
 
     def evaluation(self, dataset: Dataset, samples: Sequence[int]) -> Callable[[int], Microbatch]:
-        """Microbatches of an evaluation, which deals ``samples`` (indices into ``dataset``) to the ranks in turn."""
+        """Return the loader of an evaluation over ``samples``, which are indices into ``dataset``."""
 
         def microbatch(index: int) -> Microbatch:
             sample0 = self._first_sample(index)
@@ -48,5 +48,5 @@ class BatchLoader:
         return microbatch
 
     def _first_sample(self, index: int) -> int:
-        """Index within the global batch: microbatches are dealt to the data-parallel ranks in turn."""
+        """Return a microbatch's first index in the global batch. Data-parallel ranks take microbatches in turn."""
         return (index * self._data_size + self._data_rank) * self._train.micro_batch_size

@@ -1,4 +1,4 @@
-"""The losses that a model's chunks report: added up by name, and remembered by microbatch until the step is over."""
+"""Collects the losses that a model's chunks report: summed by name, and kept by microbatch until the step ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megatron_run.contracts import Model
     from megatron_run_engine.runtime.metrics import Metrics
 
-#: The loss that a run is judged by: every model reports it.
+#: The loss by which a run is judged. Every model reports it.
 LANGUAGE_MODEL = "lm"
 
 
@@ -25,9 +25,9 @@ class Reported(NamedTuple):
 
 
 class Losses:
-    """A meter for each name that ``model`` declares; ``lm`` must be one. Raises :class:`PluginError`.
+    """One meter for each name in ``model.metric_names``. Raises :class:`PluginError` unless ``lm`` is among them.
 
-    ``reported`` is what this rank reported since :meth:`start_step`, in its order.
+    ``reported`` lists what this rank has reported since :meth:`start_step`, in order.
     """
 
     def __init__(self, model: Model, metrics: Metrics) -> None:
@@ -42,16 +42,17 @@ class Losses:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all losses."""
+        """The names of all losses."""
         return tuple(self._meters)
 
     def start_step(self) -> None:
-        """Forget what was reported."""
+        """Clear ``reported``."""
         self.reported.clear()
 
     def report(self, microbatch: int, name: str, total: Tensor, weight: Tensor) -> None:
-        """Add a chunk's loss, a sum and its weight. Raises :class:`PluginError` for a name that was not declared."""
+        """Add a chunk's loss: its sum and weight. Raises :class:`PluginError` for an undeclared name."""
         if name not in self._meters:
             raise PluginError(f"a chunk reports the loss {name!r}", fix="add it to Model.metric_names")
         self._meters[name].add(total, weight)
-        self.reported.append(Reported(microbatch, name, total.clone()))  # a graph's output is overwritten by the next
+        # Clone: if the chunk was replayed from a graph, the next replay overwrites ``total``.
+        self.reported.append(Reported(microbatch, name, total.clone()))

@@ -1,4 +1,4 @@
-"""How large each rank's part of the model is, without allocating any of it."""
+"""Estimates the parameters and memory of each rank from a model on the meta device, which allocates nothing."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 class RankSize(NamedTuple):
-    """What a rank of one stage holds: ``parameters``, and ``padding`` values beside them that no model knows.
+    """The ``parameters`` of a rank of one stage, and the ``padding`` values that belong to no logical tensor.
 
-    ``memory`` is in bytes, by role, as the optimizer says (``Optimizer.memory``).
+    ``memory`` maps a role to bytes, from ``Optimizer.memory``.
     """
 
     parameters: int
@@ -39,9 +39,9 @@ class RankSize(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """The ``layers`` that have experts, ``experts`` each, of which a token meets ``top_k``.
+    """A mixture of experts: which ``layers`` have ``experts`` experts, ``top_k`` of them active for a token.
 
-    ``parameters`` are those of all experts of all layers.
+    ``parameters`` counts all experts of all these layers.
     """
 
     layers: tuple[int, ...]
@@ -51,16 +51,16 @@ class Mixture(NamedTuple):
 
     @property
     def unmet(self) -> int:
-        """The parameters that one token does not meet: experts of a layer are of one size."""
+        """Expert parameters that are inactive for one token. All experts have the same size."""
         return self.parameters // self.experts * (self.experts - self.top_k)
 
 
 class ModelSize(NamedTuple):
-    """``parameters`` of the whole model, each counted once, and the first rank of each stage.
+    """``parameters`` of the whole model, each counted once, and the size of the first rank of each of the ``stages``.
 
     A tied embedding counts on every stage that holds a copy of it. ``vocab`` is the number of token ids, and
-    ``padded_vocab`` that of rows over all tensor-parallel ranks. ``captures`` is what each stage would capture in a
-    step of the full batch; ``mixture`` is None where no layer has experts.
+    ``padded_vocab`` the number of embedding rows over all tensor-parallel ranks. ``captures`` is what graph capture
+    would record on each stage in a step of the full batch. ``mixture`` is None if no layer has experts.
     """
 
     parameters: int
@@ -74,7 +74,7 @@ class ModelSize(NamedTuple):
 def model_size(run: ResolvedRun) -> ModelSize:
     """Build every stage's chunks on the meta device and count.
 
-    Raises what building the model raises, an error of the user's with where the keys that it names came from.
+    Raises what building the model raises. A :class:`RunError` gets the origins of the configuration keys that it names.
     """
     try:
         return _model_size(run)
@@ -87,7 +87,7 @@ def _model_size(run: ResolvedRun) -> ModelSize:
     options = with_vocabulary(run, run.one("data").create())
     total, stages, padded, captures = 0, [], 0, []
     chunks: list[Chunk] = []
-    everyone: list[_Built] = []
+    everyone: list[_Built] = []  # one rank of each stage and expert-parallel index
     for stage in range(run.sizes.pipeline):
         on_ranks = [_build(run, options, stage, expert) for expert in range(run.sizes.expert)]
         total += count_parameters(info for rank in on_ranks for info in rank.held.values())
@@ -102,7 +102,7 @@ def _model_size(run: ResolvedRun) -> ModelSize:
 
 
 class _Built(NamedTuple):
-    """A rank's part of the model, without values."""
+    """A rank's part of the model on the meta device."""
 
     context: BuildContext
     chunks: Sequence[Chunk]
@@ -110,12 +110,12 @@ class _Built(NamedTuple):
 
     @property
     def held(self) -> dict[Parameter, ParamInfo]:
-        """All of its parameters."""
+        """All parameters of the rank."""
         return {parameter: info for described in self.infos for parameter, info in described.items()}
 
 
 def _build(run: ResolvedRun, options: BaseModel, stage: int, expert: int) -> _Built:
-    """Of the first tensor-parallel rank of ``stage`` that holds the experts of expert-parallel rank ``expert``."""
+    """Build the first tensor-parallel rank of ``stage`` that holds the experts of expert-parallel rank ``expert``."""
     first = Topology(run.sizes, 0)
     topology = Topology(run.sizes, first.rank_at(tensor=0, context=0, data=expert, stage=stage))
     context = make_context(run, topology, Groups(), torch.device("meta"), options)
@@ -124,7 +124,7 @@ def _build(run: ResolvedRun, options: BaseModel, stage: int, expert: int) -> _Bu
 
 
 def _mixture(options: BaseModel, ranks: Sequence[_Built]) -> Mixture | None:
-    """The experts of all ``ranks``, where the model's ``options`` say how many there are and how many a token meets."""
+    """Count the experts over all ``ranks``. None unless the model's ``options`` have ``experts`` and ``top_k``."""
     told = mixture_options(options)
     if told is None or not told.experts:
         return None
@@ -138,14 +138,15 @@ def _mixture(options: BaseModel, ranks: Sequence[_Built]) -> Mixture | None:
 
 
 def _capture_size(run: ResolvedRun, built: _Built, stage: int) -> CaptureSize:
-    """What graph capture would make of the segments of ``stage``."""
+    """Return what graph capture would record of the segments of ``stage``."""
     capture = cast("GraphCapture", run.one("graph-capture").create(context=built.context))
     regions = capture.regions([chunk.segments() for chunk in built.chunks])
     return capture.plan(regions, run.plans[max(run.plans)].lists[stage])
 
 
 def _check_capture(run: ResolvedRun, context: BuildContext, chunks: Sequence[Chunk]) -> None:
-    """Have graph capture choose as if one rank held all ``chunks``: it alone sees what no stage publishes."""
+    """Let graph capture choose regions as if one rank held all ``chunks``."""
+    # A name in graph-capture.scope may be published by another stage. Only a rank with all chunks can refuse it.
     alone = replace(context, topology=Topology(Sizes(), 0))
     capture = cast("GraphCapture", run.one("graph-capture").create(context=alone))
     capture.regions([chunk.segments() for chunk in chunks])
@@ -157,7 +158,7 @@ def _rank_size(held: Mapping[Parameter, ParamInfo], memory: Mapping[str, int]) -
 
 
 def _memory(run: ResolvedRun, rank: _Built) -> Mapping[str, int]:
-    """What the optimizer would hold, from one that is attached to parameters without values, and the copy of a save."""
+    """Return the bytes of an optimizer attached to meta parameters, and of the staging copy of an asynchronous save."""
     optimizer = cast("Optimizer", run.one("optimizer").create(context=rank.context))
     optimizer.attach(rank.chunks, rank.infos, grad_scale=1 / run.sizes.data)
     memory = optimizer.memory()
@@ -167,12 +168,12 @@ def _memory(run: ResolvedRun, rank: _Built) -> Mapping[str, int]:
 
 
 def _rows_over(vocab: int, held: Mapping[Parameter, ParamInfo]) -> int:
-    """The rows that a rank holds of a matrix over the vocabulary; 0 where it has none."""
+    """Return the rows that a rank holds of a matrix over the vocabulary, 0 if it holds none."""
     matrices = (p for p, info in held.items() if any(part.shape[0] == vocab and p.ndim > 1 for part in info.parts))
     return max((len(matrix) for matrix in matrices), default=0)
 
 
 def _values(parameter: Parameter, info: ParamInfo) -> int:
-    """The values of ``parameter`` that belong to a logical tensor."""
+    """Count the values of ``parameter`` that belong to a logical tensor."""
     per_row = parameter.numel() // parameter.shape[0]
     return sum(len(part.local) * per_row for part in info.parts)

@@ -1,4 +1,4 @@
-"""The numbers of a step: on the device while it runs, on the host by one copy, then as observers see them."""
+"""The numbers of a step: on the device while it runs, then on the host after one copy, then as observers see them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_run.contracts import StepMetrics
 from megatron_run.errors import ExitCode
 from megatron_run_engine.training.device import peak_memory_gib
+from megatron_run_engine.training.losses import LANGUAGE_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,17 +25,17 @@ if TYPE_CHECKING:
 
 #: The name under which observers see the zeros in the gradient (``train.count_zeros``).
 ZEROS = "optimizer/zeros"
-#: The metric by which ranks that want to stop say with which exit code; observers do not see it.
+#: The metric by which a rank that was asked to stop reports its exit code. Observers do not see it.
 STOP = "stop"
-#: The metric by which ranks say that their graphs did not fit; observers do not see it.
+#: The metric by which a rank reports that its captured graphs did not fit. Observers do not see it.
 MISMATCH = "mismatch"
 
 
 class StepNumbers(NamedTuple):
-    """While they are on the device.
+    """The numbers of a step on the device.
 
-    ``sums`` [names, 2] are the metrics' (sum, weight); ``grad_norm`` (NaN when skipped), ``zeros`` in the gradient (NaN
-    when not counted) and ``loss_scale`` are [1]. That the update was ``skipped`` the host has known for long.
+    ``sums`` [names, 2] holds (sum, weight) of each metric. ``grad_norm`` (NaN if skipped), ``zeros`` in the gradient
+    (NaN if not counted) and ``loss_scale`` are [1]. ``skipped`` is a host value: the guards have decided it already.
     """
 
     sums: Tensor
@@ -44,7 +45,8 @@ class StepNumbers(NamedTuple):
     skipped: bool
 
     def to_host(self, metrics: Metrics) -> HostNumbers:
-        """Copy everything to the host at once."""
+        """Copy all numbers to the host at once."""
+        # One concatenation and one tolist(): each separate copy would wait for the device again.
         *flat, norm, zeros, scale = torch.cat([number.flatten().double() for number in self[:-1]]).tolist()
         sums = [flat[index : index + 2] for index in range(0, len(flat), 2)]
         return HostNumbers(metrics.means(sums), _known(norm), _known(zeros), scale, self.skipped)
@@ -52,7 +54,7 @@ class StepNumbers(NamedTuple):
 
 @dataclass(frozen=True)
 class HostNumbers:
-    """The same on the host; ``means`` by the names of the meters, those that nobody reported left out."""
+    """The numbers of a step on the host. ``means`` maps metric names to means; unreported metrics are absent."""
 
     means: dict[str, float]
     grad_norm: float | None
@@ -63,10 +65,10 @@ class HostNumbers:
 
 @dataclass
 class Progress:
-    """What a run has done so far. ``scheduled`` samples moved the learning rate: those of skipped steps did not.
+    """How far a run has come. ``scheduled`` counts the samples that advanced the learning rate; skipped steps do not.
 
-    It went back ``rewinds`` times, and so passed over ``dropped`` samples of the stream. ``losses`` are those of the
-    last steps that were not skipped, the oldest first: a loss is a spike by comparison with them.
+    ``rewinds`` counts how often the run was rewound to a checkpoint, and ``dropped`` the samples that it passed over by
+    that. ``losses`` are the losses of the last steps that were not skipped, oldest first; spikes are judged by them.
     """
 
     step: int = 0
@@ -80,16 +82,16 @@ class Progress:
 
     @property
     def counters(self) -> dict[str, int]:
-        """All of it but the losses, by name."""
+        """All counters by name, without the losses."""
         return {name: number for name, number in vars(self).items() if name != "losses"}
 
     @property
     def position(self) -> int:
-        """Where the next step begins in the stream of samples."""
+        """The index in the sample stream at which the next step begins."""
         return self.samples + self.dropped
 
     def count(self, batch: int, *, skipped: bool) -> None:
-        """One more step of ``batch`` samples is done."""
+        """Count one more step of ``batch`` samples."""
         self.step += 1
         self.samples += batch
         self.scheduled += 0 if skipped else batch
@@ -98,9 +100,9 @@ class Progress:
 
 
 class StepDone(NamedTuple):
-    """A step that was done: its metrics, the times of its actions if they were taken, and the code to stop with.
+    """A finished step: its metrics, the times of its actions if traced, and the exit code if the run is to stop.
 
-    ``mismatch`` says whether graphs did not fit it, on any rank.
+    ``mismatch`` tells whether captured graphs did not fit the step on any rank.
     """
 
     metrics: StepMetrics
@@ -111,9 +113,9 @@ class StepDone(NamedTuple):
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What the host knows of a step by itself: its batch in samples, microbatches, learning rate and seconds.
+    """What the host knows of a step without the device: batch in samples, microbatches, learning rate, seconds.
 
-    ``peak`` is that of the device, None where it is not known.
+    ``peak`` is the peak of the device, None if unknown.
     """
 
     batch: int
@@ -126,7 +128,7 @@ class StepFacts:
 def step_metrics(
     run: ResolvedRun, model: Model, progress: Progress, facts: StepFacts, numbers: HostNumbers, device: torch.device
 ) -> StepMetrics:
-    """The numbers of the step that ``progress`` counted last, as observers see them."""
+    """Return the metrics of the step that ``progress`` counted last, as observers see them."""
     length = run.config.train.sequence_length
     rate = facts.batch * length / facts.seconds
     tflops = rate * model.flops_per_token(length) / run.sizes.world / 1e12
@@ -135,7 +137,7 @@ def step_metrics(
         time=time.time(),
         samples=progress.samples,
         tokens=progress.samples * length,
-        loss=numbers.means.get("lm"),
+        loss=numbers.means.get(LANGUAGE_MODEL),
         grad_norm=numbers.grad_norm,
         lr=facts.lr,
         loss_scale=numbers.loss_scale,
@@ -152,16 +154,17 @@ def step_metrics(
 
 
 def agreed_code(means: Mapping[str, float]) -> ExitCode | None:
-    """The code to stop with: that of the ranks that ask, as for SIGTERM where they differ, None where nobody asks."""
+    """Return the exit code to stop with: the one that ranks requested, SIGTERM's if they differ, None if none did."""
+    # Only the requesting ranks report STOP, so the mean of equal codes is that code.
     mean = means.get(STOP)
     return None if mean is None else ExitCode(int(mean)) if mean in set(ExitCode) else ExitCode.SIGTERM
 
 
 def _extra(numbers: HostNumbers) -> dict[str, float]:
-    reported = {name: mean for name, mean in numbers.means.items() if name not in ("lm", STOP, MISMATCH)}
+    reported = {name: mean for name, mean in numbers.means.items() if name not in (LANGUAGE_MODEL, STOP, MISMATCH)}
     return reported if numbers.zeros is None else {**reported, ZEROS: numbers.zeros}
 
 
 def _known(number: float) -> float | None:
-    """What the device has no number for is NaN there."""
+    """Return None for NaN, which stands on the device for a number that is not known."""
     return None if math.isnan(number) else number

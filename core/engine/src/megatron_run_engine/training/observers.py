@@ -1,4 +1,4 @@
-"""Calls the observers of a run, and keeps a failing one from harming it."""
+"""Calls the observers of a run. An observer that fails never stops the training."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
     from megatron_run_engine.training.build import Assembly
 
 
-#: Failures after which an observer is called no more.
+#: Failures after which an observer is disabled.
 PATIENCE = 3
 
 
 class Observers:
-    """All observers as one, with the methods of :class:`megatron_run.contracts.Observer`.
+    """All observers behind the methods of one :class:`megatron_run.contracts.Observer`.
 
-    One that raises is named in the log with what it raised, and disabled after ``PATIENCE`` failures; training and the
-    other observers go on.
+    An observer that raises is logged with its error, and disabled after ``PATIENCE`` failures. Training and the other
+    observers continue.
     """
 
     def __init__(self, observers: Iterable[tuple[str, Observer]], log: logging.Logger) -> None:
         self._observers = list(observers)
-        self._traced: dict[int, frozenset[int]] = {}  # by identity of the observer
+        self._traced: dict[int, frozenset[int]] = {}  # by id(): an observer need not be hashable
         self._failures: Counter[str] = Counter()
         self._log = log
 
@@ -59,7 +59,7 @@ class Observers:
         self._each("on_train_start", lambda observer: observer.on_train_start(run))
 
     def traced_steps(self) -> frozenset[int]:
-        """The steps that any observer wants to be timed."""
+        """Return the steps that any observer wants to be traced."""
         self._each("traced_steps", self._ask_for_steps)
         return frozenset().union(*self._traced.values())
 
@@ -67,13 +67,13 @@ class Observers:
         self._traced[id(observer)] = frozenset(index(step) for step in observer.traced_steps())
 
     def on_step_end(self, metrics: StepMetrics) -> None:
-        """One step is done; a skipped one is reported by ``on_skip`` right after."""
+        """A step has ended. A skipped one is also reported to ``on_skip``."""
         self._each("on_step_end", lambda observer: observer.on_step_end(metrics))
         if metrics.skipped:
             self._each("on_skip", lambda observer: observer.on_skip(metrics))
 
     def on_trace(self, trace: StepTrace) -> None:
-        """A step was timed: told to the observers that asked for it."""
+        """A step was traced. Only the observers that asked for it are called."""
 
         def call(observer: Observer) -> None:
             if trace.step in self._traced.get(id(observer), ()):
@@ -86,7 +86,7 @@ class Observers:
         self._each("on_capture", lambda observer: observer.on_capture(metrics))
 
     def on_eval_end(self, metrics: EvalMetrics) -> None:
-        """An evaluation is done."""
+        """An evaluation has ended."""
         self._each("on_eval_end", lambda observer: observer.on_eval_end(metrics))
 
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
@@ -109,7 +109,7 @@ class Observers:
         for name, observer in list(self._observers):
             try:
                 call(observer)
-            except Exception as cause:  # whatever an observer does, the run goes on
+            except Exception as cause:  # observers are third-party code: no error of theirs ends a run
                 self._failed(name, event, cause)
 
     def _failed(self, name: str, event: str, cause: Exception) -> None:
@@ -131,11 +131,12 @@ def start_observers(
     first_step: int,
     peak: DevicePeak | None,
 ) -> Observers:
-    """Make the observers and tell them of the start, at ``first_step``; on ranks above 0 there are none. Collective.
+    """Create the observers on rank 0 and report the start at ``first_step`` to them. Collective.
 
-    ``validation`` are the samples on which the model is evaluated, ``peak`` is that of rank 0's device.
+    The other ranks get an empty ``Observers``. ``validation`` holds the indices of the evaluated samples,
+    ``peak`` is the peak of rank 0's device.
     """
-    parameters = model_parameters(assembly)
+    parameters = model_parameters(assembly)  # collective: before the other ranks return
     if assembly.context.topology.rank:
         return Observers([], assembly.context.log)
     write_json(folder.records / "device.json", device_record(assembly.context.device, run.config.train.precision, peak))
@@ -160,9 +161,9 @@ def device_record(device: torch.device, precision: str, peak: DevicePeak | None)
 
 
 def model_parameters(assembly: Assembly) -> int:
-    """Number of parameters of the whole model, each counted once. Collective over the world."""
+    """Return the number of parameters of the whole model, each counted once. Collective over the world."""
     topology = assembly.context.topology
-    firsts = {axis: topology.peers(axis)[0] for axis in get_args(Replicas)}  # of each parameter's replicas one counts
+    firsts = {axis: topology.peers(axis)[0] for axis in get_args(Replicas)}  # the first rank of each replica group
     mine = (info for each in assembly.infos for info in each.values() if firsts[info.replicas] == topology.rank)
     count = torch.tensor([0 if topology.tensor_rank else count_parameters(mine)], device=assembly.context.device)
     return int(assembly.context.groups.sum_(count, "world").item())
@@ -177,7 +178,7 @@ def summarise(
     first_step: int,
     peak: DevicePeak | None,
 ) -> RunSummary:
-    """What observers are told at the start."""
+    """Return the summary of the run that observers receive at its start."""
     train = run.config.train
     return RunSummary(
         folder=folder.path,

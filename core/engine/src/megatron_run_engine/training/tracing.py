@@ -1,6 +1,6 @@
-"""Times the steps that observers ask for, on the ranks of rank 0's pipeline group.
+"""Times the actions of the steps that observers ask for, on the ranks of rank 0's pipeline group.
 
-Where nobody asks, one number is sent when training starts and nothing afterwards.
+Without such a request one number is broadcast when training starts, and nothing afterwards.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
     from megatron_run_engine.training.observers import Observers
 
 
-#: Barriers to align clocks by. The tightest counts, so it takes a few for one in which nobody was held up.
+#: Number of barriers that align the clocks. The tightest one bounds the error; some are disturbed by the scheduler.
 ROUNDS = 10
 
 
 class Offset(NamedTuple):
-    """What to add to a clock to read rank 0's, and by how much that may be wrong at most; seconds."""
+    """The seconds to add to a rank's clock to get rank 0's, and the largest possible error of that."""
 
     seconds: float
     error: float
 
 
 def device_clock(device: torch.device) -> Callable[[], float]:
-    """The host's clock in seconds; on a GPU, once the work that the caller has launched is done.
+    """Return a clock in seconds. On a GPU, reading it waits for the work launched so far.
 
-    Only the caller's stream is waited for: messages in flight and gradient reductions go on.
+    Only the caller's stream is awaited: messages in flight and gradient reductions continue.
     """
     if device.type != "cuda":
         return time.perf_counter
@@ -56,18 +56,20 @@ def device_clock(device: torch.device) -> Callable[[], float]:
 
 
 def barrier_rounds(groups: Groups, scope: Scope, device: torch.device, rounds: int = ROUNDS) -> list[list[float]]:
-    """This rank's (entered, left) of each barrier over ``scope``, by the host's clock. Collective over ``scope``."""
+    """Return this rank's (entered, left) times of barriers, by the host's clock. Collective over ``scope``."""
     times = []
     token = torch.ones(1, device=device)
     for _ in range(rounds):
         entered = time.perf_counter()
-        groups.max_(token, scope).item()  # no rank has the maximum before every rank gave its number
+        groups.max_(token, scope).item()  # a barrier: no rank has the maximum before every rank has entered
         times.append([entered, time.perf_counter()])
     return times
 
 
 def clock_offset(first: Sequence[Sequence[float]], rank: Sequence[Sequence[float]]) -> Offset:
-    """The offset of a rank's clock to rank 0's from the (entered, left) of both in the same barriers."""
+    """Return the offset of a rank's clock to rank 0's, from the (entered, left) times of both in the same barriers."""
+    # Nobody leaves a barrier before everybody has entered it: entered_0 <= left_rank + offset, and
+    # entered_rank + offset <= left_0. Each barrier bounds the offset from both sides; take the tightest bounds.
     low = max(entered - left for (entered, _), (_, left) in zip(first, rank, strict=True))
     high = min(left - entered for (_, left), (entered, _) in zip(first, rank, strict=True))
     return Offset((low + high) / 2, (high - low) / 2)
@@ -79,22 +81,22 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Tracing:
-    """Which steps to time, and how. ``plans`` are the training plans by their number of microbatches."""
+    """The steps to trace. ``plans`` maps a number of microbatches to its training plan."""
 
     steps: frozenset[int]
     plans: Mapping[int, Plan]
     context: BuildContext
 
     def clock(self, step: int) -> Callable[[], float] | None:
-        """The clock of this rank for ``step``; None when the step, or the rank, is not traced."""
+        """Return this rank's clock for ``step``, or None if the step or the rank is not traced."""
         if step not in self.steps or 0 not in self.context.topology.peers("pipeline"):
             return None
         return device_clock(self.context.device)
 
     def report(self, step: int, microbatches: int, times: Sequence[Interval], observers: Observers) -> None:
-        """Bring the ``times`` of this stage's actions in ``step`` to rank 0 and its observers.
+        """Gather every stage's ``times`` of the actions of ``step`` and report the trace on rank 0.
 
-        Collective over the ranks that were given a clock.
+        Collective over the ranks that have a clock for this step.
         """
         plan = self.plans[microbatches]
         rounds, gathered = self._gather(plan, times)
@@ -102,10 +104,8 @@ class Tracing:
             observers.on_trace(step_trace(step, plan, rounds, gathered))
 
     def _gather(self, plan: Plan, times: Sequence[Interval]) -> tuple[list[list[Interval]], list[list[Interval]]]:
-        """The barriers and the actions' times of every stage, by each stage's own clock.
-
-        Each stage fills its row of a tensor of zeros [stages, rounds + the most actions, 2], and the sum joins them.
-        """
+        """Return the barrier times and the action times of every stage, each by its own clock."""
+        # A gather as one all-reduce: each stage fills its row of zeros [stages, rounds + longest, 2].
         context, stage = self.context, self.context.topology.stage
         longest = max(map(len, plan.lists))
         rows = torch.zeros(plan.stages, ROUNDS + longest, 2, dtype=torch.float64)
@@ -122,13 +122,13 @@ class Tracing:
 
 
 def start_tracing(plans: Mapping[int, Plan], context: BuildContext, observers: Observers, last: int) -> Tracing:
-    """Ask the observers of rank 0 which of the steps up to ``last`` to time, and tell all ranks. Collective."""
+    """Ask rank 0's observers which steps up to ``last`` to trace, and broadcast the answer. Collective."""
     asked = [step for step in observers.traced_steps() if 1 <= step <= last]
-    return Tracing(_shared(asked, context), plans, context)
+    return Tracing(_broadcast_steps(asked, context), plans, context)
 
 
-def _shared(asked: Collection[int], context: BuildContext) -> frozenset[int]:
-    """What rank 0 asked for, on every rank: how many steps, then which, if there are any."""
+def _broadcast_steps(asked: Collection[int], context: BuildContext) -> frozenset[int]:
+    """Return the steps that rank 0 asked for, on every rank: first their number, then the steps if there are any."""
     count = _from_rank_0([len(asked)], context).item()
     if not count:
         return frozenset()
@@ -147,10 +147,10 @@ def _pairs(times: Sequence[Sequence[float]]) -> Tensor:
 def step_trace(
     step: int, plan: Plan, rounds: Sequence[Sequence[Interval]], times: Sequence[Sequence[Interval]]
 ) -> StepTrace:
-    """The timeline of ``plan`` as it ran, by stage 0's clock from the first action's start, and as it was planned.
+    """Return the measured and the planned timeline of ``plan``, in stage 0's time from the first action's start.
 
-    For each stage, ``rounds`` are its (entered, left) of the same barriers and ``times`` the (start, end) of its
-    actions, both by its own clock.
+    For each stage, ``rounds`` holds the (entered, left) times of the same barriers and ``times`` the (start, end) times
+    of its actions, both by the stage's own clock.
     """
     offsets = [clock_offset(rounds[0], mine) if stage else (0.0, 0.0) for stage, mine in enumerate(rounds)]
     first = min(mine[0][0] + offset for mine, (offset, _) in zip(times, offsets, strict=True))
@@ -171,14 +171,14 @@ def step_trace(
 
 
 def measured_timeline(stages: tuple[tuple[Bar, ...], ...]) -> Timeline:
-    """The timeline of bars that were measured."""
+    """Return the timeline of measured bars, with its makespan and bubble."""
     makespan = max(bars[-1].end for bars in stages)
     busy = sum(bar.end - bar.start for bar in chain.from_iterable(stages))
     return Timeline(stages, makespan, 1 - busy / (makespan * len(stages)))
 
 
 def mean_costs(stages: Sequence[Sequence[Bar]]) -> dict[str, float]:
-    """The mean time of each operation, over all stages."""
+    """Return the mean time of each operation over all stages."""
     spent: defaultdict[str, list[float]] = defaultdict(list)
     for bar in chain.from_iterable(stages):
         spent[bar.action.op].append(bar.end - bar.start)

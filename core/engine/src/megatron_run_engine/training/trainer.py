@@ -1,4 +1,9 @@
-"""The trainer: the one place where all kinds of plugin meet. Read it top to bottom."""
+"""The training loop, the one place where all kinds of plugin meet. Read it top to bottom.
+
+One step is ``_step``: ``_accumulate`` runs forwards and backwards in the schedule's order, then ``_update`` unscales,
+checks and clips the gradients and applies the optimizer. ``runtime.gradients`` draws how gradients leave during the
+backward.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ from megatron_run_engine.training.generate import generate_text
 from megatron_run_engine.training.health.faulting import install_faults
 from megatron_run_engine.training.health.guards import Guards
 from megatron_run_engine.training.loader import BatchLoader
-from megatron_run_engine.training.losses import Losses
+from megatron_run_engine.training.losses import LANGUAGE_MODEL, Losses
 from megatron_run_engine.training.numbers import (
     MISMATCH,
     STOP,
@@ -41,7 +46,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from megatron_run.contracts import StepMetrics
     from megatron_run.contracts.activity import Activity
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.run_folder import RunFolder
@@ -52,9 +56,9 @@ if TYPE_CHECKING:
 def train_rank(
     run: ResolvedRun, world: World, folder: RunFolder, stop: StopRequest, activity: Activity | None = None
 ) -> ExitCode:
-    """Train ``run`` on this rank to the last step, or until ``stop`` is requested on any rank.
+    """Train ``run`` on this rank until the last step, or until ``stop`` is requested on any rank.
 
-    It starts from the first step, or goes on from the one that was saved last; ``phases`` hears how it goes.
+    Training starts at the first step or resumes from a checkpoint. ``activity`` records what the rank is doing.
     """
     make_deterministic(run.config.run.deterministic, world.device)
     assembly = build(run, world, activity)
@@ -73,20 +77,21 @@ def train_rank(
 
 
 class Trainer:
-    """Runs steps: the executor, the optimizer and the scaler in their order, then the observers."""
+    """Runs steps: executor, optimizer and scaler in this order, then observers, guards, evaluation and saving."""
 
     def __init__(self, run: ResolvedRun, assembly: Assembly, folder: RunFolder, stop: StopRequest) -> None:
         self._run, self._assembly, self._folder, self._stop = run, assembly, folder, stop
         train, self._context, self._activity = run.config.train, assembly.context, assembly.context.groups.activity
         self._batches = BatchSizes(train, run.sizes.data)
-        self._last = self._batches.steps()
+        self._last = self._batches.steps()  # the number of the last step; steps count from 1
         self._eval_interval = run.config.eval.interval.steps(self._last, train.global_batch_size)
         self._learning_rate = LearningRate.from_config(train)
         self._weight_decay = WeightDecay.from_config(train)
         self._progress = Progress()
         self._losses = Losses(assembly.model, self._context.metrics)
-        self._stop_meter = self._context.metrics.scalar(STOP)  # reported by each rank that wants to stop
-        self._mismatches = self._context.metrics.scalar(MISMATCH)  # by each whose captured graphs did not fit
+        # Both ride on the all-reduce of the metrics, so that agreeing to stop or to recapture costs no collective.
+        self._stop_meter = self._context.metrics.scalar(STOP)
+        self._mismatches = self._context.metrics.scalar(MISMATCH)
         self._boundary = partial(
             assembly.model.boundary, micro_batch_size=train.micro_batch_size, sequence_length=train.sequence_length
         )
@@ -101,66 +106,59 @@ class Trainer:
 
     @property
     def validation_samples(self) -> list[int]:
-        """The samples of the validation split on which the model is evaluated."""
+        """Indices of the validation samples that every evaluation scores."""
         return self._evaluator.samples
 
     def resume(self) -> int:
-        """Take up what was saved, where there is something; the number of the first step to do."""
+        """Load the checkpoint to resume from, if there is one. Return the number of the first step to run."""
         self._progress = self._checkpoints.resume()
         return self._progress.step + 1
 
     def close(self) -> None:
-        """Leave no step half saved, however the training has ended."""
+        """Wait for a save in the background, however the training has ended."""
         self._checkpoints.close()
 
     def train(self, observers: Observers) -> ExitCode:
-        """Step until the last step, or until a rank is asked to stop; evaluate and save on the way and at the end."""
+        """Run steps until the last one, or until a rank is asked to stop. Evaluate and save when due and at the end."""
         graphs = CapturePolicy(self._run, self._assembly, self._batches, self._progress, self._mismatches)
         tracing = start_tracing(self._run.plans, self._context, observers, self._last)
         while self._progress.step < self._last:
             graphs.prepare(self._progress, observers)
             clock = tracing.clock(self._progress.step + 1)
             metrics, times, stop, mismatch = self._step(clock)
-            graphs.hear(mismatch=mismatch)
-            self._tell(metrics, observers)
+            graphs.note_mismatch(mismatch=mismatch)
+            self._activity.enter("observe")
+            self._folder.heartbeat(metrics.step)
+            observers.on_step_end(metrics)
             if clock is not None:
                 tracing.report(metrics.step, metrics.microbatches, times, observers)
-            if (back := self._guards.rewind(self._progress, self._checkpoints)) is not None:
-                self._progress = back
+            if (rewound := self._guards.rewind(self._progress, self._checkpoints)) is not None:
+                self._progress = rewound  # the step is undone: there is nothing to evaluate or save
                 continue
-            self._look_and_save(observers, stopping=stop is not None)
+            self._check_evaluate_save(observers, stopping=stop is not None)
             if stop is not None and metrics.step < self._last:
                 return stop
-        self._let_it_write(observers)
+        text = generate_text(self._run, self._assembly) if self._run.config.eval.sample else None
+        if text is not None:
+            observers.on_sample(text)
         self._activity.enter("end")
         return ExitCode.DONE
 
-    def _tell(self, metrics: StepMetrics, observers: Observers) -> None:
-        """A step is done: the run folder and the observers hear of it."""
-        self._activity.enter("observe")
-        self._folder.heartbeat(metrics.step)
-        observers.on_step_end(metrics)
-
-    def _look_and_save(self, observers: Observers, *, stopping: bool) -> None:
-        """What comes after steps that stay: the guards look, the model is evaluated and saved where that is due."""
+    def _check_evaluate_save(self, observers: Observers, *, stopping: bool) -> None:
+        """Run the guards after a step that was kept, then evaluate and save if that is due."""
         step, last = self._progress.step, self._last
         saving = stopping or self._checkpoints.is_due(step, last)
         self._guards.check(self._progress, saving=saving)
         if step == last or (self._eval_interval and step % self._eval_interval == 0):
             observers.on_eval_end(self._evaluator.evaluate(step))
         if saving:
-            self._assembly.wait_for_parameters()  # a run may end here, and nothing may be on its way then
+            # With overlap_param_gather, all-gathers may be in flight. None may be when the run ends, as it may here.
+            self._assembly.wait_for_parameters()
         for saved in self._checkpoints.after_step(self._progress, last, stopping=stopping):
             observers.on_checkpoint(saved)
 
-    def _let_it_write(self, observers: Observers) -> None:
-        """Show what the model has learned, where ``eval.sample`` asks for it."""
-        text = generate_text(self._run, self._assembly) if self._run.config.eval.sample else None
-        if text is not None:
-            observers.on_sample(text)
-
     def _step(self, clock: Callable[[], float] | None) -> StepDone:
-        """One step, its actions timed by ``clock`` if there is one."""
+        """Run one step. ``clock``, if given, times its actions."""
         start, progress = time.perf_counter(), self._progress
         self._activity.step(progress.step + 1)
         self._activity.enter("data")
@@ -175,7 +173,7 @@ class Trainer:
         return StepDone(metrics, times, agreed_code(numbers.means), mismatch=MISMATCH in numbers.means)
 
     def _accumulate(self, microbatches: int, clock: Callable[[], float] | None) -> StepRecord:
-        """Forward and backward of every microbatch, in the schedule's order, into ``main_grad``."""
+        """Run forward and backward of every microbatch in the schedule's order. Gradients end in ``main_grad``."""
         optimizer = self._assembly.optimizer
         optimizer.zero_grad()
         self._context.gradients.start_step(microbatches, optimizer.grad_ready)
@@ -193,16 +191,16 @@ class Trainer:
         return record
 
     def _update(self, lr: float, weight_decay: float) -> StepNumbers:
-        """Unscale, check, clip and step; a step with a gradient or loss that cannot be used changes no weight."""
+        """Unscale, check, clip and apply the update. A step whose loss or gradient is unusable changes no weight."""
         optimizer, scaler, context = self._assembly.optimizer, self._assembly.scaler, self._context
         self._activity.enter("optimizer")
         if (code := self._stop.requested) is not None:
             self._stop_meter.add(float(code))
-        sums = context.metrics.collect(context.groups)
-        scale = scaler.scale.clone()
+        sums = context.metrics.collect(context.groups)  # all-reduced: every rank decides from the same numbers
+        scale = scaler.scale.clone()  # the scale of this step: update() below changes it in place
         found_inf = optimizer.unscale_(scaler.inv_scale)
         scaler.update(found_inf)
-        norm = zeros = torch.full_like(found_inf, torch.nan)
+        norm = zeros = torch.full_like(found_inf, torch.nan)  # NaN: not known
         skipped = self._guards.skips(self._progress, sums, found_inf)
         if not skipped:
             norm = optimizer.clip_(self._run.config.train.clip_norm)
@@ -214,9 +212,10 @@ class Trainer:
         return StepNumbers(sums, norm, zeros, scale, skipped)
 
     def _seed(self, microbatches: int, name: str, weight: Tensor) -> Tensor:
-        """The gradient with which a loss starts its backward: it is scaled where it is produced.
+        """Return the gradient with which a loss starts its backward, loss scale included.
 
-        The language-model loss is a mean over the microbatch's tokens, and each loss a mean over microbatches.
+        The language-model loss is a mean over the tokens of a microbatch. Every loss is a mean over microbatches.
         """
-        per = weight.clamp(min=1).float() if name == "lm" else torch.ones_like(weight, dtype=torch.float32)
+        # A microbatch whose loss mask is all zero has weight 0: clamp, or its gradient is 0/0.
+        per = weight.clamp(min=1).float() if name == LANGUAGE_MODEL else torch.ones_like(weight, dtype=torch.float32)
         return (self._assembly.scaler.scale / (microbatches * per)).reshape(())

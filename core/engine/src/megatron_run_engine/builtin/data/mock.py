@@ -1,8 +1,8 @@
-"""data=mock: synthetic sequences with a structure that a model can learn, and whose best loss is known.
+"""data=mock: synthetic sequences with a structure that a model can learn, and a best loss that is known.
 
-Ids stand on a circle in an order drawn from the seed. From one token to the next a walker steps to the next id on the
-circle, or, with probability ``NOISE``, jumps to any id, each equally likely. One token tells all that can be known of
-the next, so the best loss is the entropy of one step,
+The ids lie on a circle in an order drawn from the seed. The next token is the next id on the circle or, with
+probability ``NOISE``, any id with equal probability. The next token depends on the last one only, so the best loss is
+the entropy of one step,
 
     H = -(1 - q) log(1 - q) - q log(q / (V - 1)),    q = NOISE (V - 1) / V    (the jumps that land elsewhere).
 """
@@ -42,7 +42,7 @@ class MockOptions(BaseModel):
 
 
 class MockDataset:
-    """Samples made when asked for: a pure function of (seed, split, index)."""
+    """Samples generated on access, as a pure function of (seed, split, index)."""
 
     def __init__(self, options: MockOptions, split: Split, sequence_length: int, seed: int) -> None:
         self._options, self._split, self._length, self._seed = options, split, sequence_length, seed
@@ -52,7 +52,7 @@ class MockDataset:
 
     @cached_property
     def _circle(self) -> NDArray[np.int64]:
-        """The ids in the order of the circle, [v]; the same for every split."""
+        """The ids in the order of the circle, [v], equal for all splits."""
         return np.random.default_rng([self._seed]).permutation(self._options.vocab_size)
 
     def __getitem__(self, index: int) -> Mapping[str, NDArray[np.generic]]:
@@ -63,12 +63,12 @@ class MockDataset:
         return {"tokens": window[:-1], "labels": window[1:], "loss_mask": np.ones(self._length, np.float32)}
 
     def _walk(self, index: int) -> NDArray[np.int64]:
-        """Places on the circle, [s + 1]: from the last jump on, one step a token."""
+        """Return positions on the circle, [s + 1]: one step per token since the last jump."""
         generator = np.random.default_rng([self._seed, _STREAM[self._split], index])
         steps = np.arange(self._length + 1)
         landing = generator.integers(self._options.vocab_size, size=self._length + 1)
         jumps = generator.random(self._length + 1) < NOISE
-        jumps[0] = True
+        jumps[0] = True  # a sample starts anywhere
         last_jump = np.maximum.accumulate(np.where(jumps, steps, 0))
         walked: NDArray[np.int64] = (landing[last_jump] + steps - last_jump) % self._options.vocab_size
         return walked
@@ -86,11 +86,11 @@ class Mock(DataSource):
         return self._options.vocab_size
 
     def dataset(self, split: Split, sequence_length: int, seed: int) -> Dataset:
-        """Open ``split``; the splits share the circle and nothing else."""
+        """Open ``split``. The splits share the circle and nothing else."""
         return MockDataset(self._options, split, sequence_length, seed)
 
     def baselines(self, sequence_length: int, seed: int, samples: Sequence[int]) -> Mapping[str, float]:
-        """Two closed formulas: a uniform guess, and the entropy that no model gets below but by luck."""
+        """Return the loss of a uniform guess, and the entropy, which no model beats except by chance."""
         size = self._options.vocab_size
         elsewhere = NOISE * (size - 1) / size
         entropy = -(1 - elsewhere) * log(1 - elsewhere) - elsewhere * log(elsewhere / (size - 1))
@@ -98,7 +98,7 @@ class Mock(DataSource):
 
 
 def check_config(config: Config, _: MockOptions) -> Iterator[str]:
-    """A notice where text is asked for."""
+    """Yield a notice if sample text is requested."""
     if config.eval.sample:
         yield f"eval.sample={config.eval.sample} does nothing with data=mock: its tokens are no text"
 

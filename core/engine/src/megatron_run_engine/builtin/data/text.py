@@ -1,4 +1,4 @@
-"""data=text: the text a user names, by bytes or a tokenizer's file, split by document and packed into samples."""
+"""data=text: text files as bytes or through a tokenizer, split by document and packed into samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-#: Tokens that the bigram is fitted on at most: two seconds and half a gigabyte.
+#: The most tokens on which the bigram baseline is fitted: two seconds and half a gigabyte.
 BIGRAM_TOKENS = 2**24
 
 
@@ -57,7 +57,7 @@ class TextOptions(BaseModel):
 
 
 class Text(DataSource):
-    """Documents from files; read, split and tokenised when a split is first asked for, and then kept."""
+    """Documents from files. A split is read, cut and tokenised when it is first opened, and then kept."""
 
     def __init__(self, options: TextOptions) -> None:
         self._options = options
@@ -70,14 +70,14 @@ class Text(DataSource):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids of the tokenizer; 257 for bytes, one of them the end of a document."""
+        """The number of ids of the tokenizer; for bytes 257, one of them the end of a document."""
         return self._tokenizer.vocab_size
 
     def dataset(self, split: Split, sequence_length: int, seed: int) -> PackedDataset:
-        """Open ``split``; ``seed`` changes nothing, the order of samples is the sampler's.
+        """Open ``split``. ``seed`` has no effect here: the sampler shuffles.
 
-        Raises :class:`DataError` for a file that is missing, empty, unreadable or not text for the tokenizer, and for a
-        split too short to fill one sample.
+        Raises :class:`DataError` for a file that is missing, empty, unreadable or no text for the tokenizer, and for a
+        split that is too short for one sample.
         """
         if split not in self._streams:
             self._streams[split] = pack(self._documents(split), self._tokenizer)
@@ -90,7 +90,7 @@ class Text(DataSource):
         return find_documents(self._options.paths) if self._options.paths else standard_library()
 
     def _documents(self, split: Split) -> list[tuple[object, bytes]]:
-        """(path, content) of what belongs to ``split``; a document that is alone is cut whatever its size."""
+        """Return (path, content) of the parts in ``split``. A single document is cut whatever its size."""
         documents = self._find()
         portions = (
             (document.path, self._shares.portion(document.read(), split, cut=len(documents) == 1))
@@ -111,10 +111,10 @@ class Text(DataSource):
         )
 
     def baselines(self, sequence_length: int, seed: int, samples: Sequence[int]) -> Mapping[str, float]:
-        """The loss of a bigram model of the training split on ``samples`` of the validation split.
+        """Return the loss of a bigram model, fitted on the training split, on ``samples`` of the validation split.
 
-        Both models see the same tokens and labels, but for a sample's first token, where a bigram knows as much as it
-        ever does. Of a split longer than ``BIGRAM_TOKENS`` every n-th sample is counted.
+        It is scored on the same tokens and labels as the trained model. If the training split is longer than
+        ``BIGRAM_TOKENS``, the bigram is fitted on every n-th sample.
         """
         train, validation = (self.dataset(split, sequence_length, seed) for split in ("train", "validation"))
         every = 1 + len(train) * sequence_length // BIGRAM_TOKENS
@@ -122,12 +122,12 @@ class Text(DataSource):
         return {f"{self._tokenizer.unit} bigram": model.loss(*validation.pairs(samples))}
 
     def encode(self, text: str) -> Sequence[int]:
-        """Token ids of ``text``."""
+        """Return the token ids of ``text``."""
         tokens: list[int] = self._tokenizer.encode(text.encode(), "the prompt").tolist()
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of ``tokens``."""
+        """Return the text of ``tokens``."""
         return self._tokenizer.decode(tokens)
 
 
@@ -139,5 +139,5 @@ def megatron_run_plugin_info() -> PluginInfo:
 
 @hookimpl
 def megatron_run_create_data(options: TextOptions) -> DataSource:
-    """Make the source; no file is read yet."""
+    """Make the source. No file is read yet."""
     return Text(options)

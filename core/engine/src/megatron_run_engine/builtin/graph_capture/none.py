@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class NoCapture(GraphCapture):
-    """Chooses no region, so it is never asked to capture or replay one."""
+    """Chooses no region, and so never captures or replays one."""
 
     def regions(self, chunks: Sequence[Sequence[Segment]]) -> Sequence[Region]:
-        """Choose nothing."""
+        """Return no region."""
         return ()
 
     def plan(self, regions: Sequence[Region], actions: Sequence[Action]) -> CaptureSize:
-        """Nothing comes of nothing."""
+        """Return a size without graphs."""
         return CaptureSize(len(regions), 0, 0)
 
     def capture(
@@ -33,21 +33,21 @@ class NoCapture(GraphCapture):
         actions: Sequence[Action],
         examples: Mapping[Region, tuple[Tensor, ...]],
     ) -> CaptureSize:
-        """Check that there is indeed nothing to capture."""
+        """Check that there is nothing to capture."""
         if regions:
             raise ValueError(f"graph-capture none was handed {len(regions)} regions")
         return self.plan(regions, actions)
 
     def mismatch(self, actions: Sequence[Action]) -> str:
-        """Nothing fits every step."""
+        """Return no mismatch."""
         return ""
 
     def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Refuse: nothing was captured."""
+        """Raise ValueError: nothing was captured."""
         raise ValueError(f"{region} was never captured")
 
     def invalidate(self, reason: str) -> None:
-        """Forget nothing, for nothing was captured."""
+        """No-op: nothing was captured."""
 
 
 @hookimpl
@@ -58,5 +58,5 @@ def megatron_run_plugin_info() -> PluginInfo:
 
 @hookimpl
 def megatron_run_create_graph_capture() -> GraphCapture:
-    """Make the object that captures nothing."""
+    """Make the graph capture."""
     return NoCapture()

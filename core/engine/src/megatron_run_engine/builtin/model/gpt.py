@@ -1,4 +1,4 @@
-"""Model ``gpt``: a decoder-only transformer, GPT-2 by its defaults, Llama-like by its options.
+"""Model ``gpt``: a decoder-only transformer, GPT-2 by default, Llama-like by options.
 
 Legend: s sequence, b micro batch, h hidden.
 """
@@ -27,13 +27,14 @@ WORD = "embedding.word.weight"
 
 
 class Gpt(Model):
-    """Builds the chunks of one rank, and ties the output layer to the word embedding across them."""
+    """Builds the chunks of one rank, and ties the output layer to the word embedding."""
 
     def __init__(self, context: BuildContext, options: GptOptions) -> None:
         self._context, self._options = context, options
         self._spec = options.spec(context.train.sequence_length)
         self._routers: RouterReports | None = None
-        if self._spec.experts is not None:  # on every stage: the names of numbers are the same everywhere
+        if self._spec.experts is not None:
+            # On every stage, also one without experts: metrics are all-reduced by position, so their names must agree.
             self._routers = RouterReports(context.metrics, self._spec.experts, context.topology.sizes.tensor)
             self.metric_names = ("lm", *self._spec.experts.loss_names)
 
@@ -56,12 +57,12 @@ class Gpt(Model):
         )
 
     def fields(self, position: int, layout: tuple[Place, ...]) -> tuple[str, ...]:
-        """Tokens enter at the first position; labels and their mask at the last."""
+        """Return ``tokens`` for the first position, ``labels`` and ``loss_mask`` for the last."""
         first = ("tokens",) if position == 0 else ()
         return first + (("labels", "loss_mask") if position == len(layout) - 1 else ())
 
     def boundary(self, microbatch: Microbatch, micro_batch_size: int, sequence_length: int) -> Boundary:
-        """The residual stream, [s, b, h], of which a rank holds its part of s under sequence parallelism."""
+        """Return the shape of the residual stream, [s, b, h], or [s/t, b, h] with sequence parallelism."""
         length = sequence_length // self._context.sequence_shards
         return Boundary((length, micro_batch_size, self._spec.hidden), self._context.dtypes.param)
 
@@ -70,10 +71,11 @@ class Gpt(Model):
         return replace(self._spec, sequence_length=sequence_length).flops_per_token
 
     def _tie(self, module: Any, position: int, layout: tuple[Place, ...], shared: dict[str, Parameter]) -> None:
-        """Make the word matrix of ``module`` one with the other end's: the same Parameter, or copies kept equal.
+        """Tie the word matrix of ``module`` to the one at the other end of the model.
 
-        ``module`` is a factory's: all that is known of it is its ``weight`` and its ``parameter_specs``. Copies on two
-        stages hold partial gradients, which the optimizer sums over the two; the first one counts.
+        On one stage both are the same Parameter. On two stages they are copies with partial gradients, which the
+        optimizer sums over both stages; the first copy counts in norms and checkpoints. ``module`` comes from a layer
+        factory, so only its ``weight`` and ``parameter_specs`` are known.
         """
         if not self._options.tie_embeddings:
             return

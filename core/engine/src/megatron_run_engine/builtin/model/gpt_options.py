@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DecoderOptions(BaseModel):
-    """GPT-2 by its defaults."""
+    """Options of a decoder; the defaults are GPT-2's."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -73,9 +73,9 @@ class DecoderOptions(BaseModel):
         return position
 
     def dense_spec(self, sequence_length: int, experts: ExpertSpec | None) -> TransformerSpec:
-        """The network these options describe, some of whose layers have ``experts``.
+        """Return the network that these options describe, with ``experts`` if given.
 
-        Raises ValueError while the vocabulary is unknown.
+        Raises ValueError while ``vocab_size`` is unset.
         """
         if self.vocab_size is None:
             raise ValueError("vocab_size is unset: fill it in from the data first")
@@ -100,7 +100,7 @@ class DecoderOptions(BaseModel):
         )
 
 
-#: What to do in place of a mixture of one.
+#: Advice against a mixture of one expert.
 _ONE_EXPERT = "set model.experts to 2 or more, or to 0 for the one network that every layer has without experts"
 
 
@@ -155,7 +155,8 @@ class GptOptions(DecoderOptions):
 
     @field_validator("router_pre_softmax")
     @classmethod
-    def _one_expert_learns(cls, pre_softmax: bool, info: ValidationInfo) -> bool:  # pydantic calls it
+    def _one_expert_learns(cls, pre_softmax: bool, info: ValidationInfo) -> bool:
+        # A softmax over one chosen logit is always 1: its gradient is zero.
         experts = info.data.get("experts")
         one = experts and info.data.get("top_k") == 1
         if one and not pre_softmax and info.data.get("router_score_function") == "softmax":
@@ -165,22 +166,22 @@ class GptOptions(DecoderOptions):
 
     @property
     def expert_keys(self) -> tuple[str, ...]:
-        """The keys with other values than their defaults that do nothing without experts."""
+        """The keys that are set to other values than their defaults and have no effect without experts."""
         fields = {name: field for name, field in GptOptions.model_fields.items() if name not in _DENSE_KEYS}
         return tuple(name for name, field in fields.items() if getattr(self, name) != field.default)
 
     @property
     def expert_layers(self) -> frozenset[int]:
-        """The layers that have experts."""
+        """The indices of the layers that have experts."""
         pattern: tuple[int, ...] = self.expert_layer_pattern or (1, *(0,) * (self.expert_layer_freq - 1))
         return frozenset(layer for layer in range(self.num_layers) if pattern[layer % len(pattern)])
 
     def spec(self, sequence_length: int) -> TransformerSpec:
-        """The network these options describe. Raises ValueError while the vocabulary is unknown."""
+        """Return the network that these options describe. Raises ValueError while ``vocab_size`` is unset."""
         return self.dense_spec(sequence_length, self.expert_spec() if self.experts else None)
 
     def expert_spec(self) -> ExpertSpec:
-        """A layer of experts, of which there are some."""
+        """Return the specification of a layer with experts. ``experts`` must be above 0."""
         return ExpertSpec(
             count=self.experts,
             top_k=self.top_k,
@@ -202,12 +203,12 @@ class GptOptions(DecoderOptions):
 _DENSE_KEYS = frozenset({*DecoderOptions.model_fields, "experts"})
 
 
-#: Below this share of an even load, experts drop most of what they are chosen for.
+#: A capacity factor below this drops most choices.
 _LOW_CAPACITY = 0.5
 
 
 def expert_notices(config: Config, options: GptOptions) -> Iterator[str]:
-    """Notices about what does nothing, and about a capacity that drops most choices."""
+    """Yield notices about options without effect, and about a capacity that drops most choices."""
     if not options.experts:
         if idle := options.expert_keys:
             yield f"{', '.join(f'model.{key}' for key in idle)}: without model.experts nothing reads it"

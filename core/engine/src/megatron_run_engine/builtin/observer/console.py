@@ -1,4 +1,4 @@
-"""observer=console: progress in the terminal: a bar on a terminal, a bounded number of plain lines elsewhere."""
+"""observer=console: shows progress as a bar on a terminal, and as a bounded number of lines elsewhere."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from megatron_run.contracts import (
 )
 from megatron_run.errors import plural
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.checkpoint.manifest import size_text
+from megatron_run_engine.checkpoint.files import size_text
 
-#: Evenly spaced step lines of one run in plain form; with those of its first moments some fifty in all.
+#: Evenly spaced step lines of a run in plain form. With the lines of its first steps it prints some fifty.
 LINES = 36
-#: Seconds between two drawings of the bar.
+#: Seconds between two redraws of the bar.
 REDRAW = 0.1
-#: What a terminal would obey instead of show; text that a model wrote may hold any of it.
+#: Control characters, which a terminal would execute. Text that a model wrote may contain any of them.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -43,19 +43,19 @@ class ConsoleOptions(BaseModel):
     plain: bool = Field(False, description="lines instead of a progress bar, on terminals too")
 
 
-class Progressing(ABC):
+class ProgressView(ABC):
     """How the steps of a run are shown."""
 
     @abstractmethod
     def step(self, metrics: StepMetrics, left_s: float) -> None:
-        """One step is done; the run is expected to take ``left_s`` seconds more."""
+        """Show a finished step. ``left_s`` is the expected number of seconds to the end of the run."""
 
     def stop(self) -> None:  # noqa: B027  # lines have nothing to stop
-        """Leave the terminal as other output expects it."""
+        """Restore the terminal for other output."""
 
 
-class LiveBar(Progressing):
-    """One line that is drawn again and again."""
+class LiveBar(ProgressView):
+    """A progress bar, redrawn in place."""
 
     def __init__(self, run: RunSummary, console: Console) -> None:
         text = (
@@ -64,10 +64,10 @@ class LiveBar(Progressing):
         )
         self._progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}", table_column=Column(no_wrap=True)),
-            BarColumn(bar_width=20),  # with everything beside it, 80 columns
+            BarColumn(bar_width=20),  # the whole line then fits 80 columns
             *text,
             console=console,
-            auto_refresh=False,  # no second thread beside the training, and nothing is redirected
+            auto_refresh=False,  # no thread that competes with the training, and no redirected streams
             redirect_stdout=False,
             redirect_stderr=False,
         )
@@ -78,7 +78,7 @@ class LiveBar(Progressing):
         self._progress.start()
 
     def step(self, metrics: StepMetrics, left_s: float) -> None:
-        """Draw the bar unless it was drawn a moment ago."""
+        """Draw the bar, at most every ``REDRAW`` seconds."""
         left = f"{duration(left_s)} left" if left_s else ""
         shown = f"{step_loss(metrics)}  {rate(metrics)}"
         self._progress.update(self._task, completed=metrics.step, numbers=shown, left=left)
@@ -87,22 +87,22 @@ class LiveBar(Progressing):
             self._drawn = monotonic()
 
     def stop(self) -> None:
-        """Draw the bar a last time and give the cursor back."""
+        """Draw the bar a last time and restore the cursor."""
         self._progress.refresh()
         self._progress.stop()
 
 
-class Lines(Progressing):
-    """A line at steps 1, 2, 4, 8, ... and then every so many steps, so that a long run stays readable in a log."""
+class Lines(ProgressView):
+    """Lines at steps 1, 2, 4, 8, ... and then at equal intervals, so that the log of a long run stays readable."""
 
     def __init__(self, run: RunSummary, console: Console) -> None:
         self._run, self._console = run, console
         self._period = -(-(run.steps - run.first_step + 1) // LINES)
 
     def step(self, metrics: StepMetrics, left_s: float) -> None:
-        """Print the step when it is one of those to show."""
+        """Print the step if it is one of those to show."""
         done = metrics.step - self._run.first_step + 1
-        early = done < self._period and done & (done - 1) == 0
+        early = done < self._period and done & (done - 1) == 0  # a power of two
         if early or done % self._period == 0 or metrics.step == self._run.steps:
             step = f"step {metrics.step:>{len(str(self._run.steps))}}/{self._run.steps}"
             left = f"  {duration(left_s)} left" if left_s else ""
@@ -110,19 +110,19 @@ class Lines(Progressing):
 
 
 class ConsoleObserver(Observer):
-    """Tells a person at the terminal how the run goes."""
+    """Reports the run to a person at the terminal."""
 
     def __init__(self, options: ConsoleOptions, console: Console | None = None) -> None:
         self._console = console or Console()
         self._bar = self._console.is_interactive and not options.plain
-        self._progress: Progressing | None = None
+        self._progress: ProgressView | None = None
         self._run: RunSummary | None = None
         self._start: StepMetrics | None = None
         self._last: StepMetrics | None = None
         self._validation: EvalMetrics | None = None
 
     def on_train_start(self, run: RunSummary) -> None:
-        """Say what is trained and where its files are."""
+        """Print the size of the model, the ranks, the run folder and the baselines."""
         ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
         say(self._console, f"{run.parameters:,} parameters on {ranks}, steps {run.first_step} to {run.steps}")
         say(self._console, f"run folder {run.folder}")
@@ -141,7 +141,7 @@ class ConsoleObserver(Observer):
             self._progress.step(metrics, self._left(metrics))
 
     def _left(self, metrics: StepMetrics) -> float:
-        """Seconds that the rest of the run takes at its mean pace so far, evaluations included."""
+        """Return the seconds left at the mean pace so far, evaluations included."""
         if self._run is None or self._start is None:
             return 0.0
         steps = metrics.step - self._start.step
@@ -149,7 +149,7 @@ class ConsoleObserver(Observer):
         return pace * (self._run.steps - metrics.step)
 
     def on_capture(self, metrics: CaptureMetrics) -> None:
-        """Say what was captured on rank 0, which is of stage 0, and whether it is what was planned."""
+        """Print what was captured on rank 0, and whether it is what was planned."""
         captured, planned = metrics.captured, metrics.planned
         same = (captured.regions, captured.graphs, captured.slots) == (planned.regions, planned.graphs, planned.slots)
         as_planned = "as planned" if same else f"planned were {planned}"
@@ -157,35 +157,35 @@ class ConsoleObserver(Observer):
         say(self._console, f"step {metrics.step}  captured{here} {captured} in {metrics.seconds:.1f} s, {as_planned}")
 
     def on_skip(self, metrics: StepMetrics) -> None:
-        """Say so at the 1st, 2nd, 4th, 8th, ... skipped step: a storm of them must not flood the terminal."""
+        """Print the 1st, 2nd, 4th, 8th, ... skipped step, so that many of them do not flood the terminal."""
         if metrics.skipped_total & (metrics.skipped_total - 1) == 0:
             many = f"{metrics.skipped_total} so far, loss scale {scale_text(metrics.loss_scale)}"
             say(self._console, f"step {metrics.step} skipped: a gradient is not finite ({many})")
 
     def on_eval_end(self, metrics: EvalMetrics) -> None:
-        """Show the loss, and keep that of the validation split for the end."""
+        """Print the loss, and keep that of the validation split for the end."""
         if metrics.split == "validation":
             self._validation = metrics
         say(self._console, f"step {metrics.step}  {loss_text(metrics)}")
 
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
-        """Say that the step is safe."""
-        behind = metrics.write_seconds > metrics.seconds
-        still = f", training stood still for {metrics.seconds:.1f} s" if behind else ""
+        """Print that the step is saved."""
+        asynchronous = metrics.write_seconds > metrics.seconds
+        still = f", training stood still for {metrics.seconds:.1f} s" if asynchronous else ""
         size = size_text(metrics.size)
         say(self._console, f"step {metrics.step}  saved {size} in {metrics.write_seconds:.1f} s{still}")
 
     def on_sample(self, text: str) -> None:
-        """Show the text that the model wrote, harmless to the terminal."""
+        """Print the text that the model wrote, without control characters."""
         harmless = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
         say(self._console, f"the model writes:\n{harmless}")
 
     def on_error(self, error: BaseException) -> None:
-        """Take the bar away; the error itself is printed by who ends the run."""
+        """Remove the bar. The launcher prints the error."""
         self._stop()
 
     def on_train_end(self, reason: str) -> None:
-        """Say how the run ended and how its loss compares with the baselines."""
+        """Print how the run ended, and how its loss compares with the baselines."""
         self._stop()
         if self._last and self._start:
             steps = self._last.step - self._start.step + 1
@@ -204,13 +204,14 @@ class ConsoleObserver(Observer):
 
 
 def say(console: Console, text: str) -> None:
-    """Print ``text`` as it is: no markup, no wrapping, and nothing that the terminal's encoding cannot show."""
+    """Print ``text`` without markup or wrapping. Characters outside the terminal's encoding become ``?``."""
+    # A terminal or pipe in ASCII would otherwise raise UnicodeEncodeError in the middle of a training.
     shown = text.encode(console.encoding, "replace").decode(console.encoding)
     console.print(shown, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def numbers(metrics: StepMetrics) -> str:
-    """The numbers of a step that a person watches."""
+    """Return the numbers of a step for a line."""
     norm = "" if metrics.grad_norm is None else f"  grad norm {metrics.grad_norm:.3g}"
     mfu = "" if metrics.mfu is None else f"  mfu {metrics.mfu:.0%}"
     return f"{step_loss(metrics)}{norm}  lr {metrics.lr:.2e}  {rate(metrics)}{mfu}"
@@ -222,29 +223,29 @@ def peak_text(peak: DevicePeak) -> str:
 
 
 def step_loss(metrics: StepMetrics) -> str:
-    """``loss 2.3456``, or that there is none."""
+    """Return ``loss 2.3456``, or ``no loss``."""
     return "no loss" if metrics.loss is None else f"loss {metrics.loss:.4f}"
 
 
 def rate(metrics: StepMetrics) -> str:
-    """``12.3k tokens/s``."""
+    """Return ``12.3k tokens/s``."""
     return f"{amount(metrics.tokens_per_s)} tokens/s"
 
 
 def loss_text(metrics: EvalMetrics) -> str:
-    """``validation loss 1.932, perplexity 6.9``."""
+    """Return ``validation loss 1.932, perplexity 6.9``."""
     return f"{metrics.split} loss {metrics.loss:.3f}, perplexity {metrics.perplexity:.4g}"
 
 
 def comparison(loss: float, baselines: Mapping[str, float]) -> str:
-    """``, below the byte bigram's 2.379`` for each baseline; the word is decided by the unrounded numbers."""
+    """Return ``, below the byte bigram's 2.379`` for each baseline. Unrounded numbers are compared."""
     return "".join(
         f", {'below' if loss < value else 'not below'} the {name}'s {value:.3f}" for name, value in baselines.items()
     )
 
 
 def amount(value: float) -> str:
-    """``950``, ``12.3k``, ``4.5M``: three digits are enough for a rate."""
+    """Return ``950``, ``12.3k`` or ``4.5M``: three digits are enough for a rate."""
     for limit, unit in ((1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.1f}{unit}"
@@ -252,7 +253,7 @@ def amount(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``42 s``, ``3 min 05 s``, ``2 h 14 min``."""
+    """Return ``42 s``, ``3 min 05 s`` or ``2 h 14 min``."""
     minutes, rest = divmod(round(max(0.0, seconds)), 60)
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60:02} min"

@@ -1,4 +1,4 @@
-"""observer=jsonl: every step to metrics.jsonl and every evaluation to eval.jsonl, one strict JSON object a line."""
+"""observer=jsonl: writes steps to metrics.jsonl and evaluations to eval.jsonl, one strict JSON object per line."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_run.hookspecs import hookimpl
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: Version of the lines; raised when a field changes its meaning.
+#: Version of the lines. It is raised when the meaning of a field changes.
 VERSION = 1
 
 
 class JsonLines(Observer):
-    """Appends to both files; nothing written is ever changed. Of a step that was repeated the last line counts."""
+    """Appends to both files and never changes a line. If a step was repeated, its last line counts."""
 
     def __init__(self) -> None:
         self._attempt = 0
@@ -32,12 +32,12 @@ class JsonLines(Observer):
         self._eval = LineFile(run.folder / "eval.jsonl")
 
     def on_step_end(self, metrics: StepMetrics) -> None:
-        """Append a line: v, step, attempt, and the fields of :class:`StepMetrics`."""
+        """Append a line with v, step, attempt and the fields of :class:`StepMetrics`."""
         numbers = asdict(metrics)
         _opened(self._metrics).append({"v": VERSION, "step": numbers.pop("step"), "attempt": self._attempt, **numbers})
 
     def on_eval_end(self, metrics: EvalMetrics) -> None:
-        """Append a line: the fields of :class:`EvalMetrics`."""
+        """Append a line with the fields of :class:`EvalMetrics`."""
         _opened(self._eval).append(asdict(metrics))
 
     def on_error(self, error: BaseException) -> None:
@@ -56,19 +56,16 @@ class JsonLines(Observer):
 
 
 class LineFile:
-    """A file of JSON lines, each on disk (as far as the operating system goes) when ``append`` returns.
-
-    A run that was killed in the middle of a write may have left the head of a line; it is cut off, since it is none.
-    """
+    """A file of JSON lines. Each is handed to the operating system before ``append`` returns."""
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("ab+")
         self._file.seek(0)
-        whole = self._file.read().rfind(b"\n") + 1
+        whole = self._file.read().rfind(b"\n") + 1  # a killed run may have left half a line: cut it off
         self._file.truncate(whole)
 
     def append(self, record: dict[str, Any]) -> None:
-        """Write ``record`` as one line of strict JSON: a number that is not finite becomes null."""
+        """Append ``record`` as one line of strict JSON. Numbers that are not finite become null."""
         self._file.write(json.dumps(_finite(record), allow_nan=False).encode() + b"\n")
         self._file.flush()
 

@@ -1,7 +1,7 @@
-"""Optimizer ``adamw``: replicated data parallelism with all-reduce, and AdamW unless told otherwise.
+"""Optimizer ``adamw``: replicated data parallelism with all-reduce, and AdamW unless another rule is chosen.
 
-Buckets leave as soon as their last gradient has arrived, while the backward goes on. AdamW is Loshchilov and Hutter
-2019 (decoupled weight decay), PyTorch's fused implementation.
+A bucket is reduced as soon as its last gradient has arrived, while the backward is still running. AdamW is Loshchilov
+and Hutter 2019 (decoupled weight decay), in PyTorch's fused implementation.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 
 class Replicated(ShardingStrategy):
-    """Every data-parallel rank holds all gradients and all optimizer state, and makes the same update."""
+    """Every data-parallel rank holds all gradients and optimizer state, and computes the same update."""
 
     def __init__(self, peers: ParallelGroup) -> None:
         self._peers = peers
 
     def updated(self, bucket: Bucket) -> range:
-        """All of it."""
+        """Return the whole bucket."""
         return range(len(bucket.grad))
 
     def start_reduce(self, bucket: Bucket) -> Pending:
-        """An all-reduce."""
+        """Start an all-reduce."""
         return self._peers.start_sum(bucket.grad)
 
     def start_gather(self, values: Tensor, bucket: Bucket) -> Pending:
-        """Nothing: every rank has updated everything."""
+        """No-op: every rank has updated all parameters itself."""
         return Pending(values)
 
 

@@ -1,4 +1,4 @@
-"""Parallel layers ``dense``: whole layers on one rank, and the oracle that every other factory is compared with.
+"""Parallel layers ``dense``: unsplit layers on one rank, and the reference for every other factory.
 
 Legend: s sequence, b micro batch, h hidden, n heads, k key-value heads, d head size, v vocabulary, p padded vocabulary.
 """
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class Linear(nn.Module):
-    """``x @ weight.T + bias`` whose weight gradient goes to the kernel.
+    """``x @ weight.T + bias``, whose weight gradient is submitted to the accumulator.
 
-    ``parts`` are the logical matrices stacked in the rows of ``weight``, in order; none: it is one matrix. ``norm`` is
-    applied to x first.
+    ``parts`` are the logical matrices stacked in the rows of ``weight``, in order; without parts it is one matrix.
+    ``norm`` is applied to x first.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class VocabEmbedding(nn.Module):
 
 
 class OutputLayer(nn.Module):
-    """Logits over the padded vocabulary; ``weight`` [p, h] is its own or the word embedding's."""
+    """Logits over the padded vocabulary. ``weight`` [p, h] is its own or the word embedding's."""
 
     def __init__(
         self, context: BuildContext, vocab: int, hidden: int, init: Init, weight: Parameter | None = None
@@ -88,7 +88,7 @@ class OutputLayer(nn.Module):
 
 
 class DenseLayers(ParallelLayers):
-    """Makes the layers of a rank that shares its layers with nobody (t = 1)."""
+    """Makes the layers of a rank without tensor parallelism (t = 1)."""
 
     def __init__(self, context: BuildContext) -> None:
         self._context = context
@@ -102,59 +102,59 @@ class DenseLayers(ParallelLayers):
         init: Init,
         norm: nn.Module | None = None,
     ) -> nn.Module:
-        """All of the output features."""
+        """Make a linear layer with all output features."""
         outputs = sum(part.features for part in parts)
         return Linear(self._context, inputs, outputs, bias=bias, init=init, parts=parts, norm=norm)
 
     def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
-        """All of the input features."""
+        """Make a linear layer with all input features."""
         return Linear(self._context, inputs, outputs, bias=bias, init=init)
 
     def vocab_embedding(self, vocab: int, hidden: int, *, init: Init) -> nn.Module:
-        """All of the vocabulary."""
+        """Make an embedding of the whole vocabulary."""
         return VocabEmbedding(self._context, vocab, hidden, init)
 
     def output_layer(self, vocab: int, hidden: int, *, init: Init, weight: Parameter | None = None) -> nn.Module:
-        """All of the vocabulary, from a weight of its own or a shared one."""
+        """Make an output layer over the whole vocabulary, with its own weight or a shared one."""
         return OutputLayer(self._context, vocab, hidden, init, weight)
 
     def enter_region(self, x: Tensor) -> Tensor:
-        """Nothing: the region is this rank."""
+        """Return x: the region is this rank alone."""
         return x
 
     def leave_region(self, x: Tensor) -> Tensor:
-        """Nothing."""
+        """Return x."""
         return x
 
     def expert_column_linear(
         self, experts: range, inputs: int, parts: tuple[LinearPart, ...], *, bias: bool, init: Init
     ) -> nn.Module:
-        """All of the output features of each expert."""
+        """Make a linear layer with all output features of each expert."""
         return ExpertColumnLinear(self._context, Split(ALONE), experts, inputs, parts, bias=bias, init=init)
 
     def expert_row_linear(self, experts: range, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
-        """All of the input features of each expert."""
+        """Make a linear layer with all input features of each expert."""
         return ExpertRowLinear(self._context, Split(ALONE), experts, inputs, outputs, bias=bias, init=init)
 
     def norm(self, kind: Literal["layernorm", "rmsnorm"], size: int, eps: float = 1e-5) -> nn.Module:
-        """Over the last dimension."""
+        """Make a norm over the last dimension."""
         return (LayerNorm if kind == "layernorm" else RmsNorm)(self._context, size, eps)
 
     def dropout(self, p: float) -> nn.Module:
-        """From the device's default stream, which the kernel positions before each segment."""
+        """Make a dropout that draws from the device's default generator, which is positioned before each segment."""
         return nn.Dropout(p)
 
     def core_attention(self, shape: AttentionShape, dropout: float) -> nn.Module:
-        """All heads."""
+        """Make the attention of all heads."""
         return CoreAttention(dropout)
 
     def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
-        """Over the whole vocabulary."""
+        """Make a cross-entropy over the whole vocabulary."""
         return CrossEntropy(vocab, label_smoothing)
 
 
 def _stacked(name: str, parts: tuple[LinearPart, ...], columns: tuple[int, ...]) -> tuple[Part, ...]:
-    """Where the logical tensors ``<part>.<name>`` lie in the rows of a fused parameter."""
+    """Return where the logical tensors ``<part>.<name>`` lie in the rows of a fused parameter."""
     stops = list(accumulate(part.features for part in parts))
     return tuple(
         Part(f"{part.name}.{name}", (part.features, *columns), range(stop - part.features, stop))

@@ -1,4 +1,4 @@
-"""Scaler ``none``: losses are not scaled. Right for fp32 and bf16, whose gradients do not vanish."""
+"""Scaler ``none``: losses are not scaled. Right for fp32 and bf16, whose exponent range holds small gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class NoScaler(Scaler):
-    """A scale of one that never moves; a step with a non-finite gradient is still skipped."""
+    """A constant scale of 1. A step with a non-finite gradient is still skipped."""
 
     def __init__(self, device: torch.device) -> None:
         self._one = torch.ones(1, device=device)

@@ -1,5 +1,5 @@
 """Mixtures of experts: a router sends each token to a few of many feed-forward networks.
 
-Reading order: ``moe_spec`` (the choices), ``router`` (who meets whom, and the losses), ``placement`` (maps), ``rows``
-(copies and their way back), ``dispatch`` (between ranks), ``expert_mlp``, ``layer`` (all of it), ``report``.
+Reading order: ``router`` (the choice of experts and the auxiliary losses), ``placement`` (sorting tokens by expert, and
+the weighted sum of the results), ``dispatch`` (tokens between ranks), ``layer`` (all of it).
 """

@@ -1,8 +1,8 @@
-"""Tokens to the ranks that hold their experts, and back: everything here that a host must know, it learns here.
+"""Moves tokens to the ranks that hold their experts, and back. Only here does the host read routing results.
 
-Each of the p expert-parallel ranks holds e/p experts and has tokens of its own. A dispatcher gives this rank the rows
-that its experts work on, sorted by expert, and later brings home what they made of them (Lepikhin et al. 2020,
-"GShard", section 3.2).
+Each of the p expert-parallel ranks holds e/p experts and its own tokens. A dispatcher gives this rank the rows for its
+experts, sorted by expert, and returns the experts' results to the tokens' ranks (Lepikhin et al. 2020, "GShard",
+section 3.2).
 
 Legend: n tokens, h hidden, e experts, k experts of a token, p expert-parallel ranks, m rows of this rank's experts.
 """
@@ -33,7 +33,7 @@ class Dispatcher(ABC):
     ``routed`` [p, e], int64 on the CPU, says how many tokens of each rank each expert takes.
     """
 
-    #: What :meth:`dispatch` hands to :meth:`collect` besides rows and ``routed``.
+    #: Names of the tensors that :meth:`dispatch` passes to :meth:`collect`, besides rows and ``routed``.
     carries: tuple[str, ...] = ()
 
     def __init__(self, peers: ParallelGroup, experts: int) -> None:
@@ -45,59 +45,60 @@ class Dispatcher(ABC):
     def dispatch(
         self, tokens: Tensor, weights: Tensor, order: Tensor, place: Tensor, counts: Tensor
     ) -> tuple[Tensor, ...]:
-        """Tokens [n, h] and weights [n, k] -> rows [m, h], ``routed`` and what it carries."""
+        """Tokens [n, h] and weights [n, k] -> rows [m, h], ``routed`` and the tensors named by ``carries``."""
 
     @abstractmethod
     def collect(self, made: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
-        """What the experts made of the rows, [m, h] -> what :meth:`combine` takes; its shape is that of ``weights``."""
+        """Results of the experts, [m, h] -> input of :meth:`combine`. The number of tokens is that of ``weights``."""
 
     @abstractmethod
     def combine(self, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        """The tokens' weighted sums over their experts, [n, h]."""
+        """Return the tokens' weighted sums over their experts, [n, h]."""
 
     def count(self, routed: Tensor) -> Tensor:
-        """How many rows each expert of this rank has, int64 on the CPU."""
+        """Return the number of rows of each expert of this rank, int64 on the CPU."""
         return self._mine(routed).sum(0)
 
     def _mine(self, routed: Tensor) -> Tensor:
-        """[p, e] -> [p, e/p]: what comes to this rank."""
+        """Return the columns of this rank's experts: [p, e] -> [p, e/p]."""
         return routed[:, self.held.start : self.held.stop]
 
     def _routed(self, counts: Tensor) -> Tensor:
-        """Every rank's ``counts`` [e] on the CPU: the one copy to the host, for which the device is waited for."""
+        """Return every rank's ``counts`` [e] on the CPU, [p, e]."""
+        # The only copy to the host in a layer of experts, and the only place where the host waits for the device.
         return self.peers.gather(counts[None]).cpu()
 
 
 class AllToAll(Dispatcher):
-    """Each token travels to the ranks of its experts and to no other, in two all-to-alls of unequal parts."""
+    """Sends each token only to the ranks of its experts, in two all-to-alls of unequal parts."""
 
     def dispatch(
         self, tokens: Tensor, weights: Tensor, order: Tensor, place: Tensor, counts: Tensor
     ) -> tuple[Tensor, ...]:
-        """Copies leave in the order of the experts, which is that of their ranks."""
+        """Send copies of the tokens in the order of their experts, which is also the order of the ranks."""
         routed = self._routed(counts)
-        send, receive = self._reducer(routed)
+        send, receive = self._row_counts(routed)
         rows = _exchange(copy_rows(tokens, order, place, sum(send)), self.peers, send, receive)
         return _transposed(rows, self._mine(routed)), routed
 
     def collect(self, made: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
-        """The way back: [m, h] -> [n*k, h] in this rank's ``order``, zeros for what was dropped."""
-        send, receive = self._reducer(routed)
+        """Send the results back: [m, h] -> [n*k, h] in this rank's ``order``, zeros for dropped assignments."""
+        send, receive = self._row_counts(routed)
         rows = _exchange(_transposed(made, self._mine(routed).t()), self.peers, receive, send)
         return pad_rows(rows, weights.numel())
 
     def combine(self, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        """Each token's rows are at home: [n*k, h] -> [n, h]. What was dropped is zero, whatever its weight."""
+        """Sum each token's rows: [n*k, h] -> [n, h]. Dropped assignments are zero, whatever their weight."""
         return combine_rows(returned, weights, order, place)
 
-    def _reducer(self, routed: Tensor) -> tuple[list[int], list[int]]:
-        """How many rows go to each rank and come from each."""
+    def _row_counts(self, routed: Tensor) -> tuple[list[int], list[int]]:
+        """Return the numbers of rows that go to each rank, and that come from each."""
         sent = routed[self.peers.index].view(self.peers.size, -1).sum(1)
         return sent.tolist(), self._mine(routed).sum(1).tolist()
 
 
 class AllGather(Dispatcher):
-    """Every rank sees all tokens and sums over its own experts; one reduce-scatter makes the sums whole.
+    """Gathers all tokens on every rank. Each rank sums over its own experts, and a reduce-scatter completes the sums.
 
     Messages are large and few, and their sizes do not depend on the routing.
     """
@@ -107,7 +108,7 @@ class AllGather(Dispatcher):
     def dispatch(
         self, tokens: Tensor, weights: Tensor, order: Tensor, place: Tensor, counts: Tensor
     ) -> tuple[Tensor, ...]:
-        """Also each row's origin, its token among those of all ranks [m], and its weight [m]."""
+        """Carry each row's origin, the index of its token over all ranks [m], and its weight [m]."""
         routed, orders = self._routed(counts), self.peers.gather(order[None])
         assignments = self._assignments(orders, routed)
         origin = assignments // weights.shape[1]
@@ -116,19 +117,19 @@ class AllGather(Dispatcher):
         return rows, routed, origin, row_weights
 
     def collect(self, made: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
-        """Weighted sums over this rank's experts, rounded to the type of ``made``, then over all: [m, h] -> [n, h]."""
+        """Sum with weights over this rank's experts, round to ``made``'s type, sum over ranks: [m, h] -> [n, h]."""
         origin, row_weights = carried
         sums = add_rows(made, row_weights, origin, self.peers.size * len(weights))
         return scatter_sequence(sums, self.peers)
 
     def combine(self, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        """They are whole."""
+        """No-op: the reduce-scatter has summed them."""
         return returned
 
     def _assignments(self, orders: Tensor, routed: Tensor) -> Tensor:
-        """Those of this rank's experts, one expert after the other, each rank's counted on from the one before: [m].
+        """Return the assignments of this rank's experts, expert by expert, numbered over all ranks: [m].
 
-        ``orders`` [p, n*k]: in each rank's, what one expert takes lies together.
+        ``orders`` [p, n*k] are the ranks' orders, in which the assignments of an expert are contiguous.
         """
         ends, sizes = routed.cumsum(1).tolist(), routed.tolist()
         parts = [
@@ -138,12 +139,12 @@ class AllGather(Dispatcher):
         return torch.cat(parts)
 
 
-#: By the name that a configuration gives them.
+#: Dispatchers by their name in the configuration.
 DISPATCHERS: Mapping[Dispatch, type[Dispatcher]] = {"alltoall": AllToAll, "allgather": AllGather}
 
 
 def _transposed(rows: Tensor, sizes: Tensor) -> Tensor:
-    """Blocks of ``rows``, ``sizes`` [a, b] in the order of a, then b -> the same blocks in the order of b, then a."""
+    """Reorder blocks of ``rows``, with ``sizes`` [a, b], from the order (a, b) to the order (b, a)."""
     outer, inner = sizes.shape
     if outer == 1 or inner == 1:
         return rows

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.metrics import Meter, Metrics
 
 
-#: As observers see them: the fullest and the emptiest expert's tokens over the mean, and the share that was dropped.
+#: Metrics: tokens of the fullest and the emptiest expert over the mean, and the share of dropped tokens.
 SPREAD = ("model/expert_load_max", "model/expert_load_min", "model/drop_rate")
 
 
 class RouterReports:
-    """Joins what the expert layers of a chunk say in one microbatch.
+    """Joins the reports of a chunk's expert layers on one microbatch.
 
-    ``parts`` tensor-parallel ranks each hold one part of every loss.
+    Each of ``parts`` tensor-parallel ranks holds one part of every loss.
     """
 
     def __init__(self, metrics: Metrics, spec: ExpertSpec, parts: int) -> None:
@@ -46,14 +46,14 @@ class RouterReports:
         self._weights = {name: coefficients[name] / parts for name in spec.loss_names}
 
     def count(self, layers: Sequence[Mapping[str, Tensor]]) -> None:
-        """Add the spread of tokens, a mean over layers and microbatches, to the step's metrics."""
+        """Add the spread of tokens to the step's metrics, as a mean over layers and microbatches."""
         if layers:
             total = torch.stack([layer["spread"] for layer in layers]).sum(0)
             for meter, value in zip(self._meters, total, strict=True):
                 meter.add(value, len(layers))
 
     def losses(self, layers: Sequence[Mapping[str, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Each loss summed over ``layers``, coefficient included, with a weight by which its mean is without one."""
+        """Return each loss summed over ``layers``, times its coefficient, which its weight divides out of the mean."""
         if not layers:
             return {}
         return {
@@ -66,10 +66,10 @@ class RouterReports:
 
 
 class MixtureOfExperts(nn.Module):
-    """Norm, router, experts and what all tokens share, from ``route`` to ``combine``.
+    """Norm, router, experts and shared expert, from ``route`` to ``combine``.
 
-    From ``route`` on it lies within one tensor-parallel region, which ``combine`` leaves: every rank of it routes all
-    tokens alike, and holds a part of each of its experts.
+    ``route`` enters a tensor-parallel region and ``combine`` leaves it. Within, every rank routes all tokens alike, and
+    holds a part of each of its experts.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class MixtureOfExperts(nn.Module):
     def route(self, x: Tensor) -> tuple[Tensor, ...]:
         """The residual stream [s, b, h] -> tokens [n, h], weights and chosen [n, k], load [e].
 
-        Then one scalar for each of ``spec.loss_names``, times its coefficient: this tensor-parallel rank's part of it.
-        Last, for what all tokens share, the stream after the norm [s, b, h].
+        Then follows one scalar for each of ``spec.loss_names``: this tensor-parallel rank's part of the loss, times its
+        coefficient. If there is a shared expert, the stream after the norm [s, b, h] is last.
         """
         y = self.norm(x)
         tokens = self._enter(y).flatten(0, 1)
@@ -100,7 +100,7 @@ class MixtureOfExperts(nn.Module):
         return tokens, weights, chosen, load, *self._losses(logits, scores, load), *shared
 
     def place(self, weights: Tensor, chosen: Tensor, load: Tensor) -> tuple[Tensor, ...]:
-        """Order and place of all assignments [n*k], counts [e], spread [3]."""
+        """Return order and place of all assignments [n*k], counts [e] and spread [3]."""
         if self.spec.capacity_factor is None:
             placement = place_all(chosen, load)
         else:
@@ -108,14 +108,14 @@ class MixtureOfExperts(nn.Module):
         return *placement, spread(load, placement.counts)
 
     def compute(self, rows: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
-        """The experts on their rows [m, h], and home with what they made."""
+        """Run the experts on their rows [m, h], and return the results to the tokens' ranks."""
         made = self.experts(rows, self.dispatcher.count(routed))
         return self.dispatcher.collect(made, weights, routed, *carried)
 
     def combine(
         self, batch: int, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor, *y: Tensor
     ) -> Tensor:
-        """Each token's sum over its experts, and what all of ``batch`` sequences' tokens share: -> [s, b, h]."""
+        """Sum each token's results, and add the shared expert: -> [s, b, h], with ``batch`` sequences b."""
         sums = self.dispatcher.combine(returned, weights, order, place)  # [n, h]
         out = self._leave(sums.unflatten(0, (-1, batch)))
         return out if self.shared is None else out + self.shared(*y)
@@ -130,7 +130,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class Shared(nn.Module):
-    """A feed-forward network for every token (Dai et al. 2024, "DeepSeekMoE"), weighed by a gate if it has one."""
+    """A shared expert: a feed-forward network for every token (Dai et al. 2024, "DeepSeekMoE"), optionally gated."""
 
     def __init__(
         self, context: BuildContext, layers: ParallelLayers, spec: TransformerSpec, experts: ExpertSpec
@@ -146,7 +146,7 @@ class Shared(nn.Module):
 
 
 class Gate(nn.Module):
-    """One weight for each token, as in Qwen's mixtures: ``sigmoid(y @ weight.T)``, each rank of its own tokens."""
+    """One weight per token, ``sigmoid(y @ weight.T)``, as in Qwen's mixtures. Each rank computes its own tokens."""
 
     def __init__(self, context: BuildContext, spec: TransformerSpec) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Where each token's copies lie once they are sorted by expert: maps that no one but the device reads.
+"""Sorts tokens by expert, and sums the experts' results by token. The maps stay on the device.
 
-An assignment is a token with one of its chosen experts: number ``token * k + choice`` of n*k.
+An assignment is a token with one of its chosen experts, number ``token * k + choice`` of n*k.
 
 Legend: n tokens, e experts, k experts of a token.
 """
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class Placement(NamedTuple):
-    """``order`` [n*k] lists assignments by expert, those of a token that was dropped last; ``place`` [n*k] inverts it.
+    """``order`` [n*k] lists the assignments by expert, dropped ones last. ``place`` [n*k] is its inverse.
 
-    ``counts`` [e] are the assignments that each expert takes. All int64.
+    ``counts`` [e] are the numbers of assignments that each expert takes. All are int64.
     """
 
     order: Tensor
@@ -29,13 +29,13 @@ class Placement(NamedTuple):
 
 
 def place_all(chosen: Tensor, load: Tensor) -> Placement:
-    """Every expert takes what it is given: ``chosen`` [n, k], and ``load`` [e], how often each was chosen."""
+    """Place all assignments, without a capacity: ``chosen`` [n, k], ``load`` [e] the tokens that chose each expert."""
     order = chosen.flatten().argsort(stable=True)
-    return Placement(order, _inverse(order), load.clone())  # a captured segment hands out none of its inputs
+    return Placement(order, _inverse(order), load.clone())  # clone: a captured segment must not output its inputs
 
 
 def place_within_capacity(chosen: Tensor, weights: Tensor, load: Tensor, spec: ExpertSpec) -> Placement:
-    """No expert takes more than its capacity: of the rest, those with the least weight or the last are dropped.
+    """Place assignments up to each expert's capacity. Beyond it those of least weight, or the last, are dropped.
 
     ``chosen`` and ``weights`` are [n, k], ``load`` [e].
     """
@@ -49,7 +49,7 @@ def place_within_capacity(chosen: Tensor, weights: Tensor, load: Tensor, spec: E
 
 
 def spread(load: Tensor, counts: Tensor) -> Tensor:
-    """The fullest and the emptiest expert's tokens over the mean, and the dropped share of all, fp32 [3].
+    """Return the tokens of the fullest and the emptiest expert over the mean, and the dropped share, fp32 [3].
 
     ``load`` [e] are the tokens that chose each expert, ``counts`` [e] those that it takes.
     """
@@ -59,7 +59,7 @@ def spread(load: Tensor, counts: Tensor) -> Tensor:
 
 
 def _by_expert(experts: Tensor, weights: Tensor | None) -> Tensor:
-    """Assignments by expert, within each by falling weight or, without weights, by token."""
+    """Sort assignments by expert, and for each expert by descending weight, or by token without weights."""
     if weights is None:
         return experts.argsort(stable=True)
     by_weight = weights.argsort(stable=True, descending=True)
@@ -71,24 +71,24 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 def copy_rows(tokens: Tensor, order: Tensor, place: Tensor, kept: int) -> Tensor:
-    """The first ``kept`` of the assignments ``order`` [n*k] as rows: tokens [n, h] -> [m, h]; ``place`` inverts it."""
+    """Copy tokens [n, h] to rows [m, h], the first ``kept`` assignments of ``order`` [n*k]; ``place`` inverts it."""
     rows: Tensor = _Copy.apply(tokens, order, place, kept)  # type: ignore[no-untyped-call]  # torch's
     return rows
 
 
 def pad_rows(rows: Tensor, total: int) -> Tensor:
-    """Zeros for what was dropped: [m, h] -> [n*k, h], a shape that does not depend on the routing."""
+    """Append zeros for dropped assignments: [m, h] -> [n*k, h], a shape that does not depend on the routing."""
     return rows if len(rows) == total else F.pad(rows, (0, 0, 0, total - len(rows)))
 
 
 def combine_rows(rows: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
-    """Each token's weighted sum of its rows: [n*k, h] in the ``order`` of experts, weights [n, k] -> [n, h]."""
+    """Return each token's weighted sum of its rows: [n*k, h] in the ``order`` of experts, weights [n, k] -> [n, h]."""
     sums: Tensor = _Combine.apply(rows, weights, order, place)  # type: ignore[no-untyped-call]  # torch's
     return sums
 
 
 def add_rows(rows: Tensor, weights: Tensor, origin: Tensor, tokens: int) -> Tensor:
-    """Each token's weighted sum of the rows that are here: [m, h], weights [m], their tokens ``origin`` [m] -> [n, h].
+    """Return each token's weighted sum of these rows: [m, h], weights [m], tokens ``origin`` [m] -> [n, h].
 
     The terms of a token are added in fp32, in the order of the rows, and the sum is rounded once, as in
     :func:`combine_rows`; on CUDA the order varies unless kernels are deterministic.

@@ -1,4 +1,4 @@
-"""Which experts a token meets, with which weights, and the losses that keep a router healthy. In fp32 at least.
+"""The router: chooses each token's experts and their weights, and computes the auxiliary losses, in at least fp32.
 
 Shazeer et al. 2017, "Outrageously Large Neural Networks"; Fedus et al. 2021, "Switch Transformers"; Zoph et al. 2022,
 "ST-MoE"; DeepSeek-AI 2024, "DeepSeek-V3" (sigmoid).
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_engine.runtime.gradients import GradientAccumulator
 
-_TINY = 1e-20  # keeps a sum of sigmoids that are all zero from dividing
+_TINY = 1e-20  # avoids 0 / 0 if all sigmoids underflow
 
 
 class Routing(NamedTuple):
-    """``weights`` and numbers of the ``chosen`` experts [n, k]; ``scores`` of all [n, e], which add up to 1."""
+    """``weights`` and indices of the ``chosen`` experts [n, k], and ``scores`` of all experts [n, e], with sum 1."""
 
     weights: Tensor
     chosen: Tensor
@@ -37,7 +37,7 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Logits of every token for every expert, from within a tensor-parallel region: its gradient is a part of a sum."""
+    """Logits of every token for every expert. In a tensor-parallel region its gradient is a partial sum."""
 
     def __init__(self, context: BuildContext, spec: TransformerSpec, experts: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Router(nn.Module):
         self.parameter_specs = {"weight": ParameterSpec(spec.init, partial_over="tensor" if split else None)}
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[n, h] -> [n, e] in the type of the update, whatever that of the tokens."""
+        """[n, h] -> [n, e] in the type of master weights, whatever the type of the tokens."""
         logits: Tensor = _Logits.apply(  # type: ignore[no-untyped-call]  # torch's
             tokens, self.weight, self.dtype, self.gradients
         )
@@ -55,7 +55,7 @@ class Router(nn.Module):
 
 
 class _Logits(torch.autograd.Function):
-    """A matrix product of 16-bit values as if they were fp32, whose weight gradient never is 16-bit."""
+    """A matrix product of 16-bit values in fp32, whose weight gradient is never rounded to 16 bits."""
 
     @staticmethod
     def forward(
@@ -79,10 +79,10 @@ class _Logits(torch.autograd.Function):
 
 
 def choose(logits: Tensor, spec: ExpertSpec) -> Routing:
-    """The ``top_k`` experts of each token, from its logits [n, e].
+    """Choose the ``top_k`` experts of each token from its logits [n, e].
 
-    ``softmax`` weighs the chosen among themselves, as Mixtral does, and with ``pre_softmax`` by their probability among
-    all, as Switch does. ``sigmoid`` weighs them by their scores, which several chosen ones share out.
+    With ``softmax`` the weights are a softmax over the chosen experts, as in Mixtral, or with ``pre_softmax`` over all
+    experts, as in Switch. With ``sigmoid`` they are the scores, normalised to sum 1 if ``top_k`` is above 1.
     """
     if spec.scores == "sigmoid":
         scores = logits.sigmoid()
@@ -98,15 +98,15 @@ def choose(logits: Tensor, spec: ExpertSpec) -> Routing:
 
 
 def load_of(chosen: Tensor, experts: int) -> Tensor:
-    """How many tokens chose each expert: [n, k] -> int64 [e]."""
+    """Count the tokens that chose each expert: [n, k] -> int64 [e]."""
     flat = chosen.flatten()
     return flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def balance_loss(scores: Tensor, load: Tensor, top_k: int) -> Tensor:
-    """``e * sum_i f_i P_i``, 1 where all experts are alike (Fedus et al. 2021, equation 4, for several choices).
+    """Return ``e * sum_i f_i P_i``, which is 1 in balance (Fedus et al. 2021, equation 4, for several choices).
 
-    f_i is the share of the choices that fell on expert i, from ``load`` [e], and P_i its mean score, from [n, e].
+    f_i is expert i's share of all choices, from ``load`` [e], and P_i its mean score, from [n, e].
     """
     tokens, experts = scores.shape
     share = load.to(scores.dtype) / (tokens * top_k)
@@ -114,5 +114,5 @@ def balance_loss(scores: Tensor, load: Tensor, top_k: int) -> Tensor:
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """The mean square of ``log sum exp`` of a token's logits [n, e] (Zoph et al. 2022, equation 5)."""
+    """Return the mean square of ``log sum exp`` over a token's logits [n, e] (Zoph et al. 2022, equation 5)."""
     return logits.logsumexp(-1).square().mean()

@@ -1,4 +1,4 @@
-"""The column-parallel product: enter the region and multiply, in one autograd function, so that its backward overlaps.
+"""The column-parallel product: region entry and product in one autograd function, so that its backward overlaps.
 
 Legend: s sequence, b micro batch, i inputs, o outputs, t tensor-parallel size; x is [s, b, *] inside the region and
 [s/t, b, *] outside under sequence parallelism.
@@ -36,9 +36,9 @@ def column_linear(
 class _ColumnLinear(torch.autograd.Function):
     """``f`` (or ``gather_sequence``) and the product in one, so that their backwards can overlap.
 
-    What a forward keeps is this rank's part of x: under sequence parallelism the backward gathers the whole again. In a
-    split backward that happens with the input's gradient, so from then to the weight's (from ``I`` to ``W``) all of x
-    [s, b, i] is held, as it is from the forward on without sequence parallelism.
+    The forward keeps this rank's part of x only; with sequence parallelism the backward gathers all of x again. In a
+    split backward that happens in ``I``, so all of x [s, b, i] is held from ``I`` to ``W``. Without sequence
+    parallelism it is held from the forward on.
     """
 
     @staticmethod
@@ -46,13 +46,13 @@ class _ColumnLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, gradients: GradientAccumulator, split: Split
     ) -> Tensor:
         ctx.save_for_backward(x)
-        # The parameters themselves, which know their main_grad: saved tensors may come back as copies.
+        # Keep the parameters themselves, which have main_grad: saved tensors may be unpacked as copies without it.
         ctx.weight, ctx.bias, ctx.gradients, ctx.split = weight, bias, gradients, split
         return F.linear(split.peers.gather(x) if split.sequence else x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        """Each collective is in flight during one matrix product: the input's gradient, then the weight's."""
+        """Compute both gradients. Each collective overlaps one matrix product: all-gather, then the sum."""
         (x,), (grad,), peers, sequence = ctx.saved_tensors, grads, ctx.split.peers, ctx.split.sequence
         trains, summing = ctx.weight.requires_grad, None
         gathering = peers.start_gather(x) if sequence and trains else None

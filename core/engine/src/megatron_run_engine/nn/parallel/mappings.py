@@ -1,14 +1,14 @@
 """The edges of a tensor-parallel region: conjugate pairs of autograd functions.
 
-``f`` and ``g`` are those of Shoeybi et al. 2019 ("Megatron-LM"), section 3; ``gather_sequence`` and
-``scatter_sequence`` take their places under sequence parallelism (Korthikanti et al. 2022, "Reducing Activation
-Recomputation in Large Transformer Models", section 4.2). An all-reduce is a reduce-scatter and an all-gather, so both
-pairs move the same bytes.
+``f`` and ``g`` are those of Shoeybi et al. 2019 ("Megatron-LM"), section 3. With sequence parallelism
+``gather_sequence`` and ``scatter_sequence`` replace them (Korthikanti et al. 2022, "Reducing Activation Recomputation
+in Large Transformer Models", section 4.2). An all-reduce is a reduce-scatter and an all-gather, so both pairs move the
+same bytes.
 
 | | forward | backward |
 |---|---|---|
-| ``f`` | nothing | all-reduce |
-| ``g`` | all-reduce | nothing |
+| ``f`` | identity | all-reduce |
+| ``g`` | all-reduce | identity |
 | ``gather_sequence`` | all-gather | reduce-scatter |
 | ``scatter_sequence`` | reduce-scatter | all-gather |
 
@@ -57,6 +57,7 @@ class _F(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # Clone: sum_ works in place, and autograd may share this gradient with other consumers.
         return ctx.peers.sum_(grads[0].clone(memory_format=torch.contiguous_format)), None
 
 
@@ -68,7 +69,7 @@ class _G(torch.autograd.Function):
 
     @staticmethod
     def backward(_: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None  # what is common to all peers needs no sum
+        return grads[0], None  # the gradient of a replicated sum is already equal on all peers
 
 
 class _GatherSequence(torch.autograd.Function):

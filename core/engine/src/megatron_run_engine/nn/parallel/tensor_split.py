@@ -1,4 +1,4 @@
-"""How one layer is split: among which ranks, along the sequence or not, and which piece of each matrix is whose."""
+"""How one layer is split: over which ranks, with sequence parallelism or not, and which rank holds which piece."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Split:
-    """``peers`` share the layer. ``sequence``: between layers each holds its part of the sequence, not all of it.
+    """``peers`` share the layer. With ``sequence`` each holds a part of the sequence between layers, instead of all.
 
-    ``overlap``: the collectives of a backward run while weight gradients are computed. ``axis`` is that of the peers.
+    With ``overlap`` the collectives of a backward overlap weight gradients. ``axis`` is the axis of the peers.
     """
 
     peers: ParallelGroup
@@ -28,7 +28,7 @@ class Split:
     axis: Axis = "tensor"
 
     def part(self, size: int, what: str) -> int:
-        """An equal part of ``size``. Raises :class:`InputError` with the arithmetic when it does not divide."""
+        """Return an equal part of ``size``. Raises :class:`InputError` with the arithmetic if it does not divide."""
         ranks = self.peers.size
         if size % ranks:
             raise InputError(
@@ -40,11 +40,11 @@ class Split:
         return size // ranks
 
     def features(self, parts: tuple[LinearPart, ...]) -> int:
-        """Output features of this rank over all ``parts``. Raises as :meth:`part`."""
+        """Return this rank's output features over all ``parts``. Raises as :meth:`part`."""
         return sum(self._rows(parts))
 
     def rows_of(self, name: str, parts: tuple[LinearPart, ...], columns: tuple[int, ...] = ()) -> tuple[Part, ...]:
-        """Where this rank's rows of the logical tensors ``<part>.<name>`` lie, in a parameter that stacks them."""
+        """Return where this rank's rows of the logical tensors ``<part>.<name>`` lie in a stacked parameter."""
         rows = self._rows(parts)
         return tuple(
             Part(
@@ -57,14 +57,14 @@ class Split:
         )
 
     def columns_of(self, name: str, inputs: int, outputs: int) -> tuple[Part, ...]:
-        """Where this rank's columns of the logical matrix ``name`` [outputs, inputs] lie."""
+        """Return where this rank's columns of the logical matrix ``name`` [outputs, inputs] lie."""
         column = self.peers.index * self.part(inputs, "input features")
         return (Part(name, (outputs, inputs), range(outputs), column=column),)
 
     def whole(self, spec: ParameterSpec) -> ParameterSpec:
-        """``spec`` of a parameter that every rank holds whole, between layers.
+        """Return ``spec`` for a parameter that is replicated over the ranks, between split layers.
 
-        Under sequence parallelism each rank sees s/t tokens, so its gradient is one part of a sum.
+        With sequence parallelism each rank sees s/t tokens, so its gradient is a partial sum.
         """
         return replace(spec, partial_over=self.axis) if self.sequence else spec
 

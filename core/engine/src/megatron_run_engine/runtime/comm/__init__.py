@@ -1,6 +1,6 @@
-"""Process groups by axis, and what ranks do together in them.
+"""Process groups by axis, and the collectives of the ranks in them.
 
-A group of one rank is no group: its collectives do nothing.
+A single rank has no group: its collectives are no-ops.
 """
 
 from megatron_run_engine.runtime.comm.groups import Channels, Groups, Scope, create_aside, create_groups, patience

@@ -1,4 +1,4 @@
-"""A rank's process groups by axis, as an object that is handed down."""
+"""A rank's process groups by axis, as an object that is passed down instead of global groups."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Scope = Axis | Literal["world"]
 class Channels:
     """The two communicators of pipeline messages: ``up`` to higher stages, ``down`` to lower ones.
 
-    Two, so that on NCCL an activation and a gradient between the same pair of ranks cannot wait for each other. A
-    message that takes longer than ``timeout`` is an error.
+    There are two, since NCCL serialises the messages of a communicator: an activation and a gradient between the same
+    two ranks would wait for each other. A message that takes longer than ``timeout`` is an error.
     """
 
     up: dist.ProcessGroup
@@ -41,7 +41,7 @@ class Channels:
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's process groups; an axis of one rank is missing from ``by_axis``. ``phases`` is told what they do."""
+    """This rank's process groups. ``by_axis`` omits axes of one rank. ``activity`` records their collectives."""
 
     by_axis: Mapping[Axis, dist.ProcessGroup] = field(default_factory=dict)
     channels: Channels | None = None
@@ -49,11 +49,11 @@ class Groups:
     activity: Activity = field(default_factory=Activity, compare=False, repr=False)
 
     def group(self, scope: Scope) -> dist.ProcessGroup | None:
-        """The group of ``scope``, or None when it is this rank alone."""
+        """Return the group of ``scope``, or None if it is this rank alone."""
         return self.world if scope == "world" else self.by_axis.get(scope)
 
     def peers(self, topology: Topology, axis: Axis) -> ParallelGroup:
-        """The ranks along ``axis`` with this one, as a layer that is split over them wants them."""
+        """Return the ranks along ``axis`` with this one, for a layer that is split over them."""
         members = topology.peers(axis)
         return ParallelGroup(members.index(topology.rank), len(members), self.by_axis.get(axis), axis, self.activity)
 
@@ -82,7 +82,7 @@ class Groups:
         return tensor
 
     def gather_(self, tensor: Tensor, found: list[Tensor] | None) -> None:
-        """Bring every rank's ``tensor`` into rank 0's ``found``, one for each rank of the world; None elsewhere."""
+        """Gather every rank's ``tensor`` into rank 0's ``found``, one per rank. ``found`` is None elsewhere."""
         with self.activity.collective("gather", "world", tensor.numel()):
             dist.gather(tensor, found, dst=0, group=self.world)
 
@@ -105,10 +105,10 @@ _AXES: tuple[Axis, ...] = get_args(Axis)
 
 
 def patience(timeout: float) -> float:
-    """Seconds until a collective gives up by itself, where a rank that does nothing for ``timeout`` is ended.
+    """Return the seconds after which a collective fails, if the watchdog ends a rank that hangs for ``timeout``.
 
-    Long enough that a rank which is slow at first and hangs then is named by who watches it, and not by those that have
-    waited for it all the time: they know only that something is late.
+    It is longer than the watchdog's limit, so that a rank that is slow first and then hangs is named by the watchdog.
+    The collectives that wait for it know only that something is late.
     """
     return 2 * timeout + 10
 
@@ -116,11 +116,11 @@ def patience(timeout: float) -> float:
 def create_groups(topology: Topology, timeout: timedelta, activity: Activity | None = None) -> Groups:
     """Create every group that ``topology`` needs. Collective: all ranks call it at the same point.
 
-    ``phases`` hears of what is done with them, and learns who takes part.
-
-    Axes that group the ranks alike share one group. The tie comes last: it leaves ranks out, and a group that its
-    members make among themselves is named by how many its members have made before.
+    ``activity`` records their collectives, and learns the members of each. Axes with the same partition of the ranks
+    share one group.
     """
+    # The tie comes last. It leaves ranks out, and torch names a group that only its members create by the number of
+    # groups that they have created before, which must be equal on all members of every later group.
     activity = Activity() if activity is None else activity
     if topology.sizes.world == 1:
         return Groups(activity=activity)
@@ -142,9 +142,9 @@ def create_groups(topology: Topology, timeout: timedelta, activity: Activity | N
 
 
 def create_aside(size: int, timeout: timedelta, activity: Activity) -> Groups:
-    """The world once more, over gloo and on the host, for a thread that meets the other ranks beside the training.
+    """Create a second group of the world, over gloo on the host, for a thread that runs concurrently with the training.
 
-    ``phases`` are those of the thread. Collective: all ranks call it at the same point.
+    ``activity`` is the thread's. Collective: all ranks call it at the same point.
     """
     world = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
     return Groups(world=world, activity=activity)
@@ -157,10 +157,8 @@ def _create_channels(topology: Topology, timeout: timedelta) -> Channels | None:
 
 
 def _create(partition: Partition, rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Create the groups of ``partition`` and return the one ``rank`` is in, None for a group of one or none at all.
-
-    On gloo only its members make a group. NCCL splits communicators, in which the whole world takes part.
-    """
+    """Create the groups of ``partition`` and return the one with ``rank``, None if that has one member or none."""
+    # On gloo only the members create a group. NCCL splits a communicator, which all ranks of the world take part in.
     members_only = dist.get_backend() == "gloo"
     mine = None
     for ranks in partition:

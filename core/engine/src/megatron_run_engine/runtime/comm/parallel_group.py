@@ -1,4 +1,4 @@
-"""What the ranks that share one layer do together, as an object that is handed down."""
+"""The ranks that share one layer and their collectives, as an object that is passed to the layer."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.comm.gloo import Messages
 
 
-#: The phase of a wait that nobody is told of.
-_UNSAID: AbstractContextManager[None] = nullcontext()
+#: The activity of a wait that is not recorded.
+_UNRECORDED: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A tensor that a collective is filling; ``phase`` is what this rank does while it waits for that."""
+    """A tensor that a collective is filling. ``phase`` records the wait as this rank's activity."""
 
     tensor: Tensor
     work: dist.Work | Messages | None = None
-    phase: AbstractContextManager[None] = _UNSAID
+    phase: AbstractContextManager[None] = _UNRECORDED
 
     def wait(self) -> Tensor:
-        """The tensor, once it is whole."""
+        """Wait for the collective and return the tensor."""
         if self.work is not None:
             with self.phase:
                 self.work.wait()
@@ -42,11 +42,11 @@ class Pending:
 
 @dataclass(frozen=True)
 class ParallelGroup:
-    """The ranks that share one layer: this rank's ``index`` among ``size`` of them, and what they do together.
+    """The ranks that share one layer: this rank's ``index`` among ``size`` ranks, and their collectives.
 
-    A layer that is split takes them as an argument, and looks up no group. One rank alone is no group: its collectives
-    do nothing. Several without a ``group`` know their places alone, as while a model is planned, and cannot talk. What
-    they do is said to ``phases`` as done over ``scope``.
+    A split layer gets it as an argument and looks up no group. The collectives of a single rank are no-ops. Several
+    ranks without a ``group`` occur while a model is planned on the meta device: they cannot communicate. ``activity``
+    records the collectives with ``scope``.
     """
 
     index: int = 0
@@ -73,11 +73,11 @@ class ParallelGroup:
         return tensor
 
     def gather(self, part: Tensor) -> Tensor:
-        """The peers' parts, one after the other: [n, ...] -> [size * n, ...]."""
+        """Return the peers' parts one after the other, an all-gather: [n, ...] -> [size * n, ...]."""
         return self.start_gather(part).wait()
 
     def start_gather(self, part: Tensor) -> Pending:
-        """Start to :meth:`gather`; ``part`` must not change meanwhile."""
+        """Start to :meth:`gather`. ``part`` must not change meanwhile."""
         if not self._several:
             return Pending(part)
         whole = part.new_empty((self.size * part.shape[0], *part.shape[1:]))
@@ -85,11 +85,11 @@ class ParallelGroup:
         return self._start("all-gather", whole, lambda: gather(whole, part.contiguous(), **self._async))
 
     def scatter_sum(self, whole: Tensor) -> Tensor:
-        """This rank's part of the sum over the peers, a reduce-scatter: [size * n, ...] -> [n, ...]."""
+        """Return this rank's part of the sum over the peers, a reduce-scatter: [size * n, ...] -> [n, ...]."""
         return self.start_scatter_sum(whole).wait()
 
     def start_scatter_sum(self, whole: Tensor) -> Pending:
-        """Start to :meth:`scatter_sum`; ``whole`` must not change meanwhile."""
+        """Start to :meth:`scatter_sum`. ``whole`` must not change meanwhile."""
         if not self._several:
             return Pending(whole)
         part = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
@@ -97,22 +97,22 @@ class ParallelGroup:
         return self._start("reduce-scatter", part, lambda: scatter(part, whole.contiguous(), **self._async))
 
     def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Each peer's rows to it, and here what each peer has for this one, an all-to-all, both in order of the peers.
+        """Exchange rows with every peer, an all-to-all. Rows are sorted by peer on both sides.
 
-        ``send[r]`` of ``rows`` [sum(send), ...] go to peer r, from which ``receive[r]`` come: [sum(receive), ...].
+        ``send[r]`` of ``rows`` [sum(send), ...] go to peer r. Returns [sum(receive), ...], ``receive[r]`` from peer r.
         """
         if not self._several:
             return rows
         received = rows.new_empty((sum(receive), *rows.shape[1:]))
-        with self.activity.collective("all-to-all", self.scope, 0):  # each peer has another number of values
+        with self.activity.collective("all-to-all", self.scope, 0):  # 0: the sizes differ by peer
             dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=self.group)
         return received
 
     def start_sum_shares(self, flat: Tensor, shares: Sequence[range]) -> Pending:
-        """Start to sum ``flat`` over the peers: peer r ends up with the sum of its ``shares[r]``, in place.
+        """Start to sum ``flat`` over the peers, in place: peer r gets the sum in its ``shares[r]``.
 
-        The shares are equal, in order (a reduce-scatter), or one peer's is all of it. What a peer finds outside its own
-        share is undefined.
+        The shares are equal and in order (a reduce-scatter), or one peer's share is all of ``flat`` (a reduce). Outside
+        its own share a peer's values are undefined afterwards.
         """
         if not self._several:
             return Pending(flat)
@@ -125,7 +125,7 @@ class ParallelGroup:
         return self._start("sum of shares", flat, lambda: scatter(mine, flat, **self._async))
 
     def start_gather_shares(self, flat: Tensor, shares: Sequence[range]) -> Pending:
-        """Start to fill ``flat``, of which peer r holds ``shares[r]``, on every peer; shares as above."""
+        """Start to fill ``flat``, of which peer r holds ``shares[r]``, on every peer: the inverse of the sum."""
         if not self._several:
             return Pending(flat)
         owner = _owner(shares)
@@ -152,23 +152,25 @@ class ParallelGroup:
 
     @property
     def _several(self) -> bool:
-        """Whether there is anybody to talk to. Torch would take a missing group for the whole world."""
+        """Whether there are other ranks."""
+        # Without this check a missing group would silently mean the whole world to torch.
         assert self.size == 1 or self.group is not None, f"{self.size} ranks share this layer, and have no group"
         return self.size > 1
 
 
-#: One rank that shares with nobody.
+#: A single rank, which shares its layers with no other.
 ALONE = ParallelGroup()
 
 
 def _owner(shares: Sequence[range]) -> int | None:
-    """The one peer whose share is not empty; None where the shares are equal."""
+    """Return the one peer whose share is not empty, or None if the shares are equal."""
     holders = [index for index, share in enumerate(shares) if share]
     return holders[0] if len(holders) == 1 else None
 
 
 def _collective(name: Literal["all_gather", "reduce_scatter"]) -> Callable[..., dist.Work | None]:
-    """The collective of one tensor into one: torch 2.13 renamed both, and warns about the names that 2.9 has."""
+    """Return the single-tensor version of a collective."""
+    # torch 2.13 renamed both, and warns about the older names, the only ones that 2.9 has.
     found: Callable[..., dist.Work | None] | None = getattr(dist, f"{name}_single", None)
     return found or getattr(
         dist, {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}[name]

@@ -1,8 +1,8 @@
-"""Where every weight gradient enters, now or later.
+"""Accumulates every weight gradient into ``main_grad``, at once or deferred, and detects a parameter's last arrival.
 
-A schedule may split the backward: ``I`` needs the input gradient only, and ``W`` finishes the weight gradients when the
-schedule says. A layer that knows how hands its weight-gradient computation to ``submit``; every other parameter
-arrives through a hook. The ledger also knows which arrival of a step is a parameter's last.
+A schedule may split the backward: action ``I`` computes the input gradient only, and ``W`` the weight gradients, later.
+A layer that supports this hands its weight-gradient computation to ``submit``. Every other parameter arrives through an
+autograd hook.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Key = tuple[int, int]
 
 
 class GradientAccumulator:
-    """The ledger of one rank.
+    """The gradients of one rank.
 
-    How often a gradient arrives per microbatch is learned in the first step (a tied embedding arrives twice), in which
-    nothing is announced early: the executor's gradient-sync points send everything then.
+    How often a parameter's gradient arrives per microbatch is counted in the first step; a tied embedding's arrives
+    twice. In that step no last arrival is known, and the executor's gradient-sync points send everything.
     """
 
     def __init__(self) -> None:
@@ -43,15 +43,15 @@ class GradientAccumulator:
         self._recorded: list[Parameter] | None = None
 
     def adopt(self, parameter: Parameter, name: str) -> None:
-        """Watch ``parameter``: what autograd accumulates into ``.grad`` is moved into ``main_grad``."""
+        """Move what autograd accumulates into ``parameter.grad`` to ``main_grad`` from now on."""
         if parameter not in self._names:
             self._names[parameter] = name
             parameter.register_post_accumulate_grad_hook(self._move_grad)
 
     def submit(self, parameters: Sequence[Parameter], compute: Compute) -> None:
-        """Take over a layer's weight gradient: ``compute`` adds into the ``main_grad`` of ``parameters``.
+        """Take over a layer's weight gradient. ``compute`` adds to the ``main_grad`` of ``parameters``.
 
-        It runs at once in a whole backward and is kept for ``W`` in a split one.
+        It runs at once in a whole backward (B). In a split one (I) it is queued for W.
         """
         if self._deferred_to is None:
             self._finish(parameters, compute)
@@ -59,7 +59,7 @@ class GradientAccumulator:
             self._queues.setdefault(self._deferred_to, deque()).append((parameters, compute))
 
     def start_step(self, microbatches: int, on_ready: Callable[[Parameter], None]) -> None:
-        """Begin a step of ``microbatches``; ``on_ready`` is told of each parameter's last arrival."""
+        """Begin a step of ``microbatches``. ``on_ready`` is called at each parameter's last arrival."""
         if self._microbatches and not self._per_microbatch:
             self._per_microbatch = {p: count / self._microbatches for p, count in self._arrivals.items()}
         self._arrivals.clear()
@@ -67,7 +67,7 @@ class GradientAccumulator:
 
     @contextmanager
     def deferring(self, key: Key) -> Iterator[None]:
-        """Within: weight gradients submitted wait for :meth:`run_deferred` with the same ``key`` (action I)."""
+        """Queue the weight gradients submitted within, for :meth:`run_deferred` with the same ``key`` (action I)."""
         self._deferred_to = key
         try:
             yield
@@ -76,7 +76,7 @@ class GradientAccumulator:
 
     @contextmanager
     def recording(self) -> Iterator[list[Parameter]]:
-        """Within: nothing arrives; the list fills with whose gradients would have, in order (graph capture)."""
+        """Collect the parameters whose gradients arrive within, in order, instead of counting them (graph capture)."""
         self._recorded = []
         try:
             yield self._recorded
@@ -84,12 +84,12 @@ class GradientAccumulator:
             self._recorded = None
 
     def arrived(self, parameters: Iterable[Parameter]) -> None:
-        """Gradients of ``parameters`` were added to their ``main_grad`` by a replayed graph."""
+        """Count the gradients of ``parameters`` that a replayed graph has added to ``main_grad``."""
         for parameter in parameters:
             self._arrived(parameter)
 
     def run_deferred(self, key: Key) -> None:
-        """Finish the weight gradients of ``key``, first in, first out (action W)."""
+        """Compute the queued weight gradients of ``key``, first in, first out (action W)."""
         for parameters, compute in self._queues.pop(key, ()):
             self._finish(parameters, compute)
 
@@ -101,7 +101,7 @@ class GradientAccumulator:
 
     def _move_grad(self, parameter: torch.Tensor) -> None:
         if parameter.grad is None:
-            return  # the hook also fires when a Function returned None for a parameter it submitted
+            return  # the hook also fires for None, which an autograd Function returns for a parameter it has submitted
         with torch.no_grad():
             main_grad(parameter).add_(parameter.grad)
         parameter.grad = None
@@ -115,6 +115,7 @@ class GradientAccumulator:
         last = self._per_microbatch.get(parameter, 0) * self._microbatches
         if not last or self._on_ready is None:
             return
+        # Equal, not at least: one arrival more means that the bucket may already be in its collective.
         if self._arrivals[parameter] == last:
             self._on_ready(parameter)
         elif self._arrivals[parameter] > last:

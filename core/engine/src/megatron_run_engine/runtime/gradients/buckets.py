@@ -1,6 +1,6 @@
 """Flat gradient storage: parameters in reverse order, cut into buckets, padded so that every shard is equal.
 
-Optimizers share this layout: on gloo a reduce-scatter of a bucket then equals an all-reduce of it bit for bit.
+All optimizers share this layout. With it, on gloo, a reduce-scatter of a bucket equals its all-reduce bit for bit.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from megatron_run.contracts import ParamInfo
     from megatron_run.contracts.topology import Replicas
 
-#: Every parameter starts at a multiple of this many values (256 bytes of fp32), as fused kernels like it.
+#: Every parameter starts at a multiple of this many values (256 bytes of fp32), the alignment of fused kernels.
 ALIGNMENT = 64
-#: A bucket is closed once it holds this many values: large enough for bandwidth, small enough to overlap.
+#: A bucket is closed once it holds this many values: large enough for bandwidth, small enough for overlap.
 DEFAULT_CAPACITY = 2**22
 _ATTRIBUTE = "main_grad"  # the field's own name; other libraries' layers look for it too
 
 
 def main_grad(parameter: Tensor) -> Tensor:
-    """Where the gradient of ``parameter`` is accumulated: its shape, the same storage for life."""
+    """Return the tensor that accumulates the gradient of ``parameter``. Its storage never changes."""
     grad: Tensor = getattr(parameter, _ATTRIBUTE)
     return grad
 
@@ -37,10 +37,10 @@ def main_grad(parameter: Tensor) -> Tensor:
 class Bucket:
     """Gradients that are reduced together.
 
-    ``grad`` is flat, of a length divisible by the number of shards; ``starts`` maps each parameter to its offset.
-    ``parameter.main_grad`` is a view of ``grad`` for life. ``chunk`` is the chunk whose backward fills it, or None for
-    a tied parameter, which other chunks or stages add to. ``shares[r]`` are the values that rank r of ``replicas``
-    answers for: together they are the whole bucket, each value once.
+    ``grad`` is flat, of a length divisible by the number of shards. ``starts`` maps each parameter to its offset.
+    ``parameter.main_grad`` is a permanent view of ``grad``. ``chunk`` is the chunk whose backward fills it, or None for
+    a tied parameter, to which other chunks or stages add. ``shares[r]`` are the values that rank r of ``replicas``
+    owns. Together the shares hold each value of the bucket once.
     """
 
     chunk: int | None
@@ -56,16 +56,16 @@ class Bucket:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """In the order of the buffer, which is the reverse of the model's."""
+        """The parameters in the order of the buffer, which is the reverse of the model's."""
         return tuple(self.starts)
 
     def view(self, flat: Tensor, parameter: Parameter) -> Tensor:
-        """The values of ``parameter`` in a buffer that is laid out as ``grad`` is, in its shape."""
+        """Return the values of ``parameter`` in ``flat``, a buffer with the layout of ``grad``, in its shape."""
         start = self.starts[parameter]
         return flat[start : start + parameter.numel()].view(parameter.shape)
 
     def flatten_parameters(self) -> Tensor:
-        """Move the parameters into one buffer, laid out as ``grad`` is; each keeps its values, as a view of it."""
+        """Move the parameters into one buffer with the layout of ``grad``. Each becomes a view of it, values kept."""
         flat = self.grad.new_zeros(len(self.grad), dtype=self.parameters[0].dtype)
         for parameter in self.parameters:
             view = self.view(flat, parameter)
@@ -84,12 +84,14 @@ def build_buckets(
 ) -> list[Bucket]:
     """Make the buckets of a stage and point every ``main_grad`` into them.
 
-    ``infos[c]`` describes the parameters of chunk c. Within a chunk parameters lie in reverse order, since that is how
-    a backward produces gradients, in buckets of their own per ``partial_over``, ``replicas`` and type. A tied parameter
-    lies alone, so that its buffer is laid out identically on every stage that holds it. ``dtype`` is that of gradients,
-    None for the parameters' own. ``shards`` is the data-parallel size, and ``expert_shards`` how many of its ranks hold
-    the same experts, all unless given: each bucket is cut into as many equal shares or, to keep parameters ``whole``,
-    belongs to one rank.
+    ``infos[c]`` describes the parameters of chunk c. Within a chunk parameters lie in reverse order, the order in which
+    a backward produces gradients. Parameters with another ``partial_over``, ``replicas`` or type have buckets of their
+    own. A tied parameter has its own bucket, so that every stage with a copy has the same layout. ``dtype`` is the type
+    of gradients, None for the parameters' own.
+
+    ``shards`` is the data-parallel size. ``expert_shards`` is the number of data-parallel ranks that hold the same
+    experts; unset, all do. Each bucket is cut into that many equal shares. With ``whole``, which keeps parameters
+    whole, each bucket belongs to one rank instead.
     """
     buckets: list[Bucket] = []
     shares: dict[Replicas, _Shares] = {
@@ -109,38 +111,32 @@ def build_buckets(
 
 
 class _Shares:
-    """How the buckets of ``ranks`` replicas are shared: cut into equal shares or, ``whole``, dealt out.
-
-    Each whole one goes to the rank that has least so far.
-    """
+    """Shares buckets over ``ranks`` replicas: cut into equal shares, or ``whole`` to the rank with the least so far."""
 
     def __init__(self, ranks: int, *, whole: bool) -> None:
         self._load, self._whole = [0] * ranks, whole
 
     def cut(self, values: int, tie: str) -> tuple[range, ...]:
-        """Each rank's share of a bucket of at least ``values``, padded so that equal shares are aligned.
-
-        The owner of a whole tied parameter follows from the name of its tie: stages that hold a copy have different
-        loads.
-        """
+        """Return each rank's share of a bucket of at least ``values``, padded so that equal shares are aligned."""
         ranks = len(self._load)
         length = _align(values, ALIGNMENT * ranks)
         if not self._whole:
             size = length // ranks
             return tuple(range(rank * size, (rank + 1) * size) for rank in range(ranks))
+        # Stages that hold copies of a tied parameter have different loads but must agree on its owner: hash its name.
         owner = zlib.crc32(tie.encode()) % ranks if tie else self._load.index(min(self._load))
         self._load[owner] += length
         return tuple(range(length) if rank == owner else range(0) for rank in range(ranks))
 
 
 def _alike(member: tuple[Parameter, ParamInfo]) -> tuple[object, ...]:
-    """What the members of a bucket have in common."""
+    """Return what the members of a bucket must have in common."""
     parameter, info = member
     return info.partial_over, info.replicas, parameter.dtype
 
 
 def _cut(members: list[tuple[Parameter, ParamInfo]], capacity: int) -> list[list[tuple[Parameter, ParamInfo]]]:
-    """Cut ``members`` after the one that fills a bucket."""
+    """Cut ``members`` into buckets, each closed after the member that fills it."""
     parts: list[list[tuple[Parameter, ParamInfo]]] = [[]]
     filled = 0
     for member in members:

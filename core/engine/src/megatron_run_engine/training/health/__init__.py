@@ -1,1 +1,1 @@
-"""What watches a training from inside: losses and gradients, replicas, slow ranks, and faults on request."""
+"""Checks of a running training: losses and gradients, replicas, slow ranks; and faults injected for tests."""

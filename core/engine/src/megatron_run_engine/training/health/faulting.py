@@ -1,4 +1,4 @@
-"""Makes the faults happen that were asked for: a listener of this rank's phases."""
+"""Injects the faults that tests request: a listener of this rank's activity."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from megatron_run_engine.training.build import Assembly
 
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
-#: With which a rank ends that leaves without a word.
+#: Exit code of a rank that exits without reporting anything.
 SILENT = 9
 
 
 def install_faults(run: ResolvedRun, assembly: Assembly, attempt: int) -> None:
-    """Let this rank have the faults that ``run`` was asked for with, in this ``attempt``.
+    """Install the faults that the environment of ``run`` requests for this rank in this ``attempt``.
 
-    Who else listens to the phases comes before: what takes long then takes long in the phase that was entered.
+    Call it after all other listeners are installed, so that they know the new activity before a fault delays it.
     """
     parameters = [parameter for described in assembly.infos for parameter in described]
     faults = read_faults(run.request.environment, run.sizes.world)
@@ -43,20 +43,20 @@ def install_faults(run: ResolvedRun, assembly: Assembly, attempt: int) -> None:
 def add_faults(
     faults: Iterable[Fault], activity: Activity, rank: int, attempt: int, parameters: Sequence[Parameter]
 ) -> None:
-    """Let ``phases`` bring about those of ``faults`` that are this rank's in this attempt; none: nothing is installed.
+    """Install those of ``faults`` that concern this rank and attempt as a listener of ``activity``, if there are any.
 
-    ``parameters`` are those of the rank, whose gradients and weights may be hit.
+    ``parameters`` are the rank's, whose gradients and weights a fault may corrupt.
     """
     mine = [fault for fault in faults if fault.rank in (None, rank) and fault.attempt in (None, attempt)]
     if mine:
-        activity.listeners.append(_Faulty(mine, rank, parameters))
+        activity.listeners.append(_FaultInjector(mine, rank, parameters))
 
 
-class _Faulty:
-    """Counts how often each phase is entered in a step, and strikes when it is time.
+class _FaultInjector:
+    """Counts how often each activity is entered in a step, and injects a fault when its count is reached.
 
-    A thread that saves behind the training enters collectives in the same steps, in no order with the training's: it
-    counts them by itself.
+    The thread of an asynchronous save enters collectives concurrently, in no fixed order with the training's, so both
+    are counted separately.
     """
 
     def __init__(self, faults: Sequence[Fault], rank: int, parameters: Sequence[Parameter]) -> None:
@@ -64,12 +64,12 @@ class _Faulty:
         self._entered: Counter[tuple[int, str, bool]] = Counter()
 
     def __call__(self, step: int, phase: str, detail: object) -> None:
-        """The rank enters ``phase``."""
+        """Note that the rank enters ``phase``."""
         entered = step, phase, isinstance(detail, Collective) and detail.scope == BESIDE
         self._entered[entered] += 1
         for fault in self._faults:
             if fault.strikes(step, phase, self._entered[entered]):
-                _say(f"fault: {fault.kind} on rank {self._rank} in step {step}, {phase}{f' {detail}' * bool(detail)}")
+                _log(f"fault: {fault.kind} on rank {self._rank} in step {step}, {phase}{f' {detail}' * bool(detail)}")
                 self._strike(fault, str(detail))
 
     def _strike(self, fault: Fault, detail: str) -> None:
@@ -94,7 +94,7 @@ class _Faulty:
 
 
 def _signal(number: signal.Signals, after: float) -> None:
-    """Send this process a signal, at once or from a thread after so many seconds."""
+    """Send this process a signal, at once or from a timer thread after ``after`` seconds."""
     if not after:
         os.kill(os.getpid(), number)
         return
@@ -104,12 +104,12 @@ def _signal(number: signal.Signals, after: float) -> None:
 
 
 def flip_bit(parameter: torch.Tensor) -> None:
-    """Change a high bit of the mantissa of the value in the middle of ``parameter``."""
+    """Flip a high mantissa bit of the value in the middle of ``parameter``."""
     values = parameter.detach().view(-1)
     middle = values[len(values) // 2 :][:1].view(torch.uint8)
     middle[-2] ^= 0x20
 
 
-def _say(text: str) -> None:
-    """Into the rank's log, whatever comes next."""
+def _log(text: str) -> None:
+    """Write ``text`` to the rank's log, unbuffered: the process may end before a buffer is flushed."""
     os.write(2, f"{text}\n".encode())

@@ -1,6 +1,7 @@
-"""Guards: what a run does when its losses, its weights or its ranks go wrong.
+"""Guards: skip, rewind or stop when losses, weights or ranks go wrong.
 
-Every decision is made from numbers that all ranks have alike, so that they skip, go back and stop together.
+Every decision is made from numbers that are equal on all ranks, so that all of them skip, rewind and stop together. A
+rank that decided alone would leave the others waiting in a collective.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ if TYPE_CHECKING:
     from megatron_run_engine.training.state.checkpointing import Checkpointing
 
 
-#: The standard deviation of a normal distribution in median absolute deviations (Rousseeuw and Croux 1993).
+#: Standard deviation of a normal distribution in median absolute deviations (Rousseeuw and Croux 1993).
 _NORMAL = 1.4826
-#: The least deviation that is expected, as a share of the median: a loss that hardly moves is no reason for alarm.
+#: The deviation is at least this share of the median: in a window of nearly equal losses any change looks extreme.
 _LEAST = 0.01
 
 
 def spike_limit(losses: Sequence[float], factor: float) -> float:
-    """The loss above which one that follows ``losses`` is a spike: ``factor`` deviations above their median.
+    """Return the loss above which the next loss is a spike: ``factor`` deviations above the median of ``losses``.
 
-    The deviation is the median absolute one, scaled to equal the standard deviation of normal noise. Both are robust:
-    up to half of ``losses`` may be spikes themselves.
+    The deviation is the median absolute deviation, scaled to the standard deviation of normal noise. Median and
+    deviation are robust: up to half of ``losses`` may be spikes themselves.
     """
     middle = median(losses)
     deviation = _NORMAL * median(abs(loss - middle) for loss in losses)
@@ -51,10 +52,10 @@ def spike_limit(losses: Sequence[float], factor: float) -> float:
 
 
 class NotFinite(NamedTuple):
-    """What was found, in words; empty where all is finite.
+    """What is not finite, in words. Each field is empty if all is finite.
 
-    ``loss``: the loss, and the first microbatch and rank that saw it. ``weights``: a parameter that is spoilt, and the
-    lowest rank that holds it.
+    ``loss``: the loss, with the first microbatch and rank that saw it. ``weights``: a parameter, with the lowest rank
+    that holds it.
     """
 
     loss: str
@@ -62,9 +63,9 @@ class NotFinite(NamedTuple):
 
 
 def find_not_finite(assembly: Assembly, reported: Iterable[Reported], ranks: Ranks) -> NotFinite:
-    """Look at what each rank ``reported`` in this step, and at its weights. Collective; all get the same answer."""
-    notes = ranks.gather(json.dumps(_note(assembly, reported)))
-    return NotFinite(*json.loads(ranks.tell(json.dumps(_joined([json.loads(note) for note in notes])))))
+    """Check the losses that each rank ``reported`` in this step, and its weights. Collective; all get one answer."""
+    notes = [json.loads(note) for note in ranks.gather(json.dumps(_note(assembly, reported)))]
+    return NotFinite(*json.loads(ranks.broadcast(json.dumps(_merged(notes)))))
 
 
 def _note(assembly: Assembly, reported: Iterable[Reported]) -> dict[str, Any]:
@@ -73,12 +74,12 @@ def _note(assembly: Assembly, reported: Iterable[Reported]) -> dict[str, Any]:
     return {
         "stage": assembly.context.topology.stage,
         "loss": min(losses, default=None),
-        "weights": next(_spoilt(assembly), None),
+        "weights": next(_not_finite_weights(assembly), None),
     }
 
 
-def _spoilt(assembly: Assembly) -> Iterator[str]:
-    """The parameters that are not finite, with a value of each."""
+def _not_finite_weights(assembly: Assembly) -> Iterator[str]:
+    """Yield the parameters that are not finite, each with such a value."""
     for described in assembly.infos:
         for parameter, info in described.items():
             finite = torch.isfinite(parameter.detach())
@@ -86,8 +87,8 @@ def _spoilt(assembly: Assembly) -> Iterator[str]:
                 yield f"{info.name} holds {parameter.detach()[~finite][0].item()}"
 
 
-def _joined(notes: Sequence[dict[str, Any]]) -> NotFinite:
-    """The first microbatch that was not finite, on the lowest rank that saw it."""
+def _merged(notes: Sequence[dict[str, Any]]) -> NotFinite:
+    """Choose the first microbatch that was not finite, on the lowest rank that saw it."""
     losses = [(note["loss"], rank) for rank, note in enumerate(notes) if note["loss"]]
     weights = [f"{note['weights']} on rank {rank}" for rank, note in enumerate(notes) if note["weights"]]
     loss = ""
@@ -103,7 +104,7 @@ _CALMER = "lower train.lr, lengthen train.lr_warmup, check the data"
 
 
 class Guards:
-    """The guards of a run of ``last`` steps, on one of its ranks; ``losses`` is where this rank reports its own."""
+    """The guards of a run of ``last`` steps, on one of its ranks. ``losses`` collects this rank's losses."""
 
     def __init__(self, run: ResolvedRun, assembly: Assembly, losses: Losses, last: int) -> None:
         self._config, self._max_skips = run.config.guard, run.config.train.max_skips
@@ -117,23 +118,25 @@ class Guards:
         self._stragglers = Stragglers(context, interval, self._config.straggler_factor)
         if interval:
             context.groups.activity.timers.append(self._stragglers.enter)
-        self._reason = ""  # why the update of the last step was left out
-        self._spike = ""  # what to go back for
+        self._reason = ""  # why the last step was skipped
+        self._spike = ""  # the spike to rewind for
 
     def skips(self, progress: Progress, sums: Tensor, found_inf: Tensor) -> bool:
-        """Whether the update of the step that follows ``progress`` is left out; its loss joins the window if not.
+        """Decide whether to skip the update of the step after ``progress``. If not, its loss joins the window.
 
-        ``sums`` are those of the metrics, ``found_inf`` the optimizer's: the host waits for both at once.
+        ``sums`` are the metrics', ``found_inf`` the optimizer's.
         """
+        # One copy to the host for both: this is where the host waits for the device in every step.
         *flat, overflow = torch.cat((sums.flatten(), found_inf.double())).tolist()
         means = self._assembly.context.metrics.means([flat[row : row + 2] for row in range(0, len(flat), 2)])
         self._reason = self._reason_to_skip(progress, means, overflow=overflow > 0)
         return bool(self._reason)
 
     def rewind(self, progress: Progress, checkpoints: Checkpointing) -> Progress | None:
-        """Go back to the last saved step, past all samples since, if the loss spiked and that is wanted.
+        """Rewind to the newest checkpoint if the loss spiked and ``guard.spike`` is ``rewind``. Collective.
 
-        How far the run had come there, or None where it stays as it is. Collective.
+        The samples seen since that checkpoint are not repeated. Returns the progress at the checkpoint, or None if the
+        run is not rewound.
         """
         spike, self._spike = self._spike, ""
         if not spike:
@@ -141,7 +144,7 @@ class Guards:
         if progress.rewinds >= self._config.max_rewinds:
             fix = f"{_CALMER}, or raise guard.max_rewinds"
             self._stop(GuardError(f"the loss spiked again after {progress.rewinds} rewinds", why=spike, fix=fix))
-        back = checkpoints.go_back()
+        back = checkpoints.reload_newest()
         if back is None:
             self._warn(f"step {progress.step} is skipped: nothing is saved yet that the run could go back to")
             return None
@@ -150,7 +153,7 @@ class Guards:
         return replace(back, dropped=dropped, rewinds=progress.rewinds + 1)
 
     def check(self, progress: Progress, *, saving: bool) -> None:
-        """What is looked at when a step is over, the weights also before they are saved. Collective.
+        """Check skips, replicas and stragglers after a step. ``saving``: also compare replicas now. Collective.
 
         Raises :class:`GuardError` on every rank.
         """
@@ -158,7 +161,7 @@ class Guards:
             self._stop_skipping(progress)
         if self._replica_interval and (saving or progress.step % self._replica_interval == 0):
             self._compare_replicas(progress.step)
-        self._look_for_stragglers(progress.step)
+        self._warn_of_straggler(progress.step)
 
     def _reason_to_skip(self, progress: Progress, means: Mapping[str, float], *, overflow: bool) -> str:
         if not all(isfinite(means.get(name, 0.0)) for name in self._losses.names):
@@ -182,7 +185,7 @@ class Guards:
         return found.loss
 
     def _spiked(self, progress: Progress, loss: float) -> str:
-        """Why the update is left out if ``loss`` is a spike."""
+        """Return why to skip the update if ``loss`` is a spike, else an empty text."""
         window, factor = progress.losses, self._config.spike_factor
         if len(window) < self._config.spike_window or loss <= (limit := spike_limit(window, factor)):
             return ""
@@ -204,20 +207,20 @@ class Guards:
         self._stop(GuardError(f"{progress.skipped_in_a_row} steps in a row were skipped", why=why, fix=fix))
 
     def _compare_replicas(self, step: int) -> None:
-        self._assembly.wait_for_parameters()
+        self._assembly.wait_for_parameters()  # do not hash a parameter that an all-gather is still writing
         found = compare_replicas(self._assembly, self._ranks, deterministic=self._deterministic)
         if found is not None:
-            fix = "run again, it goes on from the last saved step; without that machine if it happens there again"
+            fix = "run again to resume from the last saved step; leave that machine out if it happens there again"
             self._stop(GuardError(f"after step {step} {found}", why="a memory, a link or a kernel failed", fix=fix))
 
-    def _look_for_stragglers(self, step: int) -> None:
+    def _warn_of_straggler(self, step: int) -> None:
         found = self._stragglers.report(step)
         if found is not None:
             times = f"{found.seconds * 1e3:.3g} ms a step, the others that do the same {found.typical * 1e3:.3g} ms"
             self._warn(f"rank {found.rank} holds the others up in {found.section}: it takes {times}")
 
     def _stop(self, error: GuardError) -> NoReturn:
-        self._assembly.wait_for_parameters()  # nothing may be on its way when the ranks part
+        self._assembly.wait_for_parameters()  # no collective may be in flight when the process groups are destroyed
         raise error
 
     def _warn(self, text: str) -> None:
@@ -226,5 +229,5 @@ class Guards:
 
 
 def _fix(weights: str, otherwise: str) -> str:
-    """No step recovers from weights that are spoilt."""
-    return "go on from an earlier saved step: --resume STEP" if weights else otherwise
+    """Advise an earlier checkpoint if the weights are not finite: no later step recovers from that."""
+    return "resume from an earlier saved step: --resume STEP" if weights else otherwise

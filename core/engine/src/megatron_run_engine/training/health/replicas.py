@@ -1,7 +1,8 @@
-"""Whether the ranks that hold the same weights still do: a hash of each parameter, compared over all ranks.
+"""Checks that replicas hold equal weights, by a hash of each parameter that is compared over all ranks.
 
-Data-parallel replicas, what tensor-parallel ranks all hold whole, and the copies of a tied parameter are updated by the
-same numbers, so they are equal bit for bit. Where they are not, a memory, a link or a kernel has failed.
+Three kinds of copies are updated by the same numbers and therefore equal bit for bit: data-parallel replicas,
+parameters replicated over tensor-parallel ranks, and the copies of a tied parameter. If they differ, a memory, a link
+or a kernel has failed.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ if TYPE_CHECKING:
     from megatron_run_engine.checkpoint.collectives import Ranks
     from megatron_run_engine.training.build import Assembly
 
-#: Values that are hashed at once, 8 bytes each: as many as a cache holds, on a GPU as many as keep it busy.
+#: Values hashed per block, 8 bytes each: as many as a CPU cache holds, and as many as keep a GPU busy.
 _IN_CACHE, _AT_ONCE = 2**18, 2**24
-#: The integers that have the bits of a value, by its bytes.
+#: The integer type of a value's bits, by its size in bytes.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first tensor of which not all copies are equal, and how many more there are.
+    """The first tensor whose copies are not all equal, and how many more such tensors there are.
 
-    ``ranks`` are those whose copy differs from the one that most have, ``agree`` the others. Where no copy has a
-    majority nobody knows who is right: then ``agree`` is empty, and ``ranks`` are all.
+    ``ranks`` differ from the majority, ``agree`` is the majority. Without a majority the wrong copy is unknown:
+    ``agree`` is then empty and ``ranks`` holds all ranks.
     """
 
     tensor: str
@@ -52,9 +53,8 @@ class Difference:
 def compare_replicas(assembly: Assembly, ranks: Ranks, *, deterministic: bool) -> Difference | None:
     """Compare all copies of all parameters. Collective over the world; every rank gets the same answer.
 
-    ``deterministic``: kernels give the same bits on every rank, so that what each tensor-parallel rank computes by
-    itself is equal too. Else those copies may drift apart by rounding, and are compared only where their gradients are
-    summed.
+    With ``deterministic`` kernels, tensor-parallel ranks compute equal gradients for replicated parameters. Without
+    them these copies may drift apart by rounding, so only those are compared whose gradients are summed over the ranks.
     """
     hashes: dict[str, Tensor] = {}
     tensor_rank = assembly.context.topology.tensor_rank
@@ -62,15 +62,15 @@ def compare_replicas(assembly: Assembly, ranks: Ranks, *, deterministic: bool) -
         for parameter, info in described.items():
             own = 0 if deterministic or info.partial_over == "tensor" else tensor_rank
             hashes[_label(info, own)] = content_hash(parameter)
-    numbers = torch.stack(list(hashes.values())).tolist() if hashes else []
+    numbers = torch.stack(list(hashes.values())).tolist() if hashes else []  # one copy to the host for all
     notes = ranks.gather(json.dumps(dict(zip(hashes, numbers, strict=True))))
     found = find_difference([json.loads(note) for note in notes]) if ranks.rank == 0 else None
-    told = json.loads(ranks.tell(json.dumps(found and vars(found))))
-    return told and Difference(told["tensor"], tuple(told["ranks"]), tuple(told["agree"]), told["more"])
+    answer = json.loads(ranks.broadcast(json.dumps(found and vars(found))))
+    return answer and Difference(answer["tensor"], tuple(answer["ranks"]), tuple(answer["agree"]), answer["more"])
 
 
 def find_difference(notes: Sequence[Mapping[str, int]]) -> Difference | None:
-    """The first difference among the hashes of all ranks, in the order of the lowest rank that has the tensor."""
+    """Return the first difference among the hashes of all ranks, in the tensor order of the lowest rank."""
     held: dict[str, dict[int, int]] = {}
     for rank, note in enumerate(notes):
         for key, number in note.items():
@@ -88,10 +88,10 @@ def find_difference(notes: Sequence[Mapping[str, int]]) -> Difference | None:
 
 @torch.no_grad()
 def content_hash(tensor: Tensor, block: int | None = None) -> Tensor:
-    """A hash of the bits of ``tensor``, int64 [] on its device: the sum of value i, as an integer, times 2 i + 1.
+    """Return a hash of the bits of ``tensor``, int64 [] on its device.
 
-    Modulo 2^64. A single flipped bit always changes it, since an odd number times a power of two below 2^64 is not 0.
-    ``block`` values are hashed at once.
+    The hash is the sum over i of (value i as an integer) * (2 i + 1), modulo 2^64. A single flipped bit always changes
+    it: an odd number times a power of two below 2^64 is not 0 modulo 2^64. ``block`` values are hashed at once.
     """
     block = block or (_IN_CACHE if tensor.device.type == "cpu" else _AT_ONCE)
     flat = tensor.detach().contiguous().view(-1)
@@ -100,16 +100,18 @@ def content_hash(tensor: Tensor, block: int | None = None) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, len(bits), block):
         some = bits[start : start + block].to(torch.int64, copy=True)
+        # value i of the block has weight 2 (start + i) + 1 = 2 start + odd[i]
         total += some.sum() * (2 * start)
         total += some.mul_(odd[: len(some)]).sum()
     return total
 
 
 def _label(info: ParamInfo, own: int) -> str:
-    """What copies of the same values are called on every rank that holds one, of those that are compared at all.
+    """Return a key that is equal on all ranks whose copies are to be compared.
 
-    The parameter and where its part of it starts, for people; then which logical tensor begins it, for ranks that hold
-    others under one name, as experts, and ``own``, for copies that are not compared.
+    The text before ``#`` is for people: the parameter, and where this rank's part of it starts. Then follow the first
+    logical tensor, since ranks hold different experts under one name, and ``own``, which tells apart copies that are
+    not compared.
     """
     first = info.parts[0]
     whole = not first.start and not first.column

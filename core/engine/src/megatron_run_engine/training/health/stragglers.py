@@ -1,4 +1,4 @@
-"""Which rank holds the others up, and in what: the time that each spends on its own work, waiting left out."""
+"""Finds the rank that slows the others down, from the time each rank spends on its own work, without waiting."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
     from megatron_run_engine.runtime.context import BuildContext
 
-#: What a rank does by itself. In all other phases it waits for others, or does what is no part of a step.
+#: Activities in which a rank computes alone. In all others it waits for ranks, or does work outside of a step.
 SECTIONS = ("data", "forward", "backward", "recompute", "optimizer")
-#: Steps before each report that are timed.
+#: Number of steps timed before each report.
 _TIMED = 10
-#: What a section must cost more than elsewhere to be worth a word, as a share of all that the rank does in a step.
+#: A section is reported only if its excess over other ranks is at least this share of the rank's work in a step.
 _LEAST = 0.05
 
 
 class Straggler(NamedTuple):
-    """``rank`` takes ``seconds`` a step for ``section``, and those who do the same work ``typical``."""
+    """``rank`` takes ``seconds`` per step for ``section``; ranks with the same work take ``typical``."""
 
     rank: int
     section: str
@@ -33,10 +33,10 @@ class Straggler(NamedTuple):
 
 
 class Stragglers:
-    """Times the last steps before every ``interval``-th one, and compares the ranks after it. 0 is never.
+    """Times the last steps before every ``interval``-th step and compares the ranks after it. 0 disables it.
 
-    A change of phase costs one reading of the host's clock, or on a GPU one event in the stream, so that what the
-    device does is timed and nobody waits for it.
+    A change of activity costs one reading of the host's clock, or one event in the stream on a GPU. Events time the
+    device's work without making the host wait.
     """
 
     def __init__(self, context: BuildContext, interval: int, factor: float) -> None:
@@ -47,24 +47,25 @@ class Stragglers:
         self._step = self._over = 0
 
     def enter(self, step: int, name: str, detail: object) -> None:
-        """Phase ``name`` begins in ``step``: a timer of the rank's phases."""
-        if step < self._step:  # the run has gone back
+        """Record that activity ``name`` begins in ``step``."""
+        if step < self._step:  # the run was rewound
             self._marks.clear()
             self._over = 0
         self._step = step
         if self._interval and -step % self._interval < _TIMED and step != self._over:
             self._marks.append((name, self._now()))
-        if name == "observe":  # what comes now, an evaluation above all, is no part of any step
+        if name == "observe":  # what follows, such as an evaluation, belongs to no step
             self._over = step
 
     def report(self, step: int) -> Straggler | None:
-        """Who held the others up in the last steps up to ``step``, when it is time to say. Collective."""
+        """Return the straggler of the last steps up to ``step``, if a report is due. Collective."""
         if not self._interval or step % self._interval:
             return None
         steps = min(_TIMED, self._interval, step)
         own = [seconds / steps for seconds in section_seconds(self._marks, self._seconds)]
         self._marks.clear()
         topology = self._context.topology
+        # A gather as one all-reduce: each rank fills its own row.
         table = torch.zeros(topology.sizes.world, len(SECTIONS), dtype=torch.float64, device=self._context.device)
         table[topology.rank] = torch.tensor(own, dtype=torch.float64)
         rows = self._context.groups.sum_(table, "world").tolist()
@@ -73,7 +74,7 @@ class Stragglers:
 
 
 def section_seconds(marks: Sequence[tuple[str, Any]], seconds: Callable[[Any, Any], float]) -> list[float]:
-    """What each of ``SECTIONS`` took between ``marks``: a phase lasts until the next one begins."""
+    """Return the seconds of each of ``SECTIONS`` between ``marks``. An activity lasts until the next one begins."""
     spent: defaultdict[str, float] = defaultdict(float)
     for (name, start), (_, end) in pairwise(marks):
         spent[name] += seconds(start, end)
@@ -81,10 +82,10 @@ def section_seconds(marks: Sequence[tuple[str, Any]], seconds: Callable[[Any, An
 
 
 def find_straggler(rows: Sequence[Sequence[float]], stages: Sequence[int], factor: float) -> Straggler | None:
-    """Who costs the others most; ``rows`` are the seconds of each rank by section, ``stages`` the stage of each.
+    """Return the rank with the largest excess. ``rows`` are the seconds by rank and section, ``stages`` by rank.
 
-    A rank is compared with the median of the other ranks of its stage, which do the same work, and where it has its
-    stage to itself with all others. It is one when it takes more than ``factor`` times as long.
+    A rank is compared with the median of the other ranks of its stage, which do the same work. If it is alone on its
+    stage, it is compared with all other ranks. It is a straggler if it takes more than ``factor`` times the median.
     """
     found: list[tuple[float, Straggler]] = []
     for rank, row in enumerate(rows):
@@ -98,7 +99,7 @@ def find_straggler(rows: Sequence[Sequence[float]], stages: Sequence[int], facto
 
 
 def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
-    """What marks a moment, and the seconds between two of them once the step is over."""
+    """Return a function that marks a moment, and one that returns the seconds between two marks."""
     if device.type != "cuda":
         return time.perf_counter, lambda start, end: float(end - start)
 

@@ -1,4 +1,4 @@
-"""What of a run goes into a saved step, when it is saved, and how a run goes on from it."""
+"""The checkpoints of a run on one of its ranks: when a step is saved, what it contains, and resuming from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.run_folder.identity import digest, identity
 from megatron_run_engine.runtime.comm import create_aside, patience
 from megatron_run_engine.training.state.init_from import start_from
-from megatron_run_engine.training.state.plugin_lock import plugin_records
+from megatron_run_engine.training.state.refusals import plugin_records
 from megatron_run_engine.training.state.resuming import files_at_once, resume
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from megatron_run_engine.training.build import Assembly
     from megatron_run_engine.training.numbers import Progress
 
-#: Samples, spread over all, whose contents tell a dataset from another.
-_LOOKED_AT = 8
+#: Samples, spread over the dataset, whose contents go into its fingerprint.
+_FINGERPRINT_SAMPLES = 8
 
 
 class Checkpointing:
-    """The saved steps of one run, seen from one of its ranks; ``dataset`` is what it is trained on."""
+    """Saves and loads the steps of one run on one of its ranks. ``dataset`` is the training split."""
 
     def __init__(self, run: ResolvedRun, assembly: Assembly, folder: RunFolder, dataset: Dataset) -> None:
         self._run, self._assembly, self._folder = run, assembly, folder
@@ -57,28 +57,29 @@ class Checkpointing:
             files_of_rank=threads,
             at_once=threads,
         )
-        self._behind = self._make_behind() if run.config.checkpoint.async_save else None
-        self._stood_still = 0.0  # for the step that is being saved behind the training
-        self._saved: list[CheckpointMetrics] = []  # on the disk, and not told yet
+        self._async_saver = self._make_async_saver() if run.config.checkpoint.async_save else None
+        self._blocked_s = 0.0  # how long the asynchronous save in progress has blocked the training
+        self._unreported: list[CheckpointMetrics] = []
 
-    def _make_behind(self) -> AsyncSaver:
-        """What saves behind the training: it meets the other ranks in a group that the training does not use."""
+    def _make_async_saver(self) -> AsyncSaver:
         run, context = self._run, self._assembly.context
         rank, size = context.topology.rank, context.topology.sizes.world
         activity = self._activity.beside()
+        # A process group of its own: the saver's thread issues collectives concurrently with the training, and on one
+        # group the ranks would pair them up in different orders.
         aside = create_aside(size, timedelta(seconds=patience(run.config.run.timeout)), activity)
         ranks = WorldRanks(aside, rank, size, torch.device("cpu"))
         keep = run.config.checkpoint.keep
-        saver = Saver(  # one file after the other: the cores are the training's
+        saver = Saver(  # writes one file at a time: the cores belong to the training
             self._checkpoints, ranks, self._folder.run_id, keep, activity=activity, files_of_rank=files_at_once()
         )
         return AsyncSaver(saver, Staging(context.device), activity, self._activity)
 
     def resume(self) -> Progress:
-        """Go on from the step that ``--resume`` names: the newest, one by its number, or none. Collective.
+        """Load the step that ``--resume`` selects and return its progress. Collective.
 
-        A run that starts, starts from the weights of ``run.init_from``. Returns how far it had come. Raises
-        :class:`megatron_run.errors.CheckpointError` before anything changes.
+        If it selects none, the weights of ``run.init_from`` are loaded, if set. Raises
+        :class:`megatron_run.errors.CheckpointError` before any state changes.
         """
         with self._activity.within("load"):
             progress = self._load(self._run.request.resume)
@@ -88,13 +89,13 @@ class Checkpointing:
         self._saver.set_aside(progress.step or None, self._folder.attempt)
         return progress
 
-    def go_back(self) -> Progress | None:
-        """Load the newest saved step again, and say how far the run had come; None when none is saved. Collective.
+    def reload_newest(self) -> Progress | None:
+        """Load the newest checkpoint of this run and return its progress; None if there is none. Collective.
 
         Raises :class:`megatron_run.errors.CheckpointError` as :meth:`after_step` does.
         """
-        if self._behind is not None:
-            self._saved += self._take(self._behind, wait=True)  # it is the newest, once it is whole
+        if self._async_saver is not None:  # the save in progress will be the newest
+            self._unreported += self._collect(self._async_saver, wait=True)
         progress = self._load("auto")
         return progress if progress.step else None
 
@@ -103,70 +104,70 @@ class Checkpointing:
             return resume(self._run, self._assembly, self._checkpoints, self._ranks, self._data, word)
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether ``step`` of ``last`` is one that ``checkpoint.interval`` asks for, or the last."""
+        """Whether ``step`` of ``last`` steps is due by ``checkpoint.interval``, or is the last."""
         interval = self._run.config.checkpoint.interval.steps(last, self._run.config.train.global_batch_size)
         return step == last or bool(interval and step % interval == 0)
 
     def after_step(self, progress: Progress, last: int, *, stopping: bool) -> list[CheckpointMetrics]:
         """Save the step that ``progress`` counted last if it is due, if it is the ``last``, or if the run is stopping.
 
-        Collective, after every step. Returns the steps that have come onto the disk since the last call; of a step that
-        is saved behind the training that is a later one. Raises :class:`megatron_run.errors.CheckpointError` on every
-        rank for one that could not be saved.
+        Collective; call it after every step. Returns the steps committed since the last call. An asynchronous save is
+        returned by a later call. Raises :class:`megatron_run.errors.CheckpointError` on every rank if a save failed.
         """
         due, final = self.is_due(progress.step, last), stopping or progress.step == last
-        if self._behind is None:
+        if self._async_saver is None:
             return [self._save(progress)] if due or final else []
-        told, self._saved = self._saved, []
+        unreported, self._unreported = self._unreported, []
         start = time.perf_counter()
         if due or final:
             self._activity.enter("save", f"step{progress.step}")
-        saved = [*told, *self._take(self._behind, wait=due or final)]
-        if final:
+        saved = [*unreported, *self._collect(self._async_saver, wait=due or final)]
+        if final:  # the process is about to end: save synchronously
             return [*saved, self._save(progress)]
         if due:
-            self._behind.start(self._about(progress), self._assembly.optimizer.iter_state(), self._shapes())
-            self._stood_still = time.perf_counter() - start
+            self._async_saver.start(self._about(progress), self._assembly.optimizer.iter_state(), self._shapes())
+            self._blocked_s = time.perf_counter() - start
         return saved
 
     def close(self) -> None:
-        """Wait until no step is half saved. Where it fails now nothing is raised: the run ends for another reason."""
-        if self._behind is None or not self._behind.busy:
+        """Wait for an asynchronous save. Log its failure instead of raising it: the run ends for another reason."""
+        if self._async_saver is None or not self._async_saver.busy:
             return
         log = self._assembly.context.log
         try:
-            log.info("step %d is saved", self._behind.wait().step)
+            log.info("step %d is saved", self._async_saver.wait().step)
         except RunError as error:
             log.warning("%s", error)
-        except Exception as error:  # a bug, or a rank that is gone
-            what = "a step could not be saved behind the training"
+        except Exception as error:  # a bug, or the failed collective of a lost rank
+            what = "a step could not be saved asynchronously"
             log.warning("%s: %s: %s", what, type(error).__name__, error, exc_info=True)
 
     def _save(self, progress: Progress) -> CheckpointMetrics:
-        """Save a step; returns when it is on the disk."""
+        """Save a step synchronously: return when it is committed."""
         start = time.perf_counter()
         self._activity.enter("save", f"step{progress.step}")
         size = self._saver.save(self._about(progress), self._assembly.optimizer.iter_state(), self._shapes())
         seconds = time.perf_counter() - start
         return self._metrics(progress.step, size, seconds, seconds)
 
-    def _take(self, behind: AsyncSaver, *, wait: bool) -> list[CheckpointMetrics]:
-        """The step that was saved behind the training, once that has ended on every rank: they notice together."""
-        if not behind.busy:
+    def _collect(self, saver: AsyncSaver, *, wait: bool) -> list[CheckpointMetrics]:
+        """Return the asynchronously saved step, if the save has ended on every rank or ``wait`` is set. Collective."""
+        if not saver.busy:
             return []
         context = self._assembly.context
         if not wait:
-            going_on = torch.tensor([0.0 if behind.ended else 1.0], device=context.device)
-            if context.groups.max_(going_on, "world").item():
+            # The threads end at different times. All ranks must take the result, or raise the error, at the same step.
+            running = torch.tensor([0.0 if saver.ended else 1.0], device=context.device)
+            if context.groups.max_(running, "world").item():
                 return []
-        step, size, seconds = behind.wait()
-        return [self._metrics(step, size, self._stood_still, seconds)]
+        step, size, seconds = saver.wait()
+        return [self._metrics(step, size, self._blocked_s, seconds)]
 
     def _metrics(self, step: int, size: int, seconds: float, write_seconds: float) -> CheckpointMetrics:
         return CheckpointMetrics(step, self._checkpoints.folder(step), size, seconds, write_seconds)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """The logical tensors of which this rank holds a part, with their global shapes."""
+        """Return the global shapes of the logical tensors of which this rank holds a part."""
         infos = [info for described in self._assembly.infos for info in described.values()]
         return {part.name: part.shape for info in infos for part in info.parts}
 
@@ -189,9 +190,11 @@ class Checkpointing:
 
 
 def fingerprint(dataset: Dataset) -> DataRecord:
-    """What tells ``dataset`` from others: how many samples it has, and the contents of some, the last among them."""
+    """Return the fingerprint of ``dataset``: its number of samples, and a hash over some, first and last included."""
     count, total = len(dataset), hashlib.sha256()
-    for index in sorted({(count - 1) * place // (_LOOKED_AT - 1) for place in range(_LOOKED_AT)} if count else ()):
+    for index in sorted(
+        {(count - 1) * place // (_FINGERPRINT_SAMPLES - 1) for place in range(_FINGERPRINT_SAMPLES)} if count else ()
+    ):
         for name, values in sorted(dataset[index].items()):
             total.update(json.dumps([index, name, str(values.dtype), values.shape]).encode())
             total.update(values.tobytes())

@@ -1,4 +1,4 @@
-"""Starting from weights that another run or an import left (``run.init_from``): the weights, and nothing else of it."""
+"""Starts a run from the weights of another run or of an import (``run.init_from``), without any other state."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from megatron_run_engine.training.build import Assembly
 
 
-#: Options of a model that the same weights do not settle: how it is trained, and how far its rotations reach.
+#: Model options that may differ for the same weights: how the model is trained, and the base of its rotary angles.
 _FREE = frozenset({"model.dropout", "model.init_std", "model.label_smoothing", "model.rope_theta"})
-#: Differences that one message names.
+#: Differences named in one message.
 _MOST = 3
 
 
 def check_source(run: ResolvedRun) -> None:
-    """Whether ``run`` has a step to start from, of its own model as far as the options tell.
+    """Check, before anything starts, that ``run.init_from`` holds a checkpoint of a model with the same options.
 
-    Raises :class:`CheckpointError`. A run that goes on from a step of its own needs no other.
+    Raises :class:`CheckpointError`. A run that resumes from its own checkpoint does not read ``run.init_from``.
     """
-    if run.config.run.init_from is not None and not _goes_on(run):
+    if run.config.run.init_from is not None and not _resumes(run):
         checkpoints, step = choose_source(run, run.config.run.init_from)
         differing_options(run, checkpoints, step)
 
 
 def choose_source(run: ResolvedRun, path: Path) -> tuple[Checkpoints, int]:
-    """The saved steps at ``path`` and the one that it names, or the newest. Raises :class:`CheckpointError`."""
+    """Return the checkpoints at ``path``, and the step that it names or the newest. Raises :class:`CheckpointError`."""
     try:
         return find_step(path.expanduser().absolute())
     except CheckpointError as error:
@@ -52,14 +52,14 @@ def choose_source(run: ResolvedRun, path: Path) -> tuple[Checkpoints, int]:
 
 
 def differing_options(run: ResolvedRun, checkpoints: Checkpoints, step: int) -> str:
-    """Which options of the model differ, where they may. Raises :class:`CheckpointError` where they may not."""
+    """Describe the model options that differ. Raises :class:`CheckpointError` if one of them must not."""
     options = _differences(checkpoints.manifest(step).about.identity, identity(run))
     refuse_other_model(run, checkpoints.folder(step), [text for key, text in options.items() if key not in _FREE])
     return ", ".join(options.values())
 
 
 def refuse_other_model(run: ResolvedRun, folder: Path, differences: Sequence[str]) -> None:
-    """Raise :class:`CheckpointError` with the first of ``differences``, where there are any."""
+    """Raise :class:`CheckpointError` with the first of ``differences``, if there are any."""
     if differences:
         rest = f" and {len(differences) - _MOST} more" if len(differences) > _MOST else ""
         raise CheckpointError(
@@ -71,18 +71,20 @@ def refuse_other_model(run: ResolvedRun, folder: Path, differences: Sequence[str
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Options that both say, and say differently; shapes tell of those that one leaves open."""
+    """Return a text for each model option that is set on both sides and differs."""
+    # An option that one side leaves unset (``num_kv_heads``) has a derived value there: the shapes are compared later.
     both = [key for key in now if key.startswith("model.") and None not in (saved.get(key), now[key])]
-    words = {key: (_word(saved[key]), _word(now[key])) for key in both}
-    return {key: f"{key}={there} there, {here} here" for key, (there, here) in words.items() if there != here}
+    texts = {key: (_text(saved[key]), _text(now[key])) for key in both}
+    return {key: f"{key}={there} there, {here} here" for key, (there, here) in texts.items() if there != here}
 
 
-def _word(value: object) -> str:
-    """As it is typed; ``gpt`` is ours, whether its distribution was named or not."""
+def _text(value: object) -> str:
+    """Return an option as it is typed. A plugin's name counts without its distribution."""
     return str(value).lower() if isinstance(value, bool) else plain_name(str(value))
 
 
-def _goes_on(run: ResolvedRun) -> bool:
+def _resumes(run: ResolvedRun) -> bool:
+    """Whether ``run`` will resume from a checkpoint of its own folder."""
     folder = run.config.run.folder
     if folder is None or run.request.resume == "never":
         return False
@@ -97,28 +99,28 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def start_from(run: ResolvedRun, assembly: Assembly, path: Path, ranks: Ranks, shapes: Shapes) -> None:
-    """Load the weights of the step at ``path``: a run folder, its checkpoints, one step, or an imported folder.
+    """Load the weights at ``path``: a run folder, its checkpoints, one step, or an imported folder. Collective.
 
-    ``shapes`` are the logical tensors of which this rank holds a part. Collective. Whatever ranks saved them, each
-    reads its own part. What is wrong on any rank is raised on all of them, as a :class:`CheckpointError`, before
-    anything of ``assembly`` has changed.
+    ``shapes`` are the global shapes of the logical tensors of which this rank holds a part. Each rank reads its own
+    part, whatever parallel layout saved the weights. An error on any rank is raised on all of them as a
+    :class:`CheckpointError`, before any state of ``assembly`` has changed.
     """
-    place, step = json.loads(on_rank0(ranks, lambda: json.dumps(_choose(run, path))))
-    checkpoints = Checkpoints(Path(place))
+    folder, step = json.loads(on_rank0(ranks, lambda: json.dumps(_choose(run, path))))
+    checkpoints = Checkpoints(Path(folder))
     activity = assembly.context.groups.activity
     manifest = on_all_ranks(ranks, lambda: _verify(checkpoints, step, ranks, activity.heartbeat))
     notes = ranks.gather(json.dumps(shapes))
     differences = on_rank0(ranks, lambda: differing_options(run, checkpoints, step))
     on_rank0(ranks, lambda: _compare(run, manifest, notes, checkpoints.folder(step)))
     if ranks.rank == 0:
-        said = f"; {differences}" if differences else ""
-        assembly.context.log.warning("weights of step %s of %s%s", step, checkpoints.path.parent, said)
+        differing = f"; {differences}" if differences else ""
+        assembly.context.log.warning("weights of step %s of %s%s", step, checkpoints.path.parent, differing)
     read = Reader(checkpoints.folder(step), manifest).read
     on_all_ranks(ranks, lambda: load(assembly.optimizer.load_weights, read))
 
 
 def _choose(run: ResolvedRun, path: Path) -> tuple[str, int]:
-    """The checkpoints' folder and the step, in words that all ranks understand."""
+    """Return the checkpoints' folder and the step, both as JSON values."""
     checkpoints, step = choose_source(run, path)
     return str(checkpoints.path), step
 
@@ -132,7 +134,7 @@ def _verify(checkpoints: Checkpoints, step: int, ranks: Ranks, heartbeat: Callab
 
 
 def _compare(run: ResolvedRun, manifest: Manifest, notes: Sequence[str], folder: Path) -> str:
-    """Raise :class:`CheckpointError` where the ranks' ``notes`` of shapes are not those that were saved."""
+    """Raise :class:`CheckpointError` if the shapes in the ranks' ``notes`` differ from the saved ones."""
     saved = {name: fields[MASTER].shape for name, fields in manifest.tensors.items()}
     wanted: Shapes = {name: tuple(shape) for note in notes for name, shape in json.loads(note).items()}
     refuse_other_model(run, folder, _differing_shapes(saved, wanted))

@@ -1,81 +1,71 @@
-"""Going on from a saved step: rank 0 chooses it, all ranks verify it, and only then does anything change."""
+"""Resumes from a checkpoint: rank 0 chooses the step, all ranks verify it, and only then is any state changed."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_run.contracts import MASTER
-from megatron_run.errors import CheckpointError, DataError
+from megatron_run.errors import CheckpointError
+from megatron_run_engine.checkpoint.boxes import Box, box_fault
 from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0
-from megatron_run_engine.checkpoint.files import unwatched
+from megatron_run_engine.checkpoint.files import no_heartbeat
 from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.step_folder import verify_files
-from megatron_run_engine.run_folder.identity import differing_keys, identity
 from megatron_run_engine.training.numbers import Progress
-from megatron_run_engine.training.state.plugin_lock import changes, optimizer_upgrade, scaler_state
-from megatron_run_engine.training.state.upgrading import UpgradingReader
+from megatron_run_engine.training.state.refusals import accept, changes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
     from megatron_run.contracts import ReadState
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.checkpoint.collectives import Ranks
-    from megatron_run_engine.checkpoint.manifest import About, DataRecord, Manifest
+    from megatron_run_engine.checkpoint.manifest import DataRecord, Manifest
     from megatron_run_engine.checkpoint.step_folder import Checkpoints
     from megatron_run_engine.training.build import Assembly
-    from megatron_run_engine.training.state.upgrading import Upgrade
+    from megatron_run_engine.training.state.refusals import Upgrade
 
 
-#: Each thread hashes some 2 GB a second.
+#: Threads that hash files. Each hashes some 2 GB/s, so more would outrun the disk.
 _MOST_FILES = 8
-
-
-class Findings(NamedTuple):
-    """What a saved step says to the run of now.
-
-    How far it had come; what the scaler is to load, None: it starts anew; and what makes an older optimizer's fields
-    those of now, None: they are.
-    """
-
-    progress: Progress
-    scaler: Mapping[str, Any] | None
-    upgrade: Upgrade | None
 
 
 def resume(
     run: ResolvedRun, assembly: Assembly, checkpoints: Checkpoints, ranks: Ranks, data: DataRecord, word: str
 ) -> Progress:
-    """Load the step that ``word`` means (:func:`choose`), of a run on ``data``; how far it had come. Collective.
+    """Load the step that ``word`` selects (:func:`choose`) into ``assembly`` and return its progress. Collective.
 
-    What is wrong on any rank is raised on all of them: before anything of ``assembly`` has changed, but for what can
-    only be seen when values are read.
+    An error on any rank is raised on all of them. All errors but those of reading values are raised before any state
+    of ``assembly`` has changed.
     """
     step = json.loads(on_rank0(ranks, lambda: json.dumps(choose(word, checkpoints))))
     if step is None:
         return Progress()
-    activity = assembly.context.groups.activity
-    manifest = on_all_ranks(ranks, lambda: _verify(checkpoints, step, ranks, activity.heartbeat))
-    found = on_all_ranks(ranks, lambda: _check(run, manifest.about, data))
+    heartbeat = assembly.context.groups.activity.heartbeat
+    manifest = on_all_ranks(ranks, lambda: _verify(checkpoints, step, ranks, heartbeat))
+    accepted = on_all_ranks(ranks, lambda: accept(run, manifest.about, data))
     if ranks.rank == 0:
         for line in changes(manifest.about, run.plugins):
             assembly.context.log.warning("%s", line)
-    anew = "optimizer" in run.request.allow_plugin_change
     reader = Reader(checkpoints.folder(step), manifest)
-    upgrading = UpgradingReader(reader, found.upgrade) if found.upgrade else reader
-    reading = Reading(upgrading, str(run.one("optimizer")), anew=anew)
-    begun = any(tensor.keys() != {MASTER} for tensor in manifest.tensors.values())
-    on_all_ranks(ranks, lambda: _load(assembly, reading, found.scaler, begun=begun))
-    return found.progress
+    read = StateReader(
+        UpgradingReader(reader, accepted.upgrade) if accepted.upgrade else reader,
+        str(run.one("optimizer")),
+        zeros_if_missing="optimizer" in run.request.allow_plugin_change,
+    )
+    # Before its first update a rule with state of its own saves masters only. It must then start as in a first step.
+    updated = any(tensor.keys() != {MASTER} for tensor in manifest.tensors.values())
+    on_all_ranks(ranks, lambda: _load(assembly, read, accepted.scaler, updated=updated))
+    return accepted.progress
 
 
 def choose(word: str, checkpoints: Checkpoints) -> int | None:
-    """The step that ``--resume word`` means: the newest, one by its number, or None, which is the start of the run."""
+    """Return the step that ``--resume word`` selects: ``auto`` the newest, ``never`` None, else the step's number."""
     if word == "never":
         return None
     return checkpoints.newest() if word == "auto" else int(word)
@@ -83,21 +73,21 @@ def choose(word: str, checkpoints: Checkpoints) -> int | None:
 
 def _verify(checkpoints: Checkpoints, step: int, ranks: Ranks, heartbeat: Callable[[], None]) -> Manifest:
     again = "to start again: --resume never"
-    with checkpoints.offering_older(step, lambda older: f"to go on from step {older}: --resume {older}", again):
+    with checkpoints.offering_older(step, lambda older: f"to resume from step {older}: --resume {older}", again):
         return verify_share(checkpoints, step, ranks, heartbeat)
 
 
 def files_at_once() -> int:
-    """How many files a rank hashes at once: as many as it has threads, up to what a fast disk delivers."""
+    """Return how many files a rank hashes or writes at once: one per thread, up to what a fast disk delivers."""
     return min(_MOST_FILES, torch.get_num_threads())
 
 
 def verify_share(
-    checkpoints: Checkpoints, step: int, ranks: Ranks, heartbeat: Callable[[], None] = unwatched
+    checkpoints: Checkpoints, step: int, ranks: Ranks, heartbeat: Callable[[], None] = no_heartbeat
 ) -> Manifest:
-    """The manifest of ``step``. Each rank reads some of the files, so that every file is read once.
+    """Return the manifest of ``step``, after verifying this rank's share of its files.
 
-    ``heartbeat`` is called while it reads, by several threads.
+    The files are dealt to the ranks, so that each is read once. ``heartbeat`` is called meanwhile, by several threads.
     """
     manifest = checkpoints.manifest(step)
     mine = sorted(manifest.files)[ranks.rank :: ranks.size]
@@ -105,29 +95,11 @@ def verify_share(
     return manifest
 
 
-def _check(run: ResolvedRun, saved: About, data: DataRecord) -> Findings:
-    """Whether the step is of this run, of these data, and of plugins that can read it."""
-    allowed = run.request.allow_plugin_change
-    differing = differing_keys(saved.identity, identity(run), allowed)
-    if differing:
-        why = ", ".join(differing)
-        raise CheckpointError(f"step {saved.step} belongs to another run", why=why, fix="give the same values")
-    if saved.data != data:
-        counts = f"{saved.data.samples} samples then, {data.samples} now"
-        raise DataError(
-            f"the training data is not what it was when step {saved.step} was saved",
-            why=counts if saved.data.samples != data.samples else "as many samples, with other contents",
-            fix="give the same data, or start again: --resume never",
-        )
-    upgrade = optimizer_upgrade(saved, run.plugins)
-    return Findings(Progress(**saved.counters, losses=saved.losses), scaler_state(saved, run.plugins, allowed), upgrade)
-
-
 def load(into: Callable[[ReadState], None], read: ReadState) -> None:
-    """Load what ``read`` gives ``into`` an optimizer, and then raise what the first read that failed raised.
+    """Load through ``read`` with an optimizer's method ``into``, then raise the first error of a read, if any.
 
-    Nothing is raised while it loads: it brings what it has read to the other ranks, which would wait for one that left.
-    From the first failure on it reads zeros.
+    An optimizer all-gathers parameters after it has read them, and the other ranks would wait for a rank that left
+    with an error. So a failed read returns zeros, as do all later ones, and the error is raised at the end.
     """
     failures: list[Exception] = []
 
@@ -135,7 +107,7 @@ def load(into: Callable[[ReadState], None], read: ReadState) -> None:
         if not failures:
             try:
                 return read(name, field, starts, sizes)
-            except Exception as error:  # whatever it is: the others wait
+            except Exception as error:  # any error: the other ranks wait in a collective
                 failures.append(error)
         return torch.zeros(sizes)
 
@@ -144,31 +116,76 @@ def load(into: Callable[[ReadState], None], read: ReadState) -> None:
         raise failures[0]
 
 
-class Reading:
-    """How ``optimizer`` looks its state up; ``anew``: what was not saved starts from zeros."""
+def _load(assembly: Assembly, read: StateReader, scaler: Mapping[str, Any] | None, *, updated: bool) -> None:
+    """Load master weights and optimizer state (the weights only unless ``updated``), then the scaler's state."""
+    load(assembly.optimizer.load_state if updated else assembly.optimizer.load_weights, read)
+    if scaler is not None:
+        assembly.scaler.load_state_dict(scaler)
 
-    def __init__(self, reader: Reader | UpgradingReader, optimizer: str, *, anew: bool) -> None:
-        self._reader, self._optimizer, self._anew = reader, optimizer, anew
+
+class StateReader:
+    """Reads state for ``optimizer``. With ``zeros_if_missing`` a field that was not saved starts from zeros."""
+
+    def __init__(self, reader: Reader | UpgradingReader, optimizer: str, *, zeros_if_missing: bool) -> None:
+        self._reader, self._optimizer, self._zeros_if_missing = reader, optimizer, zeros_if_missing
 
     def __call__(self, name: str, field: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-        """The box. Raises :class:`CheckpointError` where it was not saved and cannot start from zeros."""
+        """Return the box. Raises :class:`CheckpointError` if it was not saved and must not start from zeros."""
         known = self._reader.fields(name)
         if field in known or not known:
             return self._reader.read(name, field, starts, sizes)
-        if self._anew:
+        if self._zeros_if_missing:
             return torch.zeros(sizes)
         raise CheckpointError(
-            f"what was saved has no {field} of {name}, which {self._optimizer} needs",
+            f"the checkpoint has no {field} of {name}, which {self._optimizer} needs",
             why=f"it has {', '.join(sorted(known))}",
             fix="choose the optimizer that saved it, or start its state anew: --allow-plugin-change optimizer",
         )
 
 
-def _load(assembly: Assembly, read: Reading, scaler: Mapping[str, Any] | None, *, begun: bool) -> None:
-    """Masters and moments, box by box; then the loss scale.
+class UpgradingReader:
+    """Reads a step as if the current version of the optimizer had saved it. Has ``fields`` and ``read`` of ``Reader``.
 
-    Not ``begun``: the step was saved before the first update, by a rule that begins with a state of its own.
+    ``upgrade`` gets all fields of one box together. A field whose shape is not that of the weights, such as a step
+    count, is passed whole. If such a field is requested itself, the others are passed with their first value only.
     """
-    load(assembly.optimizer.load_state if begun else assembly.optimizer.load_weights, read)
-    if scaler is not None:
-        assembly.scaler.load_state_dict(scaler)
+
+    def __init__(self, reader: Reader, upgrade: Upgrade) -> None:
+        self._reader, self._upgrade = reader, upgrade
+        self._last: tuple[str, Box] | None = None  # the box of _upgraded: an optimizer reads its fields in a row
+        self._upgraded: Mapping[str, Any] = {}
+
+    def fields(self, name: str) -> frozenset[str]:
+        """Return the fields of the logical tensor ``name`` after the upgrade; none if there is no such tensor."""
+        shape = self._reader.shape(name, MASTER)
+        return frozenset() if shape is None else frozenset(self._box(name, _first(shape)))
+
+    def read(self, name: str, field: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Return a box of ``field`` of ``name``, on the host. Raises :class:`CheckpointError` if there is none."""
+        wanted, shape = Box(tuple(starts), tuple(sizes)), self._reader.shape(name, MASTER)
+        if shape is None:
+            return self._reader.read(name, field, starts, sizes)  # raises the right error
+        value: Tensor = self._box(name, _first(shape) if box_fault(shape, wanted) else wanted)[field]
+        if tuple(value.shape) == wanted.sizes:
+            return value
+        why = f"it has the shape {list(value.shape)}, the optimizer wants {list(sizes)}"
+        raise CheckpointError(f"the upgraded {field} of {name} is not what it should be", why=why)
+
+    def _box(self, name: str, box: Box) -> Mapping[str, Any]:
+        """Return all upgraded fields of ``box``."""
+        if self._last != (name, box):
+            saved = {field: self._saved(name, field, box) for field in self._reader.fields(name)}
+            self._last, self._upgraded = (name, box), self._upgrade(saved)
+        return self._upgraded
+
+    def _saved(self, name: str, field: str, box: Box) -> Tensor:
+        shape = self._reader.shape(name, field)
+        assert shape is not None, "it is one of the fields"
+        if shape == self._reader.shape(name, MASTER):
+            return self._reader.read(name, field, *box)
+        return self._reader.read(name, field, (0,) * len(shape), shape)
+
+
+def _first(shape: tuple[int, ...]) -> Box:
+    """Return the box of the first value of a tensor of ``shape``."""
+    return Box((0,) * len(shape), tuple(min(1, size) for size in shape))

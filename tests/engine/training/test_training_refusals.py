@@ -1,4 +1,4 @@
-"""Who may go on from whose state, and what is said when nobody may."""
+"""Whether a run may resume from a checkpoint: plugins, versions of their state, and the errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_run.contracts import PluginInfo
 from megatron_run.errors import CheckpointError
 from megatron_run.registry.loaded_plugin import Plugin
 from megatron_run_engine.checkpoint.manifest import About, PluginRecord
-from megatron_run_engine.training.state.plugin_lock import changes, optimizer_upgrade, plugin_records, scaler_state
+from megatron_run_engine.training.state.refusals import changes, optimizer_upgrade, plugin_records, scaler_state
 from tests.support.saved_steps import about
 
 Upgrade = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
@@ -40,7 +40,7 @@ def test_the_lock_says_who_saved() -> None:
 
 def test_changed_plugins_are_listed() -> None:
     before, now = saved("schedule", "gpipe"), {"schedule": [plugin("schedule", "1f1b")]}
-    assert changes(before, now) == ["step 7 was saved with schedule=gpipe, going on with schedule=1f1b"]
+    assert changes(before, now) == ["step 7 was saved with schedule=gpipe, resuming with schedule=1f1b"]
     assert not changes(saved("schedule", "1f1b"), now)
 
 
