@@ -95,6 +95,7 @@ docs: $(DEV)
 	$(PY) -m tests.docs.flag_tables
 	$(PY) -m tests.docs.consoles
 	$(PY) -m tests.docs.walk
+	$(PY) -m tests.architecture.picture
 # The documentation as a site, in site/; a broken link is an error.
 site: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q --strict
