@@ -1,4 +1,4 @@
-"""Pre-norm transformer blocks: attention, then one feed-forward network or a mixture of experts.
+"""Pre-norm transformer blocks: attention, then a feed-forward network or a mixture of experts.
 
 Legend: s sequence (s/t under sequence parallelism), b micro batch, h hidden.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_run_engine.nn.spec import ExpertSpec, TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext
 
-#: Names in a layer's environment.
+#: Names of tensors in a layer's environment.
 Names = tuple[str, ...]
 
 _READS_HOST = "the host reads how many tokens each expert gets"
@@ -35,9 +35,9 @@ _FOLLOWS = "its shapes follow how many tokens each expert gets"
 class Block(nn.Module):
     """``x += dropout(attention(x))``, then ``x += dropout(feed-forward(x))``; each half begins with its norm.
 
-    It is run through its segments, never called as a whole: between them the kernel makes parameters ready and
-    positions random numbers. ``reports`` are the names, besides ``x``, of what they leave in the environment for the
-    chunk.
+    The segment runner runs the segments one by one and never calls the block as a whole: before each segment it waits
+    for the parameters and positions the random streams. ``reports`` names the tensors, besides ``x``, that the segments
+    leave in the environment for the chunk.
     """
 
     reports: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Block(nn.Module):
         return x + added
 
     def segments(self, why_eager: str = "") -> tuple[Segment, ...]:
-        """The halves, in order; ``why_eager`` says why none of them must be captured."""
+        """Both halves, in order; ``why_eager`` is the reason why none may be captured, empty if they may."""
         attend = Segment(
             "attn", self.layer, 0, self.attend, ("x",), ("x",), parameters_of(self.attention), why_eager, self.draws
         )
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
     @abstractmethod
     def feed_segments(self, why_eager: str) -> tuple[Segment, ...]:
-        """Those of the feed-forward half, from index 1 on."""
+        """Segments of the feed-forward half, with indices from 1."""
 
 
 class TransformerBlock(Block):
@@ -79,14 +79,18 @@ class TransformerBlock(Block):
         return x + added
 
     def feed_segments(self, why_eager: str) -> tuple[Segment, ...]:
-        """One."""
+        """One segment, "mlp"."""
         return (
             Segment("mlp", self.layer, 1, self.feed, ("x",), ("x",), parameters_of(self.mlp), why_eager, self.draws),
         )
 
 
 class ExpertBlock(Block):
-    """A block with a mixture of experts, in five segments: only two of them depend on how tokens were routed."""
+    """A block with a mixture of experts, in five segments.
+
+    The cut follows what a CUDA graph can capture: only the shapes of ``moe_dispatch`` and ``moe_experts`` depend on the
+    routing, so the other three can be captured.
+    """
 
     def __init__(
         self,
@@ -107,7 +111,7 @@ class ExpertBlock(Block):
         return x + added
 
     def feed_segments(self, why_eager: str) -> tuple[Segment, ...]:
-        """Router, maps, tokens to the experts, the experts, and their sum."""
+        """Router, placement maps, dispatch, experts and combine."""
         moe, shared = self.moe, () if self.moe.shared is None else (self.moe.shared,)
         stream = ("y",) * len(shared)
         maps, carried = ("weights", "order", "place"), ("routed", *moe.dispatcher.carries)
@@ -128,7 +132,7 @@ class ExpertBlock(Block):
                 parameters_of(*read),
                 why_eager or why,
                 draws=self.draws and name == "moe_combine",
-                differentiable=name != "moe_preprocess",  # maps are whole numbers
+                differentiable=name != "moe_preprocess",  # maps are integers
             )
 
         return (
@@ -151,7 +155,7 @@ class ExpertBlock(Block):
 def make_block(
     context: BuildContext, layers: ParallelLayers, spec: TransformerSpec, layer: int, rotary: Rotary | None
 ) -> Block:
-    """The block that ``spec`` has at ``layer``."""
+    """The block at index ``layer`` of the model: with experts where ``spec`` lists the layer, dense elsewhere."""
     if spec.experts is not None and layer in spec.experts.layers:
         return ExpertBlock(context, layers, spec, spec.experts, layer, rotary)
     return TransformerBlock(layers, spec, layer, rotary)

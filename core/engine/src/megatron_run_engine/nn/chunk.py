@@ -1,4 +1,4 @@
-"""A piece of a decoder on one pipeline stage: embedding, blocks and head, as far as they live there.
+"""One pipeline stage's chunk of a decoder: the embedding, blocks and head that live there.
 
 Legend: s sequence, b micro batch, h hidden, p padded vocabulary, t tensor-parallel size.
 """
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 
 
 class ForwardPass:
-    """Enters ``layers.forward_pass()``, once however deep: a chunk calls this around its forward.
+    """A re-entrant guard around ``layers.forward_pass()``: a chunk enters it for its forward.
 
-    Its segments go through :meth:`around`, since they also run outside of it: when a graph is captured, and when a
-    layer is computed again in the backward. There they would compute something else, and nothing would say so.
+    Segments enter it too, through :meth:`around`, because they also run outside a chunk's forward: when a graph is
+    captured, and when a layer is recomputed in the backward. Without the guard they would silently compute something
+    else there, such as products without FP8.
     """
 
     def __init__(self, layers: ParallelLayers) -> None:
@@ -42,7 +43,7 @@ class ForwardPass:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Within: what the layers set up is there."""
+        """Enter the layers' context unless it is entered already."""
         if self._within:
             yield
             return
@@ -54,7 +55,7 @@ class ForwardPass:
             self._within = False
 
     def around(self, segment: Segment) -> Segment:
-        """``segment``, which runs in a forward pass of its own wherever no chunk has begun one."""
+        """``segment`` wrapped so that it enters the forward pass itself where no chunk has."""
 
         def run(*tensors: Any) -> Any:
             with self():
@@ -69,8 +70,8 @@ _RECOMPUTED = "the layer is recomputed in the backward (train.recompute=full)"
 class DecoderChunk(nn.Module):
     """Runs ``embedding`` if it has one, the blocks ``indices``, and the head if it has an ``output`` layer.
 
-    ``routers`` takes what layers of experts report while training. Modules are named by their global index, so that
-    names do not depend on the layout.
+    ``routers`` collects what expert layers report during training. Blocks are named by their global index, so that
+    parameter names do not depend on the layout.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class DecoderChunk(nn.Module):
     def _run_block(
         self, segments: Sequence[Segment], names: Sequence[str], x: Tensor, microbatch: Microbatch
     ) -> tuple[Tensor, ...]:
-        """X for the next block, and what this one reports under ``names``."""
+        """Run one block: ``x`` for the next one, then this block's reports under ``names``."""
 
         def run(x: Tensor) -> tuple[Tensor, ...]:
             environment = {"x": x}
@@ -144,7 +145,7 @@ class DecoderChunk(nn.Module):
 
         if not (self._recompute and microbatch.train and torch.is_grad_enabled()):
             return run(x)
-        # No random state to preserve: the runner positions the stream again when the block runs again.
+        # No random state to preserve: the runner positions the streams again when the block is recomputed.
         again: tuple[Tensor, ...] = checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
         return again
 
@@ -173,7 +174,10 @@ class DecoderChunk(nn.Module):
         return logits
 
     def _loss(self, logits: Tensor, labels: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [s, b, p/t], labels and mask [b, s] -> (summed loss, number of tokens), scalars."""
+        """Logits [s, b, p/t], labels and mask [b, s] -> (summed loss, number of tokens), scalars.
+
+        A sum, not a mean: the trainer divides by the number of tokens (``Trainer._seed``).
+        """
         assert self.cross_entropy is not None
         loss = self.cross_entropy(logits, labels)  # [s, b]
         mask = loss_mask.t().to(loss.dtype)  # [b, s] -> [s, b]

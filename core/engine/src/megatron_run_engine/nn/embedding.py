@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def embed(tokens: Tensor, weight: Parameter, gradients: GradientAccumulator) -> Tensor:
     """Rows of ``weight`` [v, h] at ``tokens`` [*] -> [*, h]; the weight gradient goes to ``gradients``.
 
-    It is added into the rows that were used, without a dense gradient of the whole vocabulary in between.
+    The gradient is added into the rows that were looked up, without an intermediate dense gradient of size [v, h].
     """
     result: Tensor = _Embed.apply(tokens, weight, gradients)  # type: ignore[no-untyped-call]  # torch's
     return result
@@ -38,7 +38,7 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Parameter, gradients: GradientAccumulator) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.weight, ctx.gradients = weight, gradients
+        ctx.weight, ctx.gradients = weight, gradients  # the parameter itself, which has main_grad: see linear.py
         return F.embedding(tokens, weight)
 
     @staticmethod
@@ -56,10 +56,10 @@ class _Embed(torch.autograd.Function):
 
 
 class Positions(nn.Module):
-    """Learned positions: one row of ``weight`` [s, h] for each place in the sequence.
+    """Learned positions: one row of ``weight`` [s, h] per position in the sequence.
 
-    Under sequence parallelism x holds this rank's places, and the gradient of the others comes from the other
-    tensor-parallel ranks.
+    Under sequence parallelism x holds this rank's positions only, so each tensor-parallel rank computes a part of the
+    gradient (``partial_over``).
     """
 
     def __init__(self, context: BuildContext, spec: TransformerSpec) -> None:
@@ -76,7 +76,7 @@ class Positions(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The first layer of a model: words, learned positions unless the model rotates, dropout."""
+    """The first layer of a model: word embedding, learned positions unless the model uses rotary ones, dropout."""
 
     def __init__(self, context: BuildContext, spec: TransformerSpec, layers: ParallelLayers) -> None:
         super().__init__()

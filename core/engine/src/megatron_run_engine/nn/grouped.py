@@ -1,6 +1,6 @@
-"""A matrix product for each group of rows, as one call where the device has one.
+"""Grouped matrix product: one matrix per group of rows, in one kernel where the device has one.
 
-Its backward may be split in two as that of :func:`megatron_run_engine.nn.linear.linear`.
+A schedule may split its backward in two, as that of :func:`megatron_run_engine.nn.linear.linear`.
 
 Legend: g groups, n rows of all groups together, i inputs, o outputs.
 """
@@ -33,8 +33,9 @@ def grouped_linear(
 ) -> Tensor:
     """``rows @ weight[g].T + bias_share * bias[g]`` for the rows of each group g: [n, i] -> [n, o].
 
-    ``weight`` [g*o, i] and ``bias`` [g*o] stack the groups', and ``counts`` [g], int64 on the CPU, says how many rows
-    each has, one group after the other. Weight gradients go to ``gradients``, of a group without rows too.
+    ``weight`` [g*o, i] and ``bias`` [g*o] are the groups' matrices stacked. ``counts`` [g], int64 on the CPU, holds the
+    number of rows per group; rows are sorted by group. Weight gradients go to ``gradients``, also when there are no
+    rows at all: every gradient must arrive, or its bucket would never be complete.
     """
     result: Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]  # torch's
         rows, weight, bias, counts, gradients, bias_share
@@ -54,7 +55,7 @@ class _GroupedLinear(torch.autograd.Function):
         bias_share: float,
     ) -> Tensor:
         ctx.save_for_backward(rows)
-        # The parameters themselves, which know their main_grad: saved tensors may come back as copies.
+        # The parameters themselves, which have main_grad: saved tensors may come back as copies (see linear.py).
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
         groups = RowGroups(counts, rows.device)
         ctx.groups, ctx.bias_share = groups, bias_share
@@ -74,9 +75,9 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class RowGroups:
-    """Rows that lie group by group on ``device``: ``counts`` [g], int64 on the CPU, of each.
+    """Rows on ``device``, sorted by group: ``counts`` [g], int64 on the CPU, per group.
 
-    ``places`` are the groups that have any, with where theirs lie.
+    ``places`` lists the non-empty groups with the slice of their rows.
     """
 
     def __init__(self, counts: Tensor, device: torch.device) -> None:
@@ -89,7 +90,7 @@ class RowGroups:
         return parameter.view(len(self._ends) - 1, -1, *parameter.shape[1:])
 
     def multiply(self, rows: Tensor, matrices: Tensor) -> Tensor:
-        """Each group's rows [n, a] times its matrix of ``matrices`` [g, a, c]: [n, c]."""
+        """Each group's rows times its matrix: rows [n, a], ``matrices`` [g, a, c] -> [n, c]."""
         by_onednn = _has_onednn(rows.device.type, rows.dtype)
         if not by_onednn and _takes_grouped(rows, matrices):
             grouped: Tensor = torch._grouped_mm(rows, matrices, offs=self._all_ends)
@@ -111,7 +112,10 @@ class RowGroups:
             add_product(totals[group], left[where].t(), right[where])
 
     def add_grouped(self, totals: Tensor, left: Tensor, right: Tensor) -> None:
-        """The same by one call, which is asked for no group without rows: on some devices its part is not zero."""
+        """:meth:`add_products` in one call, over non-empty groups only.
+
+        For an empty group some devices return values other than zero.
+        """
         ends = self._on_device([where.stop for _, where in self.places])
         products = torch._grouped_mm(left.t(), right, offs=ends)  # [groups with rows, a, c]
         if len(products) == len(totals):
@@ -122,7 +126,7 @@ class RowGroups:
 
     @cached_property
     def _all_ends(self) -> Tensor:
-        """Where each group ends, int32 [g]: uploaded once for both directions."""
+        """End of each group, int32 [g] on the device: uploaded once for forward and backward."""
         return self._on_device(self._ends[1:])
 
     def _on_device(self, ends: list[int]) -> Tensor:
@@ -151,8 +155,8 @@ def _submit(
 def _onednn_product(rows: Tensor, matrix: Tensor) -> Tensor:
     """[n, a] times [a, c] by oneDNN.
 
-    torch.mm in fp32 asks MKL, and so does ``torch._grouped_mm`` on a CPU, group by group. That is slower for as few
-    rows as an expert has, on one thread by a little and on two by more.
+    In fp32 on a CPU, ``torch.mm`` calls MKL, and ``torch._grouped_mm`` does so once per group. MKL is slower for the
+    few rows of one expert: slightly with one thread, more with two.
     """
     product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, matrix.t(), None, "none", [], "")
     return product
@@ -160,7 +164,7 @@ def _onednn_product(rows: Tensor, matrix: Tensor) -> Tensor:
 
 @cache
 def _has_onednn(device: str, dtype: torch.dtype) -> bool:
-    """Whether :func:`_onednn_product` works there and gains: in 16 bits torch.mm asks oneDNN itself."""
+    """Whether :func:`_onednn_product` works there and is worth it: in 16 bits ``torch.mm`` calls oneDNN itself."""
     if device != "cpu" or dtype != torch.float32:
         return False
     try:
@@ -171,7 +175,7 @@ def _has_onednn(device: str, dtype: torch.dtype) -> bool:
 
 
 def _takes_grouped(left: Tensor, right: Tensor) -> bool:
-    """Whether one call can do it: rows there are, of a type that it knows, aligned to 16 bytes."""
+    """Whether ``torch._grouped_mm`` takes these operands: not empty, a supported type, strides of 16-byte multiples."""
     strides = [stride * each.element_size() for each in (left, right) for stride in each.stride() if stride != 1]
     aligned = all(stride % 16 == 0 for stride in strides)
     return len(left) > 0 and aligned and _has_grouped_mm(left.device.type, left.dtype)
@@ -179,7 +183,7 @@ def _takes_grouped(left: Tensor, right: Tensor) -> bool:
 
 @cache
 def _has_grouped_mm(device: str, dtype: torch.dtype) -> bool:
-    """Whether ``torch._grouped_mm`` exists and works there: which devices and types it knows differs by release."""
+    """Whether ``torch._grouped_mm`` works there, found by trying: supported devices and types differ by release."""
     try:
         rows, matrices = (torch.zeros(shape, dtype=dtype, device=device) for shape in ((16, 16), (2, 16, 16)))
         ends = torch.tensor([8, 16], dtype=torch.int32, device=device)

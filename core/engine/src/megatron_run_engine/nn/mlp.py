@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Mlp(nn.Module):
-    """``output(activation(input(x)))``; under SwiGLU the input layer computes gate and up at once."""
+    """``output(activation(input(x)))``; with SwiGLU the input layer computes gate and up in one product."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class Mlp(nn.Module):
 
 
 def input_parts(name: Activation, ffn: int, key: str) -> tuple[LinearPart, ...]:
-    """The matrices to ``ffn`` features, which the configuration's ``key`` sets."""
+    """The input layer's matrices, ``ffn`` features each; errors name the configuration ``key`` that sets them."""
     names = ("gate", "up") if name == "swiglu" else ("up",)
     return tuple(LinearPart(part, ffn, key) for part in names)
 
 
 def activation(name: Activation) -> Callable[[Tensor], Tensor]:
-    """What acts between the two layers; of SwiGLU's gate and up it makes one."""
+    """The function between the two layers; SwiGLU halves the number of features."""
     if name == "swiglu":
         return swiglu
     if name == "gelu_tanh":
@@ -65,7 +65,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 class _Swiglu(torch.autograd.Function):
-    """Keeps x alone, and writes both halves of its gradient where they belong, so that nothing is put together."""
+    """Saves x alone, and writes both halves of its gradient into one buffer, which avoids a concatenation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class _Swiglu(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """``output(activation(input(rows)))``, each expert on its own rows; within a tensor-parallel region."""
+    """``output(activation(input(rows)))``, each expert on its own rows, inside a tensor-parallel region."""
 
     def __init__(self, layers: ParallelLayers, spec: TransformerSpec, experts: range, ffn: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Experts(nn.Module):
         self.output = layers.expert_row_linear(experts, ffn, spec.hidden, bias=spec.bias, init=spec.residual_init)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """[m, h] by expert, ``counts`` of each -> [m, h], a part of a sum over the tensor-parallel ranks."""
+        """Rows [m, h] sorted by expert, ``counts`` per expert -> [m, h], a partial sum over tensor-parallel ranks."""
         inner = self.activation(self.input(rows, counts))  # [m, f/t]
         result: Tensor = self.output(inner, counts)
         return result

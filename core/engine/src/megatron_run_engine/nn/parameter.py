@@ -1,4 +1,4 @@
-"""Where and how parameters are made: uninitialised, since the kernel fills them by name."""
+"""Creation of parameters, uninitialised: the engine fills each from its name (``runtime/parameter_init.py``)."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ if TYPE_CHECKING:
 
 
 def build_device(context: BuildContext) -> torch.device:
-    """The meta device inside ``with torch.device("meta")``, which plans without memory; else the context's."""
+    """The meta device inside ``with torch.device("meta")``, for plans that need no memory; else the context's."""
     default = torch.get_default_device()
     return default if default.type == "meta" else context.device
 
 
 def empty_parameter(context: BuildContext, *shape: int) -> Parameter:
-    """An uninitialised parameter in the parameter dtype, where the model is being built."""
+    """An uninitialised parameter in the parameter type, on the device where the model is being built."""
     return Parameter(torch.empty(shape, dtype=context.dtypes.param, device=build_device(context)))
 
 
 def owned(ids: Tensor, first: int, rows: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Where ``ids`` [*] lie among this rank's ``rows`` ids from ``first`` on, and whether they do: both [*].
+    """The local row of each of ``ids`` [*], and whether this rank holds it: rows ``first`` to ``first + rows - 1``.
 
-    An id of another rank lies at some row of this one. Which one differs from id to id, so that what is added there on
-    its behalf does not all meet in one place. One outside [0, ``stop``) belongs to nobody and raises RuntimeError: at
-    once on the CPU, and on CUDA, without waiting for the device, as the failed assertion of a kernel.
+    Both results are [*]. An id of another rank still maps to a valid local row, whose values the caller masks. The
+    remainder spreads such ids over all rows: were it always row 0, the zeros added there in the backward would all
+    contend for one row. An id outside [0, ``stop``) raises RuntimeError: at once on the CPU, and on CUDA as a device
+    assertion, without a synchronisation here.
     """
-    ids.new_zeros(1).expand(stop).gather(0, ids.flatten())  # an index that is checked on the device, and no memory
+    ids.new_zeros(1).expand(stop).gather(0, ids.flatten())  # a bounds check on the device, without memory for `stop`
     row = ids - first
     return row.remainder(max(rows, 1)), (row >= 0) & (row < rows)

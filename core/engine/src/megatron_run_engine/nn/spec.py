@@ -1,4 +1,4 @@
-"""The sizes and choices from which transformer pieces are built."""
+"""Sizes and choices from which transformer layers are built."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ Dispatch = Literal["alltoall", "allgather"]
 
 @dataclass(frozen=True)
 class ExpertSpec:
-    """``count`` feed-forward networks of ``ffn`` features in each of ``layers``, of which a token meets ``top_k``.
+    """``count`` experts of ``ffn`` features in each of ``layers``, of which ``top_k`` process a token.
 
-    ``scores`` and ``pre_softmax`` say what a router makes of its logits, ``scaling`` multiplies the weights of the
-    chosen. ``balance`` and ``z`` are the coefficients of the auxiliary losses. An expert takes ``capacity_factor``
-    times its even share of a microbatch's tokens, all where it is None; ``drop`` says whose are left out. Every token
-    also meets a network of ``shared_ffn`` features where that is above 0, ``shared_gate`` weighs it.
+    ``scores`` and ``pre_softmax`` set how the router turns logits into weights; ``scaling`` multiplies the weights of
+    the chosen experts. ``balance`` and ``z`` are the coefficients of the auxiliary losses. An expert accepts at most
+    ``capacity_factor`` times its even share of a microbatch's tokens, or all of them if it is None; ``drop`` selects
+    which tokens are dropped: those with the smallest weight, or the last. A shared expert of ``shared_ffn`` features,
+    if above 0, processes every token; ``shared_gate`` weighs its output.
     """
 
     count: int
@@ -40,20 +41,20 @@ class ExpertSpec:
 
     @property
     def ffn_features(self) -> int:
-        """Features of all feed-forward networks that one token meets."""
+        """Feed-forward features that process one token: its experts' and the shared expert's."""
         return self.top_k * self.ffn + self.shared_ffn
 
     @property
     def loss_names(self) -> tuple[str, ...]:
-        """The auxiliary losses that there are, under which a run reports them."""
+        """Names, as reported, of the auxiliary losses with a coefficient above 0."""
         return ("model/balance_loss",) * (self.balance > 0) + ("model/z_loss",) * (self.z > 0)
 
     def capacity(self, tokens: int) -> int:
-        """How many of a microbatch's ``tokens`` one expert takes: its even share times the factor, rounded up.
+        """The most of a microbatch's ``tokens`` that one expert accepts: its even share times the factor, rounded up.
 
         Fedus et al. 2021, "Switch Transformers", equation 3.
         """
-        assert self.capacity_factor is not None, "every expert takes what it is given"
+        assert self.capacity_factor is not None, "without a factor, capacity is unlimited"
         return math.ceil(tokens * self.top_k / self.count * self.capacity_factor)
 
 
@@ -64,11 +65,11 @@ Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 
 @dataclass(frozen=True)
 class TransformerSpec:
-    """One decoder: GPT-2 by its defaults (Radford et al. 2019), with the options of later models.
+    """A decoder: GPT-2 by default (Radford et al. 2019), with the options of later models.
 
-    ``sequence_length`` is the longest sequence, ``vocab`` is unpadded, ``dropout`` acts on the embedding, on the
-    attention probabilities and on what each half of a block adds to the residual stream; ``label_smoothing`` on the
-    training loss. Layers have ``experts`` in place of one feed-forward network where it says so.
+    ``sequence_length`` is the longest sequence; ``vocab`` is unpadded. ``dropout`` acts on the embedding, on the
+    attention probabilities and on what each half of a block adds to the residual stream; ``label_smoothing`` acts on
+    the training loss. The layers listed in ``experts`` have experts instead of one feed-forward network.
     """
 
     layers: int
@@ -96,19 +97,19 @@ class TransformerSpec:
 
     @property
     def init(self) -> Init:
-        """How matrices start."""
+        """Initial values of matrices."""
         return Init("normal", self.init_std)
 
     @property
     def residual_init(self) -> Init:
-        """How matrices that add to the residual stream start: it sums 2L of them, so each is 1/sqrt(2L) as large."""
+        """Initial values of matrices that add to the residual stream, scaled by 1/sqrt(2L): the stream sums 2L."""
         return Init("normal", self.init_std / math.sqrt(2 * self.layers))
 
     @property
     def matmul_parameters(self) -> int:
-        """Values of all matrices that a token multiplies: the blocks' and the output layer's, no embedding.
+        """Parameters of the matrices that multiply one token: the blocks' and the output layer's, no embedding.
 
-        Of experts those that it meets, and the router.
+        In expert layers: its ``top_k`` experts, the shared expert and the router.
         """
         attention = self.head_size * (2 * self.heads + 2 * self.kv_heads)
         features, others = self.ffn * self.layers, 0

@@ -1,5 +1,5 @@
 """Mixtures of experts: a router sends each token to a few of many feed-forward networks.
 
-Reading order: ``moe_spec`` (the choices), ``router`` (who meets whom, and the losses), ``placement`` (maps), ``rows``
-(copies and their way back), ``dispatch`` (between ranks), ``expert_mlp``, ``layer`` (all of it), ``report``.
+Reading order: ``nn/spec.py`` (the options), ``router`` (choice of experts, auxiliary losses), ``placement`` (sorting
+tokens by expert), ``dispatch`` (communication between ranks), ``Experts`` in ``nn/mlp.py``, ``layer`` (all of it).
 """

@@ -1,8 +1,8 @@
-"""Tokens to the ranks that hold their experts, and back: everything here that a host must know, it learns here.
+"""Dispatchers: tokens travel to the ranks that hold their experts, and the results travel back.
 
-Each of the p expert-parallel ranks holds e/p experts and has tokens of its own. A dispatcher gives this rank the rows
-that its experts work on, sorted by expert, and later brings home what they made of them (Lepikhin et al. 2020,
-"GShard", section 3.2).
+Each of the p expert-parallel ranks holds e/p experts and its own tokens. A dispatcher gives this rank the rows for its
+experts, sorted by expert, and later returns the results to the tokens' ranks (Lepikhin et al. 2020, "GShard", section
+3.2). Only here does the host read how tokens were routed: it needs the sizes of the messages and of the products.
 
 Legend: n tokens, h hidden, e experts, k experts of a token, p expert-parallel ranks, m rows of this rank's experts.
 """
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class Dispatcher(ABC):
-    """Moves tokens between ``peers``, of which each holds an equal share of ``experts``.
+    """Moves tokens between ``peers``, each of which holds an equal share of ``experts``.
 
     ``order``, ``place`` and ``counts`` are those of a :class:`~megatron_run_engine.nn.moe.placement.Placement`.
-    ``routed`` [p, e], int64 on the CPU, says how many tokens of each rank each expert takes.
+    ``routed`` [p, e], int64 on the CPU, is the number of tokens that each rank sends to each expert.
     """
 
-    #: What :meth:`dispatch` hands to :meth:`collect` besides rows and ``routed``.
+    #: Names of further tensors that :meth:`dispatch` returns and :meth:`collect` takes, after rows and ``routed``.
     carries: tuple[str, ...] = ()
 
     def __init__(self, peers: ParallelGroup, experts: int) -> None:
@@ -45,61 +45,64 @@ class Dispatcher(ABC):
     def dispatch(
         self, tokens: Tensor, weights: Tensor, order: Tensor, place: Tensor, counts: Tensor
     ) -> tuple[Tensor, ...]:
-        """Tokens [n, h] and weights [n, k] -> rows [m, h], ``routed`` and what it carries."""
+        """Tokens [n, h] and weights [n, k] -> rows [m, h], ``routed``, and the tensors named in :attr:`carries`."""
 
     @abstractmethod
     def collect(self, made: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
-        """What the experts made of the rows, [m, h] -> what :meth:`combine` takes; its shape is that of ``weights``."""
+        """Return the experts' results [m, h] to the tokens' ranks, as :meth:`combine` takes them.
+
+        The shape of the result follows from ``weights`` alone, not from the routing.
+        """
 
     @abstractmethod
     def combine(self, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        """The tokens' weighted sums over their experts, [n, h]."""
+        """Each token's weighted sum over its experts, [n, h]."""
 
     def count(self, routed: Tensor) -> Tensor:
-        """How many rows each expert of this rank has, int64 on the CPU."""
+        """Number of rows of each of this rank's experts, [e/p], int64 on the CPU."""
         return self._mine(routed).sum(0)
 
     def _mine(self, routed: Tensor) -> Tensor:
-        """[p, e] -> [p, e/p]: what comes to this rank."""
+        """[p, e] -> [p, e/p]: the tokens that come to this rank."""
         return routed[:, self.held.start : self.held.stop]
 
     def _routed(self, counts: Tensor) -> Tensor:
-        """Every rank's ``counts`` [e] on the CPU: the one copy to the host, for which the device is waited for."""
+        """Every rank's ``counts`` [e] -> [p, e] on the CPU: the layer's one host synchronisation in a forward."""
         return self.peers.gather(counts[None]).cpu()
 
 
 class AllToAll(Dispatcher):
-    """Each token travels to the ranks of its experts and to no other, in two all-to-alls of unequal parts."""
+    """Each token travels only to the ranks of its experts, in two all-to-alls of unequal parts."""
 
     def dispatch(
         self, tokens: Tensor, weights: Tensor, order: Tensor, place: Tensor, counts: Tensor
     ) -> tuple[Tensor, ...]:
-        """Copies leave in the order of the experts, which is that of their ranks."""
+        """Send one copy per assignment, sorted by expert: that is also the order of the experts' ranks."""
         routed = self._routed(counts)
-        send, receive = self._reducer(routed)
+        send, receive = self._split_sizes(routed)
         rows = _exchange(copy_rows(tokens, order, place, sum(send)), self.peers, send, receive)
         return _transposed(rows, self._mine(routed)), routed
 
     def collect(self, made: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
-        """The way back: [m, h] -> [n*k, h] in this rank's ``order``, zeros for what was dropped."""
-        send, receive = self._reducer(routed)
+        """Send rows back: [m, h] -> [n*k, h] in this rank's ``order``, zeros for dropped assignments."""
+        send, receive = self._split_sizes(routed)
         rows = _exchange(_transposed(made, self._mine(routed).t()), self.peers, receive, send)
         return pad_rows(rows, weights.numel())
 
     def combine(self, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        """Each token's rows are at home: [n*k, h] -> [n, h]. What was dropped is zero, whatever its weight."""
+        """Sum each token's k rows: [n*k, h] -> [n, h]. Dropped rows are zero and add nothing, whatever their weight."""
         return combine_rows(returned, weights, order, place)
 
-    def _reducer(self, routed: Tensor) -> tuple[list[int], list[int]]:
-        """How many rows go to each rank and come from each."""
+    def _split_sizes(self, routed: Tensor) -> tuple[list[int], list[int]]:
+        """Number of rows that this rank sends to, and receives from, each rank."""
         sent = routed[self.peers.index].view(self.peers.size, -1).sum(1)
         return sent.tolist(), self._mine(routed).sum(1).tolist()
 
 
 class AllGather(Dispatcher):
-    """Every rank sees all tokens and sums over its own experts; one reduce-scatter makes the sums whole.
+    """Every rank gathers all tokens and sums over its own experts; a reduce-scatter completes the sums.
 
-    Messages are large and few, and their sizes do not depend on the routing.
+    Messages are few and large, and their sizes do not depend on the routing.
     """
 
     carries = ("row_origin", "row_weights")
@@ -107,7 +110,7 @@ class AllGather(Dispatcher):
     def dispatch(
         self, tokens: Tensor, weights: Tensor, order: Tensor, place: Tensor, counts: Tensor
     ) -> tuple[Tensor, ...]:
-        """Also each row's origin, its token among those of all ranks [m], and its weight [m]."""
+        """Also return each row's origin, the index of its token among all ranks' tokens [m], and its weight [m]."""
         routed, orders = self._routed(counts), self.peers.gather(order[None])
         assignments = self._assignments(orders, routed)
         origin = assignments // weights.shape[1]
@@ -116,19 +119,19 @@ class AllGather(Dispatcher):
         return rows, routed, origin, row_weights
 
     def collect(self, made: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
-        """Weighted sums over this rank's experts, rounded to the type of ``made``, then over all: [m, h] -> [n, h]."""
+        """Weighted sums over this rank's experts, rounded to the type of ``made``, then over ranks: -> [n, h]."""
         origin, row_weights = carried
         sums = add_rows(made, row_weights, origin, self.peers.size * len(weights))
         return scatter_sequence(sums, self.peers)
 
     def combine(self, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        """They are whole."""
+        """Return the sums as they are: the reduce-scatter in :meth:`collect` has completed them."""
         return returned
 
     def _assignments(self, orders: Tensor, routed: Tensor) -> Tensor:
-        """Those of this rank's experts, one expert after the other, each rank's counted on from the one before: [m].
+        """Assignments to this rank's experts, sorted by expert, then by rank: [m], numbered over all ranks.
 
-        ``orders`` [p, n*k]: in each rank's, what one expert takes lies together.
+        ``orders`` [p, n*k] are the ranks' assignments sorted by expert, so each expert's form one range of a row.
         """
         ends, sizes = routed.cumsum(1).tolist(), routed.tolist()
         parts = [
@@ -138,12 +141,15 @@ class AllGather(Dispatcher):
         return torch.cat(parts)
 
 
-#: By the name that a configuration gives them.
+#: Dispatchers by the name that the configuration uses.
 DISPATCHERS: Mapping[Dispatch, type[Dispatcher]] = {"alltoall": AllToAll, "allgather": AllGather}
 
 
 def _transposed(rows: Tensor, sizes: Tensor) -> Tensor:
-    """Blocks of ``rows``, ``sizes`` [a, b] in the order of a, then b -> the same blocks in the order of b, then a."""
+    """Reorder blocks of ``rows``: block (i, j) has ``sizes[i, j]`` rows; sorted by i, then j -> by j, then i.
+
+    An all-to-all delivers rows by rank, then expert; the experts' product needs them by expert, then rank.
+    """
     outer, inner = sizes.shape
     if outer == 1 or inner == 1:
         return rows
@@ -159,7 +165,7 @@ def _exchange(rows: Tensor, peers: ParallelGroup, send: Sequence[int], receive: 
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all, whose gradients go the other way."""
+    """An all-to-all; its backward is the all-to-all with send and receive sizes exchanged."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, peers: ParallelGroup, send: Sequence[int], receive: Sequence[int]) -> Tensor:

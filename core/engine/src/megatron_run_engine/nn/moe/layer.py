@@ -1,4 +1,4 @@
-"""The feed-forward half of a block as a mixture of experts, step by step.
+"""The feed-forward half of a block as a mixture of experts: ``route``, ``place``, dispatch, ``compute``, ``combine``.
 
 Legend: s sequence (s/t under sequence parallelism), b micro batch, h hidden, n = s*b tokens of the whole sequence, e
 experts, k experts of a token, m rows of this rank's experts.
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.metrics import Meter, Metrics
 
 
-#: As observers see them: the fullest and the emptiest expert's tokens over the mean, and the share that was dropped.
+#: Metrics as observers see them: tokens of the fullest and the emptiest expert over the mean, and the dropped share.
 SPREAD = ("model/expert_load_max", "model/expert_load_min", "model/drop_rate")
 
 
 class RouterReports:
-    """Joins what the expert layers of a chunk say in one microbatch.
+    """Combines the reports of a chunk's expert layers for one microbatch.
 
-    ``parts`` tensor-parallel ranks each hold one part of every loss.
+    Each of the ``parts`` tensor-parallel ranks reports 1/``parts`` of every auxiliary loss.
     """
 
     def __init__(self, metrics: Metrics, spec: ExpertSpec, parts: int) -> None:
@@ -46,14 +46,17 @@ class RouterReports:
         self._weights = {name: coefficients[name] / parts for name in spec.loss_names}
 
     def count(self, layers: Sequence[Mapping[str, Tensor]]) -> None:
-        """Add the spread of tokens, a mean over layers and microbatches, to the step's metrics."""
+        """Add the spread of the load, averaged over layers and microbatches, to the step's metrics."""
         if layers:
             total = torch.stack([layer["spread"] for layer in layers]).sum(0)
             for meter, value in zip(self._meters, total, strict=True):
                 meter.add(value, len(layers))
 
     def losses(self, layers: Sequence[Mapping[str, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Each loss summed over ``layers``, coefficient included, with a weight by which its mean is without one."""
+        """By loss name, the sum over ``layers`` with its coefficient, and a weight.
+
+        The weight contains the coefficient too, so that the reported mean, sum over weight, does not.
+        """
         if not layers:
             return {}
         return {
@@ -66,10 +69,10 @@ class RouterReports:
 
 
 class MixtureOfExperts(nn.Module):
-    """Norm, router, experts and what all tokens share, from ``route`` to ``combine``.
+    """Norm, router, experts and the shared expert, from ``route`` to ``combine``.
 
-    From ``route`` on it lies within one tensor-parallel region, which ``combine`` leaves: every rank of it routes all
-    tokens alike, and holds a part of each of its experts.
+    ``route`` enters one tensor-parallel region and ``combine`` leaves it. Inside, every tensor-parallel rank routes all
+    tokens identically and holds a part of each of its experts.
     """
 
     def __init__(
@@ -86,10 +89,10 @@ class MixtureOfExperts(nn.Module):
         self.shared = Shared(context, layers, spec, experts) if experts.shared_ffn else None
 
     def route(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The residual stream [s, b, h] -> tokens [n, h], weights and chosen [n, k], load [e].
+        """The residual stream [s, b, h] -> tokens [n, h], weights and chosen [n, k], load [e], losses, stream.
 
-        Then one scalar for each of ``spec.loss_names``, times its coefficient: this tensor-parallel rank's part of it.
-        Last, for what all tokens share, the stream after the norm [s, b, h].
+        The losses are one scalar for each of ``spec.loss_names``: this tensor-parallel rank's part, coefficient
+        included. The last result, only with a shared expert, is the stream after the norm [s, b, h].
         """
         y = self.norm(x)
         tokens = self._enter(y).flatten(0, 1)
@@ -100,7 +103,7 @@ class MixtureOfExperts(nn.Module):
         return tokens, weights, chosen, load, *self._losses(logits, scores, load), *shared
 
     def place(self, weights: Tensor, chosen: Tensor, load: Tensor) -> tuple[Tensor, ...]:
-        """Order and place of all assignments [n*k], counts [e], spread [3]."""
+        """The placement (order [n*k], place [n*k], counts [e]) and the spread of the load [3]."""
         if self.spec.capacity_factor is None:
             placement = place_all(chosen, load)
         else:
@@ -108,14 +111,14 @@ class MixtureOfExperts(nn.Module):
         return *placement, spread(load, placement.counts)
 
     def compute(self, rows: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
-        """The experts on their rows [m, h], and home with what they made."""
+        """Apply the experts to their rows [m, h] and return the results to the tokens' ranks."""
         made = self.experts(rows, self.dispatcher.count(routed))
         return self.dispatcher.collect(made, weights, routed, *carried)
 
     def combine(
         self, batch: int, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor, *y: Tensor
     ) -> Tensor:
-        """Each token's sum over its experts, and what all of ``batch`` sequences' tokens share: -> [s, b, h]."""
+        """Each token's weighted sum over its experts, plus the shared expert on ``y``: -> [s, b, h], b = ``batch``."""
         sums = self.dispatcher.combine(returned, weights, order, place)  # [n, h]
         out = self._leave(sums.unflatten(0, (-1, batch)))
         return out if self.shared is None else out + self.shared(*y)
@@ -130,7 +133,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class Shared(nn.Module):
-    """A feed-forward network for every token (Dai et al. 2024, "DeepSeekMoE"), weighed by a gate if it has one."""
+    """The shared expert: a feed-forward network for every token (Dai et al. 2024, "DeepSeekMoE"), optionally gated."""
 
     def __init__(
         self, context: BuildContext, layers: ParallelLayers, spec: TransformerSpec, experts: ExpertSpec
@@ -146,7 +149,7 @@ class Shared(nn.Module):
 
 
 class Gate(nn.Module):
-    """One weight for each token, as in Qwen's mixtures: ``sigmoid(y @ weight.T)``, each rank of its own tokens."""
+    """One weight per token, ``sigmoid(y @ weight.T)``, as in Qwen's mixtures; each rank computes its own tokens'."""
 
     def __init__(self, context: BuildContext, spec: TransformerSpec) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""Layers that several ranks share: what every factory that splits them is made from.
+"""Tensor-parallel layers: the parts from which every factory of split layers is built.
 
-Reading order: ``tensor_split`` (whose piece is which), ``mappings`` (f, g and their conjugates), ``column`` (the
-product whose backward overlaps), ``vocabulary`` (the ends of a model), ``expert_linear``, ``split_layers``.
+Reading order: ``tensor_split`` (which rank holds which piece), ``mappings`` (f, g and their sequence-parallel
+counterparts), ``column`` (the product whose backward overlaps with communication), ``vocabulary`` (embedding and output
+layer), ``expert_linear``, ``split_layers`` (the factory's common base).
 """
 
 from megatron_run_engine.nn.parallel.column import column_linear

@@ -1,6 +1,6 @@
-"""Linear layers of experts: each expert's matrix is split as one of a column- or row-parallel layer.
+"""Linear layers of experts: each expert's matrix is split like that of a column- or row-parallel layer.
 
-Their collectives are the region's, in which they lie: there is none here.
+They contain no collectives: those at the edges of the surrounding region serve all of its layers.
 
 Legend: e experts of this rank, n rows of all of them, i inputs, o outputs, t tensor-parallel size.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ExpertColumnLinear(nn.Module):
-    """This rank's part of the outputs of each of ``parts``, for each expert."""
+    """Column-parallel: computes this rank's share of the output features of each of ``parts``, for each expert."""
 
     def __init__(
         self,
@@ -55,7 +55,10 @@ class ExpertColumnLinear(nn.Module):
 
 
 class ExpertRowLinear(nn.Module):
-    """Takes this rank's part of the inputs; what it makes is one of t parts of a sum, and so is the bias."""
+    """Row-parallel: takes this rank's share of the input features and returns one of t terms of the output.
+
+    Each rank adds 1/t of the bias, so that the sum over the ranks contains it once.
+    """
 
     def __init__(
         self, context: BuildContext, split: Split, experts: range, inputs: int, outputs: int, *, bias: bool, init: Init
@@ -81,7 +84,7 @@ class ExpertRowLinear(nn.Module):
 
 
 def _of_each(experts: range, parts: tuple[Part, ...], rows: int) -> Iterator[Part]:
-    """``parts`` of the ``rows`` of one expert, for each of ``experts``, which lie one after the other."""
+    """``parts``, which describe one expert's ``rows``, repeated for each of ``experts``, whose rows are stacked."""
     for index, expert in enumerate(experts):
         for part in parts:
             local = range(part.local.start + index * rows, part.local.stop + index * rows)
