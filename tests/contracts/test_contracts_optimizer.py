@@ -57,7 +57,7 @@ def sends_again(optimizer: Any, start_grad_sync: Change, chunk: int) -> None:
 
 def looks_at_the_first_only(optimizer: Any, unscale: Change, factor: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = unscale(factor)
-    return found * float(not optimizer._shares[0].grads[0].isfinite())
+    return found * float(not optimizer._shards[0].grads[0].isfinite())
 
 
 def clips_to_nothing(optimizer: Any, clip: Change, max_norm: float) -> Any:
@@ -65,7 +65,7 @@ def clips_to_nothing(optimizer: Any, clip: Change, max_norm: float) -> Any:
 
 
 def counts_padding(optimizer: Any, count: Change) -> torch.Tensor:
-    return sum(((share.grads == 0).sum() for share in optimizer._shares), torch.zeros(1))
+    return sum(((share.grads == 0).sum() for share in optimizer._shards), torch.zeros(1))
 
 
 def climbs(optimizer: Any, step: Change, lr: float, weight_decay: float) -> None:
@@ -74,13 +74,13 @@ def climbs(optimizer: Any, step: Change, lr: float, weight_decay: float) -> None
 
 def decays_everything(optimizer: Any, step: Change, lr: float, weight_decay: float) -> None:
     step(lr, weight_decay)
-    for share in optimizer._shares:
+    for share in optimizer._shards:
         share.masters.mul_(1 - lr * weight_decay)
         share.give_values()
 
 
 def forgets_masters(optimizer: Any, step: Change, lr: float, weight_decay: float) -> None:
-    for share in optimizer._shares:
+    for share in optimizer._shards:
         share.masters.copy_(share.values)
     step(lr, weight_decay)
 
@@ -108,7 +108,7 @@ def forgets_nothing(optimizer: Any, load_weights: Change, read: Any) -> None:
 
 def fails_without_parameters(optimizer: Any, clip: Change, max_norm: float) -> Any:
     norm = clip(max_norm)
-    return norm if optimizer._shares else norm + 1
+    return norm if optimizer._shards else norm + 1
 
 
 PROMISES: dict[str, tuple[str, Change]] = {
@@ -156,19 +156,19 @@ def learns_from_the_first_rank(optimizer: Any, send: Change, bucket: Any) -> Any
 
 
 def counts_on_every_rank(optimizer: Any, clip: Change, max_norm: float) -> torch.Tensor:
-    squares = sum((share.grads.square().sum() for share in optimizer._shares), torch.zeros(1))
+    squares = sum((share.grads.square().sum() for share in optimizer._shards), torch.zeros(1))
     clip(max_norm)
     return cast("torch.Tensor", optimizer._groups.sum_(squares, "world").sqrt())
 
 
 def keeps_it_to_itself(optimizer: Any, unscale: Change, factor: torch.Tensor) -> torch.Tensor:
     unscale(factor)
-    mine = [share.grads[share.owned.start : share.owned.stop] for share in optimizer._shares]
+    mine = [share.grads[share.owned.start : share.owned.stop] for share in optimizer._shards]
     return torch.tensor([float(any(not grads.isfinite().all() for grads in mine))])
 
 
 def gives_all_of_it(optimizer: Any, iter_state: Change) -> Any:
-    for share in optimizer._shares:
+    for share in optimizer._shards:
         share.owned = share.updated
     return iter_state()
 

@@ -1,4 +1,8 @@
-"""Gradients leave in one sequence that is fixed in advance, bucket by bucket, while the backward goes on."""
+"""Sends gradient buckets during the backward, in an order that is fixed in advance.
+
+The order must not depend on when gradients arrive: ranks would then start their collectives in different orders, and
+deadlock.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class BucketReducer:
-    """Sends each bucket once a step with ``send``: only complete ones, and only at the head of their chunk's sequence.
+    """Sends each bucket once per step, by ``send``: once it and all buckets before it in its chunk are complete.
 
-    With ``early`` false everything leaves at the end of the step.
+    Without ``early`` all buckets are sent at the end of the step.
     """
 
     def __init__(self, buckets: Sequence[Bucket], send: Callable[[Bucket], Pending], *, early: bool) -> None:
@@ -27,7 +31,7 @@ class BucketReducer:
         self._sent: dict[Bucket, Pending] = {}
 
     def start_step(self) -> None:
-        """Nothing has arrived and nothing is sent."""
+        """Begin a step: every bucket waits for all its parameters, and none has been sent."""
         self._waiting = {bucket: set(bucket.parameters) for bucket in self._buckets}
         self._unsent, self._sent = {}, {}
         for bucket in self._buckets:
@@ -35,23 +39,23 @@ class BucketReducer:
                 self._unsent.setdefault(bucket.chunk, deque()).append(bucket)
 
     def arrived(self, parameter: Parameter) -> None:
-        """The last gradient of the step is in ``parameter.main_grad``: send what is complete, in order."""
+        """Note that ``parameter.main_grad`` is complete, and send the buckets that are complete now, in order."""
         bucket = self._bucket_of[parameter]
         self._waiting[bucket].discard(parameter)
         if bucket.chunk is None or not self._early:
-            return  # tied: other chunks may still add to it
+            return  # a tied parameter: other chunks may still add to it, so finish() sends it
         unsent = self._unsent[bucket.chunk]
         while unsent and not self._waiting[unsent[0]]:
             self._send(unsent.popleft())
 
     def flush(self, chunk: int) -> None:
-        """Send what is left of ``chunk``."""
+        """Send the remaining buckets of ``chunk``, whose last backward is done."""
         unsent = self._unsent.get(chunk)
         while self._early and unsent:
             self._send(unsent.popleft())
 
     def finish(self) -> None:
-        """Send everything that is left, tied buckets too, and wait for it."""
+        """Send all remaining buckets, the tied ones among them, and wait for every bucket."""
         for bucket in self._buckets:
             if bucket not in self._sent:
                 self._send(bucket)

@@ -1,4 +1,4 @@
-"""An update rule at work on segments: ranges of a share whose values are updated with the same numbers."""
+"""Applies an update rule to segments: ranges of a shard whose values have equal hyperparameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Group(NamedTuple):
-    """What values must have in common to be updated together."""
+    """Hyperparameters that values must shard to be updated together. ``by_rest``: ``UpdateRule.rest`` updates them."""
 
     decays: bool
     lr_mult: float
@@ -28,32 +28,32 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Values ``world`` of the share's bucket as PyTorch's optimizers want them: a parameter with its gradient.
+    """The range ``in_bucket`` of the shard's bucket as a parameter with a gradient, as PyTorch's optimizers expect it.
 
-    Flat, or one logical tensor in its shape when the rule wants it whole.
+    It is flat, or one logical tensor in its shape if the rule needs whole tensors.
     """
 
-    share: Shard
-    world: range
+    shard: Shard
+    in_bucket: range
     group: Group
     values: Parameter
 
     @classmethod
-    def of(cls, share: Shard, world: range, group: Group, shape: tuple[int, ...] = (-1,)) -> Segment:
-        """The segment of ``world``, whose values and gradient are views of the share's."""
-        values = Parameter(share.masters[share.local(world)].view(shape))
-        values.grad = share.grads[share.local(world)].view(shape)
-        return cls(share, world, group, values)
+    def of(cls, shard: Shard, in_bucket: range, group: Group, shape: tuple[int, ...] = (-1,)) -> Segment:
+        """The segment of ``in_bucket``; its values and gradient are views of the shard's."""
+        values = Parameter(shard.masters[shard.local(in_bucket)].view(shape))
+        values.grad = shard.grads[shard.local(in_bucket)].view(shape)
+        return cls(shard, in_bucket, group, values)
 
 
 class Update:
-    """Applies ``rule``, the one that ``options`` ask for, to ``shares``."""
+    """Applies ``rule``, which ``options`` select, to ``shards``."""
 
-    def __init__(self, shares: Sequence[Shard], rule: UpdateRule, options: UpdateOptions, device: torch.device) -> None:
-        self._shares, self._rule, self._options, self._device = shares, rule, options, device
+    def __init__(self, shards: Sequence[Shard], rule: UpdateRule, options: UpdateOptions, device: torch.device) -> None:
+        self._shards, self._rule, self._options, self._device = shards, rule, options, device
         self._begun = False
         cut = self._whole_tensors if self._rule.whole else self._runs
-        self.segments = tuple(segment for share in shares for segment in cut(share))
+        self.segments = tuple(segment for shard in shards for segment in cut(shard))
         rules = {False: self._rule, True: self._rule.rest}
         self._optimizers = [
             rule.make(groups, device)
@@ -62,7 +62,7 @@ class Update:
         ]
 
     def step(self, lr: float, weight_decay: float) -> None:
-        """Update every segment; ``weight_decay`` where it decays."""
+        """Update every segment; ``weight_decay`` applies to those that decay."""
         self._begun = True
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -71,12 +71,13 @@ class Update:
             optimizer.step()
 
     def start(self) -> None:
-        """Let the rule make its state, by a step that moves nothing, and forget that there was one.
+        """Make the rule allocate its state by a step with zero gradients and learning rate; reset its step count.
 
-        For a rule that ``starts_at_zero`` this is the state that it begins with; of others the values are junk.
+        PyTorch's optimizers create their state only in ``step``. For a rule that ``starts_at_zero`` the result is its
+        initial state; for others the values are meaningless until they are loaded.
         """
-        for share in self._shares:
-            share.grads.zero_()  # of a step that is over; they might not be finite
+        for shard in self._shards:
+            shard.grads.zero_()  # left over from the last step, perhaps not finite
         self.step(0.0, 0.0)
         for segment in self.segments:
             state = self._state(segment)
@@ -84,13 +85,13 @@ class Update:
                 state["step"] *= 0
 
     def forget(self) -> None:
-        """Have no state, as before the first step."""
+        """Drop the rule's state, as before the first step."""
         self._begun = False
         for optimizer in self._optimizers:
             optimizer.state.clear()
 
     def begin(self) -> None:
-        """Have the state that the first step will find, where that is known."""
+        """Create the rule's initial state before the first step, if it is known."""
         if not self._begun and self._rule.starts_at_zero:
             self.start()
 
@@ -110,7 +111,7 @@ class Update:
         if self._device.type == "meta":
             try:
                 self.start()
-            except RuntimeError:  # what torch says of a rule that looks at values
+            except RuntimeError:  # raised by torch for a rule that reads values
                 return None
         states = (self.state(segment).values() for segment in self.segments)
         return sum(value.nbytes for values in states for value in values if isinstance(value, Tensor))
@@ -125,20 +126,20 @@ class Update:
     def _group(self, info: ParamInfo, *, by_rest: bool = False) -> Group:
         return Group(info.decay, self._options.factor(info.name), by_rest)
 
-    def _runs(self, share: Shard) -> Iterator[Segment]:
-        """Ranges of one group, the longest that there are."""
-        for group, world in share.runs(self._group, share.updated):
-            yield Segment.of(share, world, group)
+    def _runs(self, shard: Shard) -> Iterator[Segment]:
+        """The longest ranges of one group."""
+        for group, in_bucket in shard.runs(self._group, shard.updated):
+            yield Segment.of(shard, in_bucket, group)
 
-    def _whole_tensors(self, share: Shard) -> Iterator[Segment]:
-        """Each logical tensor, which a rank has whole or not at all."""
-        if not share.updated:
+    def _whole_tensors(self, shard: Shard) -> Iterator[Segment]:
+        """One segment per logical tensor; a bucket cut for whole tensors has a single owner (``build_buckets``)."""
+        if not shard.updated:
             return
-        for parameter, info in share.bucket.infos.items():
+        for parameter, info in shard.bucket.infos.items():
             row, columns = parameter.shape[1:].numel(), parameter.shape[1:]
             for part in info.parts:
-                start = share.bucket.starts[parameter] + part.local.start * row
-                by_rest = len(part.shape) != 2 or self._options.is_left_to_adamw(part.name)  # no hidden matrix
+                start = shard.bucket.starts[parameter] + part.local.start * row
+                by_rest = len(part.shape) != 2 or self._options.is_left_to_adamw(part.name)  # not a hidden matrix
                 group = self._group(info, by_rest=by_rest and self._rule.rest is not None)
-                world = range(start, start + len(part.local) * row)
-                yield Segment.of(share, world, group, (len(part.local), *columns))
+                in_bucket = range(start, start + len(part.local) * row)
+                yield Segment.of(shard, in_bucket, group, (len(part.local), *columns))

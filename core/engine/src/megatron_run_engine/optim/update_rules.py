@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config
 
 
-#: The rules with a name of their own.
+#: The rules with a name; any other is MODULE:CLASS.
 RULES = ("adamw", "adam", "sgd", "muon")
 
 
@@ -36,7 +36,7 @@ def _rule(text: str) -> str:
 
 
 def _multiplier(text: str) -> str:
-    """``PATTERN:FACTOR`` with a factor that is a number of at least 0."""
+    """``PATTERN:FACTOR``, where FACTOR is a number of at least 0."""
     pattern, _, factor = text.rpartition(":")
     try:
         valid = bool(pattern) and float(factor) >= 0
@@ -49,12 +49,12 @@ def _multiplier(text: str) -> str:
 
 #: ``PATTERN:FACTOR``, as in ``embedding.*:0.1``.
 Multiplier = Annotated[str, AfterValidator(_multiplier)]
-#: How much of a moment is kept at each step.
+#: Fraction of a moment that is kept at each step.
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class UpdateOptions(BaseModel):
-    """The update rule and its numbers, the type of gradients, and the size of a bucket."""
+    """The update rule and its hyperparameters, the type of gradients, and the size of a bucket."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -91,8 +91,8 @@ class UpdateOptions(BaseModel):
         return any(fnmatchcase(name, pattern) for pattern in self.adamw_for)
 
 
-_MUON_MOMENTUM = 0.95  # of its authors and of PyTorch
-#: Options that not every rule reads, and which do.
+_MUON_MOMENTUM = 0.95  # the default of its authors and of PyTorch
+#: Options that only some rules read, with these rules.
 _READ_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "betas": ("adamw", "adam", "muon"),
@@ -108,9 +108,9 @@ _READ_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
 class UpdateRule:
     """A class of ``torch.optim`` with its arguments.
 
-    ``whole``: it must see each logical tensor whole and in its shape; else it treats every value alike, and may be
-    given any range of a buffer. ``rest`` is the rule for what this one cannot update: all but hidden matrices.
-    ``starts_at_zero``: all state is zero before the first step, as far as its updates can tell.
+    ``whole``: the rule needs each logical tensor whole and in its shape. Otherwise it is elementwise, and applies to
+    any range of a buffer. ``rest`` is the rule for tensors that this one cannot update (all but hidden matrices).
+    ``starts_at_zero``: state of zeros before the first step is equivalent to no state.
     """
 
     kind: type[torch.optim.Optimizer]
@@ -120,9 +120,9 @@ class UpdateRule:
     starts_at_zero: bool = True
 
     def make(self, groups: list[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
-        """The optimizer of ``groups``, with PyTorch's fused kernel where the rule asks for it and ``device`` has it.
+        """The optimizer of ``groups``, with PyTorch's fused kernel if the rule asks for it and ``device`` has one.
 
-        Raises :class:`InputError` for arguments that the class does not take.
+        Raises :class:`InputError` if the class rejects the arguments.
         """
         arguments = dict(self.arguments)
         if device.type == "meta":
@@ -140,7 +140,7 @@ class UpdateRule:
 
 
 def check_update(config: Config, options: UpdateOptions) -> Iterator[str]:
-    """For ``PluginInfo.check_config``: refuse what :func:`find_rule` does, and tell of options that do nothing."""
+    """For ``PluginInfo.check_config``: raise as :func:`find_rule` does, and report options without effect."""
     find_rule(options, config.parallel.tensor)
     for option, rules in _READ_BY.items():
         if option in options.model_fields_set and options.rule not in rules:
@@ -152,9 +152,9 @@ def check_update(config: Config, options: UpdateOptions) -> Iterator[str]:
 
 
 def find_rule(options: UpdateOptions, tensor: int = 1) -> UpdateRule:
-    """The rule that ``options`` ask for, on parameters that ``tensor`` ranks split.
+    """The rule that ``options`` select, for parameters split over ``tensor`` ranks.
 
-    Raises :class:`InputError` for one that does not exist, or cannot work on parts of a matrix.
+    Raises :class:`InputError` for a rule that does not exist, or that cannot update parts of a matrix.
     """
     rule = _find(options)
     if rule.whole and tensor > 1:
@@ -177,7 +177,8 @@ def _find(options: UpdateOptions) -> UpdateRule:
         case "sgd":
             momentum = options.momentum or 0.0
             arguments = {"momentum": momentum, "nesterov": options.nesterov, "fused": True, **more}
-            # Without dampening the first step, which takes the gradient as it is, is like all others.
+            # torch's first step sets the momentum buffer to the gradient, undampened: only without dampening does a
+            # buffer of zeros give the same result.
             return UpdateRule(torch.optim.SGD, arguments, starts_at_zero=not more.get("dampening"))
         case "muon":
             return _muon(options)

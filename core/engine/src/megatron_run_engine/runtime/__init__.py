@@ -1,4 +1,4 @@
-"""One rank at work: the executor, its messages, gradients, collectives, random streams and metrics.
+"""What one rank runs on: the executor, its messages, gradients, collectives, random streams and metrics.
 
 Imports: contracts, errors, pipeline.
 """

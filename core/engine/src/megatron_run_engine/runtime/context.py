@@ -1,4 +1,4 @@
-"""What a plugin's factory is given: everything it may need, handed down and never global."""
+"""The context that a plugin's factory receives: everything it may need, passed as an argument, never global."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Dtypes:
     """``param``: type of parameters and activations. ``main``: type of master weights and of their update, fp32.
 
-    The type of ``main_grad`` is ``main`` unless the optimizer's option ``grad_dtype`` says otherwise.
+    ``main_grad`` has the type ``main`` unless the optimizer's option ``grad_dtype`` is ``param``.
     """
 
     param: torch.dtype
@@ -33,13 +33,13 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class BuildContext:
-    """Handed to every factory but those of pure data (schedule, data, observer).
+    """Passed to every factory except those of pure data (schedule, data, observer).
 
-    ``topology`` is this rank's place in the grid and ``groups`` the process groups by axis; ``model`` the model
-    plugin's options with the vocabulary filled in; ``train`` and ``run`` sections of the configuration; ``gradients``
-    takes weight gradients; ``rng`` positions random streams; ``metrics`` makes meters for numbers to report;
-    ``segments`` runs the segments of layers, eager or captured. ``sequence_shards`` is the number of ranks that split
-    the sequence between blocks: the tensor-parallel size under sequence parallelism, else 1.
+    ``topology`` is this rank's place in the grid, and ``groups`` its process groups by axis. ``model`` is the model
+    plugin's options with the vocabulary size filled in; ``train`` and ``run`` are sections of the configuration.
+    ``gradients`` takes weight gradients, ``rng`` positions random streams, ``metrics`` creates meters for numbers to
+    report, and ``segments`` runs the segments of layers, eagerly or from a captured graph. ``sequence_shards`` is the
+    number of ranks that split the sequence between blocks: the tensor-parallel size under sequence parallelism, else 1.
     """
 
     topology: Topology

@@ -1,4 +1,4 @@
-"""The executor: runs one stage's lowered instructions, with no branch on the schedule's name."""
+"""The executor: runs one stage's lowered instructions. It knows actions and messages, but no schedule by name."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.gradients import GradientAccumulator
     from megatron_run_engine.runtime.messages import Messenger
 
-#: The fields of a microbatch for whoever must not look at them, since another stage has others.
+#: The fields of a microbatch as ``Model.boundary`` sees it: fields differ between the two stages of a message.
 _NO_FIELDS: Mapping[str, Tensor] = MappingProxyType({})
 #: (microbatch, chunk)
 Key = tuple[int, int]
-#: What a rank does in an action. ``S`` computes nothing.
+#: The phase that each operation belongs to. ``S`` computes nothing.
 _PHASES: Mapping[str, PhaseName] = MappingProxyType(
     {"F": "forward", "B": "backward", "I": "backward", "W": "backward", "R": "recompute", "S": "gradient-reduce"}
 )
@@ -35,13 +35,12 @@ _PHASES: Mapping[str, PhaseName] = MappingProxyType(
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What the trainer hands to the executor for one step or one evaluation.
+    """The trainer's callbacks for one step or one evaluation.
 
-    ``microbatch`` makes microbatch m for this stage; ``boundary`` is the shape and dtype of its messages, on every
-    stage the same, and gets no fields; ``seed`` maps (loss name, weight) to the gradient with which that loss starts
-    its backward, None without a backward;
-    ``report`` takes (microbatch, loss name, sum, weight), the last two as scalars; ``start_grad_sync`` is called with a
-    chunk after its last backward.
+    ``microbatch`` loads microbatch m for this stage. ``boundary`` gives the shape and dtype of its messages, the same
+    on every stage; it sees the microbatch without fields. ``report`` takes (microbatch, loss name, sum, weight), the
+    last two as scalars. ``seed`` maps (loss name, weight) to the gradient with which that loss starts its backward; it
+    is None without a backward. ``start_grad_sync`` is called with a chunk after the chunk's last backward.
     """
 
     microbatch: Callable[[int], Microbatch]
@@ -53,9 +52,9 @@ class StepInputs:
 
 @dataclass
 class StepRecord:
-    """What happened: the actions in order, the most chunk-microbatches in flight, and logits if there are any.
+    """The record of a step: actions in order, peak number of (microbatch, chunk) pairs in flight, logits if any.
 
-    ``times`` holds the start and the end of each action's computation by the clock of the run, nothing without one.
+    ``times`` holds the start and end of each action's computation by the clock passed to ``run``; empty without one.
     """
 
     executed: list[Action] = field(default_factory=list)
@@ -66,9 +65,10 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class _InFlight:
-    """What a backward needs of its forward: the input, and graph edges instead of outputs.
+    """What a backward needs from its forward: the input, and graph edges instead of outputs.
 
-    An edge keeps the graph alive but not the output's storage, which dies with its message.
+    An edge keeps the autograd graph alive but not the output's storage, which is freed once its message is consumed
+    (Megatron-LM frees it by hand: ``deallocate_output_tensor``).
     """
 
     x: Tensor | None
@@ -77,9 +77,9 @@ class _InFlight:
 
 
 class Executor:
-    """Interprets instructions over the chunks of one stage, which ``rank`` holds: errors name it.
+    """Interprets instructions over the chunks of one stage.
 
-    ``phases`` hears which action is computed.
+    Errors name ``rank``; ``activity`` is updated with each action.
     """
 
     def __init__(
@@ -104,11 +104,10 @@ class Executor:
     def run(
         self, program: Sequence[Instruction], inputs: StepInputs, clock: Callable[[], float] | None = None
     ) -> StepRecord:
-        """Run ``program`` from its first instruction to its last; nothing is left in flight.
+        """Run ``program`` to its end, after which no message is in flight.
 
-        With ``clock`` the record holds when each action was computed, in the clock's unit; waiting is left out.
-        Whatever is raised on the way says on which rank and in which action: a :class:`RunError` as its origin, any
-        other exception as a note.
+        With ``clock``, the record holds when each action was computed, in the clock's unit and without waits. Every
+        exception names its rank and action: a :class:`RunError` in its origin, any other in a note.
         """
         self._inputs, self._record, self._clock = inputs, StepRecord(), clock
         self._microbatches: dict[int, Microbatch] = {}
@@ -128,7 +127,7 @@ class Executor:
         return self._record
 
     def _step(self, instruction: Instruction) -> None:
-        """Post receives, take the input, compute, send the output, start a gradient sync: in this order."""
+        """Post receives, wait for the input, retire sends, compute, send the output, start a gradient sync."""
         action = instruction.action
         for message in instruction.post:
             self._messenger.post(message, self._boundary(message.microbatch), one_order=instruction.one_order)
@@ -156,7 +155,7 @@ class Executor:
     def _forward(self, action: Action, x: Tensor | None) -> Tensor | None:
         key = (action.microbatch, action.chunk)
         if key in self._recomputed:
-            self._to_recompute[key] = x
+            self._to_recompute[key] = x  # this forward keeps its input only; R builds the graph
         out = self._call(action, x, with_graph=self._inputs.seed is not None and key not in self._recomputed)
         for name, (total, weight) in out.losses.items():
             self._inputs.report(action.microbatch, name, total.detach(), weight.detach())
@@ -168,7 +167,7 @@ class Executor:
         self._call(action, self._to_recompute.pop((action.microbatch, action.chunk)), with_graph=True)
 
     def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
-        """From the gradient of the output and the losses' seeds to the gradient of the input."""
+        """Backpropagate the output's gradient and the losses' seeds; return the input's gradient."""
         flight = self._in_flight.pop((action.microbatch, action.chunk))
         roots = [edge for edge, _ in flight.losses]
         seeds = [seed for _, seed in flight.losses]
@@ -191,7 +190,7 @@ class Executor:
 
     def _call(self, action: Action, x: Tensor | None, *, with_graph: bool) -> ChunkOut:
         if x is not None and with_graph:
-            x.requires_grad_()
+            x.requires_grad_()  # makes the received tensor a leaf: its .grad is the message to the previous stage
         with torch.set_grad_enabled(with_graph):
             out = self._chunks[action.chunk](x, self._microbatch(action.microbatch))
         if with_graph:
@@ -201,7 +200,8 @@ class Executor:
 
     def _keep(self, x: Tensor | None, out: ChunkOut) -> _InFlight:
         seed = self._inputs.seed
-        assert seed is not None  # a graph is only built when there is a backward
+        assert seed is not None  # a graph is built only for a backward
+        # An auxiliary loss may not depend on any parameter (a constant, or a frozen router): it has no backward.
         losses = [(get_gradient_edge(total), seed(n, w)) for n, (total, w) in out.losses.items() if total.requires_grad]
         return _InFlight(x, None if out.x is None else get_gradient_edge(out.x), tuple(losses))
 
@@ -218,14 +218,14 @@ class Executor:
 
 
 def _place(program: Sequence[Instruction], index: int) -> str:
-    """What errors call the instruction at ``index``: counted from 0, as the verifier counts."""
+    """The name of the instruction at ``index`` in errors, counted from 0 as the verifier counts."""
     if index == len(program):
         return "the end of its actions"
     return f"action {index}, {program[index].action}"
 
 
 def _missing(message: Message) -> PluginError:
-    """The error of a chunk that has nothing to hand on: no output, or an input that its output does not depend on."""
+    """The error for a chunk without an output, or without an input gradient, to send."""
     reason = {"x": "the chunk returned no x", "g": "what the chunk returned does not depend on its input x"}
     return PluginError(
         f"{message} does not exist",

@@ -1,16 +1,16 @@
 """Messages between stages: post a receive, wait for it, send, and retire a send once it is proven consumed.
 
-A message that stays on its stage is handed over in memory. Every other one crosses a directed channel in the order in
-which its sender sends; receives are posted in that order, so nothing depends on tags.
+A message that stays on its stage is passed in memory. Every other message crosses a directed channel in the order in
+which its sender sends. Receives are posted in that same order, so no tags are needed (NCCL has none).
 
-A message of which only the sender knows the shape is preceded, on the same channel, by a header: the unknown sizes.
-Its own receive cannot be posted before the header is here, and nothing that follows on the channel may overtake it, so
-posts queue up behind it in the sender's order. Where every shape is known there is no header and no queue.
+If only the sender knows the shape of a message, a header with the unknown sizes precedes it on the same channel. The
+receive of the message cannot be posted before the header has arrived, and no later message may overtake it, so posts
+queue behind it in the sender's order. If every shape is known, there are no headers and no queue.
 
-Ranks of one stage that hold the same tensors, the tensor-parallel ones, may share a message: each sends one equal part
-of it to its counterpart on the other stage, whose peers put the parts together again. That is the scatter/gather
-optimization of Narayanan et al. 2021 ("Efficient Large-Scale Language Model Training"), section 4.1: between hosts the
-bytes of each rank's link shrink, and the gather runs over the faster links within a host.
+The tensor-parallel ranks of a stage hold the same tensors, so they may share a message: each sends one equal part to
+its counterpart on the other stage, whose peers gather the parts. That is the scatter/gather optimization of Narayanan
+et al. 2021 ("Efficient Large-Scale Language Model Training"), section 4.1: each rank sends fewer bytes between hosts,
+and the gather runs over the faster links within a host.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
     _Operation = Callable[..., dist.Work | None]
 
-#: What gloo says when a peer is silent, and not gone.
+#: gloo's error text for a peer that does not answer; any other text means that the connection broke.
 _SILENT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 class _Transfer(NamedTuple):
-    """A tensor on its way, and the handle to wait for. ``shape`` is that of the message of which it is a part."""
+    """A tensor in transfer and its handle; if it is one part of a shared message, ``shape`` is the message's."""
 
     tensor: Tensor
     work: dist.Work
@@ -53,7 +53,7 @@ class _Transfer(NamedTuple):
 
 @dataclass
 class _Awaited:
-    """A message that is to be received when those before it on its channel are; ``header`` once that is posted."""
+    """A queued receive, to be posted after those before it on the channel; ``header`` once its receive is posted."""
 
     message: Message
     boundary: Boundary
@@ -61,11 +61,11 @@ class _Awaited:
 
 
 class Messenger:
-    """Carries the messages of one stage. ``ranks`` maps a stage to the rank that this one talks to there.
+    """Sends and receives the messages of one stage; ``ranks`` maps a stage to this rank's counterpart there.
 
-    ``model`` is what errors call the one who declares the boundaries. ``sharers`` are the ranks of this stage that hold
-    the same tensors and send a part each; a message that they do not divide is sent whole by each of them. ``phases``
-    hears of what is sent and of what is waited for.
+    ``model`` is the name in errors of the plugin that declares the boundaries. ``sharers`` are the ranks of this stage
+    that hold the same tensors and send one part each; a message whose size they do not divide is sent whole by each.
+    ``activity`` is updated with each send and each wait.
     """
 
     def __init__(
@@ -88,19 +88,21 @@ class Messenger:
 
     @property
     def unretired(self) -> int:
-        """Number of sent messages that are still held for their receivers."""
+        """Number of sent messages whose tensors are still held."""
         return len(self._sent)
 
     def post(self, message: Message, boundary: Boundary, *, one_order: bool = False) -> None:
-        """Start receiving ``message`` into a fresh tensor of its boundary's shape and dtype.
+        """Start receiving ``message`` into a new tensor of its boundary's shape and dtype.
 
-        Behind a shape that is still unknown it waits for its turn. With ``one_order``, as in the instruction, it
-        cannot, since its place would be taken: this blocks until the header is here. That cannot deadlock, by induction
-        over the messages in the global order, a linear extension of all actions. Let all before this one arrive: then
-        its sender gets as far as its send and its receiver as far as this post, for whatever either needs before was
-        sent earlier in the order, and nothing unfinished stands before it on their streams; so it arrives too. Where
-        posts run ahead of their place (a lookahead) blocking would deadlock: the gradient that 1F1B's first stage posts
-        before F1 answers F1.
+        A receive behind an unknown shape is queued. With ``one_order`` (see the instruction) queueing would let another
+        operation take its place in the communicator's order, so this blocks until the header has arrived.
+
+        Blocking cannot deadlock, by induction over the messages in the global order, a linear extension of all actions.
+        Suppose all messages before this one arrive. Then its sender reaches its send and its receiver reaches this
+        post, because everything that either needs before was sent earlier in the order, and no unfinished operation
+        precedes it on their streams. So this message arrives too. Where posts run ahead of the order (a lookahead),
+        blocking would deadlock: 1F1B's first stage posts the receive of a gradient before F1, and that gradient depends
+        on F1's output.
         """
         queue = self._awaited[message.source]
         if boundary.known and not queue:
@@ -112,7 +114,7 @@ class Messenger:
             self._take_header(queue)
 
     def wait(self, message: Message) -> Tensor:
-        """The tensor of ``message``, once it is here."""
+        """Block until ``message`` has arrived, and return its tensor."""
         if message.local:
             return self._local.pop(message)
         while message not in self._posted:
@@ -126,8 +128,8 @@ class Messenger:
     def send(self, message: Message, tensor: Tensor, boundary: Boundary) -> None:
         """Start sending ``tensor``, which belongs to the messenger until it is retired.
 
-        Raises :class:`PluginError` when shape or dtype differ from the boundary: a receiver would abort, or take the
-        bytes for something else in silence.
+        Raises :class:`PluginError` if shape or dtype differ from the boundary: the receiver would abort, or silently
+        misread the bytes.
         """
         if not boundary.fits(tensor):
             raise PluginError(
@@ -143,7 +145,7 @@ class Messenger:
         self._sent[message] = (*header, transfer)
 
     def retire(self, messages: Iterable[Message]) -> None:
-        """Release sent tensors whose receivers are known to have used them."""
+        """Release sent tensors whose receivers are known to have consumed them."""
         for message in messages:
             for transfer in self._sent.pop(message):
                 self._finish("send", message, transfer, message.target)
@@ -153,7 +155,7 @@ class Messenger:
         self.retire(list(self._sent))
 
     def _advance(self, queue: deque[_Awaited]) -> None:
-        """Post what can be posted in the sender's order: receives, up to the header of the first unknown shape."""
+        """Post receives in the sender's order, up to and including the header of the first unknown shape."""
         while queue and queue[0].header is None:
             message, boundary = queue[0].message, queue[0].boundary
             if boundary.known:
@@ -164,9 +166,9 @@ class Messenger:
                 queue[0].header = self._start(dist.irecv, message, sizes, message.source)
 
     def _take_header(self, queue: deque[_Awaited]) -> None:
-        """Wait for the header at the head of ``queue``; post the receive of its tensor, then what queued behind it."""
+        """Wait for the header at the head of ``queue``; post the receive of its tensor, then those queued behind it."""
         awaited = queue.popleft()
-        assert awaited.header is not None  # whoever waits has posted, and what has no header is not left at the head
+        assert awaited.header is not None  # _advance leaves no entry without a header at the head
         sizes = self._read(awaited.message, awaited.header)
         self._receive(awaited.message, awaited.boundary, sizes)
         self._advance(queue)
@@ -184,14 +186,14 @@ class Messenger:
         self._posted[message] = transfer._replace(shape=shape if shared else None)
 
     def _is_shared(self, shape: torch.Size) -> bool:
-        """Whether a message of ``shape`` crosses in parts; both ends must find the same."""
+        """Whether a message of ``shape`` is sent in parts; it follows from the shape, so that both ends agree."""
         return self._sharers.size > 1 and shape.numel() > 0 and shape.numel() % self._sharers.size == 0
 
     def _part_of(self, tensor: Tensor) -> Tensor:
-        """What this rank sends of ``tensor`` [*]: all of it, or its part [numel / sharers]."""
+        """The values of ``tensor`` [*] that this rank sends: all of it, or its part [numel / sharers]."""
         if not self._is_shared(tensor.shape):
             return tensor.contiguous()
-        # A copy: a view would keep all of the tensor until it is retired.
+        # A copy: a view would keep the storage of the whole tensor until the message is retired.
         return tensor.reshape(-1).chunk(self._sharers.size)[self._sharers.index].clone()
 
     def _start(self, operation: _Operation, message: Message, tensor: Tensor, stage: int) -> _Transfer:
@@ -202,7 +204,7 @@ class Messenger:
             work = operation(tensor, self._ranks[stage], group=group)
         except RuntimeError as error:
             raise self._lost(message, stage, error) from error
-        assert work is not None  # only a rank outside the group gets no handle
+        assert work is not None  # torch returns None only on a rank outside the group
         return _Transfer(tensor, work)
 
     def _finish(self, phase: PhaseName, message: Message, transfer: _Transfer, stage: int) -> None:
@@ -213,7 +215,11 @@ class Messenger:
             raise self._lost(message, stage, error) from error
 
     def _read(self, message: Message, header: _Transfer) -> list[int]:
-        """The sizes in ``header``. On NCCL it is this copy to the host that waits, and fails, not the wait before."""
+        """The sizes in ``header``.
+
+        On NCCL ``wait`` only orders streams, so it is the copy to the host that blocks, and that raises when a rank is
+        lost.
+        """
         self._activity.enter("receive", Exchange(message, self._ranks[message.source]))
         try:
             header.work.wait()
@@ -223,7 +229,7 @@ class Messenger:
         return sizes
 
     def _lost(self, message: Message, stage: int, error: RuntimeError) -> RankLostError:
-        assert self._channels is not None  # it was talked to
+        assert self._channels is not None  # the failed operation used them
         silent = _SILENT.search(str(error)) is not None
         limit = f"it did not answer within {self._channels.timeout.total_seconds():g} s"
         return RankLostError(

@@ -1,4 +1,4 @@
-"""From modules to described and initialised parameters."""
+"""Description and initialisation of a chunk's parameters, from the ``parameter_specs`` of its modules."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 def describe_parameters(chunk: Chunk, tensor_rank: int = 0) -> dict[Parameter, ParamInfo]:
     """Describe every parameter of ``chunk``, in the order of its modules.
 
-    A module's ``parameter_specs`` decide. Without a spec a 1-D ``weight`` starts as ones and any other 1-D parameter
-    as zeros; a matrix must have one. Raises TypeError. What every tensor-parallel rank holds whole is counted on the
-    first, so that the gradient norm sees it once.
+    The module's ``parameter_specs`` take precedence. Without a spec, a 1-D ``weight`` starts as ones and any other 1-D
+    parameter as zeros; for a matrix without a spec this raises TypeError. A parameter that every tensor-parallel rank
+    holds whole is counted on the first rank only, so that the gradient norm includes it once.
     """
     infos: dict[Parameter, ParamInfo] = {}
     for path, module in chunk.named_modules():
@@ -36,9 +36,9 @@ def describe_parameters(chunk: Chunk, tensor_rank: int = 0) -> dict[Parameter, P
 
 
 def unspecified(module: nn.Module) -> str:
-    """The first parameter of ``module`` of which no ``parameter_specs`` speak, by its path; empty without one.
+    """The path of the first parameter of ``module`` without a ``parameter_specs`` entry; empty if all have one.
 
-    As in :func:`describe_parameters`, the first module that owns a parameter speaks of it.
+    As in :func:`describe_parameters`, the spec of a shared parameter is that of the first module that owns it.
     """
     seen: set[Parameter] = set()
     for path, each in module.named_modules():
@@ -51,12 +51,12 @@ def unspecified(module: nn.Module) -> str:
 
 
 def initialise(infos: dict[Parameter, ParamInfo], seed: int) -> None:
-    """Fill every parameter from its :class:`Init`; the values depend on seed and name alone."""
+    """Fill every parameter from its :class:`Init`; the values depend only on seed and name."""
     for parameter, info in infos.items():
         if parameter.device.type == "meta":
             continue
         with torch.no_grad():
-            parameter.zero_()
+            parameter.zero_()  # padding, which no part covers, must be zero
             for part in info.parts:
                 _fill(parameter, part, info.init, seed)
 
@@ -107,7 +107,7 @@ def _fill(parameter: nn.Parameter, part: Part, init: Init, seed: int) -> None:
 
 
 def _normal(part: Part, std: float, seed: int) -> Tensor:
-    """The whole logical tensor, fp32 on the CPU: every layout cuts its piece out of the same values."""
+    """The whole logical tensor, fp32 on the CPU: every layout and device takes its piece of the same values."""
     return torch.empty(part.shape).normal_(0.0, std, generator=initial_generator(seed, part.name))
 
 

@@ -1,4 +1,4 @@
-"""Runs the segments of layers: one place that waits for parameters, positions random numbers and replays graphs."""
+"""The segment runner: before each segment it waits for parameters and positions random streams; it replays graphs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ Environment = dict[str, Tensor]
 
 
 class SegmentRunner:
-    """Runs segments eagerly or through a graph, the same way for both.
+    """Runs segments, eagerly or from a captured graph.
 
-    Before a segment reads its parameters they are made ready (an optimizer may still be gathering them), and the
-    random stream is positioned, also when a checkpointed layer runs again in the backward.
+    In both cases it first waits until the segment's parameters are ready (an optimizer may still be gathering them) and
+    positions the random streams. That also happens when a checkpointed layer is recomputed in the backward, so the
+    recomputation draws the same masks.
     """
 
     def __init__(self, rng: RandomStreams) -> None:
@@ -37,20 +38,20 @@ class SegmentRunner:
 
     @property
     def examples(self) -> Mapping[Region, tuple[Tensor, ...]]:
-        """What each watched region was given last in an eager step, without values: tensors on the meta device."""
+        """The last inputs of each watched region in an eager step, as tensors without values on the meta device."""
         return self._examples
 
     def read_parameters_after(self, ensure_ready: EnsureReady) -> None:
-        """Call ``ensure_ready`` with a segment's parameters before each time it runs."""
+        """From now on call ``ensure_ready`` with a segment's parameters before each run of it."""
         self._ensure_ready = ensure_ready
 
     def watch(self, regions: Sequence[Region]) -> None:
-        """From now on note what ``regions`` are given when they run eagerly in training."""
+        """From now on record the inputs of ``regions`` when they run eagerly in training."""
         self._regions = {id(region.segments[0]): region for region in regions}
         self._examples.clear()
 
     def replay_with(self, capture: GraphCapture | None, name: str = "the graph capture") -> None:
-        """From now on run the watched regions through ``capture``, called ``name``; None goes back to eager."""
+        """From now on replay the watched regions by ``capture``, ``name`` in errors; None returns to eager runs."""
         self._capture, self._capture_name = capture, name
 
     def run(self, segments: Sequence[Segment], microbatch: Microbatch, environment: Environment) -> None:
@@ -84,7 +85,7 @@ class SegmentRunner:
             raise self._no_outputs(region, outputs)
         environment.update(zip(region.outputs, outputs, strict=True))
         if region.drawing is not last:
-            self._rng.position(microbatch, last.layer, last.index)  # where an eager layer leaves the streams
+            self._rng.position(microbatch, last.layer, last.index)  # as an eager run would leave the streams
 
     def _no_outputs(self, region: Region, returned: object) -> GraphCaptureError:
         said = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
@@ -100,5 +101,5 @@ class SegmentRunner:
 
 
 def _without_values(x: Tensor) -> Tensor:
-    # Not empty_like, which for the meta device first imports the compiler's symbolic shapes: seconds.
+    # Not empty_like: for the meta device it first imports the compiler's symbolic shapes, which takes seconds.
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta", requires_grad=x.requires_grad)

@@ -1,6 +1,6 @@
-"""Process groups by axis, and what ranks do together in them.
+"""Process groups by axis, and their collectives.
 
-A group of one rank is no group: its collectives do nothing.
+A single rank needs no process group: its collectives return at once.
 """
 
 from megatron_run_engine.runtime.comm.groups import Channels, Groups, Scope, create_aside, create_groups, patience

@@ -1,8 +1,8 @@
-"""What gloo does slowly, made of messages between two peers or of what it does faster.
+"""Faster reduce-scatter and all-gather for gloo, from point-to-point sends.
 
-gloo's reduce-scatter moves the bytes of an all-reduce, through copies of the whole tensor, and its all-gather copies as
-well: the messages below move what must be moved, and copy nothing. Sums are bit for bit those of gloo's all-reduce, so
-that optimizers that reduce in different ways compute the same.
+gloo's own reduce-scatter moves as many bytes as an all-reduce, through copies of the whole tensor, and its all-gather
+copies too. The sends below move only the bytes that are needed and copy none. Sums equal those of gloo's all-reduce bit
+for bit, so that optimizers with different reductions train the same weights.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-#: Tags keep the messages of the two apart: a sum may start before the one rank or the other has waited for a gather.
+#: Tags of the two operations: a sum may start on one rank while another has not yet waited for a gather.
 _SUM, _GATHER = 1, 2
 
 
 def is_gloo(group: dist.ProcessGroup | None) -> bool:
-    """Whether ``group`` talks over gloo."""
+    """Whether ``group`` uses gloo."""
     return dist.get_backend(group) == "gloo"
 
 
 class Messages:
-    """Messages on their way, and sums to be made when they have arrived."""
+    """Sends and receives in flight, and sums to compute once they have arrived; a stand-in for ``dist.Work``."""
 
     def __init__(self, group: dist.ProcessGroup | None, tag: int) -> None:
         self._group, self._tag = group, tag
@@ -35,17 +35,17 @@ class Messages:
         self._sums: list[tuple[Tensor, Tensor]] = []
 
     def swap(self, send: Tensor, receive: Tensor, peer: int) -> None:
-        """Start to send ``send`` to the group's rank ``peer`` and to fill ``receive`` with what it sends here."""
+        """Start sending ``send`` to the group's rank ``peer`` and receiving from it into ``receive``."""
         arriving = dist.irecv(receive, group=self._group, group_src=peer, tag=self._tag)
         leaving = dist.isend(send, group=self._group, group_dst=peer, tag=self._tag)
         self._works += [work for work in (arriving, leaving) if work is not None]
 
     def add(self, arriving: Tensor, total: Tensor) -> None:
-        """Add ``arriving`` to ``total`` once it is here."""
+        """Add ``arriving`` to ``total`` once it has arrived."""
         self._sums.append((arriving, total))
 
     def wait(self) -> None:
-        """Return when all has arrived, has left and is added. Raises what torch does when a peer is gone or late."""
+        """Block until all transfers are complete, then compute the sums. Raises as torch for a lost or late peer."""
         for work in self._works:
             work.wait()
         for arriving, total in self._sums:
@@ -56,10 +56,10 @@ class Messages:
 def start_sum_shares(
     flat: Tensor, shares: Sequence[range], index: int, group: dist.ProcessGroup | None
 ) -> Messages | dist.Work | None:
-    """Start to sum ``flat``, in place, at least where it is the share of this rank, the ``index`` -th of the group.
+    """Start summing ``flat`` in place, at least in the share of this rank, the ``index`` -th of the group.
 
-    Two peers swap what the other one sums: half the bytes of an all-reduce. More of them would add up in another order
-    than gloo's all-reduce does, so that is what they do.
+    Two peers exchange each other's shares: half the bytes of an all-reduce, and the same sums, since a + b = b + a. The
+    order of more than two terms would differ from that of gloo's all-reduce, so larger groups use the all-reduce.
     """
     if len(shares) != 2:
         work: dist.Work | None = dist.all_reduce(flat, group=group, async_op=True)
@@ -72,7 +72,7 @@ def start_sum_shares(
 
 
 def start_gather_shares(flat: Tensor, shares: Sequence[range], index: int, group: dist.ProcessGroup | None) -> Messages:
-    """Start to fill ``flat`` with every peer's share, in place; this rank, the ``index`` -th, has its own."""
+    """Start filling ``flat`` in place with every peer's share; this rank, the ``index`` -th, holds its own already."""
     messages, mine = Messages(group, _GATHER), flat[_slice(shares[index])]
     for peer, share in enumerate(shares):
         if peer != index:

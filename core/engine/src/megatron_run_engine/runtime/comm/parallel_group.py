@@ -1,4 +1,4 @@
-"""What the ranks that share one layer do together, as an object that is handed down."""
+"""The ranks that share one layer, and their collectives, as an object passed to the layer."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.comm.gloo import Messages
 
 
-#: The phase of a wait that nobody is told of.
-_UNSAID: AbstractContextManager[None] = nullcontext()
+#: The phase of a wait that is not recorded.
+_UNRECORDED: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A tensor that a collective is filling; ``phase`` is what this rank does while it waits for that."""
+    """A tensor that a collective is filling; ``phase`` is this rank's activity while it waits for it."""
 
     tensor: Tensor
     work: dist.Work | Messages | None = None
-    phase: AbstractContextManager[None] = _UNSAID
+    phase: AbstractContextManager[None] = _UNRECORDED
 
     def wait(self) -> Tensor:
-        """The tensor, once it is whole."""
+        """Block until the tensor is complete, and return it."""
         if self.work is not None:
             with self.phase:
                 self.work.wait()
@@ -42,11 +42,11 @@ class Pending:
 
 @dataclass(frozen=True)
 class ParallelGroup:
-    """The ranks that share one layer: this rank's ``index`` among ``size`` of them, and what they do together.
+    """The ranks that share one layer: this rank's ``index`` among ``size`` of them, and their collectives.
 
-    A layer that is split takes them as an argument, and looks up no group. One rank alone is no group: its collectives
-    do nothing. Several without a ``group`` know their places alone, as while a model is planned, and cannot talk. What
-    they do is said to ``phases`` as done over ``scope``.
+    A split layer takes it as an argument and looks up no group. With ``size`` 1 the collectives return their input.
+    With ``size`` above 1 and no ``group``, as while a run is planned, indices are known but collectives fail.
+    ``activity`` records each collective under the name ``scope``.
     """
 
     index: int = 0
@@ -60,7 +60,7 @@ class ParallelGroup:
         return self.start_sum(tensor).wait()
 
     def start_sum(self, tensor: Tensor) -> Pending:
-        """Start to sum ``tensor`` over the peers, in place."""
+        """Start summing ``tensor`` over the peers, in place."""
         if not self._several:
             return Pending(tensor)
         return self._start("all-reduce", tensor, lambda: dist.all_reduce(tensor, **self._async))
@@ -73,7 +73,7 @@ class ParallelGroup:
         return tensor
 
     def gather(self, part: Tensor) -> Tensor:
-        """The peers' parts, one after the other: [n, ...] -> [size * n, ...]."""
+        """Concatenate the peers' parts, an all-gather: [n, ...] -> [size * n, ...]."""
         return self.start_gather(part).wait()
 
     def start_gather(self, part: Tensor) -> Pending:
@@ -97,22 +97,22 @@ class ParallelGroup:
         return self._start("reduce-scatter", part, lambda: scatter(part, whole.contiguous(), **self._async))
 
     def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Each peer's rows to it, and here what each peer has for this one, an all-to-all, both in order of the peers.
+        """Exchange rows with every peer, an all-to-all: rows [sum(send), ...] -> [sum(receive), ...].
 
-        ``send[r]`` of ``rows`` [sum(send), ...] go to peer r, from which ``receive[r]`` come: [sum(receive), ...].
+        ``send[r]`` rows go to peer r and ``receive[r]`` rows come from it, both in the order of the peers.
         """
         if not self._several:
             return rows
         received = rows.new_empty((sum(receive), *rows.shape[1:]))
-        with self.activity.collective("all-to-all", self.scope, 0):  # each peer has another number of values
+        with self.activity.collective("all-to-all", self.scope, 0):  # 0: the number of values differs between peers
             dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=self.group)
         return received
 
     def start_sum_shares(self, flat: Tensor, shares: Sequence[range]) -> Pending:
-        """Start to sum ``flat`` over the peers: peer r ends up with the sum of its ``shares[r]``, in place.
+        """Start summing ``flat`` over the peers, in place: peer r gets the sum in its ``shares[r]``.
 
-        The shares are equal, in order (a reduce-scatter), or one peer's is all of it. What a peer finds outside its own
-        share is undefined.
+        Shares are either equal and in order (a reduce-scatter), or one peer has all of it (a reduce). Values outside a
+        peer's own share are undefined afterwards.
         """
         if not self._several:
             return Pending(flat)
@@ -125,7 +125,7 @@ class ParallelGroup:
         return self._start("sum of shares", flat, lambda: scatter(mine, flat, **self._async))
 
     def start_gather_shares(self, flat: Tensor, shares: Sequence[range]) -> Pending:
-        """Start to fill ``flat``, of which peer r holds ``shares[r]``, on every peer; shares as above."""
+        """Start filling ``flat`` on every peer; peer r holds ``shares[r]``, as in :meth:`start_sum_shares`."""
         if not self._several:
             return Pending(flat)
         owner = _owner(shares)
@@ -152,23 +152,24 @@ class ParallelGroup:
 
     @property
     def _several(self) -> bool:
-        """Whether there is anybody to talk to. Torch would take a missing group for the whole world."""
+        """Whether there are other peers."""
+        # torch would take a missing group for the whole world, and hang or compute a wrong sum.
         assert self.size == 1 or self.group is not None, f"{self.size} ranks share this layer, and have no group"
         return self.size > 1
 
 
-#: One rank that shares with nobody.
+#: A group of one rank.
 ALONE = ParallelGroup()
 
 
 def _owner(shares: Sequence[range]) -> int | None:
-    """The one peer whose share is not empty; None where the shares are equal."""
+    """The only peer with a non-empty share, or None if the shares are equal."""
     holders = [index for index, share in enumerate(shares) if share]
     return holders[0] if len(holders) == 1 else None
 
 
 def _collective(name: Literal["all_gather", "reduce_scatter"]) -> Callable[..., dist.Work | None]:
-    """The collective of one tensor into one: torch 2.13 renamed both, and warns about the names that 2.9 has."""
+    """The collective from one tensor into one; torch 2.13 renamed both, and deprecates the names that 2.9 has."""
     found: Callable[..., dist.Work | None] | None = getattr(dist, f"{name}_single", None)
     return found or getattr(
         dist, {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}[name]

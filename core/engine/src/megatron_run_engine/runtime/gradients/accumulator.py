@@ -1,8 +1,8 @@
-"""Where every weight gradient enters, now or later.
+"""The accumulator: every weight gradient enters ``main_grad`` here, at once or deferred.
 
-A schedule may split the backward: ``I`` needs the input gradient only, and ``W`` finishes the weight gradients when the
-schedule says. A layer that knows how hands its weight-gradient computation to ``submit``; every other parameter
-arrives through a hook. The ledger also knows which arrival of a step is a parameter's last.
+A schedule may split the backward: ``I`` computes the input gradient only, and ``W`` computes the weight gradients
+later. A layer that supports this submits its weight-gradient computation; the gradient of any other parameter arrives
+through a hook, in ``I`` already. The accumulator also knows which arrival of a step is a parameter's last.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Key = tuple[int, int]
 
 
 class GradientAccumulator:
-    """The ledger of one rank.
+    """Accumulates the gradients of one rank, and announces the last arrival of each in a step.
 
-    How often a gradient arrives per microbatch is learned in the first step (a tied embedding arrives twice), in which
-    nothing is announced early: the executor's gradient-sync points send everything then.
+    The number of arrivals per microbatch is learned in the first step; a tied embedding's gradient, for example,
+    arrives twice. Until then nothing is announced, and the executor's gradient-sync points send everything.
     """
 
     def __init__(self) -> None:
@@ -43,15 +43,15 @@ class GradientAccumulator:
         self._recorded: list[Parameter] | None = None
 
     def adopt(self, parameter: Parameter, name: str) -> None:
-        """Watch ``parameter``: what autograd accumulates into ``.grad`` is moved into ``main_grad``."""
-        if parameter not in self._names:
+        """Watch ``parameter``: each gradient that autograd puts into ``.grad`` is added to ``main_grad``."""
+        if parameter not in self._names:  # a parameter shared by two chunks gets one hook
             self._names[parameter] = name
             parameter.register_post_accumulate_grad_hook(self._move_grad)
 
     def submit(self, parameters: Sequence[Parameter], compute: Compute) -> None:
-        """Take over a layer's weight gradient: ``compute`` adds into the ``main_grad`` of ``parameters``.
+        """Take over a layer's weight gradient: ``compute`` adds it to the ``main_grad`` of ``parameters``.
 
-        It runs at once in a whole backward and is kept for ``W`` in a split one.
+        In a whole backward (``B``) it runs at once; in a split one (``I``) it is kept for ``W``.
         """
         if self._deferred_to is None:
             self._finish(parameters, compute)
@@ -59,7 +59,7 @@ class GradientAccumulator:
             self._queues.setdefault(self._deferred_to, deque()).append((parameters, compute))
 
     def start_step(self, microbatches: int, on_ready: Callable[[Parameter], None]) -> None:
-        """Begin a step of ``microbatches``; ``on_ready`` is told of each parameter's last arrival."""
+        """Begin a step of ``microbatches``; ``on_ready`` is called at each parameter's last arrival."""
         if self._microbatches and not self._per_microbatch:
             self._per_microbatch = {p: count / self._microbatches for p, count in self._arrivals.items()}
         self._arrivals.clear()
@@ -67,7 +67,7 @@ class GradientAccumulator:
 
     @contextmanager
     def deferring(self, key: Key) -> Iterator[None]:
-        """Within: weight gradients submitted wait for :meth:`run_deferred` with the same ``key`` (action I)."""
+        """Within: submitted weight gradients wait for :meth:`run_deferred` with the same ``key`` (action I)."""
         self._deferred_to = key
         try:
             yield
@@ -76,7 +76,7 @@ class GradientAccumulator:
 
     @contextmanager
     def recording(self) -> Iterator[list[Parameter]]:
-        """Within: nothing arrives; the list fills with whose gradients would have, in order (graph capture)."""
+        """Within: arrivals are listed, in order, instead of counted (graph capture)."""
         self._recorded = []
         try:
             yield self._recorded
@@ -84,17 +84,17 @@ class GradientAccumulator:
             self._recorded = None
 
     def arrived(self, parameters: Iterable[Parameter]) -> None:
-        """Gradients of ``parameters`` were added to their ``main_grad`` by a replayed graph."""
+        """Count the gradients of ``parameters``, which a replayed graph has added to their ``main_grad``."""
         for parameter in parameters:
             self._arrived(parameter)
 
     def run_deferred(self, key: Key) -> None:
-        """Finish the weight gradients of ``key``, first in, first out (action W)."""
+        """Compute the deferred weight gradients of ``key``, first in, first out (action W)."""
         for parameters, compute in self._queues.pop(key, ()):
             self._finish(parameters, compute)
 
     def _finish(self, parameters: Sequence[Parameter], compute: Compute) -> None:
-        with torch.no_grad():
+        with torch.no_grad():  # W runs outside of a backward
             compute()
         for parameter in parameters:
             self._arrived(parameter)

@@ -1,6 +1,7 @@
-"""Flat gradient storage: parameters in reverse order, cut into buckets, padded so that every shard is equal.
+"""Flat gradient storage: parameters in reverse order, cut into buckets, padded so that all shards are equal.
 
-Optimizers share this layout: on gloo a reduce-scatter of a bucket then equals an all-reduce of it bit for bit.
+All optimizers use this layout, sharded or not. A reduce-scatter of a bucket over gloo then equals an all-reduce of it
+bit for bit, and so do the trained weights.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ if TYPE_CHECKING:
     from megatron_run.contracts import ParamInfo
     from megatron_run.contracts.topology import Replicas
 
-#: Every parameter starts at a multiple of this many values (256 bytes of fp32), as fused kernels like it.
+#: Every parameter starts at a multiple of this many values (256 bytes of fp32), as vectorised kernels prefer.
 ALIGNMENT = 64
 #: A bucket is closed once it holds this many values: large enough for bandwidth, small enough to overlap.
 DEFAULT_CAPACITY = 2**22
-_ATTRIBUTE = "main_grad"  # the field's own name; other libraries' layers look for it too
+_ATTRIBUTE = "main_grad"  # Megatron-LM's name, which layers of other libraries (Transformer Engine) look for
 
 
 def main_grad(parameter: Tensor) -> Tensor:
-    """Where the gradient of ``parameter`` is accumulated: its shape, the same storage for life."""
+    """The tensor in which the gradient of ``parameter`` is accumulated: same shape, and the same storage for life."""
     grad: Tensor = getattr(parameter, _ATTRIBUTE)
     return grad
 
@@ -37,10 +38,10 @@ def main_grad(parameter: Tensor) -> Tensor:
 class Bucket:
     """Gradients that are reduced together.
 
-    ``grad`` is flat, of a length divisible by the number of shards; ``starts`` maps each parameter to its offset.
-    ``parameter.main_grad`` is a view of ``grad`` for life. ``chunk`` is the chunk whose backward fills it, or None for
-    a tied parameter, which other chunks or stages add to. ``shares[r]`` are the values that rank r of ``replicas``
-    answers for: together they are the whole bucket, each value once.
+    ``grad`` is flat, and its length is divisible by the number of shards; ``starts`` maps each parameter to its offset.
+    ``parameter.main_grad`` is a view of ``grad`` for life. ``chunk`` is the chunk whose backward fills the bucket, or
+    None for a tied parameter, to which several chunks or stages add. ``shares[r]`` is the range that rank r of
+    ``replicas`` owns: the shares cover the bucket, each value once.
     """
 
     chunk: int | None
@@ -56,20 +57,20 @@ class Bucket:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """In the order of the buffer, which is the reverse of the model's."""
+        """The parameters in the order of the buffer, the reverse of the model's."""
         return tuple(self.starts)
 
     def view(self, flat: Tensor, parameter: Parameter) -> Tensor:
-        """The values of ``parameter`` in a buffer that is laid out as ``grad`` is, in its shape."""
+        """The values of ``parameter`` in ``flat``, a buffer with the layout of ``grad``, in the parameter's shape."""
         start = self.starts[parameter]
         return flat[start : start + parameter.numel()].view(parameter.shape)
 
     def flatten_parameters(self) -> Tensor:
-        """Move the parameters into one buffer, laid out as ``grad`` is; each keeps its values, as a view of it."""
+        """Move the parameters into one buffer with the layout of ``grad``; each becomes a view of it."""
         flat = self.grad.new_zeros(len(self.grad), dtype=self.parameters[0].dtype)
         for parameter in self.parameters:
             view = self.view(flat, parameter)
-            parameter.data = view.copy_(parameter.data)
+            parameter.data = view.copy_(parameter.data)  # .data: the Parameter stays the same object for its module
         return flat
 
 
@@ -82,14 +83,16 @@ def build_buckets(
     whole: bool = False,
     expert_shards: int | None = None,
 ) -> list[Bucket]:
-    """Make the buckets of a stage and point every ``main_grad`` into them.
+    """Build the buckets of a stage and set every ``main_grad`` to a view of one.
 
-    ``infos[c]`` describes the parameters of chunk c. Within a chunk parameters lie in reverse order, since that is how
-    a backward produces gradients, in buckets of their own per ``partial_over``, ``replicas`` and type. A tied parameter
-    lies alone, so that its buffer is laid out identically on every stage that holds it. ``dtype`` is that of gradients,
-    None for the parameters' own. ``shards`` is the data-parallel size, and ``expert_shards`` how many of its ranks hold
-    the same experts, all unless given: each bucket is cut into as many equal shares or, to keep parameters ``whole``,
-    belongs to one rank.
+    ``infos[c]`` describes the parameters of chunk c. Within a chunk, parameters are in reverse order, since a backward
+    produces gradients in that order, and those that differ in ``partial_over``, ``replicas`` or type are in different
+    buckets. A tied parameter has a bucket of its own, so that every stage that holds it has the same layout. ``dtype``
+    is the type of gradients, None for the parameters' own.
+
+    ``shards`` is the data-parallel size; ``expert_shards`` is the number of its ranks that hold the same experts, by
+    default all. Each bucket is cut into that many equal shares or, with ``whole``, owned by a single rank, so that no
+    parameter is cut.
     """
     buckets: list[Bucket] = []
     shares: dict[Replicas, _Shares] = {
@@ -102,16 +105,16 @@ def build_buckets(
         seen.update(described)
         buckets += [_bucket(None, [item], shares, dtype) for item in fresh if item[1].tie]
         untied = [item for item in fresh if not item[1].tie]
-        for alike in dict.fromkeys(map(_alike, untied)):
-            members = [item for item in untied if _alike(item) == alike]
+        for key in dict.fromkeys(map(_bucket_key, untied)):
+            members = [item for item in untied if _bucket_key(item) == key]
             buckets += [_bucket(chunk, part, shares, dtype) for part in _cut(members, capacity)]
     return buckets
 
 
 class _Shares:
-    """How the buckets of ``ranks`` replicas are shared: cut into equal shares or, ``whole``, dealt out.
+    """Assigns the values of buckets to ``ranks`` replicas: equal shares or, with ``whole``, one owner per bucket.
 
-    Each whole one goes to the rank that has least so far.
+    A whole bucket goes to the rank with the fewest values so far.
     """
 
     def __init__(self, ranks: int, *, whole: bool) -> None:
@@ -120,8 +123,8 @@ class _Shares:
     def cut(self, values: int, tie: str) -> tuple[range, ...]:
         """Each rank's share of a bucket of at least ``values``, padded so that equal shares are aligned.
 
-        The owner of a whole tied parameter follows from the name of its tie: stages that hold a copy have different
-        loads.
+        The owner of a whole tied parameter follows from a hash of the name of its tie, not from the loads: these
+        differ between the stages that hold a copy, which must choose the same owner.
         """
         ranks = len(self._load)
         length = _align(values, ALIGNMENT * ranks)
@@ -133,14 +136,14 @@ class _Shares:
         return tuple(range(length) if rank == owner else range(0) for rank in range(ranks))
 
 
-def _alike(member: tuple[Parameter, ParamInfo]) -> tuple[object, ...]:
-    """What the members of a bucket have in common."""
+def _bucket_key(member: tuple[Parameter, ParamInfo]) -> tuple[object, ...]:
+    """What the members of a bucket must have in common: they are reduced by the same collective."""
     parameter, info = member
     return info.partial_over, info.replicas, parameter.dtype
 
 
 def _cut(members: list[tuple[Parameter, ParamInfo]], capacity: int) -> list[list[tuple[Parameter, ParamInfo]]]:
-    """Cut ``members`` after the one that fills a bucket."""
+    """Cut ``members`` into buckets: one ends with the parameter that brings it to ``capacity`` values."""
     parts: list[list[tuple[Parameter, ParamInfo]]] = [[]]
     filled = 0
     for member in members:
