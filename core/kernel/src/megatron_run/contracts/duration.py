@@ -17,14 +17,14 @@ _UNITS = MappingProxyType({"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400})
 
 @dataclass(frozen=True)
 class Duration:
-    """So many ``seconds``; ``text`` is how it was written."""
+    """A duration of ``seconds``, written as ``text``."""
 
     seconds: float
     text: str
 
     @classmethod
     def parse(cls, value: object) -> Duration:
-        """Read ``"90 min"``, ``"11.5h"`` or ``3600``. Raises ValueError."""
+        """Parse ``"90 min"``, ``"11.5h"`` or ``3600``. Raises ValueError."""
         if isinstance(value, Duration):
             return value
         text = str(value).strip()

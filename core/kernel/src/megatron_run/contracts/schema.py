@@ -1,6 +1,6 @@
-"""Every key of the configuration that belongs to the kernel: type, default, bounds and meaning.
+"""The kernel's configuration keys: type, default, bounds and meaning of each.
 
-The options of a plugin stand beside the plugin, in its own model, and are written into the section of its kind.
+A plugin's options are defined in the plugin, by its own pydantic model, and set in the section of its kind.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Shape = Literal["constant", "linear", "cosine"]
 
 
 class Section(BaseModel):
-    """A frozen set of keys; an unknown one is an error. Printed, it shows what differs from the defaults."""
+    """A frozen set of keys; an unknown key is an error. ``repr`` shows the values that differ from the defaults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -91,7 +91,7 @@ class TrainSection(Section):
     @field_validator("samples")
     @classmethod
     def _one_length(cls, samples: int | None, info: ValidationInfo) -> int | None:
-        if "steps" not in info.data:  # it has a problem of its own
+        if "steps" not in info.data:  # steps is invalid itself, and reported
             return samples
         if samples is None and info.data["steps"] is None:
             raise PydanticCustomError("rule", "train.steps is not set, nor train.samples; add --set train.steps=...")
@@ -220,7 +220,7 @@ class Config(Header):
     observer: PluginsSection
 
 
-#: Keys of which one is set: a stronger layer that sets one covers the others.
+#: Groups of keys of which only one may be set: a stronger source that sets one overrides the others.
 RIVALS: tuple[frozenset[tuple[str, ...]], ...] = (frozenset({("train", "steps"), ("train", "samples")}),)
 
 #: The sections that belong to the kernel, by name.

@@ -1,4 +1,4 @@
-"""A stretch of training: ``300`` steps, ``2M samples``, or ``1%`` of the run."""
+"""A length of training: ``300`` steps, ``2M samples``, or ``1%`` of the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Span:
 
     @classmethod
     def parse(cls, value: object) -> Span:
-        """Read ``300``, ``"300"``, ``"2M samples"`` (k, M, G) or ``"1%"``. Raises ValueError."""
+        """Parse ``300``, ``"300"``, ``"2M samples"`` (k, M, G) or ``"1%"``. Raises ValueError."""
         if isinstance(value, Span):
             return value
         text = str(value).strip()
@@ -63,7 +63,7 @@ class Span:
         return f"Span({str(self)!r})"
 
     def written(self) -> int | str:
-        """As a configuration file writes it: a number of steps is an integer, everything else text."""
+        """The value in a configuration file: an integer for steps, otherwise text."""
         return int(self.amount) if self.unit == "steps" else str(self)
 
     @classmethod
