@@ -1,4 +1,4 @@
-"""The conformance suite of kind ``data``: samples as the contract says, and the same ones every time."""
+"""The conformance suite of kind ``data``: samples have the contract's form and never change."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron_run_testing.check import Check, CheckFailed
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: What every sample holds, and the type of it.
+#: The fields of every sample and their types.
 FIELDS: Mapping[str, type[np.generic]] = {"tokens": np.int64, "labels": np.int64, "loss_mask": np.float32}
 
-#: Samples of each split that are looked at.
+#: Number of samples of each split that are checked.
 LOOK = 5
 
 
@@ -47,7 +47,7 @@ def _each_split(opened: Callable[[Split], Dataset], check: Callable[[Split, Data
 
 
 def _looked_at(dataset: Dataset) -> list[int]:
-    """Samples spread over the dataset, the first and the last among them; none when it is empty."""
+    """Indices of samples spread over the dataset, including the first and the last; none if it is empty."""
     return sorted({place * (len(dataset) - 1) // (LOOK - 1) for place in range(LOOK)}) if len(dataset) else []
 
 
@@ -82,7 +82,7 @@ def _ids_fit(split: Split, dataset: Dataset, source: DataSource) -> None:
 
 
 def _samples_repeat(opened: Callable[[Split], Dataset]) -> None:
-    """Ask twice, the second time backwards and of a dataset opened anew, so that whatever is remembered shows."""
+    """Read samples twice, the second time in reverse and from a newly opened dataset, to reveal hidden state."""
     for split in get_args(Split):
         first, again = opened(split), opened(split)
         if len(first) != len(again):
