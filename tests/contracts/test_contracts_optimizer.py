@@ -121,11 +121,11 @@ PROMISES: dict[str, tuple[str, Change]] = {
     "step moves against the gradient": ("step", climbs),
     "weight decay shrinks matrices and leaves biases": ("step", decays_everything),
     "small updates of 16-bit parameters are not lost": ("step", forgets_masters),
-    "memory tells bytes by role, planned or real": ("memory", tells_of_padding),
-    "a fresh optimizer goes on from saved state bit for bit": ("iter_state", drops_the_moments),
-    "with weights alone it begins as at first": ("load_weights", forgets_nothing),
-    "the state of all ranks is every value once": ("iter_state", gives_twice),
-    "a stage without parameters is no special case": ("clip_", fails_without_parameters),
+    "memory reports bytes by role, planned and real": ("memory", tells_of_padding),
+    "a new optimizer continues from saved state bit for bit": ("iter_state", drops_the_moments),
+    "load_weights starts as before the first step": ("load_weights", forgets_nothing),
+    "the state of all ranks holds every value once": ("iter_state", gives_twice),
+    "a stage without parameters works": ("clip_", fails_without_parameters),
 }
 
 
@@ -136,7 +136,7 @@ def test_an_optimizer_that_breaks_one_promise_fails_the_check_of_that_promise(pr
 
 
 def test_memory_that_is_planned_otherwise_is_noticed() -> None:
-    promise = "memory tells bytes by role, planned or real"
+    promise = "memory reports bytes by role, planned and real"
     assert "on the meta device" in failures([the_check(promise, "memory", forgets_the_state)])[promise]
 
 
@@ -175,10 +175,10 @@ def gives_all_of_it(optimizer: Any, iter_state: Change) -> Any:
 
 TOGETHER: dict[str, tuple[str, Change]] = {
     "data-parallel ranks hold equal parameters": ("step", drifts),
-    "they train what one rank trains with the mean gradient": ("_send", learns_from_the_first_rank),
+    "they train as one rank does with the mean gradient": ("_send", learns_from_the_first_rank),
     "norm and zeros count every value once": ("clip_", counts_on_every_rank),
-    "an overflow on one rank is known to all": ("unscale_", keeps_it_to_itself),
-    "the state of all ranks is every value once": ("iter_state", gives_all_of_it),
+    "an overflow on one rank is reported on all": ("unscale_", keeps_it_to_itself),
+    "the state of all ranks holds every value once": ("iter_state", gives_all_of_it),
 }
 
 

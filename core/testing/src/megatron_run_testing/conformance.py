@@ -181,7 +181,7 @@ def _validated(plugin: Plugin, values: Mapping[Key, Value]) -> BaseModel:
     if missing:
         raise InputError(
             f"{plugin} cannot be tried without {', '.join(missing)}",
-            why="its options say no default",
+            why="these options have no default",
             fix=f"add {' '.join(f'--set {key}=...' for key in missing)}",
         )
     findings = Findings()

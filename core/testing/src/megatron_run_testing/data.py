@@ -34,9 +34,9 @@ def data_checks(source: DataSource, sequence_length: int = 32, seed: int = 7) ->
             _each_split, opened, partial(_fields_fit, sequence_length=sequence_length)
         ),
         "token ids lie in the vocabulary": partial(_each_split, opened, partial(_ids_fit, source=source)),
-        "a sample is the same whenever it is asked for": partial(_samples_repeat, opened),
+        "a sample is the same every time": partial(_samples_repeat, opened),
         "baselines are losses": lambda: _baselines_are_losses(source.baselines(sequence_length, seed, [0])),
-        "text becomes ids and text again": lambda: _text_returns(source),
+        "text can be encoded and decoded": lambda: _text_returns(source),
     }
     return tuple(Check(name, run) for name, run in checks.items())
 
@@ -104,7 +104,7 @@ def _baselines_are_losses(baselines: Mapping[str, float]) -> str:
     for name, loss in baselines.items():
         if not (isfinite(loss) and loss >= 0):
             raise CheckFailed(f"baseline {name!r} is {loss}; a loss in nats per token is finite and not negative")
-    return "" if baselines else "it knows no baseline"
+    return "" if baselines else "it has no baselines"
 
 
 def _text_returns(source: DataSource) -> str:
@@ -113,7 +113,7 @@ def _text_returns(source: DataSource) -> str:
     if ids is None:
         if source.decode([0]) is not None:
             raise CheckFailed("decode gives text, but encode gives None: data is text or it is not")
-        return "it is no text"
+        return "the data is not text"
     if any(not 0 <= token < source.vocab_size for token in ids):
         raise CheckFailed(f"encode gives {list(ids)}, the vocabulary reaches from 0 to {source.vocab_size - 1}")
     if not isinstance(source.decode(ids), str):

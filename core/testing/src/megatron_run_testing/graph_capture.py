@@ -34,7 +34,7 @@ def graph_capture_checks(factory: CaptureFactory, why_not: Callable[[], str] = s
     """
 
     def tried(check: Callable[[CaptureFactory], None]) -> str:
-        reason = why_not() or ("" if _Bench(factory).watched else "it chooses no region")
+        reason = why_not() or ("" if _Bench(factory).watched else "it captures no region")
         if not reason:
             check(factory)
         return reason
@@ -44,8 +44,8 @@ def graph_capture_checks(factory: CaptureFactory, why_not: Callable[[], str] = s
             "regions lie within a layer and may be captured",
             lambda: _check_regions(factory),
         ),
-        Check("captured steps give the losses and gradients of eager ones", lambda: tried(_check_equal)),
-        Check("invalidate goes back to eager", lambda: tried(_check_invalidate)),
+        Check("captured steps equal eager ones in losses and gradients", lambda: tried(_check_equal)),
+        Check("invalidate returns to eager steps", lambda: tried(_check_invalidate)),
     )
 
 

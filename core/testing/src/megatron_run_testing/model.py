@@ -42,15 +42,15 @@ def model_checks(create: CreateModel, options: BaseModel) -> tuple[Check, ...]:
     """
     bench = _Bench(create, options)
     checks: dict[str, Callable[[], None]] = {
-        "a cut model is the whole model": bench.cuts_agree,
+        "a cut model equals the whole model": bench.cuts_agree,
         "initial weights do not depend on the layout": bench.initial_weights_agree,
         "recomputation changes no gradient": bench.recomputation_agrees,
         "evaluation has no dropout": bench.evaluation_is_still,
-        "masked labels weigh nothing": bench.mask_counts,
-        "without labels it gives logits": bench.gives_logits,
-        "it asks for known fields": bench.asks_known_fields,
-        "what crosses is what boundary says": bench.boundary_holds,
-        "a part of the sequence crosses where ranks split it": bench.boundary_splits,
+        "masked labels have no weight": bench.mask_counts,
+        "without labels it returns logits": bench.gives_logits,
+        "it needs known fields only": bench.asks_known_fields,
+        "tensors between chunks match boundary": bench.boundary_holds,
+        "tensors between chunks match boundary under sequence parallelism": bench.boundary_splits,
         "segments cover every parameter": bench.segments_cover,
         "chunks of one stage share tied parameters": bench.shares_tied,
         "flops do not shrink with the sequence": bench.flops_grow,
@@ -241,7 +241,7 @@ class _Bench:
         boundary = built.model.boundary(replace(microbatch, fields={}), 2, 16)  # as the kernel asks
         for position, x in enumerate(built.forward(microbatch)[1]):
             if not boundary.fits(x):
-                raise CheckFailed(f"position {position} sends {tuple(x.shape)} {x.dtype}, boundary says {boundary}")
+                raise CheckFailed(f"position {position} sends {tuple(x.shape)} {x.dtype}, boundary declares {boundary}")
 
     def segments_cover(self) -> None:
         """Every parameter is read by a segment, and (layer, index) identifies a segment."""

@@ -34,11 +34,11 @@ STEPS = 4
 def observer_checks(make: Make) -> tuple[Check, ...]:
     """The checks that every observer must pass; ``make`` creates a new one for each run."""
     checks: dict[str, Callable[[Make], str | None]] = {
-        "it bears a whole run": _bears_a_run,
-        "it bears a run that fails": _bears_a_failure,
-        "it bears a run of no steps": _bears_no_steps,
-        "it asks for steps that can be counted": _asks_for_steps,
-        "what an attempt wrote outlives the next": _keeps_what_was_written,
+        "it survives a whole run": _bears_a_run,
+        "it survives a run that fails": _bears_a_failure,
+        "it survives a run without steps": _bears_no_steps,
+        "traced_steps returns step numbers": _asks_for_steps,
+        "a second attempt keeps what the first wrote": _keeps_what_was_written,
         "it draws no random numbers": _draws_nothing,
     }
     return tuple(Check(name, partial(check, make)) for name, check in checks.items())
@@ -169,7 +169,7 @@ def _asks_for_steps(make: Make) -> str:
             raise CheckFailed(f"traced_steps gave {strange[0]!r}, and must give whole numbers from 1 on")
         if sorted(again) != sorted(asked):
             raise CheckFailed(f"traced_steps gave {asked}, and then {again} when it was asked again")
-    return "" if asked else "it asks for no step"
+    return "" if asked else "it traces no step"
 
 
 def _keeps_what_was_written(make: Make) -> str:

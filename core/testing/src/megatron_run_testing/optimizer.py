@@ -41,10 +41,10 @@ _ALONE: Mapping[str, Callable[[OptimizerFactory], None]] = MappingProxyType(
         "step moves against the gradient": alone.check_descent,
         "weight decay shrinks matrices and leaves biases": alone.check_decay,
         "small updates of 16-bit parameters are not lost": alone.check_small_updates,
-        "memory tells bytes by role, planned or real": alone.check_memory,
-        "a fresh optimizer goes on from saved state bit for bit": alone.check_round_trip,
-        "with weights alone it begins as at first": alone.check_weights_alone,
-        "a stage without parameters is no special case": alone.check_nothing,
+        "memory reports bytes by role, planned and real": alone.check_memory,
+        "a new optimizer continues from saved state bit for bit": alone.check_round_trip,
+        "load_weights starts as before the first step": alone.check_weights_alone,
+        "a stage without parameters works": alone.check_nothing,
     }
 )
 
@@ -61,10 +61,10 @@ class _Trial:
 _TOGETHER: Mapping[str, _Trial] = MappingProxyType(
     {
         "data-parallel ranks hold equal parameters": _Trial(together.run_steps, together.judge_replicas),
-        "they train what one rank trains with the mean gradient": _Trial(together.run_steps, together.judge_mean),
+        "they train as one rank does with the mean gradient": _Trial(together.run_steps, together.judge_mean),
         "norm and zeros count every value once": _Trial(together.run_steps, together.judge_numbers),
-        "an overflow on one rank is known to all": _Trial(together.find_overflows, together.judge_overflows),
-        "the state of all ranks is every value once": _Trial(together.run_steps, together.judge_state),
+        "an overflow on one rank is reported on all": _Trial(together.find_overflows, together.judge_overflows),
+        "the state of all ranks holds every value once": _Trial(together.run_steps, together.judge_state),
     }
 )
 

@@ -29,10 +29,10 @@ def scaler_checks(factory: ScalerFactory) -> tuple[Check, ...]:
         Check("scale is fp32 of shape [1], positive and finite", lambda: _check_scale(make())),
         Check("inv_scale is the reciprocal taken in float64", lambda: _check_reciprocal(make())),
         Check("scale keeps its storage through updates", lambda: _check_storage(make())),
-        Check("the same overflows give the same scales", lambda: _check_deterministic(make(), make())),
-        Check("an overflow is any found_inf above 0, which is left as it is", lambda: _check_found_inf(make(), make())),
-        Check("its state is finite numbers, as JSON has them", lambda: _check_json(make())),
-        Check("with its state another goes on as it does", lambda: _check_resumed(make)),
+        Check("equal overflows give equal scales", lambda: _check_deterministic(make(), make())),
+        Check("any found_inf above 0 is an overflow and stays unchanged", lambda: _check_found_inf(make(), make())),
+        Check("its state is finite numbers, as JSON can hold", lambda: _check_json(make())),
+        Check("a scaler that loads its state continues as it does", lambda: _check_resumed(make)),
     )
 
 

@@ -70,9 +70,9 @@ def schedule_checks(
     """
     checks: dict[str, _Trial] = {
         "it accepts a shape": _accepts_a_shape,
-        "a refusal says what to do": _refusals_teach,
+        "a refusal contains a fix": _refusals_teach,
         "the layout holds every layer once": _layouts_are_whole,
-        "places stay where they are": _places_stay,
+        "places do not depend on layers or microbatches": _places_stay,
         "the action lists are a legal plan": _lists_verify,
         "the action lists are legal at other costs": _other_costs_verify,
         "equal calls give equal answers": _is_pure,
@@ -81,7 +81,7 @@ def schedule_checks(
     if warmup:
         checks["the warm-up equals its formula"] = partial(_warmup_equals, formula=warmup)
     if in_flight:
-        checks["memory in flight keeps its bound"] = partial(_in_flight_keeps, formula=in_flight)
+        checks["activations in flight keep their bound"] = partial(_in_flight_keeps, formula=in_flight)
     if bubble:
         checks["the bubble equals its formula"] = partial(_bubble_equals, formula=bubble)
     if ascending:
@@ -126,7 +126,7 @@ def _layouts_are_whole(schedule: Schedule, shapes: Sequence[Shape]) -> str:
             if not isinstance(layout, ScheduleError):  # refusals are checked by _refusals_teach
                 served = True
                 _proven(str(shape), partial(check_layout, spec, layout))
-    return "" if served else "it makes no layout"
+    return "" if served else "it returns no layout"
 
 
 def _splits(schedule: Schedule, shape: Shape) -> Iterator[tuple[LayoutSpec, tuple[Place, ...] | ScheduleError]]:

@@ -115,7 +115,9 @@ class Shard:
 
     def counted(self) -> list[Tensor]:
         """The gradients that this rank adds to the global norm. They may include padding, which is zero."""
-        return [self.grads[self.local(run)] for counted, run in self.runs(_is_counted, self.owned) if counted]
+        return [
+            self.grads[self.local(run)] for counted, run in self.runs(lambda info: info.counted, self.owned) if counted
+        ]
 
     def pieces(self, within: range) -> Iterator[Piece]:
         """The boxes of logical tensors ``within`` a range of the bucket; padding is excluded."""
@@ -127,7 +129,3 @@ class Shard:
 
     def _cut(self, flat: Tensor) -> Tensor:
         return flat[self.updated.start : self.updated.stop]
-
-
-def _is_counted(info: ParamInfo) -> bool:
-    return info.counted

@@ -66,6 +66,7 @@ class Update:
         self._begun = True
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
+                # torch's optimizers read both from their groups in every step.
                 group["lr"] = lr * group["megatron_run"].lr_mult
                 group["weight_decay"] = weight_decay if group["megatron_run"].decays else 0.0
             optimizer.step()

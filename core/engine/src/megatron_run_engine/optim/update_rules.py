@@ -31,7 +31,7 @@ def _rule(text: str) -> str:
     module, _, name = text.partition(":")
     if text not in RULES and not (module and name):
         listed = f"the rules are {', '.join(RULES)}, or MODULE:CLASS"
-        raise ValueError(f"{text!r} is no rule; {advice(did_you_mean(text, RULES), listed)}")
+        raise ValueError(f"{text!r} is not a rule; {advice(did_you_mean(text, RULES), listed)}")
     return text
 
 
@@ -205,5 +205,5 @@ def _import(name: str) -> type[torch.optim.Optimizer]:
     except (ImportError, AttributeError) as error:
         raise InputError(f"optimizer.rule={name} cannot be imported", why=str(error), fix="install it") from error
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise InputError(f"optimizer.rule={name} is no torch.optim.Optimizer", fix="name a subclass of it")
+        raise InputError(f"optimizer.rule={name} is not a torch.optim.Optimizer", fix="name a subclass of it")
     return kind

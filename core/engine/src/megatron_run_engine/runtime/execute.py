@@ -132,6 +132,7 @@ class Executor:
         for message in instruction.post:
             self._messenger.post(message, self._boundary(message.microbatch), one_order=instruction.one_order)
         received = self._messenger.wait(instruction.receive) if instruction.receive else None
+        # Only after the wait: what has just arrived proves that these sends were consumed.
         self._messenger.retire(instruction.retire)
         result = self._compute(action, received)
         self._record.executed.append(action)
@@ -164,17 +165,19 @@ class Executor:
         return None if out.x is None else out.x.detach()
 
     def _recompute(self, action: Action, received: Tensor | None) -> None:
+        # Losses were reported by the forward already.
         self._call(action, self._to_recompute.pop((action.microbatch, action.chunk)), with_graph=True)
 
     def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         """Backpropagate the output's gradient and the losses' seeds; return the input's gradient."""
-        flight = self._in_flight.pop((action.microbatch, action.chunk))
+        flight = self._in_flight.pop((action.microbatch, action.chunk))  # the last reference to the graph
         roots = [edge for edge, _ in flight.losses]
         seeds = [seed for _, seed in flight.losses]
         if flight.output is not None:
             assert gradient is not None  # lowering receives it for every position but the last
             roots.append(flight.output)
             seeds.append(gradient)
+        # One call for all roots: a call per root would visit shared nodes twice, and fail on the freed graph.
         torch.autograd.backward(roots, seeds)
         return None if flight.x is None else flight.x.grad
 
@@ -230,5 +233,5 @@ def _missing(message: Message) -> PluginError:
     return PluginError(
         f"{message} does not exist",
         why=reason[message.kind],
-        fix="every chunk but the last makes x of the x it is given",
+        fix="every chunk but the last must return an x that depends on its input x",
     )

@@ -123,6 +123,7 @@ class Messenger:
         self._finish("receive", message, transfer, message.source)
         if transfer.shape is None:
             return transfer.tensor
+        # Safe as a collective: all sharers run the same instructions, so they gather in the same order.
         return self._sharers.gather(transfer.tensor).view(transfer.shape)
 
     def send(self, message: Message, tensor: Tensor, boundary: Boundary) -> None:
@@ -142,6 +143,7 @@ class Messenger:
         self._activity.enter("send", Exchange(message, self._ranks[message.target]))
         header = () if boundary.known else (self._send_sizes(message, boundary.unknown(tensor)),)
         transfer = self._start(dist.isend, message, self._part_of(tensor), message.target)
+        # Held until it is retired: on gloo the buffer must stay unchanged until the receiver has it.
         self._sent[message] = (*header, transfer)
 
     def retire(self, messages: Iterable[Message]) -> None:

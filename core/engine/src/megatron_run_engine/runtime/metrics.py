@@ -22,7 +22,7 @@ class Meter:
 
     def add(self, total: Tensor | float, weight: Tensor | float = 1.0) -> None:
         """Add a ``total`` over ``weight`` units; both are scalars."""
-        self._cell[0] += total
+        self._cell[0] += total  # stays on the device: no synchronisation
         self._cell[1] += weight
 
 

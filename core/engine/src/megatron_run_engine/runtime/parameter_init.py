@@ -12,7 +12,7 @@ from megatron_run_engine.runtime.rng import initial_generator
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch import Tensor, nn
+    from torch import nn
     from torch.nn import Parameter
 
     from megatron_run.contracts import Chunk
@@ -69,7 +69,7 @@ def count_parameters(infos: Iterable[ParamInfo]) -> int:
 
 def _default_spec(path: str, name: str, parameter: Parameter) -> ParameterSpec:
     if parameter.ndim > 1:
-        raise TypeError(f"{path}.{name} has no parameter_specs entry: a matrix must say how it starts")
+        raise TypeError(f"{path}.{name} has no parameter_specs entry: a matrix must declare its initial values")
     return ParameterSpec(Init("ones" if name == "weight" else "zeros"))
 
 
@@ -98,19 +98,13 @@ def _is_whole(parameter: Parameter, parts: tuple[Part, ...]) -> bool:
     return all(part.shape == (len(part.local), *columns) for part in parts)
 
 
-def _fill(parameter: nn.Parameter, part: Part, init: Init, seed: int) -> None:
+def _fill(parameter: Parameter, part: Part, init: Init, seed: int) -> None:
+    """Fill the rows of ``part``; the caller has disabled gradients."""
     rows = parameter[part.local.start : part.local.stop]
-    if init.kind == "normal":
-        rows.copy_(_local_piece(_normal(part, init.std, seed), part, rows))
-    else:
+    if init.kind != "normal":
         rows.fill_(1.0 if init.kind == "ones" else 0.0)
-
-
-def _normal(part: Part, std: float, seed: int) -> Tensor:
-    """The whole logical tensor, fp32 on the CPU: every layout and device takes its piece of the same values."""
-    return torch.empty(part.shape).normal_(0.0, std, generator=initial_generator(seed, part.name))
-
-
-def _local_piece(whole: Tensor, part: Part, rows: Tensor) -> Tensor:
+        return
+    # The whole logical tensor, in fp32 on the CPU: every layout and every device takes its piece of the same values.
+    whole = torch.empty(part.shape).normal_(0.0, init.std, generator=initial_generator(seed, part.name))
     piece = whole[part.start : part.start + len(part.local)]
-    return piece if piece.ndim == 1 else piece[:, part.column : part.column + rows.shape[1]]
+    rows.copy_(piece if piece.ndim == 1 else piece[:, part.column : part.column + rows.shape[1]])

@@ -79,6 +79,7 @@ class SegmentRunner:
         last = region.segments[-1]
         for segment in region.segments:
             self._make_ready(segment)
+        # Positions are set outside of the graph, which therefore draws other numbers in each replay.
         self._rng.position(microbatch, region.drawing.layer, region.drawing.index)
         outputs = capture.replay(region, microbatch, *(environment[name] for name in region.inputs))
         if not isinstance(outputs, tuple) or len(outputs) != len(region.outputs):
@@ -88,9 +89,9 @@ class SegmentRunner:
             self._rng.position(microbatch, last.layer, last.index)  # as an eager run would leave the streams
 
     def _no_outputs(self, region: Region, returned: object) -> GraphCaptureError:
-        said = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+        found = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
         return GraphCaptureError(
-            f"{self._capture_name} replayed {region} and returned {said}",
+            f"{self._capture_name} replayed {region} and returned {found}",
             why=f"replay returns a tuple of {len(region.outputs)}, the region's outputs: {', '.join(region.outputs)}",
             fix="correct its replay, or choose --plugin graph-capture=none",
         )

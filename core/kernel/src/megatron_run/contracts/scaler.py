@@ -88,7 +88,7 @@ class Scaler(ABC):
         """
         if state:
             raise DataError(
-                f"{type(self).__name__} has no state, and is given {', '.join(state)}",
+                f"{type(self).__name__} has no state, but the checkpoint holds {', '.join(state)}",
                 fix="choose the scaler that wrote it",
             )
 

@@ -65,7 +65,7 @@ class _Dropout:
 class _AttentionDropout:
     """Dropout in attention: ranks hold different heads, so their masks differ, whether the sequence is split or not."""
 
-    name: str = "attention drops probabilities, on every rank others"
+    name: str = "attention dropout differs between ranks"
 
     def run(self, rank: Rank) -> dict[str, Values]:
         context = rank.context()
@@ -117,7 +117,7 @@ class _Causal:
 class _Padding:
     """The values of padding columns do not change the loss and get no gradient."""
 
-    name: str = "padding is no class"
+    name: str = "padding is not a class"
 
     def run(self, rank: Rank) -> tuple[Values, Values, Values]:
         logits, labels = _logits_and_labels()

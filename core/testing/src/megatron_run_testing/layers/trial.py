@@ -104,7 +104,7 @@ class LayerTrial:
     def _try(self, layer: nn.Module, context: BuildContext, rank: Rank, like: Tensor | None) -> Outcome:
         if missing := unspecified(layer):
             raise CheckFailed(
-                f"no parameter_specs say what {missing} is: how it starts, and over which ranks it is split"
+                f"{missing} has no parameter_specs entry, which declares its initial values and how ranks split it"
             )
         layer.train(self.case.training)
         infos = prepare(context, [_OneLayer(layer)])
@@ -215,7 +215,9 @@ def _summed(name: str, piece: Piece, pieces: Mapping[Place, Piece]) -> tuple[Val
         return piece.gradient, piece.both
     for place, other in pieces.items():
         if (other.box, other.partial) != (piece.box, True):
-            raise CheckFailed(f"{name} says that its gradient is partial over tensor, and {place} holds another piece")
+            raise CheckFailed(
+                f"{name} declares a gradient that is partial over tensor, but {place} holds another piece"
+            )
     return sum(p.gradient for p in pieces.values()), sum(p.both for p in pieces.values())  # type: ignore[return-value]  # there is one
 
 

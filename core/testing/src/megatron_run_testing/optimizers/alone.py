@@ -128,11 +128,11 @@ def check_memory(factory: OptimizerFactory) -> None:
     planned_bench = Bench(factory, single_process_context(dtype=torch.float32, device="meta"))
     real, planned = bench.optimizer.memory(), planned_bench.optimizer.memory()
     if not set(real) <= _ROLES:
-        raise CheckFailed(f"memory tells of {', '.join(set(real) - _ROLES)}; the roles are {', '.join(sorted(_ROLES))}")
+        raise CheckFailed(f"memory reports {', '.join(set(real) - _ROLES)}; the roles are {', '.join(sorted(_ROLES))}")
     if real.get("parameters", 0) < bench.weight.nbytes + bench.bias.nbytes:
-        raise CheckFailed(f"memory tells of {real.get('parameters', 0)} bytes of parameters, which are more")
+        raise CheckFailed(f"memory reports {real.get('parameters', 0)} bytes of parameters, which are more")
     if "state" in planned and dict(real) != dict(planned):
-        raise CheckFailed(f"memory tells {dict(planned)} on the meta device, and {dict(real)} after a step")
+        raise CheckFailed(f"memory reports {dict(planned)} on the meta device, and {dict(real)} after a step")
 
 
 def check_round_trip(factory: OptimizerFactory) -> None:
@@ -168,7 +168,7 @@ def check_weights_alone(factory: OptimizerFactory) -> None:
 
 
 def check_nothing(factory: OptimizerFactory) -> None:
-    """A stage without parameters is no special case."""
+    """A stage without parameters works like any other."""
     optimizer = factory(single_process_context(dtype=torch.float32))
     optimizer.attach([], [], 1.0)
     optimizer.zero_grad()
@@ -200,4 +200,4 @@ def expect_same(what: str, found: dict[str, Tensor], expected: dict[str, Tensor]
     for name, value in expected.items():
         if not torch.equal(found[name], value):
             most = (found[name] - value).abs().max().item()
-            raise CheckFailed(f"{what}: {name} is off by up to {most:g}, expected the same bits")
+            raise CheckFailed(f"{what}: {name} is off by up to {most:g}, expected equal bits")

@@ -24,7 +24,7 @@ class SavedState:
         together: dict[tuple[str, str], list[StatePiece]] = {(name, MASTER): [] for name in shapes}
         for piece in pieces:
             if piece.name not in shapes:
-                raise CheckFailed(f"iter_state gives {piece.name!r}, which is no logical tensor")
+                raise CheckFailed(f"iter_state gives {piece.name!r}, which is not a logical tensor")
             together.setdefault((piece.name, piece.field), []).append(piece)
         self.tensors = {
             (name, field): _joined(f"{field} of {name}", found, shapes[name] if field == MASTER else _extent(found))
@@ -42,7 +42,7 @@ def _joined(what: str, pieces: Iterable[StatePiece], shape: Shape) -> Tensor:
     whole, times = torch.zeros(shape), torch.zeros(shape, dtype=torch.int64)
     for piece in pieces:
         if tuple(piece.tensor.shape) != piece.sizes:
-            raise CheckFailed(f"a piece of {what} has shape {tuple(piece.tensor.shape)}, and says {piece.sizes}")
+            raise CheckFailed(f"a piece of {what} has shape {tuple(piece.tensor.shape)}, but declares {piece.sizes}")
         whole = whole.to(piece.tensor.dtype)
         whole[_box(piece.starts, piece.sizes)] = piece.tensor.detach().cpu()
         times[_box(piece.starts, piece.sizes)] += 1

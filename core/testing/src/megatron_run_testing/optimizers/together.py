@@ -80,7 +80,7 @@ def judge_replicas(_: OptimizerFactory, runs: Sequence[Run]) -> None:
     """All ranks hold the same parameters after every step."""
     for step, first in enumerate(runs[0].values):
         for rank, run in enumerate(runs):
-            expect_same(f"step {step}, rank {rank} beside rank 0", run.values[step], first)
+            expect_same(f"step {step}, rank {rank} against rank 0", run.values[step], first)
 
 
 def judge_mean(factory: OptimizerFactory, runs: Sequence[Run]) -> None:

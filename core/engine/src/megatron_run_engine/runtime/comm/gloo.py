@@ -26,7 +26,7 @@ def is_gloo(group: dist.ProcessGroup | None) -> bool:
     return dist.get_backend(group) == "gloo"
 
 
-class Messages:
+class Transfers:
     """Sends and receives in flight, and sums to compute once they have arrived; a stand-in for ``dist.Work``."""
 
     def __init__(self, group: dist.ProcessGroup | None, tag: int) -> None:
@@ -55,7 +55,7 @@ class Messages:
 
 def start_sum_shares(
     flat: Tensor, shares: Sequence[range], index: int, group: dist.ProcessGroup | None
-) -> Messages | dist.Work | None:
+) -> Transfers | dist.Work | None:
     """Start summing ``flat`` in place, at least in the share of this rank, the ``index`` -th of the group.
 
     Two peers exchange each other's shares: half the bytes of an all-reduce, and the same sums, since a + b = b + a. The
@@ -65,19 +65,21 @@ def start_sum_shares(
         work: dist.Work | None = dist.all_reduce(flat, group=group, async_op=True)
         return work
     mine, theirs = flat[_slice(shares[index])], flat[_slice(shares[1 - index])]
-    messages, arriving = Messages(group, _SUM), torch.empty_like(mine)
-    messages.swap(theirs, arriving, 1 - index)
-    messages.add(arriving, mine)
-    return messages
+    transfers, arriving = Transfers(group, _SUM), torch.empty_like(mine)
+    transfers.swap(theirs, arriving, 1 - index)
+    transfers.add(arriving, mine)
+    return transfers
 
 
-def start_gather_shares(flat: Tensor, shares: Sequence[range], index: int, group: dist.ProcessGroup | None) -> Messages:
+def start_gather_shares(
+    flat: Tensor, shares: Sequence[range], index: int, group: dist.ProcessGroup | None
+) -> Transfers:
     """Start filling ``flat`` in place with every peer's share; this rank, the ``index`` -th, holds its own already."""
-    messages, mine = Messages(group, _GATHER), flat[_slice(shares[index])]
+    transfers, mine = Transfers(group, _GATHER), flat[_slice(shares[index])]
     for peer, share in enumerate(shares):
         if peer != index:
-            messages.swap(mine, flat[_slice(share)], peer)
-    return messages
+            transfers.swap(mine, flat[_slice(share)], peer)
+    return transfers
 
 
 def _slice(values: range) -> slice:

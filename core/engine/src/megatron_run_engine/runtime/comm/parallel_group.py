@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from megatron_run_engine.runtime.comm.gloo import Messages
+    from megatron_run_engine.runtime.comm.gloo import Transfers
 
 
 #: The phase of a wait that is not recorded.
@@ -29,7 +29,7 @@ class Pending:
     """A tensor that a collective is filling; ``phase`` is this rank's activity while it waits for it."""
 
     tensor: Tensor
-    work: dist.Work | Messages | None = None
+    work: dist.Work | Transfers | None = None
     phase: AbstractContextManager[None] = _UNRECORDED
 
     def wait(self) -> Tensor:
@@ -136,11 +136,11 @@ class ParallelGroup:
         gather, mine = _collective("all_gather"), flat[shares[self.index].start : shares[self.index].stop]
         return self._start("gather of shares", flat, lambda: gather(flat, mine, **self._async))
 
-    def _start(self, operation: str, result: Tensor, begin: Callable[[], dist.Work | Messages | None]) -> Pending:
+    def _start(self, operation: str, result: Tensor, begin: Callable[[], dist.Work | Transfers | None]) -> Pending:
         phase = self.activity.collective(operation, self.scope, result.numel())
         with phase:
             work = begin()
-        return Pending(result, work, phase)
+        return Pending(result, work, phase)  # the wait re-enters the phase: it is the same collective, counted once
 
     @property
     def _async(self) -> dict[str, Any]:
@@ -154,7 +154,9 @@ class ParallelGroup:
     def _several(self) -> bool:
         """Whether there are other peers."""
         # torch would take a missing group for the whole world, and hang or compute a wrong sum.
-        assert self.size == 1 or self.group is not None, f"{self.size} ranks share this layer, and have no group"
+        assert self.size == 1 or self.group is not None, (
+            f"{self.size} ranks share this layer, but have no process group"
+        )
         return self.size > 1
 
 

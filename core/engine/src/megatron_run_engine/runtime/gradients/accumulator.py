@@ -61,6 +61,7 @@ class GradientAccumulator:
     def start_step(self, microbatches: int, on_ready: Callable[[Parameter], None]) -> None:
         """Begin a step of ``microbatches``; ``on_ready`` is called at each parameter's last arrival."""
         if self._microbatches and not self._per_microbatch:
+            # Learned once, since it is a property of the model: later steps may have another number of microbatches.
             self._per_microbatch = {p: count / self._microbatches for p, count in self._arrivals.items()}
         self._arrivals.clear()
         self._microbatches, self._on_ready = microbatches, on_ready
@@ -104,7 +105,7 @@ class GradientAccumulator:
             return  # the hook also fires when a Function returned None for a parameter it submitted
         with torch.no_grad():
             main_grad(parameter).add_(parameter.grad)
-        parameter.grad = None
+        parameter.grad = None  # or autograd would add the next gradient to it, and it would be counted twice
         self._arrived(parameter)  # type: ignore[arg-type]  # the hook is registered on parameters only
 
     def _arrived(self, parameter: Parameter) -> None:

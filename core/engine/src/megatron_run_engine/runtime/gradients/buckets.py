@@ -67,6 +67,7 @@ class Bucket:
 
     def flatten_parameters(self) -> Tensor:
         """Move the parameters into one buffer with the layout of ``grad``; each becomes a view of it."""
+        # Zeros, since padding is updated and gathered with the rest: it must stay finite.
         flat = self.grad.new_zeros(len(self.grad), dtype=self.parameters[0].dtype)
         for parameter in self.parameters:
             view = self.view(flat, parameter)
