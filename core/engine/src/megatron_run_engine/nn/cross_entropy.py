@@ -63,13 +63,13 @@ class _CrossEntropy(torch.autograd.Function):
         first = peers.index * logits.shape[1]
         real = logits[:, : max(vocab - first, 0)]  # [N, r]
         column, mine = owned(labels, first, real.shape[1], vocab)
-        sums = [_sums(real[rows], spreads=smoothing > 0) for rows in _few_rows(logits)]
+        sums = [_row_sums(real[rows], spreads=smoothing > 0) for rows in _row_blocks(logits)]
         top, total, *spread = (torch.cat(parts) for parts in zip(*sums, strict=True))  # each [N], of this rank alone
         # Logits enter the exponential as differences to the largest of all ranks: exp cannot overflow.
         largest = peers.max_(top.clone())  # a copy, since max_ works in place and `top` is read below
         # A rank that holds padding only has no maximum to rescale from.
         lower = top - largest if real.shape[1] else torch.zeros_like(top)
-        target = torch.where(mine, _at(real, column, largest), 0.0)
+        target = torch.where(mine, _logit_at(real, column, largest), 0.0)
         shares = [total * lower.exp(), target, *(each + lower * real.shape[1] for each in spread)]
         total, target, *spread = peers.sum_(torch.stack(shares))  # one collective for all sums
         ctx.save_for_backward(logits, column, mine, largest, total)
@@ -85,23 +85,23 @@ class _CrossEntropy(torch.autograd.Function):
         real, scale, smooth = logits[:, : ctx.columns], grad / total, ctx.smoothing / ctx.vocab * grad
         result = torch.empty_like(logits)
         result[:, ctx.columns :].zero_()
-        for rows in _few_rows(logits):
-            part = _exp_(_exact(real[rows]) - largest[rows, None]).mul_(scale[rows, None])  # [c, r]
+        for rows in _row_blocks(logits):
+            part = _exp_(_widened(real[rows]) - largest[rows, None]).mul_(scale[rows, None])  # [c, r]
             result[rows, : ctx.columns] = part.sub_(smooth[rows, None]) if ctx.smoothing else part
         if ctx.columns:
             # The label's column is recomputed in fp32: subtracting one_hot from the rounded softmax would round twice.
             likely = torch.where(mine, grad * (1 - ctx.smoothing), 0.0)
-            at_label = _exp_(_at(real, column, largest)) * scale - smooth - likely  # [N]
+            at_label = _exp_(_logit_at(real, column, largest)) * scale - smooth - likely  # [N]
             result[torch.arange(len(column), device=column.device), column] = at_label.to(result.dtype)
         return result, None, None, None, None
 
 
-def _sums(real: Tensor, *, spreads: bool) -> tuple[Tensor, ...]:
+def _row_sums(real: Tensor, *, spreads: bool) -> tuple[Tensor, ...]:
     """Row statistics of [c, r]: the maximum, ``sum(exp(x - max))`` and, with ``spreads``, ``sum(x - max)``; each [c].
 
     The most negative finite number stands for the maximum of a row that is all -inf or has no columns.
     """
-    exact = _exact(real)
+    exact = _widened(real)
     least = torch.finfo(exact.dtype).min
     top = exact.amax(1).clamp_(min=least) if real.shape[1] else exact.new_full((len(real),), least)
     shifted = exact - top[:, None]
@@ -118,19 +118,19 @@ def _exp_(x: Tensor) -> Tensor:
     return x.mul_(LOG2_E).exp2_()
 
 
-def _exact(x: Tensor) -> Tensor:
+def _widened(x: Tensor) -> Tensor:
     """X in fp32, or float64 if it has that type."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _at(real: Tensor, column: Tensor, largest: Tensor) -> Tensor:
+def _logit_at(real: Tensor, column: Tensor, largest: Tensor) -> Tensor:
     """Each row's value at ``column`` minus ``largest``: [N, r], [N], [N] -> [N]; zeros on a rank without columns."""
     if not real.shape[1]:
         return torch.zeros_like(largest)
-    return _exact(real.gather(1, column[:, None]).squeeze(1)) - largest
+    return _widened(real.gather(1, column[:, None]).squeeze(1)) - largest
 
 
-def _few_rows(logits: Tensor) -> Iterator[slice]:
+def _row_blocks(logits: Tensor) -> Iterator[slice]:
     """Slices that cover all rows: on a CPU as many rows each as its caches hold in fp32, elsewhere one slice."""
     count, columns = logits.shape
     step = max(1, CACHED // columns) if logits.device.type == "cpu" else max(1, count)

@@ -78,9 +78,9 @@ class _Swiglu(torch.autograd.Function):
         (x,), (grad,) = ctx.saved_tensors, grads
         gate, up = x.chunk(2, dim=-1)
         result = torch.empty_like(x)
-        of_gate, of_up = result.chunk(2, dim=-1)
-        torch.mul(grad, F.silu(gate), out=of_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
+        grad_gate, grad_up = result.chunk(2, dim=-1)
+        torch.mul(grad, F.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
         return result
 
 

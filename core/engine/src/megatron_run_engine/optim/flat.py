@@ -217,12 +217,12 @@ def sum_of_squares(flat: Tensor) -> Tensor:
     """
     if flat.device.type == "cpu" and flat.dtype == torch.float32:
         rows = len(flat) // _ROW * _ROW
-        total = _exact(torch.linalg.vector_norm(flat[:rows].view(-1, _ROW), dim=1)) + _exact(flat[rows:])
+        total = _square_norm(torch.linalg.vector_norm(flat[:rows].view(-1, _ROW), dim=1)) + _square_norm(flat[rows:])
         if _LEAST < total < _MOST:
             return total
-    return _exact(flat)
+    return _square_norm(flat)
 
 
-def _exact(flat: Tensor) -> Tensor:
+def _square_norm(flat: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float64)
     return norm.square()

@@ -23,7 +23,7 @@ def iter_state(update: Update) -> Iterator[StatePiece]:
     A run may be saved before its first update. An imported rule (``MODULE:CLASS``) then has master weights only, since
     its initial state is not known.
     """
-    update.begin()
+    update.create_initial_state()
     for segment in update.segments:
         shard, state = segment.shard, update.state(segment)
         owned = range(max(segment.in_bucket.start, shard.owned.start), min(segment.in_bucket.stop, shard.owned.stop))
@@ -41,13 +41,13 @@ def iter_state(update: Update) -> Iterator[StatePiece]:
 
 def load_state(update: Update, read: ReadState) -> None:
     """Fill master weights and state of every segment from the boxes that ``read`` looks up."""
-    update.start()
+    update.allocate_state()
     _fill(update, read)
 
 
 def load_weights(update: Update, read: ReadState) -> None:
     """Fill the master weights of every segment from the boxes that ``read`` looks up, and drop the rule's state."""
-    update.forget()
+    update.drop_state()
     _fill(update, read)
 
 

@@ -71,7 +71,7 @@ class Update:
                 group["weight_decay"] = weight_decay if group["megatron_run"].decays else 0.0
             optimizer.step()
 
-    def start(self) -> None:
+    def allocate_state(self) -> None:
         """Make the rule allocate its state by a step with zero gradients and learning rate; reset its step count.
 
         PyTorch's optimizers create their state only in ``step``. For a rule that ``starts_at_zero`` the result is its
@@ -85,16 +85,16 @@ class Update:
             if "step" in state:
                 state["step"] *= 0
 
-    def forget(self) -> None:
+    def drop_state(self) -> None:
         """Drop the rule's state, as before the first step."""
         self._begun = False
         for optimizer in self._optimizers:
             optimizer.state.clear()
 
-    def begin(self) -> None:
+    def create_initial_state(self) -> None:
         """Create the rule's initial state before the first step, if it is known."""
         if not self._begun and self._rule.starts_at_zero:
-            self.start()
+            self.allocate_state()
 
     def state(self, segment: Segment) -> dict[str, Any]:
         """The rule's state of ``segment`` by field, as PyTorch holds it."""
@@ -111,7 +111,7 @@ class Update:
         """Bytes of the rule's state, on the meta device after a step; None for a rule that cannot step there."""
         if self._device.type == "meta":
             try:
-                self.start()
+                self.allocate_state()
             except RuntimeError:  # raised by torch for a rule that reads values
                 return None
         states = (self.state(segment).values() for segment in self.segments)

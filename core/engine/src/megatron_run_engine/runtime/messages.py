@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     _Operation = Callable[..., dist.Work | None]
 
 #: gloo's error text for a peer that does not answer; any other text means that the connection broke.
-_SILENT = re.compile(r"timed? ?out", re.IGNORECASE)
+_TIMEOUT_TEXT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 class _Transfer(NamedTuple):
@@ -52,7 +52,7 @@ class _Transfer(NamedTuple):
 
 
 @dataclass
-class _Awaited:
+class _QueuedReceive:
     """A queued receive, to be posted after those before it on the channel; ``header`` once its receive is posted."""
 
     message: Message
@@ -82,7 +82,7 @@ class Messenger:
         self._activity = Activity() if activity is None else activity
         self._model, self._sharers = model, sharers
         self._local: dict[Message, Tensor] = {}
-        self._awaited: defaultdict[int, deque[_Awaited]] = defaultdict(deque)
+        self._queued: defaultdict[int, deque[_QueuedReceive]] = defaultdict(deque)
         self._posted: dict[Message, _Transfer] = {}
         self._sent: dict[Message, tuple[_Transfer, ...]] = {}
 
@@ -104,11 +104,11 @@ class Messenger:
         blocking would deadlock: 1F1B's first stage posts the receive of a gradient before F1, and that gradient depends
         on F1's output.
         """
-        queue = self._awaited[message.source]
+        queue = self._queued[message.source]
         if boundary.known and not queue:
             self._receive(message, boundary)
             return
-        queue.append(_Awaited(message, boundary))
+        queue.append(_QueuedReceive(message, boundary))
         self._advance(queue)
         while one_order and queue:
             self._take_header(queue)
@@ -118,7 +118,7 @@ class Messenger:
         if message.local:
             return self._local.pop(message)
         while message not in self._posted:
-            self._take_header(self._awaited[message.source])
+            self._take_header(self._queued[message.source])
         transfer = self._posted.pop(message)
         self._finish("receive", message, transfer, message.source)
         if transfer.shape is None:
@@ -156,7 +156,7 @@ class Messenger:
         """Retire everything: the end of a step."""
         self.retire(list(self._sent))
 
-    def _advance(self, queue: deque[_Awaited]) -> None:
+    def _advance(self, queue: deque[_QueuedReceive]) -> None:
         """Post receives in the sender's order, up to and including the header of the first unknown shape."""
         while queue and queue[0].header is None:
             message, boundary = queue[0].message, queue[0].boundary
@@ -167,7 +167,7 @@ class Messenger:
                 sizes = torch.empty(boundary.shape.count(None), dtype=torch.int64, device=self._device)
                 queue[0].header = self._start(dist.irecv, message, sizes, message.source)
 
-    def _take_header(self, queue: deque[_Awaited]) -> None:
+    def _take_header(self, queue: deque[_QueuedReceive]) -> None:
         """Wait for the header at the head of ``queue``; post the receive of its tensor, then those queued behind it."""
         awaited = queue.popleft()
         assert awaited.header is not None  # _advance leaves no entry without a header at the head
@@ -232,7 +232,7 @@ class Messenger:
 
     def _lost(self, message: Message, stage: int, error: RuntimeError) -> RankLostError:
         assert self._channels is not None  # the failed operation used them
-        silent = _SILENT.search(str(error)) is not None
+        silent = _TIMEOUT_TEXT.search(str(error)) is not None
         limit = f"it did not answer within {self._channels.timeout.total_seconds():g} s"
         return RankLostError(
             f"rank {self._ranks[stage]} (stage {stage}) is lost",

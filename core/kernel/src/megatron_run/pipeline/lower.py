@@ -198,34 +198,37 @@ def _posts_in_order(plan: Plan, wires: _Wires, stage: int) -> list[tuple[Message
 
 
 def _retired(plan: Plan, wires: _Wires, stage: int) -> list[tuple[Message, ...]]:
-    """Per action, the earlier sends that its receive proves consumed: the peer used them before it sent the message."""
-    used, made = _moments(plan, wires, stage)
+    """Per action, the earlier sends that its receive proves consumed.
+
+    The peer consumed them in the action that sent the received message, or before.
+    """
+    consumed, produced = _peer_indices(plan, wires, stage)
     in_flight: list[Message] = []
     retired = []
     for action in plan.lists[stage]:
         proof, sent = wires.received(stage, action), wires.sent(stage, action)
         done: list[Message] = []
-        if proof in made:
-            done = [m for m in in_flight if m.target == proof.source and used[m] <= made[proof]]
+        if proof in produced:
+            done = [m for m in in_flight if m.target == proof.source and consumed[m] <= produced[proof]]
             in_flight = [m for m in in_flight if m not in done]
-        if sent in used:
+        if sent in consumed:
             in_flight.append(sent)
         retired.append(tuple(done))
     return retired
 
 
-def _moments(plan: Plan, wires: _Wires, stage: int) -> tuple[dict[Message, int], dict[Message, int]]:
+def _peer_indices(plan: Plan, wires: _Wires, stage: int) -> tuple[dict[Message, int], dict[Message, int]]:
     """When peers consume the messages of ``stage``, and when they produce those for it, as indices in their lists."""
-    used: dict[Message, int] = {}
-    made: dict[Message, int] = {}
+    consumed: dict[Message, int] = {}
+    produced: dict[Message, int] = {}
     for peer in wires.neighbours(stage):
         for index, action in enumerate(plan.lists[peer]):
             received, sent = wires.received(peer, action), wires.sent(peer, action)
             if received and received.source == stage:
-                used[received] = index
+                consumed[received] = index
             if sent and sent.target == stage:
-                made[sent] = index
-    return used, made
+                produced[sent] = index
+    return consumed, produced
 
 
 def _sync_points(actions: Sequence[Action]) -> set[int]:

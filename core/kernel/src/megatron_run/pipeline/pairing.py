@@ -20,7 +20,7 @@ from megatron_run.contracts.actions import Action, Place
 from megatron_run.errors import ScheduleError
 
 #: The state of a message: not produced yet, produced, consumed.
-_TO_COME, _MADE, _USED = range(3)
+_UNSENT, _SENT, _RECEIVED = range(3)
 
 #: operation -> chunk -> (message it consumes, message it produces), both for microbatch 0; None where there is none.
 _Messages = dict[str, list[tuple[int | None, int | None]]]
@@ -47,19 +47,19 @@ def check_pairing(
         op, microbatch, chunk = lists[stage][index]
         if op not in "FBI":
             continue
-        uses, makes = messages[stage][op][chunk]
-        if uses is not None:
-            if state[uses + microbatch] != _MADE:
-                raise _misused(stage, index, lists, state[uses + microbatch])
-            state[uses + microbatch] = _USED
-        if makes is not None:
-            if state[makes + microbatch] != _TO_COME:
+        receives, sends = messages[stage][op][chunk]
+        if receives is not None:
+            if state[receives + microbatch] != _SENT:
+                raise _misused(stage, index, lists, state[receives + microbatch])
+            state[receives + microbatch] = _RECEIVED
+        if sends is not None:
+            if state[sends + microbatch] != _UNSENT:
                 raise ScheduleError(f"{_action(stage, index, lists)} sends a message that was sent before")
-            state[makes + microbatch] = _MADE
+            state[sends + microbatch] = _SENT
     if heads != [len(actions) for actions in lists]:
         raise ScheduleError(f"the global order has {len(order)} of {sum(map(len, lists))} actions")
-    if state.count(_MADE):
-        raise ScheduleError(f"{state.count(_MADE)} messages are sent and never received")
+    if state.count(_SENT):
+        raise ScheduleError(f"{state.count(_SENT)} messages are sent and never received")
 
 
 def _messages(layout: Sequence[Place], microbatches: int, stages: int) -> list[_Messages]:
@@ -82,7 +82,7 @@ def _messages(layout: Sequence[Place], microbatches: int, stages: int) -> list[_
 
 def _misused(stage: int, index: int, lists: Sequence[Sequence[Action]], state: int) -> ScheduleError:
     """The error for an action whose message was consumed before, or is not produced yet."""
-    why = "was received before" if state == _USED else "was not sent yet"
+    why = "was received before" if state == _RECEIVED else "was not sent yet"
     return ScheduleError(f"{_action(stage, index, lists)} needs a message that {why}")
 
 

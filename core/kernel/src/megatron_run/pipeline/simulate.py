@@ -40,8 +40,8 @@ def simulate(
     is visited once, and the time is linear in their number.
     """
     edges = _edges(layout, microbatches, len(lists), costs)
-    made: list[float | None] = [None] * (2 * len(layout) * microbatches)
-    made += [0.0] * (2 * microbatches)
+    ready_at: list[float | None] = [None] * (2 * len(layout) * microbatches)
+    ready_at += [0.0] * (2 * microbatches)
     ends: list[list[float]] = [[] for _ in lists]
     waiting: dict[int, int] = {}
     awake = list(range(len(lists)))
@@ -51,16 +51,16 @@ def simulate(
         now, actions = done[-1] if done else 0.0, lists[stage]
         for index in range(len(done), len(actions)):
             op, microbatch, chunk = actions[index]
-            awaits, makes, cost = edge_of[op][chunk]
-            ready = made[awaits + microbatch]
+            awaits, result, cost = edge_of[op][chunk]
+            ready = ready_at[awaits + microbatch]
             if ready is None:
                 waiting[awaits + microbatch] = stage
                 break
             now = (ready if ready > now else now) + cost
             done.append(now)
-            made[makes + microbatch] = now
-            if makes + microbatch in waiting:
-                awake.append(waiting.pop(makes + microbatch))
+            ready_at[result + microbatch] = now
+            if result + microbatch in waiting:
+                awake.append(waiting.pop(result + microbatch))
     return Simulation(tuple(map(tuple, ends)))
 
 

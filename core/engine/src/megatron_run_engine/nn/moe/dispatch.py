@@ -48,7 +48,7 @@ class Dispatcher(ABC):
         """Tokens [n, h] and weights [n, k] -> rows [m, h], ``routed``, and the tensors named in :attr:`carries`."""
 
     @abstractmethod
-    def collect(self, made: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
+    def collect(self, results: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
         """Return the experts' results [m, h] to the tokens' ranks, as :meth:`combine` takes them.
 
         The shape of the result follows from ``weights`` alone, not from the routing.
@@ -60,9 +60,9 @@ class Dispatcher(ABC):
 
     def count(self, routed: Tensor) -> Tensor:
         """Number of rows of each of this rank's experts, [e/p], int64 on the CPU."""
-        return self._mine(routed).sum(0)
+        return self._to_this_rank(routed).sum(0)
 
-    def _mine(self, routed: Tensor) -> Tensor:
+    def _to_this_rank(self, routed: Tensor) -> Tensor:
         """[p, e] -> [p, e/p]: the tokens that come to this rank."""
         return routed[:, self.held.start : self.held.stop]
 
@@ -81,12 +81,12 @@ class AllToAll(Dispatcher):
         routed = self._routed(counts)
         send, receive = self._split_sizes(routed)
         rows = _exchange(copy_rows(tokens, order, place, sum(send)), self.peers, send, receive)
-        return _transposed(rows, self._mine(routed)), routed
+        return _transpose_blocks(rows, self._to_this_rank(routed)), routed
 
-    def collect(self, made: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
+    def collect(self, results: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
         """Send rows back: [m, h] -> [n*k, h] in this rank's ``order``, zeros for dropped assignments."""
         send, receive = self._split_sizes(routed)
-        rows = _exchange(_transposed(made, self._mine(routed).t()), self.peers, receive, send)
+        rows = _exchange(_transpose_blocks(results, self._to_this_rank(routed).t()), self.peers, receive, send)
         return pad_rows(rows, weights.numel())
 
     def combine(self, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class AllToAll(Dispatcher):
     def _split_sizes(self, routed: Tensor) -> tuple[list[int], list[int]]:
         """Number of rows that this rank sends to, and receives from, each rank."""
         sent = routed[self.peers.index].view(self.peers.size, -1).sum(1)
-        return sent.tolist(), self._mine(routed).sum(1).tolist()
+        return sent.tolist(), self._to_this_rank(routed).sum(1).tolist()
 
 
 class AllGather(Dispatcher):
@@ -118,10 +118,10 @@ class AllGather(Dispatcher):
         row_weights = gather_sequence(weights, self.peers).flatten().index_select(0, assignments)
         return rows, routed, origin, row_weights
 
-    def collect(self, made: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
-        """Weighted sums over this rank's experts, rounded to the type of ``made``, then over ranks: -> [n, h]."""
+    def collect(self, results: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
+        """Weighted sums over this rank's experts, rounded to the type of ``results``, then over ranks: -> [n, h]."""
         origin, row_weights = carried
-        sums = add_rows(made, row_weights, origin, self.peers.size * len(weights))
+        sums = add_rows(results, row_weights, origin, self.peers.size * len(weights))
         return scatter_sequence(sums, self.peers)
 
     def combine(self, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class AllGather(Dispatcher):
 DISPATCHERS: Mapping[Dispatch, type[Dispatcher]] = {"alltoall": AllToAll, "allgather": AllGather}
 
 
-def _transposed(rows: Tensor, sizes: Tensor) -> Tensor:
+def _transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
     """Reorder blocks of ``rows``: block (i, j) has ``sizes[i, j]`` rows; sorted by i, then j -> by j, then i.
 
     An all-to-all delivers rows by rank, then expert; the experts' product needs them by expert, then rank.

@@ -86,7 +86,7 @@ class MixtureOfExperts(nn.Module):
         self.norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
         self.router = Router(context, spec, experts.count)
         self.experts = Experts(layers, spec, self.dispatcher.held, experts.ffn)
-        self.shared = Shared(context, layers, spec, experts) if experts.shared_ffn else None
+        self.shared = SharedExpert(context, layers, spec, experts) if experts.shared_ffn else None
 
     def route(self, x: Tensor) -> tuple[Tensor, ...]:
         """The residual stream [s, b, h] -> tokens [n, h], weights and chosen [n, k], load [e], losses, stream.
@@ -112,8 +112,8 @@ class MixtureOfExperts(nn.Module):
 
     def compute(self, rows: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
         """Apply the experts to their rows [m, h] and return the results to the tokens' ranks."""
-        made = self.experts(rows, self.dispatcher.count(routed))
-        return self.dispatcher.collect(made, weights, routed, *carried)
+        results = self.experts(rows, self.dispatcher.count(routed))
+        return self.dispatcher.collect(results, weights, routed, *carried)
 
     def combine(
         self, batch: int, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor, *y: Tensor
@@ -132,7 +132,7 @@ class MixtureOfExperts(nn.Module):
         return losses
 
 
-class Shared(nn.Module):
+class SharedExpert(nn.Module):
     """The shared expert: a feed-forward network for every token (Dai et al. 2024, "DeepSeekMoE"), optionally gated."""
 
     def __init__(

@@ -129,10 +129,10 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (rows, weights, order, place), (grad,) = ctx.saved_tensors, grads
-        of_weights = torch.bmm(_by_token(rows, place, weights), grad[:, :, None])[:, :, 0]  # [n, k]
-        of_rows = grad.index_select(0, order // weights.shape[1])  # [n, h] -> [n*k, h], a copy
-        of_rows *= weights.flatten()[order].to(rows.dtype)[:, None]
-        return of_rows, of_weights.to(weights.dtype), None, None
+        grad_weights = torch.bmm(_by_token(rows, place, weights), grad[:, :, None])[:, :, 0]  # [n, k]
+        grad_rows = grad.index_select(0, order // weights.shape[1])  # [n, h] -> [n*k, h], a copy
+        grad_rows *= weights.flatten()[order].to(rows.dtype)[:, None]
+        return grad_rows, grad_weights.to(weights.dtype), None, None
 
 
 class _Add(torch.autograd.Function):
@@ -146,10 +146,10 @@ class _Add(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (rows, weights, origin), (grad,) = ctx.saved_tensors, grads
-        of_sums = grad.index_select(0, origin)
-        of_weights = torch.bmm(rows[:, None], of_sums[:, :, None])[:, 0, 0]
-        of_sums *= weights.to(rows.dtype)[:, None]
-        return of_sums, of_weights.to(weights.dtype), None, None
+        grad_rows = grad.index_select(0, origin)
+        grad_weights = torch.bmm(rows[:, None], grad_rows[:, :, None])[:, 0, 0]
+        grad_rows *= weights.to(rows.dtype)[:, None]
+        return grad_rows, grad_weights.to(weights.dtype), None, None
 
 
 def _by_token(rows: Tensor, place: Tensor, weights: Tensor) -> Tensor:

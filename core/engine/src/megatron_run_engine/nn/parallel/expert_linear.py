@@ -45,8 +45,8 @@ class ExpertColumnLinear(nn.Module):
         self.bias = empty_parameter(context, len(experts) * rows) if bias else None
         weights, biases = split.rows_of("weight", parts, (inputs,)), split.rows_of("bias", parts)
         self.parameter_specs = {
-            "weight": ParameterSpec(init, tuple(_of_each(experts, weights, rows)), replicas="expert_data"),
-            "bias": ParameterSpec(Init("zeros"), tuple(_of_each(experts, biases, rows)), replicas="expert_data"),
+            "weight": ParameterSpec(init, tuple(_per_expert(experts, weights, rows)), replicas="expert_data"),
+            "bias": ParameterSpec(Init("zeros"), tuple(_per_expert(experts, biases, rows)), replicas="expert_data"),
         }
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -69,10 +69,10 @@ class ExpertRowLinear(nn.Module):
         self.bias = empty_parameter(context, len(experts) * outputs) if bias else None
         weights, biases = split.columns_of("weight", inputs, outputs), (Part("bias", (outputs,), range(outputs)),)
         self.parameter_specs = {
-            "weight": ParameterSpec(init, tuple(_of_each(experts, weights, outputs)), replicas="expert_data"),
+            "weight": ParameterSpec(init, tuple(_per_expert(experts, weights, outputs)), replicas="expert_data"),
             "bias": ParameterSpec(
                 Init("zeros"),
-                tuple(_of_each(experts, biases, outputs)),
+                tuple(_per_expert(experts, biases, outputs)),
                 partial_over=split.axis if split.peers.size > 1 else None,
                 replicas="expert_data",
             ),
@@ -83,7 +83,7 @@ class ExpertRowLinear(nn.Module):
         return grouped_linear(rows, self.weight, self.bias, counts, self.gradients, self.bias_share)
 
 
-def _of_each(experts: range, parts: tuple[Part, ...], rows: int) -> Iterator[Part]:
+def _per_expert(experts: range, parts: tuple[Part, ...], rows: int) -> Iterator[Part]:
     """``parts``, which describe one expert's ``rows``, repeated for each of ``experts``, whose rows are stacked."""
     for index, expert in enumerate(experts):
         for part in parts:
