@@ -4,8 +4,8 @@
 ``ShardingStrategy`` decides: ``optimizer=adamw`` replicates the update, ``optimizer=zero1`` shards it. The picture of a
 step's callbacks is in :mod:`megatron_run_engine.runtime.gradients`.
 
-Reading order: ``flat`` (the contract), ``reducer`` (when buckets are sent), ``sharding`` (what a rank updates),
-``update`` and ``update_rules`` (the arithmetic), ``ranges`` and ``state`` (checkpoints).
+Reading order: ``flat`` (the contract), ``sharding`` (what a rank updates), ``update`` and ``update_rules`` (the
+arithmetic), ``ranges`` and ``state`` (checkpoints).
 
 Imports: contracts, errors, runtime.
 """

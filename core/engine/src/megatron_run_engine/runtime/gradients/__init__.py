@@ -1,4 +1,4 @@
-"""Gradients of one rank: flat buckets that hold every ``main_grad``, and the accumulator through which they arrive.
+"""Gradients of one rank: the buckets that hold every ``main_grad``, their accumulator and their reducer.
 
 The callbacks of one step, from the backward to the reduction::
 
@@ -14,7 +14,7 @@ The callbacks of one step, from the backward to the reduction::
         action W                                       gradients.run_deferred: what I has kept
         any of these, at the last arrival of a step    optimizer.grad_ready(parameter)
           bucket complete, and the next of its chunk     BucketReducer.arrived
-            collective starts beside the backward          ShardingStrategy.start_reduce(bucket)
+            collective overlaps with the backward          ShardingStrategy.start_reduce(bucket)
         after a chunk's last backward                  optimizer.start_grad_sync(chunk)
           the chunk's remaining buckets                  BucketReducer.flush
       optimizer.finish_grad_sync()
@@ -23,8 +23,8 @@ The callbacks of one step, from the backward to the reduction::
     Trainer._update                                    unscale_, clip_, step, start_param_sync
 
 To change *what* is sent, write a :class:`~megatron_run_engine.optim.ShardingStrategy` (in an optimizer plugin); *when*
-it is sent, see ``optim/reducer.py``; *which* gradients travel together, see ``buckets.py``; *how* a gradient arrives
-and which arrival is the last, see ``accumulator.py``.
+it is sent, see ``reducer.py``; *which* gradients are reduced together, see ``buckets.py``; *how* a gradient arrives and
+which arrival is the last, see ``accumulator.py``.
 
 The accumulator learns in the first step how often a parameter's gradient arrives per microbatch. In that step no
 arrival is known to be the last, so ``start_grad_sync`` and ``finish_grad_sync`` send everything.
@@ -32,5 +32,6 @@ arrival is known to be the last, so ``start_grad_sync`` and ``finish_grad_sync``
 
 from megatron_run_engine.runtime.gradients.accumulator import GradientAccumulator
 from megatron_run_engine.runtime.gradients.buckets import DEFAULT_CAPACITY, Bucket, build_buckets, main_grad
+from megatron_run_engine.runtime.gradients.reducer import BucketReducer
 
-__all__ = ["DEFAULT_CAPACITY", "Bucket", "GradientAccumulator", "build_buckets", "main_grad"]
+__all__ = ["DEFAULT_CAPACITY", "Bucket", "BucketReducer", "GradientAccumulator", "build_buckets", "main_grad"]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run_engine.runtime.comm import Pending
-    from megatron_run_engine.runtime.gradients import Bucket
+    from megatron_run_engine.runtime.gradients.buckets import Bucket
 
 
 class BucketReducer:
