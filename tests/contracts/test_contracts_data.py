@@ -85,10 +85,10 @@ def test_a_source_that_conforms_passes_every_check() -> None:
         (TooLong(), "samples have the fields of the contract", "tokens is int64 [33], expected int64 [32]"),
         (WideMask(), "samples have the fields of the contract", "loss_mask is float64 [32], expected float32 [32]"),
         (BeyondVocabulary(), "token ids lie in the vocabulary", "reach from 0 to 7, the vocabulary from 0 to 6"),
-        (Restless(), "a sample is the same whenever it is asked for", "differs in labels"),
+        (Restless(), "a sample is the same every time", "differs in labels"),
         (NegativeBaseline(), "baselines are losses", "'nonsense' is -1.0"),
-        (OneWay(), "text becomes ids and text again", "decode of them gives None"),
-        (Overflowing(), "text becomes ids and text again", "encode gives [8]"),
+        (OneWay(), "text can be encoded and decoded", "decode of them gives None"),
+        (Overflowing(), "text can be encoded and decoded", "encode gives [8]"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, DataSource) else None,
 )

@@ -86,15 +86,15 @@ class CountsNothing(Gpt):
 
 
 WRONG = {
-    WrongBoundary: ("what crosses is what boundary says", "bfloat16"),
+    WrongBoundary: ("tensors between chunks match boundary", "bfloat16"),
     WholeSequence: (
-        "a part of the sequence crosses where ranks split it",
-        r"sequence_shards is 2, position 0 sends \(8, 2, 16\) torch.float64, boundary says \(16, 2, 16\)",
+        "tensors between chunks match boundary under sequence parallelism",
+        r"sequence_shards is 2, position 0 sends \(8, 2, 16\) torch.float64, boundary declares \(16, 2, 16\)",
     ),
-    ForgetsTokens: ("it asks for known fields", "fields by position"),
+    ForgetsTokens: ("it needs known fields only", "fields by position"),
     NumbersLayersByChunk: ("initial weights do not depend on the layout", "layers.2"),
     TiesNothing: ("chunks of one stage share tied parameters", "two copies of .*embedding.word.weight"),
-    IgnoresTheMask: ("masked labels weigh nothing", "loss after changing masked labels"),
+    IgnoresTheMask: ("masked labels have no weight", "loss after changing masked labels"),
     AlwaysDrops: ("evaluation has no dropout", "second evaluation"),
     CountsNothing: ("flops do not shrink with the sequence", "flops_per_token is 0"),
 }

@@ -77,14 +77,14 @@ def test_an_observer_that_does_nothing_conforms() -> None:
 @pytest.mark.parametrize(
     ("make", "name", "message"),
     [
-        (NeedsALoss, "it bears a run that fails", "no loss"),
-        (NeedsAStep, "it bears a run of no steps", "ZeroDivisionError"),
-        (NeedsAStepToCome, "it bears a run of no steps", "at step 5 of 4: it raised ZeroDivisionError"),
-        (NeedsAFiniteLoss, "it bears a whole run", "OverflowError"),
-        (Overwrites, "what an attempt wrote outlives the next", "changed what the first wrote to best.txt"),
-        (CountsFromZero, "it asks for steps that can be counted", "traced_steps gave 0"),
-        (AsksForMoreEachTime, "it asks for steps that can be counted", r"gave [1], and then [1, 2]"),
-        (DrawsNoTrace, "it bears a whole run", "slower than planned"),
+        (NeedsALoss, "it survives a run that fails", "no loss"),
+        (NeedsAStep, "it survives a run without steps", "ZeroDivisionError"),
+        (NeedsAStepToCome, "it survives a run without steps", "at step 5 of 4: it raised ZeroDivisionError"),
+        (NeedsAFiniteLoss, "it survives a whole run", "OverflowError"),
+        (Overwrites, "a second attempt keeps what the first wrote", "changed what the first wrote to best.txt"),
+        (CountsFromZero, "traced_steps returns step numbers", "traced_steps gave 0"),
+        (AsksForMoreEachTime, "traced_steps returns step numbers", r"gave [1], and then [1, 2]"),
+        (DrawsNoTrace, "it survives a whole run", "slower than planned"),
         (Draws, "it draws no random numbers", "moved a global random generator"),
     ],
 )

@@ -57,7 +57,7 @@ def sends_again(optimizer: Any, start_grad_sync: Change, chunk: int) -> None:
 
 def looks_at_the_first_only(optimizer: Any, unscale: Change, factor: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = unscale(factor)
-    return found * float(not optimizer._shares[0].grads[0].isfinite())
+    return found * float(not optimizer._shards[0].grads[0].isfinite())
 
 
 def clips_to_nothing(optimizer: Any, clip: Change, max_norm: float) -> Any:
@@ -65,7 +65,7 @@ def clips_to_nothing(optimizer: Any, clip: Change, max_norm: float) -> Any:
 
 
 def counts_padding(optimizer: Any, count: Change) -> torch.Tensor:
-    return sum(((share.grads == 0).sum() for share in optimizer._shares), torch.zeros(1))
+    return sum(((share.grads == 0).sum() for share in optimizer._shards), torch.zeros(1))
 
 
 def climbs(optimizer: Any, step: Change, lr: float, weight_decay: float) -> None:
@@ -74,13 +74,13 @@ def climbs(optimizer: Any, step: Change, lr: float, weight_decay: float) -> None
 
 def decays_everything(optimizer: Any, step: Change, lr: float, weight_decay: float) -> None:
     step(lr, weight_decay)
-    for share in optimizer._shares:
+    for share in optimizer._shards:
         share.masters.mul_(1 - lr * weight_decay)
         share.give_values()
 
 
 def forgets_masters(optimizer: Any, step: Change, lr: float, weight_decay: float) -> None:
-    for share in optimizer._shares:
+    for share in optimizer._shards:
         share.masters.copy_(share.values)
     step(lr, weight_decay)
 
@@ -102,13 +102,13 @@ def gives_twice(optimizer: Any, iter_state: Change) -> Any:
 
 
 def forgets_nothing(optimizer: Any, load_weights: Change, read: Any) -> None:
-    optimizer._update.forget = lambda: None
+    optimizer._update.drop_state = lambda: None
     load_weights(read)
 
 
 def fails_without_parameters(optimizer: Any, clip: Change, max_norm: float) -> Any:
     norm = clip(max_norm)
-    return norm if optimizer._shares else norm + 1
+    return norm if optimizer._shards else norm + 1
 
 
 PROMISES: dict[str, tuple[str, Change]] = {
@@ -121,11 +121,11 @@ PROMISES: dict[str, tuple[str, Change]] = {
     "step moves against the gradient": ("step", climbs),
     "weight decay shrinks matrices and leaves biases": ("step", decays_everything),
     "small updates of 16-bit parameters are not lost": ("step", forgets_masters),
-    "memory tells bytes by role, planned or real": ("memory", tells_of_padding),
-    "a fresh optimizer goes on from saved state bit for bit": ("iter_state", drops_the_moments),
-    "with weights alone it begins as at first": ("load_weights", forgets_nothing),
-    "the state of all ranks is every value once": ("iter_state", gives_twice),
-    "a stage without parameters is no special case": ("clip_", fails_without_parameters),
+    "memory reports bytes by role, planned and real": ("memory", tells_of_padding),
+    "a new optimizer continues from saved state bit for bit": ("iter_state", drops_the_moments),
+    "load_weights starts as before the first step": ("load_weights", forgets_nothing),
+    "the state of all ranks holds every value once": ("iter_state", gives_twice),
+    "a stage without parameters works": ("clip_", fails_without_parameters),
 }
 
 
@@ -136,7 +136,7 @@ def test_an_optimizer_that_breaks_one_promise_fails_the_check_of_that_promise(pr
 
 
 def test_memory_that_is_planned_otherwise_is_noticed() -> None:
-    promise = "memory tells bytes by role, planned or real"
+    promise = "memory reports bytes by role, planned and real"
     assert "on the meta device" in failures([the_check(promise, "memory", forgets_the_state)])[promise]
 
 
@@ -156,29 +156,29 @@ def learns_from_the_first_rank(optimizer: Any, send: Change, bucket: Any) -> Any
 
 
 def counts_on_every_rank(optimizer: Any, clip: Change, max_norm: float) -> torch.Tensor:
-    squares = sum((share.grads.square().sum() for share in optimizer._shares), torch.zeros(1))
+    squares = sum((share.grads.square().sum() for share in optimizer._shards), torch.zeros(1))
     clip(max_norm)
     return cast("torch.Tensor", optimizer._groups.sum_(squares, "world").sqrt())
 
 
 def keeps_it_to_itself(optimizer: Any, unscale: Change, factor: torch.Tensor) -> torch.Tensor:
     unscale(factor)
-    mine = [share.grads[share.owned.start : share.owned.stop] for share in optimizer._shares]
+    mine = [share.grads[share.owned.start : share.owned.stop] for share in optimizer._shards]
     return torch.tensor([float(any(not grads.isfinite().all() for grads in mine))])
 
 
 def gives_all_of_it(optimizer: Any, iter_state: Change) -> Any:
-    for share in optimizer._shares:
+    for share in optimizer._shards:
         share.owned = share.updated
     return iter_state()
 
 
 TOGETHER: dict[str, tuple[str, Change]] = {
     "data-parallel ranks hold equal parameters": ("step", drifts),
-    "they train what one rank trains with the mean gradient": ("_send", learns_from_the_first_rank),
+    "they train as one rank does with the mean gradient": ("_send", learns_from_the_first_rank),
     "norm and zeros count every value once": ("clip_", counts_on_every_rank),
-    "an overflow on one rank is known to all": ("unscale_", keeps_it_to_itself),
-    "the state of all ranks is every value once": ("iter_state", gives_all_of_it),
+    "an overflow on one rank is reported on all": ("unscale_", keeps_it_to_itself),
+    "the state of all ranks holds every value once": ("iter_state", gives_all_of_it),
 }
 
 

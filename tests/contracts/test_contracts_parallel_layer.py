@@ -98,7 +98,7 @@ WRONG = {
     OtherDecay: ("row linear", "layer.weight on one rank: shape (12, 8), decay False, expected (12, 8), True"),
     SeesTheFuture: ("attention is causal without a mask", "mask"),
     IgnoresTheMask: ("attention core with padded keys", "output"),
-    PaddingIsAClass: ("padding is no class", "loss with padding"),
+    PaddingIsAClass: ("padding is not a class", "loss with padding"),
     SmoothsEvaluations: ("cross entropy of an evaluation, which smoothes nothing", "output"),
     KeepsItsWeight: ("an output layer shares the weight it is given", "does not hold"),
     DropsNothing: ("dropout drops and rescales", "drops the same values in another segment"),
@@ -213,10 +213,10 @@ SPLIT_WRONG: dict[Callable[[BuildContext], ParallelLayers], tuple[str, str]] = {
     forgets_that_norms_see_few_tokens: ("layer norm", "gradient of layer.bias on rank 0 of 2, sequence split: "),
     sums_what_is_no_part_of_a_sum: (
         "column linear without bias",
-        "layer.up.weight says that its gradient is partial over tensor, and rank 1 of 2 holds another piece",
+        "layer.up.weight declares a gradient that is partial over tensor, but rank 1 of 2 holds another piece",
     ),
     drops_alike_inside: (
-        "attention drops probabilities, on every rank others",
+        "attention dropout differs between ranks",
         "attention with dropout drops the same values on rank 0 of 2 and rank 1 of 2, expected different ones",
     ),
     drops_differently_outside: (

@@ -90,9 +90,9 @@ class SavesATensor(Halves):
 
 
 STORAGE = "scale keeps its storage through updates"
-FOUND_INF = "an overflow is any found_inf above 0, which is left as it is"
-JSON = "its state is finite numbers, as JSON has them"
-RESUMED = "with its state another goes on as it does"
+FOUND_INF = "any found_inf above 0 is an overflow and stays unchanged"
+JSON = "its state is finite numbers, as JSON can hold"
+RESUMED = "a scaler that loads its state continues as it does"
 
 
 def test_one_that_keeps_it_passes() -> None:

@@ -135,12 +135,12 @@ def test_a_good_schedule_passes_every_check() -> None:
         (Silent, "it accepts a shape", "it refuses all 72 shapes, from P=1 V=1 M=1 to P=4 V=3 M=8"),
         (
             Silent,
-            "a refusal says what to do",
+            "a refusal contains a fix",
             "P=1 V=1 M=1: the refusal 'no' has no fix that says what to do",
         ),
         (
             RefusesCounts,
-            "a refusal says what to do",
+            "a refusal contains a fix",
             "P=1 V=1 M=1: the refusal 'uneven' has no fix that says what to do",
         ),
         (
@@ -184,7 +184,7 @@ def test_a_good_schedule_passes_every_check() -> None:
         ),
         (
             TurnsWithLayers,
-            "places stay where they are",
+            "places do not depend on layers or microbatches",
             (
                 "P=2 V=1 M=1: place 0 of the layout (stage 1, chunk 0) is stage 0, chunk 0 when the number of layers "
                 "changes: a place's stage and chunk follow from the stages and chunks of the layout alone"
@@ -192,7 +192,7 @@ def test_a_good_schedule_passes_every_check() -> None:
         ),
         (
             TurnsWithMicrobatches,
-            "places stay where they are",
+            "places do not depend on layers or microbatches",
             "P=2 V=1 M=2: after its actions the layout is another than after those of P=2 V=1 M=1",
         ),
         (
@@ -261,7 +261,7 @@ def test_a_list_that_can_be_read_only_once_is_refused() -> None:
         (
             Greedy,
             "in_flight",
-            "memory in flight keeps its bound",
+            "activations in flight keep their bound",
             "P=1 V=1 M=2 stage 0: 2 chunk-microbatches in flight, at most 1 promised",
         ),
         (

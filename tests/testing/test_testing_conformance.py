@@ -41,30 +41,30 @@ def test_what_there_was_nothing_to_try_with_is_not_called_well(tmp_path: Path) -
     (report,) = check(str(file))
     states = {result.name: (result.state, result.message) for result in report.results}
     assert states["it accepts a shape"][0] == "FAILED"
-    assert states["a refusal says what to do"] == ("ok", "")
+    assert states["a refusal contains a fix"] == ("ok", "")
     assert states["the action lists are a legal plan"] == ("nothing to try", "it accepts no shape")
     (report,) = check("data=mock")
     states = {result.name: (result.state, result.message) for result in report.results}
-    assert states["text becomes ids and text again"] == ("nothing to try", "it is no text")
+    assert states["text can be encoded and decoded"] == ("nothing to try", "the data is not text")
     assert states["baselines are losses"] == ("ok", "")
     (report,) = check("observer=console")
     states = {result.name: (result.state, result.message) for result in report.results}
-    assert states["it asks for steps that can be counted"] == ("nothing to try", "it asks for no step")
-    assert states["what an attempt wrote outlives the next"] == (
+    assert states["traced_steps returns step numbers"] == ("nothing to try", "it traces no step")
+    assert states["a second attempt keeps what the first wrote"] == (
         "nothing to try",
         "it writes nothing in the run folder",
     )
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("te", "graph-capture=te needs an NVIDIA GPU"), ("none", "it chooses no region")]
+    ("name", "reason"), [("te", "graph-capture=te needs an NVIDIA GPU"), ("none", "it captures no region")]
 )
 def test_where_nothing_can_be_captured_there_is_nothing_to_try(name: str, reason: str) -> None:
     (report,) = check(f"graph-capture={name}")
     assert report.passed
     states = {result.name: (result.state, result.message) for result in report.results}
     assert states["regions lie within a layer and may be captured"] == ("ok", "")
-    for tried in ("captured steps give the losses and gradients of eager ones", "invalidate goes back to eager"):
+    for tried in ("captured steps equal eager ones in losses and gradients", "invalidate returns to eager steps"):
         assert states[tried] == ("nothing to try", reason)
 
 
@@ -128,7 +128,7 @@ def test_options_without_a_default_are_asked_for() -> None:
     with pytest.raises(InputError) as caught:
         check("model=gpt", ["model.num_layers=4"])
     assert str(caught.value) == (
-        "model=gpt cannot be tried without model.hidden_size, model.num_heads: its options say no default; "
+        "model=gpt cannot be tried without model.hidden_size, model.num_heads: these options have no default; "
         "add --set model.hidden_size=... --set model.num_heads=..."
     )
     assert caught.value.exit_code == ExitCode.INPUT

@@ -34,8 +34,8 @@ def test_every_value_of_every_parameter_lies_in_exactly_one_share(shards: int) -
         share = range(rank * size, (rank + 1) * size)
         for name, found in param_ranges(starts, lengths, share):
             seen[name] += found.param
-            assert [value - starts[name] for value in found.world] == list(found.param)
-            assert [share[value] for value in found.local] == list(found.world)
+            assert [value - starts[name] for value in found.in_bucket] == list(found.param)
+            assert [share[value] for value in found.local] == list(found.in_bucket)
     assert seen == {name: list(range(length)) for name, length in lengths.items()}
 
 

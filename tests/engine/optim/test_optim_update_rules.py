@@ -152,11 +152,11 @@ def test_any_class_of_pytorch_sees_whole_tensors_and_its_own_arguments() -> None
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ("adanw", "'adanw' is no rule; did you mean 'adamw'? the rules are adamw, adam, sgd, muon, or MODULE:CLASS"),
-        ("torch.optim:", "is no rule; the rules are adamw"),
+        ("adanw", "'adanw' is not a rule; did you mean 'adamw'? the rules are adamw, adam, sgd, muon, or MODULE:CLASS"),
+        ("torch.optim:", "is not a rule; the rules are adamw"),
         ("nowhere:Rule", "optimizer.rule=nowhere:Rule cannot be imported: No module named 'nowhere'"),
         ("torch.optim:Nothing", "has no attribute 'Nothing'"),
-        ("torch.nn:Linear", "optimizer.rule=torch.nn:Linear is no torch.optim.Optimizer"),
+        ("torch.nn:Linear", "optimizer.rule=torch.nn:Linear is not a torch.optim.Optimizer"),
     ],
 )
 def test_a_rule_that_is_none_is_refused_before_anything_is_started(rule: str, message: str) -> None:

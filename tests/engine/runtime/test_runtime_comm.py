@@ -51,7 +51,7 @@ def test_a_peer_alone_gives_back_what_it_is_given() -> None:
 def test_peers_without_a_group_never_talk_to_the_whole_world() -> None:
     planned, tensor = ParallelGroup(1, 2), torch.ones(4)
     for start in (planned.start_sum, planned.start_gather, planned.start_scatter_sum, planned.max_):
-        with pytest.raises(AssertionError, match="2 ranks share this layer, and have no group"):
+        with pytest.raises(AssertionError, match="2 ranks share this layer, but have no process group"):
             start(tensor)
 
 

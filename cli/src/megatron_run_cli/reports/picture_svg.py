@@ -1,7 +1,7 @@
-"""A step as a picture: SVG, a row a stage, time to the right, an action a bar, a gap a wait. No torch.
+"""A step as an SVG picture: one row per stage, one bar per action, gaps are waits. No torch.
 
-Colours are those that all kinds of colour vision tell apart (Okabe and Ito, https://jfly.uni-koeln.de/color/), and the
-chunks of a stage are shades of them. Below its bars each stage has a band with its warm-up, steady and cool-down.
+Colours can be told apart with every kind of colour vision (Okabe and Ito, https://jfly.uni-koeln.de/color/); chunks of
+a stage are shades of them. A band below each stage's bars shows its warm-up, steady and cool-down phases.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ COLOURS: Mapping[str, Colour] = {
     "R": (204, 121, 167),
     "S": (0, 0, 0),
 }
-#: Name and grey of each phase, and of waiting.
+#: Name and grey of each phase; the grey of waiting.
 PHASES = (("warm-up", "#d9d9d9"), ("steady", "#7f7f7f"), ("cool-down", "#bdbdbd"))
 WAIT = "#f2f2f2"
 
-#: Pixels: a bar, the band below it, a row with its gap, space around, the stages' names, and a swatch of the legend.
+#: Sizes in pixels: a bar, the band below it, a row with its gap, the margin, a stage's name, a swatch of the legend.
 BAR, BAND, ROW, MARGIN, STAGE, SWATCH = 26, 12, 48, 20, 70, 14
-#: Pixels of one unit of time where the picture does not get wider than the greatest width; the least holds the legend.
+#: Pixels per unit of time, unless the width exceeds the greatest; the least width has room for the legend.
 UNIT, GREATEST, LEAST = 24.0, 20000.0, 640.0
-#: Pixels of one digit in a bar and of one letter in a band.
+#: Width in pixels of a digit in a bar and of a letter in a band.
 DIGIT, LETTER = 7.5, 5.2
 
 _STYLE = """
@@ -52,7 +52,7 @@ text { font-family: Helvetica, Arial, sans-serif; font-size: 12px; fill: #141414
 
 
 def schedule_svg(plan: Plan, title: str) -> str:
-    """The picture of ``plan`` as the text of an SVG file, under ``title``."""
+    """The picture of ``plan`` under ``title``, as the text of an SVG file."""
     drawn = timeline(plan)
     width = min(GREATEST, max(LEAST, drawn.makespan * UNIT))
     canvas = _Canvas(plan, drawn, width / drawn.makespan, width)
@@ -60,7 +60,7 @@ def schedule_svg(plan: Plan, title: str) -> str:
 
 
 class _Canvas:
-    """Draws one plan; ``scale`` is pixels per unit of time, ``width`` those of the whole step."""
+    """Draws one plan; ``scale`` is pixels per unit of time, ``width`` is that of the whole step in pixels."""
 
     def __init__(self, plan: Plan, drawn: Timeline, scale: float, width: float) -> None:
         self._plan, self._drawn, self._scale, self._width = plan, drawn, scale, width
@@ -68,7 +68,7 @@ class _Canvas:
         self._ops = [op for op in COLOURS if any(a.op == op for actions in plan.lists for a in actions)]
 
     def lines(self, title: str) -> Iterator[str]:
-        """Every line of the file."""
+        """All lines of the file."""
         bottom = self._top + ROW * self._plan.stages
         width, height = self._left + self._width + MARGIN, bottom + 100
         yield f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}"'
@@ -119,7 +119,7 @@ class _Canvas:
             yield f'<text class="number" x="{x + width / 2:.2f}" y="{top + BAR / 2 + 4:g}">{microbatch}</text>'
 
     def _phases(self, stage: int, bars: Sequence[Bar], top: float) -> Iterator[str]:
-        """A band below the bars: from a phase's first bar to the next phase's, or to the last bar's end."""
+        """The band below the bars: a phase extends from its first bar to the next phase's first, or to the end."""
         counts = phases(self._plan.lists[stage])
         for (name, grey), count, after in zip(PHASES, counts, accumulate(counts), strict=True):
             if not count:
@@ -172,7 +172,7 @@ def _round_numbers() -> Iterator[int]:
 
 
 def _shade(colour: Colour, chunk: int, chunks: int) -> str:
-    """``colour`` for the first chunk, lighter for each later one, and never lighter than two thirds to white."""
+    """``colour`` for the first chunk, lighter for each later one, at most about two thirds of the way to white."""
     white = 0.65 * chunk / max(1, chunks - 1)
     red, green, blue = (round(part + (255 - part) * white) for part in colour)
     return _hex((red, green, blue))

@@ -1,4 +1,4 @@
-"""``schedule show``: a plan as text, as data, as a picture and as a trace. No torch."""
+"""The output of ``megatron-run schedule show``: a plan as text, JSON, SVG or a trace. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_run_cli.reports.stage_phases import leading_forwards
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
-    """The stable form of a plan as JSON data.
+    """A plan as JSON data, in a stable form.
 
     ``{"stages", "chunks", "microbatches", "valid", "bubble_fraction", "ranks"}``, and for each rank ``rank``,
     ``layers`` (a list per chunk), ``warmup`` (the forwards before the first backward), ``peak_in_flight``, ``actions``
@@ -45,12 +45,12 @@ def plan_record(plan: Plan) -> dict[str, Any]:
 
 
 def fault_record(stages: int, chunks: int, microbatches: int, fault: str) -> dict[str, Any]:
-    """The form of a schedule that is no legal plan: ``valid`` is false and ``fault`` says where and why."""
+    """The JSON form of a schedule without a legal plan: ``valid`` is false, and ``fault`` states where and why."""
     return {"stages": stages, "chunks": chunks, "microbatches": microbatches, "valid": False, "fault": fault}
 
 
 def plan_text(plan: Plan, title: str, width: int = 100) -> str:
-    """The shape after ``title``, time and memory, the timeline, and what was proven."""
+    """A plan as text: title and shape, time and memory, the timeline, and what was proven."""
     drawn = timeline(plan, stages=shown_stages(plan.stages))
     shape = f"{_count(plan.stages, 'stage')} x {_count(plan.chunks, 'chunk')}"
     warmup = [leading_forwards(actions) for actions in plan.lists]
@@ -67,12 +67,12 @@ def plan_text(plan: Plan, title: str, width: int = 100) -> str:
 
 
 def write_svg(plan: Plan, title: str, file: Path) -> None:
-    """Draw ``plan`` into an SVG file. Raises :class:`InputError` when it cannot be written."""
+    """Draw ``plan`` into an SVG file. Raises :class:`InputError` if it cannot be written."""
     _write(file, schedule_svg(plan, title))
 
 
 def write_trace(plan: Plan, title: str, file: Path) -> None:
-    """Write ``plan`` as a file for Perfetto. Raises :class:`InputError` when it cannot be written."""
+    """Write ``plan`` as a trace file for Perfetto. Raises :class:`InputError` if it cannot be written."""
     events = trace_events(timeline(plan).stages, plan.layout, title=f"{title}, as planned")
     _write(file, json.dumps(trace_document(list(events))))
 
@@ -85,7 +85,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def places_of(layout: Sequence[Place], stage: int) -> list[Place]:
-    """The places of one stage by chunk."""
+    """The places of one stage, sorted by chunk."""
     return sorted((place for place in layout if place.stage == stage), key=lambda place: place.chunk)
 
 
@@ -94,6 +94,6 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
 
 
 def _few(numbers: Sequence[int]) -> str:
-    """All of them, or the first two and the last of many."""
+    """All numbers, or the first two and the last if there are more than 16."""
     shown = [str(number) for number in numbers]
     return ", ".join(shown if len(shown) <= 16 else [*shown[:2], "...", shown[-1]])

@@ -9,9 +9,9 @@ from megatron_run.contracts.actions import Action
 
 
 class Phases(NamedTuple):
-    """How many actions of a stage's list are warm-up, steady and cool-down, in this order; any may be 0.
+    """Numbers of actions in the warm-up, steady and cool-down phases of a stage's list; any may be 0.
 
-    Warm-up is what comes before the first backward, cool-down what comes after the last forward.
+    Warm-up ends before the first backward; cool-down begins after the last forward.
     """
 
     warmup: int
@@ -20,7 +20,7 @@ class Phases(NamedTuple):
 
 
 def phases(actions: Sequence[Action]) -> Phases:
-    """The phases of one stage's list; forwards alone are all warm-up."""
+    """The phases of one stage's list; a list without backwards is all warm-up."""
     first_backward = next((index for index, action in enumerate(actions) if action.op in "BI"), len(actions))
     after_forward = next((len(actions) - i for i, action in enumerate(reversed(actions)) if action.op == "F"), 0)
     after_forward = max(first_backward, after_forward)
@@ -28,5 +28,5 @@ def phases(actions: Sequence[Action]) -> Phases:
 
 
 def leading_forwards(actions: Sequence[Action]) -> int:
-    """The forwards before the first backward."""
+    """Number of forwards before the first backward."""
     return sum(action.op == "F" for action in actions[: phases(actions).warmup])

@@ -1,6 +1,6 @@
-"""Errors that teach: what was asked, why it cannot be, where it came from, what to type; each with its exit code.
+"""Errors for users, in four parts: what went wrong, why, where it came from, what to type. Each has an exit code.
 
-Every mistake of a user ends as one of these and is printed as one line; only a bug shows a traceback.
+Every mistake of a user raises one of these, and is printed as one line; only a bug shows a traceback.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What the process returns; documented for scripts that resubmit jobs."""
+    """Exit codes of the process, documented for scripts that resubmit jobs."""
 
     DONE = 0
     BUG = 1
@@ -34,8 +34,8 @@ class ExitCode(IntEnum):
 class RunError(Exception):
     """A failure that the user can act on.
 
-    ``what`` went wrong, ``why``, the ``origin`` it came from (command line, a YAML line, a plugin) and the ``fix`` to
-    type. ``str(error)`` is the one line that is printed.
+    It states ``what`` went wrong and ``why``, the ``origin`` (command line, a YAML line, a plugin) and the ``fix`` to
+    type. ``str(error)`` is the line that is printed.
     """
 
     exit_code = ExitCode.INPUT
@@ -60,7 +60,7 @@ class InputError(RunError):
 
 
 class PluginError(RunError):
-    """A plugin is missing, ambiguous, broken or breaks its contract."""
+    """A plugin is missing, ambiguous or broken, or violates its contract."""
 
     exit_code = ExitCode.PLUGIN
 
@@ -72,16 +72,16 @@ class EngineMissingError(PluginError):
 class ScheduleError(PluginError):
     """A schedule refuses a shape, or its action lists are not a legal plan.
 
-    A refusal of the shape that a configuration asks for reaches the user as an :class:`InputError`.
+    If it refuses the shape of a configuration, the user sees an :class:`InputError`.
     """
 
 
 class GraphCaptureError(PluginError):
-    """Work cannot be captured, or what was captured cannot be replayed as asked."""
+    """A region cannot be captured, or a capture cannot be replayed."""
 
 
 class RankLostError(RunError):
-    """A rank died or stopped answering: ``rank``, where it is known which."""
+    """A rank died or stopped answering; ``rank`` is its number, None if it is not known."""
 
     exit_code = ExitCode.RANK_LOST
 
@@ -101,7 +101,7 @@ class CheckpointError(DataError):
 
 
 class GuardError(RunError):
-    """A guard stopped the run: training goes on only after a change."""
+    """A guard stopped the run; without a change, it would stop again."""
 
     exit_code = ExitCode.GUARD
 
@@ -113,7 +113,7 @@ class OutOfMemoryError(RunError):
 
 
 class Problems(RunError):
-    """Several problems found in one pass; each keeps its own line."""
+    """Several problems found in one pass, printed one per line."""
 
     def __init__(self, problems: Sequence[RunError]) -> None:
         if not problems:
@@ -140,7 +140,7 @@ def check_engine(cause: BaseException, what: str, origin: str = "") -> None:
 
 
 def locate(error: Exception, where: str) -> None:
-    """Say where ``error`` was raised: in the origin of a :class:`RunError`, in a note to any other exception."""
+    """Add where ``error`` was raised: to the origin of a :class:`RunError`, or as a note to any other exception."""
     if isinstance(error, RunError):
         error.origin = ", ".join(filter(None, (error.origin, where)))
     else:
@@ -148,13 +148,13 @@ def locate(error: Exception, where: str) -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``"did you mean 'interleaved'?"``, or an empty string when nothing is near."""
+    """``"did you mean 'interleaved'?"``, or an empty string if no known word is similar."""
     near = get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else ""
 
 
 def advice(*parts: str) -> str:
-    """The parts that are not empty as one line: ``"did you mean '1f1b'? installed: sequential, 1f1b"``."""
+    """The non-empty parts as one line: ``"did you mean '1f1b'? installed: sequential, 1f1b"``."""
     return "; ".join(filter(None, parts)).replace("?; ", "? ")
 
 
@@ -171,11 +171,11 @@ def nearest(number: int, others: Iterable[int]) -> str:
 
 
 def nearest_multiples(number: int, factor: int) -> str:
-    """The multiples of ``factor`` next to ``number``, which is none, below and above: ``"96 or 104"``; never 0."""
+    """The multiples of ``factor`` below and above ``number``, which is not one: ``"96 or 104"``; never 0."""
     below = number // factor * factor
     return nearest(number, [below or factor, below + factor])
 
 
 def nearest_divisors(number: int, wanted: int) -> str:
-    """The divisors of ``number`` next to ``wanted``, which is none, below and above: ``"4 or 6"``."""
+    """The divisors of ``number`` below and above ``wanted``, which is not one: ``"4 or 6"``."""
     return nearest(wanted, [divisor for divisor in range(1, number + 1) if number % divisor == 0])

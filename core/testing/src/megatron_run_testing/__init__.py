@@ -1,8 +1,8 @@
-"""Conformance suites for plugin authors: one a kind, each a tuple of named checks.
+"""Conformance suites for plugin authors: one per kind, each a tuple of named checks.
 
-``<kind>_checks(...)`` takes what the plugin's factory makes, or a function that makes it where a kind needs a context,
-and returns :class:`~megatron_run_testing.check.Check` objects. A check raises
-:class:`~megatron_run_testing.check.CheckFailed`, saying where, when the contract is broken. With pytest::
+``<kind>_checks(...)`` takes the object that the plugin's factory creates or, for kinds that need a context, a function
+that creates it. It returns :class:`~megatron_run_testing.check.Check` objects. If the contract is broken, a check
+raises :class:`~megatron_run_testing.check.CheckFailed`, which states where. With pytest::
 
     from megatron_run_testing.schedule import schedule_checks
 

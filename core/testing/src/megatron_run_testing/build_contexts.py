@@ -1,4 +1,4 @@
-"""What a plugin needs to live in a test: a real context, and chunks with initialised parameters and gradients."""
+"""Build contexts for tests of plugins, and chunks with initialised parameters and gradient buffers."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def single_process_context(
 ) -> BuildContext:
     """The context of a run with one rank.
 
-    ``model`` are the model plugin's options with the vocabulary filled in, ``dtype`` that of parameters; gradients have
-    fp32 at least. ``train`` overrides keys of the train section (a sequence of 16 tokens, two samples a microbatch).
+    ``model`` is the model plugin's options with the vocabulary size filled in. ``dtype`` is the type of parameters;
+    gradients are in at least fp32. ``train`` overrides keys of the train section (by default sequences of 16 tokens,
+    two per microbatch).
     """
     return context_at(Topology(Sizes(), 0), Groups(), model, dtype=dtype, device=device, train=train)
 
@@ -51,8 +52,8 @@ def context_at(
 ) -> BuildContext:
     """The context of the rank at ``topology``, otherwise as :func:`single_process_context`.
 
-    ``sequence`` is ``parallel.sequence``; ``groups``, from :func:`megatron_run_engine.runtime.comm.create_groups`, are
-    made once a process.
+    ``sequence`` is ``parallel.sequence``. ``groups`` come from :func:`megatron_run_engine.runtime.comm.create_groups`,
+    called once per process.
     """
     section = TrainSection.model_validate(
         {"steps": 1, "global_batch_size": 2, "micro_batch_size": 2, "sequence_length": 16, **(train or {})}
@@ -77,7 +78,7 @@ def context_at(
 
 
 def prepare(context: BuildContext, chunks: Sequence[Chunk]) -> dict[Parameter, ParamInfo]:
-    """Fill the parameters of one stage's ``chunks`` and give them gradients, as a run does; returns their infos."""
+    """Initialise the parameters of one stage's ``chunks`` and allocate their gradients, as a run does."""
     infos = [describe_parameters(chunk, context.topology.tensor_rank) for chunk in chunks]
     described = {parameter: info for each in infos for parameter, info in each.items()}
     initialise(described, context.train.seed)
@@ -88,12 +89,12 @@ def prepare(context: BuildContext, chunks: Sequence[Chunk]) -> dict[Parameter, P
 
 
 def logical_values(infos: Mapping[Parameter, ParamInfo]) -> dict[str, Tensor]:
-    """The values of every logical tensor by canonical name; padding is left out."""
+    """The values of every logical tensor by canonical name, without padding."""
     return {name: rows.detach().clone() for name, rows in _pieces(infos, infos)}
 
 
 def logical_gradients(infos: Mapping[Parameter, ParamInfo]) -> dict[str, Tensor]:
-    """The accumulated gradient of every logical tensor by canonical name; padding is left out."""
+    """The accumulated gradient of every logical tensor by canonical name, without padding."""
     gradients = [main_grad(parameter) for parameter in infos]
     return {name: rows.clone() for name, rows in _pieces(infos, gradients)}
 

@@ -1,4 +1,4 @@
-"""One named check of a conformance suite."""
+"""The checks of a conformance suite."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 
 class CheckFailed(AssertionError):
-    """The contract is broken; the message says where, what was found and what was expected."""
+    """The contract is broken; the message states where, what was found and what was expected."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """``run()`` returns when the contract holds and raises :class:`CheckFailed` when it does not.
+    """A named check: ``run()`` raises :class:`CheckFailed` if the contract is broken.
 
-    Where there was nothing to try it with, it says in a few words why.
+    Otherwise it returns None or "", or the reason why the plugin has nothing to which the check applies.
     """
 
     name: str

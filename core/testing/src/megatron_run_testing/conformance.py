@@ -1,4 +1,4 @@
-"""Try a plugin against its contract: an installed one, the folder of a package, or a single file."""
+"""Checks a plugin against its contract: an installed plugin, the folder of a package, or a single file."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from megatron_run.registry.discover import Entry, scan
 from megatron_run.registry.load import Plugin, load
 from megatron_run_testing.suites import checks_for
 
-#: Where the import packages of a project may lie, the likeliest first.
+#: Folders of a project that may contain its import packages, the most likely first.
 _SOURCES = ("src", ".")
 _VOCABULARY = 64
 
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of one check; ``message`` says what was wrong, or why there was nothing to try; else it is empty."""
+    """The outcome of one check; ``message`` is the failure, or why there was nothing to try, or empty."""
 
     name: str
     passed: bool
@@ -38,13 +38,13 @@ class Result:
 
     @property
     def state(self) -> str:
-        """In a word or three."""
+        """The outcome in at most three words."""
         return "FAILED" if not self.passed else "nothing to try" if self.message else "ok"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was found about one plugin; ``plugin`` reads ``kind=name``, ``source`` says where it comes from."""
+    """The results of one plugin: ``plugin`` is ``kind=name``, ``source`` is where it comes from."""
 
     plugin: str
     source: str
@@ -57,7 +57,7 @@ class Report:
 
 
 class _Network(BaseModel):
-    """What the other kinds may know of the model."""
+    """Model options for the contexts of other kinds of plugin."""
 
     num_layers: int = 2
     vocab_size: int = _VOCABULARY
@@ -66,8 +66,8 @@ class _Network(BaseModel):
 def check(target: str, sets: Iterable[str] = ()) -> tuple[Report, ...]:
     """Run the conformance suite on ``target``: ``KIND=NAME``, the folder of a package, or a file ``./mine.py``.
 
-    A package may offer several plugins: each gets a report. ``sets`` are options as in ``--set model.num_layers=2``,
-    for a plugin that cannot be made with its defaults. Raises :class:`RunError` when there is nothing to check.
+    A package may offer several plugins; each gets a report. ``sets`` are options, as in ``--set model.num_layers=2``,
+    for a plugin that cannot be created with its defaults. Raises :class:`RunError` if there is nothing to check.
     """
     findings = Findings()
     options = command_line_source(sets, (), findings).values
@@ -91,7 +91,7 @@ def check(target: str, sets: Iterable[str] = ()) -> tuple[Report, ...]:
 
 
 def project_entries(folder: Path) -> tuple[Entry, ...]:
-    """The plugins that the ``pyproject.toml`` of ``folder`` offers. Raises :class:`InputError` when it has none."""
+    """The plugins that the ``pyproject.toml`` of ``folder`` offers. Raises :class:`InputError` if it has none."""
     file = folder / "pyproject.toml"
     try:
         project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
@@ -119,7 +119,7 @@ def project_entries(folder: Path) -> tuple[Entry, ...]:
 
 
 def make(plugin: Plugin) -> object:
-    """The plugin's object, made on one CPU rank; a parallel-layer factory is given the built-in one as its base."""
+    """The plugin's object, created on one CPU rank; a parallel-layer factory gets the built-in one as its base."""
     if plugin.kind in ("schedule", "data", "observer", "format"):  # made without a context, and so without torch
         return plugin.create()
     import torch
@@ -134,7 +134,7 @@ def make(plugin: Plugin) -> object:
 
 def _report(entry: Entry, values: Mapping[Key, Value]) -> Report:
     results: list[Result] = []
-    name = str(entry) if entry.kind else entry.name  # a file says its kind when it is imported
+    name = str(entry) if entry.kind else entry.name  # the kind of a file is known after its import
     with _recorded(results, "it can be imported and describes itself"):
         plugin = load(entry, "plugins check")
         name = str(plugin)
@@ -151,9 +151,9 @@ def _report(entry: Entry, values: Mapping[Key, Value]) -> Report:
 
 @contextmanager
 def _recorded(results: list[Result], name: str) -> Iterator[list[str]]:
-    """Turn what the block raises into a result; whatever a plugin raises is its failure, never ours.
+    """Record the outcome of the block as a result; any exception is a failure of the plugin.
 
-    The block appends why there was nothing to try, if there was nothing.
+    If there was nothing to try, the block appends the reason to the list.
     """
     untried: list[str] = []
     try:
@@ -170,9 +170,9 @@ def _recorded(results: list[Result], name: str) -> Iterator[list[str]]:
 
 
 def _validated(plugin: Plugin, values: Mapping[Key, Value]) -> BaseModel:
-    """The plugin's options, from the values of its kind's section; a model gets a vocabulary.
+    """The plugin's options from the values of its kind's section; a model gets a vocabulary size.
 
-    Raises :class:`InputError` when one that it needs is not given, or one that is given cannot be.
+    Raises :class:`InputError` if a required option is missing or a given one is invalid.
     """
     section = section_of(plugin.kind)
     mine = {key[1:]: value for key, value in values.items() if key[0] == section}
@@ -184,21 +184,21 @@ def _validated(plugin: Plugin, values: Mapping[Key, Value]) -> BaseModel:
     if missing:
         raise InputError(
             f"{plugin} cannot be tried without {', '.join(missing)}",
-            why="its options say no default",
+            why="these options have no default",
             fix=f"add {' '.join(f'--set {key}=...' for key in missing)}",
         )
     findings = Findings()
     options = validate(plugin.options_model, (section,), mine, findings)
     findings.settle()
-    assert options is not None  # or there would have been a finding
+    assert options is not None  # otherwise settle() has raised
     return options
 
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Put the sources of a project first on the import path, and forget its modules afterwards.
+    """Put the sources of a project first on the import path, and drop its modules afterwards.
 
-    No byte code is kept: a file that is edited within a second, at the same length, would be taken for the old one.
+    No byte code is written: Python would reuse it for a file that is edited within a second and keeps its length.
     """
     root = folder.resolve()
     before, wrote = list(sys.path), sys.dont_write_bytecode

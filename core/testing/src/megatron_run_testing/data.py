@@ -1,4 +1,4 @@
-"""The conformance suite of kind ``data``: samples as the contract says, and the same ones every time."""
+"""The conformance suite of kind ``data``: samples have the contract's form and never change."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron_run_testing.check import Check, CheckFailed
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: What every sample holds, and the type of it.
+#: The fields of every sample and their types.
 FIELDS: Mapping[str, type[np.generic]] = {"tokens": np.int64, "labels": np.int64, "loss_mask": np.float32}
 
-#: Samples of each split that are looked at.
+#: Number of samples of each split that are checked.
 LOOK = 5
 
 
@@ -34,9 +34,9 @@ def data_checks(source: DataSource, sequence_length: int = 32, seed: int = 7) ->
             _each_split, opened, partial(_fields_fit, sequence_length=sequence_length)
         ),
         "token ids lie in the vocabulary": partial(_each_split, opened, partial(_ids_fit, source=source)),
-        "a sample is the same whenever it is asked for": partial(_samples_repeat, opened),
+        "a sample is the same every time": partial(_samples_repeat, opened),
         "baselines are losses": lambda: _baselines_are_losses(source.baselines(sequence_length, seed, [0])),
-        "text becomes ids and text again": lambda: _text_returns(source),
+        "text can be encoded and decoded": lambda: _text_returns(source),
     }
     return tuple(Check(name, run) for name, run in checks.items())
 
@@ -47,7 +47,7 @@ def _each_split(opened: Callable[[Split], Dataset], check: Callable[[Split, Data
 
 
 def _looked_at(dataset: Dataset) -> list[int]:
-    """Samples spread over the dataset, the first and the last among them; none when it is empty."""
+    """Indices of samples spread over the dataset, including the first and the last; none if it is empty."""
     return sorted({place * (len(dataset) - 1) // (LOOK - 1) for place in range(LOOK)}) if len(dataset) else []
 
 
@@ -82,7 +82,7 @@ def _ids_fit(split: Split, dataset: Dataset, source: DataSource) -> None:
 
 
 def _samples_repeat(opened: Callable[[Split], Dataset]) -> None:
-    """Ask twice, the second time backwards and of a dataset opened anew, so that whatever is remembered shows."""
+    """Read samples twice, the second time in reverse and from a newly opened dataset, to reveal hidden state."""
     for split in get_args(Split):
         first, again = opened(split), opened(split)
         if len(first) != len(again):
@@ -104,7 +104,7 @@ def _baselines_are_losses(baselines: Mapping[str, float]) -> str:
     for name, loss in baselines.items():
         if not (isfinite(loss) and loss >= 0):
             raise CheckFailed(f"baseline {name!r} is {loss}; a loss in nats per token is finite and not negative")
-    return "" if baselines else "it knows no baseline"
+    return "" if baselines else "it has no baselines"
 
 
 def _text_returns(source: DataSource) -> str:
@@ -113,7 +113,7 @@ def _text_returns(source: DataSource) -> str:
     if ids is None:
         if source.decode([0]) is not None:
             raise CheckFailed("decode gives text, but encode gives None: data is text or it is not")
-        return "it is no text"
+        return "the data is not text"
     if any(not 0 <= token < source.vocab_size for token in ids):
         raise CheckFailed(f"encode gives {list(ids)}, the vocabulary reaches from 0 to {source.vocab_size - 1}")
     if not isinstance(source.decode(ids), str):

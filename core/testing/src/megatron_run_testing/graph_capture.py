@@ -1,4 +1,4 @@
-"""The conformance suite of kind ``graph-capture``: a captured layer computes what the eager one does."""
+"""The conformance suite of kind ``graph-capture``: a captured layer computes the same as an eager one."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _MICROBATCHES = 3
 
 
 def graph_capture_checks(factory: CaptureFactory, why_not: Callable[[], str] = str) -> tuple[Check, ...]:
-    """The checks of a graph capture; ``factory`` makes a fresh one from a context.
+    """The checks of a graph capture; ``factory`` creates a new one from a context.
 
-    ``why_not`` says why nothing can be captured on a CPU, where that is so: then there is nothing to try.
+    ``why_not`` returns the reason why nothing can be captured on a CPU, empty if it can; then there is nothing to try.
     """
 
     def tried(check: Callable[[CaptureFactory], None]) -> str:
-        reason = why_not() or ("" if _Bench(factory).watched else "it chooses no region")
+        reason = why_not() or ("" if _Bench(factory).watched else "it captures no region")
         if not reason:
             check(factory)
         return reason
@@ -44,13 +44,13 @@ def graph_capture_checks(factory: CaptureFactory, why_not: Callable[[], str] = s
             "regions lie within a layer and may be captured",
             lambda: _check_regions(factory),
         ),
-        Check("captured steps give the losses and gradients of eager ones", lambda: tried(_check_equal)),
-        Check("invalidate goes back to eager", lambda: tried(_check_invalidate)),
+        Check("captured steps equal eager ones in losses and gradients", lambda: tried(_check_equal)),
+        Check("invalidate returns to eager steps", lambda: tried(_check_invalidate)),
     )
 
 
 class _Bench:
-    """A gpt of two layers, run eagerly and then through a capture."""
+    """A gpt of two layers, run eagerly and then from a capture."""
 
     def __init__(self, factory: CaptureFactory) -> None:
         self.context = single_process_context(_OPTIONS, dtype=torch.float32)
@@ -66,7 +66,7 @@ class _Bench:
         return tuple(self.capture.regions([self.chunk.segments()]))
 
     def start_capture(self) -> None:
-        """Capture, once a step has shown what each region is given."""
+        """Capture, after an eager step has recorded the inputs of each region."""
         actions = [Action(op, m, 0) for m in range(_MICROBATCHES) for op in ("F", "B")]
         made = self.capture.capture(self.watched, actions, self.context.segments.examples)
         planned = self.capture.plan(self.watched, actions)

@@ -1,4 +1,4 @@
-"""The conformance suite of kind ``model``: the network must not depend on how it is cut, on one process.
+"""The conformance suite of kind ``model``: the network must not depend on its cut into chunks. One process.
 
 Legend: s sequence, b micro batch, h hidden, v vocabulary.
 """
@@ -27,7 +27,7 @@ from megatron_run_testing.build_contexts import (
 from megatron_run_testing.check import Check, CheckFailed
 from megatron_run_testing.layers.half_sequence import HalfSequence
 
-#: Makes the model under test from a context and its options, as its factory hook does.
+#: Creates the model under test from a context and its options, as its factory hook does.
 CreateModel = Callable[[BuildContext, BaseModel], Model]
 
 #: (stages, chunks) in which the model is cut.
@@ -36,21 +36,21 @@ _FIELDS = frozenset({"tokens", "labels", "loss_mask"})
 
 
 def model_checks(create: CreateModel, options: BaseModel) -> tuple[Check, ...]:
-    """The checks that every model must pass, built from the dense layers in float64.
+    """The checks that every model must pass, built from dense layers in float64.
 
-    ``options`` describe a small network with ``vocab_size`` set; it is cut into up to four pieces.
+    ``options`` describe a small network with ``vocab_size`` set; it is cut into up to four chunks.
     """
     bench = _Bench(create, options)
     checks: dict[str, Callable[[], None]] = {
-        "a cut model is the whole model": bench.cuts_agree,
+        "a cut model equals the whole model": bench.cuts_agree,
         "initial weights do not depend on the layout": bench.initial_weights_agree,
         "recomputation changes no gradient": bench.recomputation_agrees,
         "evaluation has no dropout": bench.evaluation_is_still,
-        "masked labels weigh nothing": bench.mask_counts,
-        "without labels it gives logits": bench.gives_logits,
-        "it asks for known fields": bench.asks_known_fields,
-        "what crosses is what boundary says": bench.boundary_holds,
-        "a part of the sequence crosses where ranks split it": bench.boundary_splits,
+        "masked labels have no weight": bench.mask_counts,
+        "without labels it returns logits": bench.gives_logits,
+        "it needs known fields only": bench.asks_known_fields,
+        "tensors between chunks match boundary": bench.boundary_holds,
+        "tensors between chunks match boundary under sequence parallelism": bench.boundary_splits,
         "segments cover every parameter": bench.segments_cover,
         "chunks of one stage share tied parameters": bench.shares_tied,
         "flops do not shrink with the sequence": bench.flops_grow,
@@ -68,15 +68,15 @@ class Built:
     infos: dict[Parameter, ParamInfo]
 
     def train(self, *, mode: bool) -> Built:
-        """Switch dropout on or off everywhere."""
+        """Switch dropout of all chunks on or off."""
         for chunk in self.chunks:
             chunk.train(mode)
         return self
 
     def forward(self, microbatch: Microbatch) -> tuple[ChunkOut, list[Tensor]]:
-        """Run all chunks, each with the fields it asks for; also what crossed between them.
+        """Run all chunks, each with its fields; return the output, and the tensors that crossed between chunks.
 
-        The losses are those of all chunks; one that several report is summed.
+        The output contains the losses of all chunks; a loss that several chunks report is summed.
         """
         x, crossed = None, []
         losses: dict[str, tuple[Tensor, Tensor]] = {}
@@ -95,7 +95,7 @@ class Built:
     def step(self, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
         """One forward and backward: the summed loss, and the gradient of every logical tensor.
 
-        The gradient of a tensor that lives on two stages is the sum of both copies'.
+        The gradient of a tensor with copies on two stages is the sum of theirs.
         """
         total = torch.stack([loss for loss, _ in self.forward(microbatch)[0].losses.values()]).sum()
         torch.autograd.backward(total)
@@ -116,8 +116,8 @@ def build_model(
 ) -> Built:
     """Build every chunk of a ``stages`` x ``chunks`` cut from ``layers``, initialised and with gradients.
 
-    Without ``layers`` they are dense. The model's are spread as evenly as they can be; each stage has its own tied
-    parameters.
+    ``layers`` defaults to dense layers. The model's layers are distributed as evenly as possible; each stage has its
+    own copy of a tied parameter.
     """
     model, layers = create(context, options), layers or DenseLayers(context)
     layers_of_model: int = getattr(options, "num_layers")  # noqa: B009  # unknown to types
@@ -137,7 +137,7 @@ class _Bench:
     options: BaseModel
 
     def built(self, stages: int = 1, chunks: int = 1, **train: object) -> Built:
-        """A fresh model in training mode."""
+        """A new model in training mode."""
         context = single_process_context(self.options, train=train)
         built = build_model(self.create, context, self.options, stages, chunks)
         return built.train(mode=True)
@@ -148,9 +148,9 @@ class _Bench:
         return replace(example_microbatch(vocab), **changes)  # type: ignore[arg-type]  # fields of Microbatch
 
     def cuts_agree(self) -> None:
-        """Loss and gradients are those of the uncut model, bit for bit.
+        """Loss and gradients equal those of the uncut model bit for bit.
 
-        What two places add to meets in any order: a tied tensor's gradient, and auxiliary losses of several chunks.
+        Sums over several places may be rounded differently: a tied tensor's gradient, and auxiliary losses.
         """
         loss, gradients = self.built().step(self.microbatch())
         for stages, chunks in _CUTS[1:]:
@@ -165,7 +165,7 @@ class _Bench:
                 _equal(f"{cut}: gradient of {name}", found_gradients[name], gradient, tolerance)
 
     def initial_weights_agree(self) -> None:
-        """Names, shapes and values."""
+        """Names, shapes and values of all logical tensors are equal for every cut."""
         whole = logical_values(self.built().infos)
         for stages, chunks in _CUTS[1:]:
             found = logical_values(self.built(stages, chunks).infos)
@@ -200,7 +200,7 @@ class _Bench:
         _equal("loss after changing masked labels", built.forward(changed)[0].losses["lm"][0], total)
 
     def gives_logits(self) -> None:
-        """[s, b, p], which give the loss that labels give."""
+        """Logits are [s, b, p], and their cross entropy is the loss that the model computes from labels."""
         built, microbatch = self.built().train(mode=False), self.microbatch(train=False)
         tokens = {"tokens": microbatch.fields["tokens"]}
         logits = built.forward(replace(microbatch, fields=tokens))[0].logits
@@ -215,7 +215,7 @@ class _Bench:
         _equal("loss", built.forward(microbatch)[0].losses["lm"][0].double(), (loss * mask).sum(), 1e-9)
 
     def asks_known_fields(self) -> None:
-        """Of tokens, labels and loss_mask; tokens are needed somewhere, and the last position takes the labels."""
+        """Fields are known; the first position takes tokens, the last one labels and loss_mask."""
         for stages, chunks in _CUTS:
             built = self.built(stages, chunks)
             asked = [set(built.model.fields(position, built.layout)) for position in range(len(built.layout))]
@@ -224,11 +224,11 @@ class _Bench:
                 raise CheckFailed(f"{stages} stages x {chunks} chunks: fields by position are {asked}")
 
     def boundary_holds(self) -> None:
-        """Shape and dtype of every tensor between two positions."""
+        """Every tensor between two positions has the shape and dtype of ``boundary``."""
         self._compare_boundary(self.built(4))
 
     def boundary_splits(self) -> None:
-        """The same on the first of two ranks that split the sequence."""
+        """The same holds on the first of two ranks that split the sequence."""
         context = replace(single_process_context(self.options), sequence_shards=2)
         layers = HalfSequence(DenseLayers(context))
         try:
@@ -241,10 +241,10 @@ class _Bench:
         boundary = built.model.boundary(replace(microbatch, fields={}), 2, 16)  # as the kernel asks
         for position, x in enumerate(built.forward(microbatch)[1]):
             if not boundary.fits(x):
-                raise CheckFailed(f"position {position} sends {tuple(x.shape)} {x.dtype}, boundary says {boundary}")
+                raise CheckFailed(f"position {position} sends {tuple(x.shape)} {x.dtype}, boundary declares {boundary}")
 
     def segments_cover(self) -> None:
-        """Every parameter is read by a segment, and (layer, index) tells segments apart."""
+        """Every parameter is read by a segment, and (layer, index) identifies a segment."""
         built = self.built(2, 2)
         segments = [segment for chunk in built.chunks for segment in chunk.segments()]
         places = [(segment.layer, segment.index) for segment in segments]
@@ -256,7 +256,7 @@ class _Bench:
             raise CheckFailed(f"no segment reads {', '.join(missed)}")
 
     def shares_tied(self) -> None:
-        """On one stage a logical tensor has one Parameter; on two exactly one copy counts."""
+        """On one stage a logical tensor has one Parameter; of copies on two stages exactly one counts."""
         one = [part.name for info in self.built(1, 2).infos.values() for part in info.parts]
         if len(one) != len(set(one)):
             raise CheckFailed(f"one stage holds two copies of {sorted({name for name in one if one.count(name) > 1})}")
@@ -266,7 +266,7 @@ class _Bench:
             raise CheckFailed(f"counted once each: {sorted(every)}; found {sorted(counted)}")
 
     def flops_grow(self) -> None:
-        """Positive, and attention only adds to them."""
+        """The number is positive and does not fall with the sequence length."""
         model = self.built().model
         if not 0 < model.flops_per_token(16) <= model.flops_per_token(32):
             raise CheckFailed(

@@ -1,4 +1,4 @@
-"""The conformance suite of kind ``observer``: it bears a whole run, and the run does not feel it."""
+"""The conformance suite of kind ``observer``: it survives every kind of run and does not affect the run."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from megatron_run.contracts.observer import (
 )
 from megatron_run_testing.check import Check, CheckFailed
 
-#: Makes a new observer, as the plugin's factory does: one for each attempt at a run.
+#: Creates a new observer, as the plugin's factory does for each attempt at a run.
 Make = Callable[[], Observer]
 
 STEPS = 4
 
 
 def observer_checks(make: Make) -> tuple[Check, ...]:
-    """The checks that every observer must pass; ``make`` makes a new one for each run."""
+    """The checks that every observer must pass; ``make`` creates a new one for each run."""
     checks: dict[str, Callable[[Make], str | None]] = {
-        "it bears a whole run": _bears_a_run,
-        "it bears a run that fails": _bears_a_failure,
-        "it bears a run of no steps": _bears_no_steps,
-        "it asks for steps that can be counted": _asks_for_steps,
-        "what an attempt wrote outlives the next": _keeps_what_was_written,
+        "it survives a whole run": _bears_a_run,
+        "it survives a run that fails": _bears_a_failure,
+        "it survives a run without steps": _bears_no_steps,
+        "traced_steps returns step numbers": _asks_for_steps,
+        "a second attempt keeps what the first wrote": _keeps_what_was_written,
         "it draws no random numbers": _draws_nothing,
     }
     return tuple(Check(name, partial(check, make)) for name, check in checks.items())
 
 
 def example_timeline(unit: float = 1, message: float = 0) -> Timeline:
-    """A step of one microbatch on two stages, a forward of ``unit``, a message of ``message``; half of it is work."""
+    """A step of one microbatch on two stages; a forward takes ``unit``, a message ``message``."""
     u, m = unit, message
     stages = (
         (Bar(Action("F", 0, 0), 0, u), Bar(Action("B", 0, 0), 4 * u + 2 * m, 6 * u + 2 * m)),
@@ -60,7 +60,7 @@ def example_timeline(unit: float = 1, message: float = 0) -> Timeline:
 
 
 def example_run(folder: Path, attempt: int = 1, first_step: int = 1, steps: int = STEPS) -> RunSummary:
-    """What an observer is told at the start of a small run of two pipeline stages."""
+    """The summary of a small run of two pipeline stages."""
     return RunSummary(
         folder=folder,
         attempt=attempt,
@@ -76,7 +76,7 @@ def example_run(folder: Path, attempt: int = 1, first_step: int = 1, steps: int 
 
 
 def example_step(step: int, loss: float | None = 2.25, *, skipped_total: int = 0) -> StepMetrics:
-    """The numbers of one step, skipped when ``loss`` is None or not finite."""
+    """The metrics of one step, which was skipped if ``loss`` is None or not finite."""
     skipped = loss is None or not abs(loss) < inf
     return StepMetrics(
         step=step,
@@ -100,13 +100,13 @@ def example_step(step: int, loss: float | None = 2.25, *, skipped_total: int = 0
 
 
 def example_trace(step: int) -> StepTrace:
-    """That run's step on the timeline: forwards of 10 ms, messages of 1 ms."""
+    """A traced step of :func:`example_run`: forwards of 10 ms, messages of 1 ms."""
     layout = (Place(0, 0, range(1)), Place(1, 0, range(1, 2)))
     return StepTrace(step, layout, ran=example_timeline(0.01, 0.001), planned=example_timeline(0.01), clock_error=1e-4)
 
 
 def watch(observer: Observer, run: RunSummary) -> None:
-    """Tell ``observer`` a whole run: steps, one skipped, traces it asked for, evaluations, a saved step, the end."""
+    """Call ``observer`` as a whole run does: steps, one of them skipped, traces, evaluations, a save, the end."""
     observer.on_train_start(run)
     traced = frozenset(observer.traced_steps())
     for step in range(run.first_step, run.steps + 1):
@@ -125,7 +125,7 @@ def watch(observer: Observer, run: RunSummary) -> None:
 
 @contextmanager
 def _called(what: str) -> Iterator[Path]:
-    """A run folder; whatever an observer raises in it is a broken contract."""
+    """A run folder; any exception of the observer in the block is a broken contract."""
     with TemporaryDirectory() as folder:
         try:
             yield Path(folder)
@@ -169,11 +169,11 @@ def _asks_for_steps(make: Make) -> str:
             raise CheckFailed(f"traced_steps gave {strange[0]!r}, and must give whole numbers from 1 on")
         if sorted(again) != sorted(asked):
             raise CheckFailed(f"traced_steps gave {asked}, and then {again} when it was asked again")
-    return "" if asked else "it asks for no step"
+    return "" if asked else "it traces no step"
 
 
 def _keeps_what_was_written(make: Make) -> str:
-    """A second attempt in the same folder may add to files, and change none of what they hold."""
+    """A second attempt in the same folder may append to files, but not change their content."""
     with _called("a resumed run") as folder:
         watch(make(), example_run(folder))
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,6 +1,6 @@
-"""The conformance suite of kind ``optimizer``: what holds for every update rule, on one rank and on several.
+"""The conformance suite of kind ``optimizer``: promises for every update rule, on one rank and on several.
 
-The ranks are started by the suite itself, as processes of this machine that talk over gloo.
+The suite starts the ranks itself, as processes on this machine that communicate over gloo.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from megatron_run_testing.rehearsal import Rehearsal, SendablePlugin
 
 __all__ = ["Bench", "OptimizerFactory", "PluginOptimizer", "optimizer_checks"]
 
-#: Seconds for all trials of one number of ranks.
+#: Seconds for all trials with one number of ranks.
 _TIMEOUT = 60.0
 
-#: What is promised of one rank, by the words of the report.
+#: Promises for one rank, by name of the check.
 _ALONE: Mapping[str, Callable[[OptimizerFactory], None]] = MappingProxyType(
     {
         "main_grad keeps its storage and is cleared by zero_grad": alone.check_storage,
@@ -41,38 +41,38 @@ _ALONE: Mapping[str, Callable[[OptimizerFactory], None]] = MappingProxyType(
         "step moves against the gradient": alone.check_descent,
         "weight decay shrinks matrices and leaves biases": alone.check_decay,
         "small updates of 16-bit parameters are not lost": alone.check_small_updates,
-        "memory tells bytes by role, planned or real": alone.check_memory,
-        "a fresh optimizer goes on from saved state bit for bit": alone.check_round_trip,
-        "with weights alone it begins as at first": alone.check_weights_alone,
-        "a stage without parameters is no special case": alone.check_nothing,
+        "memory reports bytes by role, planned and real": alone.check_memory,
+        "a new optimizer continues from saved state bit for bit": alone.check_round_trip,
+        "load_weights starts as before the first step": alone.check_weights_alone,
+        "a stage without parameters works": alone.check_nothing,
     }
 )
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """What every rank runs, and who judges the ranks' findings."""
+    """``run`` is called on every rank, ``judge`` with the results of all ranks."""
 
     run: Callable[[OptimizerFactory, BuildContext], Any]
     judge: Callable[[OptimizerFactory, Sequence[Any]], None]
 
 
-#: What is promised of data-parallel ranks.
+#: Promises for several data-parallel ranks, by name of the check.
 _TOGETHER: Mapping[str, _Trial] = MappingProxyType(
     {
         "data-parallel ranks hold equal parameters": _Trial(together.run_steps, together.judge_replicas),
-        "they train what one rank trains with the mean gradient": _Trial(together.run_steps, together.judge_mean),
+        "they train as one rank does with the mean gradient": _Trial(together.run_steps, together.judge_mean),
         "norm and zeros count every value once": _Trial(together.run_steps, together.judge_numbers),
-        "an overflow on one rank is known to all": _Trial(together.find_overflows, together.judge_overflows),
-        "the state of all ranks is every value once": _Trial(together.run_steps, together.judge_state),
+        "an overflow on one rank is reported on all": _Trial(together.find_overflows, together.judge_overflows),
+        "the state of all ranks holds every value once": _Trial(together.run_steps, together.judge_state),
     }
 )
 
 
 def optimizer_checks(create: OptimizerFactory, *, ranks: Sequence[int] = (1,)) -> tuple[Check, ...]:
-    """The checks of an optimizer; ``create`` makes a fresh one from a context.
+    """The checks of an optimizer; ``create`` makes a new one from a context.
 
-    ``ranks`` are the data-parallel sizes to try it at, powers of two. For several ``create`` must be importable: a
+    ``ranks`` are the data-parallel sizes to try, powers of two. For sizes above 1 ``create`` must be importable: a
     function of a module, or a :class:`PluginOptimizer`.
     """
     bench = _Ranks(create, tuple(ranks))
@@ -83,7 +83,7 @@ def optimizer_checks(create: OptimizerFactory, *, ranks: Sequence[int] = (1,)) -
 
 
 class PluginOptimizer(SendablePlugin):
-    """Makes the optimizer of a plugin, in any process."""
+    """Creates the optimizer of a plugin; it can be sent to another process."""
 
     def __call__(self, context: BuildContext) -> Optimizer:
         """The optimizer of one rank."""
@@ -97,7 +97,7 @@ class _Ranks:
     ranks: tuple[int, ...]
 
     def check(self, trial: _Trial) -> None:
-        """Judge ``trial`` on every number of ranks."""
+        """Judge ``trial`` with every number of ranks."""
         for size in self.ranks:
             where = f"on {size} ranks"
             found = self._on_ranks.found(size, trial.run.__name__, where) if size > 1 else [self._alone(trial)]
@@ -115,7 +115,7 @@ class _Ranks:
 
 
 def _try_on_rank(rank: int, world: int, create: OptimizerFactory, names: Sequence[str]) -> Iterator[Any]:
-    """Run what ``names`` say on one of ``world`` data-parallel ranks."""
+    """Run the trials ``names`` on one of ``world`` data-parallel ranks."""
     topology = Topology(Sizes(data=world), rank)
     groups = create_groups(topology, timedelta(seconds=_TIMEOUT))
     for name in names:

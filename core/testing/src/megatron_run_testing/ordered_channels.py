@@ -1,8 +1,8 @@
-"""A transport with NCCL's rules, on paper: messages match in order, there are no tags, and a send meets its receive.
+"""A simulated transport with NCCL's rules: messages match in order, without tags, and a send waits for its receive.
 
-Each stage is a computing thread that issues sends and receives without waiting, and streams that carry them out one
-after the other. What shares a stream is the model's choice: each direction of a pair of stages (``per_channel``), or
-all messages of a stage (``per_stage``), as with one communicator and one stream.
+Each stage has a thread that issues sends and receives without waiting, and streams that carry them out in order. A
+stream carries either one direction between two stages (``per_channel``, as gloo), or all messages of a stage
+(``per_stage``, as NCCL with one communicator).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from megatron_run.pipeline.lower import Instruction, Message
 
-#: Which of a stage's streams carries a message.
+#: The key of the stream that carries a message.
 Streams = Callable[[Message], Hashable]
 
 
@@ -28,11 +28,11 @@ def per_stage(_: Message) -> Hashable:
 
 
 class SwappedMessageError(Exception):
-    """A receive was matched with another message than the one it is for."""
+    """A receive was matched with a message other than its own."""
 
 
 class TransportDeadlockError(Exception):
-    """No stage can go on."""
+    """No stage can continue."""
 
 
 @dataclass
@@ -46,9 +46,9 @@ class _Stage:
 
 
 def carry_out(programs: Sequence[Sequence[Instruction]], streams: Streams = per_channel) -> None:
-    """Run one program a stage, as :func:`megatron_run.pipeline.lower.lower` makes them, to its end.
+    """Run the stages' programs, one each as :func:`megatron_run.pipeline.lower.lower` returns it, to their end.
 
-    Raises :class:`SwappedMessageError` or :class:`TransportDeadlockError`, which say where.
+    Raises :class:`SwappedMessageError` or :class:`TransportDeadlockError`, which state where.
     """
     stages = [_Stage(deque(program)) for program in programs]
     while any([_compute(stage, streams) for stage in stages] + [_match(stages, index) for index in range(len(stages))]):
@@ -58,14 +58,14 @@ def carry_out(programs: Sequence[Sequence[Instruction]], streams: Streams = per_
 
 
 def _where(number: int, stage: _Stage) -> str:
-    """What a stage that cannot go on waits for."""
+    """The action and message at which a stage is stuck."""
     if not stage.program:
         return f"stage {number} has computed everything"
     return f"stage {number} waits at {stage.program[0].action} for {stage.program[0].receive}"
 
 
 def _compute(stage: _Stage, streams: Streams) -> bool:
-    """Run instructions until one must wait; whether anything happened."""
+    """Run instructions until one must wait; returns whether there was progress."""
     moved = False
     while stage.program:
         instruction = stage.program[0]
@@ -94,7 +94,7 @@ def _send(stage: _Stage, message: Message | None, streams: Streams) -> None:
 
 
 def _match(stages: Sequence[_Stage], source: int) -> bool:
-    """Let every send at the head of its stream meet the receive at the head of the other stage's stream."""
+    """Match sends at the heads of streams with receives at the heads of the other stages' streams."""
     moved = False
     for key, stream in stages[source].streams.items():
         while stream and stream[0][0] == "send":

@@ -1,6 +1,6 @@
 """The conformance suite of kind ``parallel-layer``: every layer against the dense one, on one rank and on several.
 
-The ranks are started by the suite itself, as processes of this machine that talk over gloo.
+The suite starts the ranks itself, as processes on this machine that communicate over gloo.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megatron_run_testing.layers.promises import rules
 from megatron_run_testing.layers.trial import LayerTrial, Trial
 from megatron_run_testing.rehearsal import Rehearsal, SendablePlugin
 
-#: Seconds for all trials of one number of ranks.
+#: Seconds for all trials with one number of ranks.
 _TIMEOUT = 90.0
-#: (whether the sequence is split, name of the trial): what one set of ranks does, one after the other.
+#: (whether the sequence is split, name of the trial); one set of ranks runs the jobs one after the other.
 _Job = tuple[bool, str]
 
 
@@ -40,19 +40,20 @@ def parallel_layer_checks(
     device: str = "cpu",
     tolerance: float = 1e-10,
 ) -> tuple[Check, ...]:
-    """The checks that every factory of layers must pass; ``ranks`` are the tensor-parallel sizes to try it at.
+    """The checks that every factory of layers must pass; ``ranks`` are the tensor-parallel sizes to try.
 
-    On each number of ranks, and with ``sequence`` also under sequence parallelism, every rank's outputs, initial
-    values, input gradients and weight gradients are the same parts of the dense layers' within ``tolerance``, relative
-    and absolute; choose a looser one with a ``dtype`` below float64. For several ranks ``create`` must be importable: a
-    function of a module, or a :class:`PluginLayers`. They run on the CPU; ``device`` is that of one rank alone.
+    With each number of ranks, and with ``sequence`` also under sequence parallelism, every rank's outputs, initial
+    values, input gradients and weight gradients must equal the same parts of the dense layers' within ``tolerance``,
+    relative and absolute; choose a larger one for a ``dtype`` below float64. For sizes above 1 ``create`` must be
+    importable: a function of a module, or a :class:`PluginLayers`. Several ranks run on the CPU, a single one on
+    ``device``.
     """
     bench = _Bench(create, dtype, torch.device(device), tuple(ranks), sequence, tolerance)
     return tuple(Check(trial.name, partial(bench.check, trial)) for trial in bench.trials.values())
 
 
 class PluginLayers(SendablePlugin):
-    """Makes the layers of a plugin, stacked on the dense ones, in any process."""
+    """Creates the layers of a plugin, stacked on the dense ones; it can be sent to another process."""
 
     def __call__(self, context: BuildContext) -> ParallelLayers:
         """The factory of one rank."""
@@ -71,11 +72,11 @@ class _Bench:
 
     @cached_property
     def trials(self) -> dict[str, Trial]:
-        """By name, in the order in which they are tried."""
+        """All trials by name, in the order in which they run."""
         return all_trials(self.dtype, self.device)
 
     def check(self, trial: Trial) -> None:
-        """Judge ``trial`` on every number of ranks, with the sequence whole and split."""
+        """Judge ``trial`` with every number of ranks, without and with sequence parallelism."""
         for size in self.ranks:
             for sequence in (False, True) if self.sequence and size > 1 else (False,):
                 try:
@@ -84,7 +85,7 @@ class _Bench:
                     raise CheckFailed(f"{trial.name}: {failure}") from None
 
     def _found(self, size: int, job: _Job) -> dict[Place, Any]:
-        """What every rank of ``size`` found in ``job``."""
+        """The results of ``job`` on each of ``size`` ranks."""
         if size == 1:
             rank = Rank.alone(self.create, self.dtype, self.device)
             return {rank.place: self.trials[job[1]].run(rank)}

@@ -1,4 +1,4 @@
-"""Starts ranks of its own for a conformance suite: gloo on this machine, one thread each, a time limit, no orphans."""
+"""Ranks for a conformance suite: processes on this machine with gloo, one thread each, a time limit, no orphans."""
 
 from __future__ import annotations
 
@@ -18,40 +18,41 @@ from typing import Any
 
 from megatron_run_testing.check import CheckFailed
 
-#: What every rank needs, loaded once in the process that they are forked from.
+#: Modules of every rank, loaded once in the process from which they are forked.
 _PRELOADED = ["torch.distributed", "megatron_run_testing.parallel_layer", "megatron_run_testing.optimizer"]
-#: Seconds that the others are given to come as far as the rank that failed.
+#: Seconds for the other ranks to reach the item at which one failed.
 _GRACE = 10.0
-#: Seconds in which a rank that has died is noticed after a peer that complains of it.
+#: Seconds to wait for news of a dead rank after one of its peers has raised.
 _MOMENT = 0.5
 
-#: What is read from a rank, and in which order when several have something to say: who died is why another raised.
+#: Kinds of message from a rank, in the order of handling: a death is the cause of a peer's exception, so it is first.
 _ORDER = ("item", "done", "died", "raised")
 
-#: An importable generator function: called as ``work(rank, world, *arguments)``, it yields what the rank finds.
+#: An importable generator function: ``work(rank, world, *arguments)`` yields the rank's results.
 Work = Callable[..., Iterator[Any]]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What every rank has yielded, in order, and what ended them early; empty when all came to the end."""
+    """The items that every rank has yielded, in order; ``failure`` is why they ended early, or empty."""
 
     yielded: tuple[list[Any], ...]
     failure: str = ""
 
     @property
     def common(self) -> int:
-        """How many items every rank has yielded."""
+        """Number of items that all ranks have yielded."""
         return min(map(len, self.yielded))
 
 
 def run_on_ranks(work: Work, world: int, *arguments: object, timeout: float = 60.0) -> Progress:
-    """Run ``work`` on ``world`` ranks that can talk to each other, and collect what they yield.
+    """Run ``work`` on ``world`` ranks of one process group, and collect the items that they yield.
 
-    ``work``, its arguments and what it yields cross processes: functions and classes must be importable. The first
-    rank that raises, dies or is not done after ``timeout`` seconds ends all.
+    ``work``, its arguments and its items are sent between processes, so functions and classes must be importable. The
+    first rank that raises, dies or is not done after ``timeout`` seconds ends all ranks.
     """
-    context = multiprocessing.get_context("forkserver")  # forks from a process that has torch loaded, but never used
+    # The fork server has imported torch but started no threads, so forking it is safe and fast.
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world)]
@@ -60,7 +61,7 @@ def run_on_ranks(work: Work, world: int, *arguments: object, timeout: float = 60
         try:
             for process, (_, writer) in zip(ranks, pipes, strict=True):
                 process.start()
-                writer.close()  # the rank has its own: when that one is closed, it ended
+                writer.close()  # only the rank's copy stays open, so that its end is seen as the end of the pipe
             return _collect([reader for reader, _ in pipes], timeout)
         finally:
             for process in ranks:
@@ -70,7 +71,7 @@ def run_on_ranks(work: Work, world: int, *arguments: object, timeout: float = 60
 
 
 def _collect(readers: list[Connection], timeout: float) -> Progress:
-    """Read from all ranks until they end, or one has failed and the others came as far as it did."""
+    """Read from all ranks until they end, or one has failed and the others have yielded as many items."""
     yielded: tuple[list[Any], ...] = tuple([] for _ in readers)
     open_ranks = {reader: rank for rank, reader in enumerate(readers)}
     failure, reached, deadline = "", 0, time.monotonic() + timeout
@@ -93,11 +94,11 @@ def _collect(readers: list[Connection], timeout: float) -> Progress:
 
 
 def _death(open_ranks: dict[Connection, int]) -> str:
-    """Who has died, or does so within a moment: that is why another rank raised, and may be heard of after it."""
+    """The message of a rank that is dead, or dies within a moment; news of a death may follow a peer's exception."""
     deadline = time.monotonic() + _MOMENT
     while ready := wait(list(open_ranks), max(0.0, deadline - time.monotonic())):
         for reader in ready:
-            assert isinstance(reader, Connection)  # nothing else is waited for
+            assert isinstance(reader, Connection)  # wait() may also return sockets, of which there are none
             kind, value = _receive(reader)
             if kind == "died":
                 return f"rank {open_ranks[reader]}: {value}"
@@ -114,17 +115,17 @@ def _receive(reader: Connection) -> tuple[str, Any]:
     return message
 
 
-def _rank(  # the target of a process takes what travels there, one by one
+def _rank(
     rank: int,
     pipe: Connection,
     work: Work,
     world: int,
     store: str,
     timeout: float,
-    dont_write_bytecode: bool,  # as it is here
+    dont_write_bytecode: bool,  # of the parent process
     arguments: tuple[Any, ...],
 ) -> None:
-    """One rank, from its birth to its end. It ends with the process that started it, too."""
+    """One rank's process. It also ends when the process that started it ends."""
     import torch
     import torch.distributed as dist
 
@@ -137,14 +138,14 @@ def _rank(  # the target of a process takes what travels there, one by one
         )
         for item in work(rank, world, *arguments):
             pipe.send(("item", item))
-        dist.barrier()  # nobody leaves while another still talks
+        dist.barrier()  # no rank closes its connections while another still communicates
         dist.destroy_process_group()
         pipe.send(("done", None))
     except BaseException as cause:
         where = traceback.extract_tb(cause.__traceback__)[-1]
         kind = "" if isinstance(cause, CheckFailed) else f"{type(cause).__name__}: "
         pipe.send(("raised", f"{kind}{cause} ({Path(where.filename).name}, line {where.lineno})"))
-    # To be ended: peers may still talk to a rank that raised, and tensors on their way are shared with their sender.
+    # Wait to be killed: peers may still communicate with a rank that raised, and tensors in a pipe share its memory.
     threading.Event().wait()
 
 

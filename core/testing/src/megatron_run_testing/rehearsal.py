@@ -1,4 +1,4 @@
-"""Jobs that a conformance suite gives to several ranks: each number of ranks is started once for all of them."""
+"""Jobs of a conformance suite on several ranks: a set of ranks is started once per size, for all jobs."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ Job = TypeVar("Job", bound=Hashable)
 
 
 class SendablePlugin:
-    """The plugin that ``entry`` names, with ``options``; a process that is handed one loads it again."""
+    """The plugin ``entry`` with ``options``; it can be sent to another process, which loads the plugin again."""
 
     def __init__(self, entry: Entry, options: Mapping[str, Any]) -> None:
         self.entry, self.options = entry, options
 
     def __reduce__(self) -> tuple[type[Self], tuple[Entry, Mapping[str, Any]]]:
-        return type(self), (self.entry, self.options)  # a loaded plugin does not travel
+        return type(self), (self.entry, self.options)  # a loaded plugin cannot be pickled
 
     @cached_property
     def plugin(self) -> Plugin:
-        """It, loaded."""
+        """The loaded plugin."""
         plugin = load(self.entry, "plugins check")
         return plugin.with_options(plugin.options_model.model_validate(self.options))
 
 
 @dataclass
 class Rehearsal(Generic[Job]):
-    """Runs ``work(rank, world, *arguments, jobs)``, which yields one item a job, and keeps what every rank found.
+    """Runs ``work(rank, world, *arguments, jobs)``, which yields one item per job, and keeps the results of all ranks.
 
-    ``timeout`` are the seconds for all jobs of one number of ranks. The first argument is what the suite was given;
-    ``sendable`` names the class of those that can cross processes.
+    ``timeout`` is in seconds, for all jobs with one number of ranks. The first argument is the suite's subject;
+    ``sendable`` names a class of subjects that can be sent to other processes.
     """
 
     work: Work
@@ -44,11 +44,11 @@ class Rehearsal(Generic[Job]):
     jobs: Sequence[Job]
     timeout: float
     sendable: str
-    #: By number of ranks and job: the ranks' items, or what ended the job.
+    #: By number of ranks and job: the ranks' items, or the failure of the job.
     _seen: dict[int, dict[Job, list[Any] | str]] = field(default_factory=dict)
 
     def found(self, world: int, job: Job, where: str) -> list[Any]:
-        """What each of ``world`` ranks found in ``job``. Raises :class:`CheckFailed`, which says ``where``."""
+        """The results of ``job`` on each of ``world`` ranks. Raises :class:`CheckFailed`, which states ``where``."""
         seen = self._seen.setdefault(world, {})
         if job not in seen:
             self._start(world, job)
@@ -58,7 +58,7 @@ class Rehearsal(Generic[Job]):
         return items
 
     def _start(self, world: int, first: Job) -> None:
-        """Run ``first`` and what comes after it on ranks of their own, as far as they come."""
+        """Run ``first`` and all later jobs on a new set of ranks, until one fails."""
         jobs = self.jobs[self.jobs.index(first) :]
         progress = self._run(world, jobs)
         for index, job in enumerate(jobs[: progress.common]):
@@ -69,7 +69,7 @@ class Rehearsal(Generic[Job]):
     def _run(self, world: int, jobs: Sequence[Job]) -> Progress:
         try:
             return run_on_ranks(self.work, world, *self.arguments, jobs, timeout=self.timeout)
-        except (AttributeError, TypeError) as cause:  # what multiprocessing says of a function that it cannot name
+        except (AttributeError, TypeError) as cause:  # raised by multiprocessing for a function that is not importable
             raise CheckFailed(
                 f"{self.arguments[0]!r} cannot be sent to another rank ({cause}): "
                 f"give a module's function, or {self.sendable}"

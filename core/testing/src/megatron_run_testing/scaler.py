@@ -1,4 +1,4 @@
-"""The conformance suite of kind ``scaler``."""
+"""The conformance suite of kind ``scaler``: the loss scale, its updates and its state."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron_run_testing.check import Check, CheckFailed
 
 ScalerFactory = Callable[[BuildContext], Scaler]
 
-#: Steps of a history that saves its state between overflows, within a long clean stretch, and after it.
+#: Steps of the history before which the state is saved: between overflows, within the clean stretch, and after it.
 _SAVED_AT = (0, 3, 30, 700, 1500)
 
 
 def scaler_checks(factory: ScalerFactory) -> tuple[Check, ...]:
-    """The checks of a scaler; ``factory`` makes a fresh one from a context."""
+    """The checks of a scaler; ``factory`` creates a new one from a context."""
 
     def make() -> Scaler:
         return factory(single_process_context(dtype=torch.float32))
@@ -29,10 +29,10 @@ def scaler_checks(factory: ScalerFactory) -> tuple[Check, ...]:
         Check("scale is fp32 of shape [1], positive and finite", lambda: _check_scale(make())),
         Check("inv_scale is the reciprocal taken in float64", lambda: _check_reciprocal(make())),
         Check("scale keeps its storage through updates", lambda: _check_storage(make())),
-        Check("the same overflows give the same scales", lambda: _check_deterministic(make(), make())),
-        Check("an overflow is any found_inf above 0, which is left as it is", lambda: _check_found_inf(make(), make())),
-        Check("its state is finite numbers, as JSON has them", lambda: _check_json(make())),
-        Check("with its state another goes on as it does", lambda: _check_resumed(make)),
+        Check("equal overflows give equal scales", lambda: _check_deterministic(make(), make())),
+        Check("any found_inf above 0 is an overflow and stays unchanged", lambda: _check_found_inf(make(), make())),
+        Check("its state is finite numbers, as JSON can hold", lambda: _check_json(make())),
+        Check("a scaler that loads its state continues as it does", lambda: _check_resumed(make)),
     )
 
 
@@ -43,7 +43,7 @@ def overflows(seed: int = 0, steps: int = 200) -> list[torch.Tensor]:
 
 
 def long_history() -> list[torch.Tensor]:
-    """Flags with a clean stretch in which windows of up to 1200 steps become full, and overflows on either side."""
+    """Flags with a clean stretch, long enough to fill windows of up to 1200 steps, between overflows."""
     return [*overflows(1, 60), *(torch.zeros(1) for _ in range(1400)), *overflows(2, 100)]
 
 
@@ -107,13 +107,13 @@ def _check_json(scaler: Scaler) -> None:
 
 
 def _check_resumed(make: Callable[[], Scaler]) -> None:
-    """Each copy is made from a state at one step of a history, and must have the original's scales from there on."""
+    """A copy that loads the state at some step of a history must have the original's scales from there on."""
     history, original = long_history(), make()
     copies: dict[int, Scaler] = {}
     for step, found_inf in enumerate(history):
         if step in _SAVED_AT:
             copies[step] = make()
-            for _ in range(3):  # a state of its own, which the loaded one must replace as a whole
+            for _ in range(3):  # give the copy another state, which loading must replace completely
                 copies[step].update(torch.ones(1))
             copies[step].load_state_dict(_saved(original))
         for saved, copy in copies.items():
@@ -125,6 +125,6 @@ def _check_resumed(make: Callable[[], Scaler]) -> None:
 
 
 def _saved(scaler: Scaler) -> Mapping[str, float]:
-    """Its state after a trip through JSON."""
+    """The scaler's state, converted to JSON and back."""
     state: Mapping[str, float] = json.loads(json.dumps(dict(scaler.state_dict())))
     return state

@@ -1,4 +1,4 @@
-"""The conformance suite of kind ``schedule``: run over a grid of shapes, it needs neither torch nor processes."""
+"""The conformance suite of kind ``schedule``, over a grid of shapes. It needs neither torch nor processes."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from megatron_run_testing.schedule_answers import (
 
 __all__ = ["SHAPES", "BubbleFormula", "Formula", "Shape", "schedule_checks"]
 
-#: A number that a schedule's closed formula gives for one stage.
+#: A schedule's closed formula for a number per stage: called with the stage and the spec.
 Formula = Callable[[int, ScheduleSpec], int]
 
-#: Time of a step over the ideal (0.375 is 37.5 % longer) by a schedule's closed formula; None where it promises none.
+#: A schedule's closed formula for the time of a step over the ideal (0.375 is 37.5 % longer); None: no promise.
 BubbleFormula = Callable[[ScheduleSpec], float | None]
 
-#: Costs other than the default ones, under which lists must stay legal: an operation that is not there is free.
+#: Further costs for which lists must be legal; an absent operation is free.
 _OTHER_COSTS: tuple[Mapping[str, float], ...] = ({"F": 1, "B": 3, "I": 1.5, "W": 1.5}, {"F": 5, "B": 1, "I": 1})
 
-#: What is tried on a grid of shapes; it may say why there was nothing to try.
+#: A check over a grid of shapes; it may return why there was nothing to try.
 _Trial = Callable[[Schedule, Sequence[Shape]], str | None]
 
-#: The most microbatches of a step whose messages are carried out on paper.
+#: Largest number of microbatches of a step whose messages are simulated.
 _CARRIED = 4
 
 
@@ -57,20 +57,22 @@ def schedule_checks(
     bubble: BubbleFormula | None = None,
     ascending: bool = False,
 ) -> tuple[Check, ...]:
-    """The checks that every schedule must pass, and those of what this one promises.
+    """The checks that every schedule must pass, and checks of further promises of this one.
 
-    Give ``warmup`` where the schedule has a closed formula for the forwards before its steady phase, which begins with
-    a forward: the lists must then open with ``min(warmup + 1, M*V)`` forwards. Give ``in_flight`` where it promises how
-    many chunk-microbatches each stage holds: the verifier's peak may not exceed it. Give ``bubble`` where it has a
-    formula for the time of a step over the ideal, which is the work of the busiest stage: the simulated timeline must
-    show it. Say ``ascending`` where each chunk adds its gradients up in microbatch order, on which bit-equality with
-    sequential rests.
+    - ``warmup``: a closed formula for the number of forwards before the steady phase, which begins with a forward. The
+      lists must begin with ``min(warmup + 1, M*V)`` forwards.
+    - ``in_flight``: a bound on the (microbatch, chunk) pairs that each stage holds. The verifier's peak must not exceed
+      it.
+    - ``bubble``: a formula for the time of a step over the ideal, which is the work of the busiest stage. The simulated
+      timeline must agree.
+    - ``ascending``: each chunk accumulates its gradients in microbatch order, so that they equal those of sequential
+      bit for bit.
     """
     checks: dict[str, _Trial] = {
         "it accepts a shape": _accepts_a_shape,
-        "a refusal says what to do": _refusals_teach,
+        "a refusal contains a fix": _refusals_teach,
         "the layout holds every layer once": _layouts_are_whole,
-        "places stay where they are": _places_stay,
+        "places do not depend on layers or microbatches": _places_stay,
         "the action lists are a legal plan": _lists_verify,
         "the action lists are legal at other costs": _other_costs_verify,
         "equal calls give equal answers": _is_pure,
@@ -79,7 +81,7 @@ def schedule_checks(
     if warmup:
         checks["the warm-up equals its formula"] = partial(_warmup_equals, formula=warmup)
     if in_flight:
-        checks["memory in flight keeps its bound"] = partial(_in_flight_keeps, formula=in_flight)
+        checks["activations in flight keep their bound"] = partial(_in_flight_keeps, formula=in_flight)
     if bubble:
         checks["the bubble equals its formula"] = partial(_bubble_equals, formula=bubble)
     if ascending:
@@ -92,7 +94,7 @@ def schedule_checks(
 
 
 def _where_accepted(check: _Trial) -> _Trial:
-    """``check``, of which nothing can be said where the schedule accepts no shape at all."""
+    """``check``, which has nothing to try if the schedule accepts no shape at all."""
 
     def tried(schedule: Schedule, shapes: Sequence[Shape]) -> str | None:
         return check(schedule, shapes) if any(accepted(schedule, shapes)) else "it accepts no shape"
@@ -106,7 +108,7 @@ def _accepts_a_shape(schedule: Schedule, shapes: Sequence[Shape]) -> None:
 
 
 def _refusals_teach(schedule: Schedule, shapes: Sequence[Shape]) -> str:
-    """Shapes that it refuses, and splits of layers over a shape."""
+    """Refusals of shapes, and of splits of layers over a shape, must contain a fix."""
     refused = False
     for shape, answer in zip(shapes, answers(schedule, shapes), strict=True):
         refusals = [answer, *(layout for _, layout in _splits(schedule, shape))]
@@ -121,14 +123,14 @@ def _layouts_are_whole(schedule: Schedule, shapes: Sequence[Shape]) -> str:
     served = False
     for shape in shapes:
         for spec, layout in _splits(schedule, shape):
-            if not isinstance(layout, ScheduleError):  # whether a refusal teaches is for the check before
+            if not isinstance(layout, ScheduleError):  # refusals are checked by _refusals_teach
                 served = True
                 _proven(str(shape), partial(check_layout, spec, layout))
-    return "" if served else "it makes no layout"
+    return "" if served else "it returns no layout"
 
 
 def _splits(schedule: Schedule, shape: Shape) -> Iterator[tuple[LayoutSpec, tuple[Place, ...] | ScheduleError]]:
-    """Layouts, or refusals, of an even split and of counts: the first place one layer short, the last one over."""
+    """Layouts, or refusals, of an even split and of uneven counts: one layer less in the first place, one more last."""
     counts = [2] * (shape.stages * shape.chunks)
     counts[0] -= 1
     counts[-1] += 1
@@ -141,7 +143,7 @@ def _splits(schedule: Schedule, shape: Shape) -> Iterator[tuple[LayoutSpec, tupl
 
 
 def _places_stay(schedule: Schedule, shapes: Sequence[Shape]) -> None:
-    """Neither another number of layers nor a step that was planned before moves anything."""
+    """Places depend neither on the number of layers nor on steps that were planned before."""
     before: dict[tuple[int, int], tuple[Shape, tuple[Place, ...]]] = {}
     for answer in accepted(schedule, shapes):
         shape, layout = answer.shape, even_layout(schedule, answer.shape)
@@ -174,7 +176,7 @@ def _other_costs_verify(schedule: Schedule, shapes: Sequence[Shape]) -> None:
 
 
 def _is_pure(schedule: Schedule, shapes: Sequence[Shape]) -> None:
-    """Ask every shape twice, the second time in the opposite order, so that whatever is remembered shows."""
+    """Request every shape twice, the second time in reverse order, to reveal hidden state."""
     first = dict(zip(shapes, answers(schedule, shapes), strict=True))
     second = dict(zip(shapes[::-1], answers(schedule, shapes[::-1]), strict=True))
     for shape in shapes:
@@ -200,7 +202,7 @@ def _check_same_lists(one: Answer, other: Answer) -> None:
 
 
 def _messages_arrive(schedule: Schedule, shapes: Sequence[Shape]) -> None:
-    """Carry the messages of small steps over channels with gloo's rules, and over one stream a stage with NCCL's."""
+    """Simulate the messages of small steps over channels with gloo's rules, and over one stream per stage as NCCL's."""
     small = [shape for shape in shapes if shape.microbatches <= _CARRIED]
     for answer, plan in plans(schedule, small):
         for lookahead, streams in ((1, per_channel), (None, per_stage)):

@@ -1,4 +1,4 @@
-"""What a schedule answers when it is asked as the kernel asks, and what is no answer at all."""
+"""Calls of a schedule as the kernel makes them, with checks of the form of its answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 
 
 class Shape(NamedTuple):
-    """P stages, V chunks a stage, M microbatches."""
+    """P stages, V chunks per stage, M microbatches."""
 
     stages: int
     chunks: int
@@ -29,12 +29,12 @@ class Shape(NamedTuple):
         return f"P={self.stages} V={self.chunks} M={self.microbatches}"
 
 
-#: The shapes that a schedule is tried on unless told otherwise; it may refuse some, not all.
+#: The default grid of shapes; a schedule may refuse some of them, but not all.
 SHAPES = tuple(Shape(*shape) for shape in product((1, 2, 3, 4), (1, 2, 3), (1, 2, 3, 4, 6, 8)))
 
 
 class Answer(NamedTuple):
-    """A shape that the schedule accepts, with the question and the lists of all stages."""
+    """A shape that the schedule accepts, with the spec and the lists of all stages."""
 
     shape: Shape
     spec: ScheduleSpec
@@ -44,7 +44,7 @@ class Answer(NamedTuple):
 def answers(
     schedule: Schedule, shapes: Sequence[Shape], costs: Mapping[str, float] = COSTS
 ) -> Iterator[Answer | ScheduleError]:
-    """For each shape what the schedule answers, or how it refuses. Whatever else it does is a :class:`CheckFailed`."""
+    """For each shape, the schedule's answer or its refusal. Anything else raises :class:`CheckFailed`."""
     for shape in shapes:
         try:
             spec = ScheduleSpec(even_layout(schedule, shape), *shape, MappingProxyType(dict(costs)))
@@ -54,25 +54,25 @@ def answers(
 
 
 def accepted(schedule: Schedule, shapes: Sequence[Shape], costs: Mapping[str, float] = COSTS) -> Iterator[Answer]:
-    """The answers to the shapes that the schedule does not refuse."""
+    """The answers for the shapes that the schedule accepts."""
     return (answer for answer in answers(schedule, shapes, costs) if isinstance(answer, Answer))
 
 
 def plans(schedule: Schedule, shapes: Sequence[Shape]) -> Iterator[tuple[Answer, Plan]]:
-    """The accepted shapes with their verified plans, less those without: one check reads the faults, not each."""
+    """The accepted shapes with their verified plans, without illegal ones, which another check reports."""
     for answer in accepted(schedule, shapes):
         with suppress(ScheduleError):
             yield answer, verify(answer.spec, answer.lists)
 
 
 def even_layout(schedule: Schedule, shape: Shape, layers: int = 2) -> tuple[Place, ...]:
-    """The layout of ``layers`` a place."""
+    """The layout with ``layers`` layers per place."""
     places = shape.stages * shape.chunks
     return ask_layout(schedule, LayoutSpec(shape.stages, shape.chunks, layers * places), shape)
 
 
 def ask_layout(schedule: Schedule, spec: LayoutSpec, shape: Shape) -> tuple[Place, ...]:
-    """The places; a refusal is the schedule's :class:`~megatron_run.errors.ScheduleError`."""
+    """The layout for ``spec``; a refusal raises the schedule's :class:`~megatron_run.errors.ScheduleError`."""
     with _only_schedule_errors(shape, "layout"):
         answer = schedule.layout(spec)
     layout = _sequence(answer, f"{shape}: layout", "the places in model order")
@@ -85,7 +85,7 @@ def ask_layout(schedule: Schedule, spec: LayoutSpec, shape: Shape) -> tuple[Plac
 
 
 def ask_actions(schedule: Schedule, spec: ScheduleSpec, shape: Shape) -> tuple[tuple[Action, ...], ...]:
-    """The lists of all stages; a refusal is the schedule's :class:`~megatron_run.errors.ScheduleError`."""
+    """The lists of all stages; a refusal raises the schedule's :class:`~megatron_run.errors.ScheduleError`."""
     with _only_schedule_errors(shape, "actions"):
         answer = schedule.actions(spec)
     lists = _sequence(answer, f"{shape}: actions", "a list of actions for each stage")
@@ -93,7 +93,7 @@ def ask_actions(schedule: Schedule, spec: ScheduleSpec, shape: Shape) -> tuple[t
 
 
 def _sequence(answer: Sequence[Item], where: str, must: str) -> tuple[Item, ...]:
-    """``answer`` frozen, so that whatever the schedule does to it later does not show."""
+    """``answer`` as a tuple, so that the schedule cannot change it later."""
     if not isinstance(answer, Sequence):
         raise CheckFailed(f"{where} returned {answer!r}; it must return {must}")
     return tuple(answer)
@@ -101,7 +101,7 @@ def _sequence(answer: Sequence[Item], where: str, must: str) -> tuple[Item, ...]
 
 @contextmanager
 def _only_schedule_errors(shape: Shape, method: str) -> Iterator[None]:
-    """Let refusals through; anything else that a plugin raises is a broken contract."""
+    """Pass refusals on; any other exception of the plugin is a broken contract."""
     try:
         yield
     except ScheduleError:

@@ -1,4 +1,4 @@
-"""The conformance suite of each kind, as it is run on a plugin: a table with one line a kind."""
+"""The conformance suite of each kind, applied to a plugin: a table with one line per kind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _graph_capture(plugin: Plugin) -> tuple[Check, ...]:
     from megatron_run_testing.graph_capture import graph_capture_checks
 
     def why_not() -> str:
-        """What the plugin has against the CPU on which it is tried. What it raises by mistake is not that."""
+        """Why the plugin refuses the CPU, on which it is checked; an exception of another type is a failure."""
         try:
             if plugin.info.check_device is not None:
                 plugin.info.check_device("cpu", plugin.options)
@@ -80,7 +80,7 @@ def _format(plugin: Plugin) -> tuple[Check, ...]:
     return format_checks(plugin.create(), plugin.info.provides)
 
 
-#: Kind -> what makes its checks from a plugin whose options are set. A suite is imported when it is first asked for.
+#: Kind -> a function from a plugin, with its options set, to its checks. It imports the suite when it is called.
 SUITES: Mapping[str, Callable[[Plugin], tuple[Check, ...]]] = MappingProxyType(
     {
         "scaler": _scaler,
@@ -97,8 +97,8 @@ SUITES: Mapping[str, Callable[[Plugin], tuple[Check, ...]]] = MappingProxyType(
 
 
 def _sendable(plugin: Plugin) -> tuple[Entry, Mapping[str, Any]]:
-    """From what another process makes the same plugin."""
-    assert plugin.entry is not None  # what is checked is installed, or a file
+    """The entry and options from which another process creates the same plugin."""
+    assert plugin.entry is not None  # a checked plugin is installed, or is a file
     return plugin.entry, {} if plugin.options is None else plugin.options.model_dump()
 
 

@@ -35,5 +35,5 @@ def test_it_has_no_state_and_takes_none() -> None:
     with pytest.raises(DataError) as caught:
         scaler.load_state_dict({"scale": 8.0, "growth_tracker": 3})
     assert str(caught.value) == (
-        "ConstantScaler has no state, and is given scale, growth_tracker; choose the scaler that wrote it"
+        "ConstantScaler has no state, but the checkpoint holds scale, growth_tracker; choose the scaler that wrote it"
     )

@@ -1,7 +1,8 @@
-"""Parts of transformers, built from a factory of parallel layers, and the arithmetic that such factories share.
+"""Transformer layers built from a factory of parallel layers, and the tensor operations that such factories share.
 
-Reading order: ``spec`` (the sizes), ``block`` (attention and MLP with norms), ``chunk`` (a stage's part of a model),
-``linear`` (the backward that a schedule may split), ``moe`` (mixtures of experts).
+Reading order: ``spec`` (the sizes), ``block`` (attention and MLP between norms), ``chunk`` (one stage's part of a
+model), ``linear`` (the backward that a schedule may split), ``parallel`` (layers split over ranks), ``moe`` (mixtures
+of experts).
 
 Imports: contracts, errors, runtime.
 """

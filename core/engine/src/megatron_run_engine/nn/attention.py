@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SelfAttention(nn.Module):
-    """Norm, query, key and value in one matrix product, then the attention core and the output projection."""
+    """Norm, fused query-key-value projection, attention core and output projection."""
 
     def __init__(self, layers: ParallelLayers, spec: TransformerSpec, layer: int, rotary: Rotary | None) -> None:
         super().__init__()
@@ -30,7 +30,8 @@ class SelfAttention(nn.Module):
         parts = (LinearPart("query", width), LinearPart("key", kv_width), LinearPart("value", kv_width))
         self.features = [part.features for part in parts]
         shape = AttentionShape(spec.heads, spec.kv_heads, spec.head_size, layer)
-        self.core = layers.core_attention(shape, spec.dropout)  # first: if heads do not split, the error names heads
+        # Built before qkv: a factory that cannot split the heads then reports heads, not features of the projection.
+        self.core = layers.core_attention(shape, spec.dropout)
         norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
         self.qkv = layers.column_linear(spec.hidden, parts, bias=spec.bias, init=spec.init, norm=norm)
         self.rotary = rotary
@@ -39,7 +40,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]; between blocks s is s/t under sequence parallelism."""
         fused = self.qkv(x)  # [s, b, (n + 2k) * d / t]
-        split = sum(self.features) // fused.shape[-1]  # t, whichever factory made the layer
+        split = sum(self.features) // fused.shape[-1]  # t, read from the result: the factory decides how to split
         pieces = fused.split([features // split for features in self.features], dim=-1)
         query, key, value = (piece.unflatten(-1, (-1, self.head_size)) for piece in pieces)  # [s, b, n or k / t, d]
         if self.rotary is not None:
@@ -48,12 +49,12 @@ class SelfAttention(nn.Module):
         return result
 
 
-#: Queries whose scores are computed at once: small enough to skip most of the masked scores.
+#: Queries per block of scores: small enough that a block skips most of the keys that the causal mask hides from it.
 BLOCK = 128
 
 
 class CoreAttention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v by the faster of two methods, with dropout on the probabilities while training."""
+    """softmax(q k^T / sqrt(d)) v by the faster of two implementations; dropout acts on the probabilities."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -62,8 +63,8 @@ class CoreAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Query [s, b, n, d], key and value [s, b, k, d] -> [s, b, n*d].
 
-        ``mask`` is boolean, [b, 1, s, s] or broadcastable to it, true where a query attends; None is causal. A query
-        that attends nowhere gets zeros.
+        ``mask`` is boolean and broadcasts to [b, 1, s, s]: true where a query may attend. None means causal. A query
+        that may attend to no key gets zeros.
         """
         dropout = self.dropout if self.training else 0.0
         attend = matmul_attention if matmuls_are_faster(query, dropout) else fused_attention
@@ -71,7 +72,7 @@ class CoreAttention(nn.Module):
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-    """Compute attention by PyTorch, in one kernel if it has one. Arguments as :meth:`CoreAttention.forward`."""
+    """PyTorch's attention, one kernel where the backend has one; arguments as in :meth:`CoreAttention.forward`."""
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, n, d] -> [b, n, s, d]
     x = F.scaled_dot_product_attention(
         query,
@@ -86,11 +87,11 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 
 
 def matmul_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-    """Compute attention by batched matrix products and a softmax. Arguments as :meth:`CoreAttention.forward`.
+    """Two batched matrix products with a softmax between them; arguments as in :meth:`CoreAttention.forward`.
 
-    The heads that share a key-value head are rows of one product. Without a mask a block of queries is multiplied only
-    with the keys up to its end. With 16-bit operands the scores are rounded to 16 bits, as in Megatron, and the softmax
-    computes in fp32.
+    The query heads that share a key-value head become rows of one product. Under the causal mask, each block of queries
+    is multiplied only with the keys up to the block's end. Scores of 16-bit operands are rounded to 16 bits, as in
+    Megatron-LM; the softmax computes in fp32.
     """
     (s, b, n, d), k = query.shape, key.shape[2]
     queries = query.permute(1, 2, 0, 3).reshape(b * k, n // k, s, d)  # [s, b, n, d] -> [b*k, g, s, d]
@@ -108,15 +109,15 @@ def matmul_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
         hidden = ~mask.expand(b, 1, s, s)
         bias = query.new_zeros(hidden.shape).masked_fill_(hidden, torch.finfo(query.dtype).min)  # [b, 1, s, s]
         x = _attend(queries, keys, values, bias.expand(b, k, s, s).reshape(b * k, 1, s, s), dropout).view(b, n, s, d)
-        x = x.masked_fill(hidden.all(-1, keepdim=True), 0.0)  # [b, 1, s, 1]: queries that attend nowhere
+        x = x.masked_fill(hidden.all(-1, keepdim=True), 0.0)  # [b, 1, s, 1]: queries that may attend to no key
     return x.permute(2, 0, 1, 3).flatten(2)  # [b, n, s, d] -> [s, b, n, d] -> [s, b, n*d]
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor, dropout: float) -> Tensor:
     """Queries [b*k, g, r, d], keys and values [b*k, c, d] -> [b*k, g, r, d].
 
-    ``bias`` [b*k or 1, 1, r, c] is added to the scores: 0, or the lowest finite number where a score is masked. With
-    -inf a query that attends nowhere would get NaN.
+    ``bias`` [b*k or 1, 1, r, c] is added to the scores: 0 for visible keys, the most negative finite number for hidden
+    ones. It is finite because a row of -inf would make the softmax return NaN.
     """
     batch, groups, rows, d = queries.shape
     bias = bias.expand(-1, groups, -1, -1).flatten(1, 2)
@@ -126,25 +127,28 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor, dropout
 
 
 def _causal_bias(query: Tensor, start: int, stop: int) -> Tensor:
-    """Return the causal bias of queries ``start`` to ``stop`` - 1 and keys before ``stop``: [1, 1, r, c]."""
+    """Bias for queries ``start`` to ``stop`` - 1 and the keys before ``stop``: [1, 1, r, c]."""
     return query.new_full((1, 1, stop - start, stop), torch.finfo(query.dtype).min).triu_(start + 1)
 
 
 def matmuls_are_faster(query: Tensor, dropout: float) -> bool:
-    """Whether to compute by matrix products, as measured by ``python -m benchmarks.single --only attention``.
+    """Whether :func:`matmul_attention` beats the fused kernel, as ``benchmarks.single --only attention`` measured.
 
-    On a CPU with PyTorch 2.13 they are up to twice as fast in bf16 and a little faster in fp32; fp16 has no fast
-    products there. They keep the probabilities for the backward, s x s values per head. The fused kernel keeps them
-    only with dropout, for which PyTorch falls back to unfused operations. So without dropout they are chosen for
-    ``s <= 8 d`` only, where the probabilities add about a quarter to the memory that a layer keeps (Korthikanti et al.
-    2022, section 4).
+    On a CPU with PyTorch 2.13, matrix products are up to twice as fast in bf16 and slightly faster in fp32; fp16 has no
+    fast products there. They keep the probabilities for the backward, s x s values per head. The fused CPU kernel keeps
+    none, but it does not support dropout and PyTorch then falls back to code that keeps them too. Without dropout the
+    products are therefore used only for ``s <= 8 d``, where the probabilities add about a quarter to the layer's other
+    saved activations (Korthikanti et al. 2022, section 4).
     """
     fast = query.device.type == "cpu" and query.dtype in (torch.float32, torch.bfloat16)
     return fast and (dropout > 0 or len(query) <= 8 * query.shape[-1])
 
 
 class Rotary(nn.Module):
-    """Rotates the features of position ``i`` by the angles ``i * theta^(-2j/d)``. All layers share one table."""
+    """Rotary embedding: rotates the features of position ``i`` by ``i * theta^(-2j/d)``; layers share one table.
+
+    (Su et al. 2021, "RoFormer".) Feature j is paired with feature j + d/2, as in GPT-NeoX and Llama.
+    """
 
     cos: Tensor  # [s, 1, 1, d/2]
     sin: Tensor  # [s, 1, 1, d/2]
@@ -152,6 +156,7 @@ class Rotary(nn.Module):
     def __init__(self, context: BuildContext, spec: TransformerSpec) -> None:
         super().__init__()
         device = build_device(context)
+        # float64: at long positions fp32 angles lose the digits that distinguish neighbours.
         exponents = torch.arange(0, spec.head_size, 2, dtype=torch.float64, device=device) / spec.head_size
         positions = torch.arange(spec.sequence_length, dtype=torch.float64, device=device)
         angles = torch.outer(positions, spec.rope_theta**-exponents)[:, None, None, :]

@@ -1,4 +1,4 @@
-"""Pre-norm transformer blocks: attention, then one feed-forward network or a mixture of experts.
+"""Pre-norm transformer blocks: attention, then a feed-forward network or a mixture of experts.
 
 Legend: s sequence (s/t under sequence parallelism), b micro batch, h hidden.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_run_engine.nn.spec import ExpertSpec, TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext
 
-#: Names in a layer's environment.
+#: Names of tensors in a layer's environment.
 Names = tuple[str, ...]
 
 _READS_HOST = "the host reads how many tokens each expert gets"
@@ -35,8 +35,9 @@ _FOLLOWS = "its shapes follow how many tokens each expert gets"
 class Block(nn.Module):
     """``x += dropout(attention(x))``, then ``x += dropout(feed-forward(x))``; each half begins with its norm.
 
-    A block is run segment by segment and never called as a whole: before each segment the runner waits for parameters
-    and positions random streams. ``reports`` are the names of the outputs, besides ``x``, that the chunk reads.
+    The segment runner runs the segments one by one and never calls the block as a whole: before each segment it waits
+    for the parameters and positions the random streams. ``reports`` names the tensors, besides ``x``, that the segments
+    leave in the environment for the chunk.
     """
 
     reports: tuple[str, ...] = ()
@@ -54,7 +55,7 @@ class Block(nn.Module):
         return x + added
 
     def segments(self, why_eager: str = "") -> tuple[Segment, ...]:
-        """Return the segments of both halves in order. ``why_eager`` is a reason against capturing any of them."""
+        """Both halves, in order; ``why_eager`` is the reason why none may be captured, empty if they may."""
         attend = Segment(
             "attn", self.layer, 0, self.attend, ("x",), ("x",), parameters_of(self.attention), why_eager, self.draws
         )
@@ -62,7 +63,7 @@ class Block(nn.Module):
 
     @abstractmethod
     def feed_segments(self, why_eager: str) -> tuple[Segment, ...]:
-        """Return the segments of the feed-forward half, from index 1 on."""
+        """Segments of the feed-forward half, with indices from 1."""
 
 
 class TransformerBlock(Block):
@@ -78,14 +79,18 @@ class TransformerBlock(Block):
         return x + added
 
     def feed_segments(self, why_eager: str) -> tuple[Segment, ...]:
-        """Return one segment."""
+        """One segment, "mlp"."""
         return (
             Segment("mlp", self.layer, 1, self.feed, ("x",), ("x",), parameters_of(self.mlp), why_eager, self.draws),
         )
 
 
 class ExpertBlock(Block):
-    """A block with a mixture of experts, in five segments, of which only two depend on the routing of tokens."""
+    """A block with a mixture of experts, in five segments.
+
+    The cut follows what a CUDA graph can capture: only the shapes of ``moe_dispatch`` and ``moe_experts`` depend on the
+    routing, so the other three can be captured.
+    """
 
     def __init__(
         self,
@@ -106,7 +111,7 @@ class ExpertBlock(Block):
         return x + added
 
     def feed_segments(self, why_eager: str) -> tuple[Segment, ...]:
-        """Return the segments: router, placement, dispatch, experts, and combine."""
+        """Router, placement maps, dispatch, experts and combine."""
         moe, shared = self.moe, () if self.moe.shared is None else (self.moe.shared,)
         stream = ("y",) * len(shared)
         maps, carried = ("weights", "order", "place"), ("routed", *moe.dispatcher.carries)
@@ -127,7 +132,7 @@ class ExpertBlock(Block):
                 parameters_of(*read),
                 why_eager or why,
                 draws=self.draws and name == "moe_combine",
-                differentiable=name != "moe_preprocess",  # maps are whole numbers
+                differentiable=name != "moe_preprocess",  # maps are integers
             )
 
         return (
@@ -150,12 +155,12 @@ class ExpertBlock(Block):
 def make_block(
     context: BuildContext, layers: ParallelLayers, spec: TransformerSpec, layer: int, rotary: Rotary | None
 ) -> Block:
-    """Make the block of ``spec`` at ``layer``."""
+    """The block at index ``layer`` of the model: with experts where ``spec`` lists the layer, dense elsewhere."""
     if spec.experts is not None and layer in spec.experts.layers:
         return ExpertBlock(context, layers, spec, spec.experts, layer, rotary)
     return TransformerBlock(layers, spec, layer, rotary)
 
 
 def parameters_of(*modules: nn.Module) -> tuple[Parameter, ...]:
-    """Return all parameters of ``modules`` in order."""
+    """All parameters of ``modules``, in order."""
     return tuple(parameter for module in modules for parameter in module.parameters())

@@ -1,4 +1,4 @@
-"""One pipeline stage's part of a decoder: the embedding, blocks and head that lie on it.
+"""One pipeline stage's chunk of a decoder: the embedding, blocks and head that live there.
 
 Legend: s sequence, b micro batch, h hidden, p padded vocabulary, t tensor-parallel size.
 """
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class ForwardPass:
-    """Enters ``layers.forward_pass()``, once however deeply nested. A chunk calls this around its forward.
+    """A re-entrant guard around ``layers.forward_pass()``: a chunk enters it for its forward.
 
-    Segments also run outside of it, when a graph is captured and when a layer is recomputed in the backward. Without
-    the context they would silently compute something else there (in another precision, for example), so
-    :meth:`around` wraps each segment.
+    Segments enter it too, through :meth:`around`, because they also run outside a chunk's forward: when a graph is
+    captured, and when a layer is recomputed in the backward. Without the guard they would silently compute something
+    else there, such as products without FP8.
     """
 
     def __init__(self, layers: ParallelLayers) -> None:
@@ -43,7 +43,7 @@ class ForwardPass:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Enter the layers' context, unless it is entered already."""
+        """Enter the layers' context unless it is entered already."""
         if self._within:
             yield
             return
@@ -55,7 +55,7 @@ class ForwardPass:
             self._within = False
 
     def around(self, segment: Segment) -> Segment:
-        """Return ``segment``, which enters the context itself if no chunk has done so."""
+        """``segment`` wrapped so that it enters the forward pass itself where no chunk has."""
 
         def run(*tensors: Any) -> Any:
             with self():
@@ -70,8 +70,8 @@ _RECOMPUTED = "the layer is recomputed in the backward (train.recompute=full)"
 class DecoderChunk(nn.Module):
     """Runs ``embedding`` if it has one, the blocks ``indices``, and the head if it has an ``output`` layer.
 
-    ``routers`` joins the reports of expert layers while training. Modules are named by their global index, so that
-    names do not depend on the layout.
+    ``routers`` collects what expert layers report during training. Blocks are named by their global index, so that
+    parameter names do not depend on the layout.
     """
 
     def __init__(
@@ -105,14 +105,14 @@ class DecoderChunk(nn.Module):
         self._head_segments = () if output is None else tuple(map(around, self._make_head_segments(spec.layers)))
 
     def segments(self) -> Sequence[Segment]:
-        """Return every segment in forward order."""
+        """Every segment in forward order."""
         blocks = (segment for block, _ in self._blocks for segment in block)
         return (*self._embedding_segments, *blocks, *self._head_segments)
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> ChunkOut:
         """Run forward: x [s, b, h], or None at the first position -> x for the next, losses, or logits [s, b, p/t].
 
-        The last position returns losses if the microbatch has labels, and logits if it has none.
+        The last position gives losses when the microbatch has labels and logits when it has none.
         """
         with self._forward_pass():
             if self.embedding is not None:
@@ -136,7 +136,7 @@ class DecoderChunk(nn.Module):
     def _run_block(
         self, segments: Sequence[Segment], names: Sequence[str], x: Tensor, microbatch: Microbatch
     ) -> tuple[Tensor, ...]:
-        """Return x for the next block, and this block's reports ``names``."""
+        """Run one block: ``x`` for the next one, then this block's reports under ``names``."""
 
         def run(x: Tensor) -> tuple[Tensor, ...]:
             environment = {"x": x}
@@ -174,7 +174,10 @@ class DecoderChunk(nn.Module):
         return logits
 
     def _loss(self, logits: Tensor, labels: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [s, b, p/t], labels and mask [b, s] -> (summed loss, number of tokens), scalars."""
+        """Logits [s, b, p/t], labels and mask [b, s] -> (summed loss, number of tokens), scalars.
+
+        A sum, not a mean: the trainer divides by the number of tokens (``Trainer._seed``).
+        """
         assert self.cross_entropy is not None
         loss = self.cross_entropy(logits, labels)  # [s, b]
         mask = loss_mask.t().to(loss.dtype)  # [b, s] -> [s, b]

@@ -1,7 +1,7 @@
-"""Cross-entropy over a vocabulary that ranks may share.
+"""Cross entropy over a vocabulary that may be split over ranks.
 
-The only tensors of the logits' size are the logits, which are kept for the backward, and their gradient. All fp32
-computation covers a few rows at a time, on a CPU within its caches.
+Memory: the only tensors as large as the logits are the logits, kept for the backward, and their gradient. Everything in
+fp32 is computed a few rows at a time; on a CPU these rows fit into its caches.
 
 Legend: s sequence, b micro batch, N = s*b tokens, v vocabulary, p padded vocabulary, t ranks that share it, q = p/t
 columns of this rank, r <= q of them real, c rows at a time.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from megatron_run_engine.runtime.comm import ParallelGroup
 
-#: Values per block on a CPU: 1 MiB of fp32.
+#: Values processed at a time on a CPU: 1 MiB of fp32.
 CACHED = 2**18
 LOG2_E = 1 / math.log(2)
 
@@ -31,19 +31,19 @@ LOG2_E = 1 / math.log(2)
 def cross_entropy(
     logits: Tensor, labels: Tensor, vocab: int, label_smoothing: float = 0.0, peers: ParallelGroup = ALONE
 ) -> Tensor:
-    """Return the loss per token: logits [N, q], labels [N] -> [N], in nats and at least fp32, equal on all ``peers``.
+    """Loss per token: logits [N, q], labels [N] -> [N], in nats and at least fp32; equal on all ``peers``.
 
     Rank i of ``peers`` holds columns ``i*q`` to ``(i+1)*q - 1`` of the padded vocabulary. Columns from ``vocab`` on are
-    padding: they are no class and get no gradient. Only scalars per token cross ranks: the maximum, and the sums of the
-    loss (Shoeybi et al. 2019, section 3). ``label_smoothing`` e gives ``(1 - e) * nll + e * mean over v of -log p``. A
-    label that is no class is an error, as in :func:`owned`.
+    padding: they are not classes and get no gradient. Only a few scalars per token cross ranks: the maximum, and the
+    sums that make up the loss (Shoeybi et al. 2019, section 3). ``label_smoothing`` e gives
+    ``(1 - e) * nll + e * mean over v of -log p``. A label outside the vocabulary raises, as in :func:`owned`.
     """
     result: Tensor = _CrossEntropy.apply(logits, labels, vocab, label_smoothing, peers)  # type: ignore[no-untyped-call]  # torch's
     return result
 
 
 class CrossEntropy(nn.Module):
-    """The loss per token over the real vocabulary, which ``peers`` share, with label smoothing while training."""
+    """Loss per token over the unpadded vocabulary, split over ``peers``; labels are smoothed in training only."""
 
     def __init__(self, vocab: int, label_smoothing: float = 0.0, peers: ParallelGroup = ALONE) -> None:
         super().__init__()
@@ -63,14 +63,15 @@ class _CrossEntropy(torch.autograd.Function):
         first = peers.index * logits.shape[1]
         real = logits[:, : max(vocab - first, 0)]  # [N, r]
         column, mine = owned(labels, first, real.shape[1], vocab)
-        sums = [_sums(real[rows], spreads=smoothing > 0) for rows in _few_rows(logits)]
+        sums = [_row_sums(real[rows], spreads=smoothing > 0) for rows in _row_blocks(logits)]
         top, total, *spread = (torch.cat(parts) for parts in zip(*sums, strict=True))  # each [N], of this rank alone
-        # Work with differences to the largest logit of all ranks: exponentials then neither overflow nor lose digits.
-        largest = peers.max_(top.clone())
+        # Logits enter the exponential as differences to the largest of all ranks: exp cannot overflow.
+        largest = peers.max_(top.clone())  # a copy, since max_ works in place and `top` is read below
+        # A rank that holds padding only has no maximum to rescale from.
         lower = top - largest if real.shape[1] else torch.zeros_like(top)
-        target = torch.where(mine, _at(real, column, largest), 0.0)
+        target = torch.where(mine, _logit_at(real, column, largest), 0.0)
         shares = [total * lower.exp(), target, *(each + lower * real.shape[1] for each in spread)]
-        total, target, *spread = peers.sum_(torch.stack(shares))
+        total, target, *spread = peers.sum_(torch.stack(shares))  # one collective for all sums
         ctx.save_for_backward(logits, column, mine, largest, total)
         ctx.columns, ctx.vocab, ctx.smoothing = real.shape[1], vocab, smoothing
         likely = (1 - smoothing) * target + smoothing * spread[0] / vocab if smoothing else target
@@ -79,27 +80,28 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Return ``(softmax - (1 - e) * one_hot(label) - e / v) * grad``, each value rounded once."""
+        """``(softmax - (1 - e) * one_hot(label) - e / v) * grad``, each value rounded once to the logits' type."""
         (logits, column, mine, largest, total), (grad,) = ctx.saved_tensors, grads
         real, scale, smooth = logits[:, : ctx.columns], grad / total, ctx.smoothing / ctx.vocab * grad
         result = torch.empty_like(logits)
         result[:, ctx.columns :].zero_()
-        for rows in _few_rows(logits):
-            part = _exp_(_exact(real[rows]) - largest[rows, None]).mul_(scale[rows, None])  # [c, r]
+        for rows in _row_blocks(logits):
+            part = _exp_(_widened(real[rows]) - largest[rows, None]).mul_(scale[rows, None])  # [c, r]
             result[rows, : ctx.columns] = part.sub_(smooth[rows, None]) if ctx.smoothing else part
         if ctx.columns:
+            # The label's column is recomputed in fp32: subtracting one_hot from the rounded softmax would round twice.
             likely = torch.where(mine, grad * (1 - ctx.smoothing), 0.0)
-            at_label = _exp_(_at(real, column, largest)) * scale - smooth - likely  # [N]
+            at_label = _exp_(_logit_at(real, column, largest)) * scale - smooth - likely  # [N]
             result[torch.arange(len(column), device=column.device), column] = at_label.to(result.dtype)
         return result, None, None, None, None
 
 
-def _sums(real: Tensor, *, spreads: bool) -> tuple[Tensor, ...]:
-    """Return the maximum of rows [c, r], the sum of exponentials of differences to it, and with ``spreads`` their sum.
+def _row_sums(real: Tensor, *, spreads: bool) -> tuple[Tensor, ...]:
+    """Row statistics of [c, r]: the maximum, ``sum(exp(x - max))`` and, with ``spreads``, ``sum(x - max)``; each [c].
 
-    Each is [c]. If all logits are -inf, or there are no columns, the maximum is the lowest finite number.
+    The most negative finite number stands for the maximum of a row that is all -inf or has no columns.
     """
-    exact = _exact(real)
+    exact = _widened(real)
     least = torch.finfo(exact.dtype).min
     top = exact.amax(1).clamp_(min=least) if real.shape[1] else exact.new_full((len(real),), least)
     shifted = exact - top[:, None]
@@ -108,25 +110,28 @@ def _sums(real: Tensor, *, spreads: bool) -> tuple[Tensor, ...]:
 
 
 def _exp_(x: Tensor) -> Tensor:
-    """Compute ``exp`` in place, as a power of two. The error is ``|x|`` roundings at most."""
-    # On a CPU exp2 is PyTorch's own vectorised loop. exp is MKL's, which is slow on processors of other makers.
+    """``exp`` in place, as a power of two.
+
+    On a CPU ``torch.exp`` calls MKL, which is slow on processors that are not Intel's; ``exp2`` is PyTorch's own
+    vectorised loop. The error is at most ``|x|`` roundings.
+    """
     return x.mul_(LOG2_E).exp2_()
 
 
-def _exact(x: Tensor) -> Tensor:
-    """Convert to at least fp32."""
+def _widened(x: Tensor) -> Tensor:
+    """X in fp32, or float64 if it has that type."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _at(real: Tensor, column: Tensor, largest: Tensor) -> Tensor:
-    """Return each row's value at ``column`` minus the largest: [N, r], [N], [N] -> [N]; 0 on a rank without columns."""
+def _logit_at(real: Tensor, column: Tensor, largest: Tensor) -> Tensor:
+    """Each row's value at ``column`` minus ``largest``: [N, r], [N], [N] -> [N]; zeros on a rank without columns."""
     if not real.shape[1]:
         return torch.zeros_like(largest)
-    return _exact(real.gather(1, column[:, None]).squeeze(1)) - largest
+    return _widened(real.gather(1, column[:, None]).squeeze(1)) - largest
 
 
-def _few_rows(logits: Tensor) -> Iterator[slice]:
-    """Yield slices of rows, on a CPU as many as its caches hold in fp32, else all."""
+def _row_blocks(logits: Tensor) -> Iterator[slice]:
+    """Slices that cover all rows: on a CPU as many rows each as its caches hold in fp32, elsewhere one slice."""
     count, columns = logits.shape
     step = max(1, CACHED // columns) if logits.device.type == "cpu" else max(1, count)
     return (slice(start, start + step) for start in range(0, max(1, count), step))

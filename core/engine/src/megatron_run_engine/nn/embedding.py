@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 def embed(tokens: Tensor, weight: Parameter, gradients: GradientAccumulator) -> Tensor:
-    """Look up rows of ``weight`` [v, h] at ``tokens`` [*] -> [*, h]. The weight gradient goes to ``gradients``.
+    """Rows of ``weight`` [v, h] at ``tokens`` [*] -> [*, h]; the weight gradient goes to ``gradients``.
 
-    It is added to the rows that were used, without a dense gradient of the whole vocabulary.
+    The gradient is added into the rows that were looked up, without an intermediate dense gradient of size [v, h].
     """
     result: Tensor = _Embed.apply(tokens, weight, gradients)  # type: ignore[no-untyped-call]  # torch's
     return result
@@ -38,7 +38,7 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Parameter, gradients: GradientAccumulator) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.weight, ctx.gradients = weight, gradients
+        ctx.weight, ctx.gradients = weight, gradients  # the parameter itself, which has main_grad: see linear.py
         return F.embedding(tokens, weight)
 
     @staticmethod
@@ -58,8 +58,8 @@ class _Embed(torch.autograd.Function):
 class Positions(nn.Module):
     """Learned positions: one row of ``weight`` [s, h] per position in the sequence.
 
-    With sequence parallelism x holds this rank's positions only, so the gradient is a partial sum over the
-    tensor-parallel ranks.
+    Under sequence parallelism x holds this rank's positions only, so each tensor-parallel rank computes a part of the
+    gradient (``partial_over``).
     """
 
     def __init__(self, context: BuildContext, spec: TransformerSpec) -> None:
@@ -76,7 +76,7 @@ class Positions(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The first layer of a model: word embedding, learned positions unless it uses rope, and dropout."""
+    """The first layer of a model: word embedding, learned positions unless the model uses rotary ones, dropout."""
 
     def __init__(self, context: BuildContext, spec: TransformerSpec, layers: ParallelLayers) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens [b, s] -> [s, b, h], or [s/t, b, h] under sequence parallelism.
 
-        Raises InputError if s is above the model's sequence length.
+        Raises InputError when s is above the model's sequence length.
         """
         if tokens.shape[1] > self.longest:
             raise InputError(
@@ -101,5 +101,5 @@ class Embedding(nn.Module):
         return result
 
     def segment(self) -> Segment:
-        """Return the whole layer as one segment, layer -1 of the model."""
+        """The whole layer as one segment, layer -1 of the model."""
         return Segment("embedding", -1, 0, self, ("tokens",), ("x",), tuple(self.parameters()), draws=self.draws)

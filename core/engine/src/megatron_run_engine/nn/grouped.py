@@ -1,6 +1,6 @@
-"""Grouped matrix products: one matrix per group of rows, in one call if the device supports it.
+"""Grouped matrix product: one matrix per group of rows, in one kernel where the device has one.
 
-A schedule may split its backward, as that of :func:`megatron_run_engine.nn.linear.linear`.
+A schedule may split its backward in two, as that of :func:`megatron_run_engine.nn.linear.linear`.
 
 Legend: g groups, n rows of all groups together, i inputs, o outputs.
 """
@@ -33,8 +33,9 @@ def grouped_linear(
 ) -> Tensor:
     """``rows @ weight[g].T + bias_share * bias[g]`` for the rows of each group g: [n, i] -> [n, o].
 
-    ``weight`` [g*o, i] and ``bias`` [g*o] stack those of the groups. ``counts`` [g], int64 on the CPU, are the numbers
-    of rows of the groups, which follow each other. Weight gradients go to ``gradients``, also for groups without rows.
+    ``weight`` [g*o, i] and ``bias`` [g*o] are the groups' matrices stacked. ``counts`` [g], int64 on the CPU, holds the
+    number of rows per group; rows are sorted by group. Weight gradients go to ``gradients``, also when there are no
+    rows at all: every gradient must arrive, or its bucket would never be complete.
     """
     result: Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]  # torch's
         rows, weight, bias, counts, gradients, bias_share
@@ -54,7 +55,7 @@ class _GroupedLinear(torch.autograd.Function):
         bias_share: float,
     ) -> Tensor:
         ctx.save_for_backward(rows)
-        # Keep the parameters themselves, which have main_grad: saved tensors may be unpacked as copies without it.
+        # The parameters themselves, which have main_grad: saved tensors may come back as copies (see linear.py).
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
         groups = RowGroups(counts, rows.device)
         ctx.groups, ctx.bias_share = groups, bias_share
@@ -74,9 +75,9 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class RowGroups:
-    """Rows sorted by group on ``device``, with ``counts`` [g] rows each, int64 on the CPU.
+    """Rows on ``device``, sorted by group: ``counts`` [g], int64 on the CPU, per group.
 
-    ``places`` lists the groups that have rows, each with the slice of its rows.
+    ``places`` lists the non-empty groups with the slice of their rows.
     """
 
     def __init__(self, counts: Tensor, device: torch.device) -> None:
@@ -89,7 +90,7 @@ class RowGroups:
         return parameter.view(len(self._ends) - 1, -1, *parameter.shape[1:])
 
     def multiply(self, rows: Tensor, matrices: Tensor) -> Tensor:
-        """Multiply each group's rows [n, a] by its matrix of ``matrices`` [g, a, c]: [n, c]."""
+        """Each group's rows times its matrix: rows [n, a], ``matrices`` [g, a, c] -> [n, c]."""
         by_onednn = _has_onednn(rows.device.type, rows.dtype)
         if not by_onednn and _takes_grouped(rows, matrices):
             grouped: Tensor = torch._grouped_mm(rows, matrices, offs=self._all_ends)
@@ -103,16 +104,18 @@ class RowGroups:
         return product
 
     def add_products(self, totals: Tensor, left: Tensor, right: Tensor) -> None:
-        """Compute ``totals[g] += left[g].T @ right[g]`` for each group: left [n, a], right [n, c], totals [g, a, c]."""
-        if left.device.type != "cpu" and _takes_grouped(left, right):  # on a CPU adding each product in place is faster
+        """``totals[g] += left[g].T @ right[g]`` over the rows of each group: [g, a, c] of left [n, a], right [n, c]."""
+        if left.device.type != "cpu" and _takes_grouped(left, right):  # a CPU adds each product in place
             self.add_grouped(totals, left, right)
             return
         for group, where in self.places:
             add_product(totals[group], left[where].t(), right[where])
 
     def add_grouped(self, totals: Tensor, left: Tensor, right: Tensor) -> None:
-        """Compute the same in one grouped call."""
-        # Leave out groups without rows: on some devices the result of an empty group is not zero.
+        """:meth:`add_products` in one call, over non-empty groups only.
+
+        For an empty group some devices return values other than zero.
+        """
         ends = self._on_device([where.stop for _, where in self.places])
         products = torch._grouped_mm(left.t(), right, offs=ends)  # [groups with rows, a, c]
         if len(products) == len(totals):
@@ -123,7 +126,7 @@ class RowGroups:
 
     @cached_property
     def _all_ends(self) -> Tensor:
-        """The end of each group, int32 [g], uploaded once for forward and backward."""
+        """End of each group, int32 [g] on the device: uploaded once for forward and backward."""
         return self._on_device(self._ends[1:])
 
     def _on_device(self, ends: list[int]) -> Tensor:
@@ -150,16 +153,18 @@ def _submit(
 
 
 def _onednn_product(rows: Tensor, matrix: Tensor) -> Tensor:
-    """Multiply [n, a] by [a, c] with oneDNN."""
-    # torch.mm in fp32 uses MKL, and so does torch._grouped_mm on a CPU, group by group. With as few rows as an expert
-    # has, that is slower: a little on one thread, more on two.
+    """[n, a] times [a, c] by oneDNN.
+
+    In fp32 on a CPU, ``torch.mm`` calls MKL, and ``torch._grouped_mm`` does so once per group. MKL is slower for the
+    few rows of one expert: slightly with one thread, more with two.
+    """
     product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, matrix.t(), None, "none", [], "")
     return product
 
 
 @cache
 def _has_onednn(device: str, dtype: torch.dtype) -> bool:
-    """Whether :func:`_onednn_product` works and is faster. In 16 bits torch.mm uses oneDNN itself."""
+    """Whether :func:`_onednn_product` works there and is worth it: in 16 bits ``torch.mm`` calls oneDNN itself."""
     if device != "cpu" or dtype != torch.float32:
         return False
     try:
@@ -170,7 +175,7 @@ def _has_onednn(device: str, dtype: torch.dtype) -> bool:
 
 
 def _takes_grouped(left: Tensor, right: Tensor) -> bool:
-    """Whether ``torch._grouped_mm`` supports the operands: rows, of a supported type, aligned to 16 bytes."""
+    """Whether ``torch._grouped_mm`` takes these operands: not empty, a supported type, strides of 16-byte multiples."""
     strides = [stride * each.element_size() for each in (left, right) for stride in each.stride() if stride != 1]
     aligned = all(stride % 16 == 0 for stride in strides)
     return len(left) > 0 and aligned and _has_grouped_mm(left.device.type, left.dtype)
@@ -178,7 +183,7 @@ def _takes_grouped(left: Tensor, right: Tensor) -> bool:
 
 @cache
 def _has_grouped_mm(device: str, dtype: torch.dtype) -> bool:
-    """Whether ``torch._grouped_mm`` exists and works: devices and types differ by release of torch, so try it."""
+    """Whether ``torch._grouped_mm`` works there, found by trying: supported devices and types differ by release."""
     try:
         rows, matrices = (torch.zeros(shape, dtype=dtype, device=device) for shape in ((16, 16), (2, 16, 16)))
         ends = torch.tensor([8, 16], dtype=torch.int32, device=device)

@@ -1,7 +1,8 @@
 """A linear layer whose backward a schedule may split in two.
 
 The input gradient is computed at once, since the previous stage waits for it. The weight gradient is submitted to the
-gradient accumulator, which computes it now (action B) or later (action W), into ``main_grad``.
+:class:`~megatron_run_engine.runtime.gradients.GradientAccumulator`, which computes it now (action B) or later (action
+W) and accumulates it in ``main_grad``.
 
 Legend: * any leading dimensions, N their product, i inputs, o outputs.
 """
@@ -34,8 +35,8 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, gradients: GradientAccumulator
     ) -> Tensor:
         ctx.save_for_backward(x)
-        # Keep the parameters themselves: with activation checkpointing, saved tensors are unpacked as copies without
-        # main_grad.
+        # The parameters themselves, not saved tensors: under activation checkpointing those come back as copies
+        # without main_grad.
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
         return F.linear(x, weight, bias)
 
@@ -44,6 +45,7 @@ class _Linear(torch.autograd.Function):
         (x,), (grad,) = ctx.saved_tensors, grads
         if ctx.weight.requires_grad:
             submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad)
+        # None for weight and bias: autograd must not accumulate what has been submitted.
         return (grad @ ctx.weight if ctx.needs_input_grad[0] else None), None, None, None
 
 
@@ -62,7 +64,10 @@ def submit_gradients(
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Compute ``total += left @ right``, fused if the dtypes are equal."""
+    """``total += left @ right``, in one kernel where all types are equal.
+
+    A 16-bit product is rounded before it is added to an fp32 total: PyTorch has no mixed-precision ``addmm_``.
+    """
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:

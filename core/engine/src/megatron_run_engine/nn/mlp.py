@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Mlp(nn.Module):
-    """``output(activation(input(x)))``. With SwiGLU the input layer computes gate and up in one product."""
+    """``output(activation(input(x)))``; with SwiGLU the input layer computes gate and up in one product."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class Mlp(nn.Module):
 
 
 def input_parts(name: Activation, ffn: int, key: str) -> tuple[LinearPart, ...]:
-    """Return the matrices to ``ffn`` features, which are set by the configuration ``key``."""
+    """The input layer's matrices, ``ffn`` features each; errors name the configuration ``key`` that sets them."""
     names = ("gate", "up") if name == "swiglu" else ("up",)
     return tuple(LinearPart(part, ffn, key) for part in names)
 
 
 def activation(name: Activation) -> Callable[[Tensor], Tensor]:
-    """Return the activation between the two layers. SwiGLU's halves the features."""
+    """The function between the two layers; SwiGLU halves the number of features."""
     if name == "swiglu":
         return swiglu
     if name == "gelu_tanh":
@@ -65,7 +65,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 class _Swiglu(torch.autograd.Function):
-    """Keeps only x, and writes both halves of its gradient in place, without a concatenation."""
+    """Saves x alone, and writes both halves of its gradient into one buffer, which avoids a concatenation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -78,14 +78,14 @@ class _Swiglu(torch.autograd.Function):
         (x,), (grad,) = ctx.saved_tensors, grads
         gate, up = x.chunk(2, dim=-1)
         result = torch.empty_like(x)
-        of_gate, of_up = result.chunk(2, dim=-1)
-        torch.mul(grad, F.silu(gate), out=of_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
+        grad_gate, grad_up = result.chunk(2, dim=-1)
+        torch.mul(grad, F.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
         return result
 
 
 class Experts(nn.Module):
-    """``output(activation(input(rows)))``, each expert on its own rows, within a tensor-parallel region."""
+    """``output(activation(input(rows)))``, each expert on its own rows, inside a tensor-parallel region."""
 
     def __init__(self, layers: ParallelLayers, spec: TransformerSpec, experts: range, ffn: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Experts(nn.Module):
         self.output = layers.expert_row_linear(experts, ffn, spec.hidden, bias=spec.bias, init=spec.residual_init)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """[m, h] by expert, ``counts`` rows each -> [m, h], a partial sum over the tensor-parallel ranks."""
+        """Rows [m, h] sorted by expert, ``counts`` per expert -> [m, h], a partial sum over tensor-parallel ranks."""
         inner = self.activation(self.input(rows, counts))  # [m, f/t]
         result: Tensor = self.output(inner, counts)
         return result

@@ -1,4 +1,4 @@
-"""Creates parameters: uninitialised, since ``runtime.parameter_init`` fills them by name."""
+"""Creation of parameters, uninitialised: the engine fills each from its name (``runtime/parameter_init.py``)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ if TYPE_CHECKING:
 
 
 def build_device(context: BuildContext) -> torch.device:
-    """Return the meta device within ``with torch.device("meta")``, for planning without memory, else the context's."""
+    """The meta device inside ``with torch.device("meta")``, for plans that need no memory; else the context's."""
     default = torch.get_default_device()
     return default if default.type == "meta" else context.device
 
 
 def empty_parameter(context: BuildContext, *shape: int) -> Parameter:
-    """Return an uninitialised parameter in the parameter dtype, on the build device."""
+    """An uninitialised parameter in the parameter type, on the device where the model is being built."""
     return Parameter(torch.empty(shape, dtype=context.dtypes.param, device=build_device(context)))
 
 
 def owned(ids: Tensor, first: int, rows: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Return the row of each of ``ids`` [*] among this rank's ``rows`` from ``first`` on, and whether it has one.
+    """The local row of each of ``ids`` [*], and whether this rank holds it: rows ``first`` to ``first + rows - 1``.
 
-    An id outside [0, ``stop``) raises RuntimeError: at once on the CPU, on CUDA as a failed assertion of a kernel.
+    Both results are [*]. An id of another rank still maps to a valid local row, whose values the caller masks. The
+    remainder spreads such ids over all rows: were it always row 0, the zeros added there in the backward would all
+    contend for one row. An id outside [0, ``stop``) raises RuntimeError: at once on the CPU, and on CUDA as a device
+    assertion, without a synchronisation here.
     """
-    # A gather from an expanded scalar takes no memory, and checks every index on the device without waiting for it.
-    ids.new_zeros(1).expand(stop).gather(0, ids.flatten())
+    ids.new_zeros(1).expand(stop).gather(0, ids.flatten())  # a bounds check on the device, without memory for `stop`
     row = ids - first
-    # Ids of other ranks get a row too, a different one for each id: the zeros that a backward adds for them would
-    # otherwise all contend for one row.
     return row.remainder(max(rows, 1)), (row >= 0) & (row < rows)

@@ -1,4 +1,4 @@
-"""The specification of a transformer: its sizes and choices."""
+"""Sizes and choices from which transformer layers are built."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Dispatch = Literal["alltoall", "allgather"]
 
 @dataclass(frozen=True)
 class ExpertSpec:
-    """``count`` experts of ``ffn`` features in each of ``layers``, ``top_k`` of them active per token.
+    """``count`` experts of ``ffn`` features in each of ``layers``, of which ``top_k`` process a token.
 
-    ``scores`` and ``pre_softmax`` define the router's scores, and ``scaling`` multiplies the weights of chosen experts.
-    ``balance`` and ``z`` are the coefficients of the auxiliary losses. An expert takes at most ``capacity_factor``
-    times its even share of a microbatch's tokens, or all if that is None; ``drop`` selects the tokens to drop. If
-    ``shared_ffn`` is above 0, a shared expert of that many features processes every token, weighted by a gate with
-    ``shared_gate``.
+    ``scores`` and ``pre_softmax`` set how the router turns logits into weights; ``scaling`` multiplies the weights of
+    the chosen experts. ``balance`` and ``z`` are the coefficients of the auxiliary losses. An expert accepts at most
+    ``capacity_factor`` times its even share of a microbatch's tokens, or all of them if it is None; ``drop`` selects
+    which tokens are dropped: those with the smallest weight, or the last. A shared expert of ``shared_ffn`` features,
+    if above 0, processes every token; ``shared_gate`` weighs its output.
     """
 
     count: int
@@ -41,20 +41,20 @@ class ExpertSpec:
 
     @property
     def ffn_features(self) -> int:
-        """The features of all feed-forward networks that are active for one token."""
+        """Feed-forward features that process one token: its experts' and the shared expert's."""
         return self.top_k * self.ffn + self.shared_ffn
 
     @property
     def loss_names(self) -> tuple[str, ...]:
-        """The names of the auxiliary losses in use, under which they are reported."""
+        """Names, as reported, of the auxiliary losses with a coefficient above 0."""
         return ("model/balance_loss",) * (self.balance > 0) + ("model/z_loss",) * (self.z > 0)
 
     def capacity(self, tokens: int) -> int:
-        """Return how many of a microbatch's ``tokens`` one expert takes: its even share times the factor, rounded up.
+        """The most of a microbatch's ``tokens`` that one expert accepts: its even share times the factor, rounded up.
 
         Fedus et al. 2021, "Switch Transformers", equation 3.
         """
-        assert self.capacity_factor is not None, "capacity is unlimited"
+        assert self.capacity_factor is not None, "without a factor, capacity is unlimited"
         return math.ceil(tokens * self.top_k / self.count * self.capacity_factor)
 
 
@@ -65,11 +65,11 @@ Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 
 @dataclass(frozen=True)
 class TransformerSpec:
-    """One decoder: GPT-2 by default (Radford et al. 2019), with the options of later models.
+    """A decoder: GPT-2 by default (Radford et al. 2019), with the options of later models.
 
-    ``sequence_length`` is the longest sequence, and ``vocab`` is unpadded. ``dropout`` acts on the embedding, on the
-    attention probabilities and on the output of each half of a block; ``label_smoothing`` on the training loss. The
-    layers in ``experts.layers`` have experts instead of one feed-forward network.
+    ``sequence_length`` is the longest sequence; ``vocab`` is unpadded. ``dropout`` acts on the embedding, on the
+    attention probabilities and on what each half of a block adds to the residual stream; ``label_smoothing`` acts on
+    the training loss. The layers listed in ``experts`` have experts instead of one feed-forward network.
     """
 
     layers: int
@@ -92,24 +92,24 @@ class TransformerSpec:
 
     @property
     def head_size(self) -> int:
-        """The features of one attention head."""
+        """Features of one attention head."""
         return self.hidden // self.heads
 
     @property
     def init(self) -> Init:
-        """The initialisation of matrices."""
+        """Initial values of matrices."""
         return Init("normal", self.init_std)
 
     @property
     def residual_init(self) -> Init:
-        """The initialisation of matrices that add to the residual stream: it sums 2L of them, so each is 1/sqrt(2L)."""
+        """Initial values of matrices that add to the residual stream, scaled by 1/sqrt(2L): the stream sums 2L."""
         return Init("normal", self.init_std / math.sqrt(2 * self.layers))
 
     @property
     def matmul_parameters(self) -> int:
-        """The values of all matrices that are active for a token: blocks and output layer, without the embedding.
+        """Parameters of the matrices that multiply one token: the blocks' and the output layer's, no embedding.
 
-        Of a layer of experts these are the chosen experts and the router.
+        In expert layers: its ``top_k`` experts, the shared expert and the router.
         """
         attention = self.head_size * (2 * self.heads + 2 * self.kv_heads)
         features, others = self.ffn * self.layers, 0
@@ -122,11 +122,11 @@ class TransformerSpec:
 
     @property
     def flops_per_token(self) -> float:
-        """The floating-point operations of one token, forward and backward, at the full sequence length.
+        """Floating-point operations of one token, forward and backward, at the full sequence length.
 
-        ``6 N + 12 L s n d``: two operations a parameter and three passes over each matrix (one forward, two backward).
-        The two s x s products of attention count in full, as without a mask (Chowdhery et al. 2022, PaLM, appendix B).
-        ``N`` includes the output layer but not the embedding.
+        ``6 N + 12 L s n d``: two operations a parameter and three passes over each matrix (one forward, two
+        backward), and the two s x s products of attention counted in full, as if nothing were masked (Chowdhery et
+        al. 2022, PaLM, appendix B). ``N`` counts the output layer and no embedding.
         """
         attention = self.layers * self.sequence_length * self.heads * self.head_size
         return 6.0 * self.matmul_parameters + 12.0 * attention

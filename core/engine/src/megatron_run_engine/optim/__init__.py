@@ -1,7 +1,11 @@
-"""The common part of data-parallel optimizers: an update rule on flat buffers, divided over ranks.
+"""The common part of data-parallel optimizers: an update rule on flat buffers, and how ranks divide the work.
 
-``FlatOptimizer`` implements the whole contract except one question: how data-parallel ranks divide a buffer. A
-``ShardingStrategy`` answers it. ``optimizer=adamw`` and ``optimizer=zero1`` are one each.
+``FlatOptimizer`` implements the whole contract except how data-parallel ranks divide a buffer, which a
+``ShardingStrategy`` decides: ``optimizer=adamw`` replicates the update, ``optimizer=zero1`` shards it. The picture of a
+step's callbacks is in :mod:`megatron_run_engine.runtime.gradients`.
+
+Reading order: ``flat`` (the contract), ``sharding`` (what a rank updates), ``update`` and ``update_rules`` (the
+arithmetic), ``ranges`` and ``state`` (checkpoints).
 
 Imports: contracts, errors, runtime.
 """

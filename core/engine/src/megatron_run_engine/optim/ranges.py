@@ -1,7 +1,7 @@
-"""Index arithmetic: where a parameter's values lie in a flat buffer, in one rank's share of it, and in the parameter.
+"""Ranges of a parameter's values: in a flat buffer, in one rank's share of it, and in the parameter.
 
-These are the three ranges of the distributed optimizer (Rajbhandari et al. 2020, ZeRO-1, on contiguous buffers). Shares
-are cut anywhere, so a parameter may straddle ranks.
+These are the three ranges of a distributed optimizer on contiguous buffers (Rajbhandari et al. 2020, ZeRO-1). A share
+may end in the middle of a parameter, so a parameter may straddle ranks. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -20,36 +20,37 @@ Key = TypeVar("Key")
 class ParamRange(NamedTuple):
     """One parameter's values in one share, as three ranges of equal length.
 
-    ``world`` counts from the start of the buffer, ``local`` from that of the share, ``param`` from the parameter's.
+    ``in_bucket`` counts from the start of the buffer, ``local`` from the start of the share, ``param`` from the start
+    of the parameter.
     """
 
-    world: range
+    in_bucket: range
     local: range
     param: range
 
 
 def param_range(start: int, length: int, share: range) -> ParamRange | None:
-    """Return the values in ``share`` of a parameter at ``start`` of the buffer, or None if it has none there."""
-    world = range(max(start, share.start), min(start + length, share.stop))
-    return ParamRange(world, _from(share.start, world), _from(start, world)) if world else None
+    """The values in ``share`` of a parameter at ``start`` of the buffer; None if it has none there."""
+    in_bucket = range(max(start, share.start), min(start + length, share.stop))
+    return ParamRange(in_bucket, _from(share.start, in_bucket), _from(start, in_bucket)) if in_bucket else None
 
 
 def param_ranges(
     starts: Mapping[Key, int], lengths: Mapping[Key, int], share: range
 ) -> Iterator[tuple[Key, ParamRange]]:
-    """Yield every parameter with values in ``share``, in the order of the buffer."""
+    """Every parameter that has values in ``share``, in the order of the buffer."""
     for key, start in starts.items():
         found = param_range(start, lengths[key], share)
         if found is not None:
             yield key, found
 
 
-def _from(origin: int, world: range) -> range:
-    return range(world.start - origin, world.stop - origin)
+def _from(origin: int, in_bucket: range) -> range:
+    return range(in_bucket.start - origin, in_bucket.stop - origin)
 
 
 class FlatBox(NamedTuple):
-    """A box of a tensor, with ``starts`` and ``sizes`` per dimension, at ``flat`` of the flattened tensor."""
+    """A box of a tensor: ``starts`` and ``sizes`` per dimension, and the range ``flat`` in the flattened tensor."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -57,7 +58,7 @@ class FlatBox(NamedTuple):
 
 
 class PartBox(NamedTuple):
-    """A box of the logical tensor ``part.name``, at ``flat`` of the flattened parameter."""
+    """A box of the logical tensor ``part.name``, whose values are the range ``flat`` of the flattened parameter."""
 
     part: Part
     starts: tuple[int, ...]
@@ -66,9 +67,9 @@ class PartBox(NamedTuple):
 
 
 def part_boxes(shape: tuple[int, ...], parts: Sequence[Part], flat: range) -> Iterator[PartBox]:
-    """Yield the boxes of logical tensors in the values ``flat`` of a parameter of ``shape`` with ``parts``.
+    """The boxes of logical tensors in the values ``flat`` of a parameter of ``shape`` that holds ``parts``.
 
-    Padding is left out.
+    Padding is excluded.
     """
     columns = shape[1:]
     row = prod(columns)
@@ -84,8 +85,8 @@ def part_boxes(shape: tuple[int, ...], parts: Sequence[Part], flat: range) -> It
 def boxes(shape: tuple[int, ...], flat: range) -> Iterator[FlatBox]:
     """Cut the values ``flat`` of a contiguous tensor of ``shape`` into boxes, in order: at most ``2 * ndim - 1``.
 
-    A box is cut in one dimension at most and whole in all later ones, so that its values are contiguous: the end of a
-    row, whole rows, the beginning of a row; and so on within each dimension.
+    Each box is whole in every dimension after the first one in which it is cut, so its values are contiguous. A range
+    of a matrix, for example, becomes the end of a row, whole rows, and the beginning of a row.
     """
     if not flat:
         return
@@ -93,7 +94,7 @@ def boxes(shape: tuple[int, ...], flat: range) -> Iterator[FlatBox]:
         yield FlatBox((flat.start,) * len(shape), (len(flat),) * len(shape), flat)
         return
     row, inner = prod(shape[1:]), shape[1:]
-    first, last = -(-flat.start // row), flat.stop // row  # the rows that are whole are first..last-1
+    first, last = -(-flat.start // row), flat.stop // row  # whole rows are first..last-1
     if first > last:  # within one row
         yield from _in_row(last, inner, flat, row)
         return

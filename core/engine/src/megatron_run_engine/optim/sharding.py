@@ -1,4 +1,4 @@
-"""How data-parallel ranks divide a flat buffer: the strategy of an optimizer, and one rank's shard of a bucket."""
+"""Sharding of flat buffers over data-parallel ranks: the strategy, and one rank's shard of a bucket."""
 
 from __future__ import annotations
 
@@ -19,57 +19,58 @@ if TYPE_CHECKING:
 
 
 class ShardingStrategy(ABC):
-    """Decides which values this rank updates, and moves gradients and parameters between the ranks accordingly.
+    """Decides which values this rank updates, and moves gradients and parameters between ranks accordingly.
 
-    All methods are called bucket by bucket, in an order that is equal on every rank.
+    The methods are called per bucket, in the same order on every rank.
     """
 
     @abstractmethod
     def updated(self, bucket: Bucket) -> range:
-        """Return the values of ``bucket`` that this rank updates, which contain the share that it owns."""
+        """The values of ``bucket`` that this rank updates; they include its own share, ``bucket.shares[rank]``."""
 
     @abstractmethod
     def start_reduce(self, bucket: Bucket) -> Pending:
-        """Start to sum ``bucket.grad`` over the ranks, in place, at least where this rank updates it."""
+        """Start summing ``bucket.grad`` over the ranks, in place, at least where this rank updates it."""
 
     @abstractmethod
     def start_gather(self, values: Tensor, bucket: Bucket) -> Pending:
-        """Start to send updated ``values``, parameters in the layout of ``bucket``, to the ranks that lack them."""
+        """Start gathering updated ``values``, parameters in the layout of ``bucket``, on the ranks that lack them."""
 
 
 Key = TypeVar("Key")
 
 
 class Piece(NamedTuple):
-    """Contiguous values of a buffer that form a box of one logical tensor.
+    """Contiguous values of a bucket that form a box of one logical tensor.
 
-    ``starts`` and ``sizes`` locate the box in the logical tensor ``part.name``. ``world`` is its range in the bucket.
+    ``starts`` and ``sizes`` locate the box in the logical tensor ``part.name``, ``in_bucket`` its values in the bucket.
     """
 
     info: ParamInfo
     part: Part
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
-    world: range
+    in_bucket: range
 
     @property
     def is_first(self) -> bool:
-        """Whether it contains the first value of the logical tensor."""
+        """Whether the piece contains the first value of its logical tensor."""
         return not any(self.starts)
 
 
 class Shard:
-    """The values ``updated`` of a bucket by this rank, which alone owns the range ``owned`` within them.
+    """The range ``updated`` of a bucket, which this rank updates, and within it the range ``owned``.
 
-    ``values`` are the bucket's parameters, flat. ``masters`` and ``grads`` cover ``updated`` in the type ``main``. They
-    are views of the parameters' and gradients' storage if that has the type, and otherwise separate buffers.
+    Each value of the bucket is owned by one rank: only that rank saves it and counts it in norms. ``values`` are all
+    parameters of the bucket, flat. ``masters`` and ``grads`` cover ``updated`` in the type ``main``: they are views of
+    the parameters and gradients if those have that type, and separate buffers otherwise.
     """
 
     def __init__(self, bucket: Bucket, updated: range, owned: range, main: torch.dtype) -> None:
         self.bucket, self.updated, self.owned = bucket, updated, owned
         self.values = bucket.flatten_parameters()
         self._values, self._gradients = self._cut(self.values), self._cut(bucket.grad)
-        self.masters = self._values.to(main)  # to() returns its own tensor, a view, if the type is right already
+        self.masters = self._values.to(main)  # the same tensor, without a copy, if the types are equal
         self.grads = self._gradients.to(main)
 
     @property
@@ -79,42 +80,47 @@ class Shard:
 
     @property
     def has_main_grads(self) -> bool:
-        """Whether gradients are converted to a separate buffer before the update."""
+        """Whether gradients are copied to a separate buffer before the update."""
         return self.grads is not self._gradients
 
     def take_gradients(self) -> None:
-        """Convert the reduced gradients to ``grads``."""
+        """Copy the reduced gradients to ``grads``, unless they share storage."""
         if self.has_main_grads:
             self.grads.copy_(self._gradients)
 
     def give_values(self) -> None:
-        """Round the masters to the parameters' type."""
+        """Round the masters to the parameters, unless they share storage."""
         if self.has_masters:
             self._values.copy_(self.masters)
 
-    def local(self, world: range) -> slice:
-        """Return the slice of ``masters`` and ``grads`` for a range of the bucket."""
-        return slice(world.start - self.updated.start, world.stop - self.updated.start)
+    def local(self, in_bucket: range) -> slice:
+        """The range ``in_bucket`` of the bucket as a slice of ``masters`` and ``grads``."""
+        return slice(in_bucket.start - self.updated.start, in_bucket.stop - self.updated.start)
 
     def runs(self, key: Callable[[ParamInfo], Key], within: range) -> Iterator[tuple[Key, range]]:
-        """Yield the longest ranges ``within`` which ``key`` is equal. The padding after a parameter belongs to it."""
+        """The longest ranges ``within`` a range in which ``key`` is constant; padding belongs to the parameter before.
+
+        Long ranges keep the number of the optimizer's tensors, and so of its kernels, small.
+        """
         starts = (*self.bucket.starts.values(), len(self.bucket.grad))
         keys = [key(info) for info in self.bucket.infos.values()]
         first = 0
         for index, this in enumerate(keys):
             if keys[index + 1 : index + 2] == [this]:
                 continue
-            world = range(max(starts[first], within.start), min(starts[index + 1], within.stop))
-            if world:
-                yield this, world
+            in_bucket = range(max(starts[first], within.start), min(starts[index + 1], within.stop))
+            if in_bucket:
+                yield this, in_bucket
             first = index + 1
 
     def counted(self) -> list[Tensor]:
-        """Return the gradients that this rank adds to the global norm. They may include padding, which is zero."""
-        return [self.grads[self.local(run)] for counted, run in self.runs(_is_counted, self.owned) if counted]
+        """The gradients that this rank adds to the global norm. They may include padding, which is zero."""
+        return [
+            self.grads[self.local(run)] for counted, run in self.runs(lambda info: info.counted, self.owned) if counted
+        ]
 
     def pieces(self, within: range) -> Iterator[Piece]:
-        """Yield the boxes of logical tensors ``within`` a range of the bucket, without padding."""
+        """The boxes of logical tensors ``within`` a range of the bucket; padding is excluded."""
         lengths = {parameter: parameter.numel() for parameter in self.bucket.parameters}
         for parameter, found in param_ranges(self.bucket.starts, lengths, within):
             info, start = self.bucket.infos[parameter], self.bucket.starts[parameter]
@@ -123,7 +129,3 @@ class Shard:
 
     def _cut(self, flat: Tensor) -> Tensor:
         return flat[self.updated.start : self.updated.stop]
-
-
-def _is_counted(info: ParamInfo) -> bool:
-    return info.counted

@@ -1,4 +1,4 @@
-"""Converts master weights and the rule's state between flat segments and boxes of logical tensors."""
+"""Saving and loading of master weights and of the rule's state, as boxes of logical tensors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 
 
 def iter_state(update: Update) -> Iterator[StatePiece]:
-    """Yield the state that this rank owns. State of a whole logical tensor belongs to the owner of its first value.
+    """The state that this rank owns; a field of a whole logical tensor belongs to the owner of its first value.
 
-    A run may be saved before its first update. A user's own rule then has masters only.
+    A run may be saved before its first update. An imported rule (``MODULE:CLASS``) then has master weights only, since
+    its initial state is not known.
     """
-    update.begin()
+    update.create_initial_state()
     for segment in update.segments:
-        share, state = segment.share, update.state(segment)
-        owned = range(max(segment.world.start, share.owned.start), min(segment.world.stop, share.owned.stop))
-        for piece in share.pieces(owned):
+        shard, state = segment.shard, update.state(segment)
+        owned = range(max(segment.in_bucket.start, shard.owned.start), min(segment.in_bucket.stop, shard.owned.stop))
+        for piece in shard.pieces(owned):
             if not piece.info.counted:
                 continue
             for field, flat in _by_value(segment, state).items():
@@ -39,30 +40,30 @@ def iter_state(update: Update) -> Iterator[StatePiece]:
 
 
 def load_state(update: Update, read: ReadState) -> None:
-    """Fill masters and state of every segment with boxes from ``read``."""
-    update.start()
+    """Fill master weights and state of every segment from the boxes that ``read`` looks up."""
+    update.allocate_state()
     _fill(update, read)
 
 
 def load_weights(update: Update, read: ReadState) -> None:
-    """Fill the masters of every segment with boxes from ``read``, and clear the rule's state."""
-    update.forget()
+    """Fill the master weights of every segment from the boxes that ``read`` looks up, and drop the rule's state."""
+    update.drop_state()
     _fill(update, read)
 
 
 @torch.no_grad()
 def _fill(update: Update, read: ReadState) -> None:
-    """Fill the masters, and the state that the rule has."""
+    """Fill the master weights, and the state if the rule has any."""
     for segment in update.segments:
         state = update.state(segment)
-        for index, piece in enumerate(segment.share.pieces(segment.world)):
+        for index, piece in enumerate(segment.shard.pieces(segment.in_bucket)):
             for field, flat in _by_value(segment, state).items():
                 flat[_within(segment, piece)].copy_(read(piece.part.name, field, piece.starts, piece.sizes).flatten())
-            if index == 0:  # equal for all logical tensors of a segment: they have been updated together
-                _load_whole(update, segment, piece.part.name, read)
+            if index == 0:  # equal for all logical tensors of a segment, since they are updated together
+                _load_whole_fields(update, segment, piece.part.name, read)
 
 
-def _load_whole(update: Update, segment: Segment, name: str, read: ReadState) -> None:
+def _load_whole_fields(update: Update, segment: Segment, name: str, read: ReadState) -> None:
     for field, value in _of_the_whole(segment, update.state(segment)).items():
         if isinstance(value, Tensor):
             value.copy_(read(name, field, (0,) * value.ndim, tuple(value.shape)))
@@ -71,19 +72,19 @@ def _load_whole(update: Update, segment: Segment, name: str, read: ReadState) ->
 
 
 def _by_value(segment: Segment, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the masters, and the state with one number per value of ``segment``, flat."""
-    alike = {field: value for field, value in state.items() if _is_alike(segment, value)}
-    return {field: tensor.detach().view(-1) for field, tensor in {MASTER: segment.values, **alike}.items()}
+    """The fields with one number for each value of ``segment``, the master weights among them, flat."""
+    elementwise = {field: value for field, value in state.items() if _is_elementwise(segment, value)}
+    return {field: tensor.detach().view(-1) for field, tensor in {MASTER: segment.values, **elementwise}.items()}
 
 
 def _of_the_whole(segment: Segment, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the other state: counters, and state of other shapes for a whole tensor."""
-    return {field: value for field, value in state.items() if not _is_alike(segment, value)}
+    """The other fields: counters, and tensors of any other shape."""
+    return {field: value for field, value in state.items() if not _is_elementwise(segment, value)}
 
 
-def _is_alike(segment: Segment, value: Any) -> bool:
+def _is_elementwise(segment: Segment, value: Any) -> bool:
     return isinstance(value, Tensor) and value.shape == segment.values.shape
 
 
 def _within(segment: Segment, piece: Piece) -> slice:
-    return slice(piece.world.start - segment.world.start, piece.world.stop - segment.world.start)
+    return slice(piece.in_bucket.start - segment.in_bucket.start, piece.in_bucket.stop - segment.in_bucket.start)

@@ -1,4 +1,4 @@
-"""Applies an update rule to segments: ranges of a share whose values have the same hyperparameters."""
+"""Applies an update rule to segments: ranges of a shard whose values have equal hyperparameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Group(NamedTuple):
-    """The hyperparameters that values must share to be updated together."""
+    """Hyperparameters that values must shard to be updated together. ``by_rest``: ``UpdateRule.rest`` updates them."""
 
     decays: bool
     lr_mult: float
@@ -28,32 +28,32 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Values ``world`` of the share's bucket as a parameter with its gradient, for an optimizer of PyTorch.
+    """The range ``in_bucket`` of the shard's bucket as a parameter with a gradient, as PyTorch's optimizers expect it.
 
-    The parameter is flat, or one logical tensor in its shape if the rule needs it whole.
+    It is flat, or one logical tensor in its shape if the rule needs whole tensors.
     """
 
-    share: Shard
-    world: range
+    shard: Shard
+    in_bucket: range
     group: Group
     values: Parameter
 
     @classmethod
-    def of(cls, share: Shard, world: range, group: Group, shape: tuple[int, ...] = (-1,)) -> Segment:
-        """Make the segment of ``world``. Its values and gradient are views of the share's."""
-        values = Parameter(share.masters[share.local(world)].view(shape))
-        values.grad = share.grads[share.local(world)].view(shape)
-        return cls(share, world, group, values)
+    def of(cls, shard: Shard, in_bucket: range, group: Group, shape: tuple[int, ...] = (-1,)) -> Segment:
+        """The segment of ``in_bucket``; its values and gradient are views of the shard's."""
+        values = Parameter(shard.masters[shard.local(in_bucket)].view(shape))
+        values.grad = shard.grads[shard.local(in_bucket)].view(shape)
+        return cls(shard, in_bucket, group, values)
 
 
 class Update:
-    """Applies ``rule`` with ``options`` to ``shares``."""
+    """Applies ``rule``, which ``options`` select, to ``shards``."""
 
-    def __init__(self, shares: Sequence[Shard], rule: UpdateRule, options: UpdateOptions, device: torch.device) -> None:
-        self._shares, self._rule, self._options, self._device = shares, rule, options, device
+    def __init__(self, shards: Sequence[Shard], rule: UpdateRule, options: UpdateOptions, device: torch.device) -> None:
+        self._shards, self._rule, self._options, self._device = shards, rule, options, device
         self._begun = False
         cut = self._whole_tensors if self._rule.whole else self._runs
-        self.segments = tuple(segment for share in shares for segment in cut(share))
+        self.segments = tuple(segment for shard in shards for segment in cut(shard))
         rules = {False: self._rule, True: self._rule.rest}
         self._optimizers = [
             rule.make(groups, device)
@@ -62,55 +62,57 @@ class Update:
         ]
 
     def step(self, lr: float, weight_decay: float) -> None:
-        """Update every segment, with ``weight_decay`` where its parameters decay."""
+        """Update every segment; ``weight_decay`` applies to those that decay."""
         self._begun = True
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
+                # torch's optimizers read both from their groups in every step.
                 group["lr"] = lr * group["megatron_run"].lr_mult
                 group["weight_decay"] = weight_decay if group["megatron_run"].decays else 0.0
             optimizer.step()
 
-    def start(self) -> None:
-        """Create the rule's state by a step that changes nothing, and reset its step counts.
+    def allocate_state(self) -> None:
+        """Make the rule allocate its state by a step with zero gradients and learning rate; reset its step count.
 
-        For a rule that ``starts_at_zero`` this is its initial state. For others the values are undefined.
+        PyTorch's optimizers create their state only in ``step``. For a rule that ``starts_at_zero`` the result is its
+        initial state; for others the values are meaningless until they are loaded.
         """
-        for share in self._shares:
-            share.grads.zero_()  # gradients of an earlier step might not be finite, and 0 * inf is nan
+        for shard in self._shards:
+            shard.grads.zero_()  # left over from the last step, perhaps not finite
         self.step(0.0, 0.0)
         for segment in self.segments:
             state = self._state(segment)
             if "step" in state:
                 state["step"] *= 0
 
-    def forget(self) -> None:
-        """Clear the state, as before the first step."""
+    def drop_state(self) -> None:
+        """Drop the rule's state, as before the first step."""
         self._begun = False
         for optimizer in self._optimizers:
             optimizer.state.clear()
 
-    def begin(self) -> None:
-        """Create the initial state before the first step, if the rule starts at zero."""
+    def create_initial_state(self) -> None:
+        """Create the rule's initial state before the first step, if it is known."""
         if not self._begun and self._rule.starts_at_zero:
-            self.start()
+            self.allocate_state()
 
     def state(self, segment: Segment) -> dict[str, Any]:
-        """Return the rule's state of ``segment`` by field, as PyTorch holds it."""
+        """The rule's state of ``segment`` by field, as PyTorch holds it."""
         return {field: value for field, value in self._state(segment).items() if value is not None}
 
     def set_state(self, segment: Segment, field: str, value: Any) -> None:
-        """Replace a number of the rule's state. Tensors are copied into instead."""
+        """Replace a number of the rule's state; tensors are written into."""
         self._state(segment)[field] = value
 
     def _state(self, segment: Segment) -> dict[str, Any]:
         return next((each.state[segment.values] for each in self._optimizers if segment.values in each.state), {})
 
     def state_bytes(self) -> int | None:
-        """Return the bytes of the rule's state; None for a rule that cannot step on the meta device."""
+        """Bytes of the rule's state, on the meta device after a step; None for a rule that cannot step there."""
         if self._device.type == "meta":
             try:
-                self.start()
-            except RuntimeError:  # the rule reads values, which meta tensors do not have
+                self.allocate_state()
+            except RuntimeError:  # raised by torch for a rule that reads values
                 return None
         states = (self.state(segment).values() for segment in self.segments)
         return sum(value.nbytes for values in states for value in values if isinstance(value, Tensor))
@@ -125,20 +127,20 @@ class Update:
     def _group(self, info: ParamInfo, *, by_rest: bool = False) -> Group:
         return Group(info.decay, self._options.factor(info.name), by_rest)
 
-    def _runs(self, share: Shard) -> Iterator[Segment]:
-        """Yield the longest ranges of one group each."""
-        for group, world in share.runs(self._group, share.updated):
-            yield Segment.of(share, world, group)
+    def _runs(self, shard: Shard) -> Iterator[Segment]:
+        """The longest ranges of one group."""
+        for group, in_bucket in shard.runs(self._group, shard.updated):
+            yield Segment.of(shard, in_bucket, group)
 
-    def _whole_tensors(self, share: Shard) -> Iterator[Segment]:
-        """Yield each logical tensor. A rank has it whole or not at all."""
-        if not share.updated:
+    def _whole_tensors(self, shard: Shard) -> Iterator[Segment]:
+        """One segment per logical tensor; a bucket cut for whole tensors has a single owner (``build_buckets``)."""
+        if not shard.updated:
             return
-        for parameter, info in share.bucket.infos.items():
+        for parameter, info in shard.bucket.infos.items():
             row, columns = parameter.shape[1:].numel(), parameter.shape[1:]
             for part in info.parts:
-                start = share.bucket.starts[parameter] + part.local.start * row
-                by_rest = len(part.shape) != 2 or self._options.is_left_to_adamw(part.name)  # no hidden matrix
+                start = shard.bucket.starts[parameter] + part.local.start * row
+                by_rest = len(part.shape) != 2 or self._options.is_left_to_adamw(part.name)  # not a hidden matrix
                 group = self._group(info, by_rest=by_rest and self._rule.rest is not None)
-                world = range(start, start + len(part.local) * row)
-                yield Segment.of(share, world, group, (len(part.local), *columns))
+                in_bucket = range(start, start + len(part.local) * row)
+                yield Segment.of(shard, in_bucket, group, (len(part.local), *columns))

@@ -1,4 +1,4 @@
-"""Update rules by name: optimizers of PyTorch, applied to flat segments of the master weights.
+"""Update rules by name: PyTorch's optimizers, applied to flat segments of the master weights.
 
 AdamW: Loshchilov and Hutter 2019; Adam: Kingma and Ba 2015; Muon: Jordan et al. 2024.
 """
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config
 
 
-#: The rules with a short name.
+#: The rules with a name; any other is MODULE:CLASS.
 RULES = ("adamw", "adam", "sgd", "muon")
 
 
 def _rule(text: str) -> str:
-    """Validate one of :data:`RULES`, or ``MODULE:CLASS``."""
+    """One of :data:`RULES`, or ``MODULE:CLASS``."""
     module, _, name = text.partition(":")
     if text not in RULES and not (module and name):
         listed = f"the rules are {', '.join(RULES)}, or MODULE:CLASS"
-        raise ValueError(f"{text!r} is no rule; {advice(did_you_mean(text, RULES), listed)}")
+        raise ValueError(f"{text!r} is not a rule; {advice(did_you_mean(text, RULES), listed)}")
     return text
 
 
 def _multiplier(text: str) -> str:
-    """Validate ``PATTERN:FACTOR`` with a factor of at least 0."""
+    """``PATTERN:FACTOR``, where FACTOR is a number of at least 0."""
     pattern, _, factor = text.rpartition(":")
     try:
         valid = bool(pattern) and float(factor) >= 0
@@ -49,12 +49,12 @@ def _multiplier(text: str) -> str:
 
 #: ``PATTERN:FACTOR``, as in ``embedding.*:0.1``.
 Multiplier = Annotated[str, AfterValidator(_multiplier)]
-#: The part of a moment that each step keeps.
+#: Fraction of a moment that is kept at each step.
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class UpdateOptions(BaseModel):
-    """The update rule and its numbers, the type of gradients, and the size of a bucket."""
+    """The update rule and its hyperparameters, the type of gradients, and the size of a bucket."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -80,7 +80,7 @@ class UpdateOptions(BaseModel):
     overlap_grad_reduce: bool = Field(True, description="reduce complete buckets during the backward")
 
     def factor(self, name: str) -> float:
-        """Return the factor on the learning rate of the parameter ``name``."""
+        """The learning rate's factor for the parameter ``name``."""
         for pattern, _, factor in (text.rpartition(":") for text in reversed(self.lr_mult)):
             if fnmatchcase(name, pattern):
                 return float(factor)
@@ -108,9 +108,9 @@ _READ_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
 class UpdateRule:
     """A class of ``torch.optim`` with its arguments.
 
-    A ``whole`` rule must see each logical tensor whole and in its shape. Any other rule updates value by value, and can
-    be given any range of a buffer. ``rest`` is the rule for parameters that this one cannot update: all but hidden
-    matrices. ``starts_at_zero`` means that zero state before the first step gives the same updates as no state.
+    ``whole``: the rule needs each logical tensor whole and in its shape. Otherwise it is elementwise, and applies to
+    any range of a buffer. ``rest`` is the rule for tensors that this one cannot update (all but hidden matrices).
+    ``starts_at_zero``: state of zeros before the first step is equivalent to no state.
     """
 
     kind: type[torch.optim.Optimizer]
@@ -120,9 +120,9 @@ class UpdateRule:
     starts_at_zero: bool = True
 
     def make(self, groups: list[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
-        """Make the optimizer of ``groups``, with PyTorch's fused kernel if the rule wants it and ``device`` has it.
+        """The optimizer of ``groups``, with PyTorch's fused kernel if the rule asks for it and ``device`` has one.
 
-        Raises :class:`InputError` for arguments that the class does not accept.
+        Raises :class:`InputError` if the class rejects the arguments.
         """
         arguments = dict(self.arguments)
         if device.type == "meta":
@@ -140,7 +140,7 @@ class UpdateRule:
 
 
 def check_update(config: Config, options: UpdateOptions) -> Iterator[str]:
-    """Check options for ``PluginInfo.check_config``: raise as :func:`find_rule`, and yield notices of idle options."""
+    """For ``PluginInfo.check_config``: raise as :func:`find_rule` does, and report options without effect."""
     find_rule(options, config.parallel.tensor)
     for option, rules in _READ_BY.items():
         if option in options.model_fields_set and options.rule not in rules:
@@ -152,7 +152,7 @@ def check_update(config: Config, options: UpdateOptions) -> Iterator[str]:
 
 
 def find_rule(options: UpdateOptions, tensor: int = 1) -> UpdateRule:
-    """Return the rule that ``options`` name, for parameters split over ``tensor`` ranks.
+    """The rule that ``options`` select, for parameters split over ``tensor`` ranks.
 
     Raises :class:`InputError` for a rule that does not exist, or that cannot update parts of a matrix.
     """
@@ -177,7 +177,8 @@ def _find(options: UpdateOptions) -> UpdateRule:
         case "sgd":
             momentum = options.momentum or 0.0
             arguments = {"momentum": momentum, "nesterov": options.nesterov, "fused": True, **more}
-            # The first step takes the gradient as momentum. Without dampening this equals a zero momentum buffer.
+            # torch's first step sets the momentum buffer to the gradient, undampened: only without dampening does a
+            # buffer of zeros give the same result.
             return UpdateRule(torch.optim.SGD, arguments, starts_at_zero=not more.get("dampening"))
         case "muon":
             return _muon(options)
@@ -186,7 +187,7 @@ def _find(options: UpdateOptions) -> UpdateRule:
 
 
 def _muon(options: UpdateOptions) -> UpdateRule:
-    """Make the rule Muon for hidden matrices, with AdamW for the rest."""
+    """Muon for hidden matrices, AdamW for the rest."""
     kind = getattr(torch.optim, "Muon", None)
     if kind is None:
         raise InputError(
@@ -204,5 +205,5 @@ def _import(name: str) -> type[torch.optim.Optimizer]:
     except (ImportError, AttributeError) as error:
         raise InputError(f"optimizer.rule={name} cannot be imported", why=str(error), fix="install it") from error
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise InputError(f"optimizer.rule={name} is no torch.optim.Optimizer", fix="name a subclass of it")
+        raise InputError(f"optimizer.rule={name} is not a torch.optim.Optimizer", fix="name a subclass of it")
     return kind

@@ -1,4 +1,4 @@
-"""The runtime of one rank: executor, messages between stages, gradients, collectives, random streams, metrics.
+"""What one rank runs on: the executor, its messages, gradients, collectives, random streams and metrics.
 
 Imports: contracts, errors, pipeline.
 """

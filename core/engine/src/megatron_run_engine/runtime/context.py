@@ -1,4 +1,4 @@
-"""The context that every plugin's factory receives. Nothing in it is global."""
+"""The context that a plugin's factory receives: everything it may need, passed as an argument, never global."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """``param`` is the type of parameters and activations, ``main`` that of master weights and updates, fp32.
+    """``param``: type of parameters and activations. ``main``: type of master weights and of their update, fp32.
 
-    The type of ``main_grad`` is ``main``, unless the optimizer's option ``grad_dtype`` is ``param``.
+    ``main_grad`` has the type ``main`` unless the optimizer's option ``grad_dtype`` is ``param``.
     """
 
     param: torch.dtype
@@ -33,13 +33,13 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class BuildContext:
-    """The context of every factory except those of schedules, data and observers, which need no rank.
+    """Passed to every factory except those of pure data (schedule, data, observer).
 
-    ``topology`` is this rank's place in the grid, and ``groups`` are its process groups by axis. ``model`` holds the
-    model plugin's options with the vocabulary filled in. ``train`` and ``run`` are sections of the configuration.
-    ``gradients`` accumulates weight gradients, ``rng`` positions random streams, ``metrics`` makes meters, and
-    ``segments`` runs the segments of layers, eagerly or captured. ``sequence_shards`` is the number of ranks that split
-    the sequence between blocks: the tensor-parallel size with sequence parallelism, else 1.
+    ``topology`` is this rank's place in the grid, and ``groups`` its process groups by axis. ``model`` is the model
+    plugin's options with the vocabulary size filled in; ``train`` and ``run`` are sections of the configuration.
+    ``gradients`` takes weight gradients, ``rng`` positions random streams, ``metrics`` creates meters for numbers to
+    report, and ``segments`` runs the segments of layers, eagerly or from a captured graph. ``sequence_shards`` is the
+    number of ranks that split the sequence between blocks: the tensor-parallel size under sequence parallelism, else 1.
     """
 
     topology: Topology
@@ -58,6 +58,6 @@ class BuildContext:
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids of the model, unpadded."""
+        """Token ids of the model, unpadded."""
         size: int = self.model.vocab_size  # type: ignore[attr-defined]  # every model's options have it
         return size

@@ -1,4 +1,4 @@
-"""The executor runs one stage's lowered instructions. It does not know the schedule."""
+"""The executor: runs one stage's lowered instructions. It knows actions and messages, but no schedule by name."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.gradients import GradientAccumulator
     from megatron_run_engine.runtime.messages import Messenger
 
-#: The fields of a microbatch for ``Model.boundary``, which must not read them: other stages have other fields.
+#: The fields of a microbatch as ``Model.boundary`` sees it: fields differ between the two stages of a message.
 _NO_FIELDS: Mapping[str, Tensor] = MappingProxyType({})
 #: (microbatch, chunk)
 Key = tuple[int, int]
-#: The activity of a rank in each action. ``S`` computes nothing.
+#: The phase that each operation belongs to. ``S`` computes nothing.
 _PHASES: Mapping[str, PhaseName] = MappingProxyType(
     {"F": "forward", "B": "backward", "I": "backward", "W": "backward", "R": "recompute", "S": "gradient-reduce"}
 )
@@ -35,12 +35,12 @@ _PHASES: Mapping[str, PhaseName] = MappingProxyType(
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The callbacks that the trainer gives to the executor for one step or one evaluation.
+    """The trainer's callbacks for one step or one evaluation.
 
-    ``microbatch`` loads microbatch m for this stage. ``boundary`` returns the shape and dtype of its messages, equal on
-    every stage; it gets a microbatch without fields. ``report`` takes (microbatch, loss name, sum, weight), the last
-    two as scalars. ``seed`` maps (loss name, weight) to the gradient with which that loss starts its backward; it is
-    None without a backward. ``start_grad_sync`` is called with a chunk after its last backward.
+    ``microbatch`` loads microbatch m for this stage. ``boundary`` gives the shape and dtype of its messages, the same
+    on every stage; it sees the microbatch without fields. ``report`` takes (microbatch, loss name, sum, weight), the
+    last two as scalars. ``seed`` maps (loss name, weight) to the gradient with which that loss starts its backward; it
+    is None without a backward. ``start_grad_sync`` is called with a chunk after the chunk's last backward.
     """
 
     microbatch: Callable[[int], Microbatch]
@@ -52,9 +52,9 @@ class StepInputs:
 
 @dataclass
 class StepRecord:
-    """The record of a run: its actions in order, the most chunk-microbatches in flight, and logits if there are any.
+    """The record of a step: actions in order, peak number of (microbatch, chunk) pairs in flight, logits if any.
 
-    ``times`` holds the start and the end of each action's computation, if the run has a clock.
+    ``times`` holds the start and end of each action's computation by the clock passed to ``run``; empty without one.
     """
 
     executed: list[Action] = field(default_factory=list)
@@ -65,9 +65,10 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class _InFlight:
-    """What a backward needs of its forward: the input, and edges of the autograd graph instead of outputs.
+    """What a backward needs from its forward: the input, and graph edges instead of outputs.
 
-    An edge keeps the graph alive but not the output's storage, which is freed with its message.
+    An edge keeps the autograd graph alive but not the output's storage, which is freed once its message is consumed
+    (Megatron-LM frees it by hand: ``deallocate_output_tensor``).
     """
 
     x: Tensor | None
@@ -76,9 +77,9 @@ class _InFlight:
 
 
 class Executor:
-    """Interprets instructions over the chunks of one stage. Errors name its ``rank``.
+    """Interprets instructions over the chunks of one stage.
 
-    ``activity`` records which action is computed.
+    Errors name ``rank``; ``activity`` is updated with each action.
     """
 
     def __init__(
@@ -103,10 +104,10 @@ class Executor:
     def run(
         self, program: Sequence[Instruction], inputs: StepInputs, clock: Callable[[], float] | None = None
     ) -> StepRecord:
-        """Run ``program`` from its first instruction to its last. Afterwards no message is in flight.
+        """Run ``program`` to its end, after which no message is in flight.
 
-        With ``clock`` the record holds the times of each action's computation, without waiting, in the clock's unit.
-        Every exception names the rank and the action: a :class:`RunError` in its origin, any other in a note.
+        With ``clock``, the record holds when each action was computed, in the clock's unit and without waits. Every
+        exception names its rank and action: a :class:`RunError` in its origin, any other in a note.
         """
         self._inputs, self._record, self._clock = inputs, StepRecord(), clock
         self._microbatches: dict[int, Microbatch] = {}
@@ -126,11 +127,12 @@ class Executor:
         return self._record
 
     def _step(self, instruction: Instruction) -> None:
-        """Run one instruction: post receives, wait for the input, compute, send the output, start a gradient sync."""
+        """Post receives, wait for the input, retire sends, compute, send the output, start a gradient sync."""
         action = instruction.action
         for message in instruction.post:
             self._messenger.post(message, self._boundary(message.microbatch), one_order=instruction.one_order)
         received = self._messenger.wait(instruction.receive) if instruction.receive else None
+        # Only after the wait: what has just arrived proves that these sends were consumed.
         self._messenger.retire(instruction.retire)
         result = self._compute(action, received)
         self._record.executed.append(action)
@@ -154,7 +156,7 @@ class Executor:
     def _forward(self, action: Action, x: Tensor | None) -> Tensor | None:
         key = (action.microbatch, action.chunk)
         if key in self._recomputed:
-            self._to_recompute[key] = x
+            self._to_recompute[key] = x  # this forward keeps its input only; R builds the graph
         out = self._call(action, x, with_graph=self._inputs.seed is not None and key not in self._recomputed)
         for name, (total, weight) in out.losses.items():
             self._inputs.report(action.microbatch, name, total.detach(), weight.detach())
@@ -163,18 +165,19 @@ class Executor:
         return None if out.x is None else out.x.detach()
 
     def _recompute(self, action: Action, received: Tensor | None) -> None:
+        # Losses were reported by the forward already.
         self._call(action, self._to_recompute.pop((action.microbatch, action.chunk)), with_graph=True)
 
     def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
-        """Compute the gradient of the input from that of the output and the seeds of the losses."""
-        flight = self._in_flight.pop((action.microbatch, action.chunk))
+        """Backpropagate the output's gradient and the losses' seeds; return the input's gradient."""
+        flight = self._in_flight.pop((action.microbatch, action.chunk))  # the last reference to the graph
         roots = [edge for edge, _ in flight.losses]
         seeds = [seed for _, seed in flight.losses]
         if flight.output is not None:
             assert gradient is not None  # lowering receives it for every position but the last
             roots.append(flight.output)
             seeds.append(gradient)
-        # One call for losses and output, so that shared parts of the graph are traversed once.
+        # One call for all roots: a call per root would visit shared nodes twice, and fail on the freed graph.
         torch.autograd.backward(roots, seeds)
         return None if flight.x is None else flight.x.grad
 
@@ -186,11 +189,11 @@ class Executor:
         self._gradients.run_deferred((action.microbatch, action.chunk))
 
     def _nothing(self, action: Action, received: Tensor | None) -> None:
-        """Compute nothing: action S only carries the instruction's gradient sync."""
+        """Compute nothing: S only marks where a gradient sync starts, which every instruction may do."""
 
     def _call(self, action: Action, x: Tensor | None, *, with_graph: bool) -> ChunkOut:
         if x is not None and with_graph:
-            x.requires_grad_()  # a received message is a leaf: its .grad is the message to the previous stage
+            x.requires_grad_()  # makes the received tensor a leaf: its .grad is the message to the previous stage
         with torch.set_grad_enabled(with_graph):
             out = self._chunks[action.chunk](x, self._microbatch(action.microbatch))
         if with_graph:
@@ -200,7 +203,8 @@ class Executor:
 
     def _keep(self, x: Tensor | None, out: ChunkOut) -> _InFlight:
         seed = self._inputs.seed
-        assert seed is not None  # a graph is only built when there is a backward
+        assert seed is not None  # a graph is built only for a backward
+        # An auxiliary loss may not depend on any parameter (a constant, or a frozen router): it has no backward.
         losses = [(get_gradient_edge(total), seed(n, w)) for n, (total, w) in out.losses.items() if total.requires_grad]
         return _InFlight(x, None if out.x is None else get_gradient_edge(out.x), tuple(losses))
 
@@ -217,17 +221,17 @@ class Executor:
 
 
 def _place(program: Sequence[Instruction], index: int) -> str:
-    """Return the name of the instruction at ``index`` in errors, counted from 0 as the verifier does."""
+    """The name of the instruction at ``index`` in errors, counted from 0 as the verifier counts."""
     if index == len(program):
         return "the end of its actions"
     return f"action {index}, {program[index].action}"
 
 
 def _missing(message: Message) -> PluginError:
-    """Make the error of a chunk without output, or whose output does not depend on its input."""
+    """The error for a chunk without an output, or without an input gradient, to send."""
     reason = {"x": "the chunk returned no x", "g": "what the chunk returned does not depend on its input x"}
     return PluginError(
         f"{message} does not exist",
         why=reason[message.kind],
-        fix="every chunk but the last makes x of the x it is given",
+        fix="every chunk but the last must return an x that depends on its input x",
     )

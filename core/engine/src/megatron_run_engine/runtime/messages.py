@@ -1,16 +1,16 @@
-"""Messages between stages: posting receives, waiting, sending, and releasing sent tensors.
+"""Messages between stages: post a receive, wait for it, send, and retire a send once it is proven consumed.
 
-A message within a stage is handed over in memory. Every other message crosses a directed channel in the order in which
-its sender sends. Receives are posted in the same order, so no tags are needed.
+A message that stays on its stage is passed in memory. Every other message crosses a directed channel in the order in
+which its sender sends. Receives are posted in that same order, so no tags are needed (NCCL has none).
 
-If only the sender knows a shape, a header with the unknown sizes precedes the message on the same channel. The receive
-of the message cannot be posted before the header has arrived, and no later message may overtake it, so later receives
-queue behind it in the sender's order. If every shape is known, there is no header and no queue.
+If only the sender knows the shape of a message, a header with the unknown sizes precedes it on the same channel. The
+receive of the message cannot be posted before the header has arrived, and no later message may overtake it, so posts
+queue behind it in the sender's order. If every shape is known, there are no headers and no queue.
 
-Tensor-parallel ranks hold the same tensors and may share a message: each sends one equal part of it to its counterpart
-on the other stage, where an all-gather joins the parts. This is the scatter/gather optimization of Narayanan et al.
-2021 ("Efficient Large-Scale Language Model Training"), section 4.1: each rank's link between hosts carries fewer bytes,
-and the all-gather uses the faster links within a host.
+The tensor-parallel ranks of a stage hold the same tensors, so they may share a message: each sends one equal part to
+its counterpart on the other stage, whose peers gather the parts. That is the scatter/gather optimization of Narayanan
+et al. 2021 ("Efficient Large-Scale Language Model Training"), section 4.1: each rank sends fewer bytes between hosts,
+and the gather runs over the faster links within a host.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
     _Operation = Callable[..., dist.Work | None]
 
-#: The error text of gloo for a peer that does not answer but is still connected.
-_SILENT = re.compile(r"timed? ?out", re.IGNORECASE)
+#: gloo's error text for a peer that does not answer; any other text means that the connection broke.
+_TIMEOUT_TEXT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 class _Transfer(NamedTuple):
-    """A tensor in flight and its handle. ``shape`` is that of the whole message if the tensor is a part of it."""
+    """A tensor in transfer and its handle; if it is one part of a shared message, ``shape`` is the message's."""
 
     tensor: Tensor
     work: dist.Work
@@ -52,8 +52,8 @@ class _Transfer(NamedTuple):
 
 
 @dataclass
-class _Awaited:
-    """A message whose receive waits for those before it on its channel. ``header`` is set once it is posted."""
+class _QueuedReceive:
+    """A queued receive, to be posted after those before it on the channel; ``header`` once its receive is posted."""
 
     message: Message
     boundary: Boundary
@@ -61,11 +61,11 @@ class _Awaited:
 
 
 class Messenger:
-    """Carries the messages of one stage. ``ranks`` maps a stage to the rank that this one exchanges messages with.
+    """Sends and receives the messages of one stage; ``ranks`` maps a stage to this rank's counterpart there.
 
-    ``model`` is the name, in errors, of the plugin that declares the boundaries. ``sharers`` are the ranks of this
-    stage that hold the same tensors and send a part each. If their number does not divide a message, each sends it
-    whole. ``activity`` records what is sent and what is awaited.
+    ``model`` is the name in errors of the plugin that declares the boundaries. ``sharers`` are the ranks of this stage
+    that hold the same tensors and send one part each; a message whose size they do not divide is sent whole by each.
+    ``activity`` is updated with each send and each wait.
     """
 
     def __init__(
@@ -82,53 +82,55 @@ class Messenger:
         self._activity = Activity() if activity is None else activity
         self._model, self._sharers = model, sharers
         self._local: dict[Message, Tensor] = {}
-        self._awaited: defaultdict[int, deque[_Awaited]] = defaultdict(deque)
+        self._queued: defaultdict[int, deque[_QueuedReceive]] = defaultdict(deque)
         self._posted: dict[Message, _Transfer] = {}
         self._sent: dict[Message, tuple[_Transfer, ...]] = {}
 
     @property
     def unretired(self) -> int:
-        """Number of sent messages that are still held for their receivers."""
+        """Number of sent messages whose tensors are still held."""
         return len(self._sent)
 
     def post(self, message: Message, boundary: Boundary, *, one_order: bool = False) -> None:
-        """Start to receive ``message`` into a new tensor of its boundary's shape and dtype.
+        """Start receiving ``message`` into a new tensor of its boundary's shape and dtype.
 
-        Behind a message of unknown shape it is queued. With ``one_order`` (from the instruction) it must take its place
-        in the global order now, so this call blocks until the header has arrived.
+        A receive behind an unknown shape is queued. With ``one_order`` (see the instruction) queueing would let another
+        operation take its place in the communicator's order, so this blocks until the header has arrived.
+
+        Blocking cannot deadlock, by induction over the messages in the global order, a linear extension of all actions.
+        Suppose all messages before this one arrive. Then its sender reaches its send and its receiver reaches this
+        post, because everything that either needs before was sent earlier in the order, and no unfinished operation
+        precedes it on their streams. So this message arrives too. Where posts run ahead of the order (a lookahead),
+        blocking would deadlock: 1F1B's first stage posts the receive of a gradient before F1, and that gradient depends
+        on F1's output.
         """
-        # Blocking cannot deadlock, by induction over the messages in the global order, which is a linear extension of
-        # all actions. Assume that all messages before this one arrive. Then its sender reaches the send and its
-        # receiver reaches this post, since all that either needs was sent earlier in the order, and no unfinished
-        # message stands before it on their streams. So this message arrives too. With a look-ahead, which posts before
-        # its place in the order, blocking would deadlock: the gradient that 1F1B's first stage posts before F1 is the
-        # answer to F1.
-        queue = self._awaited[message.source]
+        queue = self._queued[message.source]
         if boundary.known and not queue:
             self._receive(message, boundary)
             return
-        queue.append(_Awaited(message, boundary))
+        queue.append(_QueuedReceive(message, boundary))
         self._advance(queue)
         while one_order and queue:
             self._take_header(queue)
 
     def wait(self, message: Message) -> Tensor:
-        """Wait for ``message`` and return its tensor."""
+        """Block until ``message`` has arrived, and return its tensor."""
         if message.local:
             return self._local.pop(message)
         while message not in self._posted:
-            self._take_header(self._awaited[message.source])
+            self._take_header(self._queued[message.source])
         transfer = self._posted.pop(message)
         self._finish("receive", message, transfer, message.source)
         if transfer.shape is None:
             return transfer.tensor
+        # Safe as a collective: all sharers run the same instructions, so they gather in the same order.
         return self._sharers.gather(transfer.tensor).view(transfer.shape)
 
     def send(self, message: Message, tensor: Tensor, boundary: Boundary) -> None:
-        """Start to send ``tensor``, which belongs to the messenger until :meth:`retire`.
+        """Start sending ``tensor``, which belongs to the messenger until it is retired.
 
-        Raises :class:`PluginError` if shape or dtype differ from the boundary. The receiver would otherwise abort, or
-        silently reinterpret the bytes.
+        Raises :class:`PluginError` if shape or dtype differ from the boundary: the receiver would abort, or silently
+        misread the bytes.
         """
         if not boundary.fits(tensor):
             raise PluginError(
@@ -141,19 +143,20 @@ class Messenger:
         self._activity.enter("send", Exchange(message, self._ranks[message.target]))
         header = () if boundary.known else (self._send_sizes(message, boundary.unknown(tensor)),)
         transfer = self._start(dist.isend, message, self._part_of(tensor), message.target)
+        # Held until it is retired: on gloo the buffer must stay unchanged until the receiver has it.
         self._sent[message] = (*header, transfer)
 
     def retire(self, messages: Iterable[Message]) -> None:
-        """Release sent tensors whose receivers have provably used them."""
+        """Release sent tensors whose receivers are known to have consumed them."""
         for message in messages:
             for transfer in self._sent.pop(message):
                 self._finish("send", message, transfer, message.target)
 
     def flush(self) -> None:
-        """Retire all sent messages at the end of a step."""
+        """Retire everything: the end of a step."""
         self.retire(list(self._sent))
 
-    def _advance(self, queue: deque[_Awaited]) -> None:
+    def _advance(self, queue: deque[_QueuedReceive]) -> None:
         """Post receives in the sender's order, up to and including the header of the first unknown shape."""
         while queue and queue[0].header is None:
             message, boundary = queue[0].message, queue[0].boundary
@@ -164,10 +167,10 @@ class Messenger:
                 sizes = torch.empty(boundary.shape.count(None), dtype=torch.int64, device=self._device)
                 queue[0].header = self._start(dist.irecv, message, sizes, message.source)
 
-    def _take_header(self, queue: deque[_Awaited]) -> None:
-        """Wait for the header at the head of ``queue``, post the receive of its message, and those queued behind it."""
+    def _take_header(self, queue: deque[_QueuedReceive]) -> None:
+        """Wait for the header at the head of ``queue``; post the receive of its tensor, then those queued behind it."""
         awaited = queue.popleft()
-        assert awaited.header is not None  # _advance leaves only messages with a posted header at the head
+        assert awaited.header is not None  # _advance leaves no entry without a header at the head
         sizes = self._read(awaited.message, awaited.header)
         self._receive(awaited.message, awaited.boundary, sizes)
         self._advance(queue)
@@ -185,14 +188,14 @@ class Messenger:
         self._posted[message] = transfer._replace(shape=shape if shared else None)
 
     def _is_shared(self, shape: torch.Size) -> bool:
-        """Whether a message of ``shape`` is sent in parts. Both ends must decide alike, so only the shape counts."""
+        """Whether a message of ``shape`` is sent in parts; it follows from the shape, so that both ends agree."""
         return self._sharers.size > 1 and shape.numel() > 0 and shape.numel() % self._sharers.size == 0
 
     def _part_of(self, tensor: Tensor) -> Tensor:
-        """Return what this rank sends of ``tensor`` [*]: all of it, or its part [numel / sharers]."""
+        """The values of ``tensor`` [*] that this rank sends: all of it, or its part [numel / sharers]."""
         if not self._is_shared(tensor.shape):
             return tensor.contiguous()
-        # Copy: a view would keep the storage of the whole tensor alive until it is retired.
+        # A copy: a view would keep the storage of the whole tensor until the message is retired.
         return tensor.reshape(-1).chunk(self._sharers.size)[self._sharers.index].clone()
 
     def _start(self, operation: _Operation, message: Message, tensor: Tensor, stage: int) -> _Transfer:
@@ -203,7 +206,7 @@ class Messenger:
             work = operation(tensor, self._ranks[stage], group=group)
         except RuntimeError as error:
             raise self._lost(message, stage, error) from error
-        assert work is not None  # only a rank outside the group gets no handle
+        assert work is not None  # torch returns None only on a rank outside the group
         return _Transfer(tensor, work)
 
     def _finish(self, phase: PhaseName, message: Message, transfer: _Transfer, stage: int) -> None:
@@ -214,18 +217,22 @@ class Messenger:
             raise self._lost(message, stage, error) from error
 
     def _read(self, message: Message, header: _Transfer) -> list[int]:
-        """Return the sizes in ``header``."""
+        """The sizes in ``header``.
+
+        On NCCL ``wait`` only orders streams, so it is the copy to the host that blocks, and that raises when a rank is
+        lost.
+        """
         self._activity.enter("receive", Exchange(message, self._ranks[message.source]))
         try:
             header.work.wait()
-            sizes: list[int] = header.tensor.tolist()  # on NCCL this copy blocks and fails, not wait() before it
+            sizes: list[int] = header.tensor.tolist()
         except RuntimeError as error:
             raise self._lost(message, message.source, error) from error
         return sizes
 
     def _lost(self, message: Message, stage: int, error: RuntimeError) -> RankLostError:
-        assert self._channels is not None  # a message was exchanged
-        silent = _SILENT.search(str(error)) is not None
+        assert self._channels is not None  # the failed operation used them
+        silent = _TIMEOUT_TEXT.search(str(error)) is not None
         limit = f"it did not answer within {self._channels.timeout.total_seconds():g} s"
         return RankLostError(
             f"rank {self._ranks[stage]} (stage {stage}) is lost",

@@ -1,4 +1,4 @@
-"""Metrics of a step: summed on the device, over the ranks by one all-reduce, and copied to the host once."""
+"""Metrics of a step: summed on the device, reduced over the ranks by one all-reduce, copied to the host once."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Meter:
         self._cell = cell  # [2]: sum of value * weight, sum of weights; float64, a view of the metrics' buffer
 
     def add(self, total: Tensor | float, weight: Tensor | float = 1.0) -> None:
-        """Add a scalar ``total`` over ``weight`` units."""
-        self._cell[0] += total
+        """Add a ``total`` over ``weight`` units; both are scalars."""
+        self._cell[0] += total  # stays on the device: no synchronisation
         self._cell[1] += weight
 
 
 class Metrics:
-    """Makes meters while plugins are built, and reduces them all at once.
+    """Creates meters while plugins are built, and reduces them all at once.
 
-    The names are fixed before the first step and equal on every rank, so that one all-reduce of fixed size carries
-    everything. A rank without values for a name adds zero.
+    The set of names is fixed before the first step and equal on every rank, so one all-reduce of fixed size suffices. A
+    rank without values for a name contributes zeros.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,14 +38,14 @@ class Metrics:
         self._cells: dict[str, Tensor] = {}
 
     def scalar(self, name: str) -> Meter:
-        """Make the meter of ``name``, under which observers see it. Each name has one meter."""
+        """Create the meter of ``name``, under which observers see it. Each name may be used once."""
         if name in self._cells:
             raise PluginError(f"the metric {name!r} is reported twice", fix="give it another name")
         self._cells[name] = torch.zeros(2, dtype=torch.float64, device=self._device)
         return Meter(self._cells[name])
 
     def collect(self, groups: Groups) -> Tensor:
-        """Sum over the world and reset. Return [names, 2] of (sum, weight), float64 on the device."""
+        """Sum over the world and reset: [names, 2] of (sum, weight), float64 on the device."""
         if not self._cells:
             return torch.zeros(0, 2, dtype=torch.float64, device=self._device)
         sums = groups.sum_(torch.stack(list(self._cells.values())), "world")
@@ -59,5 +59,5 @@ class Metrics:
         return list(self._cells)
 
     def means(self, sums: list[list[float]]) -> dict[str, float]:
-        """Return the means by name from :meth:`collect`'s numbers on the host, without unreported names."""
+        """Means by name, from the result of :meth:`collect` on the host; names without a report are omitted."""
         return {name: total / weight for name, (total, weight) in zip(self._cells, sums, strict=True) if weight}

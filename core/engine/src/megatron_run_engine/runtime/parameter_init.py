@@ -1,4 +1,4 @@
-"""Describes the parameters of modules and initialises them."""
+"""Description and initialisation of a chunk's parameters, from the ``parameter_specs`` of its modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_run_engine.runtime.rng import initial_generator
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch import Tensor, nn
+    from torch import nn
     from torch.nn import Parameter
 
     from megatron_run.contracts import Chunk
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 def describe_parameters(chunk: Chunk, tensor_rank: int = 0) -> dict[Parameter, ParamInfo]:
     """Describe every parameter of ``chunk``, in the order of its modules.
 
-    A module's ``parameter_specs`` decide. Without a spec a 1-D ``weight`` starts as ones and any other 1-D parameter as
-    zeros. A matrix must have a spec; raises TypeError otherwise. A parameter that is replicated over tensor-parallel
-    ranks is counted on the first of them, so that the gradient norm contains it once.
+    The module's ``parameter_specs`` take precedence. Without a spec, a 1-D ``weight`` starts as ones and any other 1-D
+    parameter as zeros; for a matrix without a spec this raises TypeError. A parameter that every tensor-parallel rank
+    holds whole is counted on the first rank only, so that the gradient norm includes it once.
     """
     infos: dict[Parameter, ParamInfo] = {}
     for path, module in chunk.named_modules():
@@ -36,9 +36,9 @@ def describe_parameters(chunk: Chunk, tensor_rank: int = 0) -> dict[Parameter, P
 
 
 def unspecified(module: nn.Module) -> str:
-    """Return the path of the first parameter of ``module`` that has no spec, or an empty text.
+    """The path of the first parameter of ``module`` without a ``parameter_specs`` entry; empty if all have one.
 
-    As in :func:`describe_parameters`, the first module that owns a parameter specifies it.
+    As in :func:`describe_parameters`, the spec of a shared parameter is that of the first module that owns it.
     """
     seen: set[Parameter] = set()
     for path, each in module.named_modules():
@@ -51,25 +51,25 @@ def unspecified(module: nn.Module) -> str:
 
 
 def initialise(infos: dict[Parameter, ParamInfo], seed: int) -> None:
-    """Fill every parameter by its :class:`Init`. The values depend on seed and name only."""
+    """Fill every parameter from its :class:`Init`; the values depend only on seed and name."""
     for parameter, info in infos.items():
         if parameter.device.type == "meta":
             continue
         with torch.no_grad():
-            parameter.zero_()  # rows that belong to no logical tensor are padding, which must be zero
+            parameter.zero_()  # padding, which no part covers, must be zero
             for part in info.parts:
                 _fill(parameter, part, info.init, seed)
 
 
 def count_parameters(infos: Iterable[ParamInfo]) -> int:
-    """Return the number of values in the counted logical tensors of ``infos``, without padding."""
+    """Number of values in the counted logical tensors described by ``infos``, padding excluded."""
     shapes = {part.name: part.shape for info in infos if info.counted for part in info.parts}
     return sum(torch.Size(shape).numel() for shape in shapes.values())
 
 
 def _default_spec(path: str, name: str, parameter: Parameter) -> ParameterSpec:
     if parameter.ndim > 1:
-        raise TypeError(f"{path}.{name} has no parameter_specs entry: a matrix must say how it starts")
+        raise TypeError(f"{path}.{name} has no parameter_specs entry: a matrix must declare its initial values")
     return ParameterSpec(Init("ones" if name == "weight" else "zeros"))
 
 
@@ -93,24 +93,18 @@ def _info(path: str, name: str, parameter: Parameter, spec: ParameterSpec, tenso
 
 
 def _is_whole(parameter: Parameter, parts: tuple[Part, ...]) -> bool:
-    """Whether ``parameter`` holds all rows and columns of its logical tensors."""
+    """Whether ``parameter`` holds its logical tensors from the first row and column to the last."""
     columns = parameter.shape[1:]
     return all(part.shape == (len(part.local), *columns) for part in parts)
 
 
-def _fill(parameter: nn.Parameter, part: Part, init: Init, seed: int) -> None:
+def _fill(parameter: Parameter, part: Part, init: Init, seed: int) -> None:
+    """Fill the rows of ``part``; the caller has disabled gradients."""
     rows = parameter[part.local.start : part.local.stop]
-    if init.kind == "normal":
-        rows.copy_(_local_piece(_normal(part, init.std, seed), part, rows))
-    else:
+    if init.kind != "normal":
         rows.fill_(1.0 if init.kind == "ones" else 0.0)
-
-
-def _normal(part: Part, std: float, seed: int) -> Tensor:
-    """Return the whole logical tensor, fp32 on the CPU. Every parallel layout cuts its piece out of the same values."""
-    return torch.empty(part.shape).normal_(0.0, std, generator=initial_generator(seed, part.name))
-
-
-def _local_piece(whole: Tensor, part: Part, rows: Tensor) -> Tensor:
+        return
+    # The whole logical tensor, in fp32 on the CPU: every layout and every device takes its piece of the same values.
+    whole = torch.empty(part.shape).normal_(0.0, init.std, generator=initial_generator(seed, part.name))
     piece = whole[part.start : part.start + len(part.local)]
-    return piece if piece.ndim == 1 else piece[:, part.column : part.column + rows.shape[1]]
+    rows.copy_(piece if piece.ndim == 1 else piece[:, part.column : part.column + rows.shape[1]])

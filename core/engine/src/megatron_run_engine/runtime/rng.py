@@ -1,11 +1,11 @@
 """Random numbers as a pure function of the place where they are used.
 
-Neither dropout nor fused attention takes a generator. So the device's default generator is seeded before each segment
-from (seed, step, sample, layer, segment, shard). Masks therefore depend neither on the pipeline nor on the data split,
-and a resumed run needs no generator state.
+Neither dropout nor fused attention takes a generator, so before each segment the device's default generator is seeded
+from (seed, step, sample, layer, segment, shard). Masks therefore do not depend on pipeline or data parallelism, and a
+resumed run needs no generator state.
 
-There are two streams, as in Shoeybi et al. 2019 (Megatron-LM), appendix B.2. Replicated activations must have the same
-mask on all tensor-parallel ranks, split activations different ones.
+There are two streams, as in Shoeybi et al. 2019 (Megatron-LM), appendix B.2. Tensors that every tensor-parallel rank
+computes whole need the same mask on all of them; tensors that are split need different masks.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def mix(*numbers: int) -> int:
 
 
 class RandomStreams:
-    """Positions the random streams of one rank, whose tensor-parallel rank is ``shard``.
+    """Positions the random streams of one rank; ``shard`` is its tensor-parallel rank.
 
-    The device's default generator is the ``sharded`` stream. ``replicated`` is equal on every shard.
+    The sharded stream is the device's default generator; ``replicated`` is equal on every shard.
     """
 
     def __init__(self, seed: int, device: torch.device, shard: int = 0) -> None:
@@ -45,24 +45,24 @@ class RandomStreams:
 
     @property
     def streams(self) -> tuple[torch.Generator, torch.Generator]:
-        """Both streams."""
+        """Both generators, the sharded one first."""
         return self.sharded, self.replicated
 
     def position(self, microbatch: Microbatch, layer: int, segment: int) -> None:
-        """Seed both streams for one segment of one layer."""
+        """Seed both streams for segment ``segment`` of layer ``layer``."""
         place = mix(self._seed, microbatch.step, microbatch.sample0, layer, segment)
         self.sharded.manual_seed(mix(place, self._shard))
         self.replicated.manual_seed(place)
 
 
 def initial_generator(seed: int, name: str) -> torch.Generator:
-    """Return the generator that fills the logical tensor ``name``, equal for every parallel layout."""
+    """The generator that fills the logical tensor ``name``: equal for every parallel layout."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
-        torch.cuda.init()
+        torch.cuda.init()  # default_generators is empty before
         return torch.cuda.default_generators[device.index or 0]
     return torch.default_generator

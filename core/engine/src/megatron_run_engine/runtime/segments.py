@@ -1,4 +1,4 @@
-"""Runs the segments of layers: waits for their parameters, positions random streams, and replays graphs."""
+"""The segment runner: before each segment it waits for parameters and positions random streams; it replays graphs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ Environment = dict[str, Tensor]
 
 
 class SegmentRunner:
-    """Runs segments eagerly or by replaying a graph.
+    """Runs segments, eagerly or from a captured graph.
 
-    In both cases it first waits for the segment's parameters, which an optimizer may still be gathering, and positions
-    the random streams. This also happens when a checkpointed layer is recomputed in the backward.
+    In both cases it first waits until the segment's parameters are ready (an optimizer may still be gathering them) and
+    positions the random streams. That also happens when a checkpointed layer is recomputed in the backward, so the
+    recomputation draws the same masks.
     """
 
     def __init__(self, rng: RandomStreams) -> None:
@@ -37,24 +38,24 @@ class SegmentRunner:
 
     @property
     def examples(self) -> Mapping[Region, tuple[Tensor, ...]]:
-        """The last eager inputs of each watched region, as tensors on the meta device."""
+        """The last inputs of each watched region in an eager step, as tensors without values on the meta device."""
         return self._examples
 
     def read_parameters_after(self, ensure_ready: EnsureReady) -> None:
-        """Call ``ensure_ready`` with a segment's parameters before each time it runs."""
+        """From now on call ``ensure_ready`` with a segment's parameters before each run of it."""
         self._ensure_ready = ensure_ready
 
     def watch(self, regions: Sequence[Region]) -> None:
-        """Record the inputs of ``regions`` from now on whenever they run eagerly in training."""
+        """From now on record the inputs of ``regions`` when they run eagerly in training."""
         self._regions = {id(region.segments[0]): region for region in regions}
         self._examples.clear()
 
     def replay_with(self, capture: GraphCapture | None, name: str = "the graph capture") -> None:
-        """Run the watched regions through ``capture``, called ``name``, from now on; None runs them eagerly again."""
+        """From now on replay the watched regions by ``capture``, ``name`` in errors; None returns to eager runs."""
         self._capture, self._capture_name = capture, name
 
     def run(self, segments: Sequence[Segment], microbatch: Microbatch, environment: Environment) -> None:
-        """Run a layer's ``segments`` in order. They read inputs from ``environment`` and write outputs to it."""
+        """Run a layer's ``segments`` in order, reading inputs from and writing outputs to ``environment``."""
         index = 0
         while index < len(segments):
             region = self._regions.get(id(segments[index])) if microbatch.train else None
@@ -78,18 +79,19 @@ class SegmentRunner:
         last = region.segments[-1]
         for segment in region.segments:
             self._make_ready(segment)
+        # Positions are set outside of the graph, which therefore draws other numbers in each replay.
         self._rng.position(microbatch, region.drawing.layer, region.drawing.index)
         outputs = capture.replay(region, microbatch, *(environment[name] for name in region.inputs))
         if not isinstance(outputs, tuple) or len(outputs) != len(region.outputs):
             raise self._no_outputs(region, outputs)
         environment.update(zip(region.outputs, outputs, strict=True))
         if region.drawing is not last:
-            self._rng.position(microbatch, last.layer, last.index)  # as an eager layer leaves them
+            self._rng.position(microbatch, last.layer, last.index)  # as an eager run would leave the streams
 
     def _no_outputs(self, region: Region, returned: object) -> GraphCaptureError:
-        said = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+        found = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
         return GraphCaptureError(
-            f"{self._capture_name} replayed {region} and returned {said}",
+            f"{self._capture_name} replayed {region} and returned {found}",
             why=f"replay returns a tuple of {len(region.outputs)}, the region's outputs: {', '.join(region.outputs)}",
             fix="correct its replay, or choose --plugin graph-capture=none",
         )
@@ -100,5 +102,5 @@ class SegmentRunner:
 
 
 def _without_values(x: Tensor) -> Tensor:
-    # empty_like on the meta device would import the compiler's symbolic shapes, which takes seconds.
+    # Not empty_like: for the meta device it first imports the compiler's symbolic shapes, which takes seconds.
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta", requires_grad=x.requires_grad)

@@ -1,4 +1,4 @@
-"""One rank's place among the processes of a run, and requests to stop it. Needs no torch."""
+"""A rank's place among the processes of a run, and the request to stop that may reach it. No torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatron_run.errors import ExitCode
 
 @dataclass(frozen=True)
 class World:
-    """The place of one process among ``size``.
+    """One process among ``size``.
 
     ``local_rank`` of ``local_size`` counts within the host. ``init_method`` is the address of the rendezvous,
-    ``file:///path`` or ``tcp://host:port``, empty for a world of one. ``serves_store`` is true on the rank that serves
-    a tcp address. ``restart`` counts how often the launcher has restarted the world after a failure. ``launcher`` names
-    what started the processes: ``local`` is our own, ``python`` means that none was started. ``device`` is a torch
-    device, ``cpu`` or ``cuda:0``.
+    ``file:///path`` or ``tcp://host:port``, empty for a world of one. ``serves_store`` is true on the rank that listens
+    at a tcp address. ``restart`` counts how often the launcher has restarted the world after a failure. ``launcher``
+    names what started the processes: ``local`` is our launcher, ``python`` means that no process was started.
+    ``device`` is a torch device, ``cpu`` or ``cuda:0``.
     """
 
     rank: int = 0
@@ -40,9 +40,9 @@ class World:
 
 
 class StopRequest:
-    """A request to stop, made once by a signal handler or when ``seconds`` are over. The trainer reads it every step.
+    """A request to stop, set at most once by a signal handler or after ``seconds``; the trainer reads it every step.
 
-    Signals reach ranks at different moments, so the ranks agree before they stop.
+    Signals reach ranks at different moments, so the ranks agree through the step's metrics before any of them stops.
     """
 
     def __init__(self, seconds: float = inf) -> None:
@@ -51,11 +51,11 @@ class StopRequest:
 
     @property
     def requested(self) -> ExitCode | None:
-        """The exit code with which to stop after this step, or None."""
+        """The exit code with which to end after this step, or None to continue."""
         return self._code or (ExitCode.TIME_LIMIT if monotonic() >= self._deadline else None)
 
     def stop(self, code: ExitCode) -> bool:
-        """Request to stop with ``code``. The first request decides the code. Return whether this was the first."""
+        """Request the end with ``code``; the first request decides. Returns whether this was the first."""
         first = self._code is None
         self._code = self._code or code
         return first

@@ -3,5 +3,5 @@
 ``trainer`` holds one step from top to bottom. ``state`` resumes and saves checkpoints, ``health`` checks losses,
 weights and ranks.
 
-Imports: capture, checkpoint, config, contracts, data, errors, pipeline, planning, registry, run_folder, runtime.
+Imports: checkpoint, config, contracts, data, errors, pipeline, planning, registry, run_folder, runtime.
 """

@@ -1,4 +1,4 @@
-"""The contracts: one file a kind, and the words in which they speak (actions, topology, activity, schema).
+"""The contracts: one file per kind, and the data types that they share (actions, topology, activity, schema).
 
 Imports: errors.
 """

@@ -1,4 +1,4 @@
-"""The words in which a schedule speaks: actions, places and the specs it is asked with. Pure data, no torch."""
+"""The vocabulary of schedules: actions, places, and the specs that a schedule receives. Pure data, no torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _TEXT = re.compile(r"([FBIWSR])(\d+)\.(\d+)")
 
 
 class Action(NamedTuple):
-    """One unit of work of one stage.
+    """One unit of work of one stage: an operation on a microbatch in a chunk.
 
-    ``F`` forward; ``B`` whole backward; ``I`` input gradient and ``W`` weight gradient, the two halves of ``B``;
-    ``S`` start the gradient sync of a chunk (its microbatch is 0); ``R`` recompute a checkpointed forward early.
+    ``F``: forward. ``B``: whole backward. ``I`` and ``W``: the two halves of ``B``, input gradient and weight gradient.
+    ``S``: start the gradient sync of a chunk (its microbatch is 0). ``R``: recompute a checkpointed forward early.
     """
 
     op: Op
@@ -33,7 +33,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read the form that ``str`` writes: ``F3.1`` is the forward of microbatch 3 in chunk 1."""
+        """Parse the form that ``str`` writes: ``F3.1`` is the forward of microbatch 3 in chunk 1."""
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ScheduleError(f"{text!r} is not an action", why="an action reads like F3.1 or B0.0")
@@ -42,7 +42,7 @@ class Action(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where one piece of the model lives. A layout lists places in model order, so a place's index is its position."""
+    """The layers of one chunk of one stage. A layout lists places in model order; a place's index is its position."""
 
     stage: int
     chunk: int
@@ -51,9 +51,9 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class LayoutSpec:
-    """What a layout is asked for: ``layers`` transformer layers over ``stages`` x ``chunks`` places.
+    """The request for a layout: ``layers`` transformer layers over ``stages`` x ``chunks`` places.
 
-    ``counts`` are the layers of each place in model order when the user gave them, else empty: split evenly.
+    ``counts`` is the number of layers of each place in model order if the user gave it, otherwise empty: an even split.
     """
 
     stages: int
@@ -64,7 +64,7 @@ class LayoutSpec:
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """What an action list is asked for. ``costs`` are per operation, in units of one chunk's forward."""
+    """The request for action lists. ``costs`` are per operation, in units of one chunk's forward."""
 
     layout: tuple[Place, ...]
     stages: int
@@ -74,7 +74,7 @@ class ScheduleSpec:
 
 
 def check_counts(spec: LayoutSpec) -> None:
-    """Raise :class:`InputError` where the user gave counts that are not one for each place or do not add up."""
+    """Raise :class:`InputError` if the user's counts are not one per place, or do not add up to the layers."""
     places = spec.stages * spec.chunks
     if not spec.counts:
         return
@@ -95,9 +95,9 @@ def _shape(spec: LayoutSpec) -> str:
 
 
 def split_layers(spec: LayoutSpec) -> tuple[range, ...]:
-    """The layers of each of the ``stages * chunks`` places, in model order; never drops a layer.
+    """The layers of each of the ``stages * chunks`` places, in model order; no layer is dropped.
 
-    Raises :class:`InputError` when an even split leaves a remainder or the user's counts do not add up.
+    Raises :class:`InputError` if an even split leaves a remainder or the user's counts do not add up.
     """
     places = spec.stages * spec.chunks
     check_counts(spec)
@@ -123,6 +123,6 @@ def looped_layout(spec: LayoutSpec) -> tuple[Place, ...]:
 
 
 def signed_order(actions: Sequence[Action]) -> list[int]:
-    """The order as Megatron's signed integers: a forward is ``chunk + 1``, a B or I is ``-(chunk + 1)``."""
+    """The actions as signed integers, as Megatron-LM writes an order: F is ``chunk + 1``, B or I ``-(chunk + 1)``."""
     sign = {"F": 1, "B": -1, "I": -1}
     return [sign[action.op] * (action.chunk + 1) for action in actions if action.op in sign]

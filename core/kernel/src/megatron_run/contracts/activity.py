@@ -1,6 +1,7 @@
-"""What this rank is doing right now, for those who watch it from outside or disturb it on purpose. No torch.
+"""The current activity of a rank, for the watchdog, timers and injected faults. No torch.
 
-The trainer and everything below it say each change; a change that nobody listens to costs a few attributes.
+The trainer and everything below it report each change of phase. Without listeners a report costs a few attribute
+assignments.
 """
 
 from __future__ import annotations
@@ -10,23 +11,23 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Literal, NamedTuple
 
-#: What a rank can be doing. ``start`` until the first step is begun, ``end`` once there is nothing left to train.
+#: The phases of a rank: ``start`` until the first step begins, ``end`` after the last.
 PhaseName = Literal[
     "start", "data", "forward", "backward", "recompute", "send", "receive", "collective", "gradient-reduce",
     "optimizer", "parameter-gather", "observe", "evaluate", "generate", "capture", "load", "save", "save-shard",
     "save-manifest", "save-rename", "save-latest", "save-retention", "save-flush", "end",
 ]  # fmt: skip
-#: The scope over which a thread that works beside the training meets those of the other ranks.
+#: The scope of collectives between the background threads of all ranks.
 BESIDE = "beside"
-#: Called with the step, the phase that begins and its detail, of which ``str`` is the text.
+#: Called with the step, the phase that begins, and its detail; ``str(detail)`` is for people.
 Listener = Callable[[int, PhaseName, object], None]
 
 
 class Collective(NamedTuple):
-    """The detail of ``collective``: this rank's ``number``-th ``operation`` over ``scope``, counted from 1.
+    """The detail of phase ``collective``: this rank's ``number``-th collective over ``scope``, counted from 1.
 
-    All ranks of a scope enter the same collectives, of as many ``values`` (0 where that differs), in the same order:
-    who has entered fewer is the one that the others wait for.
+    All ranks of a scope enter the same collectives in the same order, each with the same number of ``values`` (0 if it
+    differs between ranks). So the ranks of a scope wait for the one that has entered the fewest.
     """
 
     operation: str
@@ -40,7 +41,7 @@ class Collective(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """The detail of ``send`` and ``receive``: a message, and the rank without which it does not get through."""
+    """The detail of phases ``send`` and ``receive``: a message, and the rank at its other end."""
 
     message: object
     rank: int
@@ -54,11 +55,11 @@ Doing = tuple[PhaseName, object]
 
 
 class Activity:
-    """The phases of one thread of one rank.
+    """The current phase of one thread of one rank.
 
-    ``recorder``, if there is one, the ``timers``, and then the ``listeners``, who may take time over it, are told of
-    every change, before what it announces is done. ``members`` are the ranks of each scope in which this rank takes
-    part in collectives.
+    Every change is reported before the work that it announces: first to the ``recorder``, if there is one, then to the
+    ``timers``, and last to the ``listeners``, which may take time. ``members`` are the ranks of each scope in which
+    this rank takes part in collectives.
     """
 
     __slots__ = ("_detail", "_name", "_numbers", "_step", "listeners", "members", "recorder", "timers")
@@ -79,11 +80,11 @@ class Activity:
         return self._name, self._detail
 
     def step(self, number: int) -> None:
-        """What comes is part of step ``number``."""
+        """Begin step ``number``: later reports carry this number."""
         self._step = number
 
     def enter(self, name: PhaseName, detail: object = "") -> None:
-        """From here on this rank does ``name``; ``detail`` is made into a text only where somebody wants it."""
+        """Enter phase ``name``. ``detail`` is formatted only by those that print it."""
         self._name, self._detail = name, detail
         if self.recorder is not None:
             self.recorder(self._step, name, detail)
@@ -93,30 +94,30 @@ class Activity:
             listener(self._step, name, detail)
 
     def heartbeat(self, what: Doing | None = None) -> None:
-        """What this rank does goes on, so that nobody who watches it takes it for a hang: only the recorder hears.
+        """Report progress within the current phase, so that the watchdog does not take it for a hang.
 
-        ``what`` is what another thread does for which this one waits; else it is the current phase. Threads that work
-        for this one while it waits for them may call it too.
+        Only the recorder is called. ``what`` is the phase of another thread for which this one waits, by default the
+        current phase. Threads that work for this one while it waits may call this too.
         """
         if self.recorder is not None:
             self.recorder(self._step, *(what or self.now))
 
     def within(self, name: PhaseName, detail: object = "") -> Within:
-        """A context in which this rank does ``name``, and after which it goes on with what it did before."""
+        """A context in phase ``name``; at its end the phase before it resumes."""
         return Within(self, name, detail)
 
     def collective(self, operation: str, scope: str, values: int) -> Within:
-        """Count a collective that is about to begin: the context for starting it, and again for waiting for it."""
+        """Count a collective that is about to begin. The context is for its start, and again for the wait for it."""
         self._numbers[scope] += 1
         return Within(self, "collective", Collective(operation, scope, self._numbers[scope], values))
 
     def beside(self) -> BackgroundActivity:
-        """The phases of another thread of this rank: the same listeners hear them; recorder and timers do not."""
+        """The activity of another thread of this rank, with the same listeners but without recorder and timers."""
         return BackgroundActivity(self)
 
 
 class Within:
-    """A phase that ends where its block does. What is raised inside leaves the phase as it is: that is where."""
+    """A phase that ends with its block. An exception leaves the phase as it is, so that errors can name it."""
 
     __slots__ = ("_activity", "_before", "_detail", "_name")
 
@@ -133,10 +134,10 @@ class Within:
 
 
 class BackgroundActivity(Activity):
-    """The phases of a thread that works beside the training on the rank of ``phases``.
+    """The activity of a background thread, on the rank of ``activity``.
 
-    Its collectives are counted over a scope of their own. ``said`` is what it said last, a new tuple each time, for the
-    thread that waits for it to pass on.
+    Its collectives are counted over a scope of their own. ``said`` is the last phase that it reported, a new tuple each
+    time; a thread that waits for this one passes it on as a heartbeat.
     """
 
     __slots__ = ("said",)
@@ -150,7 +151,7 @@ class BackgroundActivity(Activity):
         self.said: Doing | None = None
 
     def collective(self, operation: str, scope: str, values: int) -> Within:
-        """Count a collective that is about to begin: over such threads of all ranks."""
+        """Count a collective that is about to begin, between the background threads of all ranks."""
         return super().collective(operation, BESIDE, values)
 
     def _note(self, step: int, name: PhaseName, detail: object) -> None:

@@ -14,7 +14,7 @@ Split = Literal["train", "validation", "test"]
 
 
 class Dataset(Protocol):
-    """An indexable set of samples of fixed length, in an order that never changes."""
+    """An indexable set of samples of equal length, in an order that never changes."""
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -26,7 +26,10 @@ class Dataset(Protocol):
 
 
 class DataSource(ABC):
-    """Opens datasets. Made cheaply at start-up on every rank; files are read when a split is asked for.
+    """Opens the datasets of a run.
+
+    Every rank creates the source at start-up, so its constructor must be cheap; files are read when a split is opened.
+    Data must depend only on the options and the arguments, never on the rank: the trainer distributes samples by index.
 
     A whole working plugin::
 
@@ -49,19 +52,22 @@ class DataSource(ABC):
 
     @abstractmethod
     def dataset(self, split: Split, sequence_length: int, seed: int) -> Dataset:
-        """Open ``split``. Raises :class:`megatron_run.errors.DataError` naming file and offset."""
+        """Open ``split``, with samples of ``sequence_length`` tokens in an order that depends on ``seed``.
+
+        Raises :class:`megatron_run.errors.DataError` with file and offset if the data cannot be read.
+        """
 
     def baselines(self, sequence_length: int, seed: int, samples: Sequence[int]) -> Mapping[str, float]:
-        """Losses (nats per token) of simple models on these ``samples`` of the validation split; empty by default.
+        """Losses of simple models by name, in nats per token, on ``samples`` of the validation split; empty by default.
 
-        They are the samples on which the model is evaluated, so that a run can be judged by these losses.
+        The model is evaluated on the same samples, so its loss can be compared with these.
         """
         return {}
 
     def encode(self, text: str) -> Sequence[int] | None:
-        """Token ids of ``text``, or None when the data is not text."""
+        """Token ids of ``text``, or None if the data is not text."""
         return None
 
     def decode(self, tokens: Sequence[int]) -> str | None:
-        """The text of ``tokens``, or None when the data is not text."""
+        """The text of ``tokens``, or None if the data is not text."""
         return None

@@ -1,4 +1,4 @@
-"""The contract of kind ``graph-capture``: which segments of a layer are captured and replayed."""
+"""The contract of kind ``graph-capture``: capture and replay of segments of layers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """Neighbouring segments of one layer that are replayed as one; ``chunk`` is the chunk they belong to.
+    """Adjacent segments of one layer of ``chunk``, replayed as one.
 
-    ``inputs`` are the names that the region reads from the layer's environment and ``outputs`` those that it leaves
-    there; what only its own segments read may be left out. At most one of its segments draws random numbers, since the
-    kernel positions the random streams once, before the region. A region is equal to itself alone.
+    ``inputs`` are the names that the region reads from the layer's environment, and ``outputs`` the names that it
+    writes there; results that only its own segments read may be omitted. At most one of its segments may draw random
+    numbers, since the random streams are positioned once, before the region. Regions compare by identity.
     """
 
     chunk: int
@@ -35,22 +35,23 @@ class Region:
 
     @property
     def drawing(self) -> Segment:
-        """The segment for which the random streams are positioned: the one that draws, else the last."""
+        """The segment for which the random streams are positioned: the one that draws, or else the last."""
         return next((segment for segment in self.segments if segment.draws), self.segments[-1])
 
     @property
     def differentiable(self) -> bool:
-        """Whether it has a backward, by what its segments say."""
+        """Whether the region has a backward: whether any of its segments does."""
         return any(segment.differentiable for segment in self.segments)
 
 
 @dataclass(frozen=True)
 class CaptureSize:
-    """How much is captured on one stage, or would be.
+    """The size of a capture on one stage, planned or made.
 
-    ``graphs`` are forwards and backwards; ``slots`` sets of static inputs, the most microbatches in flight;
-    ``static_bytes`` the inputs and gradients that are copied before a replay; ``pool_bytes`` the most that the
-    graphs' own memory held at once. Bytes are None where shapes are not known, or nothing was captured yet.
+    ``graphs`` counts forwards and backwards. ``slots`` is the number of sets of static inputs, equal to the peak number
+    of microbatches in flight. ``static_bytes`` is the size of the inputs and gradients that are copied before replays;
+    ``pool_bytes`` is the peak size of the graphs' own memory. Bytes are None before the capture, and where shapes are
+    not known.
     """
 
     regions: int
@@ -69,39 +70,44 @@ class CaptureSize:
 
 
 class GraphCapture(ABC):
-    """Replays work recorded once instead of launching it again.
+    """Records work once and replays it, instead of launching it again in every step.
 
-    The kernel asks for ``regions`` once, before training. After ``capture_after`` eager steps, in which it notes what
-    each region is given, it hands them to ``capture`` with the stage's actions, and from then on calls ``replay``
-    wherever a captured region would run in training; evaluation runs eagerly. Before each later step it asks
-    ``mismatch``; where something no longer fits it calls ``invalidate`` and starts again with eager steps. Slots are
-    derived from the microbatch's identity and the order of the actions, never from a count of calls. A whole working
-    plugin is the built-in none.
+    The engine calls these methods, in this order:
 
-    Before a replay the kernel makes the region's parameters ready and positions the two random streams for
-    ``region.drawing``: the device's default generator and, for what several ranks drop alike,
-    ``context.rng.replicated``. On CUDA that is a generator of its own, of which a graph must be told before it records
-    (``torch.cuda.CUDAGraph.register_generator_state``).
+    1. ``regions``, once, before training.
+    2. ``capture`` with the stage's actions, after ``capture_after`` eager steps in which the engine records the inputs
+       of each region.
+    3. ``replay`` wherever a captured region would run in training. Evaluation runs eagerly.
+    4. ``mismatch`` before each later step. If the capture no longer fits, ``invalidate``; then again from step 2, with
+       eager steps first.
 
-    Weight gradients are part of what is captured, whatever the schedule: W finds nothing left to do for a captured
-    region. ``context.gradients.recording`` tells whose gradients a capture makes, and after each replay of a backward
-    ``context.gradients.arrived`` must be told of them.
+    A plugin derives the slot of a replay from the microbatch's identity and the order of the actions, never from a
+    count of calls. A whole working plugin is the built-in ``none``.
+
+    Before a replay the engine waits for the region's parameters, and positions both random streams for
+    ``region.drawing``: the device's default generator, and ``context.rng.replicated`` for masks that are equal on all
+    tensor-parallel ranks. On CUDA the latter is a separate generator, which must be registered with a graph before it
+    records (``torch.cuda.CUDAGraph.register_generator_state``).
+
+    A capture includes weight gradients, whatever the schedule: ``W`` has nothing left to do for a captured region.
+    ``context.gradients.recording`` lists the parameters whose gradients a capture produces. After each replay of a
+    backward, call ``context.gradients.arrived`` with them.
     """
 
-    #: Steps that run eagerly before capture, at least 1.
+    #: Number of eager steps before a capture, at least 1.
     capture_after: int = 1
 
     @abstractmethod
     def regions(self, chunks: Sequence[Sequence[Segment]]) -> Sequence[Region]:
-        """Choose what to capture among each chunk's segments (in forward order); never across a layer.
+        """Choose regions among each chunk's segments, given in forward order; a region lies within one layer.
 
-        Called also while a run is planned, with every stage in turn and with all of them as one. Raises
-        :class:`megatron_run.errors.RunError` where a segment that was asked for may not be captured.
+        Also called while a run is planned: for every stage in turn, and for all stages as one. Raises
+        :class:`megatron_run.errors.RunError` if the user asked for a segment that may not be captured.
         """
 
     @abstractmethod
     def plan(self, regions: Sequence[Region], actions: Sequence[Action]) -> CaptureSize:
-        """How much ``capture`` would make of ``regions`` in the order of ``actions``, without bytes."""
+        """The size of a capture of ``regions`` in the order of ``actions``, without bytes."""
 
     @abstractmethod
     def capture(
@@ -112,20 +118,20 @@ class GraphCapture(ABC):
     ) -> CaptureSize:
         """Record ``regions`` in the order of ``actions``.
 
-        ``examples`` are on the meta device: shape, type and ``requires_grad`` of what each region was given. Parameters
-        keep their values. What is left in their ``main_grad`` does not matter, so that no copy of it is needed: it is
-        between two steps, and each begins with ``Optimizer.zero_grad``. Raises
-        :class:`megatron_run.errors.PluginError` and leaves nothing behind.
+        ``examples`` are tensors on the meta device with the shape, type and ``requires_grad`` of each region's inputs.
+        Parameters must keep their values. ``main_grad`` may be overwritten: a capture happens between two steps, and
+        each step begins with ``Optimizer.zero_grad``. On failure this raises
+        :class:`megatron_run.errors.PluginError`, and leaves nothing captured.
         """
 
     @abstractmethod
     def mismatch(self, actions: Sequence[Action]) -> str:
-        """Why what is captured cannot serve a step of ``actions``; empty where it can. Ranks need not agree."""
+        """The reason why the capture cannot serve a step of ``actions``, empty if it can. Ranks need not agree."""
 
     @abstractmethod
     def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run a captured region on its ``inputs`` and return its ``outputs``; differentiable."""
+        """Replay a captured region on its ``inputs`` and return its ``outputs``, differentiably."""
 
     @abstractmethod
     def invalidate(self, reason: str) -> None:
-        """Forget what was captured; the next steps run eagerly. May refuse with a PluginError that says why."""
+        """Discard the capture; the next steps run eagerly. May refuse by a PluginError with the reason."""

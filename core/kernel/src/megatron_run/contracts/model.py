@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One microbatch as every stage sees it.
+    """One microbatch as a stage sees it.
 
-    ``index`` within the step (0..M-1); ``step`` counts from 1; ``sample0`` is the index of its first sample within the
-    global batch, which with seed, step and layer fixes every random number; ``fields`` are the batch fields this stage
-    asked for (``Model.fields``), each [b, s]; ``train`` is false in evaluation (no dropout).
+    ``index`` counts within the step (0..M-1), ``step`` counts from 1. ``sample0`` is the index of its first sample in
+    the global batch; together with seed, step and layer it determines every random number. ``fields`` are the batch
+    fields that this stage needs (:meth:`Model.fields`), each [b, s]. ``train`` is false in evaluation (no dropout).
     """
 
     index: int
@@ -33,11 +33,12 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class ChunkOut:
-    """What a chunk returns. ``x`` [s, b, h] goes to the next position (None from the last one while training).
+    """The result of a chunk's forward.
 
-    ``losses`` maps a name to (sum, weight), both scalars: the language-model loss ``lm`` summed over tokens and the
-    number of tokens; an auxiliary loss and 1. ``logits`` [s, b, p/t] is what the last chunk returns when its microbatch
-    has no labels: this rank's part of the padded vocabulary.
+    ``x`` [s, b, h] goes to the next position; the last position returns None. ``losses`` maps a name to (sum, weight),
+    both scalars: the language-model loss ``lm`` summed over tokens, and the number of tokens; an auxiliary loss, and 1.
+    ``logits`` [s, b, p/t], this rank's part of the padded vocabulary, come from the last chunk if its microbatch has no
+    labels.
     """
 
     x: Tensor | None
@@ -49,9 +50,9 @@ class ChunkOut:
 class Boundary:
     """Shape and dtype of the tensor that crosses between stages for one microbatch.
 
-    A size of None is known to the sender alone, and costs one small message more: the sizes travel before the tensor.
-    What follows from the microbatch's number and step needs no message, since every stage can compute it. A model that
-    drops tokens on the way, as many as its routing likes, says so for the microbatches that it thins out::
+    A size of None is known to the sender only. It costs one more small message: the sizes are sent before the tensor. A
+    size that follows from the microbatch's index and step needs no message, since every stage can compute it. A model
+    that drops a variable number of tokens in some microbatches declares that as::
 
         tokens = sequence_length if not self._drops(microbatch) else None  # only the sender knows how many are left
         return Boundary((tokens, micro_batch_size, hidden_size), dtype)
@@ -65,21 +66,21 @@ class Boundary:
 
     @property
     def known(self) -> bool:
-        """Whether every size is."""
+        """Whether every size is known to the receiver."""
         return None not in self.shape
 
     def fits(self, x: Tensor) -> bool:
-        """Whether ``x`` has this dtype, this many dimensions and every size that is known."""
+        """Whether ``x`` has this dtype, this number of dimensions and all known sizes."""
         if x.dtype != self.dtype or x.dim() != len(self.shape):
             return False
         return x.shape == self.shape or self.resolve(self.unknown(x)) == x.shape
 
     def unknown(self, x: Tensor) -> list[int]:
-        """The sizes of ``x`` that only its sender knows, in the order of its dimensions."""
+        """The sizes of ``x`` in the dimensions declared as None, in order."""
         return [size for size, declared in zip(x.shape, self.shape, strict=True) if declared is None]
 
     def resolve(self, sizes: Iterable[int] = ()) -> tuple[int, ...]:
-        """The whole shape, with ``sizes`` for the dimensions that only the sender knows."""
+        """The whole shape, with ``sizes`` for the dimensions declared as None."""
         told = iter(sizes)
         return tuple([next(told) if size is None else size for size in self.shape])
 
@@ -88,11 +89,11 @@ class Boundary:
 class Segment:
     """A part of a layer that can be captured: ``fn(*tensors) -> tensor or tuple`` over named tensors.
 
-    ``inputs`` and ``outputs`` are names in the layer's environment. ``index`` tells segments of one layer apart in the
-    random stream; the embedding is layer -1, the head layer ``num_layers``. ``why_eager`` says why it must not be
-    captured, empty when it may. ``draws`` says that ``fn`` draws random numbers in training: only then does the random
-    stream have to be positioned just before it, also where it is captured together with its neighbours.
-    ``differentiable`` says that something of what it returns has a gradient: else it has no backward to capture.
+    ``inputs`` and ``outputs`` are names in the layer's environment. (``layer``, ``index``) identifies the segment in
+    the random stream; the embedding is layer -1, the head is layer ``num_layers``. ``why_eager`` is the reason why the
+    segment must not be captured, empty if it may. ``draws``: ``fn`` draws random numbers in training, so the random
+    streams must be positioned just before it, even if it is captured together with its neighbours.
+    ``differentiable``: some output of ``fn`` has a gradient; otherwise there is no backward to capture.
     """
 
     name: str
@@ -131,18 +132,18 @@ def mixture_options(options: object) -> MixtureOptions | None:
 
 
 class Chunk(Protocol):
-    """A piece of the model on one stage; in practice a ``torch.nn.Module``."""
+    """The part of the model at one position of the layout; in practice a ``torch.nn.Module``."""
 
     def __call__(self, x: Tensor | None, microbatch: Microbatch) -> ChunkOut:
-        """Run forward. ``x`` [s, b, h] comes from the previous position, None at the first."""
+        """Run the forward. ``x`` [s, b, h] comes from the previous position; it is None at the first."""
         ...
 
     def segments(self) -> Sequence[Segment]:
-        """Every segment in forward order."""
+        """All segments, in forward order."""
         ...
 
     def train(self, mode: bool = True) -> Any:
-        """As ``torch.nn.Module.train``: ``mode`` False switches dropout off."""
+        """As ``torch.nn.Module.train``; without ``mode`` dropout is off."""
         ...
 
     def named_modules(self) -> Any:
@@ -151,10 +152,13 @@ class Chunk(Protocol):
 
 
 class Model(ABC):
-    """Describes a network and builds the chunks of one rank.
+    """Describes a network, and builds its chunks on one rank from parallel layers.
 
-    Its options are :class:`ModelOptions`, and :class:`MixtureOptions` where layers may have experts; see the built-in
-    gpt for a whole working plugin.
+    A model knows nothing of pipelines, tensor parallelism or optimizers: it builds the layers of one place, and states
+    what crosses between places. The engine derives communication, initial values and checkpoints from that.
+
+    Its options are :class:`ModelOptions`, and :class:`MixtureOptions` where layers may have experts. A whole working
+    plugin is the built-in ``gpt``.
     """
 
     #: Names of the losses and metrics that chunks report, equal on every rank.
@@ -164,27 +168,27 @@ class Model(ABC):
     def build_chunk(
         self, position: int, layout: tuple[Place, ...], layers: ParallelLayers, shared: dict[str, nn.Parameter]
     ) -> Chunk:
-        """Build the chunk at ``position`` of ``layout`` on ``context.device`` (or under ``torch.device("meta")``).
+        """Build the chunk at ``position`` of ``layout`` on ``context.device``, or under ``torch.device("meta")``.
 
-        Chunks of one stage that are tied put their one Parameter into ``shared`` and find it there. Values are left
-        uninitialised: the kernel fills them from each parameter's :class:`Init`, by name, so that initial weights do
-        not depend on the parallel layout.
+        Tied chunks of one stage share a Parameter through ``shared``: the first stores it, the others find it there.
+        Values stay uninitialised: the engine fills each parameter from its :class:`Init` and its name, so that initial
+        weights do not depend on the parallel layout.
         """
 
     @abstractmethod
     def fields(self, position: int, layout: tuple[Place, ...]) -> tuple[str, ...]:
-        """The batch fields that the chunk at ``position`` needs: of ``tokens``, ``labels``, ``loss_mask``."""
+        """The batch fields that the chunk at ``position`` needs, out of ``tokens``, ``labels`` and ``loss_mask``."""
 
     @abstractmethod
     def boundary(self, microbatch: Microbatch, micro_batch_size: int, sequence_length: int) -> Boundary:
-        """Shape and dtype of what crosses between positions for ``microbatch``, which has no fields here.
+        """Shape and dtype of the tensor between positions for ``microbatch``, which has no fields here.
 
-        Both ends of a message must say the same, and stages have different fields: it may differ from one microbatch
-        to the next, but only by ``index``, ``step``, ``sample0`` and ``train``. A size that these do not tell is None.
-        ``sequence_length`` is that of a whole sample, of which a rank holds ``1 / context.sequence_shards`` between
-        layers.
+        Both ends of a message must compute the same boundary, and stages have different fields. So it may depend on
+        ``index``, ``step``, ``sample0`` and ``train`` of the microbatch; a size that does not follow from these is
+        None. ``sequence_length`` is the length of a whole sample, of which a rank holds ``1 / context.sequence_shards``
+        between layers.
         """
 
     @abstractmethod
     def flops_per_token(self, sequence_length: int) -> float:
-        """Floating-point operations of one token's forward and backward, attention counted in full."""
+        """Floating-point operations of one token's forward and backward; attention counts as if nothing were masked."""

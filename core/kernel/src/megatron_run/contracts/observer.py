@@ -1,4 +1,4 @@
-"""The contract of kind ``observer``: watches a run and never changes it."""
+"""The contract of kind ``observer``: it sees the events of a run and never changes it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The bars of each stage, the time at which the last one ends, and the share of time stages wait on average."""
+    """The bars of each stage, the end of the last one, and the share of time that stages wait on average."""
 
     stages: tuple[tuple[Bar, ...], ...]
     makespan: float
@@ -43,11 +43,11 @@ class DevicePeak:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What an observer is told at the start.
+    """A run at the start of training.
 
-    ``folder`` is the run folder; ``steps`` the last step; ``first_step`` where this attempt starts (1 unless resumed);
-    ``config`` the resolved configuration and ``plan`` the chosen plugins, both as text; ``timeline`` one planned step
-    of the pipeline; ``baselines`` losses of simple models by name; ``peak`` None where it is not known.
+    ``folder`` is the run folder, ``steps`` the last step, and ``first_step`` the first step of this attempt (1 unless
+    resumed). ``config`` is the resolved configuration and ``plan`` the chosen plugins, both as text. ``timeline`` is
+    one planned step of the pipeline; ``baselines`` are losses of simple models by name; ``peak`` is None if unknown.
     """
 
     folder: Path
@@ -65,11 +65,11 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """The numbers of one step, host floats; None where there is none. Names are those of ``metrics.jsonl``.
+    """The metrics of one step as numbers on the host, None if there is no value; named as in ``metrics.jsonl``.
 
-    ``loss`` in nats per token; ``time`` in seconds since the epoch; ``step_time_s`` in seconds; ``mfu`` is
-    ``tflops_per_device`` over the device's peak; ``memory_peak_gib`` of rank 0; ``extra`` holds what plugins and the
-    model report.
+    ``loss`` is in nats per token, ``time`` in seconds since the epoch, ``step_time_s`` in seconds; ``memory_peak_gib``
+    is that of rank 0; ``mfu`` is ``tflops_per_device`` over the peak of the device. ``extra`` holds the metrics that
+    plugins and the model report.
     """
 
     step: int
@@ -104,10 +104,10 @@ class EvalMetrics:
 
 @dataclass(frozen=True)
 class CheckpointMetrics:
-    """A saved step: its folder and its size in bytes.
+    """A saved step: its folder and its ``size`` in bytes.
 
-    Training stood still for ``seconds``; ``write_seconds`` after its saving had begun the step was on the disk. The two
-    differ where training goes on meanwhile (``checkpoint.async_save``).
+    Training paused for ``seconds``; the save was complete on disk after ``write_seconds``. They differ if training
+    continues while the step is written (``checkpoint.async_save``).
     """
 
     step: int
@@ -119,7 +119,7 @@ class CheckpointMetrics:
 
 @dataclass(frozen=True)
 class CaptureMetrics:
-    """Graphs were captured before ``step``, in ``seconds``: what was planned and what was made, on rank 0's stage."""
+    """A capture before ``step``, which took ``seconds``: its planned and its real size, on rank 0's stage."""
 
     step: int
     planned: CaptureSize
@@ -129,14 +129,14 @@ class CaptureMetrics:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One step on the timeline, as it ran and as it was planned, both in seconds.
+    """The timeline of one step, measured and planned, both in seconds.
 
-    ``ran`` holds when each action was computed on the ranks of rank 0's pipeline group, a stage each, from the first
-    action's start; waiting and messages are the gaps. ``planned`` is the verified plan with the mean time that each
-    operation took in this step. Both hold the same actions and the same work in total, so ``ran.makespan /
-    planned.makespan`` says what messages, waiting for them and unequal stages cost. ``layout`` is the plan's, in model
-    order. ``clock_error``: when the step was done, the clock of each stage was aligned with that of stage 0 to within
-    this many seconds; what they drift apart during the step comes on top.
+    ``ran`` holds when each action was computed, from the start of the first action, on the ranks of rank 0's pipeline
+    group, one per stage; gaps are waits and messages. ``planned`` is the verified plan, with the mean time that each
+    operation took in this step as its cost. Both contain the same actions and the same total work, so
+    ``ran.makespan / planned.makespan`` is the cost of messages, of waiting for them, and of unequal stages. ``layout``
+    is the plan's, in model order. ``clock_error``: after the step, each stage's clock was aligned with that of stage 0
+    to within this many seconds; drift during the step adds to it.
     """
 
     step: int
@@ -147,9 +147,12 @@ class StepTrace:
 
 
 class Observer:
-    """Is called on rank 0 with host floats; does no communication. Override what you need.
+    """Receives the events of a run on rank 0, with numbers on the host. Override the methods that you need.
 
-    One that raises is named, logged, and disabled after three failures; training goes on. A whole working plugin::
+    An observer never communicates with other ranks. If one raises, the error is logged under its name and training
+    continues; after three failures the observer is disabled.
+
+    A whole working plugin::
 
         class Best(Observer):
             best = float("inf")
@@ -166,17 +169,18 @@ class Observer:
         """Training is about to start."""
 
     def traced_steps(self) -> Collection[int]:
-        """The steps, counted from 1, to be timed for ``on_trace``; asked once, after ``on_train_start``.
+        """The steps, counted from 1, to time for ``on_trace``; called once, after ``on_train_start``.
 
-        Timing waits for the device around each action, so a traced step is slower on a GPU; no other step is.
+        Timing synchronises with the device around each action, so on a GPU a traced step is slower; other steps are
+        not.
         """
         return ()
 
     def on_step_end(self, metrics: StepMetrics) -> None:
-        """One step is done."""
+        """A step is done."""
 
     def on_trace(self, trace: StepTrace) -> None:
-        """A step that this observer asked for in ``traced_steps`` was timed; called after its ``on_step_end``."""
+        """A step of :meth:`traced_steps` was timed; called after its ``on_step_end``."""
 
     def on_capture(self, metrics: CaptureMetrics) -> None:
         """Segments were captured; from this step on they are replayed."""
@@ -188,13 +192,13 @@ class Observer:
         """An evaluation is done."""
 
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
-        """A step was saved, and is on the disk."""
+        """A step was saved and is complete on disk."""
 
     def on_sample(self, text: str) -> None:
-        """The model wrote ``text`` (``eval.sample`` tokens) at the end of training."""
+        """The model generated ``text`` (``eval.sample`` tokens) at the end of training."""
 
     def on_error(self, error: BaseException) -> None:
         """The run is about to end with ``error``."""
 
     def on_train_end(self, reason: str) -> None:
-        """Training ended: ``finished``, or why it stopped early."""
+        """Training ended; ``reason`` is ``finished``, or why it stopped early."""

@@ -18,20 +18,29 @@ if TYPE_CHECKING:
 
 
 class Optimizer(ABC):
-    """Reduces gradients over the data-parallel group and updates the parameters.
+    """Reduces gradients over the data-parallel group, and updates the parameters.
 
-    The engine accumulates every gradient into ``parameter.main_grad`` (``megatron_run_engine.runtime.gradients``) and
-    calls, once a step and in this order: ``zero_grad``; ``grad_ready`` for each parameter at its last gradient of the
-    step and ``start_grad_sync`` for each chunk after its last backward; ``finish_grad_sync``; ``unscale_``; and, when
-    all gradients are finite, ``clip_``, ``step`` and ``start_param_sync``. ``ensure_ready`` is called before any
-    segment reads its parameters. Nobody else reads ``main_grad`` after ``unscale_``, and after ``finish_grad_sync`` it
-    need be right only where this rank updates the parameter.
+    The engine accumulates every gradient in ``parameter.main_grad`` (see
+    :mod:`megatron_run_engine.runtime.gradients`, which draws the callbacks of a step). In each step it calls:
 
-    Communication leaves in one sequence that is fixed in advance and equal on every rank, never by arrival.
+    1. ``zero_grad``;
+    2. during the backward, ``grad_ready`` for each parameter after its last gradient of the step, and
+       ``start_grad_sync`` for each chunk after its last backward;
+    3. ``finish_grad_sync``, then ``unscale_``;
+    4. if all gradients are finite, ``clip_``, ``step`` and ``start_param_sync``.
 
-    Parameters are in ``context.dtypes.param``; they are updated in ``context.dtypes.main`` and rounded, so that small
-    updates are not lost. :class:`megatron_run_engine.optim.FlatOptimizer` is all of this but one question, how the
-    data-parallel ranks share the work. A whole working plugin that halves what its all-reduce sends::
+    ``ensure_ready`` is called before any segment reads its parameters. After ``finish_grad_sync``, ``main_grad`` must
+    be correct only where this rank updates the parameter; after ``unscale_`` only the optimizer reads it.
+
+    Collectives must start in an order that is fixed in advance and equal on every rank, never in the order in which
+    gradients arrive: ranks would deadlock.
+
+    Parameters have the type ``context.dtypes.param``. They are updated in ``context.dtypes.main`` and then rounded, so
+    that small updates are not lost.
+
+    :class:`megatron_run_engine.optim.FlatOptimizer` implements everything except how data-parallel ranks divide the
+    work, which a :class:`~megatron_run_engine.optim.ShardingStrategy` decides. A whole working plugin, whose all-reduce
+    sends half as many bytes::
 
         class HalfTheBytes(ShardingStrategy):
             def __init__(self, peers):
@@ -55,21 +64,21 @@ class Optimizer(ABC):
     def attach(self, chunks: Sequence[Chunk], infos: Sequence[dict[Parameter, ParamInfo]], grad_scale: float) -> None:
         """Take over the parameters of this stage's chunks; ``infos[i]`` describes those of ``chunks[i]``.
 
-        Makes the gradient buffers and, where it likes, moves the parameters into flat storage. Every gradient is
-        multiplied by ``grad_scale`` (1 / data-parallel size when losses are averaged) before its reduction.
+        This allocates every ``main_grad``, and may move parameters into flat storage. Every gradient is multiplied by
+        ``grad_scale`` (1 / data-parallel size if losses are averaged) before its reduction.
         """
 
     @abstractmethod
     def zero_grad(self) -> None:
-        """Clear every ``main_grad`` for the next step."""
+        """Set every ``main_grad`` to zero for the next step."""
 
     @abstractmethod
     def grad_ready(self, parameter: Parameter) -> None:
-        """The last gradient of this step has been added to ``parameter.main_grad``."""
+        """``parameter.main_grad`` is complete for this step: its reduction may start."""
 
     @abstractmethod
     def start_grad_sync(self, chunk: int) -> None:
-        """Send what is left of ``chunk``'s gradients. Idempotent."""
+        """Start reducing the remaining gradients of ``chunk``. Idempotent."""
 
     @abstractmethod
     def finish_grad_sync(self) -> None:
@@ -77,66 +86,66 @@ class Optimizer(ABC):
 
     @abstractmethod
     def unscale_(self, factor: Tensor) -> Tensor:
-        """Multiply the gradients by ``factor`` (fp32 [1]) and return found_inf, fp32 [1], agreed over all ranks."""
+        """Multiply the gradients by ``factor`` (fp32 [1]); return found_inf, fp32 [1], the maximum over all ranks."""
 
     @abstractmethod
     def clip_(self, max_norm: float) -> Tensor:
-        """Scale the gradients down to ``max_norm`` (0: leave them) and return the global norm before, fp32 [1].
+        """Scale the gradients down to ``max_norm`` (0: no clipping), and return the global norm before, fp32 [1].
 
-        ``coefficient = max_norm / (norm + 1e-6)``, applied only when below 1. Every logical parameter counts once
-        (``ParamInfo.counted``), padding never.
+        ``coefficient = max_norm / (norm + 1e-6)`` applies only if it is below 1. Every logical parameter counts once
+        (``ParamInfo.counted``), and padding not at all.
         """
 
     @abstractmethod
     def count_zeros(self) -> Tensor:
-        """Zeros among the gradients, over all ranks, fp32 [1]; asked for after ``clip_`` (``train.count_zeros``).
+        """Number of zeros among the gradients of all ranks, fp32 [1]; called after ``clip_`` (``train.count_zeros``).
 
-        Every logical parameter counts once, padding never.
+        Every logical parameter counts once, and padding not at all.
         """
 
     @abstractmethod
     def step(self, lr: float, weight_decay: float) -> None:
-        """Update the parameters. ``weight_decay`` applies where ``ParamInfo.decay`` is true."""
+        """Update the parameters. ``weight_decay`` applies to those with ``ParamInfo.decay``."""
 
     @abstractmethod
     def start_param_sync(self) -> None:
-        """Start bringing updated parameters to the ranks that did not compute them."""
+        """Start gathering updated parameters on the ranks that did not compute them."""
 
     @abstractmethod
     def ensure_ready(self, parameters: Iterable[Parameter]) -> None:
-        """Return once ``parameters`` hold their updated values. Cheap and idempotent."""
+        """Block until ``parameters`` hold their updated values. Idempotent, and cheap if they do already."""
 
     @abstractmethod
     def memory(self) -> Mapping[str, int]:
         """Bytes that this rank holds between steps, by role.
 
         The roles are ``parameters``, ``gradients``, ``masters``, ``main_gradients`` (fp32 copies of 16-bit gradients)
-        and ``state``, left out where it is not known. On the meta device, where a run is planned, the same as after a
-        first step elsewhere.
+        and ``state``, which is omitted if it is not known. On the meta device, where runs are planned, the numbers are
+        those after a first step on a real device.
         """
 
     @abstractmethod
     def iter_state(self) -> Iterator[StatePiece]:
-        """This rank's part of the state, without any communication.
+        """This rank's part of the state, without communication.
 
-        Master weights (field :data:`~megatron_run.contracts.MASTER`, whatever the precision) and the rule's own fields,
-        as boxes of logical tensors. Over all ranks each value comes once: of data-parallel replicas one gives it, and
-        of copies (``ParamInfo.counted``) the one that counts.
+        It consists of master weights (field :data:`~megatron_run.contracts.MASTER`, in every precision) and of the
+        rule's own fields, as boxes of logical tensors. Over all ranks, each value comes once: from one of the
+        data-parallel replicas, and from the copy that counts (``ParamInfo.counted``).
         """
 
     @abstractmethod
     def load_state(self, read: ReadState) -> None:
-        """Replace the state by what ``read`` looks up, box by box, and bring the parameters up to date.
+        """Replace the state with the boxes that ``read`` returns, and update the parameters from the masters.
 
-        Whoever wrote the state may have been laid out otherwise, and another optimizer with the same fields. Collective
-        over the data-parallel ranks.
+        The state may have been written with another parallel layout, and by another optimizer with the same fields.
+        Collective over the data-parallel ranks.
         """
 
     def load_weights(self, read: ReadState) -> None:
-        """Replace the masters by what ``read`` looks up, and begin the rest anew, as before the first step.
+        """Replace the master weights with the boxes that ``read`` returns, and reset the rest of the state.
 
-        Collective as :meth:`load_state`. By default the rest is loaded as zeros, which is right for a rule whose state
-        begins so.
+        Collective, as :meth:`load_state`. The default loads zeros for the rest, which is correct for a rule whose
+        initial state is zero.
         """
         from torch import zeros
 

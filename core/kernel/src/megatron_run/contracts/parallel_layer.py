@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LinearPart:
-    """One of the logical matrices that a fused linear layer computes at once: q, k, v, or gate and up.
+    """One of the logical matrices of a fused linear layer: query, key and value, or gate and up.
 
-    ``key`` is the configuration key that sets ``features``, where there is one: an error names it.
+    ``key`` is the configuration key that sets ``features``, if there is one; errors name it.
     """
 
     name: str
@@ -34,7 +34,7 @@ class LinearPart:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """``heads`` query heads share ``kv_heads`` key-value heads of size ``head_size``; ``layer`` is its global index."""
+    """``heads`` query heads share ``kv_heads`` key-value heads of ``head_size``; ``layer`` is its global index."""
 
     heads: int
     kv_heads: int
@@ -43,20 +43,24 @@ class AttentionShape:
 
 
 class ParallelLayers(ABC):
-    """A factory of layers. x is [s, b, h] everywhere ([s/t, b, h] between blocks with sequence parallelism).
+    """A factory of the layers from which models are built.
 
-    A layer that is split gets the ranks that share it as an argument, a
-    :class:`megatron_run_engine.runtime.comm.ParallelGroup`, so that the same layer can be split over another axis. What
-    the kernel itself knows of splitting is bound to the tensor-parallel ranks: ``context.sequence_shards``, learned
-    positions, random streams, and which rank's copy of a whole parameter counts.
+    Activations are [s, b, h]; with sequence parallelism they are [s/t, b, h] between blocks.
 
-    Parameters are created uninitialised, with ``parameter_specs`` on their module saying how they start and which
-    logical tensors they hold; the names of parameters and parts are the canonical ones (``weight``, ``bias``,
-    ``query.weight``), whatever the factory, so that checkpoints cross over. Weight gradients should be handed to
-    ``context.gradients.submit``, which lets a schedule split the backward; a layer that does not is still right.
+    *Splitting.* A split layer takes the ranks that share it as an argument, a
+    :class:`megatron_run_engine.runtime.comm.ParallelGroup`, so the same layer can be split over another axis. Only
+    these parts of the engine are bound to the tensor-parallel axis: ``context.sequence_shards``, learned positions,
+    random streams, and the choice of the rank whose copy of a replicated parameter counts.
 
-    Factories stack: ``create_parallel_layer(context, options, base)`` may return an object that overrides some
-    methods and passes the rest to ``base``. A whole working plugin::
+    *Parameters* are created uninitialised. ``parameter_specs`` on their module declares their initial values and the
+    logical tensors that they hold. Names of parameters and parts are canonical (``weight``, ``bias``,
+    ``query.weight``) in every factory, so that checkpoints can be loaded with another factory.
+
+    *Weight gradients* should be passed to ``context.gradients.submit``, which lets a schedule split the backward. A
+    layer that leaves them to autograd is still correct.
+
+    *Stacking.* ``create_parallel_layer(context, options, base)`` may return an object that overrides some methods and
+    passes the others to ``base``. A whole working plugin::
 
         class MyNorms(StackedLayers):
             def norm(self, kind, size, eps=1e-5):
@@ -77,15 +81,15 @@ class ParallelLayers(ABC):
         init: Init,
         norm: nn.Module | None = None,
     ) -> nn.Module:
-        """[s, b, inputs] -> [s, b, sum(features) / t]: output features are split, part by part.
+        """[s, b, inputs] -> [s, b, sum(features) / t]: the output features of each part are split.
 
-        ``norm``, made by :meth:`norm` of the whole stack, is applied to the input first and becomes the child ``norm``
-        of the layer, which a factory may fuse with the product.
+        ``norm``, created by :meth:`norm` of the whole stack, is applied to the input first. It becomes the layer's
+        child ``norm``; a factory may fuse it with the product.
         """
 
     @abstractmethod
     def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
-        """[s, b, inputs / t] -> [s, b, outputs]: input features are split and partial products summed."""
+        """[s, b, inputs / t] -> [s, b, outputs]: input features are split, and partial products are summed."""
 
     @abstractmethod
     def vocab_embedding(self, vocab: int, hidden: int, *, init: Init) -> nn.Module:
@@ -93,7 +97,7 @@ class ParallelLayers(ABC):
 
     @abstractmethod
     def output_layer(self, vocab: int, hidden: int, *, init: Init, weight: nn.Parameter | None = None) -> nn.Module:
-        """[s, b, hidden] -> logits [s, b, padded vocab / t]. ``weight`` is a parameter of this rank to share."""
+        """[s, b, hidden] -> logits [s, b, padded vocab / t]. ``weight`` is this rank's parameter to share, if tied."""
 
     @abstractmethod
     def norm(self, kind: Literal["layernorm", "rmsnorm"], size: int, eps: float = 1e-5) -> nn.Module:
@@ -109,24 +113,24 @@ class ParallelLayers(ABC):
 
     @abstractmethod
     def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
-        """(logits [s, b, padded vocab / t], labels [b, s]) -> loss per token [s, b], fp32; padding is no class.
+        """(logits [s, b, padded vocab / t], labels [b, s]) -> loss per token [s, b], fp32; padding is not a class.
 
-        While training, ``label_smoothing`` e mixes ``(1 - e) * nll + e * mean over the vocabulary of -log p`` (Szegedy
-        et al. 2016, as PyTorch defines it); an evaluation scores the plain loss.
+        In training, ``label_smoothing`` e gives ``(1 - e) * nll + e * mean over the vocabulary of -log p`` (Szegedy et
+        al. 2016, as PyTorch defines it); evaluations use the plain loss.
         """
 
     @abstractmethod
     def enter_region(self, x: Tensor) -> Tensor:
         """Enter a tensor-parallel region: [s, b, *] or [s/t, b, *] -> [s, b, *], equal on all of its ranks.
 
-        For what lies between the two ends of a region and is no pair of layers of this factory: a router sees all
-        tokens on every rank, and the gradients of what it computes there are parts of a sum over the ranks, its
-        parameters' (``ParameterSpec.partial_over="tensor"``) as well as that of x.
+        For code inside a region other than a column- and row-parallel pair, such as a router: it sees all tokens on
+        every rank, and each rank computes a part of the gradients, both of its parameters
+        (``ParameterSpec.partial_over="tensor"``) and of x.
         """
 
     @abstractmethod
     def leave_region(self, x: Tensor) -> Tensor:
-        """Leave it: the results [s, b, *] of all ranks add up -> [s, b, *] or [s/t, b, *]."""
+        """Leave the region: sum the results [s, b, *] of all ranks -> [s, b, *] or [s/t, b, *]."""
 
     @abstractmethod
     def expert_column_linear(
@@ -134,30 +138,30 @@ class ParallelLayers(ABC):
     ) -> nn.Module:
         """(rows [n, inputs], counts [held]) -> [n, sum(features) / t]: each expert's rows times its own matrix.
 
-        Within a region. ``experts`` are the numbers of those that this rank holds; the others are its peers'. Rows lie
-        in their order, ``counts[i]`` of the i-th: int64, on the CPU. The logical tensors of expert e are
-        called ``e.<part>.weight`` and ``e.<part>.bias``, and ``ParameterSpec.replicas`` is ``expert_data``.
+        The layer lies inside a region. ``experts`` are the indices of this rank's experts. Rows are sorted by expert,
+        ``counts[i]`` of them for the i-th, int64 on the CPU. The logical tensors of expert e are named
+        ``e.<part>.weight`` and ``e.<part>.bias``, and ``ParameterSpec.replicas`` is ``expert_data``.
         """
 
     @abstractmethod
     def expert_row_linear(self, experts: range, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
-        """(rows [n, inputs / t], counts [held]) -> [n, outputs], which still is to be summed by :meth:`leave_region`.
+        """(rows [n, inputs / t], counts [held]) -> [n, outputs], a partial sum that :meth:`leave_region` completes.
 
-        As :meth:`expert_column_linear`, its tensors called ``e.weight`` and ``e.bias``. The bias is part of the sum.
+        As :meth:`expert_column_linear`, with tensors named ``e.weight`` and ``e.bias``. The complete sum contains the
+        bias once.
         """
 
     def forward_pass(self) -> AbstractContextManager[object]:
-        """What the forward of a whole chunk runs in, asked for anew each time; by default nothing.
+        """The context in which a chunk's forward runs, created anew each time; by default an empty one.
 
-        A segment that runs outside of a chunk's forward has a context of its own
-        (:class:`megatron_run_engine.nn.ForwardPass`): one that is captured, and one of a layer that is computed again
-        in the backward.
+        A segment that runs outside a chunk's forward enters a context of its own
+        (:class:`megatron_run_engine.nn.ForwardPass`): when it is captured, and when it is recomputed in the backward.
         """
         return nullcontext()
 
 
 class StackedLayers(ParallelLayers):
-    """Passes everything to ``base``; a plugin that changes one layer derives from it."""
+    """Passes every call to ``base``. Derive from it to change some layers of the factory below."""
 
     def __init__(self, base: ParallelLayers) -> None:
         self.base = base

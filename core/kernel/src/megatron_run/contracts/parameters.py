@@ -1,4 +1,4 @@
-"""How a parameter relates to the logical tensors of the model, to its copies and to its optimizer."""
+"""How a parameter relates to the model's logical tensors, to its copies on other ranks, and to the optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_run.contracts.topology import Axis, Replicas
 
 @dataclass(frozen=True)
 class Init:
-    """How a logical tensor starts: N(0, std), zeros or ones."""
+    """Initial values of a logical tensor: N(0, std), zeros or ones."""
 
     kind: Literal["normal", "zeros", "ones"]
     std: float = 0.0
@@ -20,8 +20,8 @@ class Init:
 class Part:
     """Rows of a local parameter that belong to one logical tensor.
 
-    Local rows ``local.start:local.stop`` hold rows ``start:start + len(local)`` (and columns from ``column``) of the
-    logical tensor ``name`` with global ``shape``. Local rows in no part are padding: zero, and never checkpointed.
+    Local rows ``local.start:local.stop`` hold rows ``start:start + len(local)``, and columns from ``column`` on, of the
+    logical tensor ``name`` of global ``shape``. Local rows in no part are padding: they are zero and not checkpointed.
     """
 
     name: str
@@ -33,16 +33,17 @@ class Part:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What a module says of one of its parameters; the module's place in the tree gives the name.
+    """A module's declaration of one of its parameters.
 
-    A module that sets ``parameter_specs: dict[str, ParameterSpec]`` (keys are its own parameters' names) overrides the
-    defaults; names in ``parts`` are relative to the module, as ``"query.weight"``. No parts: the parameter is one whole
-    logical tensor. ``name``, when set, is the absolute canonical name, for a parameter that lives elsewhere in the tree
-    than it is named (a tied embedding).
+    A module sets ``parameter_specs: dict[str, ParameterSpec]``, whose keys are the names of its own parameters, to
+    override the defaults. The module's path in the tree is the prefix of all names; names in ``parts`` are relative to
+    it, as ``"query.weight"``. Without parts the parameter is one whole logical tensor. ``name``, if set, is the
+    absolute canonical name, for a parameter whose name does not follow from its path (a tied embedding). The other
+    fields are those of :class:`ParamInfo`; ``decay=None`` means the default by shape and name.
 
-    What is whole by its ``parts`` is taken for a copy that every tensor-parallel rank holds, and ``counted`` on the
-    first alone. So a logical tensor that only another of them holds cannot be said yet: experts are split over the
-    expert-parallel ranks, and within each over the tensor-parallel ones.
+    A parameter that covers its whole logical tensors is treated as replicated over the tensor-parallel ranks, and
+    ``counted`` on the first only. So a whole tensor that only another tensor-parallel rank holds cannot be declared:
+    experts are split over the expert-parallel ranks, and each expert over the tensor-parallel ranks.
     """
 
     init: Init
@@ -57,14 +58,14 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """Everything the kernel and an optimizer know about one parameter.
+    """Everything that the engine and an optimizer know about one parameter.
 
-    ``name`` is canonical: equal for every parallel layout and layer factory. ``decay``: weight decay applies (not to
-    1-D parameters and biases). ``partial_over`` is the axis whose sum makes the gradient whole (``tie`` for a tied
-    embedding on two stages, ``tensor`` for norms under sequence parallelism). ``tie`` names the parameters
-    that are one. ``counted`` is true on exactly one copy: that one enters the gradient norm.
-    ``replicas`` is the axis whose ranks hold the same parameter and reduce its gradient together: fewer hold that of an
-    expert than hold the rest.
+    ``name`` is canonical: equal for every parallel layout and layer factory. ``decay``: weight decay applies (by
+    default not to 1-D parameters and biases). ``partial_over`` is the axis over which the gradient must be summed,
+    because each rank computes a part of it: ``tie`` for a tied embedding on two stages, ``tensor`` for norms under
+    sequence parallelism. ``tie`` is equal on all copies of a tied parameter. ``counted`` is true on exactly one copy,
+    which enters the gradient norm and the checkpoint. ``replicas`` is the axis whose ranks hold the same parameter and
+    reduce its gradient together; an expert has fewer replicas than the other parameters.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What every plugin says about itself."""
+"""The description that every plugin gives of itself, and the kinds of plugin."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def entry_point_group(kind: str) -> str:
 
 @dataclass(frozen=True)
 class PluginInfo:
-    """The answer to ``megatron_run_plugin_info``.
+    """A plugin's description of itself, the result of ``megatron_run_plugin_info``.
 
     ``kind`` and ``name`` repeat the entry point. ``api`` is the version of the kind's contract that the plugin was
-    written for. ``options`` is a frozen pydantic model, or None when there is nothing to set.
+    written for. ``options`` is a frozen pydantic model, or None if there is nothing to set.
 
     ``provides`` and ``requires`` are abilities: a configuration key that the plugin serves when it is above 1
     (``parallel.pipeline``), a setting that it serves (``train.precision=fp16``), or any word two plugins agree on; each
@@ -76,25 +76,25 @@ class PluginInfo:
     like where the user said nothing (interleaved: two stages with two chunks each); ``suggests_with`` adds some where
     an option of the plugin has a certain value: ``{"variant=v": {"parallel.chunks": 2}}``.
 
-    Layers that provide ``parallel.tensor`` are made once on the meta device, whatever its value, before anything is
-    started or written: what they refuse is said then.
+    Layers that provide ``parallel.tensor`` are built once on the meta device, for any value of that key, before
+    anything is started or written. So their errors are reported early.
 
-    ``check_config`` is called with the whole configuration, resolved and otherwise found correct, and the options,
-    wherever a run is planned. It returns what the user should know, a line each: an option that does nothing here, a
-    value that costs more than it seems. What cannot be at all it refuses with a :class:`megatron_run.errors.RunError`;
-    where that names keys, where they came from is added.
+    ``check_config(config, options)`` is called wherever a run is planned, with the whole configuration, resolved and
+    otherwise valid. It returns notices for the user, one line each, such as an option without effect. For an impossible
+    configuration it raises :class:`megatron_run.errors.RunError`; the origin of each key named in the error is added.
 
-    ``check_device`` is called with the device of a rank, ``cpu`` or ``cuda:N``, and the options; it raises a
-    :class:`megatron_run.errors.RunError` when the plugin cannot run there as they ask. A library that not every machine
-    has is looked for here: the plugin can then be listed and explained without it. Each rank calls it before there is a
-    process group, and our launcher, for the ranks that it will start, before a run folder is made: it may ask a GPU
-    what it can do, and must allocate nothing there.
+    ``check_device(device, options)`` is called with the device of a rank, ``cpu`` or ``cuda:N``. It raises
+    :class:`megatron_run.errors.RunError` if the plugin cannot run there with these options. Check for optional
+    libraries here, so that the plugin can be listed and explained without them. Each rank calls it before there is a
+    process group; our launcher calls it for its ranks before a run folder is created. It may query a GPU, but must not
+    allocate memory there.
 
-    ``state_version`` is that of what a scaler or an optimizer saves: raise it where the same names mean something else.
-    ``upgrade_state(state, from_version)`` makes of what an older version of the plugin saved what this one loads: of a
-    scaler ``Scaler.state_dict``; of an optimizer the fields of one logical tensor by name, the weights ``master`` among
-    them, as tensors on the host that it must not write into. Those with a value for each weight come as equal boxes,
-    which may be any part of the tensor; the others, as the count of steps, come whole.
+    ``state_version`` is the version of the state that a scaler or an optimizer saves; increase it when the same names
+    change their meaning. ``upgrade_state(state, from_version)`` converts the state saved by an older version of the
+    plugin. For a scaler, ``state`` is the result of ``Scaler.state_dict``. For an optimizer, it holds the fields of one
+    logical tensor by name, the weights ``master`` among them, as tensors on the host that must not be modified. Fields
+    with one value per weight come as equal boxes, which may be any part of the tensor; other fields, such as the step
+    count, come whole.
 
     Example::
 

@@ -18,14 +18,14 @@ _UNITS = MappingProxyType({"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400})
 
 @dataclass(frozen=True)
 class Duration:
-    """So many ``seconds``; ``text`` is how it was written."""
+    """A duration of ``seconds``, written as ``text``."""
 
     seconds: float
     text: str
 
     @classmethod
     def parse(cls, value: object) -> Duration:
-        """Read ``"90 min"``, ``"11.5h"`` or ``3600``. Raises ValueError."""
+        """Parse ``"90 min"``, ``"11.5h"`` or ``3600``. Raises ValueError."""
         if isinstance(value, Duration):
             return value
         text = str(value).strip()
@@ -62,7 +62,7 @@ class Span:
 
     @classmethod
     def parse(cls, value: object) -> Span:
-        """Read ``300``, ``"300"``, ``"2M samples"`` (k, M, G) or ``"1%"``. Raises ValueError."""
+        """Parse ``300``, ``"300"``, ``"2M samples"`` (k, M, G) or ``"1%"``. Raises ValueError."""
         if isinstance(value, Span):
             return value
         text = str(value).strip()
@@ -99,7 +99,7 @@ class Span:
         return f"Span({str(self)!r})"
 
     def written(self) -> int | str:
-        """As a configuration file writes it: a number of steps is an integer, everything else text."""
+        """The value in a configuration file: an integer for steps, otherwise text."""
         return int(self.amount) if self.unit == "steps" else str(self)
 
     @classmethod

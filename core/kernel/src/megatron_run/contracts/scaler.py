@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class Scaler(ABC):
-    """Holds the factor by which losses are multiplied so that 16-bit gradients do not vanish.
+    """Holds the loss scale, which keeps small 16-bit gradients from underflowing to zero.
 
-    The trainer multiplies every loss by ``scale`` where it is produced, and gradients by ``inv_scale`` before the
-    update. ``scale`` keeps the same storage for life: a captured graph may hold its address. A scaler whose scale moves
-    has a state, which a run that goes on from a checkpoint needs to move on from there.
+    The trainer multiplies every loss by ``scale`` before its backward, and the gradients by ``inv_scale`` before the
+    update. ``scale`` keeps the same storage for life, because a captured graph may hold its address. A scaler whose
+    scale changes has a state, from which a resumed run continues.
 
     A whole working plugin, which halves the scale at every overflow::
 
@@ -49,7 +49,7 @@ class Scaler(ABC):
         def megatron_run_create_scaler(context, options):
             return Halving(options.initial_loss_scale, context.device)
 
-    ``provides`` says that fp16 can be trained with it: without a scale its gradients vanish.
+    ``provides`` declares that the plugin serves fp16, which cannot be trained without a loss scale.
     """
 
     @property
@@ -64,45 +64,45 @@ class Scaler(ABC):
 
     @abstractmethod
     def update(self, found_inf: Tensor) -> None:
-        """Move the scale after a step. ``found_inf``, fp32 [1], is above 0 when any rank saw a non-finite gradient.
+        """Update the scale after a step. ``found_inf``, fp32 [1], is above 0 if any rank had a non-finite gradient.
 
-        It is already agreed between the ranks, so an implementation does no communication, and every rank's scale stays
-        the same. It must not be written to. Reading it on the host would make the host wait for the device.
+        ``found_inf`` is equal on all ranks already, so an implementation needs no communication to keep the scales
+        equal. It must not be modified. Avoid reading it on the host, which would wait for the device.
         """
 
     def state_dict(self) -> Mapping[str, float]:
-        """What the next updates depend on, by name: whole numbers and finite ones, as JSON has them.
+        """The state on which later updates depend, by name: finite numbers, as JSON can hold them.
 
-        It is asked for when a checkpoint is written, and may read the device. Every rank's is the same. Empty, as it is
-        by default, when the scale never moves.
+        It is called when a checkpoint is written, and may read the device. It is equal on all ranks. The default is
+        empty, for a scale that never changes.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from ``state``, which :meth:`state_dict` of the same plugin gave: equal updates give equal scales.
+        """Continue from ``state``, a result of the same plugin's :meth:`state_dict`: equal updates give equal scales.
 
-        The scale is written in place. What the state does not hold, as bounds and factors, is what this run's options
-        say. May raise :class:`megatron_run.errors.DataError`, having changed nothing, when ``state`` does not fit.
+        The scale is written in place. Anything that the state does not hold, such as bounds and factors, comes from
+        this run's options. If ``state`` does not fit, raise :class:`megatron_run.errors.DataError` and change nothing.
 
-        It is not called when a checkpoint has no state of a scaler: the run then warns, and starts from its options.
+        It is not called if a checkpoint has no scaler state; the run then warns and starts from its options.
         """
         if state:
             raise DataError(
-                f"{type(self).__name__} has no state, and is given {', '.join(state)}",
+                f"{type(self).__name__} has no state, but the checkpoint holds {', '.join(state)}",
                 fix="choose the scaler that wrote it",
             )
 
 
 def scale_text(scale: float) -> str:
-    """A loss scale for people, with all its digits, by which one knows a power of two: ``4294967296``, ``0.5``."""
+    """A loss scale with all its digits, so that a power of two can be recognised: ``4294967296``, ``0.5``."""
     return f"{scale:.0f}" if float(scale).is_integer() else str(float(scale))
 
 
 def scale_notices(config: Config, numbers: Mapping[str, float]) -> Iterator[str]:
-    """What the user of a loss scale should know, for ``PluginInfo.check_config``.
+    """Notices for the user of a loss scale, for ``PluginInfo.check_config``.
 
-    ``numbers`` are the options from which the scale is made, by name. A power of two only moves exponents: any other
-    number rounds what is scaled by it, and rounds it again where that is undone.
+    ``numbers`` are the options that determine the scale, by name. Scaling by a power of two is exact, since it changes
+    exponents only; any other factor rounds when it is applied, and again when it is undone.
     """
     precision = config.train.precision
     if precision != "fp16":

@@ -1,4 +1,4 @@
-"""The contract of kind ``schedule``: where layers live and in which order microbatches run."""
+"""The contract of kind ``schedule``: the places of layers, and the order in which microbatches run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from megatron_run.contracts.actions import Action, LayoutSpec, Place, ScheduleSp
 
 
 class Schedule(ABC):
-    """Two pure functions; everything else is derived by the kernel.
+    """A pipeline schedule: two pure functions, from which the kernel derives everything else.
 
-    Messages, gradient-sync points, memory in flight, the bubble, the timeline and the proof that nothing deadlocks and
-    that every send meets its receive follow from the action lists. Refuse a shape you cannot serve with
-    :class:`megatron_run.errors.ScheduleError`, naming the nearest one you can: the user then reads it as a mistake of
-    the configuration (exit code 2), while lists that are no legal plan are a mistake of the plugin (exit code 3).
+    From the action lists follow the messages, the gradient-sync points, the activations in flight, the bubble, the
+    timeline, and the proof that nothing deadlocks and every send meets its receive. A schedule runs no code during
+    training and needs no torch.
+
+    For a shape that the schedule cannot serve, raise :class:`megatron_run.errors.ScheduleError` and name the nearest
+    one that it can. The user then sees a mistake in the configuration (exit code 2). Lists that are not a legal plan
+    are a mistake of the plugin (exit code 3).
 
     A whole working plugin, all forwards and then all backwards::
 
@@ -34,11 +37,11 @@ class Schedule(ABC):
     """
 
     def layout(self, spec: LayoutSpec) -> tuple[Place, ...]:
-        """Where each layer lives, in model order: the first place has the embedding, the last the loss.
+        """The place of each layer, in model order; the first place has the embedding, the last has the loss.
 
-        The default is Megatron's looped layout. The stage and chunk of a place follow from the stages and chunks alone;
-        only how many layers a place holds depends on the layers, and on the counts where the user gave some. Nothing
-        depends on the number of microbatches, and a place's layers may be empty.
+        The default is the looped layout of Megatron-LM. The stage and chunk of a place must follow from
+        ``spec.stages`` and ``spec.chunks`` alone. The layers of a place may also depend on ``spec.layers`` and on the
+        user's ``spec.counts``, and may be empty. Nothing depends on the number of microbatches.
         """
         return looped_layout(spec)
 
@@ -46,6 +49,6 @@ class Schedule(ABC):
     def actions(self, spec: ScheduleSpec) -> Sequence[Sequence[Action]]:
         """One list of actions per stage, in the order in which the stage runs them.
 
-        For each (microbatch, chunk) of the stage: F, then either B, or I before W. ``S`` may start a chunk's gradient
-        sync and ``R`` recompute early.
+        For each (microbatch, chunk) of the stage: ``F``, then either ``B``, or ``I`` and later ``W``. Optionally ``S``
+        starts a chunk's gradient sync, and ``R`` recomputes a forward before its backward.
         """

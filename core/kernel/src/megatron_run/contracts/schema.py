@@ -1,6 +1,6 @@
-"""Every key of the configuration that belongs to the kernel: type, default, bounds and meaning.
+"""The kernel's configuration keys: type, default, bounds and meaning of each.
 
-The options of a plugin stand beside the plugin, in its own model, and are written into the section of its kind.
+A plugin's options are defined in the plugin, by its own pydantic model, and set in the section of its kind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Shape = Literal["constant", "linear", "cosine"]
 
 
 class Section(BaseModel):
-    """A frozen set of keys; an unknown one is an error. Printed, it shows what differs from the defaults."""
+    """A frozen set of keys; an unknown key is an error. ``repr`` shows the values that differ from the defaults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -30,7 +30,7 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    """Where and how a run is executed; no key here changes what is learned, but the weights that it starts from."""
+    """Where and how a run is executed. Only ``init_from``, the initial weights, affects what is learned."""
 
     folder: Path | None = Field(None, description="run folder; unset: a new one in runs/")
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -63,7 +63,7 @@ class RampUp(Section):
 
 
 class TrainSection(Section):
-    """What is learned, how long and how fast."""
+    """Length, batch, precision and optimization of the training."""
 
     steps: int | None = Field(None, ge=1, description="length in optimizer steps; or set train.samples")
     samples: int | None = Field(None, ge=1, description="length in samples; or set train.steps")
@@ -95,7 +95,7 @@ class TrainSection(Section):
     @field_validator("samples")
     @classmethod
     def _one_length(cls, samples: int | None, info: ValidationInfo) -> int | None:
-        if "steps" not in info.data:  # it has a problem of its own
+        if "steps" not in info.data:  # steps is invalid itself, and reported
             return samples
         if samples is None and info.data["steps"] is None:
             raise PydanticCustomError("rule", "train.steps is not set, nor train.samples; add --set train.steps=...")
@@ -119,7 +119,7 @@ class TrainSection(Section):
 
 
 class ParallelSection(Section):
-    """How the ranks share the work. The world is tensor x pipeline x data."""
+    """How the work is split over ranks. The world size is tensor x pipeline x data."""
 
     tensor: int = Field(1, ge=1, description="ranks that split each layer")
     pipeline: int = Field(1, ge=1, description="stages that split the layers")
@@ -140,7 +140,7 @@ class ParallelSection(Section):
 
 
 class EvalSection(Section):
-    """Measuring the model on held-out samples, and a taste of it at the end."""
+    """Evaluation on held-out samples, and text generated at the end."""
 
     interval: Span = Field(Span.parse(1000), description="between evaluations; 0: only at the end")
     batches: int = Field(10, ge=1, description="global batches per evaluation")
@@ -150,7 +150,7 @@ class EvalSection(Section):
 
 
 class CheckpointSection(Section):
-    """When the run is saved besides at its end and when it is stopped, and how many steps are kept."""
+    """How often the run is saved, besides at its end and when it is stopped, and how many steps are kept."""
 
     interval: Span = Field(Span.parse(1000), description="between saves; 0: only at the end and when stopped")
     keep: int = Field(2, ge=2, description="newest whole steps to keep")
@@ -158,7 +158,7 @@ class CheckpointSection(Section):
 
 
 class GuardSection(Section):
-    """What is watched besides gradients that are not finite (train.max_skips), and what is done about it."""
+    """Guards against bad losses, diverging replicas and slow ranks, and their actions; see also train.max_skips."""
 
     nan_loss: Literal["skip", "stop"] = Field(
         "skip", description="after a loss that is not finite: skip the update, or stop"
@@ -193,20 +193,20 @@ class PluginSection(Section):
 
 
 class PluginsSection(Section):
-    """The plugins of a kind that takes several, and their options as plain data by the plugin's name."""
+    """The plugins of a kind that allows several, and their options as plain data by the plugin's name."""
 
     use: tuple[str, ...] = Field(description="names of the plugins")
     options: Options = Field(default_factory=dict, description="options of the plugins")
 
 
 class Header(Section):
-    """What stands above the sections."""
+    """The keys above all sections."""
 
     version: Literal[1] = Field(1, description="schema version")
 
 
 class Config(Header):
-    """The whole configuration: one section a topic, one section a kind of plugin. Options have their defaults."""
+    """The whole configuration: one section per topic and one per kind of plugin, with all defaults filled in."""
 
     run: RunSection
     train: TrainSection
@@ -224,7 +224,7 @@ class Config(Header):
     observer: PluginsSection
 
 
-#: Keys of which one is set: a stronger layer that sets one covers the others.
+#: Groups of keys of which only one may be set: a stronger source that sets one overrides the others.
 RIVALS: tuple[frozenset[tuple[str, ...]], ...] = (frozenset({("train", "steps"), ("train", "samples")}),)
 
 #: The sections that belong to the kernel, by name.

@@ -1,4 +1,4 @@
-"""The rank grid: who computes what with whom. Pure arithmetic, no torch and no globals.
+"""The rank grid: coordinates of ranks, and groups along each axis. Pure arithmetic, no torch and no globals.
 
 Legend: T tensor, C context, E expert, D data, P pipeline; d = D, the data-parallel size ``world / (T*C*P)``.
 """
@@ -12,13 +12,13 @@ from megatron_run.errors import InputError
 
 #: Axes from the fastest-varying to the slowest: neighbouring ranks share the tensor axis. `expert` splits `data`.
 Axis = Literal["tensor", "context", "data", "pipeline", "expert", "expert_data", "tie"]
-#: The axes along which a parameter may be the same on every rank: that of an expert is on fewer.
+#: Axes whose ranks may hold the same parameter; an expert's parameters are on fewer ranks (``expert_data``).
 Replicas = Literal["data", "expert_data"]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many ways each axis splits the world. ``expert`` divides ``data``: experts live inside its ranks."""
+    """Size of each axis. ``expert`` divides ``data``: experts are split over data-parallel ranks."""
 
     tensor: int = 1
     context: int = 1
@@ -41,10 +41,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Topology:
-    """One rank's view of the grid. The order is ``tp-cp-ep-dp-pp``, leftmost fastest (as in Megatron-LM).
+    """One rank's view of the grid. The order is ``tp-cp-ep-dp-pp``, leftmost fastest, as in Megatron-LM.
 
-    ``ends`` are the stages of the first and the last position of the layout, which may share a tied parameter;
-    None: the first and the last stage.
+    ``ends`` are the stages of the layout's first and last position, which may share a tied parameter. None means the
+    first and the last stage.
     """
 
     sizes: Sizes
@@ -86,9 +86,9 @@ class Topology:
         return tensor + sizes.tensor * (context + sizes.context * (data + sizes.data * stage))
 
     def peers(self, axis: Axis) -> tuple[int, ...]:
-        """The ranks that share every coordinate with this one except ``axis``, in order along it.
+        """The ranks that differ from this one only in their coordinate along ``axis``, in order.
 
-        ``tie`` is the stages at the ends of the layout, the two that may hold copies of one tied parameter.
+        Along ``tie`` they are the stages at the ends of the layout, which may hold copies of one tied parameter.
         """
         here = {
             "tensor": self.tensor_rank,
@@ -111,6 +111,6 @@ class Topology:
         return tuple(self.rank_at(**{**here, coordinate: value}) for value in values)
 
     def all_groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
-        """Every group along ``axis`` in the world, in one order that all ranks agree on."""
+        """Every group along ``axis`` in the world, in the same order on all ranks."""
         groups = {Topology(self.sizes, rank, self.ends).peers(axis) for rank in range(self.sizes.world)}
         return tuple(sorted(groups))

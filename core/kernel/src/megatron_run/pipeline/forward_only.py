@@ -1,4 +1,4 @@
-"""The kernel's own plan for evaluation and generation: forwards alone, from the layout. No torch."""
+"""The kernel's own plan for evaluation and generation: forwards only, derived from the layout. No torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron_run.pipeline.simulate import completion_order, simulate
 def forward_plan(layout: Sequence[Place], stages: int, chunks: int, microbatches: int) -> Plan:
     """Every microbatch through every place, in the order ``(m // P, position, m)``, for any M >= 1.
 
-    Groups of P microbatches keep every stage busy without asking M to be a multiple of P. All stages follow one common
-    order, so no deadlock is possible. Nothing is held for a backward, so the peaks are 0.
+    Groups of P microbatches keep every stage busy, and M need not be a multiple of P. All stages follow one common
+    order, so no deadlock is possible. Nothing is kept for a backward, so the peaks are 0.
     """
     visits = [(microbatch, position) for microbatch in range(microbatches) for position in range(len(layout))]
     lists: list[list[Action]] = [[] for _ in range(stages)]

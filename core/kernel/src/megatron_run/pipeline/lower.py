@@ -1,12 +1,12 @@
-"""Lower a plan to one stage's instructions: what to receive, compute, send and retire, and when. No torch.
+"""Lowers a plan to one stage's instructions: what to receive, compute, send and retire, and when. No torch.
 
-What makes any legal plan safe on transports that match messages in order and know no tags:
+Three rules make any legal plan safe on a transport that matches messages in order, without tags:
 
-- On a directed channel (source, target) receives are posted in the order in which the **source sends**, never in the
+- On a directed channel (source, target), receives are posted in the order in which the **source sends**, never in the
   order of use, so the n-th receive always meets the n-th send.
-- A hand-off inside a stage is no message on a wire: its source equals its target, and it is never posted or retired.
-- A send is retired, that is waited for, at the first receive that its target produced after using the message. Until
-  then its buffer is the executor's; what is never proven consumed is retired at the end of the step.
+- A message inside a stage never touches the transport: its source equals its target, and it is not posted or retired.
+- A send is retired (waited for) at the first receive of a message that the target produced after it had consumed the
+  sent one. Until then the executor keeps its buffer. Sends without such a proof are retired at the end of the step.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from megatron_run.pipeline.plan import Plan, positions
 
 
 class Message(NamedTuple):
-    """One tensor on its way from stage ``source`` to stage ``target``.
+    """One tensor sent from stage ``source`` to stage ``target``.
 
-    ``x`` is an activation going forward, ``g`` the gradient of one going backward; ``position`` is the layout position
-    that consumes it. ``source == target`` is a hand-off between two chunks of one stage.
+    ``x`` is an activation sent forward, ``g`` a gradient sent backward; ``position`` is the layout position that
+    consumes it. If ``source == target``, it passes between two chunks of one stage.
     """
 
     kind: Literal["x", "g"]
@@ -35,7 +35,7 @@ class Message(NamedTuple):
 
     @property
     def local(self) -> bool:
-        """Whether it stays inside one stage and never touches a wire."""
+        """Whether the message stays inside one stage and never touches the transport."""
         return self.source == self.target
 
     def __str__(self) -> str:
@@ -43,18 +43,18 @@ class Message(NamedTuple):
         return f"the {name} of microbatch {self.microbatch} from stage {self.source} to stage {self.target}"
 
 
-#: By source, what it sends to one stage, in its order.
+#: For each source, the messages that it sends to one stage, in the source's order.
 _Channels = dict[int, list[Message]]
 
 
 class Instruction(NamedTuple):
     """One action with its messages, in the order in which an executor carries them out.
 
-    ``post``: start these receives, in this order; never a local message. ``receive``: wait for this one (posted here
-    or earlier), or take it over from the same stage when it is local. ``retire``: these earlier sends are now proven
-    consumed, so that waiting for them cannot block. ``action``: compute. ``send``: send its result, or keep it for the
-    same stage when it is local. ``sync``: the chunk's gradients are complete, start their synchronisation.
-    ``one_order``: each of ``post`` stands at its place in the plan's global message order, and none may be put off.
+    ``post``: start these receives, in this order; none is local. ``receive``: wait for this message, posted here or
+    earlier, or take it from this stage if it is local. ``retire``: wait for these earlier sends; they are proven
+    consumed now, so the wait cannot block. ``action``: compute it. ``send``: send its result, or keep it for this stage
+    if it is local. ``sync``: the chunk's gradients are complete, so start their reduction. ``one_order``: each of
+    ``post`` is at its place in the plan's global message order, and must not be postponed.
     """
 
     post: tuple[Message, ...]
@@ -67,15 +67,15 @@ class Instruction(NamedTuple):
 
 
 def lower(plan: Plan, stage: int, lookahead: int | None = 1) -> tuple[Instruction, ...]:
-    """The instructions of ``stage``, for training and forward-only plans alike.
+    """The instructions of ``stage``, for training plans and forward-only plans.
 
-    Receives are posted at most ``lookahead`` actions before the action that needs them or a later one on the same
-    channel. This is safe where each direction between two stages is a channel of its own (gloo). ``None`` posts each
-    receive at its place in the plan's global message order instead, which is safe even where one stream carries all
-    messages of a stage, in both directions (NCCL); the instructions say so.
+    A receive is posted at most ``lookahead`` actions before its message, or a later one on the same channel, is needed.
+    That is safe where each direction between two stages is a separate channel (gloo). With ``lookahead=None`` each
+    receive is posted at its place in the plan's global message order instead (``Instruction.one_order``). That is safe
+    even where one stream carries all messages of a stage, in both directions (NCCL).
 
-    Either way the program is checked: on each channel into ``stage`` its posts are the sends, in order, and each comes
-    no later than its use. Raises :class:`ScheduleError` otherwise, which no plan that was verified meets.
+    In both cases the program is checked: on each channel into ``stage`` the posts equal the sends, in order, and each
+    post comes no later than its use. Otherwise this raises :class:`ScheduleError`; a verified plan never does.
     """
     wires = _Wires(plan.layout)
     actions = plan.lists[stage]
@@ -105,30 +105,30 @@ def lower(plan: Plan, stage: int, lookahead: int | None = 1) -> tuple[Instructio
 
 
 class _Wires:
-    """Which message each action receives and sends; it follows from the layout alone."""
+    """The message that each action receives and sends, derived from the layout alone."""
 
     def __init__(self, layout: Sequence[Place]) -> None:
         self.layout = layout
         self.position_of = positions(layout)
 
     def neighbours(self, stage: int) -> list[int]:
-        """The other stages that hold a position next to one of ``stage``: all with which it exchanges messages."""
+        """The other stages with a position next to one of ``stage``: those with which it exchanges messages."""
         pairs = [(a.stage, b.stage) for a, b in pairwise(self.layout)]
         near = {b if a == stage else a for a, b in pairs if stage in (a, b)}
         return sorted(near - {stage})
 
     def received(self, stage: int, action: Action) -> Message | None:
-        """What ``action`` of ``stage`` needs: the activation before it, or the gradient after it."""
+        """The message that ``action`` of ``stage`` needs: the previous position's activation or the next's gradient."""
         position = self.position_of[stage, action.chunk]
         return self._into(action, position)
 
     def sent(self, stage: int, action: Action) -> Message | None:
-        """What ``action`` of ``stage`` makes for the next position, or for the one before."""
+        """The message that ``action`` of ``stage`` produces for the next position, or for the previous one."""
         position = self.position_of[stage, action.chunk]
         return self._into(action, position + 1 if action.op == "F" else position - 1)
 
     def _into(self, action: Action, position: int) -> Message | None:
-        """The message that crosses into ``position`` in the direction of ``action``."""
+        """The message into ``position`` in the direction of ``action``; None at the ends of the layout."""
         if action.op not in "FBI":
             return None
         kind: Literal["x", "g"] = "x" if action.op == "F" else "g"
@@ -139,7 +139,7 @@ class _Wires:
 
 
 def _channels(plan: Plan, wires: _Wires, stage: int) -> _Channels:
-    """By source, what each neighbour sends to ``stage``, in its order."""
+    """For each neighbour, the messages that it sends to ``stage``, in the neighbour's order."""
     channels: _Channels = {}
     for source in wires.neighbours(stage):
         sent = (wires.sent(source, action) for action in plan.lists[source])
@@ -148,7 +148,7 @@ def _channels(plan: Plan, wires: _Wires, stage: int) -> _Channels:
 
 
 def _check_posts(program: Sequence[Instruction], channels: _Channels) -> None:
-    """Raise :class:`ScheduleError` unless ``program`` posts what its ``channels`` bring, in order and in time."""
+    """Raise :class:`ScheduleError` unless ``program`` posts all messages of ``channels``, in order and in time."""
     posted: dict[int, list[Message]] = {source: [] for source in channels}
     known: set[Message] = set()
     for step in program:
@@ -166,7 +166,7 @@ def _check_posts(program: Sequence[Instruction], channels: _Channels) -> None:
 def _posts_ahead(
     wires: _Wires, stage: int, actions: Sequence[Action], channels: _Channels, lookahead: int
 ) -> list[tuple[Message, ...]]:
-    """Per action, the receives to post: all that its channel sends up to the ones needed within ``lookahead``."""
+    """Per action, the receives to post: all of the channel up to those needed within the next ``lookahead`` actions."""
     turn = {message: index for channel in channels.values() for index, message in enumerate(channel)}
     posted = dict.fromkeys(channels, 0)
     posts = []
@@ -183,7 +183,7 @@ def _posts_ahead(
 
 
 def _posts_in_order(plan: Plan, wires: _Wires, stage: int) -> list[tuple[Message, ...]]:
-    """Per action, the receives whose sends stand between the stage's last action and this one in the global order."""
+    """Per action, the receives whose sends are between the stage's previous action and this one in the global order."""
     posts: list[tuple[Message, ...]] = []
     arriving: list[Message] = []
     for source, index in plan.order:
@@ -198,38 +198,41 @@ def _posts_in_order(plan: Plan, wires: _Wires, stage: int) -> list[tuple[Message
 
 
 def _retired(plan: Plan, wires: _Wires, stage: int) -> list[tuple[Message, ...]]:
-    """Per action, the earlier sends that its receive proves consumed: the sender used them to make it, or before."""
-    used, made = _moments(plan, wires, stage)
-    on_the_way: list[Message] = []
+    """Per action, the earlier sends that its receive proves consumed.
+
+    The peer consumed them in the action that sent the received message, or before.
+    """
+    consumed, produced = _peer_indices(plan, wires, stage)
+    in_flight: list[Message] = []
     retired = []
     for action in plan.lists[stage]:
         proof, sent = wires.received(stage, action), wires.sent(stage, action)
         done: list[Message] = []
-        if proof in made:
-            done = [m for m in on_the_way if m.target == proof.source and used[m] <= made[proof]]
-            on_the_way = [m for m in on_the_way if m not in done]
-        if sent in used:
-            on_the_way.append(sent)
+        if proof in produced:
+            done = [m for m in in_flight if m.target == proof.source and consumed[m] <= produced[proof]]
+            in_flight = [m for m in in_flight if m not in done]
+        if sent in consumed:
+            in_flight.append(sent)
         retired.append(tuple(done))
     return retired
 
 
-def _moments(plan: Plan, wires: _Wires, stage: int) -> tuple[dict[Message, int], dict[Message, int]]:
-    """When the peers use what ``stage`` sends, and when they make what it receives: indices in the peers' lists."""
-    used: dict[Message, int] = {}
-    made: dict[Message, int] = {}
+def _peer_indices(plan: Plan, wires: _Wires, stage: int) -> tuple[dict[Message, int], dict[Message, int]]:
+    """When peers consume the messages of ``stage``, and when they produce those for it, as indices in their lists."""
+    consumed: dict[Message, int] = {}
+    produced: dict[Message, int] = {}
     for peer in wires.neighbours(stage):
         for index, action in enumerate(plan.lists[peer]):
             received, sent = wires.received(peer, action), wires.sent(peer, action)
             if received and received.source == stage:
-                used[received] = index
+                consumed[received] = index
             if sent and sent.target == stage:
-                made[sent] = index
-    return used, made
+                produced[sent] = index
+    return consumed, produced
 
 
 def _sync_points(actions: Sequence[Action]) -> set[int]:
-    """The index at which each chunk's gradients are complete: its S, else its last B or W."""
+    """The indices at which a chunk's gradient sync starts: its S, or its last B or W if it has none."""
     last = {action.chunk: index for index, action in enumerate(actions) if action.op in "BW"}
     last |= {action.chunk: index for index, action in enumerate(actions) if action.op == "S"}
     return set(last.values())

@@ -1,15 +1,15 @@
-"""Prove that every send meets its receive, for all channels of a plan at once. Pure Python, no torch.
+"""Proves that every send meets its receive, for all channels of a plan at once. Pure Python, no torch.
 
-The layout alone says which stage makes a message and which one uses it, so a message names its channel. What is proven
-of a plan's global order is all that lowering builds on:
+The layout alone determines which stage produces a message and which one consumes it, so a message determines its
+channel. Two properties of a plan's global order are proven; lowering relies on nothing else:
 
-- It holds each stage's list, whole and in the order of that list. Hence what it says of two sends of one stage is what
-  the stage does.
-- Every message is made once and used once, in this order, or neither. Hence on each directed channel the receives
-  that are needed are exactly the sends, and receives that are posted in the order of the sends, each no later than its
-  use, meet them one by one.
+- The order contains each stage's list completely and in the order of that list. So the order of two sends of a stage in
+  it is the order in which the stage sends.
+- Every message is produced once and then consumed once, or neither. So on each directed channel the needed receives are
+  exactly the sends, and receives that are posted in the order of the sends, each no later than its use, meet them one
+  by one.
 
-That a stage's program posts them so is checked where it is lowered (:mod:`megatron_run.pipeline.lower`).
+Lowering checks that a stage's program does post them so (:mod:`megatron_run.pipeline.lower`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from megatron_run.contracts.actions import Action, Place
 from megatron_run.errors import ScheduleError
 
-#: What became of a message so far.
-_TO_COME, _MADE, _USED = range(3)
+#: The state of a message: not produced yet, produced, consumed.
+_UNSENT, _SENT, _RECEIVED = range(3)
 
-#: operation -> chunk -> (the message it uses, the message it makes), both for microbatch 0; None where there is none.
+#: operation -> chunk -> (message it consumes, message it produces), both for microbatch 0; None where there is none.
 _Messages = dict[str, list[tuple[int | None, int | None]]]
 
 
@@ -34,8 +34,8 @@ def check_pairing(
 ) -> None:
     """Raise :class:`ScheduleError` unless ``order``, (stage, index in its list) of each action, pairs all messages.
 
-    Messages are integers, since plans of half a million actions are ordinary: the activation of microbatch ``m`` into
-    position ``k`` is ``(2k)*M + m``, the gradient out of it ``(2k+1)*M + m``. Position 0 has neither.
+    Messages are integers for speed, since plans of half a million actions are common: the activation of microbatch
+    ``m`` into position ``k`` is ``(2k)*M + m``, the gradient out of it ``(2k+1)*M + m``. Position 0 has neither.
     """
     messages = _messages(layout, microbatches, len(lists))
     state = bytearray(2 * len(layout) * microbatches)
@@ -47,23 +47,23 @@ def check_pairing(
         op, microbatch, chunk = lists[stage][index]
         if op not in "FBI":
             continue
-        uses, makes = messages[stage][op][chunk]
-        if uses is not None:
-            if state[uses + microbatch] != _MADE:
-                raise _misused(stage, index, lists, state[uses + microbatch])
-            state[uses + microbatch] = _USED
-        if makes is not None:
-            if state[makes + microbatch] != _TO_COME:
+        receives, sends = messages[stage][op][chunk]
+        if receives is not None:
+            if state[receives + microbatch] != _SENT:
+                raise _misused(stage, index, lists, state[receives + microbatch])
+            state[receives + microbatch] = _RECEIVED
+        if sends is not None:
+            if state[sends + microbatch] != _UNSENT:
                 raise ScheduleError(f"{_action(stage, index, lists)} sends a message that was sent before")
-            state[makes + microbatch] = _MADE
+            state[sends + microbatch] = _SENT
     if heads != [len(actions) for actions in lists]:
         raise ScheduleError(f"the global order has {len(order)} of {sum(map(len, lists))} actions")
-    if state.count(_MADE):
-        raise ScheduleError(f"{state.count(_MADE)} messages are sent and never received")
+    if state.count(_SENT):
+        raise ScheduleError(f"{state.count(_SENT)} messages are sent and never received")
 
 
 def _messages(layout: Sequence[Place], microbatches: int, stages: int) -> list[_Messages]:
-    """What the actions of each stage use and make."""
+    """The messages that each stage's actions consume and produce."""
     chunks = 1 + max(place.chunk for place in layout)
     table: list[_Messages] = [{op: [(None, None)] * chunks for op in "FBI"} for _ in range(stages)]
     for position, place in enumerate(layout):
@@ -81,8 +81,8 @@ def _messages(layout: Sequence[Place], microbatches: int, stages: int) -> list[_
 
 
 def _misused(stage: int, index: int, lists: Sequence[Sequence[Action]], state: int) -> ScheduleError:
-    """Its message was used by an action before, or is not made yet."""
-    why = "was received before" if state == _USED else "was not sent yet"
+    """The error for an action whose message was consumed before, or is not produced yet."""
+    why = "was received before" if state == _RECEIVED else "was not sent yet"
     return ScheduleError(f"{_action(stage, index, lists)} needs a message that {why}")
 
 

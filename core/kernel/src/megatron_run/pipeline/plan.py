@@ -1,4 +1,4 @@
-"""A plan: action lists that were proven to run, and what follows from them. Pure data, no torch."""
+"""A plan: verified action lists, and the properties derived from them. Pure data, no torch."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from megatron_run.contracts.actions import COSTS, Action, Place
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What every stage does in one step, proven free of faults.
+    """The actions of every stage in one step, proven legal.
 
-    ``layout`` places the model in model order, so a place's index is its position; ``lists`` holds the actions of each
-    stage in the order it runs them.
+    ``layout`` lists the places of the model in model order, so a place's index is its position. ``lists`` holds the
+    actions of each stage in the order in which it runs them.
 
-    ``ends`` holds, per stage, the time at which each action of its list is done when every operation takes its cost of
-    ``costs`` and messages take none, in units of one chunk's forward.
+    ``ends`` holds, per stage, the time at which each action of its list ends, in units of one chunk's forward, if every
+    operation takes its cost of ``costs`` and messages take no time.
 
-    ``order`` lists every action as ``(stage, index in its list)`` by these times, ties by stage (by the default costs
-    where an operation for which another stage waits is free). It is a linear extension of the action graph, hence one
-    order in which all messages of all stages can be issued.
+    ``order`` lists every action as ``(stage, index in its list)``, sorted by these times, ties by stage. (If an
+    operation for which another stage waits is free, the times of the default costs are used.) It is a linear extension
+    of the action graph, and so an order in which all messages of all stages can be issued.
 
-    ``peak_in_flight`` is, per stage, the most (microbatch, chunk) pairs at once between the F that makes their
-    activations (R, where the forward is recomputed) and the B or I that frees them; ``peak_pending_weights`` the most
-    between I and W. A forward-only plan holds nothing: both are 0. A stage runs its list in order, so both are reached
-    and never exceeded however long its actions and messages take. They count pairs, not bytes; tensors that were sent
-    or received and wait for a neighbour are not among them.
+    ``peak_in_flight`` is, per stage, the largest number of (microbatch, chunk) pairs between the F that produces their
+    activations (R, if the forward is recomputed) and the B or I that frees them. ``peak_pending_weights`` is the
+    largest number between I and W. Both are 0 in a forward-only plan. A stage runs its list in order, so both are
+    reached and never exceeded, however long actions and messages take. They count pairs, not bytes, and exclude tensors
+    that were sent, or received and not used yet.
 
-    ``ascending`` says that each chunk accumulates its gradients in microbatch order, as sequential does: only then are
-    gradients promised to be equal bit for bit.
+    ``ascending`` is true if each chunk accumulates its gradients in microbatch order, as sequential does. Only then are
+    gradients promised to equal those of sequential bit for bit.
     """
 
     layout: tuple[Place, ...]
@@ -46,14 +46,14 @@ class Plan:
 
 
 def positions(layout: Sequence[Place]) -> Mapping[tuple[int, int], int]:
-    """(stage, chunk) -> position, the index in model order."""
+    """The position, the index in model order, of each (stage, chunk)."""
     return {(place.stage, place.chunk): position for position, place in enumerate(layout)}
 
 
 def activations(actions: Sequence[Action]) -> Iterator[int]:
-    """What each action adds to the activations in flight: 1 where it makes some, -1 where it frees them.
+    """Change of the activations in flight by each action: 1 if it produces activations, -1 if it frees them.
 
-    A forward that is recomputed keeps none: its R makes them.
+    A forward that is recomputed keeps no activations; its R produces them.
     """
     recomputed = {action[1:] for action in actions if action.op == "R"}
     for action in actions:

@@ -1,8 +1,9 @@
-"""Run action lists on paper: every stage in order, each action as soon as what it waits for is there.
+"""Simulates action lists: every stage runs its list in order, each action as soon as its input exists.
 
-An F waits for the F of the position before it, a B or I for the B or I of the position after it; nothing else crosses
-stages. What an action waits for and what it makes are kept as integers, since plans of half a million actions are
-ordinary: the activation of microbatch ``m`` that leaves position ``k`` is ``k*M + m``, the gradient is ``(n+k)*M + m``.
+An F waits for the F of the previous position, a B or I for the B or I of the next position; there are no other
+dependencies between stages. Inputs and results are integers for speed, since plans of half a million actions are
+common: with n positions and M microbatches, the activation of microbatch ``m`` out of position ``k`` is ``k*M + m``,
+the gradient out of it is ``(n+k)*M + m``.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from itertools import chain
 
 from megatron_run.contracts.actions import COSTS, Action, Place
 
-#: (operation, chunk) -> (what it waits for, what it makes, its cost); the first two for microbatch 0.
+#: operation -> chunk -> (input it waits for, result it produces, its cost); the first two for microbatch 0.
 Edges = dict[str, list[tuple[int, int, float]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What happened: ``ends`` holds, per stage, the time at which each action of its list is done.
+    """The result: ``ends`` holds, per stage, the time at which each action of its list ends.
 
-    A stage whose ends are fewer than its actions is stuck at the next one: the lists deadlock.
+    A stage with fewer ends than actions is stuck at the next action: the lists deadlock.
     """
 
     ends: tuple[tuple[float, ...], ...]
@@ -33,13 +34,14 @@ def simulate(
     lists: Sequence[Sequence[Action]],
     costs: Mapping[str, float] = COSTS,
 ) -> Simulation:
-    """Run ``lists`` until every stage is done or none can go on; an operation absent from ``costs`` is free.
+    """Run ``lists`` until every stage is done or stuck; an operation absent from ``costs`` is free.
 
-    A stage runs on by itself until its next input is not made yet; whoever makes that wakes it.
+    A stage runs until its next input does not exist yet; the action that produces this input wakes it. So every action
+    is visited once, and the time is linear in their number.
     """
     edges = _edges(layout, microbatches, len(lists), costs)
-    made: list[float | None] = [None] * (2 * len(layout) * microbatches)
-    made += [0.0] * (2 * microbatches)
+    ready_at: list[float | None] = [None] * (2 * len(layout) * microbatches)
+    ready_at += [0.0] * (2 * microbatches)
     ends: list[list[float]] = [[] for _ in lists]
     waiting: dict[int, int] = {}
     awake = list(range(len(lists)))
@@ -49,23 +51,24 @@ def simulate(
         now, actions = done[-1] if done else 0.0, lists[stage]
         for index in range(len(done), len(actions)):
             op, microbatch, chunk = actions[index]
-            awaits, makes, cost = edge_of[op][chunk]
-            ready = made[awaits + microbatch]
+            awaits, result, cost = edge_of[op][chunk]
+            ready = ready_at[awaits + microbatch]
             if ready is None:
                 waiting[awaits + microbatch] = stage
                 break
             now = (ready if ready > now else now) + cost
             done.append(now)
-            made[makes + microbatch] = now
-            if makes + microbatch in waiting:
-                awake.append(waiting.pop(makes + microbatch))
+            ready_at[result + microbatch] = now
+            if result + microbatch in waiting:
+                awake.append(waiting.pop(result + microbatch))
     return Simulation(tuple(map(tuple, ends)))
 
 
 def completion_order(ends: Sequence[Sequence[float]]) -> tuple[tuple[int, int], ...]:
-    """Every action as (stage, index in its list), by the time at which it ends, ties by stage.
+    """Every action as (stage, index in its list), sorted by the time at which it ends, ties by stage.
 
-    It is a linear extension of the action graph where whatever crosses stages takes time (:func:`takes_time`).
+    It is a linear extension of the action graph if all actions whose results cross stages take time
+    (:func:`takes_time`): otherwise an action and the one that waits for it may end at the same time.
     """
     numbered = [(stage, index) for stage, done in enumerate(ends) for index in range(len(done))]
     times = list(chain.from_iterable(ends))
@@ -73,17 +76,20 @@ def completion_order(ends: Sequence[Sequence[float]]) -> tuple[tuple[int, int], 
 
 
 def takes_time(costs: Mapping[str, float], simulation: Simulation) -> bool:
-    """Whether each operation for which another stage may wait moved the clock, to the end of the step.
+    """Whether every operation for which another stage may wait (F, B, I) advanced the clock, even at the step's end.
 
-    A cost that is rounded away beside the time that has passed is as good as none; half of it is asked to count, so
-    that the whole does whichever way a sum is rounded.
+    A cost so small that floating-point addition rounds it away counts as none. The test uses half of each cost, so that
+    the whole cost counts whichever way a sum is rounded.
     """
     makespan = max((done[-1] for done in simulation.ends if done), default=0.0)
     return all(makespan + costs.get(op, 0.0) / 2 > makespan for op in "FBI")
 
 
 def _edges(layout: Sequence[Place], microbatches: int, stages: int, costs: Mapping[str, float]) -> list[Edges]:
-    """The edges of each stage. Two numbers stand for nothing: one that is always there, and one nobody waits for."""
+    """The edges of each stage.
+
+    Two ranges of integers stand for no message: inputs that always exist, and results for which no action waits.
+    """
     n = len(layout)
     always = 2 * n * microbatches
     unused = always + microbatches

@@ -1,7 +1,7 @@
-"""Draw a plan: when each action runs, how long a step takes, how much of it is waiting. No torch.
+"""The timeline of a plan: when each action runs, how long a step takes, and which share of it is waiting. No torch.
 
-Formulas to compare with, for forwards of cost 1 and backwards of cost 2: the bubble fraction of 1F1B is
-``(P-1) / (M+P-1)`` and that of the interleaved schedule ``(P-1) / (V*M+P-1)``.
+Known formulas, for forwards of cost 1 and backwards of cost 2: the bubble fraction of 1F1B is ``(P-1) / (M+P-1)``, and
+that of the interleaved schedule is ``(P-1) / (V*M+P-1)``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _LEGEND_SPLIT = "; A, B, ...: its weight gradient"
 def timeline(plan: Plan, costs: Mapping[str, float] | None = None, stages: Collection[int] | None = None) -> Timeline:
     """When each action of ``plan`` runs if every operation takes its cost and messages take no time.
 
-    The costs are those with which the plan was verified unless others are given. With ``stages`` the bars of the others
-    are left out, which saves time where few are drawn.
+    ``costs`` defaults to those with which the plan was verified. With ``stages``, only the bars of these stages are
+    made, which saves time if few are drawn.
     """
     ends = plan.ends
     if costs is None:
@@ -40,7 +40,7 @@ def timeline(plan: Plan, costs: Mapping[str, float] | None = None, stages: Colle
 
 
 def bubble_fraction(plan: Plan, ends: Sequence[Sequence[float]], costs: Mapping[str, float]) -> float:
-    """The share of the step, until the last stage is done at ``ends``, that stages wait on average."""
+    """The share of the step, which lasts until the latest of ``ends``, that stages wait on average."""
     makespan = max(done[-1] for done in ends)
     counts = Counter(chain.from_iterable(map(itemgetter(0), actions) for actions in plan.lists))
     busy = sum(count * costs.get(op, 0.0) for op, count in counts.items())
@@ -52,15 +52,15 @@ def _bars(actions: Sequence[Action], ends: Sequence[float], costs: Mapping[str, 
     return map(_bar, zip(actions, starts, ends, strict=True))
 
 
-#: ``Bar._make`` without a Python frame: a long step has half a million bars.
+#: As ``Bar._make``, but without a Python frame per call: a long step has half a million bars.
 _bar: Callable[[Iterable[object]], Bar] = partial(tuple.__new__, Bar)
 
 
 def timeline_text(drawn: Timeline, width: int = 100, height: int = 24) -> str:
-    """One line a stage and a legend; a column is one unit of time and shows what runs at its middle.
+    """One line per stage, and a legend; a column is one unit of time and shows what runs at its middle.
 
-    A step longer than ``width`` columns is cut to its beginning and its end, with ``~`` between them, and more than
-    ``height`` stages to the first and the last.
+    A step longer than ``width`` columns is cut to its beginning and end, with ``~`` between them; of more than
+    ``height`` stages only the first and last are drawn.
     """
     total = max(1, round(drawn.makespan))
     head = total if total <= width else (width - 1) // 2
@@ -86,7 +86,7 @@ def shown_stages(stages: int, height: int = 24) -> Sequence[int]:
 
 
 def _line(bars: Sequence[Bar], total: int, head: int, tail: int) -> str:
-    """The first ``head`` and the last ``tail`` of ``total`` columns; only the bars that are seen are looked at."""
+    """The first ``head`` and the last ``tail`` of ``total`` columns; only bars inside them are visited."""
     first = ["."] * head
     for bar in takewhile(lambda bar: bar.start < head, bars):
         _draw(first, bar, 0)
@@ -99,14 +99,14 @@ def _line(bars: Sequence[Bar], total: int, head: int, tail: int) -> str:
 
 
 def _draw(cells: list[str], bar: Bar, offset: int) -> None:
-    """Fill the columns in which ``bar`` runs; ``offset`` is the time at which the first begins."""
+    """Fill the columns in which ``bar`` runs; ``offset`` is the time at which the first column begins."""
     start = max(0, round(bar.start) - offset)
     end = min(len(cells), round(bar.end) - offset)
     cells[start:end] = [_letter(bar.action)] * (end - start)
 
 
 def _letter(action: Action) -> str:
-    """A digit for a forward, a small letter for a backward, a capital for a weight gradient, + to recompute."""
+    """A digit for a forward, a lower-case letter for a backward, a capital for a weight gradient, + for a recompute."""
     if action.op == "F":
         return str(action.microbatch % 10)
     if action.op == "R":

@@ -1,8 +1,8 @@
-"""A step in the trace-event format, which Perfetto and chrome://tracing open. No torch.
+"""A step in the Trace Event Format of Chrome's tracing tool, which Perfetto and chrome://tracing open. No torch.
 
-A track a stage, a complete event an action, a flow arrow a message between stages, and a counter a stage of the
-activations in flight. The format is "Trace Event Format", by the authors of the Chrome tracing tool. A step as planned
-and a step as it ran have the same form, so one file may hold both, each as a process of its own.
+Each stage has a track and a counter of its activations in flight; each action is a complete event, and each message
+between stages a flow arrow. A planned step and a measured step have the same form, so one file may hold both, as two
+processes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_run.pipeline.plan import activations, positions
 
 Event = dict[str, Any]
 
-#: What an operation is called on a track.
+#: Names of the operations on a track.
 NAMES: Mapping[str, str] = {
     "F": "forward",
     "B": "backward",
@@ -25,7 +25,7 @@ NAMES: Mapping[str, str] = {
     "S": "start gradient sync",
     "R": "recompute",
 }
-#: A planned unit, the forward of one chunk, is drawn as this many microseconds.
+#: Length in microseconds of a planned unit, the forward of one chunk.
 UNIT = 1000.0
 
 
@@ -37,7 +37,7 @@ def trace_document(events: Sequence[Event]) -> dict[str, Any]:
 def trace_events(
     stages: Sequence[Sequence[Bar]], layout: Sequence[Place], *, process: int = 0, title: str, unit: float = UNIT
 ) -> Iterator[Event]:
-    """The events of one step whose bars are in ``unit`` microseconds; ``process`` tells it from others in the file."""
+    """The events of one step, whose bars are in units of ``unit`` microseconds; ``process`` numbers the steps."""
     yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": title}}
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}}
     for stage, bars in enumerate(stages):
@@ -62,7 +62,7 @@ def _slice(bar: Bar, unit: float) -> Event:
 
 
 def _counter(stage: int, bars: Sequence[Bar], unit: float) -> Iterator[Event]:
-    """The activations that the stage holds: one more as a forward starts, one less as its backward ends."""
+    """A counter of the stage's activations: one more when a forward starts, one less when its backward ends."""
     held = 0
     for bar, change in zip(bars, activations([bar.action for bar in bars]), strict=True):
         if change:
@@ -73,7 +73,7 @@ def _counter(stage: int, bars: Sequence[Bar], unit: float) -> Iterator[Event]:
 
 
 def _arrows(stages: Sequence[Sequence[Bar]], layout: Sequence[Place], process: int, unit: float) -> Iterator[Event]:
-    """For each message a flow from the end of what sends it to the start of what uses it."""
+    """For each message, a flow from the end of the action that sends it to the start of the one that consumes it."""
     position_of = positions(layout)
     bars = {
         ("F" if bar.action.op == "F" else "B", bar.action.microbatch, position_of[stage, bar.action.chunk]): bar
@@ -88,6 +88,6 @@ def _arrows(stages: Sequence[Sequence[Bar]], layout: Sequence[Place], process: i
             continue
         kind = "activation" if op == "F" else "gradient"
         flow = {"name": kind, "cat": "message", "pid": process, "id": f"{process}.{kind}.{microbatch}.{target}"}
-        leaves = max(bar.start, bar.end - 1 / unit)  # inside the bar, for an arrow starts at the bar around its time
+        leaves = max(bar.start, bar.end - 1 / unit)  # inside the bar: viewers attach an arrow to the bar at its time
         yield {"ph": "s", **flow, "tid": layout[position].stage, "ts": leaves * unit}
         yield {"ph": "f", "bp": "e", **flow, "tid": layout[target].stage, "ts": used.start * unit}

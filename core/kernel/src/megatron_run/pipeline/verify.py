@@ -1,9 +1,7 @@
-"""Prove that action lists form a legal plan: complete, in order, free of deadlock, each send paired with its receive.
+"""Proves that action lists form a legal plan: complete, in order, free of deadlock, each send paired with its receive.
 
-Pure Python, no torch.
-
-A fault is a :class:`~megatron_run.errors.ScheduleError` that says where: stage, index and action, and for a deadlock
-the cycle.
+Pure Python, no torch. A fault raises :class:`~megatron_run.errors.ScheduleError` with its stage, index and action, or
+with the cycle of a deadlock.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from megatron_run.pipeline.pairing import check_pairing
 from megatron_run.pipeline.plan import Plan, activations, positions
 from megatron_run.pipeline.simulate import completion_order, simulate, takes_time
 
-#: The life of one (microbatch, chunk): (its state, operation) -> its next state. Whatever is not here is illegal.
+#: State machine of one (microbatch, chunk): (state, operation) -> next state. Any other transition is illegal.
 _NEW, _FORWARD, _RECOMPUTED, _HALF, _DONE = range(5)
 _LIFE: Mapping[tuple[int, str], int] = {
     (_NEW, "F"): _FORWARD,
@@ -29,7 +27,7 @@ _LIFE: Mapping[tuple[int, str], int] = {
     (_HALF, "W"): _DONE,
 }
 
-#: What a (microbatch, chunk) in this state still lacks, and why.
+#: The operation that a (microbatch, chunk) in this state still needs, and why.
 _MISSING = {
     _NEW: ("F", "every microbatch visits every chunk"),
     _FORWARD: ("B", "its forward has no backward (B, or I and then W)"),
@@ -37,7 +35,7 @@ _MISSING = {
     _HALF: ("W", "its input gradient I has no weight gradient"),
 }
 
-#: The operation that must come before each operation, and those after which nothing is left for it to do.
+#: For each operation, the one that must come before it, and those that must not.
 _NEEDS: Mapping[str, Op] = {"R": "F", "B": "F", "I": "F", "W": "I"}
 _NEVER_AFTER: Mapping[str, str] = {"R": "BI", "B": "I", "I": "B", "W": "B"}
 
@@ -45,8 +43,8 @@ _NEVER_AFTER: Mapping[str, str] = {"R": "BI", "B": "I", "I": "B", "W": "B"}
 def check_layout(spec: LayoutSpec, layout: Sequence[Place]) -> None:
     """Raise :class:`ScheduleError` unless ``layout`` uses every place once and holds every layer once, in order.
 
-    Where the user gave counts, each place must hold as many layers as they say. Counts that are not one for each place
-    or do not add up are the user's :class:`~megatron_run.errors.InputError`, whatever the layout makes of them.
+    If the user gave counts, each place must hold that many layers. Counts that do not match the number of places or of
+    layers are the user's mistake, :class:`~megatron_run.errors.InputError`, and are checked first.
     """
     check_counts(spec)
     _check_places(layout, spec.stages, spec.chunks)
@@ -73,7 +71,7 @@ def check_layout(spec: LayoutSpec, layout: Sequence[Place]) -> None:
 
 
 def check_same_places(one: Sequence[Place], other: Sequence[Place]) -> None:
-    """Raise :class:`ScheduleError` unless two layouts of the same stages and chunks differ in nothing but layers."""
+    """Raise :class:`ScheduleError` unless two layouts of the same stages and chunks differ only in their layers."""
     for position, (a, b) in enumerate(zip(one, other, strict=True)):
         if a[:2] != b[:2]:
             raise ScheduleError(
@@ -83,12 +81,12 @@ def check_same_places(one: Sequence[Place], other: Sequence[Place]) -> None:
 
 
 def verify(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Plan:
-    """Prove ``lists``, one per stage, and derive what follows from them.
+    """Prove that ``lists``, one per stage, are legal, and derive the plan.
 
-    For every (microbatch, chunk): F, then B, or I and then W; R at most once between F and B or I; S at most once a
-    chunk, after its last gradient. Raises :class:`ScheduleError` naming stage, index, action and, for a deadlock, who
-    waits for whom. That the global order pairs every send with its receive is proven for all channels and any size
-    (:mod:`~megatron_run.pipeline.pairing`). The peaks are counted, not compared with anything: whoever promises a bound
+    For every (microbatch, chunk): F, then B, or I and then W; R at most once between F and B or I. For every chunk: S
+    at most once, after its last gradient. Raises :class:`ScheduleError` naming stage, index and action or, for a
+    deadlock, the cycle of waits. The pairing of all sends and receives is proven for every channel
+    (:mod:`~megatron_run.pipeline.pairing`). Peaks are counted, not compared with a bound; a schedule that promises one
     has it checked by ``schedule_checks(in_flight=...)`` of :mod:`megatron_run_testing`.
     """
     _check_places(spec.layout, spec.stages, spec.chunks)
@@ -145,7 +143,7 @@ def _place(position: int, place: Place) -> str:
 
 
 def _check_list(spec: ScheduleSpec, stage: int, actions: Sequence[Action]) -> None:
-    """Walk one stage's list through the life of each of its (microbatch, chunk) pairs."""
+    """Run one stage's list through the state machine of each of its (microbatch, chunk) pairs."""
     microbatches, chunks = spec.microbatches, spec.chunks
     states = [_NEW] * (chunks * microbatches)
     unfinished = [microbatches] * chunks
@@ -174,7 +172,7 @@ def _check_list(spec: ScheduleSpec, stage: int, actions: Sequence[Action]) -> No
 
 
 def _early_or_repeated(stage: int, actions: Sequence[Action], index: int) -> ScheduleError:
-    """Explain the action at ``index``, which its (microbatch, chunk) does not allow now."""
+    """The error for the action at ``index``, which is illegal in the state of its (microbatch, chunk)."""
     action = actions[index]
     op, microbatch, chunk = action
     first = actions.index(action)
@@ -195,7 +193,7 @@ def _early_or_repeated(stage: int, actions: Sequence[Action], index: int) -> Sch
 
 
 def _missing(stage: int, states: Sequence[int], microbatches: int) -> ScheduleError:
-    """Name the first action that a complete list would still have."""
+    """The error for an incomplete list; it names the first missing action."""
     slot = next(slot for slot, state in enumerate(states) if state != _DONE)
     op, why = _MISSING[states[slot]]
     chunk, microbatch = divmod(slot, microbatches)
@@ -209,7 +207,7 @@ def _fault(stage: int, index: int, action: object, what: str, why: str) -> Sched
 
 
 def _deadlock(spec: ScheduleSpec, lists: Sequence[Sequence[Action]], heads: Sequence[int]) -> ScheduleError:
-    """Follow who waits for whom from the first stuck stage until a stage comes back: that is the cycle."""
+    """The error for a deadlock: follow the waits from the first stuck stage until a stage repeats, the cycle."""
     awaited = _awaited(spec, lists)
     stage = next(stage for stage, head in enumerate(heads) if head < len(lists[stage]))
     path: list[int] = []
@@ -241,7 +239,7 @@ def _awaited(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Callable[
 
 
 def _pending(actions: Iterable[Action]) -> Iterator[int]:
-    """What each action adds to the weight gradients still to come."""
+    """Change of the number of pending weight gradients by each action."""
     return ({"I": 1, "W": -1}.get(action.op, 0) for action in actions)
 
 
@@ -251,9 +249,10 @@ def _peak(changes: Iterable[int]) -> int:
 
 
 def first_descent(actions: Sequence[Action]) -> tuple[int, Action] | None:
-    """Where a chunk first makes its input gradients, or its weight gradients, in another order than the microbatches'.
+    """The first action whose gradients a chunk computes after those of a later microbatch, and that earlier action.
 
-    The index of that action, and the one of a later microbatch that stands before it; None where there is none.
+    Input gradients and weight gradients are ordered separately. The first result is the action's index; None if every
+    chunk computes both in microbatch order.
     """
     inputs: dict[int, Action] = {}
     weights: dict[int, Action] = {}

@@ -4,5 +4,5 @@
 its hooks and returns a :class:`~megatron_run.registry.loaded_plugin.Plugin`, whose ``create`` makes the object that a
 run uses.
 
-Imports: config, contracts, errors, hookspecs.
+Imports: contracts, errors, hookspecs.
 """

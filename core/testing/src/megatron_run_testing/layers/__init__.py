@@ -1,5 +1,5 @@
-"""What the suite of kind ``parallel-layer`` tries on a factory, on one rank or on several that share its layers.
+"""The trials of the suite of kind ``parallel-layer``, on one rank and on several that share the layers.
 
-Reading order: ``place`` (which part of a tensor a rank holds), ``cases`` (every layer with its inputs), ``trial`` (a
-layer against its oracle), ``promises`` (what else a factory promises).
+Reading order: ``place`` (the part of a tensor that a rank holds), ``cases`` (every layer with its inputs), ``trial`` (a
+layer against its oracle), ``promises`` (other properties of a factory).
 """

@@ -1,4 +1,4 @@
-"""Every layer with its inputs, how both are split over ranks, and what it is compared with.
+"""Every layer with its inputs, the split of both over ranks, and its oracle.
 
 Legend: s sequence, b micro batch, h hidden, n heads, k key-value heads, d head size, v vocabulary, t tensor-parallel
 size. Here s = 8, b = 2, h = 8, n = 8, k = 4, d = 4, so that all divide by 4.
@@ -37,10 +37,10 @@ _QKV = (LinearPart("query", 16), LinearPart("key", 8), LinearPart("value", 8))
 
 @dataclass(frozen=True)
 class Case:
-    """One layer: ``make`` asks a factory for it, and ``cuts`` say which part of each of ``inputs`` a rank gives it.
+    """One layer: ``make`` creates it from a factory, and ``cuts`` select a rank's part of each of ``inputs``.
 
-    ``leaves`` says which part of the output it has, of which ``parts`` are the pieces. What comes out is that of
-    ``oracle``, or, where that is None, of the dense factory's layer. ``training`` is the layer's mode.
+    ``leaves`` selects the rank's part of the output, whose pieces are ``parts``. The expected output is that of
+    ``oracle`` or, if it is None, of the dense factory's layer. ``training`` is the layer's mode.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Case:
 
 
 def cases() -> tuple[Case, ...]:
-    """All of them; inputs are equal in every process."""
+    """All cases; inputs are equal in every process."""
     return (*_linears(), *_experts(), *_ends(), *_norms(), *_attentions(), *_cross_entropies())
 
 
@@ -110,7 +110,7 @@ def _norms() -> Iterator[Case]:
 
 def _attentions() -> Iterator[Case]:
     query, key, value = (_random(LENGTH, BATCH, count, SIZE) for count in (HEADS, KV_HEADS, KV_HEADS))
-    lengths = torch.tensor([LENGTH, 5])  # of the samples; what comes after is padding
+    lengths = torch.tensor([LENGTH, 5])  # of the two samples; later positions are padding
     padding = torch.arange(LENGTH) < lengths[:, None, None, None]  # [b, 1, 1, s]
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     masks = {
@@ -172,7 +172,7 @@ def _tied(layers: ParallelLayers) -> nn.Module:
 
 
 class _Experts(nn.Module):
-    """Every token through one of three experts of this rank, one of which gets none."""
+    """Every token through one of this rank's three experts, of which one gets no tokens."""
 
     def __init__(self, layers: ParallelLayers, *, bias: bool) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class _PlainAttention(nn.Module):
 
 
 class _PlainCrossEntropy(nn.Module):
-    """PyTorch's own, over the real columns."""
+    """PyTorch's cross entropy over the unpadded columns."""
 
     def __init__(self, smoothing: float) -> None:
         super().__init__()

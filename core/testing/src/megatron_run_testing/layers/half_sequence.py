@@ -1,4 +1,4 @@
-"""Layers of one rank that behave, in shape, like those of the first of two ranks that split the sequence."""
+"""Layers of one rank with the shapes of the first of two ranks that split the sequence."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron_run.contracts import Init, LinearPart, StackedLayers
 
 
 class HalfSequence(StackedLayers):
-    """Between layers x is [s/2, b, h]; the layers that ranks share see [s, b, h], the missing half made up.
+    """Layers between which x is [s/2, b, h]; split layers see [s, b, h], whose second half is a copy of the first.
 
-    A model that is built from them can be tried without another rank; only its shapes mean something.
+    They test the shapes of a model without another rank; its values are meaningless.
     """
 
     def column_linear(
@@ -26,32 +26,32 @@ class HalfSequence(StackedLayers):
         init: Init,
         norm: nn.Module | None = None,
     ) -> nn.Module:
-        """Enters the region."""
+        """A layer that enters the region."""
         return _entering(super().column_linear(inputs, parts, bias=bias, init=init, norm=norm))
 
     def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
-        """Leaves it."""
+        """A layer that leaves the region."""
         return _leaving(super().row_linear(inputs, outputs, bias=bias, init=init))
 
     def vocab_embedding(self, vocab: int, hidden: int, *, init: Init) -> nn.Module:
-        """Leaves it: every rank has all tokens."""
+        """A layer that leaves the region: every rank has all tokens."""
         return _leaving(super().vocab_embedding(vocab, hidden, init=init))
 
     def output_layer(self, vocab: int, hidden: int, *, init: Init, weight: Parameter | None = None) -> nn.Module:
-        """Enters it."""
+        """A layer that enters the region."""
         return _entering(super().output_layer(vocab, hidden, init=init, weight=weight))
 
     def enter_region(self, x: Tensor) -> Tensor:
-        """Makes up the missing half."""
+        """Repeat the half as the missing one: [s/2, b, *] -> [s, b, *]."""
         return torch.cat([x, x])
 
     def leave_region(self, x: Tensor) -> Tensor:
-        """Keeps the first half."""
+        """Keep the first half: [s, b, *] -> [s/2, b, *]."""
         return x[: len(x) // 2]
 
 
 def _entering(layer: nn.Module) -> nn.Module:
-    """``layer``, which is given [s/2, ...] and sees [s, ...]."""
+    """``layer`` with its input [s/2, ...] extended to [s, ...]."""
 
     def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return torch.cat([inputs[0], inputs[0]]), *inputs[1:]
@@ -61,7 +61,7 @@ def _entering(layer: nn.Module) -> nn.Module:
 
 
 def _leaving(layer: nn.Module) -> nn.Module:
-    """``layer``, which makes [s, ...] and gives [s/2, ...]."""
+    """``layer`` with its output [s, ...] cut to [s/2, ...]."""
 
     def leave(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
         return y[: len(y) // 2]

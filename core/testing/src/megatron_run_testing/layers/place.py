@@ -1,4 +1,4 @@
-"""Which part of a whole tensor each rank holds when it goes into a layer or comes out of one.
+"""The part of a whole tensor that each rank holds as a layer's input or output.
 
 Legend: s sequence, b micro batch, n heads, d head size, v vocabulary, p padded vocabulary, t tensor-parallel size.
 """
@@ -20,11 +20,11 @@ from megatron_run_engine.runtime.comm import Groups
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing.build_contexts import context_at
 
-#: Makes the factory under test; what it is stacked on, if it needs a base, is ``DenseLayers(context)``.
+#: Creates the factory under test; if it needs a base, that is ``DenseLayers(context)``.
 CreateLayers = Callable[[BuildContext], ParallelLayers]
 
 INIT = Init("normal", 0.5)
-#: A prime, so that it is padded whatever the multiple; four ranks with 128 rows each hold 128, 128, 51 and none of it.
+#: A prime, so that every multiple pads it; of it four ranks with 128 rows each hold 128, 128, 51 and none.
 VOCAB = 307
 LENGTH = 8
 HIDDEN = 8
@@ -32,9 +32,9 @@ HIDDEN = 8
 
 @dataclass(frozen=True)
 class Place:
-    """Rank ``index`` of the ``size`` that share the layers; ``sequence``: between layers each has its own tokens.
+    """Rank ``index`` of the ``size`` ranks that share the layers; each holds ``rows`` of the padded vocabulary.
 
-    ``rows`` of the padded vocabulary are each rank's.
+    ``sequence``: between layers each rank has its own tokens (sequence parallelism).
     """
 
     index: int = 0
@@ -52,17 +52,17 @@ class Place:
         return x.chunk(self.size, dim)[self.index]
 
 
-#: The part of a whole tensor that is at a place.
+#: Selects the part of a whole tensor that a place holds.
 Cut = Callable[[Tensor, Place], Tensor]
 
 
 def whole(x: Tensor, _: Place) -> Tensor:
-    """All of it, on every rank."""
+    """All of x, on every rank."""
     return x
 
 
 def tokens(x: Tensor, place: Place) -> Tensor:
-    """[s, b, *] -> [s/t, b, *] under sequence parallelism, else all."""
+    """[s, b, *] -> [s/t, b, *] under sequence parallelism, otherwise all of x."""
     return place.share(x, 0) if place.sequence else x
 
 
@@ -72,7 +72,7 @@ def heads(x: Tensor, place: Place) -> Tensor:
 
 
 def features(*parts: int) -> Cut:
-    """[*, sum(parts)] -> [*, sum(parts) / t], part by part."""
+    """[*, sum(parts)] -> [*, sum(parts) / t], a share of each part."""
 
     def cut(x: Tensor, place: Place) -> Tensor:
         return torch.cat([place.share(part, -1) for part in x.split(parts, -1)], -1)
@@ -81,13 +81,13 @@ def features(*parts: int) -> Cut:
 
 
 def vocabulary(x: Tensor, place: Place) -> Tensor:
-    """[*, p] of any padding -> [*, p/t] of this factory's, whose padding is zero."""
+    """[*, p] with any padding -> [*, p/t] with the padding of the factory under test, which is zero."""
     real = x[..., :VOCAB]
     return place.share(F.pad(real, (0, place.rows * place.size - VOCAB)), -1)
 
 
 class _Options(BaseModel):
-    """A model that only has a size."""
+    """Options of a model, as far as layers need them."""
 
     num_layers: int = 1
     vocab_size: int = VOCAB
@@ -95,7 +95,7 @@ class _Options(BaseModel):
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a factory under test: ``create`` makes it from the context of this ``topology``."""
+    """One rank with the factory under test, which ``create`` makes from a context of this ``topology``."""
 
     create: CreateLayers
     dtype: torch.dtype
@@ -106,11 +106,11 @@ class Rank:
 
     @classmethod
     def alone(cls, create: CreateLayers, dtype: torch.dtype, device: torch.device) -> Rank:
-        """A rank that shares its layers with nobody."""
+        """The only rank of a world of one."""
         return cls(create, dtype, device, Topology(Sizes(), 0), Groups())
 
     def context(self) -> BuildContext:
-        """A fresh context: its ledger has seen no gradient."""
+        """A new context, whose gradient accumulator is empty."""
         train = {"sequence_length": LENGTH}
         return context_at(
             self.topology,
@@ -123,18 +123,18 @@ class Rank:
         )
 
     def layers(self) -> ParallelLayers:
-        """The factory, in a context of its own."""
+        """The factory under test, in a new context."""
         return self.create(self.context())
 
     @cached_property
     def place(self) -> Place:
-        """Where this rank is; the factory's embedding says how many rows of the vocabulary each rank has."""
+        """This rank's place; the rows per rank are those of the factory's embedding, whose padding is its choice."""
         embedding: nn.Module = self.layers().vocab_embedding(VOCAB, HIDDEN, init=INIT)
         rows = len(next(embedding.parameters()))
         return Place(self.topology.tensor_rank, self.topology.sizes.tensor, self.sequence, rows)
 
     def given(self, x: Tensor | None, cut: Cut) -> Tensor | None:
-        """This rank's part of the whole input ``x``, in the dtype under test, ready for a gradient."""
+        """This rank's part of the whole input ``x``, in the dtype under test and requiring a gradient."""
         if x is None:
             return None
         mine = cut(x, self.place).to(self.device).clone()

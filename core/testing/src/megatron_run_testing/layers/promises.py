@@ -1,4 +1,4 @@
-"""What a factory promises besides its arithmetic: what is dropped where, what padding is, whose weight is shared.
+"""Promises of a factory besides the values of its layers: dropout masks, causality, padding and shared weights.
 
 Legend: s sequence, b micro batch, h hidden, n heads, d head size, p padded vocabulary, t tensor-parallel size.
 """
@@ -25,13 +25,13 @@ _MICROBATCH = Microbatch(0, 1, 0, {})
 
 
 def rules() -> tuple[Trial, ...]:
-    """All of them."""
+    """All of these trials."""
     return (_Dropout(), _AttentionDropout(), _Causal(), _Padding(), _SharedWeight())
 
 
 @dataclass(frozen=True)
 class _Dropout:
-    """Outside the layers that ranks share: each drops alike what all hold, and differently what is its own."""
+    """Dropout outside split layers: one mask on all ranks for replicated x, different masks for a split sequence."""
 
     name: str = "dropout drops and rescales"
 
@@ -63,9 +63,9 @@ class _Dropout:
 
 @dataclass(frozen=True)
 class _AttentionDropout:
-    """Inside: ranks have heads of their own, and drop them differently, whether the sequence is split or not."""
+    """Dropout in attention: ranks hold different heads, so their masks differ, whether the sequence is split or not."""
 
-    name: str = "attention drops probabilities, on every rank others"
+    name: str = "attention dropout differs between ranks"
 
     def run(self, rank: Rank) -> dict[str, Values]:
         context = rank.context()
@@ -88,7 +88,7 @@ class _AttentionDropout:
 
 @dataclass(frozen=True)
 class _Causal:
-    """Later positions do not reach earlier ones, and a causal mask says the same as no mask."""
+    """Later positions do not affect earlier ones, and a causal mask is equivalent to no mask."""
 
     name: str = "attention is causal without a mask"
 
@@ -115,9 +115,9 @@ class _Causal:
 
 @dataclass(frozen=True)
 class _Padding:
-    """Whatever the padding columns hold, the loss is the same, and no gradient flows into them."""
+    """The values of padding columns do not change the loss and get no gradient."""
 
-    name: str = "padding is no class"
+    name: str = "padding is not a class"
 
     def run(self, rank: Rank) -> tuple[Values, Values, Values]:
         logits, labels = _logits_and_labels()
@@ -171,7 +171,7 @@ def _at(context: BuildContext, segment: int) -> None:
 
 
 def _drawn(context: BuildContext, draw: Any) -> dict[str, Values]:
-    """What ``draw`` gives at a place of the random streams, there once more, and elsewhere."""
+    """Results of ``draw`` at one position of the random streams, at the same position again, and at another."""
     results = {}
     for name, segment in (("first", 0), ("again", 0), ("elsewhere", 1)):
         _at(context, segment)

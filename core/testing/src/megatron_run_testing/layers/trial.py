@@ -1,4 +1,4 @@
-"""One layer against its oracle: what comes out, where it starts, and every gradient, on all ranks that share it."""
+"""One layer against its oracle: output, initial values and every gradient, on all ranks that share the layer."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from megatron_run_testing.layers.cases import Case
 from megatron_run_testing.layers.place import Place, Rank
 
 Values = NDArray[np.float64]
-#: Seed of the values with which a layer is tried: none is zero, so that no bias hides.
+#: Seed of the parameters' values in a trial. Biases are random too: from zero, a missing bias would not show.
 _SEED = 11
 
 
 class Trial(Protocol):
-    """Something to try on every rank; ``judge`` then sees what all of them found."""
+    """A trial that runs on every rank; ``judge`` then compares the results of all ranks."""
 
     @property
     def name(self) -> str:
-        """What is tried."""
+        """The name of the check."""
 
     def run(self, rank: Rank) -> Any:
-        """Try it on this rank, together with its peers; the result crosses processes."""
+        """Run on this rank, together with its peers; the result is sent to another process."""
 
     def judge(self, found: Mapping[Place, Any], tolerance: float) -> None:
-        """Raise :class:`CheckFailed`, saying where, unless the ranks found what they should."""
+        """Raise :class:`CheckFailed`, which states where, unless the ranks' results are as expected."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows and columns of one logical tensor, as one rank holds them.
+    """One rank's rows and columns of a logical tensor.
 
-    ``gradient`` is that of one backward, ``both`` that of a whole and a split one.
+    ``gradient`` is accumulated by one backward, ``both`` by a whole and a split backward together.
     """
 
     part: Part
@@ -59,7 +59,7 @@ class Piece:
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """Where it lies in the logical tensor."""
+        """The piece's slices of the logical tensor."""
         rows = slice(self.part.start, self.part.start + len(self.part.local))
         columns = (slice(self.part.column, self.part.column + width) for width in self.initial.shape[1:])
         return rows, *columns
@@ -67,7 +67,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Everything that is compared of one layer on one rank; ``pieces`` by the logical tensor's canonical name."""
+    """The results of one layer on one rank; ``pieces`` are by the logical tensor's canonical name."""
 
     output: Tensor
     input_gradients: tuple[Tensor | None, ...]
@@ -76,7 +76,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class LayerTrial:
-    """Runs one case's layer forward, backward, and backward again in two halves."""
+    """Runs one case's layer: a forward, a whole backward, and another backward in two halves."""
 
     case: Case
     dtype: torch.dtype
@@ -84,18 +84,18 @@ class LayerTrial:
 
     @property
     def name(self) -> str:
-        """The case's."""
+        """The name of the case."""
         return self.case.name
 
     @cached_property
     def expected(self) -> Outcome:
-        """What the oracle makes of the whole inputs."""
+        """The results of the oracle on the whole inputs."""
         rank = Rank.alone(DenseLayers, self.dtype, self.device)
         context = rank.context()
         return self._try(self.case.oracle or self.case.make(DenseLayers(context)), context, rank, None)
 
     def run(self, rank: Rank) -> Any:
-        """The outcome on this rank, as arrays: tensors would share memory with a process that is about to end."""
+        """The results on this rank, as arrays: tensors would share memory with a process that is about to end."""
         context = rank.context()
         outcome = self._try(self.case.make(rank.create(context)), context, rank, self.expected.output)
         gradients = (None if gradient is None else _array(gradient) for gradient in outcome.input_gradients)
@@ -104,7 +104,7 @@ class LayerTrial:
     def _try(self, layer: nn.Module, context: BuildContext, rank: Rank, like: Tensor | None) -> Outcome:
         if missing := unspecified(layer):
             raise CheckFailed(
-                f"no parameter_specs say what {missing} is: how it starts, and over which ranks it is split"
+                f"{missing} has no parameter_specs entry, which declares its initial values and how ranks split it"
             )
         layer.train(self.case.training)
         infos = prepare(context, [_OneLayer(layer)])
@@ -118,7 +118,7 @@ class LayerTrial:
         return Outcome(output, input_gradients, dict(_pieces(infos, initial, gradients)))
 
     def _pass(self, layer: nn.Module, rank: Rank, like: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Forward and backward, with another weight on each value of the whole output, shaped ``like`` the oracle's."""
+        """Forward and backward; each value of the whole output, shaped ``like`` the oracle's, has its own weight."""
         inputs = [rank.given(x, cut) for x, cut in zip(self.case.inputs, self.case.cuts, strict=True)]
         output: Tensor = layer(*inputs)
         shape = (output if like is None else like).shape
@@ -130,7 +130,7 @@ class LayerTrial:
         return output.detach(), tuple(None if x is None else x.grad for x in inputs)
 
     def judge(self, found: Mapping[Place, Any], tolerance: float) -> None:
-        """Compare every rank's part with the same part of the oracle's."""
+        """Compare every rank's results with the same part of the oracle's."""
         for place, (output, gradients, pieces) in found.items():
             self._judge_names(place, pieces)
             self._judge_output(place, output, tolerance)
@@ -158,7 +158,7 @@ class LayerTrial:
             raise CheckFailed(f"logical tensors on {place} are {sorted(pieces)}, expected {self._names}")
 
     def _judge_tensor(self, name: str, pieces: Mapping[Place, Piece], tolerance: float) -> None:
-        """Initial values and gradients piece by piece; that the pieces are all of it, each value counted once."""
+        """Compare initial values and gradients by piece; the pieces must cover the tensor, each value counted once."""
         expected = self.expected.pieces[name]
         times = np.zeros(expected.part.shape)
         for place, piece in pieces.items():
@@ -183,7 +183,7 @@ class LayerTrial:
 
 
 class _OneLayer(nn.Module):
-    """A chunk that gives one layer a name in the tree."""
+    """A chunk of one layer, which gives the layer a name in the tree."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class _OneLayer(nn.Module):
         return ChunkOut(self.layer(x))
 
     def segments(self) -> tuple[Segment, ...]:
-        """None: the layer is called directly."""
+        """No segments: the layer is called directly."""
         return ()
 
 
@@ -210,12 +210,14 @@ def _pieces(
 
 
 def _summed(name: str, piece: Piece, pieces: Mapping[Place, Piece]) -> tuple[Values, Values]:
-    """The two gradients of ``piece``, once they are whole."""
+    """Both gradients of ``piece``, summed over the ranks if they are partial."""
     if not piece.partial:
         return piece.gradient, piece.both
     for place, other in pieces.items():
         if (other.box, other.partial) != (piece.box, True):
-            raise CheckFailed(f"{name} says that its gradient is partial over tensor, and {place} holds another piece")
+            raise CheckFailed(
+                f"{name} declares a gradient that is partial over tensor, but {place} holds another piece"
+            )
     return sum(p.gradient for p in pieces.values()), sum(p.both for p in pieces.values())  # type: ignore[return-value]  # there is one
 
 

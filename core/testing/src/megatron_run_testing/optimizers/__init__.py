@@ -1,1 +1,1 @@
-"""What the conformance suite of kind ``optimizer`` is made of: a bench, and what is tried on it."""
+"""The trials of the suite of kind ``optimizer``, and the bench on which they run."""

@@ -1,4 +1,4 @@
-"""What holds for every optimizer and every update rule on one rank."""
+"""Promises of every optimizer and every update rule on one rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_run_testing.check import CheckFailed
 from megatron_run_testing.optimizers.bench import COLUMNS, ROWS, Bench, OptimizerFactory, gradients
 from megatron_run_testing.optimizers.saved_state import SavedState
 
-#: What ``memory`` may tell of.
+#: The roles that ``memory`` may report.
 _ROLES = {"parameters", "gradients", "masters", "main_gradients", "state"}
 
 
@@ -48,7 +48,7 @@ def check_idempotent(factory: OptimizerFactory) -> None:
 
 
 def check_unscale(factory: OptimizerFactory) -> None:
-    """``unscale_`` multiplies and finds what is not finite."""
+    """``unscale_`` multiplies, and finds non-finite values."""
     bench = Bench(factory)
     bench.reduce(8.0, 8.0)
     found = bench.optimizer.unscale_(torch.tensor([0.5]))
@@ -65,7 +65,7 @@ def check_unscale(factory: OptimizerFactory) -> None:
 
 
 def check_clip(factory: OptimizerFactory) -> None:
-    """``clip_`` returns the norm before, and clips to the one it is given."""
+    """``clip_`` returns the norm before clipping, and clips to the given one."""
     norm = (ROWS * COLUMNS * 9.0 + ROWS * 16.0) ** 0.5
     for max_norm in (0.0, norm / 2, norm * 2):
         bench = Bench(factory)
@@ -109,7 +109,7 @@ def check_decay(factory: OptimizerFactory) -> None:
 
 
 def check_small_updates(factory: OptimizerFactory) -> None:
-    """What 16 bits cannot hold adds up in masters: the parameters are those of fp32, rounded."""
+    """Updates too small for 16 bits accumulate in the master weights: parameters equal those of fp32, rounded."""
     fp32, bf16 = Bench(factory), Bench(factory, single_process_context(dtype=torch.bfloat16))
     for step in range(40):
         for bench in (fp32, bf16):
@@ -122,21 +122,21 @@ def check_small_updates(factory: OptimizerFactory) -> None:
 
 
 def check_memory(factory: OptimizerFactory) -> None:
-    """``memory`` tells bytes by role, on the meta device the same as where there are values."""
+    """``memory`` reports bytes by role, the same on the meta device as on a real one."""
     bench = Bench(factory)
     bench.step(gradients(0))
     planned_bench = Bench(factory, single_process_context(dtype=torch.float32, device="meta"))
     real, planned = bench.optimizer.memory(), planned_bench.optimizer.memory()
     if not set(real) <= _ROLES:
-        raise CheckFailed(f"memory tells of {', '.join(set(real) - _ROLES)}; the roles are {', '.join(sorted(_ROLES))}")
+        raise CheckFailed(f"memory reports {', '.join(set(real) - _ROLES)}; the roles are {', '.join(sorted(_ROLES))}")
     if real.get("parameters", 0) < bench.weight.nbytes + bench.bias.nbytes:
-        raise CheckFailed(f"memory tells of {real.get('parameters', 0)} bytes of parameters, which are more")
+        raise CheckFailed(f"memory reports {real.get('parameters', 0)} bytes of parameters, which are more")
     if "state" in planned and dict(real) != dict(planned):
-        raise CheckFailed(f"memory tells {dict(planned)} on the meta device, and {dict(real)} after a step")
+        raise CheckFailed(f"memory reports {dict(planned)} on the meta device, and {dict(real)} after a step")
 
 
 def check_round_trip(factory: OptimizerFactory) -> None:
-    """Who saves, and a fresh optimizer that loads, go on as one that did neither; from the very beginning too."""
+    """Saving changes nothing, and an optimizer that loads the state continues bit for bit; from step 0 too."""
     for steps in (0, 3):
         undisturbed, one, other = Bench(factory), Bench(factory), Bench(factory)
         for step in range(steps):
@@ -155,7 +155,7 @@ def check_round_trip(factory: OptimizerFactory) -> None:
 
 
 def check_weights_alone(factory: OptimizerFactory) -> None:
-    """``load_weights`` takes the masters that are read, and goes on as before the first step."""
+    """``load_weights`` takes the saved master weights, and continues as before the first step."""
     fresh, trained = Bench(factory), Bench(factory)
     for step in range(3):
         trained.step(gradients(step))
@@ -168,7 +168,7 @@ def check_weights_alone(factory: OptimizerFactory) -> None:
 
 
 def check_nothing(factory: OptimizerFactory) -> None:
-    """A stage without parameters is no special case."""
+    """A stage without parameters works like any other."""
     optimizer = factory(single_process_context(dtype=torch.float32))
     optimizer.attach([], [], 1.0)
     optimizer.zero_grad()
@@ -183,12 +183,12 @@ def check_nothing(factory: OptimizerFactory) -> None:
 
 
 def shapes(bench: Bench) -> dict[str, tuple[int, ...]]:
-    """Of the logical tensors, by name."""
+    """Shapes of the logical tensors, by name."""
     return {part.name: part.shape for info in bench.infos.values() for part in info.parts}
 
 
 def expect(what: str, found: Tensor, expected: Tensor | float) -> None:
-    """Raise unless ``found`` is ``expected`` to rounding."""
+    """Raise unless ``found`` equals ``expected`` up to rounding."""
     values = found.detach().cpu()
     wanted = torch.as_tensor(expected, dtype=values.dtype).expand_as(values)
     if not torch.allclose(values, wanted, rtol=1e-5, atol=1e-7):
@@ -196,8 +196,8 @@ def expect(what: str, found: Tensor, expected: Tensor | float) -> None:
 
 
 def expect_same(what: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Raise unless every tensor of ``found`` is bit for bit that of ``expected``."""
+    """Raise unless every tensor of ``found`` equals that of ``expected`` bit for bit."""
     for name, value in expected.items():
         if not torch.equal(found[name], value):
             most = (found[name] - value).abs().max().item()
-            raise CheckFailed(f"{what}: {name} is off by up to {most:g}, expected the same bits")
+            raise CheckFailed(f"{what}: {name} is off by up to {most:g}, expected equal bits")

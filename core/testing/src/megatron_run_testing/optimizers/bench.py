@@ -1,4 +1,4 @@
-"""An optimizer at work on a chunk of two parameters, on gradients that a formula makes."""
+"""An optimizer on a chunk of two parameters, with gradients from a formula."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megatron_run_testing.build_contexts import single_process_context
 
 OptimizerFactory = Callable[[BuildContext], Optimizer]
 #: (gradient of the weight, gradient of the bias)
-GradientAccumulator = tuple[Tensor, Tensor]
+Gradients = tuple[Tensor, Tensor]
 
-#: No power of two and no multiple of a number of ranks, so that shares begin within the matrix and within its rows.
+#: Neither powers of two nor multiples of a number of ranks, so that shards begin inside the matrix and inside its rows.
 ROWS, COLUMNS = 21, 13
 
 
 class SmallChunk(nn.Module):
-    """A matrix, which decays, and a bias, which does not: enough of a chunk for an optimizer.
+    """A chunk of a matrix, which decays, and a bias, which does not.
 
-    Their values are fractions of small numbers, which every type holds exactly.
+    Their values are small fractions that every type represents exactly.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -40,14 +40,15 @@ class SmallChunk(nn.Module):
         return ChunkOut(nn.functional.linear(x, self.weight, self.bias))
 
     def segments(self) -> Sequence[Segment]:
-        """None of it is captured."""
+        """No segments: nothing of it is captured."""
         return ()
 
 
 class Bench:
-    """An optimizer attached to a :class:`SmallChunk`, with ``weight`` and ``bias`` at hand.
+    """An optimizer attached to a :class:`SmallChunk` with the parameters ``weight`` and ``bias``.
 
-    ``context`` is that of one fp32 rank unless given; ``grad_scale`` makes means of the data-parallel ranks' sums.
+    ``context`` defaults to that of one fp32 rank. ``grad_scale`` defaults to 1 / data-parallel size, so that gradients
+    are averaged over the ranks.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Bench:
         self.weight, self.bias = chunk.weight, chunk.bias
 
     def reduce(self, weight: Tensor | float, bias: Tensor | float) -> None:
-        """Pretend that a backward produced these gradients, and finish their reduction."""
+        """Set gradients as if a backward had produced them, and finish their reduction."""
         self.optimizer.zero_grad()
         main_grad(self.weight).add_(weight)
         main_grad(self.bias).add_(bias)
@@ -70,15 +71,13 @@ class Bench:
         self.optimizer.finish_grad_sync()
 
     def update(self, lr: float, weight_decay: float) -> None:
-        """Step, and wait until the parameters hold their new values."""
+        """Step, and wait until the parameters are updated."""
         self.optimizer.step(lr, weight_decay)
         self.optimizer.start_param_sync()
         self.optimizer.ensure_ready([self.weight, self.bias])
 
-    def step(
-        self, gradients: GradientAccumulator, *, max_norm: float = 0.0, lr: float = 0.01, decay: float = 0.1
-    ) -> Tensor:
-        """A whole step as the trainer takes it, or one that is skipped; returns found_inf, norm and zeros, fp32 [3]."""
+    def step(self, gradients: Gradients, *, max_norm: float = 0.0, lr: float = 0.01, decay: float = 0.1) -> Tensor:
+        """A whole step as in the trainer, skipped on overflow; returns found_inf, norm and zeros, fp32 [3]."""
         self.reduce(*gradients)
         found_inf = self.optimizer.unscale_(torch.ones(1))
         if found_inf.item():
@@ -92,14 +91,14 @@ class Bench:
         return {"weight": self.weight.detach().clone(), "bias": self.bias.detach().clone()}
 
 
-def gradients(step: int, rank: int = 0) -> GradientAccumulator:
-    """What ``rank`` finds in ``step``: eighths from -1 to 1, whose sums over ranks are exact in every order."""
+def gradients(step: int, rank: int = 0) -> Gradients:
+    """The gradients of ``rank`` in ``step``: eighths from -1 to 1, whose sums over ranks are exact in every order."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     weight, bias = (torch.randint(-8, 9, size, generator=generator) / 8 for size in ((ROWS, COLUMNS), (ROWS,)))
     return weight, bias
 
 
-def mean_gradients(step: int, ranks: int) -> GradientAccumulator:
-    """The mean of what ``ranks`` ranks find in ``step``."""
+def mean_gradients(step: int, ranks: int) -> Gradients:
+    """The mean of the gradients of ``ranks`` ranks in ``step``."""
     weights, biases = zip(*(gradients(step, rank) for rank in range(ranks)), strict=True)
     return torch.stack(weights).mean(0), torch.stack(biases).mean(0)

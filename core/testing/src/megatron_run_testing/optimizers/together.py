@@ -1,4 +1,4 @@
-"""What holds for every optimizer on several data-parallel ranks: they train what one rank trains with the mean."""
+"""Promises of every optimizer on several data-parallel ranks: they train as one rank does with the mean gradient."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megatron_run_testing.optimizers.alone import expect, expect_same, shapes
 from megatron_run_testing.optimizers.bench import Bench, OptimizerFactory, gradients, mean_gradients
 from megatron_run_testing.optimizers.saved_state import SavedState
 
-#: Steps of the run that is looked at, the last after its state was taken.
+#: Steps of the trial; the state is taken before the last one.
 _STEPS = 4
-#: Below the norm of most steps' gradients, so that clipping matters.
+#: Below the norm of most steps' gradients, so that clipping takes effect.
 _MAX_NORM = 5.0
 
 
 class Run(NamedTuple):
-    """What one rank sees of a run: per step numbers (found_inf, norm, zeros) and parameters by name.
+    """One rank's results: per step, numbers (found_inf, norm, zeros) and parameters by name.
 
-    ``pieces`` is its state before the last step, ``loaded`` the parameters of a fresh optimizer that was given the
-    state of all ranks, before that step and after.
+    ``pieces`` is its state before the last step. ``loaded`` are the parameters of a new optimizer that loaded the state
+    of all ranks, before and after that step.
     """
 
     numbers: list[Tensor]
@@ -36,7 +36,7 @@ class Run(NamedTuple):
 
 
 def run_steps(factory: OptimizerFactory, context: BuildContext) -> Run:
-    """Train on this rank's gradients, and once more from the state that all ranks gave."""
+    """Train with this rank's gradients, then repeat the last step from the state of all ranks."""
     rank, ranks = context.topology.data_rank, context.topology.sizes.data
     bench = Bench(factory, context)
     run = Run([], [], [], [])
@@ -63,7 +63,7 @@ def _of_all(pieces: list[StatePiece], ranks: int) -> list[StatePiece]:
 
 
 def find_overflows(factory: OptimizerFactory, context: BuildContext) -> list[float]:
-    """found_inf when each rank in turn has a value that is not finite, and of a step after them."""
+    """found_inf of steps in which each rank in turn has a non-finite value, and of a step after them."""
     rank, ranks = context.topology.data_rank, context.topology.sizes.data
     bench = Bench(factory, context)
     found = []
@@ -77,14 +77,14 @@ def find_overflows(factory: OptimizerFactory, context: BuildContext) -> list[flo
 
 
 def judge_replicas(_: OptimizerFactory, runs: Sequence[Run]) -> None:
-    """Every rank holds the same parameters after every step."""
+    """All ranks hold the same parameters after every step."""
     for step, first in enumerate(runs[0].values):
         for rank, run in enumerate(runs):
-            expect_same(f"step {step}, rank {rank} beside rank 0", run.values[step], first)
+            expect_same(f"step {step}, rank {rank} against rank 0", run.values[step], first)
 
 
 def judge_mean(factory: OptimizerFactory, runs: Sequence[Run]) -> None:
-    """The parameters are those of one rank that is given the mean gradient."""
+    """The parameters equal those of one rank with the mean gradient."""
     alone = Bench(factory)
     for step, values in enumerate(runs[0].values):
         alone.step(mean_gradients(step, len(runs)), max_norm=_MAX_NORM)
@@ -102,7 +102,7 @@ def judge_numbers(_: OptimizerFactory, runs: Sequence[Run]) -> None:
 
 
 def judge_overflows(_: OptimizerFactory, found: Sequence[list[float]]) -> None:
-    """What one rank finds is known to all, and forgotten after it."""
+    """An overflow on one rank is reported on all, and not in the step after."""
     for rank, values in enumerate(found):
         *planted, clean = values
         for where, value in enumerate(planted):
@@ -115,7 +115,7 @@ def judge_overflows(_: OptimizerFactory, found: Sequence[list[float]]) -> None:
 
 
 def judge_state(factory: OptimizerFactory, runs: Sequence[Run]) -> None:
-    """All ranks' state is every value once; from it a fresh optimizer goes on bit for bit, and so does one rank."""
+    """The ranks' state contains every value once, and new optimizers continue from it bit for bit."""
     alone = Bench(factory)
     saved = SavedState((piece for run in runs for piece in run.pieces), shapes(alone))
     for rank, run in enumerate(runs):

@@ -1,8 +1,8 @@
-"""Moves tokens to the ranks that hold their experts, and back. Only here does the host read routing results.
+"""Dispatchers: tokens travel to the ranks that hold their experts, and the results travel back.
 
 Each of the p expert-parallel ranks holds e/p experts and its own tokens. A dispatcher gives this rank the rows for its
-experts, sorted by expert, and returns the experts' results to the tokens' ranks (Lepikhin et al. 2020, "GShard",
-section 3.2).
+experts, sorted by expert, and later returns the results to the tokens' ranks (Lepikhin et al. 2020, "GShard", section
+3.2). Only here does the host read how tokens were routed: it needs the sizes of the messages and of the products.
 
 Legend: n tokens, h hidden, e experts, k experts of a token, p expert-parallel ranks, m rows of this rank's experts.
 """
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class Dispatcher(ABC):
-    """Moves tokens between ``peers``, of which each holds an equal share of ``experts``.
+    """Moves tokens between ``peers``, each of which holds an equal share of ``experts``.
 
     ``order``, ``place`` and ``counts`` are those of a :class:`~megatron_run_engine.nn.moe.placement.Placement`.
-    ``routed`` [p, e], int64 on the CPU, says how many tokens of each rank each expert takes.
+    ``routed`` [p, e], int64 on the CPU, is the number of tokens that each rank sends to each expert.
     """
 
-    #: Names of the tensors that :meth:`dispatch` passes to :meth:`collect`, besides rows and ``routed``.
+    #: Names of further tensors that :meth:`dispatch` returns and :meth:`collect` takes, after rows and ``routed``.
     carries: tuple[str, ...] = ()
 
     def __init__(self, peers: ParallelGroup, experts: int) -> None:
@@ -45,62 +45,64 @@ class Dispatcher(ABC):
     def dispatch(
         self, tokens: Tensor, weights: Tensor, order: Tensor, place: Tensor, counts: Tensor
     ) -> tuple[Tensor, ...]:
-        """Tokens [n, h] and weights [n, k] -> rows [m, h], ``routed`` and the tensors named by ``carries``."""
+        """Tokens [n, h] and weights [n, k] -> rows [m, h], ``routed``, and the tensors named in :attr:`carries`."""
 
     @abstractmethod
-    def collect(self, made: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
-        """Results of the experts, [m, h] -> input of :meth:`combine`. The number of tokens is that of ``weights``."""
+    def collect(self, results: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
+        """Return the experts' results [m, h] to the tokens' ranks, as :meth:`combine` takes them.
+
+        The shape of the result follows from ``weights`` alone, not from the routing.
+        """
 
     @abstractmethod
     def combine(self, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        """Return the tokens' weighted sums over their experts, [n, h]."""
+        """Each token's weighted sum over its experts, [n, h]."""
 
     def count(self, routed: Tensor) -> Tensor:
-        """Return the number of rows of each expert of this rank, int64 on the CPU."""
-        return self._mine(routed).sum(0)
+        """Number of rows of each of this rank's experts, [e/p], int64 on the CPU."""
+        return self._to_this_rank(routed).sum(0)
 
-    def _mine(self, routed: Tensor) -> Tensor:
-        """Return the columns of this rank's experts: [p, e] -> [p, e/p]."""
+    def _to_this_rank(self, routed: Tensor) -> Tensor:
+        """[p, e] -> [p, e/p]: the tokens that come to this rank."""
         return routed[:, self.held.start : self.held.stop]
 
     def _routed(self, counts: Tensor) -> Tensor:
-        """Return every rank's ``counts`` [e] on the CPU, [p, e]."""
-        # The only copy to the host in a layer of experts, and the only place where the host waits for the device.
+        """Every rank's ``counts`` [e] -> [p, e] on the CPU: the layer's one host synchronisation in a forward."""
         return self.peers.gather(counts[None]).cpu()
 
 
 class AllToAll(Dispatcher):
-    """Sends each token only to the ranks of its experts, in two all-to-alls of unequal parts."""
+    """Each token travels only to the ranks of its experts, in two all-to-alls of unequal parts."""
 
     def dispatch(
         self, tokens: Tensor, weights: Tensor, order: Tensor, place: Tensor, counts: Tensor
     ) -> tuple[Tensor, ...]:
-        """Send copies of the tokens in the order of their experts, which is also the order of the ranks."""
+        """Send one copy per assignment, sorted by expert: that is also the order of the experts' ranks."""
         routed = self._routed(counts)
-        send, receive = self._row_counts(routed)
+        send, receive = self._split_sizes(routed)
         rows = _exchange(copy_rows(tokens, order, place, sum(send)), self.peers, send, receive)
-        return _transposed(rows, self._mine(routed)), routed
+        return _transpose_blocks(rows, self._to_this_rank(routed)), routed
 
-    def collect(self, made: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
-        """Send the results back: [m, h] -> [n*k, h] in this rank's ``order``, zeros for dropped assignments."""
-        send, receive = self._row_counts(routed)
-        rows = _exchange(_transposed(made, self._mine(routed).t()), self.peers, receive, send)
+    def collect(self, results: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
+        """Send rows back: [m, h] -> [n*k, h] in this rank's ``order``, zeros for dropped assignments."""
+        send, receive = self._split_sizes(routed)
+        rows = _exchange(_transpose_blocks(results, self._to_this_rank(routed).t()), self.peers, receive, send)
         return pad_rows(rows, weights.numel())
 
     def combine(self, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        """Sum each token's rows: [n*k, h] -> [n, h]. Dropped assignments are zero, whatever their weight."""
+        """Sum each token's k rows: [n*k, h] -> [n, h]. Dropped rows are zero and add nothing, whatever their weight."""
         return combine_rows(returned, weights, order, place)
 
-    def _row_counts(self, routed: Tensor) -> tuple[list[int], list[int]]:
-        """Return the numbers of rows that go to each rank, and that come from each."""
+    def _split_sizes(self, routed: Tensor) -> tuple[list[int], list[int]]:
+        """Number of rows that this rank sends to, and receives from, each rank."""
         sent = routed[self.peers.index].view(self.peers.size, -1).sum(1)
-        return sent.tolist(), self._mine(routed).sum(1).tolist()
+        return sent.tolist(), self._to_this_rank(routed).sum(1).tolist()
 
 
 class AllGather(Dispatcher):
-    """Gathers all tokens on every rank. Each rank sums over its own experts, and a reduce-scatter completes the sums.
+    """Every rank gathers all tokens and sums over its own experts; a reduce-scatter completes the sums.
 
-    Messages are large and few, and their sizes do not depend on the routing.
+    Messages are few and large, and their sizes do not depend on the routing.
     """
 
     carries = ("row_origin", "row_weights")
@@ -108,7 +110,7 @@ class AllGather(Dispatcher):
     def dispatch(
         self, tokens: Tensor, weights: Tensor, order: Tensor, place: Tensor, counts: Tensor
     ) -> tuple[Tensor, ...]:
-        """Carry each row's origin, the index of its token over all ranks [m], and its weight [m]."""
+        """Also return each row's origin, the index of its token among all ranks' tokens [m], and its weight [m]."""
         routed, orders = self._routed(counts), self.peers.gather(order[None])
         assignments = self._assignments(orders, routed)
         origin = assignments // weights.shape[1]
@@ -116,20 +118,20 @@ class AllGather(Dispatcher):
         row_weights = gather_sequence(weights, self.peers).flatten().index_select(0, assignments)
         return rows, routed, origin, row_weights
 
-    def collect(self, made: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
-        """Sum with weights over this rank's experts, round to ``made``'s type, sum over ranks: [m, h] -> [n, h]."""
+    def collect(self, results: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
+        """Weighted sums over this rank's experts, rounded to the type of ``results``, then over ranks: -> [n, h]."""
         origin, row_weights = carried
-        sums = add_rows(made, row_weights, origin, self.peers.size * len(weights))
+        sums = add_rows(results, row_weights, origin, self.peers.size * len(weights))
         return scatter_sequence(sums, self.peers)
 
     def combine(self, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        """No-op: the reduce-scatter has summed them."""
+        """Return the sums as they are: the reduce-scatter in :meth:`collect` has completed them."""
         return returned
 
     def _assignments(self, orders: Tensor, routed: Tensor) -> Tensor:
-        """Return the assignments of this rank's experts, expert by expert, numbered over all ranks: [m].
+        """Assignments to this rank's experts, sorted by expert, then by rank: [m], numbered over all ranks.
 
-        ``orders`` [p, n*k] are the ranks' orders, in which the assignments of an expert are contiguous.
+        ``orders`` [p, n*k] are the ranks' assignments sorted by expert, so each expert's form one range of a row.
         """
         ends, sizes = routed.cumsum(1).tolist(), routed.tolist()
         parts = [
@@ -139,12 +141,15 @@ class AllGather(Dispatcher):
         return torch.cat(parts)
 
 
-#: Dispatchers by their name in the configuration.
+#: Dispatchers by the name that the configuration uses.
 DISPATCHERS: Mapping[Dispatch, type[Dispatcher]] = {"alltoall": AllToAll, "allgather": AllGather}
 
 
-def _transposed(rows: Tensor, sizes: Tensor) -> Tensor:
-    """Reorder blocks of ``rows``, with ``sizes`` [a, b], from the order (a, b) to the order (b, a)."""
+def _transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
+    """Reorder blocks of ``rows``: block (i, j) has ``sizes[i, j]`` rows; sorted by i, then j -> by j, then i.
+
+    An all-to-all delivers rows by rank, then expert; the experts' product needs them by expert, then rank.
+    """
     outer, inner = sizes.shape
     if outer == 1 or inner == 1:
         return rows
@@ -160,7 +165,7 @@ def _exchange(rows: Tensor, peers: ParallelGroup, send: Sequence[int], receive: 
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all, whose gradients go the other way."""
+    """An all-to-all; its backward is the all-to-all with send and receive sizes exchanged."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, peers: ParallelGroup, send: Sequence[int], receive: Sequence[int]) -> Tensor:

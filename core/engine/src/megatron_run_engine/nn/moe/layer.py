@@ -1,4 +1,4 @@
-"""The feed-forward half of a block as a mixture of experts, step by step.
+"""The feed-forward half of a block as a mixture of experts: ``route``, ``place``, dispatch, ``compute``, ``combine``.
 
 Legend: s sequence (s/t under sequence parallelism), b micro batch, h hidden, n = s*b tokens of the whole sequence, e
 experts, k experts of a token, m rows of this rank's experts.
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.metrics import Meter, Metrics
 
 
-#: Metrics: tokens of the fullest and the emptiest expert over the mean, and the share of dropped tokens.
+#: Metrics as observers see them: tokens of the fullest and the emptiest expert over the mean, and the dropped share.
 SPREAD = ("model/expert_load_max", "model/expert_load_min", "model/drop_rate")
 
 
 class RouterReports:
-    """Joins the reports of a chunk's expert layers on one microbatch.
+    """Combines the reports of a chunk's expert layers for one microbatch.
 
-    Each of ``parts`` tensor-parallel ranks holds one part of every loss.
+    Each of the ``parts`` tensor-parallel ranks reports 1/``parts`` of every auxiliary loss.
     """
 
     def __init__(self, metrics: Metrics, spec: ExpertSpec, parts: int) -> None:
@@ -46,14 +46,17 @@ class RouterReports:
         self._weights = {name: coefficients[name] / parts for name in spec.loss_names}
 
     def count(self, layers: Sequence[Mapping[str, Tensor]]) -> None:
-        """Add the spread of tokens to the step's metrics, as a mean over layers and microbatches."""
+        """Add the spread of the load, averaged over layers and microbatches, to the step's metrics."""
         if layers:
             total = torch.stack([layer["spread"] for layer in layers]).sum(0)
             for meter, value in zip(self._meters, total, strict=True):
                 meter.add(value, len(layers))
 
     def losses(self, layers: Sequence[Mapping[str, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return each loss summed over ``layers``, times its coefficient, which its weight divides out of the mean."""
+        """By loss name, the sum over ``layers`` with its coefficient, and a weight.
+
+        The weight contains the coefficient too, so that the reported mean, sum over weight, does not.
+        """
         if not layers:
             return {}
         return {
@@ -66,10 +69,10 @@ class RouterReports:
 
 
 class MixtureOfExperts(nn.Module):
-    """Norm, router, experts and shared expert, from ``route`` to ``combine``.
+    """Norm, router, experts and the shared expert, from ``route`` to ``combine``.
 
-    ``route`` enters a tensor-parallel region and ``combine`` leaves it. Within, every rank routes all tokens alike, and
-    holds a part of each of its experts.
+    ``route`` enters one tensor-parallel region and ``combine`` leaves it. Inside, every tensor-parallel rank routes all
+    tokens identically and holds a part of each of its experts.
     """
 
     def __init__(
@@ -83,13 +86,13 @@ class MixtureOfExperts(nn.Module):
         self.norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
         self.router = Router(context, spec, experts.count)
         self.experts = Experts(layers, spec, self.dispatcher.held, experts.ffn)
-        self.shared = Shared(context, layers, spec, experts) if experts.shared_ffn else None
+        self.shared = SharedExpert(context, layers, spec, experts) if experts.shared_ffn else None
 
     def route(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The residual stream [s, b, h] -> tokens [n, h], weights and chosen [n, k], load [e].
+        """The residual stream [s, b, h] -> tokens [n, h], weights and chosen [n, k], load [e], losses, stream.
 
-        Then follows one scalar for each of ``spec.loss_names``: this tensor-parallel rank's part of the loss, times its
-        coefficient. If there is a shared expert, the stream after the norm [s, b, h] is last.
+        The losses are one scalar for each of ``spec.loss_names``: this tensor-parallel rank's part, coefficient
+        included. The last result, only with a shared expert, is the stream after the norm [s, b, h].
         """
         y = self.norm(x)
         tokens = self._enter(y).flatten(0, 1)
@@ -100,7 +103,7 @@ class MixtureOfExperts(nn.Module):
         return tokens, weights, chosen, load, *self._losses(logits, scores, load), *shared
 
     def place(self, weights: Tensor, chosen: Tensor, load: Tensor) -> tuple[Tensor, ...]:
-        """Return order and place of all assignments [n*k], counts [e] and spread [3]."""
+        """The placement (order [n*k], place [n*k], counts [e]) and the spread of the load [3]."""
         if self.spec.capacity_factor is None:
             placement = place_all(chosen, load)
         else:
@@ -108,14 +111,14 @@ class MixtureOfExperts(nn.Module):
         return *placement, spread(load, placement.counts)
 
     def compute(self, rows: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
-        """Run the experts on their rows [m, h], and return the results to the tokens' ranks."""
-        made = self.experts(rows, self.dispatcher.count(routed))
-        return self.dispatcher.collect(made, weights, routed, *carried)
+        """Apply the experts to their rows [m, h] and return the results to the tokens' ranks."""
+        results = self.experts(rows, self.dispatcher.count(routed))
+        return self.dispatcher.collect(results, weights, routed, *carried)
 
     def combine(
         self, batch: int, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor, *y: Tensor
     ) -> Tensor:
-        """Sum each token's results, and add the shared expert: -> [s, b, h], with ``batch`` sequences b."""
+        """Each token's weighted sum over its experts, plus the shared expert on ``y``: -> [s, b, h], b = ``batch``."""
         sums = self.dispatcher.combine(returned, weights, order, place)  # [n, h]
         out = self._leave(sums.unflatten(0, (-1, batch)))
         return out if self.shared is None else out + self.shared(*y)
@@ -129,8 +132,8 @@ class MixtureOfExperts(nn.Module):
         return losses
 
 
-class Shared(nn.Module):
-    """A shared expert: a feed-forward network for every token (Dai et al. 2024, "DeepSeekMoE"), optionally gated."""
+class SharedExpert(nn.Module):
+    """The shared expert: a feed-forward network for every token (Dai et al. 2024, "DeepSeekMoE"), optionally gated."""
 
     def __init__(
         self, context: BuildContext, layers: ParallelLayers, spec: TransformerSpec, experts: ExpertSpec
@@ -146,7 +149,7 @@ class Shared(nn.Module):
 
 
 class Gate(nn.Module):
-    """One weight per token, ``sigmoid(y @ weight.T)``, as in Qwen's mixtures. Each rank computes its own tokens."""
+    """One weight per token, ``sigmoid(y @ weight.T)``, as in Qwen's mixtures; each rank computes its own tokens'."""
 
     def __init__(self, context: BuildContext, spec: TransformerSpec) -> None:
         super().__init__()

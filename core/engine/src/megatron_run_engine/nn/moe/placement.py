@@ -1,6 +1,6 @@
-"""Sorts tokens by expert, and sums the experts' results by token. The maps stay on the device.
+"""Sorting tokens by expert: index maps that stay on the device, and the row copies and sums that use them.
 
-An assignment is a token with one of its chosen experts, number ``token * k + choice`` of n*k.
+An assignment is a token together with one of its chosen experts; it has the number ``token * k + choice`` of n*k.
 
 Legend: n tokens, e experts, k experts of a token.
 """
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class Placement(NamedTuple):
-    """``order`` [n*k] lists the assignments by expert, dropped ones last. ``place`` [n*k] is its inverse.
+    """``order`` [n*k] sorts assignments by expert, dropped ones last; ``place`` [n*k] is its inverse permutation.
 
-    ``counts`` [e] are the numbers of assignments that each expert takes. All are int64.
+    ``counts`` [e] is the number of assignments that each expert accepts. All are int64.
     """
 
     order: Tensor
@@ -29,19 +29,21 @@ class Placement(NamedTuple):
 
 
 def place_all(chosen: Tensor, load: Tensor) -> Placement:
-    """Place all assignments, without a capacity: ``chosen`` [n, k], ``load`` [e] the tokens that chose each expert."""
+    """Placement without a capacity: ``chosen`` [n, k], and ``load`` [e], how often each expert was chosen."""
     order = chosen.flatten().argsort(stable=True)
-    return Placement(order, _inverse(order), load.clone())  # clone: a captured segment must not output its inputs
+    return Placement(order, _inverse(order), load.clone())  # a copy: a captured segment may not return an input
 
 
 def place_within_capacity(chosen: Tensor, weights: Tensor, load: Tensor, spec: ExpertSpec) -> Placement:
-    """Place assignments up to each expert's capacity. Beyond it those of least weight, or the last, are dropped.
+    """Placement in which no expert accepts more than its capacity; ``spec.drop`` selects which ones are dropped.
 
-    ``chosen`` and ``weights`` are [n, k], ``load`` [e].
+    ``chosen`` and ``weights`` are [n, k], ``load`` is [e]. Shapes do not depend on the routing, so that the segment can
+    be captured.
     """
     capacity, experts = spec.capacity(len(chosen)), chosen.flatten()
     by_expert = _by_expert(experts, weights.detach().flatten() if spec.drop == "probs" else None)
     sorted_experts = experts[by_expert]
+    # The rank of an assignment within its expert: its position minus that of the expert's first.
     rank = torch.arange(len(experts), device=experts.device) - (load.cumsum(0) - load)[sorted_experts]
     key = torch.where(rank < capacity, sorted_experts, len(load))  # the dropped go behind the last expert
     order = by_expert[key.argsort(stable=True)]
@@ -49,9 +51,9 @@ def place_within_capacity(chosen: Tensor, weights: Tensor, load: Tensor, spec: E
 
 
 def spread(load: Tensor, counts: Tensor) -> Tensor:
-    """Return the tokens of the fullest and the emptiest expert over the mean, and the dropped share, fp32 [3].
+    """Tokens of the fullest and of the emptiest expert over the mean, and the dropped share of all: fp32 [3].
 
-    ``load`` [e] are the tokens that chose each expert, ``counts`` [e] those that it takes.
+    ``load`` [e] is the number of tokens that chose each expert, ``counts`` [e] the number that it accepts.
     """
     chosen = load.float()
     total = chosen.sum()
@@ -59,7 +61,10 @@ def spread(load: Tensor, counts: Tensor) -> Tensor:
 
 
 def _by_expert(experts: Tensor, weights: Tensor | None) -> Tensor:
-    """Sort assignments by expert, and for each expert by descending weight, or by token without weights."""
+    """Assignments sorted by expert, within an expert by decreasing weight or, without weights, by token.
+
+    Two stable sorts give the lexicographic order of (expert, -weight).
+    """
     if weights is None:
         return experts.argsort(stable=True)
     by_weight = weights.argsort(stable=True, descending=True)
@@ -71,27 +76,31 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 def copy_rows(tokens: Tensor, order: Tensor, place: Tensor, kept: int) -> Tensor:
-    """Copy tokens [n, h] to rows [m, h], the first ``kept`` assignments of ``order`` [n*k]; ``place`` inverts it."""
+    """One row per assignment, for the first ``kept`` of ``order`` [n*k]: tokens [n, h] -> [m, h], m = ``kept``.
+
+    ``place`` is the inverse of ``order``: the backward gathers with it, which sums in a fixed order; ``index_add``
+    would not on CUDA.
+    """
     rows: Tensor = _Copy.apply(tokens, order, place, kept)  # type: ignore[no-untyped-call]  # torch's
     return rows
 
 
 def pad_rows(rows: Tensor, total: int) -> Tensor:
-    """Append zeros for dropped assignments: [m, h] -> [n*k, h], a shape that does not depend on the routing."""
+    """Zeros for dropped assignments: [m, h] -> [n*k, h], a shape that does not depend on the routing."""
     return rows if len(rows) == total else F.pad(rows, (0, 0, 0, total - len(rows)))
 
 
 def combine_rows(rows: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
-    """Return each token's weighted sum of its rows: [n*k, h] in the ``order`` of experts, weights [n, k] -> [n, h]."""
+    """Each token's weighted sum of its k rows: rows [n*k, h] in ``order``, weights [n, k] -> [n, h]."""
     sums: Tensor = _Combine.apply(rows, weights, order, place)  # type: ignore[no-untyped-call]  # torch's
     return sums
 
 
 def add_rows(rows: Tensor, weights: Tensor, origin: Tensor, tokens: int) -> Tensor:
-    """Return each token's weighted sum of these rows: [m, h], weights [m], tokens ``origin`` [m] -> [n, h].
+    """Each token's weighted sum of this rank's rows: rows [m, h], weights [m], tokens ``origin`` [m] -> [n, h].
 
-    The terms of a token are added in fp32, in the order of the rows, and the sum is rounded once, as in
-    :func:`combine_rows`; on CUDA the order varies unless kernels are deterministic.
+    A token's terms are added in fp32, in the order of the rows, and the sum is rounded once, as in
+    :func:`combine_rows`. On CUDA the order varies unless deterministic algorithms are enabled.
     """
     sums: Tensor = _Add.apply(rows, weights, origin, tokens)  # type: ignore[no-untyped-call]  # torch's
     return sums
@@ -120,10 +129,10 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (rows, weights, order, place), (grad,) = ctx.saved_tensors, grads
-        of_weights = torch.bmm(_by_token(rows, place, weights), grad[:, :, None])[:, :, 0]  # [n, k]
-        of_rows = grad.index_select(0, order // weights.shape[1])
-        of_rows *= weights.flatten()[order].to(rows.dtype)[:, None]
-        return of_rows, of_weights.to(weights.dtype), None, None
+        grad_weights = torch.bmm(_by_token(rows, place, weights), grad[:, :, None])[:, :, 0]  # [n, k]
+        grad_rows = grad.index_select(0, order // weights.shape[1])  # [n, h] -> [n*k, h], a copy
+        grad_rows *= weights.flatten()[order].to(rows.dtype)[:, None]
+        return grad_rows, grad_weights.to(weights.dtype), None, None
 
 
 class _Add(torch.autograd.Function):
@@ -137,10 +146,10 @@ class _Add(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (rows, weights, origin), (grad,) = ctx.saved_tensors, grads
-        of_sums = grad.index_select(0, origin)
-        of_weights = torch.bmm(rows[:, None], of_sums[:, :, None])[:, 0, 0]
-        of_sums *= weights.to(rows.dtype)[:, None]
-        return of_sums, of_weights.to(weights.dtype), None, None
+        grad_rows = grad.index_select(0, origin)
+        grad_weights = torch.bmm(rows[:, None], grad_rows[:, :, None])[:, 0, 0]
+        grad_rows *= weights.to(rows.dtype)[:, None]
+        return grad_rows, grad_weights.to(weights.dtype), None, None
 
 
 def _by_token(rows: Tensor, place: Tensor, weights: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The router: chooses each token's experts and their weights, and computes the auxiliary losses, in at least fp32.
+"""The router: each token's experts and their weights, and the auxiliary losses. All of it in at least fp32.
 
 Shazeer et al. 2017, "Outrageously Large Neural Networks"; Fedus et al. 2021, "Switch Transformers"; Zoph et al. 2022,
 "ST-MoE"; DeepSeek-AI 2024, "DeepSeek-V3" (sigmoid).
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_engine.runtime.gradients import GradientAccumulator
 
-_TINY = 1e-20  # avoids 0 / 0 if all sigmoids underflow
+_TINY = 1e-20  # avoids 0 / 0 where the sigmoids of all chosen experts underflow to zero
 
 
 class Routing(NamedTuple):
-    """``weights`` and indices of the ``chosen`` experts [n, k], and ``scores`` of all experts [n, e], with sum 1."""
+    """``weights`` and indices of the ``chosen`` experts [n, k]; ``scores`` of all experts [n, e], which sum to 1."""
 
     weights: Tensor
     chosen: Tensor
@@ -37,7 +37,11 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Logits of every token for every expert. In a tensor-parallel region its gradient is a partial sum."""
+    """Logits of every token for every expert.
+
+    It runs inside a tensor-parallel region, where each rank propagates a part of the gradient: so its weight's gradient
+    is partial over the tensor axis.
+    """
 
     def __init__(self, context: BuildContext, spec: TransformerSpec, experts: int) -> None:
         super().__init__()
@@ -47,7 +51,7 @@ class Router(nn.Module):
         self.parameter_specs = {"weight": ParameterSpec(spec.init, partial_over="tensor" if split else None)}
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[n, h] -> [n, e] in the type of master weights, whatever the type of the tokens."""
+        """[n, h] -> [n, e] in the type of the master weights, whatever the type of the tokens."""
         logits: Tensor = _Logits.apply(  # type: ignore[no-untyped-call]  # torch's
             tokens, self.weight, self.dtype, self.gradients
         )
@@ -55,7 +59,7 @@ class Router(nn.Module):
 
 
 class _Logits(torch.autograd.Function):
-    """A matrix product of 16-bit values in fp32, whose weight gradient is never rounded to 16 bits."""
+    """A product in ``dtype`` of 16-bit operands; the weight gradient is accumulated without rounding to 16 bits."""
 
     @staticmethod
     def forward(
@@ -79,10 +83,10 @@ class _Logits(torch.autograd.Function):
 
 
 def choose(logits: Tensor, spec: ExpertSpec) -> Routing:
-    """Choose the ``top_k`` experts of each token from its logits [n, e].
+    """The ``top_k`` experts of each token, from its logits [n, e].
 
-    With ``softmax`` the weights are a softmax over the chosen experts, as in Mixtral, or with ``pre_softmax`` over all
-    experts, as in Switch. With ``sigmoid`` they are the scores, normalised to sum 1 if ``top_k`` is above 1.
+    ``softmax`` normalises over the chosen experts, as Mixtral does; with ``pre_softmax`` over all experts, as Switch
+    does. ``sigmoid`` uses the scores, divided by their sum if several experts are chosen, as DeepSeek-V3 does.
     """
     if spec.scores == "sigmoid":
         scores = logits.sigmoid()
@@ -98,15 +102,15 @@ def choose(logits: Tensor, spec: ExpertSpec) -> Routing:
 
 
 def load_of(chosen: Tensor, experts: int) -> Tensor:
-    """Count the tokens that chose each expert: [n, k] -> int64 [e]."""
-    flat = chosen.flatten()
+    """Number of tokens that chose each expert: [n, k] -> int64 [e]."""
+    flat = chosen.flatten()  # not bincount, which synchronises with the host
     return flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def balance_loss(scores: Tensor, load: Tensor, top_k: int) -> Tensor:
-    """Return ``e * sum_i f_i P_i``, which is 1 in balance (Fedus et al. 2021, equation 4, for several choices).
+    """``e * sum_i f_i P_i``, which is 1 for a uniform load (Fedus et al. 2021, equation 4, for several choices).
 
-    f_i is expert i's share of all choices, from ``load`` [e], and P_i its mean score, from [n, e].
+    f_i is the share of choices that fell on expert i, from ``load`` [e]; P_i is its mean score, from [n, e].
     """
     tokens, experts = scores.shape
     share = load.to(scores.dtype) / (tokens * top_k)
@@ -114,5 +118,5 @@ def balance_loss(scores: Tensor, load: Tensor, top_k: int) -> Tensor:
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """Return the mean square of ``log sum exp`` over a token's logits [n, e] (Zoph et al. 2022, equation 5)."""
+    """The mean square of ``log sum exp`` of a token's logits [n, e] (Zoph et al. 2022, equation 5)."""
     return logits.logsumexp(-1).square().mean()

@@ -1,7 +1,8 @@
-"""Tensor-parallel layers: the parts from which every factory of split layers is made.
+"""Tensor-parallel layers: the parts from which every factory of split layers is built.
 
-Reading order: ``tensor_split`` (which rank holds which piece), ``mappings`` (f, g and their conjugates), ``column``
-(the product whose backward overlaps), ``vocabulary`` (embedding and output layer), ``expert_linear``, ``split_layers``.
+Reading order: ``tensor_split`` (which rank holds which piece), ``mappings`` (f, g and their sequence-parallel
+counterparts), ``column`` (the product whose backward overlaps with communication), ``vocabulary`` (embedding and output
+layer), ``expert_linear``, ``split_layers`` (the factory's common base).
 """
 
 from megatron_run_engine.nn.parallel.column import column_linear

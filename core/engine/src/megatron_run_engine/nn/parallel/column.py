@@ -1,4 +1,4 @@
-"""The column-parallel product: region entry and product in one autograd function, so that its backward overlaps.
+"""The column-parallel product: entry into the region and product are one autograd function whose backward overlaps.
 
 Legend: s sequence, b micro batch, i inputs, o outputs, t tensor-parallel size; x is [s, b, *] inside the region and
 [s/t, b, *] outside under sequence parallelism.
@@ -34,9 +34,9 @@ def column_linear(
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """``f`` (or ``gather_sequence``) and the product in one, so that their backwards can overlap.
+    """``f`` (or ``gather_sequence``) and the product in one function, so that their backwards can overlap.
 
-    The forward keeps this rank's part of x only; with sequence parallelism the backward gathers all of x again. In a
+    The forward saves this rank's part of x only; under sequence parallelism the backward gathers all of x again. In a
     split backward that happens in ``I``, so all of x [s, b, i] is held from ``I`` to ``W``. Without sequence
     parallelism it is held from the forward on.
     """
@@ -46,17 +46,17 @@ class _ColumnLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, gradients: GradientAccumulator, split: Split
     ) -> Tensor:
         ctx.save_for_backward(x)
-        # Keep the parameters themselves, which have main_grad: saved tensors may be unpacked as copies without it.
+        # The parameters themselves, which have main_grad: saved tensors may come back as copies (see linear.py).
         ctx.weight, ctx.bias, ctx.gradients, ctx.split = weight, bias, gradients, split
         return F.linear(split.peers.gather(x) if split.sequence else x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        """Compute both gradients. Each collective overlaps one matrix product: all-gather, then the sum."""
+        """Overlap: x is gathered during the input gradient's product, that gradient is reduced during the weight's."""
         (x,), (grad,), peers, sequence = ctx.saved_tensors, grads, ctx.split.peers, ctx.split.sequence
         trains, summing = ctx.weight.requires_grad, None
         gathering = peers.start_gather(x) if sequence and trains else None
-        # [s, b, i]: this rank's share of the input's gradient
+        # [s, b, i]: this rank's term of the input gradient, which the collective below sums
         partial = grad @ ctx.weight if ctx.needs_input_grad[0] else None
         x = gathering.wait() if gathering else x
         if partial is not None:

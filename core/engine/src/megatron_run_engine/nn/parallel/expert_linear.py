@@ -1,6 +1,6 @@
-"""Linear layers of experts: each expert's matrix is split as in a column- or row-parallel layer.
+"""Linear layers of experts: each expert's matrix is split like that of a column- or row-parallel layer.
 
-They lie within a tensor-parallel region, whose entry and exit have the collectives. There are none here.
+They contain no collectives: those at the edges of the surrounding region serve all of its layers.
 
 Legend: e experts of this rank, n rows of all of them, i inputs, o outputs, t tensor-parallel size.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ExpertColumnLinear(nn.Module):
-    """Computes this rank's part of the outputs of each of ``parts``, for each expert."""
+    """Column-parallel: computes this rank's share of the output features of each of ``parts``, for each expert."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class ExpertColumnLinear(nn.Module):
         self.bias = empty_parameter(context, len(experts) * rows) if bias else None
         weights, biases = split.rows_of("weight", parts, (inputs,)), split.rows_of("bias", parts)
         self.parameter_specs = {
-            "weight": ParameterSpec(init, tuple(_of_each(experts, weights, rows)), replicas="expert_data"),
-            "bias": ParameterSpec(Init("zeros"), tuple(_of_each(experts, biases, rows)), replicas="expert_data"),
+            "weight": ParameterSpec(init, tuple(_per_expert(experts, weights, rows)), replicas="expert_data"),
+            "bias": ParameterSpec(Init("zeros"), tuple(_per_expert(experts, biases, rows)), replicas="expert_data"),
         }
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -55,7 +55,10 @@ class ExpertColumnLinear(nn.Module):
 
 
 class ExpertRowLinear(nn.Module):
-    """Takes this rank's part of the inputs. Its output is one of t parts of a sum, to which it adds 1/t of the bias."""
+    """Row-parallel: takes this rank's share of the input features and returns one of t terms of the output.
+
+    Each rank adds 1/t of the bias, so that the sum over the ranks contains it once.
+    """
 
     def __init__(
         self, context: BuildContext, split: Split, experts: range, inputs: int, outputs: int, *, bias: bool, init: Init
@@ -66,10 +69,10 @@ class ExpertRowLinear(nn.Module):
         self.bias = empty_parameter(context, len(experts) * outputs) if bias else None
         weights, biases = split.columns_of("weight", inputs, outputs), (Part("bias", (outputs,), range(outputs)),)
         self.parameter_specs = {
-            "weight": ParameterSpec(init, tuple(_of_each(experts, weights, outputs)), replicas="expert_data"),
+            "weight": ParameterSpec(init, tuple(_per_expert(experts, weights, outputs)), replicas="expert_data"),
             "bias": ParameterSpec(
                 Init("zeros"),
-                tuple(_of_each(experts, biases, outputs)),
+                tuple(_per_expert(experts, biases, outputs)),
                 partial_over=split.axis if split.peers.size > 1 else None,
                 replicas="expert_data",
             ),
@@ -80,8 +83,8 @@ class ExpertRowLinear(nn.Module):
         return grouped_linear(rows, self.weight, self.bias, counts, self.gradients, self.bias_share)
 
 
-def _of_each(experts: range, parts: tuple[Part, ...], rows: int) -> Iterator[Part]:
-    """Yield ``parts`` for each of ``experts``, which lie one after the other with ``rows`` rows each."""
+def _per_expert(experts: range, parts: tuple[Part, ...], rows: int) -> Iterator[Part]:
+    """``parts``, which describe one expert's ``rows``, repeated for each of ``experts``, whose rows are stacked."""
     for index, expert in enumerate(experts):
         for part in parts:
             local = range(part.local.start + index * rows, part.local.stop + index * rows)

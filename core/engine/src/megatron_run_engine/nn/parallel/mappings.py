@@ -1,14 +1,14 @@
 """The edges of a tensor-parallel region: conjugate pairs of autograd functions.
 
-``f`` and ``g`` are those of Shoeybi et al. 2019 ("Megatron-LM"), section 3. With sequence parallelism
+``f`` and ``g`` are those of Shoeybi et al. 2019 ("Megatron-LM"), section 3. Under sequence parallelism
 ``gather_sequence`` and ``scatter_sequence`` replace them (Korthikanti et al. 2022, "Reducing Activation Recomputation
-in Large Transformer Models", section 4.2). An all-reduce is a reduce-scatter and an all-gather, so both pairs move the
-same bytes.
+in Large Transformer Models", section 4.2). An all-reduce equals a reduce-scatter plus an all-gather, so both pairs move
+the same bytes.
 
 | | forward | backward |
 |---|---|---|
-| ``f`` | identity | all-reduce |
-| ``g`` | all-reduce | identity |
+| ``f`` | nothing | all-reduce |
+| ``g`` | all-reduce | nothing |
 | ``gather_sequence`` | all-gather | reduce-scatter |
 | ``scatter_sequence`` | reduce-scatter | all-gather |
 
@@ -26,13 +26,13 @@ from megatron_run_engine.runtime.comm import ParallelGroup
 
 
 def f(x: Tensor, peers: ParallelGroup) -> Tensor:
-    """Enter the region: every peer reads the same x [*], and the gradients of all of them add up."""
+    """Enter the region: all peers hold the same x [*]; the backward sums their gradients."""
     result: Tensor = _F.apply(x, peers)  # type: ignore[no-untyped-call]  # torch's
     return result
 
 
 def g(x: Tensor, peers: ParallelGroup) -> Tensor:
-    """Leave the region: the partial results x [*] of all peers add up, in place."""
+    """Leave the region: sum the peers' partial results x [*], in place."""
     result: Tensor = _G.apply(x, peers)  # type: ignore[no-untyped-call]  # torch's
     return result
 
@@ -44,7 +44,7 @@ def gather_sequence(x: Tensor, peers: ParallelGroup) -> Tensor:
 
 
 def scatter_sequence(x: Tensor, peers: ParallelGroup) -> Tensor:
-    """Leave the region with this rank's part of the summed sequence: [s, *] -> [s/t, *]."""
+    """Leave the region with this rank's part of the sequence, summed over the peers: [s, *] -> [s/t, *]."""
     result: Tensor = _ScatterSequence.apply(x, peers)  # type: ignore[no-untyped-call]  # torch's
     return result
 
@@ -57,7 +57,7 @@ class _F(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # Clone: sum_ works in place, and autograd may share this gradient with other consumers.
+        # A copy: autograd forbids changing grads[0] in place, and it may be an expanded or shared tensor.
         return ctx.peers.sum_(grads[0].clone(memory_format=torch.contiguous_format)), None
 
 
@@ -69,7 +69,7 @@ class _G(torch.autograd.Function):
 
     @staticmethod
     def backward(_: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None  # the gradient of a replicated sum is already equal on all peers
+        return grads[0], None  # all peers hold the same gradient, that of the summed result
 
 
 class _GatherSequence(torch.autograd.Function):

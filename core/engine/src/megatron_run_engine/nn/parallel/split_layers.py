@@ -1,4 +1,4 @@
-"""The common part of factories of split layers: all layers but linear ones, norms and the core of attention."""
+"""The common base of split-layer factories: all layers except the linear ones, norms and the attention core."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class ReplicatedDropout(nn.Module):
-    """Dropout from the replicated stream, which has the same position on every tensor-parallel rank.
+    """Dropout whose mask is equal on all tensor-parallel ranks: it draws from the replicated random stream.
 
-    Like torch's own it keeps one byte per value for the backward.
+    PyTorch's dropout takes no generator. Like it, this one keeps one byte per value for the backward.
     """
 
     def __init__(self, p: float, streams: RandomStreams) -> None:
@@ -34,14 +34,14 @@ class ReplicatedDropout(nn.Module):
         self.p, self.streams = p, streams
 
     def forward(self, x: Tensor) -> Tensor:
-        """[*] -> [*]: zeros with probability p, the rest times 1 / (1 - p); x itself in evaluation."""
+        """[*] -> [*]: zero with probability p, otherwise scaled by 1 / (1 - p); x itself in evaluation."""
         if not self.training or not self.p:
             return x
         result: Tensor = _Dropout.apply(x, self.p, self.streams.replicated)  # type: ignore[no-untyped-call]  # torch's
         return result
 
     def extra_repr(self) -> str:
-        """Return the same text as torch's own dropout."""
+        """The same text as ``nn.Dropout`` in a printed model."""
         return f"p={self.p}"
 
 
@@ -60,8 +60,7 @@ class _Dropout(torch.autograd.Function):
 
 
 def _keep(x: Tensor, kept: Tensor, p: float) -> Tensor:
-    """Return x where ``kept``, times 1 / (1 - p)."""
-    # x * kept is exact, so that 16-bit values are rounded once only, by the product with the exact factor.
+    """The ``kept`` values of x, scaled; a 16-bit result is rounded once, since masking is exact."""
     return (x * kept).mul_(1 / (1 - p))
 
 
@@ -74,39 +73,39 @@ class SplitLayers(ParallelLayers):
             split.part(context.train.sequence_length, "tokens of train.sequence_length")
 
     def vocab_embedding(self, vocab: int, hidden: int, *, init: Init) -> nn.Module:
-        """Make an embedding whose rows are split."""
+        """An embedding whose rows are split."""
         return VocabEmbedding(self.context, self.split, vocab, hidden, init)
 
     def output_layer(self, vocab: int, hidden: int, *, init: Init, weight: Parameter | None = None) -> nn.Module:
-        """Make an output layer with rows split like the embedding's, whose weight it may share."""
+        """An output layer whose rows are split like the embedding's, whose weight it may share."""
         return OutputLayer(self.context, self.split, vocab, hidden, init, weight)
 
     def dropout(self, p: float) -> nn.Module:
-        """Make a dropout with one mask for all ranks or, with sequence parallelism, for each rank's own tokens."""
+        """One mask for all ranks; under sequence parallelism each rank draws for its own tokens."""
         return nn.Dropout(p) if self.split.sequence else ReplicatedDropout(p, self.context.rng)
 
     def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
-        """Make a cross-entropy for which only scalars per token cross ranks, never logits."""
+        """A loss that exchanges a few scalars per token, never logits."""
         return CrossEntropy(vocab, label_smoothing, self.split.peers)
 
     def enter_region(self, x: Tensor) -> Tensor:
-        """Enter the region, as a column-parallel layer does."""
+        """Enter as a column-parallel layer does."""
         return (gather_sequence if self.split.sequence else f)(x, self.split.peers)
 
     def leave_region(self, x: Tensor) -> Tensor:
-        """Leave the region, as a row-parallel layer does."""
+        """Leave as a row-parallel layer does."""
         if self.split.sequence:
             return scatter_sequence(x, self.split.peers)
-        return g(x.clone(), self.split.peers)  # clone: g sums in place, and autograd may have saved x
+        return g(x.clone(), self.split.peers)  # a copy: g works in place, and x may be a view of a saved tensor
 
     def expert_column_linear(
         self, experts: range, inputs: int, parts: tuple[LinearPart, ...], *, bias: bool, init: Init
     ) -> nn.Module:
-        """Make a linear layer whose outputs are split for each expert."""
+        """Experts whose output features are split."""
         return ExpertColumnLinear(self.context, self.split, experts, inputs, parts, bias=bias, init=init)
 
     def expert_row_linear(self, experts: range, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
-        """Make a linear layer whose inputs are split for each expert."""
+        """Experts whose input features are split."""
         return ExpertRowLinear(self.context, self.split, experts, inputs, outputs, bias=bias, init=init)
 
     def check_heads(self, shape: AttentionShape) -> None:

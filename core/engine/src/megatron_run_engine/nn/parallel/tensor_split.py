@@ -1,4 +1,4 @@
-"""How one layer is split: over which ranks, with sequence parallelism or not, and which rank holds which piece."""
+"""How one layer is split: over which ranks, along the sequence or not, and which piece of each matrix a rank holds."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Split:
-    """``peers`` share the layer. With ``sequence`` each holds a part of the sequence between layers, instead of all.
+    """A split of a layer over ``peers``, the ranks along ``axis``.
 
-    With ``overlap`` the collectives of a backward overlap weight gradients. ``axis`` is the axis of the peers.
+    ``sequence``: between layers each rank holds its part of the sequence instead of all of it (sequence parallelism).
+    ``overlap``: collectives of the backward run while gradients are computed.
     """
 
     peers: ParallelGroup
@@ -28,7 +29,7 @@ class Split:
     axis: Axis = "tensor"
 
     def part(self, size: int, what: str) -> int:
-        """Return an equal part of ``size``. Raises :class:`InputError` with the arithmetic if it does not divide."""
+        """``size`` over the number of ranks. Raises :class:`InputError` with the arithmetic if it does not divide."""
         ranks = self.peers.size
         if size % ranks:
             raise InputError(
@@ -40,11 +41,11 @@ class Split:
         return size // ranks
 
     def features(self, parts: tuple[LinearPart, ...]) -> int:
-        """Return this rank's output features over all ``parts``. Raises as :meth:`part`."""
+        """This rank's output features, summed over ``parts``. Raises as :meth:`part`."""
         return sum(self._rows(parts))
 
     def rows_of(self, name: str, parts: tuple[LinearPart, ...], columns: tuple[int, ...] = ()) -> tuple[Part, ...]:
-        """Return where this rank's rows of the logical tensors ``<part>.<name>`` lie in a stacked parameter."""
+        """Parts of a parameter that stacks this rank's rows of the logical tensors ``<part>.<name>``."""
         rows = self._rows(parts)
         return tuple(
             Part(
@@ -57,14 +58,14 @@ class Split:
         )
 
     def columns_of(self, name: str, inputs: int, outputs: int) -> tuple[Part, ...]:
-        """Return where this rank's columns of the logical matrix ``name`` [outputs, inputs] lie."""
+        """The part of a parameter that holds this rank's columns of the logical matrix ``name`` [outputs, inputs]."""
         column = self.peers.index * self.part(inputs, "input features")
         return (Part(name, (outputs, inputs), range(outputs), column=column),)
 
     def whole(self, spec: ParameterSpec) -> ParameterSpec:
-        """Return ``spec`` for a parameter that is replicated over the ranks, between split layers.
+        """``spec`` of a replicated parameter that acts outside the region, such as a norm's.
 
-        With sequence parallelism each rank sees s/t tokens, so its gradient is a partial sum.
+        Under sequence parallelism each rank sees s/t tokens there, so its gradient is one term of a sum over the axis.
         """
         return replace(spec, partial_over=self.axis) if self.sequence else spec
 

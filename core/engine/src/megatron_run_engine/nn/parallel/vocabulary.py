@@ -1,4 +1,4 @@
-"""The layers that are split by the vocabulary: the embedding and the output layer.
+"""Embedding and output layer, split along the vocabulary.
 
 Legend: s sequence, b micro batch, h hidden, v vocabulary, p padded vocabulary, t tensor-parallel size.
 """
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.comm import ParallelGroup
     from megatron_run_engine.runtime.context import BuildContext
 
-#: Every rank holds a multiple of this many rows, as in Megatron-LM: a matrix product over 50304 columns is markedly
-#: faster than over 50257. Padding rows start at zero and are no class in the cross-entropy, so they stay zero. Names,
-#: initial values, checkpoints and counts include real rows only.
+#: The number of rows of a rank is a multiple of this, as in Megatron-LM: a matrix product over 50304 columns is much
+#: faster than over 50257. Padding rows start at zero, are not classes of the cross entropy, and so stay at zero.
+#: Names, initial values, checkpoints and parameter counts cover the unpadded rows only.
 ROWS_MULTIPLE = 128
 
 
 class VocabEmbedding(nn.Module):
-    """Each rank looks up the tokens whose rows it holds and uses zeros for the others. The results are summed."""
+    """Each rank looks up the tokens whose rows it holds and takes zeros for the others; the sum is complete."""
 
     def __init__(self, context: BuildContext, split: Split, vocab: int, hidden: int, init: Init) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class VocabEmbedding(nn.Module):
 
 
 class OutputLayer(nn.Module):
-    """Logits of this rank's part of the padded vocabulary. ``weight`` [p/t, h] is its own or the embedding's."""
+    """Logits for this rank's part of the padded vocabulary; ``weight`` [p/t, h] is its own or the embedding's."""
 
     def __init__(
         self,
@@ -74,12 +74,12 @@ class OutputLayer(nn.Module):
 
 
 def rows_of_a_rank(vocab: int, peers: ParallelGroup = ALONE) -> int:
-    """Return p/t for ``vocab`` padded to a multiple of :data:`ROWS_MULTIPLE` per rank: 50257 to 51200 over 8 ranks."""
+    """Rows of one rank, p/t: a multiple of :data:`ROWS_MULTIPLE`. 50257 over 8 ranks is padded to 51200 in all."""
     return -(-vocab // (ROWS_MULTIPLE * peers.size)) * ROWS_MULTIPLE
 
 
 def vocabulary_spec(vocab: int, hidden: int, init: Init, peers: ParallelGroup = ALONE) -> ParameterSpec:
-    """Return the spec of ``weight`` [p/t, hidden]: the real rows of this rank, which may be none."""
+    """Spec of a ``weight`` [p/t, hidden]: it covers this rank's unpadded rows, which may be none."""
     rows = rows_of_a_rank(vocab, peers)
     first = min(peers.index * rows, vocab)
     real = min(rows, vocab - first)

@@ -1,6 +1,6 @@
-"""Process groups by axis, and the collectives of the ranks in them.
+"""Process groups by axis, and their collectives.
 
-A single rank has no group: its collectives are no-ops.
+A single rank needs no process group: its collectives return at once.
 """
 
 from megatron_run_engine.runtime.comm.groups import Channels, Groups, Scope, create_aside, create_groups, patience

@@ -1,8 +1,8 @@
-"""Faster reduce-scatter and all-gather for gloo, from point-to-point messages.
+"""Faster reduce-scatter and all-gather for gloo, from point-to-point sends.
 
-gloo's reduce-scatter moves as many bytes as an all-reduce and copies the whole tensor, and its all-gather copies
-too. The messages below move only what is needed and copy nothing. Sums equal those of gloo's all-reduce bit for bit, so
-optimizers with different reductions compute the same.
+gloo's own reduce-scatter moves as many bytes as an all-reduce, through copies of the whole tensor, and its all-gather
+copies too. The sends below move only the bytes that are needed and copy none. Sums equal those of gloo's all-reduce bit
+for bit, so that optimizers with different reductions train the same weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-#: Tags tell the messages of both operations apart: a sum may start before a rank has waited for a gather.
+#: Tags of the two operations: a sum may start on one rank while another has not yet waited for a gather.
 _SUM, _GATHER = 1, 2
 
 
@@ -26,8 +26,8 @@ def is_gloo(group: dist.ProcessGroup | None) -> bool:
     return dist.get_backend(group) == "gloo"
 
 
-class Messages:
-    """Messages in flight, and sums to compute once they have arrived."""
+class Transfers:
+    """Sends and receives in flight, and sums to compute once they have arrived; a stand-in for ``dist.Work``."""
 
     def __init__(self, group: dist.ProcessGroup | None, tag: int) -> None:
         self._group, self._tag = group, tag
@@ -35,7 +35,7 @@ class Messages:
         self._sums: list[tuple[Tensor, Tensor]] = []
 
     def swap(self, send: Tensor, receive: Tensor, peer: int) -> None:
-        """Start to send ``send`` to the group's rank ``peer``, and to receive its message into ``receive``."""
+        """Start sending ``send`` to the group's rank ``peer`` and receiving from it into ``receive``."""
         arriving = dist.irecv(receive, group=self._group, group_src=peer, tag=self._tag)
         leaving = dist.isend(send, group=self._group, group_dst=peer, tag=self._tag)
         self._works += [work for work in (arriving, leaving) if work is not None]
@@ -45,7 +45,7 @@ class Messages:
         self._sums.append((arriving, total))
 
     def wait(self) -> None:
-        """Wait for all messages and compute the sums. Raises torch's error if a peer is lost or late."""
+        """Block until all transfers are complete, then compute the sums. Raises as torch for a lost or late peer."""
         for work in self._works:
             work.wait()
         for arriving, total in self._sums:
@@ -55,27 +55,31 @@ class Messages:
 
 def start_sum_shares(
     flat: Tensor, shares: Sequence[range], index: int, group: dist.ProcessGroup | None
-) -> Messages | dist.Work | None:
-    """Start to sum ``flat``, in place, at least in the share of this rank, the ``index`` -th of the group."""
-    # Two peers swap the halves that the other one sums: half the bytes of an all-reduce. Three or more would add in
-    # another order than gloo's all-reduce, and round differently, so they use that.
+) -> Transfers | dist.Work | None:
+    """Start summing ``flat`` in place, at least in the share of this rank, the ``index`` -th of the group.
+
+    Two peers exchange each other's shares: half the bytes of an all-reduce, and the same sums, since a + b = b + a. The
+    order of more than two terms would differ from that of gloo's all-reduce, so larger groups use the all-reduce.
+    """
     if len(shares) != 2:
         work: dist.Work | None = dist.all_reduce(flat, group=group, async_op=True)
         return work
     mine, theirs = flat[_slice(shares[index])], flat[_slice(shares[1 - index])]
-    messages, arriving = Messages(group, _SUM), torch.empty_like(mine)
-    messages.swap(theirs, arriving, 1 - index)
-    messages.add(arriving, mine)
-    return messages
+    transfers, arriving = Transfers(group, _SUM), torch.empty_like(mine)
+    transfers.swap(theirs, arriving, 1 - index)
+    transfers.add(arriving, mine)
+    return transfers
 
 
-def start_gather_shares(flat: Tensor, shares: Sequence[range], index: int, group: dist.ProcessGroup | None) -> Messages:
-    """Start to fill ``flat`` with every peer's share, in place. This rank is the ``index`` -th and has its own."""
-    messages, mine = Messages(group, _GATHER), flat[_slice(shares[index])]
+def start_gather_shares(
+    flat: Tensor, shares: Sequence[range], index: int, group: dist.ProcessGroup | None
+) -> Transfers:
+    """Start filling ``flat`` in place with every peer's share; this rank, the ``index`` -th, holds its own already."""
+    transfers, mine = Transfers(group, _GATHER), flat[_slice(shares[index])]
     for peer, share in enumerate(shares):
         if peer != index:
-            messages.swap(mine, flat[_slice(share)], peer)
-    return messages
+            transfers.swap(mine, flat[_slice(share)], peer)
+    return transfers
 
 
 def _slice(values: range) -> slice:

@@ -1,4 +1,4 @@
-"""A rank's process groups by axis, as an object that is passed down instead of global groups."""
+"""A rank's process groups by axis, as an object passed to everything that communicates."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Scope = Axis | Literal["world"]
 class Channels:
     """The two communicators of pipeline messages: ``up`` to higher stages, ``down`` to lower ones.
 
-    There are two, since NCCL serialises the messages of a communicator: an activation and a gradient between the same
-    two ranks would wait for each other. A message that takes longer than ``timeout`` is an error.
+    There are two because NCCL runs the operations of one communicator in order: an activation and a gradient between
+    the same two ranks could otherwise wait for each other. A message that takes longer than ``timeout`` is an error.
     """
 
     up: dist.ProcessGroup
@@ -41,7 +41,7 @@ class Channels:
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's process groups. ``by_axis`` omits axes of one rank. ``activity`` records their collectives."""
+    """This rank's process groups; ``by_axis`` omits axes of one rank. ``activity`` records their collectives."""
 
     by_axis: Mapping[Axis, dist.ProcessGroup] = field(default_factory=dict)
     channels: Channels | None = None
@@ -49,11 +49,11 @@ class Groups:
     activity: Activity = field(default_factory=Activity, compare=False, repr=False)
 
     def group(self, scope: Scope) -> dist.ProcessGroup | None:
-        """Return the group of ``scope``, or None if it is this rank alone."""
+        """The group of ``scope``, or None if it is this rank alone."""
         return self.world if scope == "world" else self.by_axis.get(scope)
 
     def peers(self, topology: Topology, axis: Axis) -> ParallelGroup:
-        """Return the ranks along ``axis`` with this one, for a layer that is split over them."""
+        """The ranks along ``axis`` with this one, as an argument for layers that are split over them."""
         members = topology.peers(axis)
         return ParallelGroup(members.index(topology.rank), len(members), self.by_axis.get(axis), axis, self.activity)
 
@@ -82,33 +82,36 @@ class Groups:
         return tensor
 
     def gather_(self, tensor: Tensor, found: list[Tensor] | None) -> None:
-        """Gather every rank's ``tensor`` into rank 0's ``found``, one per rank. ``found`` is None elsewhere."""
+        """Gather every rank's ``tensor`` on rank 0, in ``found``, one entry per rank; other ranks pass None."""
         with self.activity.collective("gather", "world", tensor.numel()):
             dist.gather(tensor, found, dst=0, group=self.world)
 
     def gather_names(self, names: Sequence[str], device: torch.device) -> list[list[str]]:
-        """Every rank's ``names``, by rank, through memory of ``device``; a name holds no new line."""
+        """Every rank's ``names``, by rank, exchanged through tensors on ``device``; names contain no newlines.
+
+        Not ``all_gather_object``, which pickles.
+        """
         if self.world is None:
             return [list(names)]
         text = torch.tensor(list("\n".join(names).encode()), dtype=torch.uint8, device=device)
         longest = int(self.max_(torch.tensor([len(text)], device=device), "world"))
         rows = text.new_zeros(dist.get_world_size(self.world), longest)
-        rows[dist.get_rank(self.world), : len(text)] = text
+        rows[dist.get_rank(self.world), : len(text)] = text  # the other rows are zero, so a sum gathers
         found = (bytes(row).rstrip(b"\0").decode() for row in self.sum_(rows, "world").tolist())
         return [each.split("\n") if each else [] for each in found]
 
 
-#: The groups along an axis: which ranks belong together.
+#: All groups along an axis, as ranks.
 Partition = tuple[tuple[int, ...], ...]
-#: Axes that get process groups, in the one order in which every rank creates them; ``tie`` is the last.
+#: Axes that get process groups, in the order in which every rank creates them; ``tie`` is the last.
 _AXES: tuple[Axis, ...] = get_args(Axis)
 
 
 def patience(timeout: float) -> float:
-    """Return the seconds after which a collective fails, if the watchdog ends a rank that hangs for ``timeout``.
+    """Seconds until a collective fails, in a run whose watchdog ends a rank without progress for ``timeout`` seconds.
 
-    It is longer than the watchdog's limit, so that a rank that is slow first and then hangs is named by the watchdog.
-    The collectives that wait for it know only that something is late.
+    It is more than twice as long, so that even a rank that is slow first and then hangs is named by the watchdog before
+    a collective fails on the ranks that wait for it: these know only that something is late.
     """
     return 2 * timeout + 10
 
@@ -116,11 +119,11 @@ def patience(timeout: float) -> float:
 def create_groups(topology: Topology, timeout: timedelta, activity: Activity | None = None) -> Groups:
     """Create every group that ``topology`` needs. Collective: all ranks call it at the same point.
 
-    ``activity`` records their collectives, and learns the members of each. Axes with the same partition of the ranks
-    share one group.
+    ``activity`` records the groups' members and collectives. Axes that partition the ranks identically share one group.
+
+    The tie comes last, because it leaves ranks out: torch names a group that only its members create by the number of
+    groups that they have created before, and this number must agree among the members of every later group.
     """
-    # The tie comes last. It leaves ranks out, and torch names a group that only its members create by the number of
-    # groups that they have created before, which must be equal on all members of every later group.
     activity = Activity() if activity is None else activity
     if topology.sizes.world == 1:
         return Groups(activity=activity)
@@ -142,7 +145,7 @@ def create_groups(topology: Topology, timeout: timedelta, activity: Activity | N
 
 
 def create_aside(size: int, timeout: timedelta, activity: Activity) -> Groups:
-    """Create a second group of the world, over gloo on the host, for a thread that runs concurrently with the training.
+    """A second world group, over gloo on the host, for a background thread that communicates during the training.
 
     ``activity`` is the thread's. Collective: all ranks call it at the same point.
     """
@@ -157,8 +160,11 @@ def _create_channels(topology: Topology, timeout: timedelta) -> Channels | None:
 
 
 def _create(partition: Partition, rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Create the groups of ``partition`` and return the one with ``rank``, None if that has one member or none."""
-    # On gloo only the members create a group. NCCL splits a communicator, which all ranks of the world take part in.
+    """Create the groups of ``partition``; return that of ``rank``, or None if it is alone or in none.
+
+    On gloo only the members create a group. On NCCL a group is split off the world's communicator, which takes all
+    ranks.
+    """
     members_only = dist.get_backend() == "gloo"
     mine = None
     for ranks in partition:

@@ -1,4 +1,4 @@
-"""The ranks that share one layer and their collectives, as an object that is passed to the layer."""
+"""The ranks that share one layer, and their collectives, as an object passed to the layer."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from megatron_run_engine.runtime.comm.gloo import Messages
+    from megatron_run_engine.runtime.comm.gloo import Transfers
 
 
-#: The activity of a wait that is not recorded.
+#: The phase of a wait that is not recorded.
 _UNRECORDED: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A tensor that a collective is filling. ``phase`` records the wait as this rank's activity."""
+    """A tensor that a collective is filling; ``phase`` is this rank's activity while it waits for it."""
 
     tensor: Tensor
-    work: dist.Work | Messages | None = None
+    work: dist.Work | Transfers | None = None
     phase: AbstractContextManager[None] = _UNRECORDED
 
     def wait(self) -> Tensor:
-        """Wait for the collective and return the tensor."""
+        """Block until the tensor is complete, and return it."""
         if self.work is not None:
             with self.phase:
                 self.work.wait()
@@ -42,11 +42,11 @@ class Pending:
 
 @dataclass(frozen=True)
 class ParallelGroup:
-    """The ranks that share one layer: this rank's ``index`` among ``size`` ranks, and their collectives.
+    """The ranks that share one layer: this rank's ``index`` among ``size`` of them, and their collectives.
 
-    A split layer gets it as an argument and looks up no group. The collectives of a single rank are no-ops. Several
-    ranks without a ``group`` occur while a model is planned on the meta device: they cannot communicate. ``activity``
-    records the collectives with ``scope``.
+    A split layer takes it as an argument and looks up no group. With ``size`` 1 the collectives return their input.
+    With ``size`` above 1 and no ``group``, as while a run is planned, indices are known but collectives fail.
+    ``activity`` records each collective under the name ``scope``.
     """
 
     index: int = 0
@@ -60,7 +60,7 @@ class ParallelGroup:
         return self.start_sum(tensor).wait()
 
     def start_sum(self, tensor: Tensor) -> Pending:
-        """Start to sum ``tensor`` over the peers, in place."""
+        """Start summing ``tensor`` over the peers, in place."""
         if not self._several:
             return Pending(tensor)
         return self._start("all-reduce", tensor, lambda: dist.all_reduce(tensor, **self._async))
@@ -73,11 +73,11 @@ class ParallelGroup:
         return tensor
 
     def gather(self, part: Tensor) -> Tensor:
-        """Return the peers' parts one after the other, an all-gather: [n, ...] -> [size * n, ...]."""
+        """Concatenate the peers' parts, an all-gather: [n, ...] -> [size * n, ...]."""
         return self.start_gather(part).wait()
 
     def start_gather(self, part: Tensor) -> Pending:
-        """Start to :meth:`gather`. ``part`` must not change meanwhile."""
+        """Start to :meth:`gather`; ``part`` must not change meanwhile."""
         if not self._several:
             return Pending(part)
         whole = part.new_empty((self.size * part.shape[0], *part.shape[1:]))
@@ -85,11 +85,11 @@ class ParallelGroup:
         return self._start("all-gather", whole, lambda: gather(whole, part.contiguous(), **self._async))
 
     def scatter_sum(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of the sum over the peers, a reduce-scatter: [size * n, ...] -> [n, ...]."""
+        """This rank's part of the sum over the peers, a reduce-scatter: [size * n, ...] -> [n, ...]."""
         return self.start_scatter_sum(whole).wait()
 
     def start_scatter_sum(self, whole: Tensor) -> Pending:
-        """Start to :meth:`scatter_sum`. ``whole`` must not change meanwhile."""
+        """Start to :meth:`scatter_sum`; ``whole`` must not change meanwhile."""
         if not self._several:
             return Pending(whole)
         part = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
@@ -97,22 +97,22 @@ class ParallelGroup:
         return self._start("reduce-scatter", part, lambda: scatter(part, whole.contiguous(), **self._async))
 
     def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Exchange rows with every peer, an all-to-all. Rows are sorted by peer on both sides.
+        """Exchange rows with every peer, an all-to-all: rows [sum(send), ...] -> [sum(receive), ...].
 
-        ``send[r]`` of ``rows`` [sum(send), ...] go to peer r. Returns [sum(receive), ...], ``receive[r]`` from peer r.
+        ``send[r]`` rows go to peer r and ``receive[r]`` rows come from it, both in the order of the peers.
         """
         if not self._several:
             return rows
         received = rows.new_empty((sum(receive), *rows.shape[1:]))
-        with self.activity.collective("all-to-all", self.scope, 0):  # 0: the sizes differ by peer
+        with self.activity.collective("all-to-all", self.scope, 0):  # 0: the number of values differs between peers
             dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=self.group)
         return received
 
     def start_sum_shares(self, flat: Tensor, shares: Sequence[range]) -> Pending:
-        """Start to sum ``flat`` over the peers, in place: peer r gets the sum in its ``shares[r]``.
+        """Start summing ``flat`` over the peers, in place: peer r gets the sum in its ``shares[r]``.
 
-        The shares are equal and in order (a reduce-scatter), or one peer's share is all of ``flat`` (a reduce). Outside
-        its own share a peer's values are undefined afterwards.
+        Shares are either equal and in order (a reduce-scatter), or one peer has all of it (a reduce). Values outside a
+        peer's own share are undefined afterwards.
         """
         if not self._several:
             return Pending(flat)
@@ -125,7 +125,7 @@ class ParallelGroup:
         return self._start("sum of shares", flat, lambda: scatter(mine, flat, **self._async))
 
     def start_gather_shares(self, flat: Tensor, shares: Sequence[range]) -> Pending:
-        """Start to fill ``flat``, of which peer r holds ``shares[r]``, on every peer: the inverse of the sum."""
+        """Start filling ``flat`` on every peer; peer r holds ``shares[r]``, as in :meth:`start_sum_shares`."""
         if not self._several:
             return Pending(flat)
         owner = _owner(shares)
@@ -136,11 +136,11 @@ class ParallelGroup:
         gather, mine = _collective("all_gather"), flat[shares[self.index].start : shares[self.index].stop]
         return self._start("gather of shares", flat, lambda: gather(flat, mine, **self._async))
 
-    def _start(self, operation: str, result: Tensor, begin: Callable[[], dist.Work | Messages | None]) -> Pending:
+    def _start(self, operation: str, result: Tensor, begin: Callable[[], dist.Work | Transfers | None]) -> Pending:
         phase = self.activity.collective(operation, self.scope, result.numel())
         with phase:
             work = begin()
-        return Pending(result, work, phase)
+        return Pending(result, work, phase)  # the wait re-enters the phase: it is the same collective, counted once
 
     @property
     def _async(self) -> dict[str, Any]:
@@ -152,25 +152,26 @@ class ParallelGroup:
 
     @property
     def _several(self) -> bool:
-        """Whether there are other ranks."""
-        # Without this check a missing group would silently mean the whole world to torch.
-        assert self.size == 1 or self.group is not None, f"{self.size} ranks share this layer, and have no group"
+        """Whether there are other peers."""
+        # torch would take a missing group for the whole world, and hang or compute a wrong sum.
+        assert self.size == 1 or self.group is not None, (
+            f"{self.size} ranks share this layer, but have no process group"
+        )
         return self.size > 1
 
 
-#: A single rank, which shares its layers with no other.
+#: A group of one rank.
 ALONE = ParallelGroup()
 
 
 def _owner(shares: Sequence[range]) -> int | None:
-    """Return the one peer whose share is not empty, or None if the shares are equal."""
+    """The only peer with a non-empty share, or None if the shares are equal."""
     holders = [index for index, share in enumerate(shares) if share]
     return holders[0] if len(holders) == 1 else None
 
 
 def _collective(name: Literal["all_gather", "reduce_scatter"]) -> Callable[..., dist.Work | None]:
-    """Return the single-tensor version of a collective."""
-    # torch 2.13 renamed both, and warns about the older names, the only ones that 2.9 has.
+    """The collective from one tensor into one; torch 2.13 renamed both, and deprecates the names that 2.9 has."""
     found: Callable[..., dist.Work | None] | None = getattr(dist, f"{name}_single", None)
     return found or getattr(
         dist, {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}[name]

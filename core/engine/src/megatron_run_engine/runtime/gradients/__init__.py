@@ -1,29 +1,37 @@
-"""Gradients: flat buckets that hold every ``main_grad``, and the accumulator that sees each gradient arrive.
+"""Gradients of one rank: the buckets that hold every ``main_grad``, their accumulator and their reducer.
 
-The way of a gradient through one step, from ``Trainer._accumulate`` to the collective. Indented calls are callbacks::
+The callbacks of one step, from the backward to the reduction::
 
-    optimizer.zero_grad()                                 BucketReducer.start_step: nothing has arrived
-    accumulator.start_step(microbatches, grad_ready)
-    executor.run(program)
-      action B or I: torch.autograd.backward
-        a layer that can defer its weight gradient        accumulator.submit: computed now in B, queued in I
-        any other parameter (post-accumulate hook)        accumulator._move_grad: .grad is added to main_grad
-        a replayed graph                                  accumulator.arrived: its kernels have added to main_grad
-      action W                                            accumulator.run_deferred: computes what I has queued
-        after a parameter's last arrival in the step
-          optimizer.grad_ready(parameter)                 BucketReducer.arrived
-            the next bucket of the chunk is complete      FlatOptimizer._send: scaled by 1 / data-parallel size
-              ShardingStrategy.start_reduce(bucket)       adamw: all-reduce; zero1: reduce-scatter; asynchronous
-      after the last backward of a chunk
-        optimizer.start_grad_sync(chunk)                  BucketReducer.flush: sends the rest of the chunk
-    optimizer.finish_grad_sync()                          BucketReducer.finish: sends all that is left, and waits;
-                                                          then partial gradients are summed over tensor or tie ranks
+    Trainer._accumulate
+      optimizer.zero_grad()                            clears the buckets
+      gradients.start_step(M, optimizer.grad_ready)    M microbatches; what to call at last arrivals
+      executor.run(program, StepInputs(..., start_grad_sync=optimizer.start_grad_sync))
+        action B or I: torch.autograd.backward
+          layer with a split backward                  gradients.submit(parameters, compute)
+            B: now; I: kept for W                        compute() adds to main_grad
+          any other parameter                          hook: adds .grad to main_grad
+          replayed graph                               gradients.arrived(parameters)
+        action W                                       gradients.run_deferred: what I has kept
+        any of these, at the last arrival of a step    optimizer.grad_ready(parameter)
+          bucket complete, and the next of its chunk     BucketReducer.arrived
+            collective overlaps with the backward          ShardingStrategy.start_reduce(bucket)
+        after a chunk's last backward                  optimizer.start_grad_sync(chunk)
+          the chunk's remaining buckets                  BucketReducer.flush
+      optimizer.finish_grad_sync()
+        tied buckets; waits for every collective         BucketReducer.finish
+        partial gradients are summed over their axis     groups.sum_
+    Trainer._update                                    unscale_, clip_, step, start_param_sync
 
-To change how gradients are reduced, write a ``ShardingStrategy`` (``optim.sharding``); ``optimizer=adamw`` is one in 20
-lines. To change when they are sent, see ``optim.reducer``.
+To change *what* is sent, write a :class:`~megatron_run_engine.optim.ShardingStrategy` (in an optimizer plugin); *when*
+it is sent, see ``reducer.py``; *which* gradients are reduced together, see ``buckets.py``; *how* a gradient arrives and
+which arrival is the last, see ``accumulator.py``.
+
+The accumulator learns in the first step how often a parameter's gradient arrives per microbatch. In that step no
+arrival is known to be the last, so ``start_grad_sync`` and ``finish_grad_sync`` send everything.
 """
 
 from megatron_run_engine.runtime.gradients.accumulator import GradientAccumulator
 from megatron_run_engine.runtime.gradients.buckets import DEFAULT_CAPACITY, Bucket, build_buckets, main_grad
+from megatron_run_engine.runtime.gradients.reducer import BucketReducer
 
-__all__ = ["DEFAULT_CAPACITY", "Bucket", "GradientAccumulator", "build_buckets", "main_grad"]
+__all__ = ["DEFAULT_CAPACITY", "Bucket", "BucketReducer", "GradientAccumulator", "build_buckets", "main_grad"]

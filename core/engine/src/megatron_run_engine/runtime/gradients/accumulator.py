@@ -1,8 +1,8 @@
-"""Accumulates every weight gradient into ``main_grad``, at once or deferred, and detects a parameter's last arrival.
+"""The accumulator: every weight gradient enters ``main_grad`` here, at once or deferred.
 
-A schedule may split the backward: action ``I`` computes the input gradient only, and ``W`` the weight gradients, later.
-A layer that supports this hands its weight-gradient computation to ``submit``. Every other parameter arrives through an
-autograd hook.
+A schedule may split the backward: ``I`` computes the input gradient only, and ``W`` computes the weight gradients
+later. A layer that supports this submits its weight-gradient computation; the gradient of any other parameter arrives
+through a hook, in ``I`` already. The accumulator also knows which arrival of a step is a parameter's last.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Key = tuple[int, int]
 
 
 class GradientAccumulator:
-    """The gradients of one rank.
+    """Accumulates the gradients of one rank, and announces the last arrival of each in a step.
 
-    How often a parameter's gradient arrives per microbatch is counted in the first step; a tied embedding's arrives
-    twice. In that step no last arrival is known, and the executor's gradient-sync points send everything.
+    The number of arrivals per microbatch is learned in the first step; a tied embedding's gradient, for example,
+    arrives twice. Until then nothing is announced, and the executor's gradient-sync points send everything.
     """
 
     def __init__(self) -> None:
@@ -43,15 +43,15 @@ class GradientAccumulator:
         self._recorded: list[Parameter] | None = None
 
     def adopt(self, parameter: Parameter, name: str) -> None:
-        """Move what autograd accumulates into ``parameter.grad`` to ``main_grad`` from now on."""
-        if parameter not in self._names:
+        """Watch ``parameter``: each gradient that autograd puts into ``.grad`` is added to ``main_grad``."""
+        if parameter not in self._names:  # a parameter shared by two chunks gets one hook
             self._names[parameter] = name
             parameter.register_post_accumulate_grad_hook(self._move_grad)
 
     def submit(self, parameters: Sequence[Parameter], compute: Compute) -> None:
-        """Take over a layer's weight gradient. ``compute`` adds to the ``main_grad`` of ``parameters``.
+        """Take over a layer's weight gradient: ``compute`` adds it to the ``main_grad`` of ``parameters``.
 
-        It runs at once in a whole backward (B). In a split one (I) it is queued for W.
+        In a whole backward (``B``) it runs at once; in a split one (``I``) it is kept for ``W``.
         """
         if self._deferred_to is None:
             self._finish(parameters, compute)
@@ -59,15 +59,16 @@ class GradientAccumulator:
             self._queues.setdefault(self._deferred_to, deque()).append((parameters, compute))
 
     def start_step(self, microbatches: int, on_ready: Callable[[Parameter], None]) -> None:
-        """Begin a step of ``microbatches``. ``on_ready`` is called at each parameter's last arrival."""
+        """Begin a step of ``microbatches``; ``on_ready`` is called at each parameter's last arrival."""
         if self._microbatches and not self._per_microbatch:
+            # Learned once, since it is a property of the model: later steps may have another number of microbatches.
             self._per_microbatch = {p: count / self._microbatches for p, count in self._arrivals.items()}
         self._arrivals.clear()
         self._microbatches, self._on_ready = microbatches, on_ready
 
     @contextmanager
     def deferring(self, key: Key) -> Iterator[None]:
-        """Queue the weight gradients submitted within, for :meth:`run_deferred` with the same ``key`` (action I)."""
+        """Within: submitted weight gradients wait for :meth:`run_deferred` with the same ``key`` (action I)."""
         self._deferred_to = key
         try:
             yield
@@ -76,7 +77,7 @@ class GradientAccumulator:
 
     @contextmanager
     def recording(self) -> Iterator[list[Parameter]]:
-        """Collect the parameters whose gradients arrive within, in order, instead of counting them (graph capture)."""
+        """Within: arrivals are listed, in order, instead of counted (graph capture)."""
         self._recorded = []
         try:
             yield self._recorded
@@ -84,27 +85,27 @@ class GradientAccumulator:
             self._recorded = None
 
     def arrived(self, parameters: Iterable[Parameter]) -> None:
-        """Count the gradients of ``parameters`` that a replayed graph has added to ``main_grad``."""
+        """Count the gradients of ``parameters``, which a replayed graph has added to their ``main_grad``."""
         for parameter in parameters:
             self._arrived(parameter)
 
     def run_deferred(self, key: Key) -> None:
-        """Compute the queued weight gradients of ``key``, first in, first out (action W)."""
+        """Compute the deferred weight gradients of ``key``, first in, first out (action W)."""
         for parameters, compute in self._queues.pop(key, ()):
             self._finish(parameters, compute)
 
     def _finish(self, parameters: Sequence[Parameter], compute: Compute) -> None:
-        with torch.no_grad():
+        with torch.no_grad():  # W runs outside of a backward
             compute()
         for parameter in parameters:
             self._arrived(parameter)
 
     def _move_grad(self, parameter: torch.Tensor) -> None:
         if parameter.grad is None:
-            return  # the hook also fires for None, which an autograd Function returns for a parameter it has submitted
+            return  # the hook also fires when a Function returned None for a parameter it submitted
         with torch.no_grad():
             main_grad(parameter).add_(parameter.grad)
-        parameter.grad = None
+        parameter.grad = None  # or autograd would add the next gradient to it, and it would be counted twice
         self._arrived(parameter)  # type: ignore[arg-type]  # the hook is registered on parameters only
 
     def _arrived(self, parameter: Parameter) -> None:
@@ -115,7 +116,6 @@ class GradientAccumulator:
         last = self._per_microbatch.get(parameter, 0) * self._microbatches
         if not last or self._on_ready is None:
             return
-        # Equal, not at least: one arrival more means that the bucket may already be in its collective.
         if self._arrivals[parameter] == last:
             self._on_ready(parameter)
         elif self._arrivals[parameter] > last:

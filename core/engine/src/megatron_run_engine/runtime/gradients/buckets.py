@@ -1,6 +1,7 @@
-"""Flat gradient storage: parameters in reverse order, cut into buckets, padded so that every shard is equal.
+"""Flat gradient storage: parameters in reverse order, cut into buckets, padded so that all shards are equal.
 
-All optimizers share this layout. With it, on gloo, a reduce-scatter of a bucket equals its all-reduce bit for bit.
+All optimizers use this layout, sharded or not. A reduce-scatter of a bucket over gloo then equals an all-reduce of it
+bit for bit, and so do the trained weights.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ if TYPE_CHECKING:
     from megatron_run.contracts import ParamInfo
     from megatron_run.contracts.topology import Replicas
 
-#: Every parameter starts at a multiple of this many values (256 bytes of fp32), the alignment of fused kernels.
+#: Every parameter starts at a multiple of this many values (256 bytes of fp32), as vectorised kernels prefer.
 ALIGNMENT = 64
-#: A bucket is closed once it holds this many values: large enough for bandwidth, small enough for overlap.
+#: A bucket is closed once it holds this many values: large enough for bandwidth, small enough to overlap.
 DEFAULT_CAPACITY = 2**22
-_ATTRIBUTE = "main_grad"  # the field's own name; other libraries' layers look for it too
+_ATTRIBUTE = "main_grad"  # Megatron-LM's name, which layers of other libraries (Transformer Engine) look for
 
 
 def main_grad(parameter: Tensor) -> Tensor:
-    """Return the tensor that accumulates the gradient of ``parameter``. Its storage never changes."""
+    """The tensor in which the gradient of ``parameter`` is accumulated: same shape, and the same storage for life."""
     grad: Tensor = getattr(parameter, _ATTRIBUTE)
     return grad
 
@@ -37,10 +38,10 @@ def main_grad(parameter: Tensor) -> Tensor:
 class Bucket:
     """Gradients that are reduced together.
 
-    ``grad`` is flat, of a length divisible by the number of shards. ``starts`` maps each parameter to its offset.
-    ``parameter.main_grad`` is a permanent view of ``grad``. ``chunk`` is the chunk whose backward fills it, or None for
-    a tied parameter, to which other chunks or stages add. ``shares[r]`` are the values that rank r of ``replicas``
-    owns. Together the shares hold each value of the bucket once.
+    ``grad`` is flat, and its length is divisible by the number of shards; ``starts`` maps each parameter to its offset.
+    ``parameter.main_grad`` is a view of ``grad`` for life. ``chunk`` is the chunk whose backward fills the bucket, or
+    None for a tied parameter, to which several chunks or stages add. ``shares[r]`` is the range that rank r of
+    ``replicas`` owns: the shares cover the bucket, each value once.
     """
 
     chunk: int | None
@@ -56,20 +57,21 @@ class Bucket:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """The parameters in the order of the buffer, which is the reverse of the model's."""
+        """The parameters in the order of the buffer, the reverse of the model's."""
         return tuple(self.starts)
 
     def view(self, flat: Tensor, parameter: Parameter) -> Tensor:
-        """Return the values of ``parameter`` in ``flat``, a buffer with the layout of ``grad``, in its shape."""
+        """The values of ``parameter`` in ``flat``, a buffer with the layout of ``grad``, in the parameter's shape."""
         start = self.starts[parameter]
         return flat[start : start + parameter.numel()].view(parameter.shape)
 
     def flatten_parameters(self) -> Tensor:
-        """Move the parameters into one buffer with the layout of ``grad``. Each becomes a view of it, values kept."""
+        """Move the parameters into one buffer with the layout of ``grad``; each becomes a view of it."""
+        # Zeros, since padding is updated and gathered with the rest: it must stay finite.
         flat = self.grad.new_zeros(len(self.grad), dtype=self.parameters[0].dtype)
         for parameter in self.parameters:
             view = self.view(flat, parameter)
-            parameter.data = view.copy_(parameter.data)
+            parameter.data = view.copy_(parameter.data)  # .data: the Parameter stays the same object for its module
         return flat
 
 
@@ -82,16 +84,16 @@ def build_buckets(
     whole: bool = False,
     expert_shards: int | None = None,
 ) -> list[Bucket]:
-    """Make the buckets of a stage and point every ``main_grad`` into them.
+    """Build the buckets of a stage and set every ``main_grad`` to a view of one.
 
-    ``infos[c]`` describes the parameters of chunk c. Within a chunk parameters lie in reverse order, the order in which
-    a backward produces gradients. Parameters with another ``partial_over``, ``replicas`` or type have buckets of their
-    own. A tied parameter has its own bucket, so that every stage with a copy has the same layout. ``dtype`` is the type
-    of gradients, None for the parameters' own.
+    ``infos[c]`` describes the parameters of chunk c. Within a chunk, parameters are in reverse order, since a backward
+    produces gradients in that order, and those that differ in ``partial_over``, ``replicas`` or type are in different
+    buckets. A tied parameter has a bucket of its own, so that every stage that holds it has the same layout. ``dtype``
+    is the type of gradients, None for the parameters' own.
 
-    ``shards`` is the data-parallel size. ``expert_shards`` is the number of data-parallel ranks that hold the same
-    experts; unset, all do. Each bucket is cut into that many equal shares. With ``whole``, which keeps parameters
-    whole, each bucket belongs to one rank instead.
+    ``shards`` is the data-parallel size; ``expert_shards`` is the number of its ranks that hold the same experts, by
+    default all. Each bucket is cut into that many equal shares or, with ``whole``, owned by a single rank, so that no
+    parameter is cut.
     """
     buckets: list[Bucket] = []
     shares: dict[Replicas, _Shares] = {
@@ -104,39 +106,45 @@ def build_buckets(
         seen.update(described)
         buckets += [_bucket(None, [item], shares, dtype) for item in fresh if item[1].tie]
         untied = [item for item in fresh if not item[1].tie]
-        for alike in dict.fromkeys(map(_alike, untied)):
-            members = [item for item in untied if _alike(item) == alike]
+        for key in dict.fromkeys(map(_bucket_key, untied)):
+            members = [item for item in untied if _bucket_key(item) == key]
             buckets += [_bucket(chunk, part, shares, dtype) for part in _cut(members, capacity)]
     return buckets
 
 
 class _Shares:
-    """Shares buckets over ``ranks`` replicas: cut into equal shares, or ``whole`` to the rank with the least so far."""
+    """Assigns the values of buckets to ``ranks`` replicas: equal shares or, with ``whole``, one owner per bucket.
+
+    A whole bucket goes to the rank with the fewest values so far.
+    """
 
     def __init__(self, ranks: int, *, whole: bool) -> None:
         self._load, self._whole = [0] * ranks, whole
 
     def cut(self, values: int, tie: str) -> tuple[range, ...]:
-        """Return each rank's share of a bucket of at least ``values``, padded so that equal shares are aligned."""
+        """Each rank's share of a bucket of at least ``values``, padded so that equal shares are aligned.
+
+        The owner of a whole tied parameter follows from a hash of the name of its tie, not from the loads: these
+        differ between the stages that hold a copy, which must choose the same owner.
+        """
         ranks = len(self._load)
         length = _align(values, ALIGNMENT * ranks)
         if not self._whole:
             size = length // ranks
             return tuple(range(rank * size, (rank + 1) * size) for rank in range(ranks))
-        # Stages that hold copies of a tied parameter have different loads but must agree on its owner: hash its name.
         owner = zlib.crc32(tie.encode()) % ranks if tie else self._load.index(min(self._load))
         self._load[owner] += length
         return tuple(range(length) if rank == owner else range(0) for rank in range(ranks))
 
 
-def _alike(member: tuple[Parameter, ParamInfo]) -> tuple[object, ...]:
-    """Return what the members of a bucket must have in common."""
+def _bucket_key(member: tuple[Parameter, ParamInfo]) -> tuple[object, ...]:
+    """What the members of a bucket must have in common: they are reduced by the same collective."""
     parameter, info = member
     return info.partial_over, info.replicas, parameter.dtype
 
 
 def _cut(members: list[tuple[Parameter, ParamInfo]], capacity: int) -> list[list[tuple[Parameter, ParamInfo]]]:
-    """Cut ``members`` into buckets, each closed after the member that fills it."""
+    """Cut ``members`` into buckets: one ends with the parameter that brings it to ``capacity`` values."""
     parts: list[list[tuple[Parameter, ParamInfo]]] = [[]]
     filled = 0
     for member in members:

@@ -1,4 +1,4 @@
-"""Which bucket leaves when, without any communication."""
+"""The order in which buckets are sent, without any communication."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import torch
 from torch.nn import Parameter
 
 from megatron_run.contracts import Init, ParamInfo
-from megatron_run_engine.optim.reducer import BucketReducer
 from megatron_run_engine.runtime.comm import Pending
-from megatron_run_engine.runtime.gradients import Bucket, build_buckets
+from megatron_run_engine.runtime.gradients import Bucket, BucketReducer, build_buckets
 
 
 class Waited(Pending):
@@ -24,9 +23,9 @@ class Waited(Pending):
 
 @dataclass
 class Bench:
-    """Traffic of chunk 0 with two buckets, chunk 1 with one, and a tied parameter in both chunks; what has left."""
+    """A reducer of chunk 0 (two buckets), chunk 1 (one) and a tied parameter of both; ``sent`` lists what it sent."""
 
-    traffic: BucketReducer
+    reducer: BucketReducer
     buckets: list[Bucket]
     chunks: list[list[Parameter]]
     sent: list[Bucket]
@@ -50,41 +49,41 @@ def bench(*, early: bool = True) -> Bench:
         sent.append(bucket)
         return Waited(bucket.grad)
 
-    traffic = BucketReducer(buckets, send, early=early)
-    traffic.start_step()
-    return Bench(traffic, buckets, chunks, sent)
+    reducer = BucketReducer(buckets, send, early=early)
+    reducer.start_step()
+    return Bench(reducer, buckets, chunks, sent)
 
 
 def test_a_complete_bucket_waits_for_those_before_it_in_its_chunk() -> None:
     made = bench()
     _, second, first, _ = made.buckets  # the tied one, then chunk 0's in reverse order, then chunk 1's
-    made.traffic.arrived(made.chunks[0][0])
+    made.reducer.arrived(made.chunks[0][0])
     assert made.sent == []
-    made.traffic.arrived(made.chunks[0][1])
+    made.reducer.arrived(made.chunks[0][1])
     assert made.sent == [second, first]
 
 
 def test_what_is_left_of_a_chunk_leaves_with_it_and_nothing_leaves_twice() -> None:
     made = bench()
-    made.traffic.arrived(made.chunks[1][0])
-    made.traffic.arrived(made.chunks[0][1])
-    made.traffic.flush(0)
-    made.traffic.flush(0)
-    made.traffic.flush(1)
+    made.reducer.arrived(made.chunks[1][0])
+    made.reducer.arrived(made.chunks[0][1])
+    made.reducer.flush(0)
+    made.reducer.flush(0)
+    made.reducer.flush(1)
     assert made.sent == [made.buckets[3], made.buckets[1], made.buckets[2]]
 
 
 def test_a_tied_bucket_leaves_last_and_every_bucket_is_waited_for_once() -> None:
     made = bench()
     for parameter in made.buckets[0].parameters:
-        made.traffic.arrived(parameter)
-    made.traffic.flush(0)
-    made.traffic.flush(1)
+        made.reducer.arrived(parameter)
+    made.reducer.flush(0)
+    made.reducer.flush(1)
     assert made.buckets[0] not in made.sent
-    made.traffic.finish()
+    made.reducer.finish()
     assert [bucket.grad[0].item() for bucket in made.buckets] == [1.0] * 4
-    made.traffic.start_step()
-    made.traffic.finish()
+    made.reducer.start_step()
+    made.reducer.finish()
     assert made.sent.count(made.buckets[0]) == 2, "once a step"
 
 
@@ -92,8 +91,8 @@ def test_a_tied_bucket_leaves_last_and_every_bucket_is_waited_for_once() -> None
 def test_without_overlap_everything_leaves_at_the_end(chunk: int) -> None:
     made = bench(early=False)
     for parameter in made.chunks[chunk]:
-        made.traffic.arrived(parameter)
-    made.traffic.flush(chunk)
+        made.reducer.arrived(parameter)
+    made.reducer.flush(chunk)
     assert made.sent == []
-    made.traffic.finish()
+    made.reducer.finish()
     assert made.sent == made.buckets

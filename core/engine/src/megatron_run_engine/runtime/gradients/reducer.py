@@ -1,7 +1,7 @@
-"""Starts the reduction of gradients bucket by bucket, in a fixed order, while the backward is still running.
+"""Sends gradient buckets during the backward, in an order that is fixed in advance.
 
-The order is fixed because collectives pair up by order: ranks that complete buckets in different orders would otherwise
-reduce one bucket with another. ``runtime.gradients`` draws who calls this.
+The order must not depend on when gradients arrive: ranks would then start their collectives in different orders, and
+deadlock.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run_engine.runtime.comm import Pending
-    from megatron_run_engine.runtime.gradients import Bucket
+    from megatron_run_engine.runtime.gradients.buckets import Bucket
 
 
 class BucketReducer:
-    """Sends each bucket once per step with ``send``: when it is complete, and all before it in its chunk are sent.
+    """Sends each bucket once per step, by ``send``: once it and all buckets before it in its chunk are complete.
 
-    With ``early`` false all buckets are sent at the end of the step.
+    Without ``early`` all buckets are sent at the end of the step.
     """
 
     def __init__(self, buckets: Sequence[Bucket], send: Callable[[Bucket], Pending], *, early: bool) -> None:
@@ -31,7 +31,7 @@ class BucketReducer:
         self._sent: dict[Bucket, Pending] = {}
 
     def start_step(self) -> None:
-        """Begin a step: no gradient has arrived and no bucket is sent."""
+        """Begin a step: every bucket waits for all its parameters, and none has been sent."""
         self._waiting = {bucket: set(bucket.parameters) for bucket in self._buckets}
         self._unsent, self._sent = {}, {}
         for bucket in self._buckets:
@@ -39,23 +39,23 @@ class BucketReducer:
                 self._unsent.setdefault(bucket.chunk, deque()).append(bucket)
 
     def arrived(self, parameter: Parameter) -> None:
-        """Note that ``parameter.main_grad`` is final in this step, and send the buckets that are complete, in order."""
+        """Note that ``parameter.main_grad`` is complete, and send the buckets that are complete now, in order."""
         bucket = self._bucket_of[parameter]
         self._waiting[bucket].discard(parameter)
         if bucket.chunk is None or not self._early:
-            return  # a tied parameter: other chunks may still add to it
+            return  # a tied parameter: other chunks may still add to it, so finish() sends it
         unsent = self._unsent[bucket.chunk]
         while unsent and not self._waiting[unsent[0]]:
             self._send(unsent.popleft())
 
     def flush(self, chunk: int) -> None:
-        """Send the remaining buckets of ``chunk``."""
+        """Send the remaining buckets of ``chunk``, whose last backward is done."""
         unsent = self._unsent.get(chunk)
         while self._early and unsent:
             self._send(unsent.popleft())
 
     def finish(self) -> None:
-        """Send all remaining buckets, tied ones too, and wait for every reduction."""
+        """Send all remaining buckets, the tied ones among them, and wait for every bucket."""
         for bucket in self._buckets:
             if bucket not in self._sent:
                 self._send(bucket)
