@@ -51,7 +51,7 @@ def test_torch_cannot_be_imported(kernel_only: dict[str, str]) -> None:
         ("plugins why optimizer --plugin optimizer=zero1", "chosen  zero1      megatron-run-optimizer-zero1"),
         ("plugins new schedule zigzag", "plugins check megatron-run-schedule-zigzag"),
         ("plugins check schedule=1f1b", "ok  messages neither deadlock nor swap"),
-        ("config explain train.lr", "highest learning rate"),
+        ("config explain train.lr", "peak learning rate"),
         ("config show preset:tiny --set model.num_layers=8", "  num_layers: 8 "),
         ("schedule show preset:tiny --plugin schedule=interleaved", "valid: complete, in order, free of deadlock"),
     ],

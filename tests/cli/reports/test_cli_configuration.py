@@ -31,7 +31,7 @@ def test_explain_says_what_a_key_means_and_where_its_value_is_from() -> None:
         "train.lr",
         "  type       number, above 0",
         "  default    0.00015",
-        "  meaning    highest learning rate",
+        "  meaning    peak learning rate",
         "  here       0.5 (from --set train.lr)",
     ]
     assert "option of  model=gpt" in explain("model.num_layers", run)
