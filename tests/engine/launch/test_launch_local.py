@@ -136,7 +136,7 @@ def test_a_peers_complaint_is_never_the_first_cause(launcher: Launcher) -> None:
 def test_a_hanging_rank_is_killed_and_named_when_others_lost_it(launcher: Launcher) -> None:
     start = time.monotonic()
     result = launcher("0:report 4 second another rank was lost", "1:stubborn", grace=0.3)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     assert result.code == ExitCode.RANK_LOST
     assert result.message.endswith("; rank 1 did not end and was killed")
     assert no_process_left(launcher)

@@ -23,7 +23,7 @@ def ended(folder: Path, what: str) -> tuple[int, str, dict[str, object]]:
     scratch = folder / "scratch"
     scratch.mkdir()
     environment = {**os.environ, "TMPDIR": str(scratch)}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False, env=environment)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, env=environment)
     (sidecar,) = process_ids(folder)
     wait_until(lambda: not alive(sidecar), seconds=5)
     assert not list(scratch.iterdir())
