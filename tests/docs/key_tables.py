@@ -1,7 +1,7 @@
 """The reference of the configuration is made from the models themselves, between markers on its page.
 
 A table is the marker ``<!-- keys: NAME -->`` on a line of its own, followed by rows. NAME is a section (``train``),
-``use`` for the choice of each kind's plugin, ``version``, or ``KIND=PLUGIN`` for the options of a built-in plugin; a
+``use`` for the choice of each kind's plugin, or ``KIND=PLUGIN`` for the options of a built-in plugin; a
 package's README has its own. ``NAME of key, default`` shows these columns alone. ``make docs`` brings every table up to
 date; a test fails where one is not.
 """
@@ -19,7 +19,7 @@ REFERENCE = ROOT / "docs" / "configuration.md"
 
 _COLUMNS = ("key", "type", "default", "meaning")
 #: What the command says in words, as a column has it.
-_SHORT = {"true or false": "bool", "one of ": "", "at least ": ">= ", "at most ": "<= ", "above ": "> ", "below ": "< "}
+_SHORT = {"true or false": "bool", "one of ": "", "at least ": ">=", "at most ": "<=", "above ": ">", "below ": "<"}
 _TABLE = re.compile(r"<!-- keys: (?P<name>\S+)(?: of (?P<columns>[\w, ]+))? -->\n\n(?:\|.*\n)*\n*(?P<last>\Z)?")
 
 
@@ -59,14 +59,15 @@ def refreshed(page: str, known: Mapping[str, Iterable[KeyInfo]]) -> str:
 
 def _table(keys: Iterable[KeyInfo], columns: Sequence[str]) -> str:
     cells = (dict(zip(_COLUMNS, _cells(info), strict=True)) for info in keys)
-    lines = (columns, ("---",) * len(columns), *([row[column] for column in columns] for row in cells))
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    rows = "".join(f"| {' | '.join(row[column] for column in columns)} |\n" for row in cells)
+    return f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n{rows}"
 
 
 def _cells(info: KeyInfo) -> tuple[str, ...]:
     kind = info.kind
     for words, short in _SHORT.items():
         kind = kind.replace(words, short)
+    kind = re.sub(r"^([a-z ]+), (?=[<>])", r"\1 ", kind)
     cells = f"`{info.name}`", kind, info.default_text, info.description
     return tuple(cell.replace("|", r"\|") for cell in cells)
 
