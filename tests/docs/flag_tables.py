@@ -1,7 +1,7 @@
 """The tables of Megatron-LM's flags are made from the table that reads them, between markers on their page.
 
-A table is the marker ``<!-- flags: VERDICT -->`` on a line of its own, followed by rows. ``make docs`` brings every
-table up to date; a test fails where one is not.
+A table is the marker ``<!-- flags: VERDICT -->`` on a line of its own, followed by rows; that of the flags which become
+keys is a block of code with one line a flag. ``make docs`` brings every table up to date; a test fails where one is not.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from tests.support.checkout import ROOT
 
 PAGE = ROOT / "docs" / "from-megatron.md"
 
-_HEADS = {Verdict.TAKEN: "| flag | key |", Verdict.SAME: "| flag | here |"}
-_TABLE = re.compile(r"<!-- flags: (?P<name>\w+) -->\n\n(?:\|.*\n)*")
+_TABLE = re.compile(r"<!-- flags: (?P<name>\w+) -->\n\n(?:\|.*\n|```text\n(?:--.*\n)*```\n)*")
 
 
 def names(page: str) -> list[str]:
@@ -28,16 +27,17 @@ def refreshed(page: str) -> str:
 
 
 def _table(verdict: Verdict) -> str:
-    """A row for each text, with all flags that it answers."""
+    """A line for each flag that becomes a key; else a row for each text, with all flags that it answers."""
+    listed = [flag for flag in FLAGS if flag.verdict is verdict]
+    if verdict is Verdict.TAKEN:
+        width = max(len(flag.name) for flag in listed)
+        return "```text\n" + "".join(f"{flag.name:{width}}  {flag.text}\n" for flag in listed) + "```\n"
     flags: dict[str, list[str]] = {}
-    for flag in (flag for flag in FLAGS if flag.verdict is verdict):
+    for flag in listed:
         same = f" (not with {flag.same})" if flag.same else ""
         flags.setdefault(flag.text, []).append(f"`{flag.name}`{same}")
-    rows = [_HEADS.get(verdict, "| flag | why |"), "|---|---|"]
-    for text, names in flags.items():
-        keys = ", ".join(f"`{key}`" for key in text.split(", ")) if verdict is Verdict.TAKEN else text
-        rows.append(f"| {', '.join(names)} | {keys} |")
-    return "".join(f"{row}\n" for row in rows)
+    rows = (f"| {', '.join(names)} | {text} |\n" for text, names in flags.items())
+    return f"| flag | {'here' if verdict is Verdict.SAME else 'why'} |\n|---|---|\n{''.join(rows)}"
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def same(told: str, default: str) -> bool:
     if default in ("unset", "[]"):
         return True
     if power:
-        return float(default) == 2 ** int(power[1])
+        return float(default) == 2.0 ** int(power[1])
     return plain.replace("1e-8", "1e-08") == re.sub(r'[]["]', "", default)
 
 
