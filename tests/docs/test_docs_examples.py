@@ -35,10 +35,9 @@ def test_the_guide_has_rules_an_example_and_the_contract_of_each_kind(kind: str)
     assert f"\n### {kind}: " in page
 
 
-def test_the_guide_quotes_a_plugin_without_options_and_one_with_them() -> None:
-    assert list(map(Path, quotes(GUIDE.read_text(encoding="utf-8")))) == [
-        example(kind).relative_to(ROOT) for kind in ("schedule", "scaler")
-    ]
+def test_the_guide_quotes_one_plugin() -> None:
+    shown = quotes(GUIDE.read_text(encoding="utf-8"))
+    assert list(shown) == [example("schedule").relative_to(ROOT).as_posix()]
 
 
 @pytest.mark.parametrize("kind", KINDS)
