@@ -99,7 +99,7 @@ def test_roles_and_literal_blocks_become_markdown() -> None:
     ("line", "expected"),
     [
         ("[a](../README.md#x) [b](https://x.org) [c](#y)", "[a](index.md#x) [b](https://x.org) [c](#y)"),
-        ("[`t`](../core/pyproject.toml)", "[`t`](https://x.org/y/blob/main/core/pyproject.toml)"),
+        ("[`t`](../core/kernel/pyproject.toml)", "[`t`](https://x.org/y/blob/main/core/kernel/pyproject.toml)"),
         ("[gone](../no-such-file)", "[gone](../no-such-file)"),
         ("```\n[a](../README.md)\n```", "```\n[a](../README.md)\n```"),
     ],
