@@ -22,6 +22,18 @@ _MOVED: Mapping[str, str] = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
+#: Files of the repository -> the page that is made from them, and the heading on it.
+_MADE: Mapping[str, tuple[str, str]] = {
+    **{
+        f"core/kernel/src/megatron_run/contracts/{kind.replace('-', '_')}.py": (f"kinds/{kind}.md", "")
+        for kind in KINDS
+    },
+    **{
+        f"plugins/{kind}/{readme.parent.name}/README.md": ("plugins.md", f"#{kind}{readme.parent.name}")
+        for kind in KINDS
+        for readme in ROOT.glob(f"plugins/{kind}/*/README.md")
+    },
+}
 _LINK = re.compile(r"(?P<text>\[(?:[^\[\]]|\[[^\]]*\])*\])\((?!\w+:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 _HEADING = re.compile(r"^## (?P<title>.+)$|\]\((?P<page>[^)#:]+\.md)\)", re.MULTILINE)
 
@@ -73,9 +85,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def link(match: re.Match[str]) -> str:
         target = relpath((ROOT / source).parent / match["path"], ROOT)
-        path = _MOVED.get(target, target.removeprefix("docs/"))
+        path, heading = _MADE.get(target, (_MOVED.get(target, target.removeprefix("docs/")), ""))
         if files.get_file_from_path(path) is not None:
-            return f"{match['text']}({relpath(path, here)}{match['anchor'] or ''})"
+            return f"{match['text']}({relpath(path, here)}{match['anchor'] or heading})"
         if not (ROOT / target).exists():
             return match[0]  # a broken link: MkDocs says so
         if config.repo_url:

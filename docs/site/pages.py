@@ -74,7 +74,7 @@ def _kinds() -> str:
 
 A plugin is of one kind: its hook is called once, and makes an object that keeps the contract of the kind. Each page
 shows the hook and the contract as they stand in the sources, and the plugins that are there.
-[Writing a plugin](../plugin-authors.md) has a working one of every kind.
+[Writing a plugin](../plugin-authors.md) has the rules and an example of every kind.
 
 {_table(("kind", "what it is", "plugins"), rows)}"""
 

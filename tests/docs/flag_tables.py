@@ -1,7 +1,8 @@
-"""The tables of Megatron-LM's flags are made from the table that reads them, between markers on their page.
+"""The lists of Megatron-LM's flags are made from the table that reads them, between markers on their page.
 
-A table is the marker ``<!-- flags: VERDICT -->`` on a line of its own, followed by rows. ``make docs`` brings every
-table up to date; a test fails where one is not.
+A list is the marker ``<!-- flags: VERDICT -->`` on a line of its own, followed by one line a reason; that of the flags
+which become keys is a block of code with one line a flag. ``make docs`` brings every list up to date; a test fails
+where one is not.
 """
 
 from __future__ import annotations
@@ -13,31 +14,30 @@ from tests.support.checkout import ROOT
 
 PAGE = ROOT / "docs" / "from-megatron.md"
 
-_HEADS = {Verdict.TAKEN: "| flag | key |", Verdict.SAME: "| flag | here |"}
-_TABLE = re.compile(r"<!-- flags: (?P<name>\w+) -->\n\n(?:\|.*\n)*")
+_LIST = re.compile(r"<!-- flags: (?P<name>\w+) -->\n\n(?:- .*\n|```text\n(?:--.*\n)*```\n)*")
 
 
 def names(page: str) -> list[str]:
-    """The tables that ``page`` shows, in order."""
-    return [match["name"] for match in _TABLE.finditer(page)]
+    """The lists that ``page`` shows, in order."""
+    return [match["name"] for match in _LIST.finditer(page)]
 
 
 def refreshed(page: str) -> str:
-    """``page`` with every table as the code has it."""
-    return _TABLE.sub(lambda match: f"<!-- flags: {match['name']} -->\n\n{_table(Verdict[match['name']])}", page)
+    """``page`` with every list as the code has it."""
+    return _LIST.sub(lambda match: f"<!-- flags: {match['name']} -->\n\n{_list(Verdict[match['name']])}", page)
 
 
-def _table(verdict: Verdict) -> str:
-    """A row for each text, with all flags that it answers."""
+def _list(verdict: Verdict) -> str:
+    """A line for each flag that becomes a key; else a line for each text, with all flags that it answers."""
+    listed = [flag for flag in FLAGS if flag.verdict is verdict]
+    if verdict is Verdict.TAKEN:
+        width = max(len(flag.name) for flag in listed)
+        return "```text\n" + "".join(f"{flag.name:{width}}  {flag.text}\n" for flag in listed) + "```\n"
     flags: dict[str, list[str]] = {}
-    for flag in (flag for flag in FLAGS if flag.verdict is verdict):
+    for flag in listed:
         same = f" (not with {flag.same})" if flag.same else ""
         flags.setdefault(flag.text, []).append(f"`{flag.name}`{same}")
-    rows = [_HEADS.get(verdict, "| flag | why |"), "|---|---|"]
-    for text, names in flags.items():
-        keys = ", ".join(f"`{key}`" for key in text.split(", ")) if verdict is Verdict.TAKEN else text
-        rows.append(f"| {', '.join(names)} | {keys} |")
-    return "".join(f"{row}\n" for row in rows)
+    return "".join(f"- {', '.join(names)}: {text}\n" for text, names in flags.items())
 
 
 if __name__ == "__main__":

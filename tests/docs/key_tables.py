@@ -1,15 +1,15 @@
 """The reference of the configuration is made from the models themselves, between markers on its page.
 
 A table is the marker ``<!-- keys: NAME -->`` on a line of its own, followed by rows. NAME is a section (``train``),
-``use`` for the choice of each kind's plugin, ``version``, or ``KIND=PLUGIN`` for the options of a plugin. ``NAME beyond
-OTHER`` leaves out the keys that table OTHER shows alike. ``make docs`` brings every table up to date; a test fails
-where one is not.
+``use`` for the choice of each kind's plugin, or ``KIND=PLUGIN`` for the options of a built-in plugin; a
+package's README has its own. ``NAME of key, default`` shows these columns alone. ``make docs`` brings every table up to
+date; a test fails where one is not.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_run.config.origin import section_of
 from megatron_run_cli.reports.keys import KeyInfo, installed_plugins, kernel_keys, model_keys
@@ -17,10 +17,10 @@ from tests.support.checkout import MEMBERS, ROOT
 
 REFERENCE = ROOT / "docs" / "configuration.md"
 
-_HEAD = "| key | type | default | meaning |\n|---|---|---|---|\n"
+_COLUMNS = ("key", "type", "default", "meaning")
 #: What the command says in words, as a column has it.
-_SHORT = {"true or false": "bool", "one of ": "", "at least ": ">= ", "at most ": "<= ", "above ": "> ", "below ": "< "}
-_TABLE = re.compile(r"<!-- keys: (?P<name>\S+)(?: beyond (?P<other>\S+))? -->\n\n(?:\|.*\n)*\n*(?P<last>\Z)?")
+_SHORT = {"true or false": "bool", "one of ": "", "at least ": ">=", "at most ": "<=", "above ": ">", "below ": "<"}
+_TABLE = re.compile(r"<!-- keys: (?P<name>\S+)(?: of (?P<columns>[\w, ]+))? -->\n\n(?:\|.*\n)*\n*(?P<last>\Z)?")
 
 
 def tables() -> dict[str, list[KeyInfo]]:
@@ -51,20 +51,23 @@ def refreshed(page: str, known: Mapping[str, Iterable[KeyInfo]]) -> str:
 
     def table(match: re.Match[str]) -> str:
         marker, after = match[0].partition("\n")[0], "\n" if match["last"] is None else ""
-        shown = list(known[match["other"]]) if match["other"] else []
-        return f"{marker}\n\n{_table(key for key in known[match['name']] if key not in shown)}{after}"
+        columns = match["columns"].split(", ") if match["columns"] else _COLUMNS
+        return f"{marker}\n\n{_table(known[match['name']], columns)}{after}"
 
     return _TABLE.sub(table, page)
 
 
-def _table(keys: Iterable[KeyInfo]) -> str:
-    return _HEAD + "".join(f"| {' | '.join(_cells(info))} |\n" for info in keys)
+def _table(keys: Iterable[KeyInfo], columns: Sequence[str]) -> str:
+    cells = (dict(zip(_COLUMNS, _cells(info), strict=True)) for info in keys)
+    rows = "".join(f"| {' | '.join(row[column] for column in columns)} |\n" for row in cells)
+    return f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n{rows}"
 
 
 def _cells(info: KeyInfo) -> tuple[str, ...]:
     kind = info.kind
     for words, short in _SHORT.items():
         kind = kind.replace(words, short)
+    kind = re.sub(r"^([a-z ]+), (?=[<>])", r"\1 ", kind)
     cells = f"`{info.name}`", kind, info.default_text, info.description
     return tuple(cell.replace("|", r"\|") for cell in cells)
 

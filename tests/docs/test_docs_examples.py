@@ -15,10 +15,12 @@ from megatron_run.planning import resolve
 from megatron_run_engine.launch import train
 from megatron_run_testing.conformance import check
 from tests.docs.quoted import quotes
+from tests.docs.test_docs_pages import LINK
 from tests.support.checkout import ROOT
 
 EXAMPLES = ROOT / "tests" / "examples" / "plugins"
 GUIDE = ROOT / "docs" / "plugin-authors.md"
+CONTRACTS = ROOT / "core/kernel/src/megatron_run/contracts"
 
 
 def example(kind: str) -> Path:
@@ -26,9 +28,16 @@ def example(kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_guide_shows_one_plugin_of_each_kind(kind: str) -> None:
+def test_the_guide_has_rules_an_example_and_the_contract_of_each_kind(kind: str) -> None:
+    page = GUIDE.read_text(encoding="utf-8")
+    linked = {(GUIDE.parent / target).resolve() for target in LINK.findall(page)}
+    assert {example(kind), CONTRACTS / example(kind).name} <= linked
+    assert f"\n### {kind}: " in page
+
+
+def test_the_guide_quotes_one_plugin() -> None:
     shown = quotes(GUIDE.read_text(encoding="utf-8"))
-    assert example(kind).relative_to(ROOT).as_posix() in shown
+    assert list(shown) == [example("schedule").relative_to(ROOT).as_posix()]
 
 
 @pytest.mark.parametrize("kind", KINDS)
