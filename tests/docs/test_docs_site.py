@@ -101,6 +101,8 @@ def test_roles_and_literal_blocks_become_markdown() -> None:
         ("[a](../README.md#x) [b](https://x.org) [c](#y)", "[a](index.md#x) [b](https://x.org) [c](#y)"),
         ("[`t`](../core/kernel/pyproject.toml)", "[`t`](https://x.org/y/blob/main/core/kernel/pyproject.toml)"),
         ("[gone](../no-such-file)", "[gone](../no-such-file)"),
+        ("[s](../core/kernel/src/megatron_run/contracts/scaler.py)", "[s](kinds/scaler.md)"),
+        ("[z](../plugins/optimizer/zero1/README.md)", "[z](plugins.md#optimizerzero1)"),
         ("```\n[a](../README.md)\n```", "```\n[a](../README.md)\n```"),
     ],
 )
@@ -112,6 +114,7 @@ def test_links_that_leave_the_docs_lead_somewhere(line: str, expected: str) -> N
     config = MkDocsConfig()
     config.load_dict({"site_name": "x", "repo_url": "https://x.org/y"})
     config.validate()
-    home, here = (File(name, None, "site", use_directory_urls=True) for name in ("index.md", "design.md"))
-    page, files = Page(None, here, config), Files([home, here])
+    names = ("design.md", "index.md", "plugins.md", "kinds/scaler.md")
+    here, *others = (File(name, None, "site", use_directory_urls=True) for name in names)
+    page, files = Page(None, here, config), Files([here, *others])
     assert hooks.on_page_markdown(line, page, config, files) == expected
