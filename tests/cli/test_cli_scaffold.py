@@ -12,6 +12,7 @@ from ruamel.yaml import YAML
 
 from megatron_run.contracts import KINDS, RUN_KINDS, entry_point_group
 from megatron_run.errors import ExitCode, InputError
+from megatron_run.planning import load_config
 from megatron_run.registry.discover import Catalog
 from megatron_run_cli.scaffold import new
 from megatron_run_testing.conformance import check
@@ -35,6 +36,7 @@ def test_one_name_is_derived_everywhere(kind: str, tmp_path: Path) -> None:
     module = f"megatron_run_{kind.replace('-', '_')}_zig_zag"
     assert project["name"] == package.distribution == f"megatron-run-{kind}-zig-zag"
     assert project["entry-points"] == {entry_point_group(kind): {"zig-zag": module}}
+    assert project["description"] == f"Plugin {kind}=zig-zag for megatron-run."
     engine = [] if kind in ("schedule", "observer") else ["megatron-run-engine>=0.1,<0.2"]
     assert project["dependencies"] == ["megatron-run-core>=0.1,<0.2", *engine]
     written = {file.relative_to(package.folder).as_posix() for file in package.folder.rglob("*") if file.is_file()}
@@ -54,6 +56,12 @@ def test_one_name_is_derived_everywhere(kind: str, tmp_path: Path) -> None:
     use = f"--plugin {package.choice}" if kind in RUN_KINDS else "import SOURCE FOLDER --from zig-zag"
     assert package.command == f"megatron-run {use}"
     assert package.command in (package.folder / "README.md").read_text()
+
+
+def test_a_new_schedule_runs_a_pipeline_by_its_name_alone(tmp_path: Path) -> None:
+    package = new("schedule", "zigzag", tmp_path / "made", NOTHING)
+    file = package.folder / "src/megatron_run_schedule_zigzag/__init__.py"
+    assert load_config("preset:tiny", plugins=[f"schedule={file}"]).sizes.pipeline == 2
 
 
 def test_a_new_packages_own_test_passes(tmp_path: Path) -> None:
