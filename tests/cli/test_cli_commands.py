@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_run.contracts.plugin import KINDS
+from megatron_run.registry.discover import Catalog
 from megatron_run_cli import doctor
 from megatron_run_cli.main import main
 
@@ -49,6 +50,12 @@ def test_list_of_one_kind(capsys: Output) -> None:
     listed = as_json(capsys, "plugins", "list", "schedule")["plugins"]
     assert {each["kind"] for each in listed} == {"schedule"}
     assert "sequential" in {each["name"] for each in listed}
+
+
+def test_list_of_a_kind_without_plugins_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    monkeypatch.setattr("megatron_run_cli.reports.listing.scan", lambda: Catalog(()))
+    assert main(["plugins", "list", "format"]) == 0
+    assert capsys.readouterr() == ("", "megatron-run: no plugin of kind format is installed\n")
 
 
 @pytest.mark.usefixtures("broken_plugin")
@@ -119,7 +126,12 @@ def test_new_writes_a_package_that_passes_its_check(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["plugins", "new", "schedule", "zigzag"]) == 0
-    assert "megatron-run --plugin schedule=zigzag" in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines()[-4:] == [
+        "try it:      megatron-run plugins check megatron-run-schedule-zigzag",
+        "install it:  pip install -e 'megatron-run-schedule-zigzag[test]'",
+        "test it:     pytest megatron-run-schedule-zigzag",
+        "choose it:   megatron-run --plugin schedule=zigzag",
+    ]
     assert main(["plugins", "check", "megatron-run-schedule-zigzag"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("schedule=zigzag")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import click
@@ -38,6 +39,8 @@ def list_(kind: str | None, *, check: bool, as_json: bool) -> None:
         print_json({"plugins": [{**vars(each), "state": each.state} for each in found], "notices": listing.notices})
         return
     print_table([(each.kind, each.name, each.distribution, each.version, each.state, each.problem) for each in found])
+    if not found:
+        tell(f"no plugin of kind {wanted} is installed")
     for notice in listing.notices:
         tell(notice)
 
@@ -106,8 +109,9 @@ def new(kind: str, name: str, folder: Path | None, *, as_json: bool) -> None:
         return
     for file in package.files:
         click.echo(package.folder / file)
-    click.echo(f"try it:      megatron-run plugins check {package.folder}")
-    click.echo(f"install it:  pip install -e {package.folder}")
+    click.echo(f"try it:      megatron-run plugins check {quote(str(package.folder))}")
+    click.echo(f"install it:  pip install -e {quote(f'{package.folder}[test]')}")
+    click.echo(f"test it:     pytest {quote(str(package.folder))}")
     click.echo(f"choose it:   {package.command}")
 
 
