@@ -120,6 +120,11 @@ def test_an_unknown_exit_code_is_a_bug(launcher: Launcher) -> None:
     assert launcher("1:exit 9").code == ExitCode.BUG
 
 
+def test_ranks_that_end_at_their_time_limit_blame_no_rank(launcher: Launcher) -> None:
+    result = launcher("*:exit 75")
+    assert (result.code, result.message) == (ExitCode.TIME_LIMIT, "stopped by the time limit")
+
+
 def test_a_killed_rank_is_lost_and_named_with_its_signal(launcher: Launcher) -> None:
     result = launcher("*:wait", "1:kill", grace=0.2)
     assert result.code == ExitCode.RANK_LOST

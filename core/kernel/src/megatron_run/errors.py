@@ -30,6 +30,11 @@ class ExitCode(IntEnum):
         """Whether running the same command again may succeed."""
         return self in (ExitCode.RANK_LOST, ExitCode.TIME_LIMIT, ExitCode.SIGTERM)
 
+    @property
+    def stopped_by(self) -> str:
+        """What stops a run with this code: a signal by its name, or the time limit."""
+        return "the time limit" if self is ExitCode.TIME_LIMIT else self.name
+
 
 class RunError(Exception):
     """A failure that the user can act on.

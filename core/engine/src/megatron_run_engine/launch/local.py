@@ -220,6 +220,8 @@ def _run_result(plan: LocalPlan, ranks: _Ranks, signals: Sequence[int]) -> RunRe
     if signals:
         first = signal.Signals(signals[0])
         return ended(AFTER_THE_STEP.get(first, ExitCode.SIGINT), f"stopped by {first.name}")
+    if cause.code is ExitCode.TIME_LIMIT:
+        return ended(cause.code, f"stopped by {cause.code.stopped_by}")
     if cause.code in (ExitCode.SIGINT, *AFTER_THE_STEP.values()):
         return ended(cause.code, f"rank {cause.rank} was stopped by {cause.code.name}")
     for result in results:  # a rank does not print its message: what rank 0 prints is shown, and so is the run's line

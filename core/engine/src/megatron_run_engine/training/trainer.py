@@ -72,7 +72,7 @@ def train_rank(
         observers.on_error(error)
         trainer.close()
         raise
-    observers.on_train_end("finished" if code is ExitCode.DONE else f"stopped by {code.name}")
+    observers.on_train_end("finished" if code is ExitCode.DONE else f"stopped by {code.stopped_by}")
     return code
 
 
