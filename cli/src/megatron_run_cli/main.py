@@ -30,6 +30,7 @@ def program() -> None:
 
     \b
     megatron-run [CONFIG...] [OPTIONS]   train; default CONFIG: preset:laptop
+    megatron-run train --help            the options of a training
     megatron-run COMMAND ...             one of the commands below
     """  # noqa: D301  # click wants the character, not its name
 
