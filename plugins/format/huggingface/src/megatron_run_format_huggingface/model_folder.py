@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from megatron_run_engine.formats.gpt_tensors import GptOptions
     from megatron_run_format_huggingface.family import Config, Family
 
-#: The families that have a counterpart here, by ``model_type``.
+#: The families that have a counterpart here, by ``model_type``. An export takes the first that fits the model.
 FAMILIES = {family.model_type: family for family in (GPT2, LLAMA)}
 CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
 #: Types of unquantised weights.
