@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_run.contracts.state import StatePiece
 from megatron_run_engine.checkpoint.async_saver import AsyncSaver, Staging
 from megatron_run_engine.checkpoint.boxes import Box
-from megatron_run_engine.checkpoint.collectives import Alone, Ranks
+from megatron_run_engine.checkpoint.collectives import Ranks
 from megatron_run_engine.checkpoint.files import FileSystem
 from megatron_run_engine.checkpoint.manifest import About, DataRecord, PluginRecord
 from megatron_run_engine.checkpoint.reader import Reader
@@ -29,6 +29,18 @@ T = TypeVar("T")
 RUN = "0123456789abcdef"
 #: Logical tensors: name -> field -> values.
 State = Mapping[str, Mapping[str, Tensor]]
+
+
+class Alone:
+    """A world of one rank."""
+
+    rank, size = 0, 1
+
+    def gather(self, text: str) -> Sequence[str]:
+        return [text]
+
+    def broadcast(self, text: str) -> str:
+        return text
 
 
 def about(step: int, **more: Any) -> About:

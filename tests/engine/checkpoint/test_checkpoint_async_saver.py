@@ -15,12 +15,13 @@ from megatron_run.contracts.activity import Activity
 from megatron_run.contracts.state import StatePiece
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.async_saver import AsyncSaver, Staging
-from megatron_run_engine.checkpoint.collectives import Alone, Ranks
+from megatron_run_engine.checkpoint.collectives import Ranks
 from megatron_run_engine.checkpoint.files import FileSystem, NewFile
 from megatron_run_engine.checkpoint.saving import Saver
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from tests.support.saved_steps import (
     RUN,
+    Alone,
     about,
     dealt,
     on_threads,
