@@ -129,16 +129,16 @@ def save_alone(path: Path, step: int, state: State, *, files: FileSystem | None 
     return checkpoints
 
 
-def saving_behind(path: Path, *, files: FileSystem | None = None, keep: int = 2) -> AsyncSaver:
+def async_saver(path: Path, *, files: FileSystem | None = None, keep: int = 2) -> AsyncSaver:
     """What saves into ``path`` out of a copy, as one rank does that holds everything."""
     return AsyncSaver(Saver(Checkpoints(path), Alone(), RUN, keep, files), Staging(torch.device("cpu")))
 
 
-def save_behind(behind: AsyncSaver, step: int, state: State) -> None:
+def save_async(saver: AsyncSaver, step: int, state: State) -> None:
     """Start to save ``state``; before it can be on the disk its values are others."""
     changing = {name: {each: values.clone() for each, values in fields.items()} for name, fields in state.items()}
     (pieces,) = dealt(0, changing, 1)
-    behind.start(about(step), pieces, shapes_of(state))
+    saver.start(about(step), pieces, shapes_of(state))
     for values in (values for fields in changing.values() for values in fields.values()):
         values.view(-1).view(torch.uint8).fill_(7)
 
