@@ -24,7 +24,8 @@ from megatron_run.contracts.schema import SECTIONS, Header
 from megatron_run.errors import ENGINE, EngineMissingError, InputError, PluginError, did_you_mean
 from megatron_run.registry.choose import choose
 from megatron_run.registry.discover import scan
-from megatron_run.registry.load import Plugin, load
+from megatron_run.registry.load import load
+from megatron_run.registry.loaded_plugin import Plugin
 from megatron_run_cli.reports.resolved_config import show_json
 
 if TYPE_CHECKING:
