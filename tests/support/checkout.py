@@ -55,7 +55,7 @@ class Member:
 
 
 def module_name(file: Path) -> str:
-    """``megatron_run/nn/__init__.py`` -> ``megatron_run_engine.nn``."""
+    """``megatron_run_engine/nn/__init__.py`` -> ``megatron_run_engine.nn``."""
     parts = file.with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_run.contracts.state import StatePiece
 from megatron_run_engine.checkpoint.async_saver import AsyncSaver, Staging
 from megatron_run_engine.checkpoint.boxes import Box
-from megatron_run_engine.checkpoint.collectives import Alone, Ranks
+from megatron_run_engine.checkpoint.collectives import Ranks
 from megatron_run_engine.checkpoint.files import FileSystem
 from megatron_run_engine.checkpoint.manifest import About, DataRecord, PluginRecord
 from megatron_run_engine.checkpoint.reader import Reader
@@ -29,6 +29,18 @@ T = TypeVar("T")
 RUN = "0123456789abcdef"
 #: Logical tensors: name -> field -> values.
 State = Mapping[str, Mapping[str, Tensor]]
+
+
+class Alone:
+    """A world of one rank."""
+
+    rank, size = 0, 1
+
+    def gather(self, text: str) -> Sequence[str]:
+        return [text]
+
+    def broadcast(self, text: str) -> str:
+        return text
 
 
 def about(step: int, **more: Any) -> About:
@@ -117,16 +129,16 @@ def save_alone(path: Path, step: int, state: State, *, files: FileSystem | None 
     return checkpoints
 
 
-def saving_behind(path: Path, *, files: FileSystem | None = None, keep: int = 2) -> AsyncSaver:
+def async_saver(path: Path, *, files: FileSystem | None = None, keep: int = 2) -> AsyncSaver:
     """What saves into ``path`` out of a copy, as one rank does that holds everything."""
     return AsyncSaver(Saver(Checkpoints(path), Alone(), RUN, keep, files), Staging(torch.device("cpu")))
 
 
-def save_behind(behind: AsyncSaver, step: int, state: State) -> None:
+def save_async(saver: AsyncSaver, step: int, state: State) -> None:
     """Start to save ``state``; before it can be on the disk its values are others."""
     changing = {name: {each: values.clone() for each, values in fields.items()} for name, fields in state.items()}
     (pieces,) = dealt(0, changing, 1)
-    behind.start(about(step), pieces, shapes_of(state))
+    saver.start(about(step), pieces, shapes_of(state))
     for values in (values for fields in changing.values() for values in fields.values()):
         values.view(-1).view(torch.uint8).fill_(7)
 

@@ -12,12 +12,11 @@ from torch import Tensor
 from megatron_run.contracts import Microbatch
 from megatron_run.contracts.state import StatePiece
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
-from megatron_run_engine.checkpoint.collectives import Alone
 from megatron_run_engine.checkpoint.saving import Saver
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_testing.build_contexts import logical_values, single_process_context
 from megatron_run_testing.model import Built, build_model
-from tests.support.saved_steps import RUN, about
+from tests.support.saved_steps import RUN, Alone, about
 
 #: Sizes that all differ, so that an axis that is taken for another does not fit.
 GPT2: Mapping[str, Any] = {"num_layers": 2, "hidden_size": 24, "num_heads": 3, "ffn_size": 40, "vocab_size": 61}

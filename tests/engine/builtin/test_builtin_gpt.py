@@ -134,7 +134,7 @@ def test_padding_rows_start_at_zero_and_get_no_gradient() -> None:
     word = next(parameter for parameter, info in built.infos.items() if info.name == "embedding.word.weight")
     assert len(word) == 128
     assert not word[61:].any()
-    assert not word.main_grad[61:].any()  # type: ignore[attr-defined]  # the kernel's attribute
+    assert not word.main_grad[61:].any()  # type: ignore[attr-defined]  # the engine's attribute
 
 
 def gpt2_parameters(vocab: int, length: int, hidden: int, layers: int) -> int:

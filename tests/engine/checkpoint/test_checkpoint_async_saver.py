@@ -15,13 +15,15 @@ from megatron_run.contracts.activity import Activity
 from megatron_run.contracts.state import StatePiece
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.async_saver import AsyncSaver, Staging
-from megatron_run_engine.checkpoint.collectives import Alone, Ranks
+from megatron_run_engine.checkpoint.collectives import Ranks
 from megatron_run_engine.checkpoint.files import FileSystem, NewFile
 from megatron_run_engine.checkpoint.saving import Saver
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from tests.support.saved_steps import (
     RUN,
+    Alone,
     about,
+    async_saver,
     dealt,
     on_threads,
     random_state,
@@ -29,8 +31,7 @@ from tests.support.saved_steps import (
     read_all,
     same_bits,
     same_state,
-    save_behind,
-    saving_behind,
+    save_async,
     shapes_of,
 )
 
@@ -51,16 +52,16 @@ class Gate(FileSystem):
 
 def test_the_values_that_are_saved_are_those_of_the_moment_whatever_the_next_step_does(tmp_path: Path) -> None:
     gate = Gate()
-    behind = saving_behind(tmp_path / "c", files=gate)
-    save_behind(behind, 3, STATE)  # changes every value before it returns
+    saver = async_saver(tmp_path / "c", files=gate)
+    save_async(saver, 3, STATE)  # changes every value before it returns
     assert gate.reached.wait(10)
-    assert behind.busy
-    assert not behind.ended
+    assert saver.busy
+    assert not saver.ended
     found = Checkpoints(tmp_path / "c")
     assert (found.steps(), found.hint()) == ([], None), "nothing has its final name before it is on the disk"
     gate.opened.set()
-    assert behind.wait().step == 3
-    assert not behind.busy
+    assert saver.wait().step == 3
+    assert not saver.busy
     assert (found.steps(), found.hint()) == ([3], 3)
     assert same_state(read_all(found, 3), STATE)
 
@@ -77,20 +78,20 @@ def test_who_waits_for_a_save_says_what_its_thread_does(tmp_path: Path) -> None:
             gate.opened.set()  # nothing else opens it
 
     activity = training.beside()
-    saver = Saver(Checkpoints(tmp_path / "c"), Alone(), RUN, files=gate, activity=activity)
-    behind = AsyncSaver(saver, Staging(torch.device("cpu")), activity, training)
-    save_behind(behind, 3, STATE)
+    inner = Saver(Checkpoints(tmp_path / "c"), Alone(), RUN, files=gate, activity=activity)
+    saver = AsyncSaver(inner, Staging(torch.device("cpu")), activity, training)
+    save_async(saver, 3, STATE)
     assert gate.reached.wait(10)
     training.recorder = hear
-    behind.wait()
+    saver.wait()
     assert said[0] == (5, "save-shard", "step3/rank-00000.safetensors")
     assert said[-1] == (5, "save", "step5"), "what it does itself again"
 
 
 def test_the_size_and_the_time_of_a_step_are_those_of_its_files(tmp_path: Path) -> None:
-    behind = saving_behind(tmp_path / "c")
-    save_behind(behind, 3, STATE)
-    committed = behind.wait()
+    saver = async_saver(tmp_path / "c")
+    save_async(saver, 3, STATE)
+    committed = saver.wait()
     assert committed.size == (tmp_path / "c" / "step3" / "rank-00000.safetensors").stat().st_size
     assert 0 < committed.seconds < 10
 
@@ -130,14 +131,14 @@ def test_ranks_meet_on_their_threads_and_a_failure_of_one_is_raised_by_all(tmp_p
     def save(ranks: Ranks) -> int:
         for step, full in ((1, False), (2, True), (3, False)):
             files = Full() if full and ranks.rank == 1 else FileSystem()
-            saver = Saver(Checkpoints(tmp_path / "c"), ranks, RUN, files=files)
-            behind = AsyncSaver(saver, Staging(torch.device("cpu")))
-            behind.start(about(step), hands[ranks.rank], shapes_of(STATE))
+            inner = Saver(Checkpoints(tmp_path / "c"), ranks, RUN, files=files)
+            saver = AsyncSaver(inner, Staging(torch.device("cpu")))
+            saver.start(about(step), hands[ranks.rank], shapes_of(STATE))
             if not full:
-                behind.wait()
+                saver.wait()
                 continue
             with pytest.raises(CheckpointError, match=r"No space left on device: .*rank-00001.*\(from rank 1\)"):
-                behind.wait()
+                saver.wait()
         return ranks.rank
 
     assert on_threads(world, save) == [0, 1, 2]
@@ -155,9 +156,9 @@ def test_a_copy_that_cannot_be_made_on_one_rank_fails_the_step_on_all(tmp_path: 
             raise MemoryError("no pinned memory")
 
         mine = broken() if ranks.rank else hands[0]
-        behind = AsyncSaver(Saver(Checkpoints(tmp_path / "c"), ranks, RUN), Staging(torch.device("cpu")))
-        behind.start(about(1), mine, shapes_of(STATE))  # type: ignore[arg-type]
-        behind.wait()
+        saver = AsyncSaver(Saver(Checkpoints(tmp_path / "c"), ranks, RUN), Staging(torch.device("cpu")))
+        saver.start(about(1), mine, shapes_of(STATE))  # type: ignore[arg-type]
+        saver.wait()
 
     for end in on_threads(2, save):
         assert isinstance(end, CheckpointError)
@@ -166,11 +167,11 @@ def test_a_copy_that_cannot_be_made_on_one_rank_fails_the_step_on_all(tmp_path: 
 
 
 def test_after_a_failure_the_next_step_can_be_saved(tmp_path: Path) -> None:
-    behind = saving_behind(tmp_path / "gone" / "c")
-    save_behind(behind, 1, STATE)
+    saver = async_saver(tmp_path / "gone" / "c")
+    save_async(saver, 1, STATE)
     with pytest.raises(CheckpointError, match="step 1 could not be saved: No such file or directory"):
-        behind.wait()
+        saver.wait()
     (tmp_path / "gone").mkdir()
-    save_behind(behind, 2, STATE)
-    behind.wait()
+    save_async(saver, 2, STATE)
+    saver.wait()
     assert same_state(read_all(Checkpoints(tmp_path / "gone" / "c"), 2), STATE)

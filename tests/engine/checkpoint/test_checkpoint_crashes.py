@@ -14,7 +14,7 @@ from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.manifest import MANIFEST
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from tests.support.crashes import Change, RecordingFileSystem, Tree, ends, materialise
-from tests.support.saved_steps import State, random_state, read_all, same_state, save_alone, save_behind, saving_behind
+from tests.support.saved_steps import State, async_saver, random_state, read_all, same_state, save_alone, save_async
 
 Rebuild = Callable[[Tree], Checkpoints]
 #: The one fault that must never be: the others are at least seen.
@@ -106,10 +106,10 @@ def test_after_any_end_the_next_save_goes_on_and_clears_what_was_left(recorded: 
 def test_saving_behind_makes_the_same_changes_in_the_same_order(recorded: Recorded, tmp_path: Path) -> None:
     """So it can be stopped at the same points, and what was found of each holds for it too."""
     files = RecordingFileSystem(tmp_path)
-    behind = saving_behind(tmp_path / "checkpoints", files=files, keep=KEEP)
+    saver = async_saver(tmp_path / "checkpoints", files=files, keep=KEEP)
     for step in STEPS:
-        save_behind(behind, step, state(step))
-        behind.wait()
+        save_async(saver, step, state(step))
+        saver.wait()
     assert list(map(without_manifest, files.changes)) == list(map(without_manifest, recorded.changes))
 
 

@@ -14,7 +14,7 @@ import torch
 from megatron_run.contracts.activity import Activity
 from megatron_run.contracts.state import StatePiece
 from megatron_run.errors import CheckpointError, ExitCode
-from megatron_run_engine.checkpoint.collectives import Alone, Ranks
+from megatron_run_engine.checkpoint.collectives import Ranks
 from megatron_run_engine.checkpoint.files import FileSystem, NewFile
 from megatron_run_engine.checkpoint.saving import Saver
 from megatron_run_engine.checkpoint.shard_file import split_into_files
@@ -22,6 +22,7 @@ from megatron_run_engine.checkpoint.step_folder import Checkpoints, verify_files
 from megatron_run_engine.training.state.resuming import verify_share
 from tests.support.saved_steps import (
     RUN,
+    Alone,
     State,
     about,
     dealt,

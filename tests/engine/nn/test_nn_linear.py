@@ -12,7 +12,7 @@ from megatron_run_engine.runtime.gradients import GradientAccumulator, main_grad
 def parameter(*shape: int) -> Parameter:
     """A random parameter with an empty main_grad, as the kernel leaves it."""
     made = Parameter(torch.randn(shape, dtype=torch.float64))
-    made.main_grad = torch.zeros(shape, dtype=torch.float64)  # type: ignore[attr-defined]  # the kernel's attribute
+    made.main_grad = torch.zeros(shape, dtype=torch.float64)  # type: ignore[attr-defined]  # the engine's attribute
     return made
 
 

@@ -49,7 +49,7 @@ def _late(values: Tensor) -> Pending:
 
 def parameter(*shape: int) -> Parameter:
     made = Parameter(torch.randn(shape, dtype=torch.float64))
-    made.main_grad = torch.zeros(shape, dtype=torch.float64)  # type: ignore[attr-defined]  # the kernel's attribute
+    made.main_grad = torch.zeros(shape, dtype=torch.float64)  # type: ignore[attr-defined]  # the engine's attribute
     return made
 
 

@@ -20,13 +20,13 @@ from megatron_run_engine.training.numbers import MISMATCH, Progress
 from megatron_run_testing.build_contexts import single_process_context
 
 #: Step -> the ranks that find, before it, that their graphs do not fit.
-Misfits = Mapping[int, Sequence[int]]
+Mismatches = Mapping[int, Sequence[int]]
 
 
 class Capture:
     """Says that it does not fit before the steps it is told of; ``log`` is what happened, by step."""
 
-    def __init__(self, rank: int, capture_after: int, mismatches: Misfits) -> None:
+    def __init__(self, rank: int, capture_after: int, mismatches: Mismatches) -> None:
         self.capture_after, self._rank, self._mismatches = capture_after, rank, mismatches
         self.step, self.log = 0, list[str]()
 
@@ -50,7 +50,7 @@ class Capture:
 class Rank:
     """One rank's steps; its metrics are collected after each."""
 
-    def __init__(self, rank: int, capture_after: int, mismatches: Misfits) -> None:
+    def __init__(self, rank: int, capture_after: int, mismatches: Mismatches) -> None:
         context: Any = single_process_context()
         context.segments.watch = lambda _: None
         self.metrics, self.groups = context.metrics, context.groups
@@ -75,7 +75,7 @@ class Rank:
     [{}, {5: [0]}, {5: [1]}, {5: [0, 1]}, {5: [0], 6: [1]}, {5: [0], 6: [0, 1], 9: [1]}],
     ids=["none", "the first", "the second", "both", "one after the other", "again and again"],
 )
-def test_ranks_capture_before_the_same_steps(mismatches: Misfits, capture_after: int) -> None:
+def test_ranks_capture_before_the_same_steps(mismatches: Mismatches, capture_after: int) -> None:
     ranks = [Rank(rank, capture_after, mismatches) for rank in range(2)]
     for number in range(1, 20):
         said = [rank.step(number) for rank in ranks]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_run.config.defaults import DEFAULT_PLUGINS, RULES, default_text
+from megatron_run.config.defaults import DEFAULT_PLUGINS, RULES
 from megatron_run.contracts import RUN_KINDS
 from megatron_run.errors import ExitCode
 from megatron_run.planning import resolver, to_yaml
@@ -73,7 +73,7 @@ def test_defaults_that_follow_are_plugins_of_ours() -> None:
     installed = {(entry.kind, entry.name) for entry in scan().entries}
     assert {(kind, rule.word) for kind, rules in RULES.items() for rule in rules} <= installed
     assert {(kind, word) for kind, words in DEFAULT_PLUGINS.items() for word in words} <= installed
-    assert {kind for kind in RUN_KINDS if not default_text(kind)} == {"data"}
+    assert {kind for kind in RUN_KINDS if kind not in DEFAULT_PLUGINS} == {"data"}
 
 
 def test_a_default_that_follows_and_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,6 @@ def test_a_schedule_object_is_a_plugin() -> None:
     run = resolved(plugins=[schedule], sets=["parallel.pipeline=2"])
     assert run.one("schedule").create() is schedule
     assert run.plans[4].peak_in_flight == (4, 4)
-    assert run.objects == (schedule,)
 
 
 def test_two_objects_of_one_kind_are_a_mistake() -> None:

@@ -9,8 +9,8 @@ from megatron_run.contracts import Schedule
 from megatron_run.errors import ExitCode, PluginError, ScheduleError
 from megatron_run.registry.choose import choose
 from megatron_run.registry.discover import Catalog, scan
-from megatron_run.registry.load import Plugin, load
-from megatron_run.registry.loaded_plugin import NoOptions
+from megatron_run.registry.load import load
+from megatron_run.registry.loaded_plugin import NoOptions, Plugin
 from tests.support.fake_plugins import FakeSite, schedule_source
 
 GOOD = schedule_source()

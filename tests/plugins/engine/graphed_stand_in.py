@@ -1,8 +1,8 @@
 """In the place of ``make_graphed_callables`` of Transformer Engine: what it asserts of its arguments, on a CPU.
 
 Its results copy into the sample arguments they were made for and compute there; as with the real one, weight gradients
-that layers hand over themselves are added without a word to the ledger, and warm-up runs leave theirs behind. Where
-buffers are reused it too gives the inputs of a backward that is done to the next forward that has inputs alike.
+that layers hand over themselves are added without a word to the accumulator, and warm-up runs leave theirs behind.
+Where buffers are reused it too gives the inputs of a backward that is done to the next forward that has inputs alike.
 """
 
 from __future__ import annotations

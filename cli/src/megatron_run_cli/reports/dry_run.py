@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron_run.errors import ENGINE
+from megatron_run.errors import ENGINE, RunError
 from megatron_run.pipeline.timeline import timeline, timeline_text
 from megatron_run.planning.describe import describe, run_record, spans
 
@@ -85,10 +85,13 @@ def _model_size(run: ResolvedRun) -> ModelSize:
 
 def _machine_notices(run: ResolvedRun) -> list[str]:
     """Why this machine could not train the run, if it could not."""
-    from megatron_run_engine.launch.process import why_not_here
+    from megatron_run_engine.launch.process import check_local_devices
 
-    why_not = why_not_here(run)
-    return [f"this machine cannot train it: {why_not}"] if why_not else []
+    try:
+        check_local_devices(run)
+    except RunError as error:
+        return [f"this machine cannot train it: {error}"]
+    return []
 
 
 def _mixture_record(size: ModelSize) -> dict[str, Any] | None:

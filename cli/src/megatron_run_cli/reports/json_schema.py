@@ -11,7 +11,7 @@ from megatron_run.config.merge import SEPARATORS
 from megatron_run.config.origin import KIND_SECTIONS
 from megatron_run.contracts.plugin import RUN_KINDS
 from megatron_run.contracts.schema import SECTIONS, Header
-from megatron_run.registry.load import Plugin
+from megatron_run.registry.loaded_plugin import Plugin
 
 
 def json_schema(plugins: Iterable[Plugin]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megatron_run.config.defaults import default_text
+from megatron_run.config.defaults import DEFAULT_PLUGINS, RULES
 from megatron_run.config.merge import SEPARATORS
 from megatron_run.config.origin import KIND_SECTIONS, Key, dotted, section_of
 from megatron_run.config.validate import fields_of, submodel
@@ -24,7 +24,8 @@ from megatron_run.contracts.schema import SECTIONS, Header
 from megatron_run.errors import ENGINE, EngineMissingError, InputError, PluginError, did_you_mean
 from megatron_run.registry.choose import choose
 from megatron_run.registry.discover import scan
-from megatron_run.registry.load import Plugin, load
+from megatron_run.registry.load import load
+from megatron_run.registry.loaded_plugin import Plugin
 from megatron_run_cli.reports.resolved_config import show_json
 
 if TYPE_CHECKING:
@@ -164,8 +165,14 @@ def kernel_keys() -> Iterator[KeyInfo]:
         yield from model_keys(model, (name,))
     for section, kind in KIND_SECTIONS.items():
         several = f"names of plugins, separated by {SEPARATORS[kind]}" if kind in SEPARATORS else "name of a plugin"
-        default = default_text(kind) or None
-        yield KeyInfo(dotted((section, "use")), several, default, "", "NAME, DIST:NAME or a file ./mine.py")
+        meaning = "NAME, DIST:NAME or a file ./mine.py"
+        yield KeyInfo(dotted((section, "use")), several, _default_plugins(kind) or None, "", meaning)
+
+
+def _default_plugins(kind: str) -> str:
+    """The default of ``kind.use`` in words: ``none; dynamic with train.precision=fp16``; empty when there is none."""
+    words = SEPARATORS.get(kind, "").join(DEFAULT_PLUGINS.get(kind, ()))
+    return "; ".join(filter(None, (words, *(f"{rule.word} with {rule}" for rule in RULES.get(kind, ())))))
 
 
 def model_keys(model: type[BaseModel], prefix: Key, owner: str = "") -> Iterator[KeyInfo]:

@@ -20,7 +20,8 @@ from megatron_run.errors import EngineMissingError, InputError, PluginError, Run
 from megatron_run.registry.choose import choose
 from megatron_run.registry.difference import in_one_line
 from megatron_run.registry.discover import Entry, scan
-from megatron_run.registry.load import Plugin, load
+from megatron_run.registry.load import load
+from megatron_run.registry.loaded_plugin import Plugin
 from megatron_run_testing.suites import checks_for
 
 #: Folders of a project that may contain its import packages, the most likely first.

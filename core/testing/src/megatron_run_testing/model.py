@@ -238,7 +238,7 @@ class _Bench:
 
     def _compare_boundary(self, built: Built) -> None:
         microbatch = self.microbatch()
-        boundary = built.model.boundary(replace(microbatch, fields={}), 2, 16)  # as the kernel asks
+        boundary = built.model.boundary(replace(microbatch, fields={}), 2, 16)  # as the engine asks
         for position, x in enumerate(built.forward(microbatch)[1]):
             if not boundary.fits(x):
                 raise CheckFailed(f"position {position} sends {tuple(x.shape)} {x.dtype}, boundary declares {boundary}")

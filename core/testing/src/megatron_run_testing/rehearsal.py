@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Any, Generic, Self, TypeVar
 
 from megatron_run.registry.discover import Entry
-from megatron_run.registry.load import Plugin, load
+from megatron_run.registry.load import load
+from megatron_run.registry.loaded_plugin import Plugin
 from megatron_run_testing.check import CheckFailed
 from megatron_run_testing.ranks import Progress, Work, run_on_ranks
 

@@ -234,7 +234,7 @@ def test_a_gradient_that_a_region_only_passes_on_is_a_copy() -> None:
     """Else it lay where the next region's backward puts its own, while an eager layer keeps it for W."""
     context = single_process_context(dtype=torch.float32)
     weight = Parameter(torch.randn(4, 4))
-    weight.main_grad = torch.zeros(4, 4)  # type: ignore[attr-defined]  # where the kernel keeps it
+    weight.main_grad = torch.zeros(4, 4)  # type: ignore[attr-defined]  # where the engine keeps it
     capture = partial_capture(context, scope=("first", "last"))
 
     def product(h: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ def test_a_parameter_of_a_later_segment_stands_in_where_the_first_has_none() -> 
     table = Parameter(torch.randn(5, 3))
     context = single_process_context(dtype=torch.float32)
     context.gradients.adopt(table, "weight")
-    table.main_grad = torch.zeros_like(table)  # type: ignore[attr-defined]  # where the kernel keeps it
+    table.main_grad = torch.zeros_like(table)  # type: ignore[attr-defined]  # where the engine keeps it
     segments = (
         Segment("shift", 0, 0, lambda ids: ids + 1, ("tokens",), ("ids",), ()),
         Segment("look", 0, 1, lambda ids: table[ids], ("ids",), ("x",), (table,)),

@@ -19,8 +19,6 @@ from megatron_run_engine.capture.rules import lint
 from megatron_run_engine.runtime.gradients import main_grad
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
     from torch.nn import Parameter
 

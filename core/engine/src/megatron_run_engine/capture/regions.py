@@ -12,8 +12,6 @@ from megatron_run.errors import InputError, advice, did_you_mean
 from megatron_run_engine.capture.rules import blamed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
 
     from megatron_run.contracts import Segment

@@ -40,20 +40,6 @@ class Ranks(Protocol):
         ...
 
 
-class Alone:
-    """A world of one rank."""
-
-    rank, size = 0, 1
-
-    def gather(self, text: str) -> Sequence[str]:
-        """Return the one text."""
-        return [text]
-
-    def broadcast(self, text: str) -> str:
-        """Return the same text."""
-        return text
-
-
 class WorldRanks:
     """All ranks of a process group.
 

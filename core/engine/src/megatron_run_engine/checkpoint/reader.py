@@ -16,7 +16,6 @@ from megatron_run_engine.checkpoint.shard_file import DTYPES, read_header, tenso
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from torch import Tensor
 

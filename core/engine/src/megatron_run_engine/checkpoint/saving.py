@@ -26,12 +26,9 @@ from megatron_run_engine.checkpoint.shard_file import NAMES, file_name, split_in
 from megatron_run_engine.checkpoint.step_folder import LATEST, Checkpoints
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from megatron_run.contracts.state import StatePiece
     from megatron_run_engine.checkpoint.collectives import Ranks
     from megatron_run_engine.checkpoint.manifest import About
-    from megatron_run_engine.checkpoint.step_folder import Checkpoints
 
 
 #: The lock file that lets one job save at a time.

@@ -10,7 +10,7 @@ Imports: checkpoint, config, contracts, errors, planning, run_folder, runtime, t
 from __future__ import annotations
 
 from megatron_run_engine.launch.api import FailedRunError, LaunchOptions, launch, train
-from megatron_run_engine.launch.environments import LaunchMode, find_world
+from megatron_run_engine.launch.environments import LaunchMode
 from megatron_run_engine.launch.results import RunResult
 
-__all__ = ["FailedRunError", "LaunchMode", "LaunchOptions", "RunResult", "find_world", "launch", "train"]
+__all__ = ["FailedRunError", "LaunchMode", "LaunchOptions", "RunResult", "launch", "train"]

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from megatron_run.errors import InputError, RunError
+from megatron_run.errors import InputError
 from megatron_run_engine.runtime.world import World
 
 if TYPE_CHECKING:
@@ -96,15 +96,6 @@ def check_local_devices(run: ResolvedRun) -> None:
     worlds = (World(rank, size, rank, size, launcher="local") for rank in range(size))
     for device in dict.fromkeys(choose_device(run.config.run.device, world, gpus) for world in worlds):
         _check_plugins(run, device)
-
-
-def why_not_here(run: ResolvedRun) -> str:
-    """Why local ranks of ``run`` cannot be started on this machine, in one line; empty where they can."""
-    try:
-        check_local_devices(run)
-    except RunError as error:
-        return str(error)
-    return ""
 
 
 def _check_plugins(run: ResolvedRun, device: str) -> None:

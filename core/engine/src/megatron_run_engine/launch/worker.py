@@ -187,7 +187,7 @@ class RankWorker:
 def train_in_folder(run: ResolvedRun, world: World, folder: RunFolder, activity: Activity | None = None) -> ExitCode:
     """Train with signals attended to; the last step done is on disk afterwards, whatever happens.
 
-    ``phases`` hears what this rank does.
+    ``activity`` records what this rank does, for the watchdog and for injected faults.
     """
     limit = run.config.run.time_limit
     stop = StopRequest(limit.seconds) if limit else StopRequest()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from megatron_run.contracts import Microbatch, ParallelLayers, Segment
+    from megatron_run.contracts import Microbatch, ParallelLayers
     from megatron_run_engine.nn.embedding import Embedding
     from megatron_run_engine.nn.moe.layer import RouterReports
     from megatron_run_engine.nn.spec import TransformerSpec

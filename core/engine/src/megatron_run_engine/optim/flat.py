@@ -19,7 +19,6 @@ from megatron_run_engine.runtime.gradients import BucketReducer, build_buckets
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from torch import Tensor
     from torch.nn import Parameter
 
     from megatron_run.contracts import Chunk, ParamInfo, ReadState, StatePiece

@@ -8,17 +8,13 @@ Imports: checkpoint, errors, planning.
 
 from __future__ import annotations
 
-from megatron_run_engine.run_folder.folder import RunFolder, Status
-from megatron_run_engine.run_folder.identity import differing_keys, identity
+from megatron_run_engine.run_folder.folder import RunFolder
 from megatron_run_engine.run_folder.opening import FolderLock, OpenedFolder, join_run_folder, open_run_folder
 
 __all__ = [
     "FolderLock",
     "OpenedFolder",
     "RunFolder",
-    "Status",
-    "differing_keys",
-    "identity",
     "join_run_folder",
     "open_run_folder",
 ]

@@ -30,7 +30,6 @@ from megatron_run_engine.training.checked_layers import CheckedLayers
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
     from pydantic import BaseModel
 
     from megatron_run.contracts import (

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
         DevicePeak,
         EvalMetrics,
         Observer,
-        RunSummary,
         StepMetrics,
         StepTrace,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_run.config.merge import SEPARATORS, ConfigSource
+from megatron_run.config.merge import ConfigSource
 from megatron_run.config.origin import DEFAULT, Choice, Key, Origin, dotted
 
 #: The default of each kind. Data has none: training on data that nobody named would be a silent mistake.
@@ -61,9 +61,3 @@ def follow_rules(source: ConfigSource) -> None:
         rule = next((rule for rule in rules if rule.holds(source)), None)
         if rule and all(choice.origin == DEFAULT for choice in source.choices.get(kind, ())):
             source.choices[kind] = (Choice(rule.word, Origin("default", f"the default with {rule}")),)
-
-
-def default_text(kind: str) -> str:
-    """The default of ``kind.use`` in words; empty when there is none."""
-    words = SEPARATORS.get(kind, "").join(DEFAULT_PLUGINS.get(kind, ()))
-    return "; ".join(filter(None, (words, *(f"{rule.word} with {rule}" for rule in RULES.get(kind, ())))))

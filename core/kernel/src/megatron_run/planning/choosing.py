@@ -17,8 +17,8 @@ from megatron_run.contracts.plugin import RUN_KINDS, check_run_kind
 from megatron_run.errors import EngineMissingError, InputError, PluginError
 from megatron_run.registry.choose import choose
 from megatron_run.registry.discover import Catalog, Entry
-from megatron_run.registry.load import Plugin, from_object, load
-from megatron_run.registry.loaded_plugin import unloaded
+from megatron_run.registry.load import from_object, load
+from megatron_run.registry.loaded_plugin import Plugin, unloaded
 from megatron_run.registry.source_digest import SourceDigests
 
 #: Kinds to which a plugin handed in from Python is added instead of replacing what was chosen.

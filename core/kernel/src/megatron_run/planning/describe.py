@@ -16,7 +16,7 @@ from megatron_run.planning.run import sections
 if TYPE_CHECKING:
     from megatron_run.pipeline.plan import Plan
     from megatron_run.planning.run import ResolvedRun
-    from megatron_run.registry.load import Plugin
+    from megatron_run.registry.loaded_plugin import Plugin
 
 
 def describe(run: ResolvedRun) -> str:

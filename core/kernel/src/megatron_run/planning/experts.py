@@ -9,7 +9,7 @@ from math import gcd
 from megatron_run.contracts import mixture_options
 from megatron_run.contracts.schema import ParallelSection, TrainSection
 from megatron_run.errors import InputError, nearest, nearest_multiples
-from megatron_run.registry.load import Plugin
+from megatron_run.registry.loaded_plugin import Plugin
 
 
 def experts_of(model: Plugin | None) -> int | None:

@@ -15,8 +15,8 @@ from megatron_run.contracts.schema import PluginSection, PluginsSection
 from megatron_run.errors import PluginError
 from megatron_run.registry.discover import Catalog
 from megatron_run.registry.known import known_plugin
-from megatron_run.registry.load import Plugin, load
-from megatron_run.registry.loaded_plugin import UncheckedOptions
+from megatron_run.registry.load import load
+from megatron_run.registry.loaded_plugin import Plugin, UncheckedOptions
 
 
 def with_options(

@@ -45,7 +45,7 @@ from megatron_run.planning.run import ResolvedRun
 from megatron_run.registry.compatibility import mismatches, misstacked, unserved
 from megatron_run.registry.discover import Catalog, scan
 from megatron_run.registry.known import known_plugin
-from megatron_run.registry.load import Plugin
+from megatron_run.registry.loaded_plugin import Plugin
 
 Part = TypeVar("Part")
 AnySection = TypeVar("AnySection", bound=Section)
@@ -138,7 +138,6 @@ class _Resolver:
             origins=MappingProxyType(origins),
             notices=tuple(dict.fromkeys(self._notices)),
             request=self._request,
-            objects=self._objects,
         )
 
     def _choose(self, catalog: Catalog) -> tuple[ConfigSource, dict[str, tuple[Plugin, ...]]]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config
     from megatron_run.contracts.topology import Sizes
     from megatron_run.pipeline.plan import Plan
-    from megatron_run.registry.load import Plugin
+    from megatron_run.registry.loaded_plugin import Plugin
 
 
 @dataclass(frozen=True, repr=False)
@@ -25,8 +25,8 @@ class ResolvedRun:
 
     ``plugins`` by kind, in the order in which they stack or watch; ``layout`` is where each layer lives, in model
     order; ``plans`` maps every microbatch count of the run to its verified plan; ``origins`` says where each key
-    (``("train", "lr")``) came from, defaults left out; ``notices`` are one line each. ``request`` and ``objects`` are
-    what it was resolved from.
+    (``("train", "lr")``) came from, defaults left out; ``notices`` are one line each. ``request`` is what it was
+    resolved from.
     """
 
     config: Config
@@ -37,7 +37,6 @@ class ResolvedRun:
     origins: Mapping[Key, Origin]
     notices: tuple[str, ...]
     request: Request = field(default_factory=Request)
-    objects: tuple[object, ...] = ()
 
     @property
     def unloaded(self) -> tuple[Plugin, ...]:

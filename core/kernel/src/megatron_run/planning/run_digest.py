@@ -18,7 +18,7 @@ from megatron_run.registry.source_digest import source_digest
 if TYPE_CHECKING:
     from megatron_run.pipeline.plan import Plan
     from megatron_run.planning.run import ResolvedRun
-    from megatron_run.registry.load import Plugin
+    from megatron_run.registry.loaded_plugin import Plugin
 
 #: Keys that may differ between ranks.
 _LOCAL = {("run", "folder"), ("run", "device"), ("run", "threads")}

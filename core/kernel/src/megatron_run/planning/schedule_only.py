@@ -23,7 +23,7 @@ from megatron_run.planning.plans import microbatch_counts, plan_run
 from megatron_run.planning.rank_grid import attribute, infer_sizes
 from megatron_run.registry.compatibility import unserved
 from megatron_run.registry.discover import scan
-from megatron_run.registry.load import Plugin
+from megatron_run.registry.loaded_plugin import Plugin
 
 _LAYERS: Key = ("model", "num_layers")
 _BATCH: Key = ("train", "global_batch_size")

@@ -21,7 +21,8 @@ from megatron_run.registry.choose import choose, is_file
 from megatron_run.registry.difference import in_one_line
 from megatron_run.registry.discover import Catalog, Entry, scan
 from megatron_run.registry.known import KNOWN, known_plugin
-from megatron_run.registry.load import Plugin, load
+from megatron_run.registry.load import load
+from megatron_run.registry.loaded_plugin import Plugin
 
 _KIND = "format"
 #: What to say of a format without an ability.

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from megatron_run.registry.discover import Entry
 
-__all__ = ["Plugin", "from_object", "load"]
 
 #: The abilities of an object without a PluginInfo. A schedule refuses shapes itself, so it may be asked for any.
 _SERVES = {"schedule": frozenset({"parallel.pipeline", "parallel.chunks"})}

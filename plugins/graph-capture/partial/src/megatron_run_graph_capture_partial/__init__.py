@@ -3,7 +3,7 @@
 They become CUDA graphs on a CUDA device, and tapes of operations with the same rules on a CPU. Dynamic segments, such
 as the dispatch of tokens to experts, run eagerly in between.
 
-Reading order: ``capture`` (the entry points for the kernel), ``reuse`` (how often each region is recorded),
+Reading order: ``capture`` (the entry points for the engine), ``reuse`` (how often each region is recorded),
 ``recording`` (in the order of the run), ``region_graph`` (one region and its autograd function), ``backend``, then
 ``tape`` with ``arena`` and ``executors``, or ``cuda``.
 """

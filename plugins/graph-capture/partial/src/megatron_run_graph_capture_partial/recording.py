@@ -183,7 +183,7 @@ class Recording:
         wanted = [x for x in inputs if x.requires_grad]
         found = run_backward(roots, given, [*wanted, *parameters])
         for parameter, gradient in zip(parameters, found[len(wanted) :], strict=True):
-            if gradient is not None:  # None: the layer has submitted its gradient to the ledger itself
+            if gradient is not None:  # None: the layer has submitted its gradient to the accumulator
                 main_grad(parameter).add_(gradient)
                 self._gradients.arrived([parameter])
         shared = {gradient.untyped_storage().data_ptr() for gradient in given}

@@ -1,4 +1,4 @@
-"""Optimizer ``deepspeed``: DeepSpeed's ZeRO stages 1 and 2 behind the kernel's contract, without DeepSpeed's engine.
+"""Optimizer ``deepspeed``: DeepSpeed's ZeRO stages 1 and 2 behind our contract, without DeepSpeed's engine.
 
 DeepSpeed's own code splits optimizer state and the update over the data-parallel ranks. It is imported when a run
 starts, never before.

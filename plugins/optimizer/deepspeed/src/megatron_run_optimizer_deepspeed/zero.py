@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO optimizer, driven by the kernel instead of DeepSpeed's engine. Only this module imports DeepSpeed.
+"""DeepSpeed's ZeRO optimizer, driven by our training loop instead of DeepSpeed's. Only this module imports DeepSpeed.
 
 The used part of ``DeepSpeedZeroOptimizer`` (stages 1 and 2; Rajbhandari et al. 2020) is its flat groups and fp32
-partitions, bucketed reduction, update and gather. Its gradient hooks are left out, since the kernel accumulates
+partitions, bucketed reduction, update and gather. Its gradient hooks are left out, since our engine accumulates
 gradients, as are its loss scaler, norm and clipping, which the contract defines.
 """
 
@@ -106,7 +106,7 @@ class Zero(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no ty
         super().initialize_optimizer_states()
 
     def create_gradient_handling_hooks(self) -> None:
-        """No-op: the kernel accumulates gradients, and they are reduced once a step."""
+        """No-op: our engine accumulates gradients, and they are reduced once a step."""
 
     def get_gradient_for_reduction(self, param: Parameter) -> Tensor | None:
         """The gradient of ``param`` during a reduction, unless it was dropped."""
@@ -123,7 +123,7 @@ class Zero(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no ty
         self._reducing[param] = main_grad(param).copy_(self._reducing[param])
 
     def scaled_global_norm(self, norm_type: int = 2) -> float:
-        """Zero, without DeepSpeed's reduction for the norm: the kernel has clipped the gradients already."""
+        """Zero, without DeepSpeed's reduction for the norm: our engine has clipped the gradients already."""
         return 0.0
 
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:

@@ -4,7 +4,7 @@ The split and the names of weights are the same; the GPU kernels differ: norm an
 The ends of the model, the loss and dropout are megatron_run's own. Transformer Engine is imported when a run starts,
 never before.
 
-Reading order: ``engine`` (finding the library), ``shapes`` (planning without it), ``options``, ``precision`` (FP8),
+Reading order: ``library`` (finding it), ``shapes`` (planning without it), ``options``, ``precision`` (FP8),
 ``linear``, ``weight_gradients``.
 """
 

@@ -1,6 +1,6 @@
-"""Linear layers of Transformer Engine under the kernel's parameter names.
+"""Linear layers of Transformer Engine under the engine's parameter names.
 
-A layer registers the library's module and, before it, the module's parameters under their canonical names: the kernel
+A layer registers the library's module and, before it, the module's parameters under their canonical names: the engine
 takes a parameter's name from the first place at which it is registered.
 
 Legend: s sequence, b micro batch, i inputs, o outputs, t tensor-parallel size.

@@ -35,7 +35,7 @@ class Tools:
     def splitting(self) -> dict[str, Any]:
         """The arguments that describe the ranks over which a module is split.
 
-        No tracker of random states is passed: modules draw from the device's default generator, which the kernel
+        No tracker of random states is passed: modules draw from the device's default generator, which the engine
         positions before each segment, differently on every rank.
         """
         peers = self.split.peers
@@ -59,5 +59,5 @@ class Tools:
 
 
 def _leave(weight: Tensor) -> Tensor:
-    """Leave the weight uninitialised: the kernel fills every parameter by its name."""
+    """Leave the weight uninitialised: the engine fills every parameter by its name."""
     return weight

@@ -1,8 +1,8 @@
-"""Reports weight gradients that Transformer Engine computes by itself to the kernel.
+"""Reports weight gradients that Transformer Engine computes by itself to the engine.
 
 A weight gradient reaches ``main_grad`` in one of three ways. By default a module returns it to autograd, and the
-kernel's hook adds it. A fused module adds it to ``main_grad`` itself and returns nothing, so its arrival must be
-reported. A delayed module keeps its inputs until ``backward_dw()``, which the kernel calls at once or in action W.
+engine's hook adds it. A fused module adds it to ``main_grad`` itself and returns nothing, so its arrival must be
+reported. A delayed module keeps its inputs until ``backward_dw()``, which the engine calls at once or in action W.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class WeightGradient:
         """
         if self._delayed:
             self._module.backward_dw()
-        if self._weight.grad is not None:  # backward_dw sets it outside autograd, so the kernel's hook did not run
+        if self._weight.grad is not None:  # backward_dw sets it outside autograd, so the engine's hook did not run
             main_grad(self._weight).add_(self._weight.grad)
             self._weight.grad = None
 

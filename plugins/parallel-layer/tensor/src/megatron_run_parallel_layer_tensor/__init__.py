@@ -4,7 +4,7 @@ A transformer layer needs two all-reduces in its forward and two in its backward
 ``parallel.sequence`` these become pairs of all-gather and reduce-scatter, and norms, dropout and the residual stream
 hold s/t of the sequence (Korthikanti et al. 2022).
 
-The building blocks are the kernel's, in ``megatron_run_engine.nn.parallel``; ``linear`` makes layers of them.
+The building blocks are the engine's, in ``megatron_run_engine.nn.parallel``; ``linear`` makes layers of them.
 """
 
 from __future__ import annotations

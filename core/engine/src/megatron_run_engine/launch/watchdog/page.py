@@ -116,7 +116,7 @@ class Page:
 
 
 class PageWriter:
-    """Writes the page at ``path`` at each change of ``phases``, as their recorder."""
+    """Writes the page at ``path`` at each change of ``activity``, as its recorder."""
 
     def __init__(self, path: Path, activity: Activity, *, ahead: bool = False) -> None:
         self._activity, self._process, self._ahead, self._changes = activity, os.getpid(), ahead, 0

@@ -47,7 +47,7 @@ class SidecarClient:
         return {"hub": f"{host}:{json.loads(output.readline())['hub']}", "token": token}
 
     def start(self, hub: str, token: str, activity: Activity) -> None:
-        """Start this rank's sidecar, unless it keeps the hub and runs, and show it ``phases``."""
+        """Start this rank's sidecar, unless it keeps the hub and runs, and show it ``activity``."""
         if self._process is None:
             self._launch(hub=hub, token=token)
         PageWriter(self._page, activity, ahead=self._world.device != "cpu")

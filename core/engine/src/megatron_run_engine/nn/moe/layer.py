@@ -22,8 +22,6 @@ from megatron_run_engine.nn.parameter import empty_parameter
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torch import Tensor
-
     from megatron_run.contracts import ParallelLayers
     from megatron_run_engine.nn.spec import ExpertSpec, TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext

@@ -14,7 +14,6 @@ from megatron_run_engine.nn.parallel.mappings import f, g, gather_sequence, scat
 from megatron_run_engine.nn.parallel.vocabulary import OutputLayer, VocabEmbedding
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.nn import Parameter
 
     from megatron_run.contracts import AttentionShape, Init, LinearPart

@@ -15,7 +15,6 @@ from megatron_run_engine.runtime.comm.parallel_group import ParallelGroup
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from datetime import timedelta
 
     from torch import Tensor
 

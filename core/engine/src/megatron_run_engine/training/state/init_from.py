@@ -17,7 +17,7 @@ from megatron_run_engine.run_folder.identity import identity
 from megatron_run_engine.training.state.resuming import load, verify_share
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.checkpoint.collectives import Ranks
