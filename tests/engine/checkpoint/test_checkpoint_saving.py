@@ -115,6 +115,20 @@ def test_a_rank_with_much_to_save_writes_several_files_of_about_one_length(tmp_p
         verify_files(step, found.manifest(1), names, threads=3)
 
 
+def test_ranks_that_share_the_reading_of_a_step_read_every_file_once(tmp_path: Path) -> None:
+    assert save_on_threads(tmp_path / "c", STATE, 3, lambda _: FileSystem()) == [None] * 3
+    checkpoints = Checkpoints(tmp_path / "c")
+    files = sorted(checkpoints.manifest(1).files)
+    assert len(files) == 3
+    for name in files:
+        path = checkpoints.folder(1) / name
+        sound = path.read_bytes()
+        path.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+        found = on_threads(2, lambda ranks: verify_share(checkpoints, 1, ranks))
+        assert [str(path) in str(each) for each in found if isinstance(each, CheckpointError)] == [True]
+        path.write_bytes(sound)
+
+
 def test_a_long_file_says_again_and_again_that_it_goes_on_when_it_is_written_and_when_it_is_read(
     tmp_path: Path,
 ) -> None:

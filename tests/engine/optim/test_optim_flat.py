@@ -73,6 +73,21 @@ def test_what_is_loaded_is_there_at_once_and_nothing_arrives_over_it(load: str) 
     assert same_values(waiting, fresh)
 
 
+def test_parameters_that_the_next_forward_reads_first_leave_first() -> None:
+    gathered: list[int | None] = []
+
+    class Recorded(Replicated):
+        def start_gather(self, values: Tensor, bucket: Bucket) -> Pending:
+            gathered.append(bucket.chunk)
+            return super().start_gather(values, bucket)
+
+    optimizer = FlatOptimizer(single_process_context(dtype=torch.float32), UpdateOptions(), Recorded)
+    chunks = [Half(0), Half(0)]
+    optimizer.attach(chunks, [describe_parameters(chunk, 0) for chunk in chunks], 1.0)
+    optimizer.start_param_sync()
+    assert gathered == [0, 1]
+
+
 class Half(nn.Module):
     """A matrix [8, 3] of which this rank holds four rows, and a bias [5] that every rank holds."""
 

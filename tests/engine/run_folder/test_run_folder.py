@@ -263,6 +263,14 @@ def test_a_heartbeat_touches_the_disk_once_a_second_and_the_last_step_is_kept(
     assert read(tmp_path / "status.json")["step"] == 8
 
 
+def test_whoever_reads_a_status_while_it_changes_reads_a_whole_one(tmp_path: Path) -> None:
+    folder = opened(tiny(tmp_path / "run")).folder
+    with (folder.path / "status.json").open(encoding="utf-8") as begun:
+        folder.end(ExitCode.DONE)
+        assert json.load(begun)["state"] == "starting"
+    assert read(folder.path / "status.json")["state"] == "finished"
+
+
 def test_a_full_disk_does_not_stop_the_heartbeat(tmp_path: Path) -> None:
     RunFolder(tmp_path / "gone", 1).heartbeat(1)
     assert not (tmp_path / "gone").exists()

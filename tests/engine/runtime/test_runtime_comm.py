@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_run.contracts.activity import Activity
 from megatron_run.contracts.topology import Sizes, Topology
@@ -27,7 +28,8 @@ def sums(rank: int, world: int) -> dict[str, Any]:
     found = {scope: groups.sum_(torch.tensor([10.0**rank]), scope).item() for scope in scopes}  # type: ignore[arg-type]
     named = groups.gather_names(["é", "bc"][:rank], torch.device("cpu"))
     assert named == [["é", "bc"][:each] for each in range(world)]
-    return {**found, "channels": groups.channels is not None, "max": groups.max_(torch.tensor([rank]), "data").item()}
+    channels = groups.channels is not None and groups.channels.up is not groups.channels.down
+    return {**found, "channels": channels, "max": groups.max_(torch.tensor([rank]), "data").item()}
 
 
 @pytest.mark.multiproc
@@ -38,6 +40,27 @@ def test_each_axis_reduces_over_its_own_ranks() -> None:
         {"tensor": 100, "data": 1100, "pipeline": 101, "tie": 101, "world": 1111, "channels": True, "max": 3},
         {"tensor": 1000, "data": 1100, "pipeline": 1010, "tie": 1010, "world": 1111, "channels": True, "max": 3},
     ]
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_where_the_whole_world_makes_every_group_a_rank_keeps_those_that_it_is_in(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with NCCL, which splits communicators; gloo's groups are made by their members alone."""
+    made: list[tuple[int, ...]] = []
+
+    def new_group(ranks: list[int], *, timeout: timedelta, use_local_synchronization: bool) -> tuple[int, ...]:
+        assert not use_local_synchronization
+        made.append(tuple(ranks))
+        return made[-1]
+
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "new_group", new_group)
+    topology = Topology(Sizes(data=2, pipeline=2), rank)
+    groups = create_groups(topology, timedelta(seconds=20))
+    kept: list[Any] = [groups.group("data"), groups.group("pipeline")]
+    assert kept == [topology.peers("data"), topology.peers("pipeline")]
+    assert set(made) == {(0, 1), (2, 3), (0, 2), (1, 3)}
 
 
 def test_a_peer_alone_gives_back_what_it_is_given() -> None:

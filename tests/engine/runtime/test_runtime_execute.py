@@ -72,6 +72,13 @@ def test_a_recomputed_forward_gives_the_same_gradients_and_reports_its_loss_once
     torch.testing.assert_close(main_grad(bench.chunks[0].weight), weights[0])
 
 
+def test_a_recomputed_forward_of_a_later_chunk_begins_with_what_the_chunk_was_given() -> None:
+    spec = ScheduleSpec(looped_layout(LayoutSpec(1, 2, 2)), 1, 2, 2)
+    forwards, backwards = "F0.0 F0.1 F1.0 F1.1", "R0.1 B0.1 R0.0 B0.0 R1.1 B1.1 R1.0 B1.0"
+    plan = verify(spec, [[Action.parse(word) for word in f"{forwards} {backwards}".split()]])
+    assert faults(plan, 0, Messenger(None, [0], CPU)) == []
+
+
 def send_wrong(rank: int, world: int) -> str:
     groups = create_groups(Topology(Sizes(pipeline=world), rank), timedelta(seconds=20))
     spec = ScheduleSpec(looped_layout(LayoutSpec(2, 1, 2)), 2, 1, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -104,6 +104,30 @@ def test_a_header_is_sent_only_before_a_tensor_whose_shape_is_unknown() -> None:
     """Of two microbatches the model thins the first: 8 rows of 3 features leave position 0, and 2 of the second."""
     activations, gradients = run_ranks(count_sends, 2)
     assert activations == gradients == [[2 * 3, 2 * 3], [1, 8 * 3, 2 * 3]]
+
+
+def test_activations_and_gradients_have_a_channel_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one pair of ranks, in both roles: on one NCCL communicator they would wait for each other."""
+    used: list[tuple[str, object]] = []
+
+    def started(name: str) -> Callable[..., mock.Mock]:
+        def start(tensor: Tensor, peer: int, group: object) -> mock.Mock:
+            used.append((name, group))
+            return mock.Mock()
+
+        return start
+
+    for name in ("isend", "irecv"):
+        monkeypatch.setattr(dist, name, started(name))
+    ways: tuple[Any, Any] = ("up", "down")
+    boundary, wires = Boundary((2, 3), torch.float32), Channels(*ways, timedelta(seconds=1))
+    activation, gradient = Message("x", 0, 0, 1, 1), Message("g", 0, 1, 0, 0)
+    for stage, (sent, received) in enumerate([(activation, gradient), (gradient, activation)]):
+        used.clear()
+        messenger = Messenger(wires, range(2), CPU)
+        messenger.send(sent, torch.zeros(2, 3), boundary)
+        messenger.post(received, boundary)
+        assert used == list(zip(("isend", "irecv"), ways if stage == 0 else reversed(ways), strict=True))
 
 
 #: What crosses from stage 0 to stage 1: odd, even, and none at all; the second of each two rows is the sender's secret.

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_run.errors import CheckpointError, DataError, ExitCode, Problems
+from megatron_run_engine.builtin.data.mock import MockDataset
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.optim import FlatOptimizer
 from megatron_run_engine.runtime.gradients import main_grad
@@ -172,6 +173,19 @@ def test_changed_data_are_refused(fast: tuple[Path, Attempt], tmp_path: Path) ->
         said = refused(tmp_path, FAST)
     assert "the training data is not what it was when step 2 was saved" in said
     assert "77 now" in said
+
+
+def test_as_many_data_with_other_contents_are_refused(fast: tuple[Path, Attempt], tmp_path: Path) -> None:
+    only_step(fast[0], 2, tmp_path)
+    sample = MockDataset.__getitem__
+
+    def changed(dataset: MockDataset, index: int) -> Any:
+        found = dict(sample(dataset, index))
+        return {**found, "labels": found["labels"][::-1]}
+
+    with mock.patch.object(MockDataset, "__getitem__", changed):
+        said = refused(tmp_path, FAST)
+    assert "as many samples, with other contents" in said
 
 
 def test_an_optimizer_that_keeps_more_needs_permission(tmp_path: Path) -> None:

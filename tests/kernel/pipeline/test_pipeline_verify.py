@@ -35,6 +35,7 @@ def lists(texts: Sequence[str]) -> list[list[Action]]:
         ((GOOD[0], "F0.0 I0.0 B0.0 F1.0 B1.0"), ("stage 1, action 2: B0.0 is too late", "I0.0 stands at action 1")),
         ((GOOD[0], "F0.0 B0.0 W0.0 F1.0 B1.0"), ("stage 1, action 2: W0.0 is too late", "B0.0 stands at action 1")),
         ((GOOD[0], "F0.0 B0.0 R0.0 F1.0 B1.0"), ("stage 1, action 2: R0.0 is too late", "B0.0 stands at action 1")),
+        ((GOOD[0], "F0.0 R0.0 R0.0 B0.0 F1.0 B1.0"), ("stage 1, action 2: R0.0 is repeated", "action 1")),
         ((GOOD[0], "F0.0 B0.0 S0.0 F1.0 B1.0"), ("stage 1, action 2: S0.0 is too early", "gradients to come")),
         ((GOOD[0], "F0.0 B0.0 F1.0 B1.0 S0.0 S0.0"), ("stage 1, action 5: S0.0 is repeated", "action 4")),
         ((GOOD[0], "F0.0 B0.0 F1.0 B1.0 S1.0"), ("stage 1, action 4: S1.0 has a microbatch", "write S0.0")),

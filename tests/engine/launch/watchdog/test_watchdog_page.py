@@ -54,10 +54,11 @@ def test_the_steps_that_were_done_are_counted_from_where_the_rank_began(path: Pa
     assert (read(path).step, read(path).done) == (42, 2)
 
 
-def test_a_message_names_who_is_at_its_other_end(path: Path, activity: Activity) -> None:
-    activity.enter("receive", Exchange("the gradient of microbatch 0", 5))
+@pytest.mark.parametrize("peer", [0, 5])
+def test_a_message_names_who_is_at_its_other_end(peer: int, path: Path, activity: Activity) -> None:
+    activity.enter("receive", Exchange("the gradient of microbatch 0", peer))
     page = read(path)
-    assert (page.peer, page.place) == (5, "receive the gradient of microbatch 0")
+    assert (page.peer, page.place) == (peer, "receive the gradient of microbatch 0")
 
 
 def test_a_collective_is_read_with_its_number_its_ranks_and_the_phase_around_it(path: Path, activity: Activity) -> None:

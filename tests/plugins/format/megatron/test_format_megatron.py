@@ -23,7 +23,7 @@ from megatron_run.errors import CheckpointError
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes
 from megatron_run_engine.formats.weights import write_folder
 from megatron_run_format_megatron import checkpoint
-from tests.support.megatron_checkpoints import GPT, LENGTH, MIXTURE, PADDED, random_state, save_sharded
+from tests.support.megatron_checkpoints import GPT, LENGTH, LLAMA, MIXTURE, PADDED, random_state, save_sharded
 
 STATE = random_state(GPT)
 #: What a name was before megatron-core's.
@@ -208,6 +208,15 @@ def test_arguments_that_make_no_sense_are_one_line(arguments: dict[str, Any], tm
     with pytest.raises(CheckpointError, match=r"the arguments in .* are damaged") as caught:
         write_folder(checkpoint.read(tmp_path), tmp_path / "ours", "theirs")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("network", "longest"), [(GPT, 2 * LENGTH), (LLAMA, LENGTH)], ids=["learned", "rotated"])
+def test_the_table_of_learned_positions_is_the_longest_sequence(
+    network: Mapping[str, Any], longest: int, tmp_path: Path
+) -> None:
+    given = {**network, "max_position_embeddings": 2 * LENGTH}
+    write_state(tmp_path, random_state(given), args=Namespace(**given))
+    assert checkpoint.read(tmp_path).sequence_length == longest
 
 
 def test_without_a_word_on_the_vocabulary_it_is_the_embedding(tmp_path: Path) -> None:
