@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from tests.support.checkout import module_name
+
 #: Import roots that count as one entry.
 WHOLE = ("megatron_run_testing", "megatron_run_cli")
 Graph = Mapping[str, frozenset[str]]
@@ -32,7 +34,9 @@ class House:
         """Dotted module name -> file."""
         patterns = ["core/src", "core/*/src", "cli/src", *(["plugins/*/*/src"] if self.plugins else [])]
         sources = [source for pattern in patterns for source in sorted(self.root.glob(pattern))]
-        return {_module(file.relative_to(source)): file for source in sources for file in sorted(source.rglob("*.py"))}
+        return {
+            module_name(file.relative_to(source)): file for source in sources for file in sorted(source.rglob("*.py"))
+        }
 
     @cached_property
     def imports(self) -> Graph:
@@ -63,11 +67,6 @@ class House:
             for name, file in self.files.items()
             if name == within or name.startswith(within + ".")
         )
-
-
-def _module(file: Path) -> str:
-    parts = file.with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def entry_of(module: str) -> str:

@@ -57,7 +57,7 @@ def test_an_observer_that_raises_is_named_and_disabled_and_training_goes_on(tmp_
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if "clumsy" in line] == [
         *(f"observer clumsy failed in on_step_end: OSError: no space left ({n} of 3)" for n in (1, 2, 3)),
-        "observer clumsy is disabled after 3 failures; training goes on",
+        "observer clumsy is disabled after 3 failures; training continues",
     ]
     assert "step 5/5  loss" in done.stdout
 

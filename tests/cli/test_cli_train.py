@@ -104,7 +104,7 @@ def test_sigterm_finishes_the_step_and_saves_it_and_the_next_start_goes_on(tmp_p
         assert "stopped by SIGTERM: " in out
         saved = [int(path.name.removeprefix("step")) for path in (tmp_path / "run" / "checkpoints").glob("step*")]
         command = f"run the same command with --set run.folder={tmp_path}/run --resume auto"
-        assert f"step {max(saved)} is saved: to go on from it, {command}\n" in err
+        assert f"step {max(saved)} is saved: to resume from it, {command}\n" in err
         assert (status(tmp_path)["state"], status(tmp_path)["attempt"]) == ("stopped", attempt)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, max(saved) + 1)), "no step is missing or done twice"

@@ -76,7 +76,9 @@ def test_what_is_raised_in_this_process_reaches_the_caller(tmp_path: Path) -> No
         signal.signal(signal.SIGINT, before)
     said = status(tmp_path)
     assert said["exit_code"] == 130
-    assert said["message"].startswith("interrupted, which saves nothing: step 1 was saved last; to go on from it, run ")
+    assert said["message"].startswith(
+        "interrupted, which saves nothing: step 1 was saved last; to resume from it, run "
+    )
 
 
 def process_state() -> list[Any]:

@@ -57,7 +57,7 @@ def test_a_spike_is_said_and_trained_on(tmp_path: Path) -> None:
     bench.train()
     (line,) = bench.said
     assert line.startswith("the loss of step 10 is ")
-    assert line.endswith("; training goes on")
+    assert line.endswith("; training continues")
     assert not any(step.skipped for step in bench.watch.steps)
     assert torch.equal(bench.weights(), plain.weights())
     assert not plain.said

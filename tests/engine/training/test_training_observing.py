@@ -73,7 +73,7 @@ def test_one_that_raises_is_named_and_disabled_after_three_failures(caplog: pyte
     assert healthy.told == [f"step {step}" for step in range(1, 6)]
     assert caplog.messages == [
         *(f"observer failing failed in on_step_end: OSError: disk full ({count} of 3)" for count in (1, 2, 3)),
-        "observer failing is disabled after 3 failures; training goes on",
+        "observer failing is disabled after 3 failures; training continues",
     ]
 
 

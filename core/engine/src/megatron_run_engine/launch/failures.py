@@ -108,7 +108,7 @@ def last_saved(folder: Path | None) -> int | None:
 
 def how_to_resume(folder: Path) -> str:
     """What to type, whatever folder and step the run was started with."""
-    return f"to go on from it, run the same command with --set {quote(f'run.folder={folder}')} --resume auto"
+    return f"to resume from it, run the same command with --set {quote(f'run.folder={folder}')} --resume auto"
 
 
 def first_cause(results: Sequence[RankResult]) -> RankResult | None:

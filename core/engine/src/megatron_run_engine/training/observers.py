@@ -118,7 +118,7 @@ class Observers:
         self._log.warning("%s (%d of %d)", what, count, PATIENCE)
         self._log.debug("observer %s", name, exc_info=cause)
         if count == PATIENCE:
-            self._log.warning("observer %s is disabled after %d failures; training goes on", name, PATIENCE)
+            self._log.warning("observer %s is disabled after %d failures; training continues", name, PATIENCE)
             self._observers = [pair for pair in self._observers if pair[0] != name]
 
 

@@ -19,7 +19,7 @@ class Request:
     ``values`` their typed form by dotted key; ``plugins`` are ``KIND=NAME[,OPT=VAL...]``; ``nproc`` is the number of
     ranks of the world, None when it follows from the parallel sizes; ``stdin`` is the text behind ``-``;
     ``environment`` needs only the variables that start with ``MEGATRON_RUN_``. ``resume`` is ``auto``, ``never`` or the
-    number of the saved step from which to go on; ``allow_plugin_change`` are kinds whose saved state may be dropped.
+    number of the saved step to resume from; ``allow_plugin_change`` are kinds whose saved state may be dropped.
     """
 
     configs: tuple[str | Mapping[str, Any], ...] = ()

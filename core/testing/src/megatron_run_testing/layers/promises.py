@@ -19,7 +19,7 @@ from megatron_run.contracts import AttentionShape, Microbatch
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing.check import CheckFailed
 from megatron_run_testing.layers.place import HIDDEN, INIT, LENGTH, VOCAB, Place, Rank, vocabulary
-from megatron_run_testing.layers.trial import Trial, Values
+from megatron_run_testing.layers.trial import Trial, Values, values_of
 
 _MICROBATCH = Microbatch(0, 1, 0, {})
 
@@ -44,7 +44,7 @@ class _Dropout:
         _at(context, 0)
         dropout(x).sum().backward()
         assert x.grad is not None
-        return {**drawn, "gradient": _values(x.grad), "evaluation": _values(dropout.eval()(x))}
+        return {**drawn, "gradient": values_of(x.grad), "evaluation": values_of(dropout.eval()(x))}
 
     def judge(self, found: Mapping[Place, dict[str, Values]], tolerance: float) -> None:
         for place, drawn in found.items():
@@ -74,7 +74,7 @@ class _AttentionDropout:
         x = torch.ones(4 * LENGTH, 2, 4, 8, dtype=rank.dtype, device=rank.device)  # the same heads on every rank
         everything = torch.ones(1, 1, len(x), len(x), dtype=torch.bool, device=rank.device)
         drawn = _drawn(context, lambda: core.train()(x, x, x, everything))
-        return {**drawn, "evaluation": _values(core.eval()(x, x, x, everything))}
+        return {**drawn, "evaluation": values_of(core.eval()(x, x, x, everything))}
 
     def judge(self, found: Mapping[Place, dict[str, Values]], tolerance: float) -> None:
         for place, drawn in found.items():
@@ -103,7 +103,7 @@ class _Causal:
         masked = attention(query, key, value, torch.ones(6, 6, dtype=torch.bool, device=rank.device).tril())
         key[4:], value[4:] = 9.0, -9.0
         after = attention(query, key, value, None)
-        return {"before": _values(before), "masked": _values(masked), "after": _values(after)}
+        return {"before": values_of(before), "masked": values_of(masked), "after": values_of(after)}
 
     def judge(self, found: Mapping[Place, dict[str, Values]], tolerance: float) -> None:
         for place, seen in found.items():
@@ -129,7 +129,7 @@ class _Padding:
         loss = rank.layers().cross_entropy(VOCAB)(mine, labels.to(rank.device))
         loss.sum().backward()
         assert mine.grad is not None
-        return _values(loss), _values(mine.grad), _values(columns)
+        return values_of(loss), values_of(mine.grad), values_of(columns)
 
     def judge(self, found: Mapping[Place, tuple[Values, Values, Values]], tolerance: float) -> None:
         logits, labels = _logits_and_labels()
@@ -175,7 +175,7 @@ def _drawn(context: BuildContext, draw: Any) -> dict[str, Values]:
     results = {}
     for name, segment in (("first", 0), ("again", 0), ("elsewhere", 1)):
         _at(context, segment)
-        results[name] = _values(draw())
+        results[name] = values_of(draw())
     return results
 
 
@@ -191,7 +191,3 @@ def _compare_ranks(found: Mapping[Place, dict[str, Values]], what: str, *, diffe
         if np.array_equal(mine["first"], theirs["first"]) == differ:
             same, wanted = ("the same values", "different ones") if differ else ("different values", "the same ones")
             raise CheckFailed(f"{what} drops {same} on {one} and {other}, expected {wanted}")
-
-
-def _values(x: Tensor) -> Values:
-    return x.detach().double().cpu().numpy().copy()

@@ -98,8 +98,8 @@ class LayerTrial:
         """The results on this rank, as arrays: tensors would share memory with a process that is about to end."""
         context = rank.context()
         outcome = self._try(self.case.make(rank.create(context)), context, rank, self.expected.output)
-        gradients = (None if gradient is None else _array(gradient) for gradient in outcome.input_gradients)
-        return _array(outcome.output), tuple(gradients), outcome.pieces
+        gradients = (None if gradient is None else values_of(gradient) for gradient in outcome.input_gradients)
+        return values_of(outcome.output), tuple(gradients), outcome.pieces
 
     def _try(self, layer: nn.Module, context: BuildContext, rank: Rank, like: Tensor | None) -> Outcome:
         if missing := unspecified(layer):
@@ -108,10 +108,10 @@ class LayerTrial:
             )
         layer.train(self.case.training)
         infos = prepare(context, [_OneLayer(layer)])
-        initial = {parameter: _array(parameter) for parameter in infos}
+        initial = {parameter: values_of(parameter) for parameter in infos}
         initialise({parameter: replace(info, init=Init("normal", 0.5)) for parameter, info in infos.items()}, _SEED)
         output, input_gradients = self._pass(layer, rank, like)
-        gradients = {parameter: _array(main_grad(parameter)) for parameter in infos}
+        gradients = {parameter: values_of(main_grad(parameter)) for parameter in infos}
         with context.gradients.deferring((0, 0)):
             self._pass(layer, rank, like)
         context.gradients.run_deferred((0, 0))
@@ -136,13 +136,13 @@ class LayerTrial:
             self._judge_output(place, output, tolerance)
             for index, (gradient, whole) in enumerate(zip(gradients, self.expected.input_gradients, strict=True)):
                 if whole is not None:
-                    part = _array(self.case.cuts[index](whole, place))
+                    part = values_of(self.case.cuts[index](whole, place))
                     _same(f"gradient of input {index} on {place}", gradient, part, tolerance)
         for name in self._names:
             self._judge_tensor(name, {place: pieces[name] for place, (_, _, pieces) in found.items()}, tolerance)
 
     def _judge_output(self, place: Place, output: Values, tolerance: float) -> None:
-        expected = _array(self.case.leaves(self.expected.output, place))
+        expected = values_of(self.case.leaves(self.expected.output, place))
         stops = np.cumsum([part.features // place.size for part in self.case.parts])
         names = [f"output of {part.name}" for part in self.case.parts] or ["output"]
         pairs = zip(np.split(output, stops[:-1], -1), np.split(expected, stops[:-1], -1), strict=True)
@@ -202,7 +202,7 @@ def _pieces(
     infos: Mapping[Parameter, ParamInfo], initial: Mapping[Parameter, Values], gradients: Mapping[Parameter, Values]
 ) -> Iterator[tuple[str, Piece]]:
     for parameter, info in infos.items():
-        both = _array(main_grad(parameter))
+        both = values_of(main_grad(parameter))
         for part in info.parts:
             rows = slice(part.local.start, part.local.stop)
             first, one, two = (values[rows] for values in (initial[parameter], gradients[parameter], both))
@@ -234,5 +234,6 @@ def _same(what: str, found: Values | None, expected: Values, tolerance: float) -
         )
 
 
-def _array(x: Tensor) -> Values:
+def values_of(x: Tensor) -> Values:
+    """``x`` in float64, as it is sent to another process."""
     return x.detach().double().cpu().numpy().copy()

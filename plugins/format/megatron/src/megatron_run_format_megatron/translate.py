@@ -118,7 +118,7 @@ def _arguments(script: Script, name: str, found: Translation) -> dict[str, Any]:
     """The flags' values by Megatron's names. Flags without a key are noted; the last of repeated ones counts."""
     arguments, given = dict[str, Any](), dict(read_flags(script.arguments))
     if "--load" in given and given["--load"] == given.get("--save"):
-        note = Note(" ".join(["--load", *given.pop("--load")]), "a run goes on in its folder by itself")
+        note = Note(" ".join(["--load", *given.pop("--load")]), "a run resumes from its own folder")
         found.notes[Verdict.SAME].append(note)
     for word, values in given.items():
         flag, written = find(word), " ".join([word, *values])

@@ -191,7 +191,7 @@ class Guards:
             return ""
         spike = f"the loss of step {progress.step + 1} is {loss:.4g}, a spike above {limit:.4g}"
         if self._config.spike == "continue":
-            self._warn(f"{spike}; training goes on")
+            self._warn(f"{spike}; training continues")
             return ""
         if self._config.spike == "rewind":
             self._spike = spike
