@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from megatron_run.contracts import Init, Microbatch
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run_engine.nn.parallel import ReplicatedDropout, Split, VocabEmbedding, column_linear
+from megatron_run_engine.nn.parallel.mappings import f
 from megatron_run_engine.nn.parameter import owned
 from megatron_run_engine.runtime.comm import Groups, ParallelGroup, Pending
 from megatron_run_engine.runtime.gradients import GradientAccumulator, main_grad
@@ -73,6 +74,12 @@ def test_a_backward_computes_and_communicates_only_what_is_asked_for(
     torch.testing.assert_close(weights["the weight's"], weights["both"])
     assert inputs["the weight's"] is None
     assert not weights["the input's"].any()
+
+
+def test_a_gradient_that_somebody_else_may_read_is_summed_in_a_copy() -> None:
+    x, gradient = torch.ones(3, requires_grad=True), torch.ones(3)
+    (found,) = torch.autograd.grad(f(x, Twins()), x, gradient)
+    assert (found.tolist(), gradient.tolist()) == ([2.0] * 3, [1.0] * 3)
 
 
 def test_ids_of_other_ranks_spread_over_all_rows_of_this_one() -> None:

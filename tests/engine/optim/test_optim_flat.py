@@ -11,7 +11,7 @@ from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run_engine.builtin.optimizer.adamw import Replicated
 from megatron_run_engine.optim import FlatOptimizer, UpdateOptions
 from megatron_run_engine.runtime.comm import Groups, ParallelGroup, Pending
-from megatron_run_engine.runtime.gradients import Bucket
+from megatron_run_engine.runtime.gradients import Bucket, main_grad
 from megatron_run_engine.runtime.parameter_init import describe_parameters
 from megatron_run_testing.build_contexts import context_at, single_process_context
 from megatron_run_testing.optimizers.alone import shapes
@@ -102,6 +102,30 @@ class Half(nn.Module):
 
     def segments(self) -> tuple[()]:
         return ()
+
+
+def of_half(options: UpdateOptions, gradient: float) -> FlatOptimizer:
+    """An optimizer of a chunk in bf16, after a step's gradients have arrived."""
+    chunk = Half(0)
+    optimizer = FlatOptimizer(single_process_context(dtype=torch.bfloat16), options, Replicated)
+    optimizer.attach([chunk], [describe_parameters(chunk, 0)], 1.0)
+    optimizer.zero_grad()
+    for parameter in chunk.parameters():
+        main_grad(parameter).fill_(gradient)
+    optimizer.finish_grad_sync()
+    return optimizer
+
+
+def test_gradients_in_the_parameters_type_reach_the_masters_type() -> None:
+    optimizer = of_half(UpdateOptions(grad_dtype="param"), 3.0)
+    assert optimizer.clip_(0.0).item() == pytest.approx(3.0 * (4 * 3 + 5) ** 0.5)
+
+
+def test_what_is_saved_before_the_first_update_is_zero_whatever_the_gradients_were() -> None:
+    pieces = list(of_half(UpdateOptions(), torch.inf).iter_state())
+    moments = [piece.tensor for piece in pieces if piece.field.startswith("exp_avg")]
+    assert len(moments) == 2 * 2
+    assert not any(tensor.any() for tensor in moments)
 
 
 def test_the_zeros_of_what_tensor_parallel_ranks_hold_alike_are_counted_once() -> None:

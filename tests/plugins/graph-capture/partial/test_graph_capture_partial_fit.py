@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from megatron_run.contracts import Microbatch, Region, Segment
 from megatron_run.contracts.actions import Action
 from megatron_run.errors import GraphCaptureError
 from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_graph_capture_partial.region_graph import RegionGraph
 from megatron_run_testing.build_contexts import single_process_context
 from tests.plugins.graph_bench import SMALL, Pipeline, one_region, partial_capture
 
@@ -52,6 +55,14 @@ def test_another_order_of_a_pipeline_is_refused() -> None:
     assert [str(actions[index]) for _, index in pipeline.plan.order] == ["F0.0", "F1.0", "B0.0", "B1.0"]
     with pytest.raises(GraphCaptureError, match="for microbatch 1 was about to be replayed out of order"):
         pipeline.step(2)
+
+
+def test_a_chained_region_refuses_what_the_region_before_it_did_not_leave() -> None:
+    left, region = torch.ones(3), cast("Any", "layer 1")
+    graph = RegionGraph(region, cast("Any", None), (left,), chained=True, first=False, last=False)
+    graph.load([left.view_as(left)])
+    with pytest.raises(GraphCaptureError, match=r"layer 1 was given something else.*chain=false"):
+        graph.load([left.clone()])
 
 
 def test_another_number_of_microbatches_does_not_fit() -> None:

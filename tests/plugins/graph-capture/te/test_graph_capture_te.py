@@ -15,10 +15,11 @@ from megatron_run.errors import GraphCaptureError, InputError, PluginError
 from megatron_run.planning import resolve
 from megatron_run_cli.reports.dry_run import dry_run_text
 from megatron_run_engine.builtin.model.gpt import GptOptions
-from megatron_run_engine.capture import RegionCapture
+from megatron_run_engine.capture import Hooks, RegionCapture
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_graph_capture_te import check_device
+from megatron_run_graph_capture_te.callables import GraphedRegion
 from megatron_run_graph_capture_te.capture import TeCapture
 from megatron_run_graph_capture_te.library import find_engine
 from megatron_run_graph_capture_te.options import TeOptions, check_config
@@ -96,6 +97,15 @@ def test_what_warm_ups_add_to_gradients_is_left_to_the_step_that_follows() -> No
     captured.start_capture()
     assert not all(map(torch.equal, before, map(main_grad, stage.parameters)))
     assert captured.step(2).equals(eager.step(2))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_what_leaves_a_chunk_is_a_copy_of_the_graphs_memory(last: bool) -> None:
+    memory, nothing = torch.ones(3), Hooks(*[lambda: None] * 3)
+    region = GraphedRegion(lambda _: memory, (), first=True, last=last)
+    (left,) = region.replay(nothing, [torch.zeros(3)])
+    memory.zero_()
+    assert left.tolist() == [1.0 if last else 0.0] * 3
 
 
 def test_inputs_that_differ_are_not_said_to_be_alike() -> None:

@@ -6,8 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 
+from megatron_run_optimizer_zero1 import Sharded, Zero1Options, megatron_run_create_optimizer
+from megatron_run_testing.build_contexts import single_process_context
+from megatron_run_testing.optimizers.bench import Bench, gradients
 from tests.plugins.optimizer.optimizer_runs import Case, Held, run_cases, state_of
+from tests.support.late import late
 
 #: Small buckets, so that there are several, shares are cut within parameters, and the last one is mostly padding.
 COMMON = ("optimizer.bucket_size=3000",)
@@ -60,6 +65,19 @@ def test_on_two_ranks_it_equals_adamw_bit_for_bit() -> None:
             "one bucket": ("train.steps=4", "optimizer.bucket_size=10000000"),
         },
     )
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_parameters_are_on_their_way_after_a_step_only_with_overlap(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sharded, "start_gather", lambda _, values, bucket: late(values, values.clone()))
+    options, context = Zero1Options(overlap_param_gather=overlap), single_process_context(dtype=torch.bfloat16)
+    made = Bench(lambda given: megatron_run_create_optimizer(given, options), context)
+    made.reduce(*gradients(0))
+    made.optimizer.step(0.01, 0.1)
+    made.optimizer.start_param_sync()
+    assert bool(made.weight.isnan().all()) is overlap
 
 
 @pytest.mark.multiproc
