@@ -91,9 +91,9 @@ def test_parameters_that_the_next_forward_reads_first_leave_first() -> None:
 class Half(nn.Module):
     """A matrix [8, 3] of which this rank holds four rows, and a bias [5] that every rank holds."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(5))
+        self.weight, self.bias = nn.Parameter(torch.ones(4, 3, dtype=dtype)), nn.Parameter(torch.ones(5, dtype=dtype))
         rows = Part("weight", (8, 3), range(4), 4 * rank)
         self.parameter_specs = {"weight": ParameterSpec(Init("normal", 0.5), parts=(rows,))}
 
@@ -106,7 +106,7 @@ class Half(nn.Module):
 
 def of_half(options: UpdateOptions, gradient: float) -> FlatOptimizer:
     """An optimizer of a chunk in bf16, after a step's gradients have arrived."""
-    chunk = Half(0)
+    chunk = Half(0, torch.bfloat16)
     optimizer = FlatOptimizer(single_process_context(dtype=torch.bfloat16), options, Replicated)
     optimizer.attach([chunk], [describe_parameters(chunk, 0)], 1.0)
     optimizer.zero_grad()

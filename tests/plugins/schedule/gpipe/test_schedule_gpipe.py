@@ -2,6 +2,7 @@ from itertools import product
 
 import pytest
 
+from megatron_run import load_config
 from megatron_run.contracts.actions import LayoutSpec, ScheduleSpec, looped_layout, signed_order
 from megatron_run.pipeline.timeline import timeline, timeline_text
 from megatron_run.pipeline.verify import verify
@@ -81,3 +82,8 @@ def over_ideal(asked: ScheduleSpec) -> float | None:
 )
 def test_it_conforms(check: Check) -> None:
     check.run()
+
+
+def test_a_run_may_ask_for_stages_and_chunks() -> None:
+    run = load_config("preset:tiny", plugins=["schedule=gpipe"], sets=["parallel.pipeline=2", "parallel.chunks=2"])
+    assert [place.chunk for place in run.layout] == [0, 0, 1, 1]
