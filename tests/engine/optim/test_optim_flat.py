@@ -106,7 +106,7 @@ class Half(nn.Module):
 
 def of_half(options: UpdateOptions, gradient: float) -> FlatOptimizer:
     """An optimizer of a chunk in bf16, after a step's gradients have arrived."""
-    chunk = Half(0)
+    chunk = Half(0).to(torch.bfloat16)
     optimizer = FlatOptimizer(single_process_context(dtype=torch.bfloat16), options, Replicated)
     optimizer.attach([chunk], [describe_parameters(chunk, 0)], 1.0)
     optimizer.zero_grad()
