@@ -5,6 +5,7 @@ import pytest
 from megatron_run.contracts.actions import LayoutSpec, ScheduleSpec, looped_layout, signed_order
 from megatron_run.pipeline.timeline import timeline, timeline_text
 from megatron_run.pipeline.verify import verify
+from megatron_run.planning import load_config
 from megatron_run_schedule_gpipe import GPipe
 from megatron_run_testing.check import Check
 from megatron_run_testing.schedule import schedule_checks
@@ -37,6 +38,13 @@ def test_the_order_equals_its_closed_formula_on_the_grid() -> None:
             assert [str(action) for action in actions] == expected
             ranks += 1
     assert ranks == 324
+
+
+def test_a_run_may_ask_for_stages_and_chunks() -> None:
+    sets = {"parallel.pipeline": 2, "parallel.chunks": 2, "model.num_layers": 4}
+    run = load_config("preset:tiny", plugins=["schedule=gpipe"], sets=sets)
+    plan = run.plans[max(run.plans)]
+    assert (plan.stages, plan.chunks) == (2, 2)
 
 
 def test_two_chunks_by_hand() -> None:
