@@ -6,6 +6,7 @@ from megatron_run import load_config
 from megatron_run.contracts.actions import LayoutSpec, ScheduleSpec, looped_layout, signed_order
 from megatron_run.pipeline.timeline import timeline, timeline_text
 from megatron_run.pipeline.verify import verify
+from megatron_run.planning import load_config
 from megatron_run_schedule_gpipe import GPipe
 from megatron_run_testing.check import Check
 from megatron_run_testing.schedule import schedule_checks
@@ -38,6 +39,13 @@ def test_the_order_equals_its_closed_formula_on_the_grid() -> None:
             assert [str(action) for action in actions] == expected
             ranks += 1
     assert ranks == 324
+
+
+def test_a_run_may_ask_for_stages_and_chunks() -> None:
+    sets = {"parallel.pipeline": 2, "parallel.chunks": 2, "model.num_layers": 4}
+    run = load_config("preset:tiny", plugins=["schedule=gpipe"], sets=sets)
+    plan = run.plans[max(run.plans)]
+    assert (plan.stages, plan.chunks) == (2, 2)
 
 
 def test_two_chunks_by_hand() -> None:
@@ -82,8 +90,3 @@ def over_ideal(asked: ScheduleSpec) -> float | None:
 )
 def test_it_conforms(check: Check) -> None:
     check.run()
-
-
-def test_a_run_may_ask_for_stages_and_chunks() -> None:
-    run = load_config("preset:tiny", plugins=["schedule=gpipe"], sets=["parallel.pipeline=2", "parallel.chunks=2"])
-    assert [place.chunk for place in run.layout] == [0, 0, 1, 1]
