@@ -2,7 +2,6 @@ from itertools import product
 
 import pytest
 
-from megatron_run import load_config
 from megatron_run.contracts.actions import LayoutSpec, ScheduleSpec, looped_layout, signed_order
 from megatron_run.pipeline.timeline import timeline, timeline_text
 from megatron_run.pipeline.verify import verify
