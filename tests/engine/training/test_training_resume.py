@@ -13,9 +13,12 @@ import torch
 
 from megatron_run.errors import CheckpointError, DataError, ExitCode, Problems
 from megatron_run_engine.builtin.data.mock import MockDataset
+from megatron_run_engine.checkpoint.manifest import read_manifest
+from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.optim import FlatOptimizer
 from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_engine.training.state.resuming import StateReader
 from tests.support.resuming import SMALL, Attempt, attempt, only_step
 from tests.support.saved_steps import State, read_all, same_state
 from tests.support.training import found_once
@@ -194,6 +197,18 @@ def test_an_optimizer_that_keeps_more_needs_permission(tmp_path: Path) -> None:
         attempt(tmp_path, FAST, allow_plugin_change=("scaler",))
     assert "optimizer.rule=sgd, now adamw" in str(error.value)
     assert attempt(tmp_path, FAST, allow_plugin_change=("optimizer",)).first == 3
+
+
+def test_a_field_that_was_not_saved_starts_from_zeros_with_permission_only(
+    fast: tuple[Path, Attempt], tmp_path: Path
+) -> None:
+    folder = only_step(fast[0], 2, tmp_path) / "checkpoints" / "step2"
+    manifest = read_manifest(folder)
+    reader, name = Reader(folder, manifest), next(iter(manifest.tensors))
+    box = (name, "momentum", (0,), (3,))
+    with pytest.raises(CheckpointError, match=f"has no momentum of {name}, which optimizer=own needs"):
+        StateReader(reader, "optimizer=own", zeros_if_missing=False)(*box)
+    assert not StateReader(reader, "optimizer=own", zeros_if_missing=True)(*box).any()
 
 
 def test_a_rule_of_its_own_that_was_saved_before_its_first_update_goes_on_bit_for_bit(tmp_path: Path) -> None:
