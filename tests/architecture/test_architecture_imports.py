@@ -49,6 +49,13 @@ def test_a_root_has_few_entries(member: Member) -> None:
     assert len(entries_of(member)) <= ENTRIES
 
 
+@pytest.mark.parametrize("member", [COMMAND_LINE, TESTING], ids=str)
+def test_a_root_that_counts_as_one_entry_has_few_modules(member: Member) -> None:
+    """Its ``__init__`` aside, as everywhere."""
+    below = {name.split(".")[1] for name in HOUSE.files if name.startswith(f"{member.package}.")}
+    assert 1 < len(below) <= ENTRIES, sorted(below)
+
+
 def test_nothing_is_imported_in_a_circle() -> None:
     """Neither entries nor files, plugins included; an import for the type checker counts."""
     assert not circles(HOUSE.entries)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from megatron_run.registry.discover import scan
 from megatron_run.registry.load import load
 from megatron_run.registry.loaded_plugin import Plugin
-from megatron_run_testing.check import Check, CheckFailed
+from megatron_run_testing import Check, CheckFailed
 
 Options = Mapping[str, object]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_run.contracts.plugin import KINDS
-from megatron_run_testing.check import Check
-from megatron_run_testing.suites import SUITES, checks_for
+from megatron_run_testing import Check
+from megatron_run_testing.conformance import SUITES, checks_for
 from tests.contracts.conformance import installed_plugins
 
 #: They need a library of their own: their tests run this suite, te's on a GPU with it and elsewhere on a stand-in.

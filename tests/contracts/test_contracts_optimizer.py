@@ -13,7 +13,7 @@ from megatron_run.contracts import MASTER, Optimizer
 from megatron_run_engine.builtin.optimizer.adamw import megatron_run_create_optimizer
 from megatron_run_engine.optim import UpdateOptions
 from megatron_run_engine.runtime.context import BuildContext
-from megatron_run_testing.check import Check
+from megatron_run_testing import Check
 from megatron_run_testing.optimizer import optimizer_checks
 from tests.contracts.conformance import failures
 

@@ -9,7 +9,7 @@ from megatron_run.contracts import Schedule
 from megatron_run.contracts.actions import ScheduleSpec
 from megatron_run.pipeline.lower import Instruction, lower
 from megatron_run.pipeline.plan import Plan
-from megatron_run_testing.check import CheckFailed
+from megatron_run_testing import CheckFailed
 from megatron_run_testing.schedule import schedule_checks
 from tests.contracts.broken_schedules import (
     BackwardFirst,

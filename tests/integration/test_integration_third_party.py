@@ -10,7 +10,7 @@ import pytest
 
 from megatron_run.errors import ExitCode
 from megatron_run.registry.discover import Catalog
-from megatron_run_cli.scaffold import new
+from megatron_run_cli.plugins import write_package
 from tests.support.fake_plugins import FakeSite, schedule_source
 from tests.support.forked import forked_command
 from tests.support.scratch import Scratch
@@ -31,7 +31,7 @@ def listed(scratch: Scratch) -> dict[str, str]:
 @pytest.mark.multiproc
 def test_a_package_is_installed_found_chosen_run_and_uninstalled(tmp_path: Path) -> None:
     scratch = Scratch(tmp_path / "env")
-    package = new("schedule", "zigzag", tmp_path / "zigzag", Catalog(()))
+    package = write_package("schedule", "zigzag", tmp_path / "zigzag", Catalog(()))
     assert "zigzag" not in listed(scratch)
 
     done = scratch.pip("install", "--no-index", "--no-build-isolation", package.folder)
@@ -56,7 +56,7 @@ def test_a_package_is_installed_found_chosen_run_and_uninstalled(tmp_path: Path)
 
 @pytest.mark.nightly
 def test_pip_refuses_a_package_made_for_another_kernel(tmp_path: Path) -> None:
-    package = new("schedule", "zigzag", tmp_path / "zigzag", Catalog(()))
+    package = write_package("schedule", "zigzag", tmp_path / "zigzag", Catalog(()))
     project = package.folder / "pyproject.toml"
     project.write_text(project.read_text().replace("megatron-run-core>=0.1,<0.2", "megatron-run-core>=7"))
     done = Scratch(tmp_path / "env").pip("install", "--no-index", "--no-build-isolation", package.folder)

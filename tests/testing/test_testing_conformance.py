@@ -7,7 +7,7 @@ import pytest
 
 from megatron_run.errors import ExitCode, InputError, Problems, RunError
 from megatron_run.registry.discover import Catalog
-from megatron_run_cli.scaffold import new
+from megatron_run_cli.plugins import write_package
 from megatron_run_testing.conformance import Result, check
 from tests.support.fake_plugins import schedule_source
 
@@ -106,7 +106,7 @@ def test_a_plugin_that_cannot_be_made_is_a_failed_check(tmp_path: Path, source: 
 
 
 def test_a_package_is_checked_where_it_lies_and_forgotten(tmp_path: Path) -> None:
-    package = new("schedule", "zigzag", tmp_path / "made", Catalog(()))
+    package = write_package("schedule", "zigzag", tmp_path / "made", Catalog(()))
     assert failures(package.folder) == []
     module = package.folder / "src" / "megatron_run_schedule_zigzag" / "__init__.py"
     module.write_text(module.read_text().replace("forwards + backwards", "backwards + forwards"))

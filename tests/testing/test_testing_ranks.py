@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_run_testing.check import CheckFailed
+from megatron_run_testing import CheckFailed
 from megatron_run_testing.ranks import run_on_ranks
 
 pytestmark = pytest.mark.multiproc

@@ -1,4 +1,4 @@
-"""The megatron-run command: a module per command, ``reports`` for what they print, ``scaffold`` for new plugins.
+"""The megatron-run command: a module per command, ``reports`` for what they print, ``templates`` for new plugins.
 
-It imports the kernel; the engine only inside the functions that need it.
+It imports the kernel, and the engine and the suites inside the commands that need them.
 """

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from megatron_run_cli.options import debug_option, json_option, run_options
+from megatron_run_cli.grammar import debug_option, json_option, run_options
 from megatron_run_cli.output import print_json, tell
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ def show(
 ) -> None:
     """Print the resolved configuration with origins."""
     from megatron_run.planning import resolve
-    from megatron_run_cli.reports import resolved_config
+    from megatron_run_cli.reports import config_report
 
     run = resolve(request, plan_only=True)
     if as_json:
-        print_json(resolved_config.show_json(run))
+        print_json(config_report.show_json(run))
     else:
-        click.echo(resolved_config.show(run), nl=False)
+        click.echo(config_report.show(run), nl=False)
 
 
 @config.command()
@@ -65,7 +65,7 @@ def schema() -> None:
 
     It covers all installed plugins and is meant for editors.
     """
-    from megatron_run_cli.reports.json_schema import json_schema
+    from megatron_run_cli.reports.config_report import json_schema
     from megatron_run_cli.reports.keys import installed_plugins, without_engine
 
     installed = installed_plugins()

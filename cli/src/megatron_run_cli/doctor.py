@@ -15,7 +15,7 @@ from typing import Literal
 import click
 
 from megatron_run.errors import ENGINE, EngineMissingError, ExitCode
-from megatron_run_cli.options import debug_option, json_option
+from megatron_run_cli.grammar import debug_option, json_option
 from megatron_run_cli.output import print_json, print_table
 
 

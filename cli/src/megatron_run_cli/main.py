@@ -12,9 +12,8 @@ import click
 
 from megatron_run import __version__
 from megatron_run.errors import EngineMissingError, ExitCode, RunError, check_engine
-from megatron_run_cli.checkpoint import checkpoint
+from megatron_run_cli.checkpoint import checkpoint, export, import_
 from megatron_run_cli.config import config
-from megatron_run_cli.convert import export, import_
 from megatron_run_cli.doctor import doctor
 from megatron_run_cli.grammar import Program, option_meant
 from megatron_run_cli.output import tell_error

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from megatron_run.errors import ScheduleError
-from megatron_run_cli.options import debug_option, json_option, run_options
+from megatron_run_cli.grammar import debug_option, json_option, run_options
 from megatron_run_cli.output import print_json_line
 
 if TYPE_CHECKING:

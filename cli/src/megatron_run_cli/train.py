@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from megatron_run_cli.options import SavedStep, json_option, run_options
+from megatron_run_cli.grammar import SavedStep, json_option, run_options
 from megatron_run_cli.output import print_json, tell, tell_error
 
 if TYPE_CHECKING:

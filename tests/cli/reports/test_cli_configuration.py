@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_run.errors import InputError
-from megatron_run_cli.reports.json_schema import json_schema
+from megatron_run_cli.reports.config_report import json_schema, show, show_json
 from megatron_run_cli.reports.keys import explain, installed_plugins
-from megatron_run_cli.reports.resolved_config import show, show_json
 from tests.support.resolving import resolved
 
 

@@ -9,8 +9,7 @@ from megatron_run.errors import ExitCode, PluginError
 from megatron_run.registry.choose import choose
 from megatron_run.registry.discover import scan
 from megatron_run.registry.load import load
-from megatron_run_cli.reports.description import Description
-from megatron_run_cli.reports.keys import KeyInfo
+from megatron_run_cli.reports.keys import Description, KeyInfo
 from megatron_run_cli.reports.listing import list_plugins, plugin_info, why
 from megatron_run_cli.reports.probe import probe
 from tests.support.fake_plugins import FakeSite, schedule_source

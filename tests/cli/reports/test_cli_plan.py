@@ -7,8 +7,15 @@ import pytest
 
 from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.errors import InputError
-from megatron_run_cli.reports.schedule_report import fault_record, plan_record, plan_text, write_svg, write_trace
-from megatron_run_cli.reports.stage_phases import leading_forwards, phases
+from megatron_run_cli.reports.schedule_report import (
+    fault_record,
+    leading_forwards,
+    phases,
+    plan_record,
+    plan_text,
+    write_svg,
+    write_trace,
+)
 from tests.support.drawn_plans import interleaved_plan, one_forward_one_backward_plan, plan_of
 from tests.support.random_schedules import random_plan
 

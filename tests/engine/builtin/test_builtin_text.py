@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from megatron_run.contracts import DataSource, Split
 from megatron_run.errors import DataError
 from megatron_run_engine.builtin.data.text import TextOptions, megatron_run_create_data
-from megatron_run_engine.data.packing import PackedDataset
+from megatron_run_engine.data.documents import PackedDataset
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 

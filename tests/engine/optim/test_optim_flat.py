@@ -14,9 +14,8 @@ from megatron_run_engine.runtime.comm import Groups, ParallelGroup, Pending
 from megatron_run_engine.runtime.gradients import Bucket, main_grad
 from megatron_run_engine.runtime.parameter_init import describe_parameters
 from megatron_run_testing.build_contexts import context_at, single_process_context
-from megatron_run_testing.optimizers.alone import shapes
-from megatron_run_testing.optimizers.bench import Bench, gradients
-from megatron_run_testing.optimizers.saved_state import SavedState
+from megatron_run_testing.optimizer.alone import shapes
+from megatron_run_testing.optimizer.bench import Bench, SavedState, gradients
 from tests.support.late import late
 
 

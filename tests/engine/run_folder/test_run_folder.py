@@ -15,7 +15,7 @@ import pytest
 
 from megatron_run.errors import ExitCode, InputError
 from megatron_run.planning import ResolvedRun, load_config
-from megatron_run.planning.run_digest import digest
+from megatron_run.planning.run import digest
 from megatron_run_engine.run_folder import FolderLock, OpenedFolder, RunFolder, join_run_folder, open_run_folder
 
 

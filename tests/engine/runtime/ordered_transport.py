@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_run_engine.runtime.comm import Channels
-from megatron_run_testing.ordered_channels import SwappedMessageError, TransportDeadlockError
+from megatron_run_testing.schedule.ordered_channels import SwappedMessageError, TransportDeadlockError
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ import torch
 from megatron_run.pipeline.lower import Instruction
 from megatron_run_engine.runtime.comm import Channels
 from megatron_run_engine.runtime.messages import Messenger
-from megatron_run_testing.ordered_channels import SwappedMessageError, TransportDeadlockError
+from megatron_run_testing.schedule.ordered_channels import SwappedMessageError, TransportDeadlockError
 from tests.engine.runtime.ordered_transport import OrderedTransport
 from tests.support.random_schedules import random_plan
 from tests.support.toy_stage import faults

@@ -24,8 +24,8 @@ from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.parameter_init import unspecified
 from megatron_run_engine.training.checked_layers import CheckedLayers
 from megatron_run_engine.training.memory_estimate import model_size
+from megatron_run_testing import CheckFailed
 from megatron_run_testing.build_contexts import single_process_context
-from megatron_run_testing.check import CheckFailed
 from megatron_run_testing.parallel_layer import parallel_layer_checks
 
 PLUGIN = """

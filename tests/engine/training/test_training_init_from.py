@@ -12,7 +12,7 @@ import pytest
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
-from megatron_run_engine.formats.weights import read_step, write_folder
+from megatron_run_engine.formats.convert import read_step, write_folder
 from tests.support.ranks import run_ranks
 from tests.support.resuming import SMALL, Attempt, attempt
 from tests.support.saved_steps import random_state, same_bits, save_alone

@@ -78,12 +78,12 @@ def _plugins_are_looked_up_once() -> Iterator[None]:
 def test_a_run_goes_on_from_what_older_versions_of_its_optimizer_and_scaler_saved(tmp_path: Path) -> None:
     """The older versions are those of now under other names: upgraded, the run is the one that never stopped."""
     from megatron_run_engine.builtin.optimizer import adamw
-    from megatron_run_engine.optim import state as optim_state
+    from megatron_run_engine.optim import update
     from megatron_run_scaler_dynamic import DynamicScaler
 
     sets = {**SMALL, "train.steps": 4, "train.precision": "fp16", "checkpoint.interval": 2}
     whole = attempt(tmp_path / "whole", sets)
-    by_value, state_dict = optim_state._by_value, DynamicScaler.state_dict
+    by_value, state_dict = update._by_value, DynamicScaler.state_dict
     del adamw
 
     def old_fields(*arguments: Any) -> dict[str, Tensor]:
@@ -94,7 +94,7 @@ def test_a_run_goes_on_from_what_older_versions_of_its_optimizer_and_scaler_save
         return {f"old_{name}": value for name, value in state_dict(scaler).items()}
 
     with (
-        mock.patch.object(optim_state, "_by_value", old_fields),
+        mock.patch.object(update, "_by_value", old_fields),
         mock.patch.object(DynamicScaler, "state_dict", old_state),
     ):
         attempt(tmp_path / "run", sets, stop_after=2)

@@ -8,10 +8,9 @@ import pytest
 
 from megatron_run.config.merge import ConfigSource
 from megatron_run.config.origin import Origin
-from megatron_run.config.problems import Findings
 from megatron_run.config.request import Request
 from megatron_run.config.sources import presets, read_sources
-from megatron_run.errors import Problems
+from megatron_run.errors import Findings, Problems
 
 
 def read(*configs: object, **arguments: object) -> tuple[ConfigSource, list[str]]:

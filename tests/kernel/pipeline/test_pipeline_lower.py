@@ -6,11 +6,10 @@ from functools import cache
 import pytest
 
 from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
-from megatron_run.pipeline.forward_only import forward_plan
 from megatron_run.pipeline.lower import Instruction, Message, lower
 from megatron_run.pipeline.plan import Plan
-from megatron_run.pipeline.verify import verify
-from megatron_run_testing.ordered_channels import (
+from megatron_run.pipeline.verify import forward_plan, verify
+from megatron_run_testing.schedule.ordered_channels import (
     Streams,
     SwappedMessageError,
     TransportDeadlockError,

@@ -13,8 +13,7 @@ from megatron_run.contracts import Observer, PluginInfo, Schedule
 from megatron_run.contracts.actions import Action, ScheduleSpec
 from megatron_run.planning import resolve
 from megatron_run.planning.describe import describe, run_record
-from megatron_run.planning.run import to_yaml
-from megatron_run.planning.run_digest import digest
+from megatron_run.planning.run import digest, to_yaml
 from tests.support.plugin_file import schedule_file
 from tests.support.resolving import TINY, mistake, resolved
 

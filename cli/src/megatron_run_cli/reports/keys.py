@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megatron_run.config.defaults import DEFAULT_PLUGINS, RULES
 from megatron_run.config.merge import SEPARATORS
 from megatron_run.config.origin import KIND_SECTIONS, Key, dotted, section_of
+from megatron_run.config.sources import DEFAULT_PLUGINS, RULES
 from megatron_run.config.validate import fields_of, submodel
-from megatron_run.config.values import members, plain
+from megatron_run.config.values import members, plain, typed
 from megatron_run.contracts.plugin import RUN_KINDS
 from megatron_run.contracts.quantities import Duration, Span
 from megatron_run.contracts.schema import SECTIONS, Header
@@ -26,10 +26,11 @@ from megatron_run.registry.choose import choose
 from megatron_run.registry.discover import scan
 from megatron_run.registry.load import load
 from megatron_run.registry.loaded_plugin import Plugin
-from megatron_run_cli.reports.resolved_config import show_json
+from megatron_run_cli.reports.config_report import show_json
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
+
 
 #: Attributes of a field's constraints, and each bound in words.
 _BOUNDS = {
@@ -224,3 +225,50 @@ def _default(field: FieldInfo) -> str | None:
         value = value.model_dump(mode="json")
     data = plain(value)
     return data if isinstance(data, str) and data else "unset" if data is None else json.dumps(data)
+
+
+@dataclass(frozen=True)
+class Description:
+    """A plugin that was imported, described: where from, what it provides and wants, its options."""
+
+    kind: str
+    name: str
+    distribution: str
+    version: str
+    location: str
+    api: int
+    provides: tuple[str, ...]
+    requires: tuple[str, ...]
+    conflicts: tuple[str, ...]
+    suggests: Mapping[str, str]
+    suggests_with: Mapping[str, Mapping[str, str]]
+    options: tuple[KeyInfo, ...]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Description:
+        """Read the form that ``dataclasses.asdict`` writes, after a trip through JSON."""
+        words = {field: tuple(data[field]) for field in ("provides", "requires", "conflicts")}
+        return cls(**{**data, **words, "options": tuple(KeyInfo(**row) for row in data["options"])})
+
+
+def describe(plugin: Plugin) -> Description:
+    """Everything there is to say about a loaded plugin."""
+    info = plugin.info
+    return Description(
+        kind=plugin.kind,
+        name=plugin.name,
+        distribution=plugin.distribution,
+        version=plugin.version,
+        location=plugin.location,
+        api=info.api,
+        provides=tuple(sorted(info.provides)),
+        requires=tuple(sorted(info.requires)),
+        conflicts=tuple(sorted(info.conflicts)),
+        suggests=_typed_values(info.suggests),
+        suggests_with={option: _typed_values(values) for option, values in info.suggests_with.items()},
+        options=tuple(model_keys(plugin.options_model, ())),
+    )
+
+
+def _typed_values(values: Mapping[str, Any]) -> dict[str, str]:
+    return {key: typed(value) for key, value in values.items()}

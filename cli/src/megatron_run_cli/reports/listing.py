@@ -14,7 +14,7 @@ from megatron_run_cli.reports.probe import probe
 
 if TYPE_CHECKING:
     from megatron_run.registry.loaded_plugin import Plugin
-    from megatron_run_cli.reports.description import Description
+    from megatron_run_cli.reports.keys import Description
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def plugin_info(kind: str, word: str, catalog: Catalog | None = None) -> Descrip
 
     Raises :class:`PluginError` when there is no such plugin, or it is broken.
     """
-    from megatron_run_cli.reports.description import Description
+    from megatron_run_cli.reports.keys import Description
 
     entry = choose(scan() if catalog is None else catalog, kind, word, "the command line")
     (answer,) = probe([entry])

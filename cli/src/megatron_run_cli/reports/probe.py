@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_run.errors import EngineMissingError, RunError
 from megatron_run.registry.discover import Entry
-from megatron_run.registry.source_digest import SourceDigests
+from megatron_run.registry.load import SourceDigests
 
 #: Seconds in which a child must have answered for all its plugins.
 TIMEOUT_S = 120.0
@@ -69,7 +69,7 @@ def _ask_child(entries: Sequence[Entry], timeout: float) -> tuple[list[dict[str,
 
 def _answer(entry: Entry, digests: SourceDigests) -> dict[str, Any]:
     from megatron_run.registry.load import load
-    from megatron_run_cli.reports.description import describe
+    from megatron_run_cli.reports.keys import describe
 
     try:
         return {"description": asdict(describe(load(entry, "probe", digests)))}

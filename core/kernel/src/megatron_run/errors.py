@@ -1,11 +1,13 @@
 """Errors for users, in four parts: what went wrong, why, where it came from, what to type. Each has an exit code.
 
 Every mistake of a user raises one of these, and is printed as one line; only a bug shows a traceback.
+:class:`Findings` collects them, so that one pass reports all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from enum import IntEnum
 
@@ -184,3 +186,35 @@ def nearest_multiples(number: int, factor: int) -> str:
 def nearest_divisors(number: int, wanted: int) -> str:
     """The divisors of ``number`` below and above ``wanted``, which is not one: ``"4 or 6"``."""
     return nearest(wanted, [divisor for divisor in range(1, number + 1) if number % divisor == 0])
+
+
+class Findings:
+    """The errors found so far; a run resolves only when there are none."""
+
+    def __init__(self) -> None:
+        self.problems: list[RunError] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.problems)
+
+    def add(self, error: RunError) -> None:
+        """Add an error, or each of several; duplicates are dropped."""
+        found = error.problems if isinstance(error, Problems) else (error,)
+        known = {str(problem) for problem in self.problems}
+        self.problems += [problem for problem in found if str(problem) not in known]
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Add an error raised in the block and continue after it."""
+        try:
+            yield
+        except RunError as error:
+            self.add(error)
+
+    def settle(self) -> None:
+        """Raise :class:`Problems` when anything was found, caused by it: a traceback shows each to its own cause."""
+        if self.problems:
+            several = len(self.problems) > 1
+            raise Problems(self.problems) from (
+                ExceptionGroup("everything that is wrong", self.problems) if several else self.problems[0]
+            )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 
 from megatron_run.contracts.data import Dataset, DataSource, Split
-from megatron_run_testing.check import Check, CheckFailed
+from megatron_run_testing import Check, CheckFailed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_run.contracts.format import EXPORT, FORMAT_ABILITIES, IMPORT, LAUNCH_SCRIPT, Format, ReadTensor, Weights
 from megatron_run.errors import RunError
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes, shapes_fault
-from megatron_run_testing.check import Check, CheckFailed
+from megatron_run_testing import Check, CheckFailed
 
 #: Of the models that are tried: the longest sequence, and the updates so far.
 LENGTH, STEP = 16, 7

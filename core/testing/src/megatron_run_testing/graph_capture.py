@@ -14,13 +14,13 @@ from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_testing import Check, CheckFailed
 from megatron_run_testing.build_contexts import (
     example_microbatch,
     logical_gradients,
     prepare,
     single_process_context,
 )
-from megatron_run_testing.check import Check, CheckFailed
 
 CaptureFactory = Callable[[BuildContext], GraphCapture]
 _OPTIONS = GptOptions(num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1)

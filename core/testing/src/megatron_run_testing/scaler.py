@@ -10,8 +10,8 @@ import torch
 
 from megatron_run.contracts import Scaler
 from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_testing import Check, CheckFailed
 from megatron_run_testing.build_contexts import single_process_context
-from megatron_run_testing.check import Check, CheckFailed
 
 ScalerFactory = Callable[[BuildContext], Scaler]
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.formats import convert
-from megatron_run_engine.formats.weights import read_step
+from megatron_run_engine.formats.convert import read_step
 from megatron_run_format_distributed import SIDECAR
 from megatron_run_testing.build_contexts import logical_values
 from tests.support.small_models import LLAMA, saved_network

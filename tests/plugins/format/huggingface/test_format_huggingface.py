@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from megatron_run.errors import RunError
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.formats import convert
+from megatron_run_engine.formats.convert import read_step
 from megatron_run_engine.formats.gpt_tensors import gpt_options
-from megatron_run_engine.formats.weights import read_step
 from megatron_run_format_huggingface import tensor_files
 from megatron_run_testing.build_contexts import logical_values
 from tests.support.small_models import (

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_run.errors import CheckpointError
+from megatron_run_engine.formats.convert import write_folder
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes
-from megatron_run_engine.formats.weights import write_folder
 from megatron_run_format_megatron import checkpoint
 from tests.support.megatron_checkpoints import GPT, LENGTH, LLAMA, MIXTURE, PADDED, random_state, save_sharded
 

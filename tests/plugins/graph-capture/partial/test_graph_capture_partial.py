@@ -23,8 +23,8 @@ from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_interleaved import Interleaved
 from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
+from megatron_run_testing import Check
 from megatron_run_testing.build_contexts import single_process_context
-from megatron_run_testing.check import Check
 from megatron_run_testing.graph_capture import graph_capture_checks
 from tests.plugins.graph_bench import Pipeline, one_region, partial_capture
 

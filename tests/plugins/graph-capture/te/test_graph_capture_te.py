@@ -25,7 +25,7 @@ from megatron_run_graph_capture_te.library import find_engine
 from megatron_run_graph_capture_te.options import TeOptions, check_config
 from megatron_run_schedule_interleaved import Interleaved
 from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
-from megatron_run_testing.check import Check
+from megatron_run_testing import Check
 from megatron_run_testing.graph_capture import graph_capture_checks
 from tests.plugins.engine.graphed_stand_in import StandIn
 from tests.plugins.graph_bench import Pipeline

@@ -10,7 +10,7 @@ import torch
 
 from megatron_run_optimizer_zero1 import Sharded, Zero1Options, megatron_run_create_optimizer
 from megatron_run_testing.build_contexts import single_process_context
-from megatron_run_testing.optimizers.bench import Bench, gradients
+from megatron_run_testing.optimizer.bench import Bench, gradients
 from tests.plugins.optimizer.optimizer_runs import Case, Held, run_cases, state_of
 from tests.support.late import late
 

@@ -18,9 +18,8 @@ from megatron_run.registry.load import load
 from megatron_run_engine.runtime.comm import Groups, create_groups
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing.build_contexts import context_at
-from megatron_run_testing.optimizers.alone import shapes
-from megatron_run_testing.optimizers.bench import Bench, mean_gradients
-from megatron_run_testing.optimizers.saved_state import SavedState
+from megatron_run_testing.optimizer.alone import shapes
+from megatron_run_testing.optimizer.bench import Bench, SavedState, mean_gradients
 from tests.support.ranks import run_ranks
 
 STEPS = 3

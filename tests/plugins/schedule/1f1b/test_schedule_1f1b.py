@@ -7,7 +7,7 @@ from megatron_run.errors import ScheduleError
 from megatron_run.pipeline.timeline import timeline, timeline_text
 from megatron_run.pipeline.verify import verify
 from megatron_run_schedule_1f1b import OneForwardOneBackward
-from megatron_run_testing.check import Check
+from megatron_run_testing import Check
 from megatron_run_testing.schedule import schedule_checks
 from tests.support.checkout import ROOT
 

@@ -7,7 +7,7 @@ from megatron_run.pipeline.timeline import timeline
 from megatron_run.pipeline.verify import verify
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_zero_bubble import ZeroBubbleH1
-from megatron_run_testing.check import Check
+from megatron_run_testing import Check
 from megatron_run_testing.schedule import schedule_checks
 
 SHAPES = list(product(range(1, 9), (1, 2, 3, 4, 7, 8, 16)))

@@ -9,7 +9,7 @@ from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.timeline import timeline
 from megatron_run.pipeline.verify import verify
 from megatron_run_schedule_zero_bubble import ZeroBubbleV
-from megatron_run_testing.check import Check
+from megatron_run_testing import Check
 from megatron_run_testing.schedule import schedule_checks
 
 SHAPES = list(product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 7, 8, 16)))

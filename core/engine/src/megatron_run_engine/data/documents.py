@@ -1,15 +1,33 @@
-"""Finds the documents that a user names: files, folders and patterns, in an order that no file system decides."""
+"""From files to samples: finds documents, splits them, packs a split end to end, and cuts it into samples.
+
+Files, folders and patterns are listed in an order that no file system decides. Whether a document is for training,
+validation or test follows from its contents alone: adding, removing or renaming a file never moves another one, and
+files with equal contents fall into the same split. The bigram model of a split is the baseline that a trained language
+model must beat.
+"""
 
 from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import glob, has_magic
+from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from megatron_run.errors import DataError, did_you_mean
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from megatron_run.contracts.data import Split
+    from megatron_run_engine.data.tokenizer import Tokenizer
+
 
 #: Bytes of a file that are searched for NUL. A NUL marks a binary file, as it does for grep and git.
 _PROBE = 8192
@@ -127,3 +145,125 @@ def standard_library() -> tuple[Document, ...]:
 def _belongs(path: Path) -> bool:
     """Whether a file of the library was written by people. The build generates ``_sysconfigdata`` and ``config-*``."""
     return path.suffix == ".py" and not path.parts[0].startswith(("_sysconfigdata", "config-"))
+
+
+def pack(documents: Iterable[tuple[object, bytes]], tokenizer: Tokenizer) -> NDArray[Any]:
+    """Return the token ids of the documents ``(source, content)``, [n], with an end-of-document token after each.
+
+    The ids have the smallest unsigned type that holds the vocabulary. Raises :class:`DataError` naming the source and
+    offset of an id outside the vocabulary.
+    """
+    end = np.array([tokenizer.end_of_document])
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    parts = [np.empty(0, dtype)]
+    for source, content in documents:
+        tokens = tokenizer.encode(content, source)
+        require_within(tokens, tokenizer.vocab_size, source)
+        parts.append(np.concatenate([tokens, end]).astype(dtype))
+    return np.concatenate(parts)
+
+
+def require_within(tokens: NDArray[np.int64], vocab_size: int, source: object) -> None:
+    """Raise :class:`DataError` naming ``source`` and offset of the first id outside ``0..vocab_size-1``."""
+    outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    if outside.size:
+        offset = int(outside[0])
+        raise DataError(
+            f"{source} holds token id {tokens[offset]} at token {offset}",
+            why=f"the vocabulary has {vocab_size} ids",
+            fix="use the tokenizer that the model was made for",
+        )
+
+
+class PackedDataset:
+    """Samples of ``sequence_length`` from a stream: sample i reads the s + 1 tokens from i * s on.
+
+    Neighbouring samples share one token, the last label of one and the first token of the next. So every token but the
+    very first is a label once. The rest of the stream that fills no sample is dropped.
+    """
+
+    def __init__(self, stream: NDArray[Any], sequence_length: int) -> None:
+        self._stream, self._length = stream, sequence_length
+
+    def __len__(self) -> int:
+        return max(0, (len(self._stream) - 1) // self._length)
+
+    def __getitem__(self, index: int) -> Mapping[str, NDArray[np.generic]]:
+        """``tokens`` and ``labels`` int64 [s], ``loss_mask`` fp32 [s]."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        start = index * self._length
+        window = self._stream[start : start + self._length + 1].astype(np.int64)
+        return {"tokens": window[:-1], "labels": window[1:], "loss_mask": np.ones(self._length, np.float32)}
+
+    def pairs(self, samples: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return (tokens, labels) of ``samples``, in their order, each [len(samples) * s]."""
+        starts = np.asarray(samples, dtype=np.int64)[:, None] * self._length  # [n, 1]
+        places = (starts + np.arange(self._length)).ravel()  # [n * s]
+        return self._stream[places].astype(np.int64), self._stream[places + 1].astype(np.int64)
+
+
+#: A document of at least this many bytes is cut into the shares of all splits. A smaller one goes to one split whole.
+CUT_FROM = 256 * 1024
+
+_PLACE: Mapping[Split, int] = MappingProxyType({"train": 0, "validation": 1, "test": 2})
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How much of the data each split gets, in any unit: 90, 5, 5 is 0.9, 0.05, 0.05."""
+
+    train: float
+    validation: float
+    test: float
+
+    def bounds(self, split: Split) -> tuple[float, float]:
+        """Return the part of [0, 1) that ``split`` covers."""
+        shares = (self.train, self.validation, self.test)
+        total, place = sum(shares), _PLACE[split]
+        return sum(shares[:place]) / total, sum(shares[: place + 1]) / total
+
+    def portion(self, content: bytes, split: Split, *, cut: bool = False) -> bytes:
+        """Return the part of a document in ``split``: all, nothing, or a share if it is cut (see ``CUT_FROM``)."""
+        low, high = self.bounds(split)
+        if cut or len(content) >= CUT_FROM:
+            return content[_boundary(content, low) : _boundary(content, high)]
+        return content if low <= _place_of(content) < high else b""
+
+
+def _place_of(content: bytes) -> float:
+    """Return a number in [0, 1) that depends only on the contents."""
+    return int.from_bytes(sha256(content).digest()[:6], "big") / 2**48  # 48 bits: exact in a float, never 1.0
+
+
+def _boundary(content: bytes, share: float) -> int:
+    """Return the offset at which the first ``share`` of ``content`` ends, never within a UTF-8 character."""
+    offset = round(len(content) * share)
+    # Skip continuation bytes, of which a character has at most three.
+    following = content[offset : offset + 3]
+    return offset + len(following) - len(following.lstrip(bytes(range(0x80, 0xC0))))
+
+
+#: Added to the count of every pair, so that an unseen pair has a probability above zero.
+SMOOTHING = 0.1
+
+
+class Bigram:
+    """P(label | token) = (count(token, label) + a) / (count(token) + a * V), additive smoothing with a = SMOOTHING.
+
+    Only pairs that occur are stored, so that a vocabulary V of any size fits. ``tokens`` and ``labels`` are [n].
+    """
+
+    def __init__(self, tokens: NDArray[np.int64], labels: NDArray[np.int64], vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._pairs, self._pair_counts = np.unique(tokens * vocab_size + labels, return_counts=True)
+        self._token_counts = np.bincount(tokens, minlength=vocab_size)
+
+    def loss(self, tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> float:
+        """Return the mean of -log P(label | token) over [n] tokens and labels, in nats per token."""
+        pairs, times = np.unique(tokens * self._vocab_size + labels, return_counts=True)
+        places = np.searchsorted(self._pairs, pairs).clip(max=len(self._pairs) - 1)
+        counts = np.where(self._pairs[places] == pairs, self._pair_counts[places], 0)
+        totals = self._token_counts[pairs // self._vocab_size]
+        probabilities = (counts + SMOOTHING) / (totals + SMOOTHING * self._vocab_size)
+        return float(-(times * np.log(probabilities)).sum() / times.sum())

@@ -1,16 +1,43 @@
-"""The two ways: a model of another program becomes a new folder of ours; a saved step of ours becomes one of theirs."""
+"""The two ways: a model of another program becomes a new folder of ours; a saved step of ours becomes one of theirs.
+
+A saved step is read as ``Weights``; ``Weights`` are written as a folder of one saved step.
+"""
 
 from __future__ import annotations
 
 import os
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megatron_run.errors import CheckpointError
+import torch
+
+from megatron_run import __version__
+from megatron_run.config.yaml import yaml_text
+from megatron_run.contracts.format import ReadTensor, Weights
+from megatron_run.contracts.state import MASTER, StatePiece
+from megatron_run.errors import CheckpointError, InputError
 from megatron_run.registry.choose_format import format_to_read, format_to_write
-from megatron_run_engine.checkpoint.files import FileSystem, saving
-from megatron_run_engine.checkpoint.step_folder import find_step
-from megatron_run_engine.formats.weights import count_values, new_folder, read_step, write_folder
+from megatron_run.registry.discover import plain_name
+from megatron_run_engine.checkpoint.files import FileSystem, lock, saving
+from megatron_run_engine.checkpoint.manifest import About, DataRecord, make_manifest
+from megatron_run_engine.checkpoint.reader import Reader
+from megatron_run_engine.checkpoint.saving import LOCK, Commit
+from megatron_run_engine.checkpoint.shard_file import NAMES, write_shard
+from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints, find_step
+from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes, names_fault
+from megatron_run_engine.run_folder.folder import digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_run_engine.checkpoint.manifest import Manifest
 
 
 @dataclass(frozen=True)
@@ -75,3 +102,180 @@ def export_model(source: Path | None, folder: Path, name: str, step: int | None 
             raise
         files.sync_folder(folder.parent)
     return Exported(str(checkpoints.path), chosen, str(folder), target.name)
+
+
+#: The configuration's name in an imported folder, as in a run folder.
+CONFIG = "config.yaml"
+#: What the manifest of an imported step calls its run.
+IMPORTED = "imported"
+#: Bytes of one file, and so about the memory that an import takes. A larger tensor has a file of its own.
+PART = 2 << 30
+_MODEL, _WORD = "model.", "embedding.word.weight"
+
+
+def read_step(checkpoints: Checkpoints, step: int) -> Weights:
+    """A saved step. Every byte is compared with its SHA-256 first. Raises :class:`CheckpointError`."""
+    manifest = checkpoints.verify(step)
+    reader, identity = Reader(checkpoints.folder(step), manifest), manifest.about.identity
+    config = {key.removeprefix(_MODEL): value for key, value in identity.items() if key.startswith(_MODEL)}
+    config["use"] = plain_name(str(config.get("use", "")))
+    if config.get("vocab_size") is None and _WORD in manifest.tensors:
+        config["vocab_size"] = manifest.tensors[_WORD][MASTER].shape[0]
+    fields = {field for record in manifest.tensors.values() for field in record}
+    readers = {field: _readers(manifest, reader, field) for field in sorted(fields)}
+    return Weights(
+        config=config,
+        tensors=readers.pop(MASTER),
+        step=step,
+        sequence_length=identity.get("train.sequence_length"),
+        moments=readers,
+    )
+
+
+def _readers(manifest: Manifest, reader: Reader, field: str) -> dict[str, ReadTensor]:
+    shapes = {name: record[field].shape for name, record in manifest.tensors.items() if field in record}
+    return {name: partial(reader.read, name, field, (0,) * len(shape), shape) for name, shape in shapes.items()}
+
+
+def write_folder(weights: Weights, folder: Path, source: str) -> Manifest:
+    """Write ``weights`` as the new ``folder``: ``config.yaml`` and ``checkpoints/step<N>``, committed as a run's steps.
+
+    ``source`` enters ``config.yaml`` as a comment. Raises :class:`InputError` when the folder exists,
+    :class:`CheckpointError` when the tensors are not those of the model or the disk fails. Then nothing is left behind.
+    """
+    identity = _identity(weights)
+    _check_names(weights)
+    files = FileSystem()
+    with saving(f"{folder} could not be written"), new_folder(folder, files):
+        with files.create(folder / CONFIG) as file:
+            file.write(_config_text(weights, source).encode())
+            file.sync()
+        return _write_step(weights, Checkpoints(folder / CHECKPOINTS), identity, files)
+
+
+@contextmanager
+def new_folder(folder: Path, files: FileSystem) -> Iterator[None]:
+    """Make ``folder`` and its missing parents, and remove them again when the block fails.
+
+    Raises :class:`InputError` when the name is taken.
+    """
+    if folder.is_symlink() or folder.exists():
+        raise InputError(f"{folder} exists already", why="nothing is ever overwritten", fix="name a new folder")
+    missing = [each for each in folder.parents if not each.exists()]
+    made: list[Path] = []
+    try:
+        for each in (*reversed(missing), folder):
+            files.make_folder(each)
+            made.append(each)
+        yield
+    except BaseException:
+        for each in reversed(made):
+            with suppress(OSError):  # already gone, or another program has put a file into it
+                (files.remove_tree if each == folder else files.remove_folder)(each)
+        raise
+
+
+def _write_step(weights: Weights, checkpoints: Checkpoints, identity: Mapping[str, Any], files: FileSystem) -> Manifest:
+    commit = Commit(checkpoints, IMPORTED, files)
+    commit.make_home()
+    with lock(checkpoints.path / LOCK, IMPORTED):
+        temporary = commit.begin(weights.step)
+        written: dict[str, dict[str, Any]] = {}
+        tensors: dict[str, dict[str, Any]] = {}
+        for number, pieces in enumerate(_parts(weights)):
+            name = f"part-{number:05d}.safetensors"
+            written[name] = write_shard(temporary / name, pieces, files)._asdict()
+            for piece in pieces:
+                record = {"dtype": NAMES[piece.tensor.dtype], "shape": piece.sizes}
+                record["pieces"] = [(name, piece.starts, piece.sizes)]
+                tensors.setdefault(piece.name, {})[piece.field] = record
+        manifest = make_manifest(_about(weights, identity), written, tensors)
+        commit.finish(manifest)
+    return manifest
+
+
+def _parts(weights: Weights) -> Iterator[list[StatePiece]]:
+    """All fields of all tensors in lists of about :data:`PART` bytes, each tensor read when its turn comes."""
+    shapes, held, size = _shapes(weights), list[StatePiece](), 0
+    for name, field, read in _everything(weights):
+        tensor = read()
+        if field == MASTER:
+            _check_values(name, tensor, shapes)
+        bytes_ = tensor.numel() * tensor.element_size()
+        if held and size + bytes_ > PART:
+            yield held
+            held, size = [], 0
+        held.append(StatePiece(name, field, (0,) * tensor.ndim, tuple(tensor.shape), tensor))
+        size += bytes_
+    yield held
+
+
+def _everything(weights: Weights) -> Iterator[tuple[str, str, ReadTensor]]:
+    for name, read in weights.tensors.items():
+        yield name, MASTER, read
+        for field, readers in weights.moments.items():
+            if name in readers:
+                yield name, field, readers[name]
+
+
+def _check_values(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    if tensor.dtype != torch.float32:
+        raise CheckpointError(f"{name} has values of type {tensor.dtype}", why="masters are fp32")
+    if name in shapes and tuple(tensor.shape) != shapes[name]:
+        raise CheckpointError(
+            f"{name} does not fit the model", why=f"its shape is {list(tensor.shape)}, expected {list(shapes[name])}"
+        )
+
+
+def _shapes(weights: Weights) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a model ``gpt``; empty for another model, whose shapes only its plugin knows."""
+    if weights.config.get("use", "gpt") != "gpt":
+        return {}
+    return logical_shapes(gpt_options(weights), weights.sequence_length)
+
+
+def _check_names(weights: Weights) -> None:
+    fault = names_fault(weights.tensors, shapes) if (shapes := _shapes(weights)) else ""
+    if fault:
+        raise CheckpointError("the source does not hold one whole model", why=fault)
+
+
+def _sections(weights: Weights) -> dict[str, dict[str, Any]]:
+    """The sections of the configuration that the source determines, with every option of a model ``gpt``."""
+    model: dict[str, Any] = {"use": "gpt", **weights.config}
+    if model["use"] == "gpt":
+        model |= gpt_options(weights).model_dump(mode="json")
+    known = {"model": model}
+    return known if weights.sequence_length is None else known | {"train": {"sequence_length": weights.sequence_length}}
+
+
+def _identity(weights: Weights) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, keys in _sections(weights).items() for key, value in keys.items()}
+
+
+def _config_text(weights: Weights, source: str) -> str:
+    """``config.yaml``. Options that the source does not determine keep their defaults and are left out."""
+    sections = _sections(weights)
+    sections["model"] = {key: value for key, value in sections["model"].items() if key in {"use", *weights.config}}
+    return f"# Imported from {source.splitlines()[0]}\n{yaml_text({'version': 1, **sections})}"
+
+
+def _about(weights: Weights, identity: Mapping[str, Any]) -> About:
+    return About(
+        step=weights.step,
+        run=IMPORTED,
+        time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        counters={"step": weights.step},
+        scaler={},
+        data=DataRecord(samples=0, sha256="0" * 64),  # no data is known
+        plugins={},
+        versions={"megatron-run": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        topology={"world": 1},
+        config=digest(identity),
+        identity=identity,
+    )
+
+
+def count_values(manifest: Manifest) -> int:
+    """How many weights the step has."""
+    return sum(prod(fields[MASTER].shape) for fields in manifest.tensors.values())

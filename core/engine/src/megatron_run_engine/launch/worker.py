@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_run.contracts.activity import Activity
 from megatron_run.errors import ExitCode, RankLostError
-from megatron_run.planning.run_digest import digest
+from megatron_run.planning.run import digest
 from megatron_run_engine.launch.failures import classify, exit_code, last_line
 from megatron_run_engine.launch.process import assign_device, gpu_name, set_threads, start_device
 from megatron_run_engine.launch.rendezvous import PeerError, Rendezvous, attempt, check_digests, check_gpus

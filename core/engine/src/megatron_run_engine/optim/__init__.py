@@ -5,7 +5,7 @@
 step's callbacks is in :mod:`megatron_run_engine.runtime.gradients`.
 
 Reading order: ``flat`` (the contract), ``sharding`` (what a rank updates), ``update`` and ``update_rules`` (the
-arithmetic), ``ranges`` and ``state`` (checkpoints).
+arithmetic, and the state in checkpoints), ``ranges`` (which values lie where).
 
 Imports: contracts, errors, runtime.
 """

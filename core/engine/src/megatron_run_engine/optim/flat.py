@@ -11,8 +11,7 @@ from torch import Tensor
 from megatron_run.contracts import Optimizer
 from megatron_run.contracts.topology import Replicas
 from megatron_run_engine.optim.sharding import Shard
-from megatron_run_engine.optim.state import iter_state, load_state, load_weights
-from megatron_run_engine.optim.update import Update
+from megatron_run_engine.optim.update import Update, iter_state, load_state, load_weights
 from megatron_run_engine.optim.update_rules import find_rule
 from megatron_run_engine.runtime.gradients import BucketReducer, build_buckets
 

@@ -14,8 +14,8 @@ from torch import nn
 from megatron_run.contracts.activity import Activity
 from megatron_run.contracts.topology import Topology
 from megatron_run.errors import InputError
-from megatron_run.pipeline.forward_only import forward_plan
 from megatron_run.pipeline.lower import lower
+from megatron_run.pipeline.verify import forward_plan
 from megatron_run_engine.runtime.comm import ALONE, Groups, ParallelGroup, create_groups, patience
 from megatron_run_engine.runtime.context import BuildContext, Dtypes
 from megatron_run_engine.runtime.execute import Executor

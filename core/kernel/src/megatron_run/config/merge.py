@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_run.config.origin import KIND_SECTIONS, Choice, Key, Origin, Value, dotted, section_of
-from megatron_run.config.problems import Findings
 from megatron_run.config.yaml import Node, bare
 from megatron_run.contracts.schema import RIVALS, SECTIONS
-from megatron_run.errors import InputError, did_you_mean
+from megatron_run.errors import Findings, InputError, did_you_mean
 
 #: Kinds that take several plugins, and what separates their names.
 SEPARATORS: Mapping[str, str] = {"parallel-layer": "+", "observer": ","}

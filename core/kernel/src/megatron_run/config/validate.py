@@ -11,10 +11,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megatron_run.config.origin import DEFAULT, Key, Origin, Text, Value, dotted
-from megatron_run.config.problems import Findings
 from megatron_run.config.values import members, plain, read_text, whole
 from megatron_run.contracts.schema import Section
-from megatron_run.errors import InputError, RunError, did_you_mean
+from megatron_run.errors import Findings, InputError, RunError, did_you_mean
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_run.contracts.topology import Topology
 from megatron_run.errors import plural
 from megatron_run.pipeline.timeline import timeline
-from megatron_run.planning.experts import experts_of, held_experts
-from megatron_run.planning.options import dumped
+from megatron_run.planning.choosing import dumped
+from megatron_run.planning.rank_grid import experts_of, held_experts
 from megatron_run.planning.run import sections
 
 if TYPE_CHECKING:

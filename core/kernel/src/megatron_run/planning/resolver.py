@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from megatron_run.config.faults import VARIABLE, read_faults
 from megatron_run.config.merge import ConfigSource
 from megatron_run.config.origin import Key, Origin, section_of
-from megatron_run.config.problems import Findings
 from megatron_run.config.request import Request
 from megatron_run.config.sources import read_sources
 from megatron_run.config.validate import validate_section
@@ -34,13 +33,11 @@ from megatron_run.contracts.schema import (
     TrainSection,
 )
 from megatron_run.contracts.topology import Sizes
-from megatron_run.errors import RunError
+from megatron_run.errors import Findings, RunError
 from megatron_run.pipeline.plan import Plan
-from megatron_run.planning.choosing import apply_suggestions, choose_plugins
-from megatron_run.planning.experts import ExpertSplit, experts_of
-from megatron_run.planning.options import kind_section, with_options
+from megatron_run.planning.choosing import apply_suggestions, choose_plugins, kind_section, with_options
 from megatron_run.planning.plans import layers_of, microbatch_counts, plan_run
-from megatron_run.planning.rank_grid import attribute, idle_keys, infer_sizes
+from megatron_run.planning.rank_grid import ExpertSplit, attribute, experts_of, idle_keys, infer_sizes
 from megatron_run.planning.run import ResolvedRun
 from megatron_run.registry.compatibility import mismatches, misstacked, unserved
 from megatron_run.registry.discover import Catalog, scan

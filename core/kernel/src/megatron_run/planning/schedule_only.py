@@ -9,16 +9,14 @@ from pydantic import Field
 
 from megatron_run.config.merge import ConfigSource, merge
 from megatron_run.config.origin import Key, Origin, Value
-from megatron_run.config.problems import Findings
 from megatron_run.config.request import Request
 from megatron_run.config.sources import read_sources
 from megatron_run.config.validate import validate_section
 from megatron_run.contracts.schema import ParallelSection, Section, TrainSection
-from megatron_run.errors import RunError
+from megatron_run.errors import Findings, RunError
 from megatron_run.pipeline.plan import Plan
-from megatron_run.planning.choosing import apply_suggestions, choose_plugins
+from megatron_run.planning.choosing import apply_suggestions, choose_plugins, with_options
 from megatron_run.planning.layer_split import natural_layers
-from megatron_run.planning.options import with_options
 from megatron_run.planning.plans import microbatch_counts, plan_run
 from megatron_run.planning.rank_grid import attribute, infer_sizes
 from megatron_run.registry.compatibility import unserved

@@ -18,11 +18,10 @@ from megatron_run.contracts.format import (
 )
 from megatron_run.errors import CheckpointError, InputError, PluginError, RunError, advice, did_you_mean
 from megatron_run.registry.choose import choose, is_file
-from megatron_run.registry.difference import in_one_line
 from megatron_run.registry.discover import Catalog, Entry, scan
 from megatron_run.registry.known import KNOWN, known_plugin
 from megatron_run.registry.load import load
-from megatron_run.registry.loaded_plugin import Plugin
+from megatron_run.registry.loaded_plugin import Plugin, in_one_line
 
 _KIND = "format"
 #: What to say of a format without an ability.

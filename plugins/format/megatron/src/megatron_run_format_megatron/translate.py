@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
-from megatron_run.config.yaml_text import flow
+from megatron_run.config.yaml import flow
 from megatron_run.errors import InputError, did_you_mean
 from megatron_run_format_megatron import run_keys
 from megatron_run_format_megatron.flags import FLAGS, Flag, Verdict, find

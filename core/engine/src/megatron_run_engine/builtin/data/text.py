@@ -12,10 +12,16 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from megatron_run.contracts import DataSource, PluginInfo, Split
 from megatron_run.errors import DataError
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.data.bigram import Bigram
-from megatron_run_engine.data.documents import Document, find_documents, standard_library
-from megatron_run_engine.data.packing import PackedDataset, pack
-from megatron_run_engine.data.split import CUT_FROM, Shares
+from megatron_run_engine.data.documents import (
+    CUT_FROM,
+    Bigram,
+    Document,
+    PackedDataset,
+    Shares,
+    find_documents,
+    pack,
+    standard_library,
+)
 from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ pieces that do not cover a tensor exactly once          ``checkpoint.manifest.Ma
 a manifest of another step                              ``checkpoint.step_folder.Checkpoints.manifest``
 a file is missing, a link or unreadable                 ``checkpoint.files.reading``
 a file has another length or SHA-256                    ``checkpoint.step_folder.verify_files``
-*whether it fits the run* (``refusals.accept``)
-another configuration, other training data              ``refusals.accept``
-another scaler wrote the scaler's state                 ``refusals.scaler_state``
-a plugin cannot read the version of its state           ``refusals.find_upgrade``
+*whether it fits the run* (``resuming.accept``)
+another configuration, other training data              ``resuming.accept``
+another scaler wrote the scaler's state                 ``resuming.scaler_state``
+a plugin cannot read the version of its state           ``resuming.find_upgrade``
 with ``run.init_from``: weights of another model        ``init_from.refuse_other_model``
 *while it is read*
 a shard is no intact safetensors file                   ``checkpoint.shard_file.read_header``

@@ -20,11 +20,10 @@ from megatron_run_engine.checkpoint.collectives import WorldRanks
 from megatron_run_engine.checkpoint.manifest import About, DataRecord
 from megatron_run_engine.checkpoint.saving import Saver
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
-from megatron_run_engine.run_folder.identity import digest, identity
+from megatron_run_engine.run_folder.folder import digest, identity
 from megatron_run_engine.runtime.comm import create_aside, patience
 from megatron_run_engine.training.state.init_from import start_from
-from megatron_run_engine.training.state.refusals import plugin_records
-from megatron_run_engine.training.state.resuming import files_at_once, resume
+from megatron_run_engine.training.state.resuming import files_at_once, plugin_records, resume
 
 if TYPE_CHECKING:
     from megatron_run.contracts import Dataset

@@ -13,7 +13,7 @@ from megatron_run.registry.discover import plain_name
 from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0
 from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints, find_step
-from megatron_run_engine.run_folder.identity import identity
+from megatron_run_engine.run_folder.folder import identity
 from megatron_run_engine.training.state.resuming import load, verify_share
 
 if TYPE_CHECKING:

@@ -1,0 +1,239 @@
+"""One layer against its oracle: output, initial values and every gradient, on all ranks that share the layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from megatron_run.contracts import ChunkOut, Init, Microbatch, ParamInfo, Part, Segment
+from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_engine.runtime.parameter_init import initialise, unspecified
+from megatron_run_testing import CheckFailed
+from megatron_run_testing.build_contexts import prepare
+from megatron_run_testing.parallel_layer.cases import Case
+from megatron_run_testing.parallel_layer.place import Place, Rank
+
+Values = NDArray[np.float64]
+#: Seed of the parameters' values in a trial. Biases are random too: from zero, a missing bias would not show.
+_SEED = 11
+
+
+class Trial(Protocol):
+    """A trial that runs on every rank; ``judge`` then compares the results of all ranks."""
+
+    @property
+    def name(self) -> str:
+        """The name of the check."""
+
+    def run(self, rank: Rank) -> Any:
+        """Run on this rank, together with its peers; the result is sent to another process."""
+
+    def judge(self, found: Mapping[Place, Any], tolerance: float) -> None:
+        """Raise :class:`CheckFailed`, which states where, unless the ranks' results are as expected."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's rows and columns of a logical tensor.
+
+    ``gradient`` is accumulated by one backward, ``both`` by a whole and a split backward together.
+    """
+
+    part: Part
+    initial: Values
+    gradient: Values
+    both: Values
+    partial: bool
+    counted: bool
+    decay: bool
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The piece's slices of the logical tensor."""
+        rows = slice(self.part.start, self.part.start + len(self.part.local))
+        columns = (slice(self.part.column, self.part.column + width) for width in self.initial.shape[1:])
+        return rows, *columns
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The results of one layer on one rank; ``pieces`` are by the logical tensor's canonical name."""
+
+    output: Tensor
+    input_gradients: tuple[Tensor | None, ...]
+    pieces: dict[str, Piece]
+
+
+@dataclass(frozen=True)
+class LayerTrial:
+    """Runs one case's layer: a forward, a whole backward, and another backward in two halves."""
+
+    case: Case
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def name(self) -> str:
+        """The name of the case."""
+        return self.case.name
+
+    @cached_property
+    def expected(self) -> Outcome:
+        """The results of the oracle on the whole inputs."""
+        rank = Rank.alone(DenseLayers, self.dtype, self.device)
+        context = rank.context()
+        return self._try(self.case.oracle or self.case.make(DenseLayers(context)), context, rank, None)
+
+    def run(self, rank: Rank) -> Any:
+        """The results on this rank, as arrays: tensors would share memory with a process that is about to end."""
+        context = rank.context()
+        outcome = self._try(self.case.make(rank.create(context)), context, rank, self.expected.output)
+        gradients = (None if gradient is None else values_of(gradient) for gradient in outcome.input_gradients)
+        return values_of(outcome.output), tuple(gradients), outcome.pieces
+
+    def _try(self, layer: nn.Module, context: BuildContext, rank: Rank, like: Tensor | None) -> Outcome:
+        if missing := unspecified(layer):
+            raise CheckFailed(
+                f"{missing} has no parameter_specs entry, which declares its initial values and how ranks split it"
+            )
+        layer.train(self.case.training)
+        infos = prepare(context, [_OneLayer(layer)])
+        initial = {parameter: values_of(parameter) for parameter in infos}
+        initialise({parameter: replace(info, init=Init("normal", 0.5)) for parameter, info in infos.items()}, _SEED)
+        output, input_gradients = self._pass(layer, rank, like)
+        gradients = {parameter: values_of(main_grad(parameter)) for parameter in infos}
+        with context.gradients.deferring((0, 0)):
+            self._pass(layer, rank, like)
+        context.gradients.run_deferred((0, 0))
+        return Outcome(output, input_gradients, dict(_pieces(infos, initial, gradients)))
+
+    def _pass(self, layer: nn.Module, rank: Rank, like: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """Forward and backward; each value of the whole output, shaped ``like`` the oracle's, has its own weight."""
+        inputs = [rank.given(x, cut) for x, cut in zip(self.case.inputs, self.case.cuts, strict=True)]
+        output: Tensor = layer(*inputs)
+        shape = (output if like is None else like).shape
+        weights = torch.linspace(-1, 1, shape.numel(), dtype=torch.float64).view(shape)
+        mine = self.case.leaves(weights, rank.place).to(output)
+        if output.shape != mine.shape:
+            raise CheckFailed(f"output is {list(output.shape)}, expected {list(mine.shape)}")
+        output.backward(mine)
+        return output.detach(), tuple(None if x is None else x.grad for x in inputs)
+
+    def judge(self, found: Mapping[Place, Any], tolerance: float) -> None:
+        """Compare every rank's results with the same part of the oracle's."""
+        for place, (output, gradients, pieces) in found.items():
+            self._judge_names(place, pieces)
+            self._judge_output(place, output, tolerance)
+            for index, (gradient, whole) in enumerate(zip(gradients, self.expected.input_gradients, strict=True)):
+                if whole is not None:
+                    part = values_of(self.case.cuts[index](whole, place))
+                    _same(f"gradient of input {index} on {place}", gradient, part, tolerance)
+        for name in self._names:
+            self._judge_tensor(name, {place: pieces[name] for place, (_, _, pieces) in found.items()}, tolerance)
+
+    def _judge_output(self, place: Place, output: Values, tolerance: float) -> None:
+        expected = values_of(self.case.leaves(self.expected.output, place))
+        stops = np.cumsum([part.features // place.size for part in self.case.parts])
+        names = [f"output of {part.name}" for part in self.case.parts] or ["output"]
+        pairs = zip(np.split(output, stops[:-1], -1), np.split(expected, stops[:-1], -1), strict=True)
+        for name, (mine, wanted) in zip(names, pairs, strict=True):
+            _same(f"{name} on {place}", mine, wanted, tolerance)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return sorted(self.expected.pieces)
+
+    def _judge_names(self, place: Place, pieces: Mapping[str, Piece]) -> None:
+        if sorted(pieces) != self._names:
+            raise CheckFailed(f"logical tensors on {place} are {sorted(pieces)}, expected {self._names}")
+
+    def _judge_tensor(self, name: str, pieces: Mapping[Place, Piece], tolerance: float) -> None:
+        """Compare initial values and gradients by piece; the pieces must cover the tensor, each value counted once."""
+        expected = self.expected.pieces[name]
+        times = np.zeros(expected.part.shape)
+        for place, piece in pieces.items():
+            if (piece.part.shape, piece.decay) != (expected.part.shape, expected.decay):
+                raise CheckFailed(
+                    f"{name} on {place}: shape {piece.part.shape}, decay {piece.decay}, expected "
+                    f"{expected.part.shape}, {expected.decay}"
+                )
+            _same(f"initial {name} on {place}", piece.initial, expected.initial[piece.box], tolerance)
+            gradient, both = _summed(name, piece, pieces)
+            _same(f"gradient of {name} on {place}", gradient, expected.gradient[piece.box], tolerance)
+            after = f"gradient of {name} after a whole and a split backward on {place}"
+            _same(after, both, 2 * expected.gradient[piece.box], tolerance)
+            times[piece.box] += piece.counted
+        if (times != 1).any():
+            place = next(iter(pieces))
+            where = ", ".join(map(str, np.argwhere(times != 1)[0]))
+            raise CheckFailed(
+                f"{name} over {place.size} ranks{', sequence split' * place.sequence}: its value [{where}] is counted "
+                f"{times[times != 1][0]:g} times, expected once"
+            )
+
+
+class _OneLayer(nn.Module):
+    """A chunk of one layer, which gives the layer a name in the tree."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor | None, microbatch: Microbatch) -> ChunkOut:
+        """Run the layer."""
+        return ChunkOut(self.layer(x))
+
+    def segments(self) -> tuple[Segment, ...]:
+        """No segments: the layer is called directly."""
+        return ()
+
+
+def _pieces(
+    infos: Mapping[Parameter, ParamInfo], initial: Mapping[Parameter, Values], gradients: Mapping[Parameter, Values]
+) -> Iterator[tuple[str, Piece]]:
+    for parameter, info in infos.items():
+        both = values_of(main_grad(parameter))
+        for part in info.parts:
+            rows = slice(part.local.start, part.local.stop)
+            first, one, two = (values[rows] for values in (initial[parameter], gradients[parameter], both))
+            yield part.name, Piece(part, first, one, two, info.partial_over == "tensor", info.counted, info.decay)
+
+
+def _summed(name: str, piece: Piece, pieces: Mapping[Place, Piece]) -> tuple[Values, Values]:
+    """Both gradients of ``piece``, summed over the ranks if they are partial."""
+    if not piece.partial:
+        return piece.gradient, piece.both
+    for place, other in pieces.items():
+        if (other.box, other.partial) != (piece.box, True):
+            raise CheckFailed(
+                f"{name} declares a gradient that is partial over tensor, but {place} holds another piece"
+            )
+    return sum(p.gradient for p in pieces.values()), sum(p.both for p in pieces.values())  # type: ignore[return-value]  # there is one
+
+
+def _same(what: str, found: Values | None, expected: Values, tolerance: float) -> None:
+    if found is None or found.shape != expected.shape:
+        shape = None if found is None else list(found.shape)
+        raise CheckFailed(f"{what} is {shape}, expected {list(expected.shape)}")
+    wrong = ~np.isclose(found, expected, rtol=tolerance, atol=tolerance)
+    if wrong.any():
+        first = tuple(map(int, np.argwhere(wrong)[0]))
+        raise CheckFailed(
+            f"{what}: {wrong.sum()} of {wrong.size} values differ, the first at {list(first)}, {found[first]:.6g}, "
+            f"expected {expected[first]:.6g}"
+        )
+
+
+def values_of(x: Tensor) -> Values:
+    """``x`` in float64, as it is sent to another process."""
+    return x.detach().double().cpu().numpy().copy()

@@ -1,0 +1,109 @@
+"""An imported folder is a configuration and one saved step, written as a run's; or it is not there."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_run.config.yaml import bare, parse
+from megatron_run.contracts import Weights
+from megatron_run.errors import CheckpointError, InputError
+from megatron_run_engine.checkpoint.files import FileSystem, NewFile
+from megatron_run_engine.checkpoint.step_folder import Checkpoints
+from megatron_run_engine.formats.convert import new_folder, read_step, write_folder
+from megatron_run_engine.formats.gpt_tensors import logical_shapes
+from tests.support.small_models import LENGTH, LLAMA, options_of
+
+
+def random_weights(step: int = 3) -> Weights:
+    """Random values for every tensor, with one moment and a counter."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = logical_shapes(options_of(LLAMA), LENGTH)
+    values = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+    def read(name: str) -> Tensor:
+        return values[name]
+
+    readers = {name: partial(read, name) for name in values}
+    steps = {name: partial(torch.tensor, 3.0) for name in values}
+    return Weights(LLAMA, readers, step, LENGTH, moments={"exp_avg": readers, "step": steps})
+
+
+def test_every_bit_arrives_in_parts_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_run_engine.formats.convert.PART", 10_000)
+    weights = random_weights()
+    manifest = write_folder(weights, tmp_path / "ours", "somewhere")
+    assert len(manifest.files) > 3
+    assert all(file.bytes < 24_000 for file in manifest.files.values()), "header included"
+    found = read_step(Checkpoints(tmp_path / "ours" / "checkpoints"), 3)
+    assert (found.step, found.sequence_length) == (3, LENGTH)
+    assert found.tensors.keys() == weights.tensors.keys()
+    assert all(torch.equal(found.tensors[name](), read()) for name, read in weights.tensors.items())
+    assert found.moments.keys() == {"exp_avg", "step"}
+    assert all(torch.equal(found.moments["exp_avg"][name](), read()) for name, read in weights.tensors.items())
+    assert {found.moments["step"][name]().item() for name in weights.tensors} == {3.0}
+
+
+def test_the_configuration_says_the_whole_model(tmp_path: Path) -> None:
+    write_folder(random_weights(), tmp_path / "ours", "huggingface: a\nb: 1")
+    text = (tmp_path / "ours" / "config.yaml").read_text()
+    said = {name: bare(node) for name, node in parse(text, "config.yaml").items()}
+    assert said["train"] == {"sequence_length": LENGTH}
+    assert said["model"] == {"use": "gpt", **LLAMA}
+    identity = Checkpoints(tmp_path / "ours" / "checkpoints").manifest(3).about.identity
+    assert identity["model.dropout"] == options_of(LLAMA).dropout, "the step says the defaults too"
+
+
+def test_nothing_is_overwritten_and_nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = random_weights()
+    write_folder(weights, tmp_path / "ours", "x")
+    before = {path: path.read_bytes() for path in (tmp_path / "ours").rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match="exists already"):
+        write_folder(weights, tmp_path / "ours", "x")
+    assert before == {path: path.read_bytes() for path in (tmp_path / "ours").rglob("*") if path.is_file()}
+
+    def full(files: FileSystem, path: Path) -> NewFile:
+        if path.suffix == ".safetensors":
+            raise OSError(28, "No space left on device", str(path))
+        return NewFile(path)
+
+    monkeypatch.setattr(FileSystem, "create", full)
+    with pytest.raises(CheckpointError, match=r"other could not be written: No space left.*part-00000"):
+        write_folder(weights, tmp_path / "other", "x")
+    assert not (tmp_path / "other").exists()
+
+
+def test_folders_around_a_new_one_go_with_it_but_for_those_that_others_use(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+
+    folder = tmp_path / "mine" / "a" / "b" / "new"
+
+    def use(*written: Path) -> None:
+        with new_folder(folder, FileSystem()):
+            for path in written:
+                path.write_text("something")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        use(folder / "half")
+    assert [entry.name for entry in tmp_path.rglob("*")] == ["mine"]
+    with pytest.raises(KeyboardInterrupt):
+        use(folder / "half", tmp_path / "mine" / "a" / "of somebody else")
+    assert sorted(entry.name for entry in tmp_path.rglob("*")) == ["a", "mine", "of somebody else"]
+
+
+@pytest.mark.parametrize("wrong", ["missing", "shape", "type"])
+def test_a_source_that_is_no_whole_model_is_refused(wrong: str, tmp_path: Path) -> None:
+    weights = random_weights()
+    name = "layers.1.mlp.output.weight"
+    tensors = dict(weights.tensors)
+    value = tensors.pop(name)()
+    if wrong != "missing":
+        tensors[name] = lambda: value.t() if wrong == "shape" else value.double()
+    with pytest.raises(CheckpointError, match=name):
+        write_folder(Weights(LLAMA, tensors, sequence_length=LENGTH), tmp_path / "ours", "x")
+    assert not (tmp_path / "ours").exists()
