@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.checkout import ROOT
+
 #: Python imports it at its start: the modules that come with the engine cannot be found, in child processes neither.
 WITHOUT_ENGINE = """
 import sys
@@ -21,7 +23,7 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 """
-INSTALL = "type: pip install megatron-run-engine"
+INSTALL = f"type: pip install -e {ROOT}/core/engine"
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from typing import Literal
 
 import click
 
-from megatron_run.errors import ENGINE, EngineMissingError, ExitCode
+from megatron_run.errors import ENGINE, EngineMissingError, ExitCode, how_to_install
 from megatron_run_cli.grammar import debug_option, json_option
 from megatron_run_cli.output import print_json, print_table
 
@@ -69,7 +69,7 @@ def _engine() -> dict[str, Callable[[], str]]:
 
 def _no_engine() -> str:
     raise EngineMissingError(
-        "the engine is not installed", why="plans can be made, training needs it", fix=f"type: pip install {ENGINE}"
+        "the engine is not installed", why="plans can be made, training needs it", fix=f"type: {how_to_install(ENGINE)}"
     )
 
 

@@ -82,7 +82,7 @@ def test_a_default_that_follows_and_is_not_installed_says_what_to_install(monkey
     assert mistake(sets=["train.precision=fp16"]) == (
         (
             "no installed plugin is scaler=dynamic (from the default with train.precision=fp16); "
-            "pip install megatron-run-scaler-dynamic; installed: none"
+            "pip install -e ./plugins/scaler/dynamic; installed: none"
         ),
         ExitCode.PLUGIN,
     )

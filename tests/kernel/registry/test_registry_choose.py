@@ -64,7 +64,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_the_installed() -> Non
 def test_a_known_package_is_answered_with_its_install_line() -> None:
     assert refusal(Catalog((BUILT_IN,)), "interleaved") == (
         f"no installed plugin is schedule=interleaved (from {ORIGIN}); "
-        "pip install megatron-run-schedule-interleaved; installed: sequential"
+        "pip install -e ./plugins/schedule/interleaved; installed: sequential"
     )
 
 

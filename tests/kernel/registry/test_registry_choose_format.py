@@ -109,14 +109,14 @@ def test_a_format_of_ours_that_is_not_installed_says_what_to_install(tmp_path: P
     nothing = Catalog(())
     line = refusal(tmp_path, None, nothing, ExitCode.DATA)
     assert (
-        "for more formats: pip install megatron-run-format-huggingface or pip install megatron-run-format-meg" in line
+        "for more formats: pip install -e ./plugins/format/huggingface or pip install -e ./plugins/format/meg" in line
     )
     line = refusal(tmp_path, "huggingface", nothing, ExitCode.PLUGIN)
     assert line == (
         "no installed plugin is format=huggingface (from --from huggingface); "
-        "pip install megatron-run-format-huggingface; installed: none"
+        "pip install -e ./plugins/format/huggingface; installed: none"
     )
-    with pytest.raises(PluginError, match="pip install megatron-run-format-megatron"):
+    with pytest.raises(PluginError, match=r"pip install -e \./plugins/format/megatron"):
         format_of_scripts("megatron", "config from-megatron", nothing)
 
 

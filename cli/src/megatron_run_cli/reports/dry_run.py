@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron_run.errors import ENGINE, RunError
+from megatron_run.errors import ENGINE, RunError, how_to_install
 from megatron_run.pipeline.timeline import timeline, timeline_text
 from megatron_run.planning.describe import describe, run_record, spans
 
@@ -22,16 +22,12 @@ if TYPE_CHECKING:
     from megatron_run_engine.training.memory_estimate import Mixture, ModelSize, RankSize
 
 
-#: What a dry run without the engine leaves out.
-_NEEDS_ENGINE = f"parameters, memory and graphs are known with the engine only; type: pip install {ENGINE}"
-
-
 def dry_run_text(run: ResolvedRun) -> str:
     """Return the report as text. Raises what building the model and opening the data raise."""
     plan = run.plans[max(run.plans)]
     step = [f"one step\n{timeline_text(timeline(plan))}"] if run.sizes.pipeline > 1 else []
     if run.unloaded:
-        return "\n\n".join([describe(run), *step, _NEEDS_ENGINE])
+        return "\n\n".join([describe(run), *step, _needs_engine()])
     open_data(run)
     size = _model_size(run)
     parts = [describe(run), _parameters_text(size)]
@@ -42,6 +38,11 @@ def dry_run_text(run: ResolvedRun) -> str:
         parts.append(_captures_text(size.captures, plan))
     notices = _machine_notices(run)
     return "\n\n".join([*parts, *(f"note: {notice}" for notice in notices)])
+
+
+def _needs_engine() -> str:
+    """What a dry run without the engine leaves out."""
+    return f"parameters, memory and graphs are known with the engine only; type: {how_to_install(ENGINE)}"
 
 
 def open_data(run: ResolvedRun) -> None:
@@ -58,7 +59,7 @@ def dry_run_json(run: ResolvedRun) -> dict[str, Any]:
     """Return the report as JSON data."""
     told = run_record(run)
     if run.unloaded:
-        return {**told, "notices": [*told["notices"], _NEEDS_ENGINE]}
+        return {**told, "notices": [*told["notices"], _needs_engine()]}
     open_data(run)
     size = _model_size(run)
     return {

@@ -21,7 +21,7 @@ from megatron_run.config.values import members, plain, typed
 from megatron_run.contracts.plugin import RUN_KINDS
 from megatron_run.contracts.quantities import Duration, Span
 from megatron_run.contracts.schema import SECTIONS, Header
-from megatron_run.errors import ENGINE, EngineMissingError, InputError, PluginError, did_you_mean
+from megatron_run.errors import ENGINE, EngineMissingError, InputError, PluginError, did_you_mean, how_to_install
 from megatron_run.registry.choose import choose
 from megatron_run.registry.discover import scan
 from megatron_run.registry.load import load
@@ -149,7 +149,7 @@ def installed_plugins() -> Installed:
 def without_engine(lacking: Iterable[str]) -> EngineMissingError:
     """That the options of the plugins in ``lacking`` cannot be told."""
     what = f"the options of {', '.join(lacking)} are not known"
-    return EngineMissingError(what, why="these plugins need the engine", fix=f"type: pip install {ENGINE}")
+    return EngineMissingError(what, why="these plugins need the engine", fix=f"type: {how_to_install(ENGINE)}")
 
 
 def all_keys(plugins: Iterable[Plugin]) -> Iterator[KeyInfo]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_run.errors import ENGINE
+from megatron_run.errors import ENGINE, how_to_install
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Known:
         """What to type, or that there is nothing to type yet."""
         if self.planned:
             return f"{self.distribution} is planned, not yet released"
-        return f"pip install {self.distribution}"
+        return how_to_install(self.distribution)
 
 
 _FP16 = frozenset({"train.precision=fp16"})
