@@ -1,16 +1,19 @@
-"""Every mistake with plugins, configuration or topology: its exit code, and one line that names what it is about.
+"""Every mistake on the command line, with plugins, configuration or topology: its exit code and its one line.
 
-How a line reads as a whole is tested where it is raised.
+``names`` is what the line must say whatever its words; ``mistakes.txt`` has the line as it reads, so that a change of
+words is seen in review. After a change that is meant, put the line that pytest shows there.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from megatron_run import __version__
 from megatron_run_cli.main import main
 from tests.support.broken import write_broken
 from tests.support.fake_plugins import FakeSite
@@ -33,6 +36,12 @@ def here(bench: FakeSite, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+#: Name of a mistake -> its line without the program's name; the folder of everything broken is written as ``.``.
+LINES = dict(
+    row.split(" | ", 1) for row in Path(__file__).with_name("mistakes.txt").read_text(encoding="utf-8").splitlines()
+)
+
+
 class Mistake(NamedTuple):
     """What is typed after ``megatron-run preset:tiny --dry-run``, its exit code, and what its line names."""
 
@@ -46,6 +55,28 @@ class Mistake(NamedTuple):
 PLAIN = "--plugin schedule=megatron-run-core:sequential"
 ONE_STAGE = "--plugin schedule=1f1b --set parallel.pipeline=1"
 INTERLEAVED = "--plugin schedule=interleaved"
+
+COMMAND = {
+    "an option that is a key": Mistake("--lr 1e-3", 2, "type --set train.lr=VALUE"),
+    "an option that is a kind": Mistake("--optimizer adamw", 2, "type --plugin optimizer=NAME"),
+    "an option that nothing is like": Mistake("--frobnicate", 2, "--frobnicate"),
+    "the command after a configuration": Mistake("train", 2, "the command 'train' comes first"),
+    "a preset without its word": Mistake("laptop", 2, "type preset:laptop"),
+    "a preset that is none": Mistake("preset:tinny", 2, "did you mean 'tiny'?"),
+    "a plugin without its kind": Mistake("1f1b", 2, "type --plugin schedule=1f1b"),
+    "a key without a value": Mistake(f"{PLAIN} --set train.lr", 2, "write as train.lr=1e-4"),
+    "no rank": Mistake("--nproc 0", 2, "--nproc"),
+    "a word for a number of ranks": Mistake("--nproc many", 2, "neither a number of ranks nor gpus"),
+    "a section for a value": Mistake(f"{PLAIN} --set train=3", 2, "write train.KEY"),
+    "a section misspelt": Mistake(f"{PLAIN} --set trian.lr=1", 2, "did you mean 'train'?"),
+    "a key of another kind": Mistake(f"{PLAIN} --set scaler.growth_factor=2", 2, "scaler.growth_factor"),
+    "a choice that is none": Mistake(f"{PLAIN} --set train.precision=fp8", 2, "'fp32', 'bf16' or 'fp16'"),
+    "a device that is none": Mistake(f"{PLAIN} --set run.device=gpu", 2, "'auto', 'cpu' or 'cuda'"),
+    "a number that is text": Mistake(f"{PLAIN} --set train.steps=many", 2, "must be"),
+    "a number below its bound": Mistake(f"{PLAIN} --set train.micro_batch_size=0", 2, "at least 1"),
+    "a span without its unit": Mistake(f"{PLAIN} --set train.lr_warmup=1epoch", 2, "is not a span"),
+    "a duration without its unit": Mistake(f"{PLAIN} --set run.time_limit=4x", 2, "run.time_limit"),
+}
 
 PLUGINS = {
     "two distributions offer one name": Mistake("--plugin schedule=twin", 3, "choose --plugin schedule=acme-one:twin"),
@@ -139,12 +170,14 @@ TOPOLOGY = {
     ),
     "a schedule that crashes": Mistake("--plugin schedule=./crashes.py", 3, "ZeroDivisionError"),
 }
-MISTAKES = PLUGINS | CONFIGURATION | TOPOLOGY
+MISTAKES = COMMAND | PLUGINS | CONFIGURATION | TOPOLOGY
 
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_gets_one_line_and_its_exit_code(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+def test_a_mistake_gets_one_line_and_its_exit_code(
+    name: str, bench: FakeSite, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
     typed, code, names, environment = MISTAKES[name]
     if environment:
         monkeypatch.setenv(*environment)
@@ -154,6 +187,13 @@ def test_a_mistake_gets_one_line_and_its_exit_code(name: str, monkeypatch: pytes
     (line,) = captured.err.splitlines()
     assert line.startswith("megatron-run: ")
     assert names in line
+    told = line.removeprefix("megatron-run: ").replace(str(bench.folder.parent), ".")
+    told = re.sub(r"installed: [^;]*", "installed: ...", told.replace(__version__, "VERSION"))
+    assert f"{name} | {told}" == f"{name} | {LINES.get(name)}"
+
+
+def test_every_line_belongs_to_a_mistake() -> None:
+    assert list(LINES) == list(MISTAKES)
 
 
 @pytest.mark.usefixtures("here")
