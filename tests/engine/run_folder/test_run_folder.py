@@ -119,6 +119,14 @@ def test_another_run_is_refused_with_the_keys_that_differ(tmp_path: Path) -> Non
     )
 
 
+def test_an_attempt_that_was_killed_before_it_was_recorded_stands_in_nobodys_way(tmp_path: Path) -> None:
+    opened(tiny(tmp_path))
+    (tmp_path / "logs" / "attempt-002").mkdir()
+    (tmp_path / "logs" / "attempt-002" / "config.yaml").write_text("model: {num_la")
+    assert opened(tiny(tmp_path)).folder.attempt == 2
+    assert digest(load_config(tmp_path / "logs" / "attempt-002" / "config.yaml")) == digest(tiny(tmp_path))
+
+
 def test_a_finished_run_says_so(tmp_path: Path) -> None:
     opened(tiny(tmp_path)).folder.end(ExitCode.DONE)
     result = opened(tiny(tmp_path))

@@ -64,7 +64,7 @@ class FolderLock:
     def release(self) -> None:
         """Release the lock. Idempotent."""
         if self._handle is not None:
-            os.close(self._handle)
+            os.close(self._handle)  # .lock itself stays: a job that waits on a removed file would lock nothing
             self._handle = None
         if self._owns_file:
             self._exclusive.unlink(missing_ok=True)
@@ -84,7 +84,7 @@ class FolderLock:
         except OSError as error:
             if error.errno not in _NO_FLOCK:
                 raise
-            self._make_exclusive()
+            self._make_exclusive()  # unlike flock it survives a killed process, so the refusal says what to delete
 
     def _make_exclusive(self) -> None:
         try:
@@ -153,6 +153,7 @@ def join_run_folder(path: Path, attempt: int, run_id: str, rank: int, wait: floa
     Raises :class:`InputError` if this host does not see rank 0's ``run.json`` within ``wait`` seconds.
     """
     deadline = time.monotonic() + wait
+    # NFS clients keep a directory's entries for seconds, so a file that is missing now may have been written long ago.
     while not _shows(path, attempt, run_id):
         if time.monotonic() > deadline:
             raise InputError(
@@ -175,7 +176,7 @@ def _new_folder(base: Path) -> Path:
         path = base.absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         try:
             path.mkdir()
-        except FileExistsError:
+        except FileExistsError:  # mkdir decides between jobs that start in one second with equal random parts
             continue
         return path
 
@@ -218,9 +219,12 @@ def _enter(path: Path, lock: FolderLock, run: ResolvedRun, arguments: Sequence[s
     folder = RunFolder(path, len(record["attempts"]) + 1)
     if (path / "logs").is_symlink():
         raise _refusal(path, "its logs are a symbolic link")
-    folder.logs.mkdir(parents=True)
+    # A job that was killed before the last line below left this folder, and is no attempt. The lock is held: whatever
+    # lies there is nobody's.
+    folder.logs.mkdir(parents=True, exist_ok=True)
     write_records(folder, run)
     folder.start()
+    # Last, and in one rename: other ranks take the attempt for open as soon as run.json has it.
     record["attempts"].append(attempt_record(folder.attempt, run, arguments))
     write_json(path / "run.json", record)
     return OpenedFolder(folder, lock, record["id"])
