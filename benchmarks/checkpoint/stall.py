@@ -1,4 +1,4 @@
-"""For how many steps a training stands still when it saves: at once, and behind its steps.
+"""For how many steps a training stands still when it saves: at once, and in the background.
 
 The trainer saves every so many steps. Of the time from one step's end to the next one's what is above the median of
 the last steps before a save, beside which nothing is written, is lost to the save: the copy, and what the writing takes
@@ -32,7 +32,7 @@ SHAPES = {"small": replace(SMALL, microbatches=1), "tiny": TINY}
 SHAPE = "small"
 #: Steps from one save to the next, of which the first are the save's and the last show how long a step takes.
 INTERVAL, QUIET = 10, 4
-#: Steps that may be lost to a save behind the training.
+#: Steps that may be lost to a save in the background.
 GOAL = 1.0
 #: Ranks, and threads of each.
 RANKS = ((1, 2), (2, 1))
@@ -54,7 +54,7 @@ class Clock(Observer):
         self.saved.append(metrics)
 
 
-def measure(folder: str, shape: str, saves: int, behind: bool) -> dict[str, Any]:
+def measure(folder: str, shape: str, saves: int, background: bool) -> dict[str, Any]:
     """The seconds of each step, with what comes after it, and of each save that was made on the way."""
     clock, rank, world = Clock(), dist.get_rank(), dist.get_world_size()
     sizes = SHAPES[shape]
@@ -64,7 +64,7 @@ def measure(folder: str, shape: str, saves: int, behind: bool) -> dict[str, Any]
         "train": {**train_section(sizes, dist.get_world_size()), "steps": INTERVAL * (saves + 1), "lr_warmup": 0},
         "data": {"use": "mock", "vocab_size": sizes.vocab},
         "eval": {"interval": 0, "batches": 1},
-        "checkpoint": {"interval": INTERVAL, "async_save": behind},
+        "checkpoint": {"interval": INTERVAL, "async_save": background},
         "optimizer": "zero1" if world > 1 else "adamw",
         "observer": {"use": []},
     }
@@ -102,18 +102,18 @@ def report(*, quick: bool) -> Iterator[str]:
 
 
 def _rows(ranks: int, threads: int, *, quick: bool) -> Iterator[tuple[str, ...]]:
-    for behind in (False, True):
+    for background in (False, True):
         with tempfile.TemporaryDirectory() as folder:
-            arguments = {"folder": folder, "shape": SHAPE, "saves": 2 if quick else 5, "behind": behind}
-            yield row(ranks, on_ranks(measure, ranks, arguments, threads=threads, keeping=True), behind=behind)
+            arguments = {"folder": folder, "shape": SHAPE, "saves": 2 if quick else 5, "background": background}
+            yield row(ranks, on_ranks(measure, ranks, arguments, threads=threads, keeping=True), background=background)
 
 
-def row(ranks: int, found: Mapping[str, Any], *, behind: bool) -> tuple[str, ...]:
+def row(ranks: int, found: Mapping[str, Any], *, background: bool) -> tuple[str, ...]:
     """One way to save: medians over its saves."""
     lost = statistics.median(lost_steps(found["steps"]))
     still, written, size = (statistics.median(each) for each in zip(*found["saves"], strict=True))
-    goal = (f"at most {GOAL:g}", "yes" if lost <= GOAL else "no") if behind else ("", "")
-    way = f"{'behind' if behind else 'at once'}, {size / 1e6:.0f} MB"
+    goal = (f"at most {GOAL:g}", "yes" if lost <= GOAL else "no") if background else ("", "")
+    way = f"{'background' if background else 'at once'}, {size / 1e6:.0f} MB"
     step = statistics.median(found["steps"])
     return (
         str(ranks), way, f"{step:.2f}", f"{still:.2f}", f"{written:.2f}", f"{lost:.2f}", *goal, str(len(found["saves"]))

@@ -26,7 +26,7 @@ EXCEPTIONS = {
     # The format is a pickle by definition. It is read only after --trust-pickle, and written by torch.
     "plugins/format/distributed/src/megatron_run_format_distributed/__init__.py": {UNSAFE_PACKAGE},
     # Megatron's files are pickles. Two interpreters with tables of what they may name read them, and execute nothing.
-    "plugins/format/megatron/src/megatron_run_format_megatron/untrusted.py": {"pickle", "torch.load", "weights_only"},
+    "plugins/format/megatron/src/megatron_run_format_megatron/rank_files.py": {"pickle", "torch.load", "weights_only"},
 }
 #: Collectives that pickle what they are given, by their last name. The conformance suites may use them among processes
 #: that they have started themselves.

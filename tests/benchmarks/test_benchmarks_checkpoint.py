@@ -47,7 +47,7 @@ def measure_tiny(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.multiproc
 @pytest.mark.nightly
-def test_every_side_loads_what_it_saved_and_a_training_saves_behind_its_steps(tmp_path: Path) -> None:
+def test_every_side_loads_what_it_saved_and_a_training_saves_in_the_background(tmp_path: Path) -> None:
     for name in ("speed", "stall"):
         (tmp_path / name).mkdir()
     found = run_ranks(measure_tiny, 2, str(tmp_path))[0]

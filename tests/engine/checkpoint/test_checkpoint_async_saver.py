@@ -1,4 +1,4 @@
-"""Saving behind the training: what is saved are the values of the moment, all ranks or none, one step at a time."""
+"""Saving in the background: what is saved are the values of the moment, all ranks or none, one step at a time."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_who_waits_for_a_save_says_what_its_thread_does(tmp_path: Path) -> None:
         if name == "save-shard":
             gate.opened.set()  # nothing else opens it
 
-    activity = training.beside()
+    activity = training.in_background()
     inner = Saver(Checkpoints(tmp_path / "c"), Alone(), RUN, files=gate, activity=activity)
     saver = AsyncSaver(inner, Staging(torch.device("cpu")), activity, training)
     save_async(saver, 3, STATE)

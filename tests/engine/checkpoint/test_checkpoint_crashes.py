@@ -103,7 +103,7 @@ def test_after_any_end_the_next_save_goes_on_and_clears_what_was_left(recorded: 
         assert left == {f"step{step}" for step in found.steps()}, (done, how)
 
 
-def test_saving_behind_makes_the_same_changes_in_the_same_order(recorded: Recorded, tmp_path: Path) -> None:
+def test_saving_in_the_background_makes_the_same_changes_in_the_same_order(recorded: Recorded, tmp_path: Path) -> None:
     """So it can be stopped at the same points, and what was found of each holds for it too."""
     files = RecordingFileSystem(tmp_path)
     saver = async_saver(tmp_path / "checkpoints", files=files, keep=KEEP)

@@ -115,14 +115,14 @@ def test_it_strikes_in_its_step_at_the_nth_entrance_and_nowhere_else() -> None:
     activity.enter("backward")
 
 
-def test_a_thread_beside_the_training_counts_its_collectives_by_itself() -> None:
+def test_a_background_thread_counts_its_collectives_by_itself() -> None:
     activity = Activity()
-    beside = activity.beside()
+    background = activity.in_background()
     add_faults(asked("at=collective,nth=3,kind=oom"), activity, 1, 1, parameters())
-    for each in (activity, beside, activity, beside):
+    for each in (activity, background, activity, background):
         with each.collective("all-reduce", "world", 1):
             pass
-    for each in (beside, activity):
+    for each in (background, activity):
         with pytest.raises(MemoryError), each.collective("all-reduce", "world", 1):
             pass
 

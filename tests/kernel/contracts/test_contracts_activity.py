@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_run.contracts.activity import BESIDE, Activity, Collective, Exchange, PhaseName
+from megatron_run.contracts.activity import BACKGROUND, Activity, Collective, Exchange, PhaseName
 from tests.support.ranks import run_ranks
 from tests.support.resuming import SMALL
 
@@ -65,12 +65,12 @@ def test_collectives_are_counted_by_scope_and_a_wait_is_no_new_one() -> None:
 def test_another_thread_has_phases_of_its_own_that_the_listeners_hear() -> None:
     activity, ear, recorder, timer = Activity(), Ear(), Ear(), Ear()
     activity.step(7)
-    beside = activity.beside()
+    background = activity.in_background()
     activity.recorder = recorder
     activity.timers.append(timer)
     activity.listeners.append(ear)  # whoever comes later hears both
     activity.enter("forward")
-    beside.enter("save-flush", "step7")
+    background.enter("save-flush", "step7")
     assert ear.heard == [(7, "forward", ""), (7, "save-flush", "step7")]
     assert recorder.heard == timer.heard == [(7, "forward", "")]
     assert activity.now == ("forward", "")
@@ -94,17 +94,17 @@ def test_work_that_goes_on_is_no_new_entrance() -> None:
 def test_what_another_thread_said_last_can_be_passed_on_and_its_collectives_are_its_own() -> None:
     activity = Activity()
     activity.members["world"] = (0, 1)
-    beside = activity.beside()
-    assert beside.said is None
+    background = activity.in_background()
+    assert background.said is None
     activity.collective("all-reduce", "world", 8)
-    with beside.collective("gather", "world", 3):
-        assert beside.said == ("collective", Collective("gather", BESIDE, 1, 3))
-    assert beside.said == ("start", "")
-    before = beside.said
-    beside.heartbeat()
-    assert beside.said == before
-    assert beside.said is not before, "it has said it once more"
-    assert activity.members[BESIDE] == (0, 1)
+    with background.collective("gather", "world", 3):
+        assert background.said == ("collective", Collective("gather", BACKGROUND, 1, 3))
+    assert background.said == ("start", "")
+    before = background.said
+    background.heartbeat()
+    assert background.said == before
+    assert background.said is not before, "it has said it once more"
+    assert activity.members[BACKGROUND] == (0, 1)
 
 
 def test_details_read_as_a_person_would_say_them() -> None:

@@ -5,8 +5,8 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron_run.registry.choose import choose
-from megatron_run.registry.discover import Catalog
-from megatron_run.registry.load import SourceDigests, load, source_digest
+from megatron_run.registry.discover import Catalog, SourceDigests, source_digest
+from megatron_run.registry.load import load
 from tests.support.fake_plugins import FakeSite, schedule_source
 
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_run.errors import EngineMissingError, RunError
-from megatron_run.registry.discover import Entry
-from megatron_run.registry.load import SourceDigests
+from megatron_run.registry.discover import Entry, SourceDigests
 
 #: Seconds in which a child must have answered for all its plugins.
 TIMEOUT_S = 120.0

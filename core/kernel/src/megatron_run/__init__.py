@@ -5,8 +5,7 @@ Importing this package imports neither torch nor anything heavy: the public name
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from megatron_run.lazy import lazy_names
 
 __version__ = "0.1.0"
 
@@ -23,13 +22,4 @@ _PUBLIC = {
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]  # noqa: PLE0604  # the names are the keys above
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

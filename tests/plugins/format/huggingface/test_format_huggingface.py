@@ -19,7 +19,7 @@ from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.formats import convert
 from megatron_run_engine.formats.convert import read_step
 from megatron_run_engine.formats.gpt_tensors import gpt_options
-from megatron_run_format_huggingface import tensor_files
+from megatron_run_format_huggingface import model_folder
 from megatron_run_testing.build_contexts import logical_values
 from tests.support.small_models import (
     GPT2,
@@ -117,7 +117,7 @@ def test_transformers_loads_what_was_exported_and_computes_the_same(case: str, t
     assert model.dtype == torch.float32
     assert_same_logits(their_logits(model), logits_of(built, tokens(), 61))
     assert model.config.max_position_embeddings == LENGTH
-    with safe_open(tmp_path / "hf" / tensor_files.SINGLE, "pt") as file:
+    with safe_open(tmp_path / "hf" / model_folder.SINGLE, "pt") as file:
         assert file.metadata() == {"format": "pt"}, "older versions of transformers ask for it"
     assert model.config.tie_word_embeddings is options.tie_embeddings
 
@@ -127,13 +127,13 @@ def test_transformers_loads_what_was_exported_and_computes_the_same(case: str, t
 def test_what_transformers_saved_is_imported_and_computes_the_same(case: str, shards: str, tmp_path: Path) -> None:
     size = {"max_shard_size": "8KB"} if shards == "several" else {}
     model = theirs(tmp_path / "hf", case, **size)
-    assert (tmp_path / "hf" / tensor_files.INDEX).exists() == (shards == "several")
+    assert (tmp_path / "hf" / model_folder.INDEX).exists() == (shards == "several")
     done = convert.import_model(tmp_path / "hf", tmp_path / "ours")
     assert done.format == "huggingface"
     assert done.parameters == model.num_parameters()
     assert_same_logits(our_logits(tmp_path / "ours"), their_logits(model))
     convert.export_model(tmp_path / "ours", tmp_path / "again", "huggingface")
-    found = load_file(tmp_path / "again" / tensor_files.SINGLE)
+    found = load_file(tmp_path / "again" / model_folder.SINGLE)
     expected = {
         name: tensor for path in (tmp_path / "hf").glob("*.safetensors") for name, tensor in load_file(path).items()
     }
@@ -145,7 +145,7 @@ def test_an_export_of_several_files_is_read_by_both(tmp_path: Path, monkeypatch:
     built, _ = saved_network(tmp_path / "run", LLAMA)
     monkeypatch.setattr("megatron_run_format_huggingface.model_folder.SHARD", 8000)
     convert.export_model(tmp_path / "run", tmp_path / "hf", "huggingface")
-    index = json.loads((tmp_path / "hf" / tensor_files.INDEX).read_text())
+    index = json.loads((tmp_path / "hf" / model_folder.INDEX).read_text())
     shards = sorted(set(index["weight_map"].values()))
     assert len(shards) > 2
     found = {name: load_file(tmp_path / "hf" / name) for name in shards}
@@ -257,7 +257,7 @@ def test_pickled_weights_are_refused_with_what_to_do(tmp_path: Path) -> None:
 
 def test_an_index_names_no_file_elsewhere(tmp_path: Path) -> None:
     theirs(tmp_path / "hf", "gpt2", max_shard_size="8KB")
-    index = tmp_path / "hf" / tensor_files.INDEX
+    index = tmp_path / "hf" / model_folder.INDEX
     index.write_text(json.dumps({"weight_map": {"wte.weight": "../model.safetensors"}}))
     with pytest.raises(RunError, match="is not a file beside it"):
         convert.import_model(tmp_path / "hf", tmp_path / "ours")

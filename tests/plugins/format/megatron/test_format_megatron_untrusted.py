@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_run.errors import CheckpointError
-from megatron_run_format_megatron.untrusted import Inert, load_metadata, load_tensor, load_weights
+from megatron_run_format_megatron.rank_files import Inert, load_metadata, load_tensor, load_weights
 
 
 class Planted:

@@ -12,8 +12,7 @@ import torch
 
 from megatron_run.contracts import scale_text
 from megatron_run.errors import DataError
-from megatron_run_scaler_dynamic import DynamicScaler, megatron_run_create_scaler
-from megatron_run_scaler_dynamic.options import Options
+from megatron_run_scaler_dynamic import DynamicScaler, Options, megatron_run_create_scaler
 from megatron_run_testing.build_contexts import single_process_context
 from tests.plugins.scaler.loss_scale import LossScale, drawn_options, drawn_overflows
 

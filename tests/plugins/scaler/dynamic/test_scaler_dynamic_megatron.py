@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from benchmarks.support.megatron import TorchOnCpu, installed
-from megatron_run_scaler_dynamic import DynamicScaler
-from megatron_run_scaler_dynamic.options import Options
+from megatron_run_scaler_dynamic import DynamicScaler, Options
 from tests.plugins.scaler.loss_scale import drawn_options, drawn_overflows
 
 pytestmark = pytest.mark.skipif(not installed(), reason="needs megatron-core, which requirements-dev.txt has for Linux")

@@ -96,7 +96,7 @@ class AsyncSaver:
     ) -> None:
         self._saver, self._staging = saver, staging
         self._training = Activity() if training is None else training
-        self._activity = self._training.beside() if activity is None else activity
+        self._activity = self._training.in_background() if activity is None else activity
         self._thread: threading.Thread | None = None
         self._result: Committed | BaseException | None = None
 

@@ -18,7 +18,7 @@ PhaseName = Literal[
     "save-manifest", "save-rename", "save-latest", "save-retention", "save-flush", "end",
 ]  # fmt: skip
 #: The scope of collectives between the background threads of all ranks.
-BESIDE = "beside"
+BACKGROUND = "background"
 #: Called with the step, the phase that begins, and its detail; ``str(detail)`` is for people.
 Listener = Callable[[int, PhaseName, object], None]
 
@@ -111,7 +111,7 @@ class Activity:
         self._numbers[scope] += 1
         return Within(self, "collective", Collective(operation, scope, self._numbers[scope], values))
 
-    def beside(self) -> BackgroundActivity:
+    def in_background(self) -> BackgroundActivity:
         """The activity of another thread of this rank, with the same listeners but without recorder and timers."""
         return BackgroundActivity(self)
 
@@ -146,13 +146,13 @@ class BackgroundActivity(Activity):
         super().__init__()
         self.listeners, self._step = activity.listeners, activity._step
         if "world" in activity.members:
-            activity.members[BESIDE] = activity.members["world"]
+            activity.members[BACKGROUND] = activity.members["world"]
         self.recorder = self._note
         self.said: Doing | None = None
 
     def collective(self, operation: str, scope: str, values: int) -> Within:
         """Count a collective that is about to begin, between the background threads of all ranks."""
-        return super().collective(operation, BESIDE, values)
+        return super().collective(operation, BACKGROUND, values)
 
     def _note(self, step: int, name: PhaseName, detail: object) -> None:
         self.said = name, detail

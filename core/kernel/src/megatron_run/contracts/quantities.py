@@ -3,44 +3,74 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
+
+
+class _Quantity(ABC):
+    """A number with a unit, which a configuration holds as text or, without its unit, as a number."""
+
+    __slots__ = ()
+    #: How it is written, and what a message says about text that is not.
+    _pattern: ClassVar[re.Pattern[str]]
+    _wanted: ClassVar[str]
+
+    @classmethod
+    def parse(cls, value: object) -> Self:
+        """Parse text or a number; a quantity stays as it is. Raises ValueError."""
+        if isinstance(value, cls):
+            return value
+        text = str(value).strip()
+        # True and False are numbers to Python, and a mistake in a file.
+        match = None if isinstance(value, bool) else cls._pattern.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is not {cls._wanted}")
+        return cls._of(match, text)
+
+    @classmethod
+    @abstractmethod
+    def _of(cls, match: re.Match[str], text: str) -> Self:
+        """The quantity that ``text`` stands for. Raises ValueError."""
+
+    def written(self) -> int | str:
+        """The value in a configuration file."""
+        return str(self)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        writer = core_schema.plain_serializer_function_ser_schema(cls.written)
+        return core_schema.no_info_plain_validator_function(cls.parse, serialization=writer)
+
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d|)")
 _UNITS = MappingProxyType({"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400})
 
 
 @dataclass(frozen=True)
-class Duration:
-    """A duration of ``seconds``, written as ``text``."""
+class Duration(_Quantity):
+    """A duration of ``seconds``, written as ``text``: ``"90 min"``, ``"11.5h"`` or ``3600``."""
 
     seconds: float
     text: str
 
+    _pattern = _DURATION
+    _wanted = "a length of time: write 45 s, 90 min, 11.5 h or 2 d"
+
     @classmethod
-    def parse(cls, value: object) -> Duration:
-        """Parse ``"90 min"``, ``"11.5h"`` or ``3600``. Raises ValueError."""
-        if isinstance(value, Duration):
-            return value
-        text = str(value).strip()
-        match = None if isinstance(value, bool) else _DURATION.fullmatch(text)
-        if match is None or not float(match[1]):
-            raise ValueError(f"{text!r} is not a length of time: write 45 s, 90 min, 11.5 h or 2 d")
+    def _of(cls, match: re.Match[str], text: str) -> Self:
+        if not float(match[1]):
+            raise ValueError(f"{text!r} is not {cls._wanted}")
         return cls(float(match[1]) * _UNITS[match[2]], text)
 
     def __str__(self) -> str:
         return self.text
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        writer = core_schema.plain_serializer_function_ser_schema(str)
-        return core_schema.no_info_plain_validator_function(cls.parse, serialization=writer)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -54,21 +84,20 @@ _FACTORS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 
 @dataclass(frozen=True)
-class Span:
-    """``amount`` of ``unit``: optimizer steps, samples, or per cent of the whole run."""
+class Span(_Quantity):
+    """``amount`` of ``unit``: optimizer steps, samples, or per cent of the whole run.
+
+    Written as ``300``, ``"300"``, ``"2M samples"`` (k, M, G) or ``"1%"``.
+    """
 
     amount: Fraction
     unit: Unit
 
+    _pattern = _SPAN
+    _wanted = "a span: write 300 (steps), '2M samples' or '1%'"
+
     @classmethod
-    def parse(cls, value: object) -> Span:
-        """Parse ``300``, ``"300"``, ``"2M samples"`` (k, M, G) or ``"1%"``. Raises ValueError."""
-        if isinstance(value, Span):
-            return value
-        text = str(value).strip()
-        match = None if isinstance(value, bool) else _SPAN.fullmatch(text)
-        if match is None:
-            raise ValueError(f"{text!r} is not a span: write 300 (steps), '2M samples' or '1%'")
+    def _of(cls, match: re.Match[str], text: str) -> Self:
         amount = Fraction(match[1]) * _FACTORS[match[2]]
         unit: Unit = "%" if match[3] == "%" else "samples" if match[3].startswith("sample") else "steps"
         if unit == "%" and (match[2] or amount > 100):
@@ -101,11 +130,6 @@ class Span:
     def written(self) -> int | str:
         """The value in a configuration file: an integer for steps, otherwise text."""
         return int(self.amount) if self.unit == "steps" else str(self)
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        writer = core_schema.plain_serializer_function_ser_schema(cls.written)
-        return core_schema.no_info_plain_validator_function(cls.parse, serialization=writer)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

@@ -17,9 +17,9 @@ from megatron_run.contracts.plugin import RUN_KINDS, check_run_kind
 from megatron_run.contracts.schema import PluginSection, PluginsSection
 from megatron_run.errors import EngineMissingError, Findings, InputError, PluginError
 from megatron_run.registry.choose import choose
-from megatron_run.registry.discover import Catalog, Entry
+from megatron_run.registry.discover import Catalog, Entry, SourceDigests
 from megatron_run.registry.known import known_plugin
-from megatron_run.registry.load import SourceDigests, from_object, load
+from megatron_run.registry.load import from_object, load
 from megatron_run.registry.loaded_plugin import Plugin, UncheckedOptions, unloaded
 
 #: Kinds to which a plugin handed in from Python is added instead of replacing what was chosen.

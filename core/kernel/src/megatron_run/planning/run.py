@@ -15,8 +15,7 @@ from megatron_run.config.origin import KIND_SECTIONS, dotted
 from megatron_run.config.request import Request
 from megatron_run.config.yaml import yaml_text
 from megatron_run.planning.choosing import dumped
-from megatron_run.registry.discover import KERNEL
-from megatron_run.registry.load import source_digest
+from megatron_run.registry.discover import KERNEL, source_digest
 
 if TYPE_CHECKING:
     from megatron_run.config.origin import Key, Origin

@@ -1,6 +1,6 @@
 """The conformance suite of kind ``parallel-layer``: every layer against the dense one, on one rank and on several.
 
-The suite starts the ranks itself, as processes on this machine that communicate over gloo. Reading order: ``place``
+The suite starts the ranks itself, as processes on this machine that communicate over gloo. Reading order: ``member``
 (the part of a tensor that a rank holds), ``cases`` (every layer with its inputs), ``trial`` (a layer against its
 oracle), ``promises`` (other properties of a factory).
 """
@@ -22,7 +22,7 @@ from megatron_run_engine.runtime.comm import create_groups
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing import Check, CheckFailed
 from megatron_run_testing.parallel_layer.cases import cases
-from megatron_run_testing.parallel_layer.place import CreateLayers, Place, Rank
+from megatron_run_testing.parallel_layer.member import CreateLayers, Member, Rank
 from megatron_run_testing.parallel_layer.promises import rules
 from megatron_run_testing.parallel_layer.trial import LayerTrial, Trial
 from megatron_run_testing.ranks import Rehearsal, SendablePlugin
@@ -86,11 +86,11 @@ class _Bench:
                 except CheckFailed as failure:
                     raise CheckFailed(f"{trial.name}: {failure}") from None
 
-    def _found(self, size: int, job: _Job) -> dict[Place, Any]:
+    def _found(self, size: int, job: _Job) -> dict[Member, Any]:
         """The results of ``job`` on each of ``size`` ranks."""
         if size == 1:
             rank = Rank.alone(self.create, self.dtype, self.device)
-            return {rank.place: self.trials[job[1]].run(rank)}
+            return {rank.member: self.trials[job[1]].run(rank)}
         where = f"on {size} ranks{', sequence split' * job[0]}"
         return dict(self._on_ranks.found(size, job, where))
 
@@ -108,10 +108,10 @@ def all_trials(dtype: torch.dtype, device: torch.device) -> dict[str, Trial]:
 
 def _try_on_rank(
     rank: int, world: int, create: CreateLayers, dtype: torch.dtype, jobs: Sequence[_Job]
-) -> Iterator[tuple[Place, Any]]:
+) -> Iterator[tuple[Member, Any]]:
     """Run the trials of ``jobs`` on one of ``world`` tensor-parallel ranks."""
     topology, device = Topology(Sizes(tensor=world), rank), torch.device("cpu")
     groups, trials = create_groups(topology, timedelta(seconds=_TIMEOUT)), all_trials(dtype, device)
     for sequence, name in jobs:
         here = Rank(create, dtype, device, topology, groups, sequence)
-        yield here.place, trials[name].run(here)
+        yield here.member, trials[name].run(here)

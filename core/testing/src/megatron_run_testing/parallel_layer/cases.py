@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_run.contracts import AttentionShape, LinearPart, ParallelLayers
-from megatron_run_testing.parallel_layer.place import (
+from megatron_run_testing.parallel_layer.member import (
     HIDDEN,
     INIT,
     LENGTH,

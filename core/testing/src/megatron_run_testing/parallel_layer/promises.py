@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from megatron_run.contracts import AttentionShape, Microbatch
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing import CheckFailed
-from megatron_run_testing.parallel_layer.place import HIDDEN, INIT, LENGTH, VOCAB, Place, Rank, vocabulary
+from megatron_run_testing.parallel_layer.member import HIDDEN, INIT, LENGTH, VOCAB, Member, Rank, vocabulary
 from megatron_run_testing.parallel_layer.trial import Trial, Values, values_of
 
 _MICROBATCH = Microbatch(0, 1, 0, {})
@@ -46,18 +46,18 @@ class _Dropout:
         assert x.grad is not None
         return {**drawn, "gradient": values_of(x.grad), "evaluation": values_of(dropout.eval()(x))}
 
-    def judge(self, found: Mapping[Place, dict[str, Values]], tolerance: float) -> None:
-        for place, drawn in found.items():
-            _reproducible(drawn, f"dropout on {place}")
+    def judge(self, found: Mapping[Member, dict[str, Values]], tolerance: float) -> None:
+        for member, drawn in found.items():
+            _reproducible(drawn, f"dropout on {member}")
             if (drawn["evaluation"] != 1).any():
-                raise CheckFailed(f"dropout on {place} changes x in an evaluation")
+                raise CheckFailed(f"dropout on {member} changes x in an evaluation")
             y = drawn["first"]
             if not 0.2 < (dropped := float((y == 0).mean())) < 0.3:
-                raise CheckFailed(f"dropout with p = 0.25 on {place} dropped {dropped:.1%}")
+                raise CheckFailed(f"dropout with p = 0.25 on {member} dropped {dropped:.1%}")
             if not np.allclose(y[y != 0], 1 / 0.75, rtol=max(tolerance, 1e-6)):
-                raise CheckFailed(f"dropout with p = 0.25 on {place} made {y.max():g} of ones that it kept")
+                raise CheckFailed(f"dropout with p = 0.25 on {member} made {y.max():g} of ones that it kept")
             if not np.array_equal(drawn["gradient"], y):
-                raise CheckFailed(f"dropout on {place}: the backward drops other values than the forward")
+                raise CheckFailed(f"dropout on {member}: the backward drops other values than the forward")
         _compare_ranks(found, "dropout", differ=next(iter(found)).sequence)
 
 
@@ -76,13 +76,15 @@ class _AttentionDropout:
         drawn = _drawn(context, lambda: core.train()(x, x, x, everything))
         return {**drawn, "evaluation": values_of(core.eval()(x, x, x, everything))}
 
-    def judge(self, found: Mapping[Place, dict[str, Values]], tolerance: float) -> None:
-        for place, drawn in found.items():
-            _reproducible(drawn, f"attention with dropout on {place}")
+    def judge(self, found: Mapping[Member, dict[str, Values]], tolerance: float) -> None:
+        for member, drawn in found.items():
+            _reproducible(drawn, f"attention with dropout on {member}")
             if not np.allclose(drawn["evaluation"], 1, rtol=max(tolerance, 1e-6)):
-                raise CheckFailed(f"attention on {place} drops probabilities in an evaluation")
+                raise CheckFailed(f"attention on {member} drops probabilities in an evaluation")
             if not 0.9 < (mean := float(drawn["first"].mean())) < 1.1:
-                raise CheckFailed(f"attention with dropout on {place} gives {mean:.3f} of the values, expected about 1")
+                raise CheckFailed(
+                    f"attention with dropout on {member} gives {mean:.3f} of the values, expected about 1"
+                )
         _compare_ranks(found, "attention with dropout", differ=True)
 
 
@@ -105,12 +107,12 @@ class _Causal:
         after = attention(query, key, value, None)
         return {"before": values_of(before), "masked": values_of(masked), "after": values_of(after)}
 
-    def judge(self, found: Mapping[Place, dict[str, Values]], tolerance: float) -> None:
-        for place, seen in found.items():
+    def judge(self, found: Mapping[Member, dict[str, Values]], tolerance: float) -> None:
+        for member, seen in found.items():
             if not np.allclose(seen["masked"], seen["before"], tolerance, tolerance):
-                raise CheckFailed(f"attention with a causal mask on {place} is not attention without a mask")
+                raise CheckFailed(f"attention with a causal mask on {member} is not attention without a mask")
             if not np.allclose(seen["after"][:4], seen["before"][:4], tolerance, tolerance):
-                raise CheckFailed(f"attention on {place}: a later position changes an earlier one")
+                raise CheckFailed(f"attention on {member}: a later position changes an earlier one")
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class _Padding:
         logits, labels = _logits_and_labels()
         mine = rank.given(logits, vocabulary)
         assert mine is not None
-        columns = torch.arange(mine.shape[-1], device=rank.device) + rank.place.index * rank.place.rows
+        columns = torch.arange(mine.shape[-1], device=rank.device) + rank.member.index * rank.member.rows
         with torch.no_grad():
             mine[..., columns >= VOCAB] = 7.0
         loss = rank.layers().cross_entropy(VOCAB)(mine, labels.to(rank.device))
@@ -131,14 +133,14 @@ class _Padding:
         assert mine.grad is not None
         return values_of(loss), values_of(mine.grad), values_of(columns)
 
-    def judge(self, found: Mapping[Place, tuple[Values, Values, Values]], tolerance: float) -> None:
+    def judge(self, found: Mapping[Member, tuple[Values, Values, Values]], tolerance: float) -> None:
         logits, labels = _logits_and_labels()
         expected = F.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none").t().numpy()
-        for place, (loss, gradient, columns) in found.items():
+        for member, (loss, gradient, columns) in found.items():
             if not np.allclose(loss, expected, tolerance, tolerance):
-                raise CheckFailed(f"loss with padding on {place} is {loss[0, 0]:g}, expected {expected[0, 0]:g}")
+                raise CheckFailed(f"loss with padding on {member} is {loss[0, 0]:g}, expected {expected[0, 0]:g}")
             if gradient[..., columns >= VOCAB].any():
-                raise CheckFailed(f"on {place} a gradient flows into the padding columns of the logits")
+                raise CheckFailed(f"on {member} a gradient flows into the padding columns of the logits")
 
 
 @dataclass(frozen=True)
@@ -153,10 +155,10 @@ class _SharedWeight:
         output = layers.output_layer(VOCAB, HIDDEN, init=INIT, weight=shared)
         return [id(parameter) for parameter in output.parameters()] == [id(shared)]
 
-    def judge(self, found: Mapping[Place, bool], tolerance: float) -> None:
-        for place, alone in found.items():
+    def judge(self, found: Mapping[Member, bool], tolerance: float) -> None:
+        for member, alone in found.items():
             if not alone:
-                raise CheckFailed(f"output_layer(weight=w) does not hold w alone on {place}")
+                raise CheckFailed(f"output_layer(weight=w) does not hold w alone on {member}")
 
 
 def _logits_and_labels() -> tuple[Tensor, Tensor]:
@@ -186,7 +188,7 @@ def _reproducible(drawn: Mapping[str, Values], what: str) -> None:
         raise CheckFailed(f"{what} drops the same values in another segment")
 
 
-def _compare_ranks(found: Mapping[Place, dict[str, Values]], what: str, *, differ: bool) -> None:
+def _compare_ranks(found: Mapping[Member, dict[str, Values]], what: str, *, differ: bool) -> None:
     for (one, mine), (other, theirs) in combinations(found.items(), 2):
         if np.array_equal(mine["first"], theirs["first"]) == differ:
             same, wanted = ("the same values", "different ones") if differ else ("different values", "the same ones")

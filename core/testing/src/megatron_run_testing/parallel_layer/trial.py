@@ -21,7 +21,7 @@ from megatron_run_engine.runtime.parameter_init import initialise, unspecified
 from megatron_run_testing import CheckFailed
 from megatron_run_testing.build_contexts import prepare
 from megatron_run_testing.parallel_layer.cases import Case
-from megatron_run_testing.parallel_layer.place import Place, Rank
+from megatron_run_testing.parallel_layer.member import Member, Rank
 
 Values = NDArray[np.float64]
 #: Seed of the parameters' values in a trial. Biases are random too: from zero, a missing bias would not show.
@@ -38,7 +38,7 @@ class Trial(Protocol):
     def run(self, rank: Rank) -> Any:
         """Run on this rank, together with its peers; the result is sent to another process."""
 
-    def judge(self, found: Mapping[Place, Any], tolerance: float) -> None:
+    def judge(self, found: Mapping[Member, Any], tolerance: float) -> None:
         """Raise :class:`CheckFailed`, which states where, unless the ranks' results are as expected."""
 
 
@@ -123,62 +123,62 @@ class LayerTrial:
         output: Tensor = layer(*inputs)
         shape = (output if like is None else like).shape
         weights = torch.linspace(-1, 1, shape.numel(), dtype=torch.float64).view(shape)
-        mine = self.case.leaves(weights, rank.place).to(output)
+        mine = self.case.leaves(weights, rank.member).to(output)
         if output.shape != mine.shape:
             raise CheckFailed(f"output is {list(output.shape)}, expected {list(mine.shape)}")
         output.backward(mine)
         return output.detach(), tuple(None if x is None else x.grad for x in inputs)
 
-    def judge(self, found: Mapping[Place, Any], tolerance: float) -> None:
+    def judge(self, found: Mapping[Member, Any], tolerance: float) -> None:
         """Compare every rank's results with the same part of the oracle's."""
-        for place, (output, gradients, pieces) in found.items():
-            self._judge_names(place, pieces)
-            self._judge_output(place, output, tolerance)
+        for member, (output, gradients, pieces) in found.items():
+            self._judge_names(member, pieces)
+            self._judge_output(member, output, tolerance)
             for index, (gradient, whole) in enumerate(zip(gradients, self.expected.input_gradients, strict=True)):
                 if whole is not None:
-                    part = values_of(self.case.cuts[index](whole, place))
-                    _same(f"gradient of input {index} on {place}", gradient, part, tolerance)
+                    part = values_of(self.case.cuts[index](whole, member))
+                    _same(f"gradient of input {index} on {member}", gradient, part, tolerance)
         for name in self._names:
-            self._judge_tensor(name, {place: pieces[name] for place, (_, _, pieces) in found.items()}, tolerance)
+            self._judge_tensor(name, {member: pieces[name] for member, (_, _, pieces) in found.items()}, tolerance)
 
-    def _judge_output(self, place: Place, output: Values, tolerance: float) -> None:
-        expected = values_of(self.case.leaves(self.expected.output, place))
-        stops = np.cumsum([part.features // place.size for part in self.case.parts])
+    def _judge_output(self, member: Member, output: Values, tolerance: float) -> None:
+        expected = values_of(self.case.leaves(self.expected.output, member))
+        stops = np.cumsum([part.features // member.size for part in self.case.parts])
         names = [f"output of {part.name}" for part in self.case.parts] or ["output"]
         pairs = zip(np.split(output, stops[:-1], -1), np.split(expected, stops[:-1], -1), strict=True)
         for name, (mine, wanted) in zip(names, pairs, strict=True):
-            _same(f"{name} on {place}", mine, wanted, tolerance)
+            _same(f"{name} on {member}", mine, wanted, tolerance)
 
     @cached_property
     def _names(self) -> list[str]:
         return sorted(self.expected.pieces)
 
-    def _judge_names(self, place: Place, pieces: Mapping[str, Piece]) -> None:
+    def _judge_names(self, member: Member, pieces: Mapping[str, Piece]) -> None:
         if sorted(pieces) != self._names:
-            raise CheckFailed(f"logical tensors on {place} are {sorted(pieces)}, expected {self._names}")
+            raise CheckFailed(f"logical tensors on {member} are {sorted(pieces)}, expected {self._names}")
 
-    def _judge_tensor(self, name: str, pieces: Mapping[Place, Piece], tolerance: float) -> None:
+    def _judge_tensor(self, name: str, pieces: Mapping[Member, Piece], tolerance: float) -> None:
         """Compare initial values and gradients by piece; the pieces must cover the tensor, each value counted once."""
         expected = self.expected.pieces[name]
         times = np.zeros(expected.part.shape)
-        for place, piece in pieces.items():
+        for member, piece in pieces.items():
             if (piece.part.shape, piece.decay) != (expected.part.shape, expected.decay):
                 raise CheckFailed(
-                    f"{name} on {place}: shape {piece.part.shape}, decay {piece.decay}, expected "
+                    f"{name} on {member}: shape {piece.part.shape}, decay {piece.decay}, expected "
                     f"{expected.part.shape}, {expected.decay}"
                 )
-            _same(f"initial {name} on {place}", piece.initial, expected.initial[piece.box], tolerance)
+            _same(f"initial {name} on {member}", piece.initial, expected.initial[piece.box], tolerance)
             gradient, both = _summed(name, piece, pieces)
-            _same(f"gradient of {name} on {place}", gradient, expected.gradient[piece.box], tolerance)
-            after = f"gradient of {name} after a whole and a split backward on {place}"
+            _same(f"gradient of {name} on {member}", gradient, expected.gradient[piece.box], tolerance)
+            after = f"gradient of {name} after a whole and a split backward on {member}"
             _same(after, both, 2 * expected.gradient[piece.box], tolerance)
             times[piece.box] += piece.counted
         if (times != 1).any():
-            place = next(iter(pieces))
+            member = next(iter(pieces))
             where = ", ".join(map(str, np.argwhere(times != 1)[0]))
             raise CheckFailed(
-                f"{name} over {place.size} ranks{', sequence split' * place.sequence}: its value [{where}] is counted "
-                f"{times[times != 1][0]:g} times, expected once"
+                f"{name} over {member.size} ranks{', sequence split' * member.sequence}: its value [{where}] is "
+                f"counted {times[times != 1][0]:g} times, expected once"
             )
 
 
@@ -209,14 +209,14 @@ def _pieces(
             yield part.name, Piece(part, first, one, two, info.partial_over == "tensor", info.counted, info.decay)
 
 
-def _summed(name: str, piece: Piece, pieces: Mapping[Place, Piece]) -> tuple[Values, Values]:
+def _summed(name: str, piece: Piece, pieces: Mapping[Member, Piece]) -> tuple[Values, Values]:
     """Both gradients of ``piece``, summed over the ranks if they are partial."""
     if not piece.partial:
         return piece.gradient, piece.both
-    for place, other in pieces.items():
+    for member, other in pieces.items():
         if (other.box, other.partial) != (piece.box, True):
             raise CheckFailed(
-                f"{name} declares a gradient that is partial over tensor, but {place} holds another piece"
+                f"{name} declares a gradient that is partial over tensor, but {member} holds another piece"
             )
     return sum(p.gradient for p in pieces.values()), sum(p.both for p in pieces.values())  # type: ignore[return-value]  # there is one
 

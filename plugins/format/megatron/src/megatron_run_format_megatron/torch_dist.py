@@ -22,9 +22,15 @@ from megatron_run.contracts import ReadTensor
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.boxes import Box, cover_fault
 from megatron_run_engine.checkpoint.files import reading
-from megatron_run_format_megatron.rank_files import Found, arguments_of, step_of
+from megatron_run_format_megatron.rank_files import (
+    Found,
+    arguments_of,
+    load_metadata,
+    load_tensor,
+    load_weights,
+    step_of,
+)
 from megatron_run_format_megatron.tensor_names import NO_WEIGHT, common_name
-from megatron_run_format_megatron.untrusted import load_metadata, load_tensor, load_weights
 
 _ABOUT, _COMMON, _METADATA = "metadata.json", "common.pt", ".metadata"
 _STACKED = re.compile(r"^decoder\.layers\.(?!\d+\.)(.+)")
@@ -35,7 +41,7 @@ _MASTERS = ("optimizer.state.fp32_param", "optimizer.state.param")
 _STATE = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state")
 
 
-class Place(NamedTuple):
+class StoredBox(NamedTuple):
     """Where a box of a tensor lies: ``length`` bytes from ``start`` of ``file``, as torch.save wrote them."""
 
     box: Box
@@ -49,7 +55,7 @@ class Stored(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    places: tuple[Place, ...]
+    boxes: tuple[StoredBox, ...]
 
 
 def is_distributed(folder: Path) -> bool:
@@ -78,7 +84,7 @@ def read_places(path: Path) -> dict[str, Stored]:
     """Every tensor of the ``.metadata`` at ``path``, its boxes checked to cover it. Raises :class:`CheckpointError`."""
     metadata = load_metadata(path)
     try:
-        places: dict[str, list[Place]] = {}
+        boxes: dict[str, list[StoredBox]] = {}
         for index, info in metadata.storage_data.items():
             if getattr(index, "offset", None) is None:
                 continue  # an object, no tensor
@@ -90,17 +96,17 @@ def read_places(path: Path) -> dict[str, Stored]:
                 if tuple(chunk.offsets) == tuple(index.offset)
             )
             box = Box(tuple(map(int, index.offset)), sizes)
-            place = Place(box, _plain_name(info.relative_path), int(info.offset), int(info.length))
-            places.setdefault(str(index.fqn), []).append(place)
+            part = StoredBox(box, _plain_name(info.relative_path), int(info.offset), int(info.length))
+            boxes.setdefault(str(index.fqn), []).append(part)
         found = {
-            name: Stored(tuple(map(int, about.size)), about.properties.state[0], tuple(places[name]))
+            name: Stored(tuple(map(int, about.size)), about.properties.state[0], tuple(boxes[name]))
             for name, about in metadata.state_dict_metadata.items()
             if hasattr(about, "chunks")
         }
     except (AttributeError, KeyError, TypeError, ValueError, StopIteration) as error:
         raise CheckpointError(f"{path} is damaged", why=f"{type(error).__name__}: {error}") from error
     for name, stored in found.items():
-        fault = cover_fault(stored.shape, [place.box for place in stored.places]) if prod(stored.shape) else ""
+        fault = cover_fault(stored.shape, [part.box for part in stored.boxes]) if prod(stored.shape) else ""
         if fault:
             raise CheckpointError(f"{path} is damaged", why=f"{name}: {fault}")
     return found
@@ -109,17 +115,17 @@ def read_places(path: Path) -> dict[str, Stored]:
 def read_box(folder: Path, name: str, stored: Stored, box: Box) -> Tensor:
     """One box of a tensor, assembled from the stored boxes. Raises :class:`CheckpointError`."""
     result = torch.empty(box.sizes, dtype=stored.dtype)
-    for place in stored.places:
-        common = place.box.common(box)
+    for part in stored.boxes:
+        common = part.box.common(box)
         if common is None:
             continue
-        with reading(folder / place.file) as file:
-            file.seek(place.start)
-            content = file.read(place.length)
-        piece = load_tensor(content, f"{name} in {folder / place.file}")
-        if tuple(piece.shape) != place.box.sizes:
-            raise CheckpointError(f"{folder / place.file} is damaged", why=f"{name} is {list(piece.shape)} there")
-        result[common.within(box)] = piece[common.within(place.box)]
+        with reading(folder / part.file) as file:
+            file.seek(part.start)
+            content = file.read(part.length)
+        piece = load_tensor(content, f"{name} in {folder / part.file}")
+        if tuple(piece.shape) != part.box.sizes:
+            raise CheckpointError(f"{folder / part.file} is damaged", why=f"{name} is {list(piece.shape)} there")
+        result[common.within(box)] = piece[common.within(part.box)]
     return result
 
 

@@ -3,8 +3,8 @@
 DeepSpeed's own code splits optimizer state and the update over the data-parallel ranks. It is imported when a run
 starts, never before.
 
-Reading order: ``options``, ``library`` (finding DeepSpeed), ``partitions`` (the values that a rank updates), ``zero``
-(the used part of DeepSpeed), ``optimizer``, ``rule`` and ``state``.
+Reading order: ``options``, ``library`` (finding DeepSpeed), ``partitions`` (the values that a rank updates, and
+their boxes), ``zero`` (the used part of DeepSpeed), ``optimizer`` and ``rule``.
 """
 
 from __future__ import annotations

@@ -11,9 +11,8 @@ from megatron_run.contracts import Optimizer
 from megatron_run_engine.optim.flat import sum_of_squares
 from megatron_run_engine.runtime.gradients import build_buckets, main_grad
 from megatron_run_optimizer_deepspeed.library import data_group, find_deepspeed
-from megatron_run_optimizer_deepspeed.partitions import flat_groups
+from megatron_run_optimizer_deepspeed.partitions import flat_groups, iter_state, load_state
 from megatron_run_optimizer_deepspeed.rule import begin, make_rule, set_rates, state_bytes
-from megatron_run_optimizer_deepspeed.state import iter_state, load_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_run.config.faults import Fault, read_faults
-from megatron_run.contracts.activity import BESIDE, Collective
+from megatron_run.contracts.activity import BACKGROUND, Collective
 from megatron_run_engine.runtime.gradients.buckets import main_grad
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class _FaultInjector:
 
     def __call__(self, step: int, phase: str, detail: object) -> None:
         """Note that the rank enters ``phase``."""
-        entered = step, phase, isinstance(detail, Collective) and detail.scope == BESIDE
+        entered = step, phase, isinstance(detail, Collective) and detail.scope == BACKGROUND
         self._entered[entered] += 1
         for fault in self._faults:
             if fault.strikes(step, phase, self._entered[entered]):

@@ -63,7 +63,7 @@ class Checkpointing:
     def _make_async_saver(self) -> AsyncSaver:
         run, context = self._run, self._assembly.context
         rank, size = context.topology.rank, context.topology.sizes.world
-        activity = self._activity.beside()
+        activity = self._activity.in_background()
         # A process group of its own: the saver's thread issues collectives concurrently with the training, and on one
         # group the ranks would pair them up in different orders.
         aside = create_aside(size, timedelta(seconds=patience(run.config.run.timeout)), activity)
