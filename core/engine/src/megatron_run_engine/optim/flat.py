@@ -104,6 +104,7 @@ class FlatOptimizer(Optimizer):
         grads = [shard.grads for shard in self._shards if shard.updated]
         if grads:
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+        # Over the world: a rank that skipped the update alone would train other weights from here on.
         return self._groups.max_(found_inf, "world")
 
     def clip_(self, max_norm: float) -> Tensor:
@@ -114,6 +115,7 @@ class FlatOptimizer(Optimizer):
         norm = self._groups.sum_(squares, "world").sqrt()
         if max_norm > 0:
             # Multiply even by 1: a branch on the norm would make the host wait for the device.
+            # 1e-6 as in torch's clip_grad_norm_, so that a norm of 0 gives no division by 0.
             coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(self._main)
             for shard in self._shards:
                 shard.grads.mul_(coefficient)

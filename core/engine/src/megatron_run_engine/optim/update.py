@@ -89,6 +89,7 @@ class Update:
         for segment in self.segments:
             state = self._state(segment)
             if "step" in state:
+                # In place: it may be a tensor, whose device and dtype the rule chose, or a number.
                 state["step"] *= 0
 
     def drop_state(self) -> None:
@@ -169,6 +170,7 @@ def iter_state(update: Update) -> Iterator[StatePiece]:
                 box = flat[_within(segment, piece)].view(piece.sizes)
                 yield StatePiece(piece.part.name, field, piece.starts, piece.sizes, box)
             if piece.is_first:
+                # Over all ranks one piece of a logical tensor is the first, so the field is saved once.
                 for field, value in _of_the_whole(segment, state).items():
                     tensor = torch.as_tensor(value)
                     yield StatePiece(piece.part.name, field, (0,) * tensor.ndim, tuple(tensor.shape), tensor)
