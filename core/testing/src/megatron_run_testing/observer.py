@@ -72,6 +72,7 @@ def example_run(folder: Path, attempt: int = 1, first_step: int = 1, steps: int 
         plan="schedule  1f1b\n",
         timeline=example_timeline(),
         baselines={"byte bigram": 2.5},
+        run_id="0123456789abcdef",
     )
 
 

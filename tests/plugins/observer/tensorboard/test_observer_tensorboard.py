@@ -14,7 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_run.contracts import EvalMetrics
 from megatron_run.contracts.actions import Op
-from megatron_run_observer_tensorboard import STEP_TAGS, TensorBoard
+from megatron_run.contracts.observer import STEP_CURVES
+from megatron_run_observer_tensorboard import TensorBoard
 from megatron_run_observer_tensorboard.picture import COLOURS, draw
 from megatron_run_testing.observer import example_run, example_step
 
@@ -38,7 +39,7 @@ def test_every_number_of_a_step_is_a_curve(tmp_path: Path) -> None:
     trained(tmp_path).on_train_end("finished")
     reader = read(tmp_path)
     drawn = set(reader.Tags()["scalars"])
-    assert drawn == set(STEP_TAGS) | {"model/aux", "baseline/byte_bigram"}
+    assert drawn == set(STEP_CURVES) | {"model/aux", "baseline/byte_bigram"}
     points = reader.Scalars("train/loss")
     assert [(point.step, point.value, point.wall_time) for point in points] == [
         (step, 1 + step / 8, 1_700_000_000 + step) for step in range(1, 5)

@@ -191,4 +191,5 @@ def summarise(
         timeline=timeline(run.plans[max(run.plans)]),
         baselines=assembly.data.baselines(train.sequence_length, train.seed, validation),
         peak=peak,
+        run_id=folder.run_id,
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -11,6 +13,23 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts.actions import Action, Place
     from megatron_run.contracts.graph_capture import CaptureSize
+
+
+#: Name of a curve -> field of :class:`StepMetrics`.
+STEP_CURVES: Mapping[str, str] = {
+    "train/loss": "loss",
+    "train/grad_norm": "grad_norm",
+    "train/lr": "lr",
+    "train/skipped": "skipped_total",
+    "scaler/scale": "loss_scale",
+    "speed/step_s": "step_time_s",
+    "speed/tokens_per_s": "tokens_per_s",
+    "speed/tflops_per_device": "tflops_per_device",
+    "speed/mfu": "mfu",
+    "memory/peak_gib": "memory_peak_gib",
+    "data/samples": "samples",
+    "data/tokens": "tokens",
+}
 
 
 class Bar(NamedTuple):
@@ -48,6 +67,7 @@ class RunSummary:
     ``folder`` is the run folder, ``steps`` the last step, and ``first_step`` the first step of this attempt (1 unless
     resumed). ``config`` is the resolved configuration and ``plan`` the chosen plugins, both as text. ``timeline`` is
     one planned step of the pipeline; ``baselines`` are losses of simple models by name; ``peak`` is None if unknown.
+    ``run_id`` is the same in every attempt, and no other run has it.
     """
 
     folder: Path
@@ -61,6 +81,7 @@ class RunSummary:
     timeline: Timeline
     baselines: Mapping[str, float] = field(default_factory=dict)
     peak: DevicePeak | None = None
+    run_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,6 +111,11 @@ class StepMetrics:
     memory_peak_gib: float
     extra: Mapping[str, float] = field(default_factory=dict)
 
+    def curves(self) -> dict[str, float]:
+        """The finite values by their names in ``STEP_CURVES``; those of ``extra`` keep their own names."""
+        values = {name: getattr(self, field) for name, field in STEP_CURVES.items()} | dict(self.extra)
+        return _finite(values)
+
 
 @dataclass(frozen=True)
 class EvalMetrics:
@@ -100,6 +126,11 @@ class EvalMetrics:
     loss: float
     perplexity: float
     tokens: int
+
+    def curves(self) -> dict[str, float]:
+        """The finite values as ``eval/loss`` and ``eval/perplexity``; those of another split as ``eval_test/loss``."""
+        group = "eval" if self.split == "validation" else f"eval_{self.split}"
+        return _finite({f"{group}/loss": self.loss, f"{group}/perplexity": self.perplexity})
 
 
 @dataclass(frozen=True)
@@ -202,3 +233,16 @@ class Observer:
 
     def on_train_end(self, reason: str) -> None:
         """Training ended; ``reason`` is ``finished``, or why it stopped early."""
+
+
+def read_steps(text: str) -> range:
+    """The steps of ``5-8``, or of ``5`` alone, for the option of an observer. Raises ValueError."""
+    match = re.fullmatch(r"([0-9]{1,15})(?:-([0-9]{1,15}))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError("it must be a step, as 5, or first-last, as 5-8, counted from 1")
+    return range(first, last + 1)
+
+
+def _finite(values: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items() if value is not None and isfinite(value)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from math import isfinite
 from pathlib import Path
 from shlex import quote
 from shutil import which
@@ -15,22 +14,6 @@ from megatron_run.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from megatron_run_observer_tensorboard.events import EventFile
-
-#: Tag -> field of :class:`StepMetrics`.
-STEP_TAGS: Mapping[str, str] = {
-    "train/loss": "loss",
-    "train/grad_norm": "grad_norm",
-    "train/lr": "lr",
-    "train/skipped": "skipped_total",
-    "scaler/scale": "loss_scale",
-    "speed/step_s": "step_time_s",
-    "speed/tokens_per_s": "tokens_per_s",
-    "speed/tflops_per_device": "tflops_per_device",
-    "speed/mfu": "mfu",
-    "memory/peak_gib": "memory_peak_gib",
-    "data/samples": "samples",
-    "data/tokens": "tokens",
-}
 
 
 class TensorBoard(Observer):
@@ -58,13 +41,11 @@ class TensorBoard(Observer):
 
     def on_step_end(self, metrics: StepMetrics) -> None:
         """Write every number of the step; those of ``extra`` under their own names."""
-        numbers = {tag: getattr(metrics, field) for tag, field in STEP_TAGS.items()} | dict(metrics.extra)
-        self._write(numbers, metrics.step, metrics.time)
+        self._write(metrics.curves(), metrics.step, metrics.time)
 
     def on_eval_end(self, metrics: EvalMetrics) -> None:
         """Write ``eval/loss`` and ``eval/perplexity``; other splits have their own tags, such as ``eval_test/loss``."""
-        group = "eval" if metrics.split == "validation" else f"eval_{metrics.split}"
-        self._write({f"{group}/loss": metrics.loss, f"{group}/perplexity": metrics.perplexity}, metrics.step)
+        self._write(metrics.curves(), metrics.step)
 
     def on_sample(self, text: str) -> None:
         """Write the text verbatim: indented, so that TensorBoard does not read it as Markdown."""
@@ -83,9 +64,8 @@ class TensorBoard(Observer):
             sys.stdout.flush()
         self._close()
 
-    def _write(self, numbers: Mapping[str, float | None], step: int, time: float | None = None) -> None:
-        shown = {tag: float(number) for tag, number in numbers.items() if number is not None and isfinite(number)}
-        self._opened().scalars(shown, step, time)
+    def _write(self, numbers: Mapping[str, float], step: int, time: float | None = None) -> None:
+        self._opened().scalars(numbers, step, time)
         self._opened().flush()
 
     def _opened(self) -> EventFile:

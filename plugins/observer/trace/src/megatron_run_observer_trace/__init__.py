@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from megatron_run.contracts import Observer, PluginInfo, RunSummary, StepTrace
+from megatron_run.contracts.observer import read_steps
 from megatron_run.errors import InputError
 from megatron_run.hookspecs import hookimpl
 from megatron_run.pipeline.trace_events import trace_document, trace_events
@@ -24,15 +24,6 @@ if TYPE_CHECKING:
 SETTLED = 10
 #: Microseconds (the file's unit) per second (the unit of bars).
 SECOND = 1e6
-
-
-def read_steps(text: str) -> range:
-    """The steps of ``5-8``, or of ``5`` alone. Raises ValueError."""
-    match = re.fullmatch(r"([0-9]{1,15})(?:-([0-9]{1,15}))?", text)
-    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 1 <= first <= last:
-        raise ValueError("it must be a step, as 5, or first-last, as 5-8, counted from 1")
-    return range(first, last + 1)
 
 
 class Options(BaseModel):

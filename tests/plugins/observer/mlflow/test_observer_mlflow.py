@@ -1,0 +1,80 @@
+"""observer=mlflow: what reaches a store, and what a server that hangs costs."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from time import monotonic
+
+import pytest
+
+from megatron_run.contracts import EvalMetrics
+from megatron_run.contracts.observer import STEP_CURVES
+from megatron_run_observer_mlflow import MLflow, Options
+from megatron_run_testing.observer import example_run, example_step, observer_checks
+from tests.contracts.conformance import failures
+
+mlflow = pytest.importorskip("mlflow")
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """MLflow's store of files: the only one that needs neither a server nor a database."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    return (tmp_path / "store").as_uri()
+
+
+def test_it_passes_its_kinds_suite(store: str) -> None:
+    assert failures(observer_checks(lambda: MLflow(Options(uri=store)))) == {}
+
+
+def test_two_attempts_are_one_run_with_every_number(store: str, tmp_path: Path) -> None:
+    for attempt, steps, reason in ((1, (1, 2), "stopped"), (2, (2, 3), "finished")):
+        observer = MLflow(Options(uri=store, experiment="mine", name="third try"))
+        observer.on_train_start(example_run(tmp_path, attempt=attempt, first_step=steps[0]))
+        for step in steps:
+            observer.on_step_end(example_step(step, attempt + step / 8))
+        observer.on_eval_end(EvalMetrics(steps[-1], "validation", 2.5, 12.5, 64))
+        observer.on_sample("once upon a time")
+        observer.on_train_end(reason)
+    client = mlflow.tracking.MlflowClient(store)
+    (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("third try", "FINISHED")
+    assert run.data.params["parameters"] == "1000"
+    assert set(run.data.metrics) == set(STEP_CURVES) | {"model/aux", "eval/loss", "eval/perplexity"}
+    losses = [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "train/loss")]
+    assert losses == [(1, 1.125), (2, 1.25), (2, 2.25), (3, 2.375)]
+    texts = {file.path for file in client.list_artifacts(run.info.run_id)}
+    assert texts == {"config.yaml", "plan.txt", "sample.txt"}
+
+
+def test_a_run_that_fails_is_marked_as_failed(store: str, tmp_path: Path) -> None:
+    observer = MLflow(Options(uri=store))
+    observer.on_train_start(example_run(tmp_path))
+    observer.on_error(RuntimeError("a rank died"))
+    client = mlflow.tracking.MlflowClient(store)
+    (run,) = client.search_runs([client.get_experiment_by_name("megatron-run").experiment_id])
+    assert run.info.status == "FAILED"
+
+
+def test_a_server_that_hangs_delays_only_the_end_and_is_told(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        observer = MLflow(Options(uri=f"http://127.0.0.1:{nobody.getsockname()[1]}", timeout_s=0.2))
+        start = monotonic()
+        observer.on_train_start(example_run(tmp_path))
+        for step in range(100):
+            observer.on_step_end(example_step(step))
+        with pytest.raises(RuntimeError, match=r"within 0\.2 s"):
+            observer.on_train_end("finished")
+        assert monotonic() - start < 60  # a request of MLflow's waits for two minutes, seven times
+
+
+def test_what_a_server_refuses_is_raised_by_a_later_event(tmp_path: Path) -> None:
+    observer = MLflow(Options(uri="nonsense://nowhere", timeout_s=30))
+    observer.on_train_start(example_run(tmp_path))
+    observer.on_step_end(example_step(1))
+    with pytest.raises(Exception, match="nonsense"):
+        observer.on_train_end("finished")
