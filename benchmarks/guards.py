@@ -1,6 +1,6 @@
 """What the guards of a step cost, in processor time, which other work on the machine does not lengthen as much.
 
-    python benchmarks/guards.py [RUNS]
+    python -m benchmarks.guards [--quick]
 
 Comparing replicas is hashing every weight, so it is set beside the update of as many, which every step makes. The rest
 is what a step on which nothing is wrong pays: one look at the losses' window, and one mark at each change of phase.
@@ -8,14 +8,14 @@ is what a step on which nothing is wrong pays: one look at the losses' window, a
 
 from __future__ import annotations
 
-import platform
 import statistics
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
+from benchmarks.support.command import run
+from benchmarks.support.report import table
 from megatron_run.contracts.activity import Activity
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run_engine.runtime.comm import Groups
@@ -27,6 +27,7 @@ from megatron_run_testing.build_contexts import context_at
 VALUES = 2**24
 #: Phases that are entered for one time of one.
 ENTERED = 10_000
+RUNS, FEW = 15, 3
 
 
 def measured(work: Callable[[], object], runs: int) -> float:
@@ -54,9 +55,9 @@ def enter_phases(*, timed: bool) -> Callable[[], None]:
     return work
 
 
-def main() -> None:
-    """Measure and print a table."""
-    runs = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+def report(*, quick: bool) -> Iterator[str]:
+    """What each guard takes."""
+    runs = FEW if quick else RUNS
     torch.set_num_threads(1)
     weights = torch.nn.Parameter(torch.randn(VALUES))
     weights.grad = torch.randn(VALUES)
@@ -71,11 +72,11 @@ def main() -> None:
         "a change of phase, us": measured(enter_phases(timed=False), runs) / ENTERED * 1e6,
         "a change of phase that is timed, us": measured(enter_phases(timed=True), runs) / ENTERED * 1e6,
     }
-    print(f"{platform.machine()}, one thread, torch {torch.__version__}, {runs} runs\n")
-    print("| | processor time, median |\n|---|---|")
-    for name, value in rows.items():
-        print(f"| {name} | {value:.2g} |")
+    yield f"\nOne thread, {runs} runs.\n"
+    yield from table(
+        ("", "processor time, median"), ((name, f"{float(f'{value:.2g}'):g}") for name, value in rows.items())
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run("guards", "What guards cost", __doc__ or "", report)

@@ -1,19 +1,23 @@
 """How long does a user wait for `megatron-run plugins list`? It reads metadata and imports no plugin.
 
-    python benchmarks/listing_plugins.py [RUNS]
+    python -m benchmarks.listing_plugins [--quick]
 
 Prints the wall time of whole processes, beside a Python that does nothing and one that imports torch.
 """
 
 from __future__ import annotations
 
-import platform
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.metadata import distributions
 
+from benchmarks.support.command import run
+from benchmarks.support.report import table
+
+RUNS, FEW = 7, 3
 COMMANDS = {
     "python -c pass": ["-c", "pass"],
     "import megatron_run": ["-c", "import megatron_run"],
@@ -29,21 +33,17 @@ def seconds(arguments: list[str]) -> float:
     return time.perf_counter() - start
 
 
-def main() -> None:
-    """Measure each command ``RUNS`` times, in turns, and print a table."""
-    runs = int(sys.argv[1]) if len(sys.argv) > 1 else 10
+def report(*, quick: bool) -> Iterator[str]:
+    """How long each command takes, in turns with the others."""
+    runs = FEW if quick else RUNS
     times: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for _ in range(runs):
         for name, arguments in COMMANDS.items():
             times[name].append(seconds(arguments))
-    installed = sum(1 for _ in distributions())
-    print(
-        f"{platform.machine()}, Python {platform.python_version()}, {installed} distributions installed, {runs} runs\n"
-    )
-    print("| process | least, ms | median, ms |\n|---|---|---|")
-    for name, measured in times.items():
-        print(f"| {name} | {min(measured) * 1e3:.0f} | {statistics.median(measured) * 1e3:.0f} |")
+    yield f"\n{sum(1 for _ in distributions())} distributions installed, {runs} runs.\n"
+    rows = ((name, f"{min(each) * 1e3:.0f}", f"{statistics.median(each) * 1e3:.0f}") for name, each in times.items())
+    yield from table(("process", "least, ms", "median, ms"), rows)
 
 
 if __name__ == "__main__":
-    main()
+    run("listing_plugins", "Listing plugins", __doc__ or "", report)

@@ -1,15 +1,14 @@
 """How long does a user wait for `megatron-run schedule show` of a very large pipeline? The goal is 2 s.
 
-    python benchmarks/schedule_show.py [RUNS]
+    python -m benchmarks.schedule_show [--quick]
 
 Whole processes: start, generate the action lists, verify, and print, for 64 stages x 8 chunks and 512
-microbatches, which are 524,288 actions. Prints wall time, and
-processor time, which other work on the machine does not lengthen as much.
+microbatches, which are 524,288 actions. Prints wall time, and processor time, which other work on the machine does not
+lengthen as much.
 """
 
 from __future__ import annotations
 
-import os
 import platform
 import resource
 import statistics
@@ -17,8 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.support.command import run
+from benchmarks.support.report import table
+
+RUNS, FEW = 7, 1
 SMALL = ("--stages", "4", "--chunks", "2", "--microbatches", "8")
 LARGE = ("--stages", "64", "--chunks", "8", "--microbatches", "512")
 SHOW = ("-m", "megatron_run_cli", "schedule", "show", "--plugin", "schedule=interleaved")
@@ -43,20 +47,23 @@ def commands(folder: Path) -> dict[str, tuple[str, ...]]:
     }
 
 
-def main() -> None:
-    """Measure each command ``RUNS`` times, in turns, and print a table."""
-    runs = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+def report(*, quick: bool) -> Iterator[str]:
+    """How long each command takes, in turns with the others."""
+    runs = FEW if quick else RUNS
     times: dict[str, list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(runs):
             for name, arguments in commands(Path(folder)).items():
                 times.setdefault(name, []).append(seconds(arguments))
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {runs} runs\n")
-    print("| schedule show | wall, least, s | wall, median, s | processor, median, s |\n|---|---|---|---|")
-    for name, measured in times.items():
-        wall, processor = zip(*measured, strict=True)
-        print(f"| {name} | {min(wall):.2f} | {statistics.median(wall):.2f} | {statistics.median(processor):.2f} |")
+    yield f"\nPython {platform.python_version()}, {runs} runs.\n"
+    columns = ("schedule show", "wall, least, s", "wall, median, s", "processor, median, s")
+    yield from table(columns, (row(name, *zip(*each, strict=True)) for name, each in times.items()))
+
+
+def row(name: str, wall: tuple[float, ...], processor: tuple[float, ...]) -> tuple[str, ...]:
+    """A line of the table."""
+    return name, *(f"{value:.2f}" for value in (min(wall), statistics.median(wall), statistics.median(processor)))
 
 
 if __name__ == "__main__":
-    main()
+    run("schedule_show", "schedule show of a very large pipeline", __doc__ or "", report)

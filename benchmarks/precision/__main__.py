@@ -1,45 +1,47 @@
 """Whether bf16 learns what fp32 learns, and fp16 gets along with a loss scale that starts far too high.
 
-    python -m benchmarks.precision [STEPS]
+    python -m benchmarks.precision [--quick] > benchmarks/results/precision.md
 
 Trains a smaller model on the default run's data in each precision: the same weights, samples and rates. fp16 starts
 with the dynamic scaler's 2^32. Writes the losses of every step to benchmarks/results/precision.csv and draws them in
-docs/images/precision.svg; prints benchmarks/results/precision.md. Fails when a goal is missed.
+docs/images/precision.svg; prints benchmarks/results/precision.md. Fails when a goal is missed. ``--quick`` takes fewer
+steps, and writes and draws nothing.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.precision.curves import RUNS, SMALLER, Curve, apart, learned, read, read_csv, train_all, write_csv
 from benchmarks.precision.draw import picture
+from benchmarks.support.command import run
 from benchmarks.support.ranks import ROOT
-from benchmarks.support.report import heading, table
+from benchmarks.support.report import table
 
 #: How far the mean loss of the last quarter of the steps may lie from fp32's.
 TOLERANCE = 0.02
 AFTER_SKIPS = 0.05
-STEPS = 200
+STEPS, FEW = 200, 60
 DATA = ROOT / "benchmarks/results/precision.csv"
 PICTURE = ROOT / "docs/images/precision.svg"
 
 
-def main() -> None:
+def report(*, quick: bool) -> Iterator[str]:
     """Train, write, draw, and judge."""
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS
+    steps = FEW if quick else STEPS
     with tempfile.TemporaryDirectory() as folder:
         train_all(Path(folder), steps)
         curves = {precision: read(Path(folder, precision)) for precision in RUNS}
-    write_csv(DATA, curves)
-    PICTURE.write_text(picture(read_csv(DATA)), encoding="utf-8")
-    print("\n".join(heading("Precisions", ("python", "-m", "benchmarks.precision", str(steps)))))
-    print(f"\nThe default run's data and rates, {' '.join(SMALLER)}, {steps} steps.")
-    print("Loss is the mean of the last quarter of the steps, beside fp32's as many steps earlier as were skipped.")
-    print(f"Goal: at most {TOLERANCE} apart, {AFTER_SKIPS} where steps were skipped, whose samples are other ones.\n")
+    if not quick:
+        write_csv(DATA, curves)
+        PICTURE.write_text(picture(read_csv(DATA)), encoding="utf-8")
+    yield f"\nThe default run's data and rates, {' '.join(SMALLER)}, {steps} steps."
+    yield "Loss is the mean of the last quarter of the steps, beside fp32's as many steps earlier as were skipped."
+    yield f"Goal: at most {TOLERANCE} apart, {AFTER_SKIPS} where steps were skipped, whose samples are other ones.\n"
     columns = ("run", "skipped", "first scale", "last scale", "loss", "beside fp32")
-    print("\n".join(table(columns, (row(name, curve, curves["fp32"]) for name, curve in curves.items()))))
+    yield from table(columns, (row(name, curve, curves["fp32"]) for name, curve in curves.items()))
     missed = [name for name, curve in curves.items() if not _is_near(curve, curves["fp32"])]
     if missed:
         raise SystemExit(f"the goal is missed by {', '.join(missed)}")
@@ -56,4 +58,4 @@ def _is_near(curve: Curve, fp32: Curve) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    run("precision", "Precisions", __doc__ or "", report)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import runpy
+import sys
 import time
 from collections.abc import Iterator
 
@@ -15,7 +17,14 @@ from benchmarks.support.compare import compare
 from benchmarks.support.quiet import busy_seconds, undisturbed
 from benchmarks.support.ranks import on_ranks
 from benchmarks.support.report import heading, table
+from tests.support.checkout import ROOT
 
+#: A benchmark is a package that runs, or a module.
+BENCHMARKS = sorted(
+    path.parent.name if path.name == "__main__.py" else path.stem
+    for pattern in ("*.py", "*/__main__.py")
+    for path in (ROOT / "benchmarks").glob(pattern)
+)
 NAN, INFINITE = float("nan"), float("inf")
 
 
@@ -60,6 +69,24 @@ def test_a_benchmark_of_one_part_has_no_parts_to_choose(capsys: pytest.CaptureFi
     assert capsys.readouterr().out.splitlines()[-1] == "one, quick=True"
     with pytest.raises(SystemExit):
         run("numbers", "Numbers", "Counts.", one, ["--only", "one"])
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_says_what_it_does_and_can_be_quick(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = f"benchmarks.{name}"
+    for program in (module, f"{module}.__main__"):
+        if not hasattr(sys.modules.get(program), "__path__"):
+            monkeypatch.delitem(sys.modules, program, raising=False)  # another test's, which is not run as a program
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__")
+    assert ended.value.code == 0
+    usage = " ".join(capsys.readouterr().out.split())
+    assert f"usage: python -m {module} " in usage
+    assert "--quick" in usage
+    assert f"`{module}`" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.multiproc
