@@ -10,7 +10,7 @@ import pytest
 
 from megatron_run_cli.main import main
 from tests.support.commands import free_port, world_of_two
-from tests.support.forked import ForkedCommand
+from tests.support.forked import ForkedCommand, forked_command
 
 Output = pytest.CaptureFixture[str]
 
@@ -149,12 +149,9 @@ def megatron_run_create_model(context, options):
 
 
 @pytest.mark.multiproc
-def test_a_model_that_cannot_be_built_in_advance_is_left_to_its_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_model_that_cannot_be_built_in_advance_is_left_to_its_ranks(tmp_path: Path) -> None:
     (tmp_path / "touchy.py").write_text(MODEL)
     sets = ("run.folder=run", "run.threads=1", "train.steps=1", "eval.batches=1")
     words = ["--plugin", "model=./touchy.py", *shlex.split(TWO), *(word for each in sets for word in ("--set", each))]
-    assert main(["preset:tiny", "--quiet", *words]) == 0
+    assert forked_command(("preset:tiny", "--quiet", *words), tmp_path).returncode == 0
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1

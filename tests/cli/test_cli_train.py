@@ -1,6 +1,6 @@
 """The command on real ranks: local ones, torchrun's, and those of two torchrun agents.
 
-One run of each starts its processes; the others are forked, see ``tests/support/forked.py``.
+One run of each starts its ranks; others, and torchrun's agents, are forked, see ``tests/support/forked.py``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import COMMAND, TORCHRUN, free_port, run_command, started
-from tests.support.forked import ForkedCommand, forked_command
+from tests.support.commands import COMMAND, TORCHRUN, free_port, run_command
+from tests.support.forked import TORCHRUN_AGENT, ForkedCommand, forked_command
 from tests.support.processes import alive, wait_until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(180)]
@@ -203,8 +203,8 @@ def test_torchrun_starts_the_ranks_and_again_after_one_has_died(tmp_path: Path) 
     """The agent's store outlives the ranks: the second attempt must not read the notes of the first."""
     (tmp_path / "dies_once.py").write_text(DIES_ONCE)
     words = (*SHORT, "--plugin", "scaler=./dies_once.py", "--set", "run.timeout=20")
-    agent = (*TORCHRUN, "--max-restarts", "1", "--nproc-per-node", "2", "-m", "megatron_run_cli")
-    done = run_command((*agent, *words), tmp_path, timeout=90)
+    agent = ("--max-restarts", "1", "--nproc-per-node", "2", "-m", "megatron_run_cli")
+    done = forked_command((*agent, *words), tmp_path, program=TORCHRUN_AGENT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 3/3  loss") == 1
     assert log(tmp_path, 1).exists()
@@ -213,17 +213,23 @@ def test_torchrun_starts_the_ranks_and_again_after_one_has_died(tmp_path: Path) 
     assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("finished", 3)
 
 
+@pytest.mark.nightly  # torchrun itself, and its own way to end
+def test_under_torchrun_a_mistake_is_said_once(tmp_path: Path) -> None:
+    words = ("--nproc-per-node", "2", "-m", "megatron_run_cli", *SHORT, "--set", "train.lrr=1")
+    done = run_command((*TORCHRUN, *words), tmp_path)
+    assert done.returncode == 1  # torchrun's own, whatever its workers return
+    assert done.stderr.count("megatron-run: unknown key train.lrr") == 1
+    assert "exitcode  : 2" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_two_torchrun_agents_are_one_run(tmp_path: Path) -> None:
     meeting = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port")
     with ExitStack() as stack:
         port = str(free_port())
         agents = [
-            stack.enter_context(
-                started(
-                    (*TORCHRUN, *meeting, port, "--node-rank", str(node), "-m", "megatron_run_cli", *SHORT), tmp_path
-                )
-            )
-            for node in range(2)
+            stack.enter_context(ForkedCommand((*words, *SHORT), tmp_path, program=TORCHRUN_AGENT))
+            for words in ((*meeting, port, "--node-rank", str(node), "-m", "megatron_run_cli") for node in range(2))
         ]
         (first, errors), (second, others) = (agent.communicate(timeout=90) for agent in agents)
     assert [agent.returncode for agent in agents] == [0, 0], errors + others

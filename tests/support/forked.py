@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -126,19 +127,23 @@ def run_forked(request: Request, fault: str = "", timeout: float = 60.0, max_res
         return run.wait()
 
 
+#: Programs that can be forked, by the function that they call.
+MEGATRON_RUN, TORCHRUN_AGENT = "megatron_run_cli.__main__:program", "torch.distributed.run:main"
+
+
 class ForkedCommand:
     """``megatron-run`` with ``words`` in ``folder``, as :class:`subprocess.Popen` would start it, under way.
 
-    Used as a context, it leaves nothing behind: its ranks end with it.
+    Used as a context, it leaves nothing behind: its ranks end with it. What another ``program`` starts is not forked.
     """
 
-    def __init__(self, words: Sequence[str], folder: Path, **variables: str) -> None:
+    def __init__(self, words: Sequence[str], folder: Path, *, program: str = MEGATRON_RUN, **variables: str) -> None:
         start_server()
         self.args = tuple(words)
         self.returncode: int | None = None
         self._said = tempfile.TemporaryDirectory()
         environment = {**os.environ, **variables}
-        told = (self.args, str(folder), environment, self._said.name)
+        told = (program, self.args, str(folder), environment, self._said.name)
         self._process = CONTEXT.Process(target=_command, args=told)
         self._process.start()
 
@@ -171,16 +176,21 @@ class ForkedCommand:
 
 
 def forked_command(
-    words: Sequence[str], folder: Path, *, timeout: float = 90, variables: Mapping[str, str] | None = None
+    words: Sequence[str],
+    folder: Path,
+    *,
+    timeout: float = 90,
+    variables: Mapping[str, str] | None = None,
+    program: str = MEGATRON_RUN,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``megatron-run`` with ``words`` in ``folder`` to its end."""
-    with ForkedCommand(words, folder, **(variables or {})) as command:
+    with ForkedCommand(words, folder, program=program, **(variables or {})) as command:
         out, err = command.communicate(timeout)
         assert command.returncode is not None
         return subprocess.CompletedProcess(command.args, command.returncode, out, err)
 
 
-def _command(words: tuple[str, ...], folder: str, environment: Mapping[str, str], said: str) -> None:
+def _command(program: str, words: tuple[str, ...], folder: str, environment: Mapping[str, str], said: str) -> None:
     """What is between a fork and the command's program."""
     os.setsid()
     os.chdir(folder)
@@ -190,10 +200,8 @@ def _command(words: tuple[str, ...], folder: str, environment: Mapping[str, str]
     sys.argv[:] = ["megatron-run", *words]
     for name, descriptor in (("out", 1), ("err", 2)):
         os.dup2(os.open(Path(said) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    from megatron_run_cli.__main__ import program
-
     with _forking_ranks(lambda pid: None):
-        program()
+        pkgutil.resolve_name(program)()
 
 
 def _launch(pipe: Connection, request: str, environment: Mapping[str, str], max_restarts: int) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from megatron_run.contracts.actions import ScheduleSpec
 from megatron_run.errors import ExitCode, InputError
 from megatron_run_engine import train
 from megatron_run_engine.launch import FailedRunError
-from tests.support.commands import COMMAND, free_port, run_command
+from tests.support.commands import free_port
+from tests.support.forked import ForkedCommand
 
 SETS = {"train.steps": 3, "eval.interval": 0, "run.threads": 1, "observer.use": "jsonl"}
 
@@ -162,15 +162,16 @@ def slurm_step(folder: Path, *words: str, ranks: int = 2) -> list[tuple[int, str
         "MASTER_PORT": str(free_port()),
     }
 
-    def task(rank: int) -> tuple[int, str]:
+    def task(rank: int) -> ForkedCommand:
         place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
         seed = {"MEGATRON_RUN_SET": f"train.seed={rank}"} if "differ" in words else {}
         typed = tuple(word for word in words if word != "differ")
-        done = run_command((*COMMAND, *typed), folder, variables={**common, **place, **seed})
-        return done.returncode, done.stderr
+        return ForkedCommand(typed, folder, **common, **place, **seed)
 
-    with ThreadPoolExecutor(ranks) as threads:
-        return list(threads.map(task, range(ranks)))
+    with ExitStack() as stack:
+        tasks = [stack.enter_context(task(rank)) for rank in range(ranks)]
+        said = [task.communicate(timeout=90)[1] for task in tasks]
+        return [(task.returncode or 0, err) for task, err in zip(tasks, said, strict=True)]
 
 
 TINY = ("preset:tiny", "--set", "run.folder=run", "--set", "run.threads=1", "--set", "train.steps=3")
