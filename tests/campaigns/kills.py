@@ -53,6 +53,7 @@ class Kills:
         self._learned, self._bits = learned(whole), saved_bits(whole, LAST)
         self.struck: Counter[str] = Counter()
         self.seconds: list[float] = []
+        self.alone: list[float] = []
 
     def trial(self, seed: int) -> Sequence[str]:
         """Kill a rank, look at what is saved, go on; what was not as promised. A fault that did not come is redrawn."""
@@ -66,6 +67,9 @@ class Kills:
             shutil.rmtree(folder)
         self.struck[fault.partition("at=")[2].partition(",")[0]] += 1
         self.seconds.append(died.seconds)
+        rank = int(fault.partition("rank=")[2].partition(",")[0])
+        log = folder / "logs" / "attempt-001" / f"rank-{rank:05d}.log"  # its last word is what befell it
+        self.alone.append(died.ended - log.stat().st_mtime)
         faults = [] if died.code == 4 and "was killed by SIGKILL" in died.message else [f"{died.code} {died.message}"]
         faults += lost(folder) + self._continued(folder)
         shutil.rmtree(folder)
@@ -104,6 +108,7 @@ def kills(folder: Path, count: int, seed: int, jobs: int) -> Figures:
     )
     figures.notes += [
         f"median {statistics.median(trials.seconds):.2f} s from the start of a run of {WORLD} ranks to its end",
+        f"at most {max(trials.alone):.1f} s from the kill until the run has ended",
         ", ".join(f"{phase} {struck}" for phase, struck in sorted(trials.struck.items())),
     ]
     return figures
