@@ -34,7 +34,7 @@ def imported_by(file: Path) -> set[str]:
 
 
 def entries_of(member: Member) -> list[str]:
-    return [name for name in HOUSE.entries if name.startswith(f"{member.package}.")]
+    return sorted({entry_of(name) for name in HOUSE.files if name.startswith(f"{member.package}.")})
 
 
 def test_the_floors_are_few_and_only_the_command_is_above_them() -> None:

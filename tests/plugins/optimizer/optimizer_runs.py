@@ -100,7 +100,7 @@ def _run_case(rank: int, world: int, case: Case) -> Held:
         _watch_steps(assemblies[0], held, case.planted if case.planted and case.planted.rank == rank else None)
         return assemblies[0]
 
-    sets = ("eval.interval=0", *case.sets)
+    sets = ("eval.interval=0", "eval.batches=1", *case.sets)
     request = Request(configs=("preset:tiny",), sets=sets, plugins=case.plugins, nproc=world)
     with mock.patch("megatron_run_engine.training.build.build", watched_build):
         seen = train_here(rank, world, request.to_json())

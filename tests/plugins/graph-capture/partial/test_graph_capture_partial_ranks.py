@@ -8,8 +8,9 @@ from megatron_run.config.request import Request
 from tests.support.training import Seen, train_many
 
 pytestmark = pytest.mark.multiproc
+LITTLE = ("train.sequence_length=16", "eval.batches=1", "model.dropout=0.1")
 SHORT = ("train.steps=4", "eval.interval=3")
-PIPELINE = ("train.steps=8", "eval.interval=5")
+PIPELINE = ("train.steps=5", "eval.interval=4")
 GROWING = ("train.ramp_up.start=4", "train.ramp_up.increment=4", "train.ramp_up.samples=16")
 #: Name -> (plugins, settings, options of the capture).
 RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
@@ -39,7 +40,7 @@ RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
 def request(name: str, *, captured: bool) -> Request:
     plugins, sets, options = RUNS[name]
     capture = (f"graph-capture=partial,{options}",) if captured else ()
-    return Request(configs=("preset:tiny",), sets=(*sets, "model.dropout=0.1"), plugins=(*plugins, *capture), nproc=2)
+    return Request(configs=("preset:tiny",), sets=(*LITTLE, *sets), plugins=(*plugins, *capture), nproc=2)
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,13 @@ import pytest
 from tests.plugins.optimizer.optimizer_runs import Case, Held, Planted, run_cases
 
 SETS = (
+    "model.num_layers=2",
+    "train.sequence_length=8",
     "train.steps=3",
     "train.lr_warmup=0",  # the first step of a warm-up changes nothing
     "train.precision=fp16",
     "train.micro_batch_size=1",
+    "train.global_batch_size=4",
     "scaler.initial_loss_scale=1024",
     "scaler.hysteresis=1",
     "optimizer.bucket_size=3000",
