@@ -225,6 +225,11 @@ def test_the_description_says_what_is_not_kept(sets: list[str], line: str) -> No
     assert found == [line] * bool(line)
 
 
+def test_the_description_counts_what_a_split_backward_holds() -> None:
+    text = describe(resolved(plugins=["schedule=zero-bubble"], sets=["train.global_batch_size=32"]))
+    assert "in flight at most 2, 1 by stage (2, 2 with those that W still reads), bubble" in text
+
+
 def test_the_description_as_data_is_json() -> None:
     data = json.loads(json.dumps(run_record(resolved(plugins=["schedule=interleaved"]))))
     assert data["plugins"]["schedule"][0]["origin"] == "--plugin schedule=interleaved"

@@ -72,11 +72,13 @@ class SegmentRunner:
             self._offload.enter(microbatch, segments[0].layer)
         index = 0
         while index < len(segments):
-            region = self._regions.get(id(segments[index])) if microbatch.train else None
+            region = self._region_at(segments[index], microbatch)
             if region is not None and self._capture is not None:
                 self._replay(self._capture, region, microbatch, environment)
                 index += len(region.segments)
                 continue
+            if region is not None:
+                self._note_inputs(region, environment)
             together = self._alike(segments[index:]) if learns else segments[index : index + 1]
             with self._saving(together) if learns else nullcontext():
                 if learns and together[0].recompute:
@@ -84,6 +86,10 @@ class SegmentRunner:
                 else:
                     self._run_eagerly(microbatch, together[0], environment)
             index += len(together)
+
+    def _region_at(self, segment: Segment, microbatch: Microbatch) -> Region | None:
+        """The watched region that begins with ``segment``; none in evaluation."""
+        return self._regions.get(id(segment)) if microbatch.train else None
 
     def _alike(self, segments: Sequence[Segment]) -> Sequence[Segment]:
         """The first of ``segments`` and, if it is recomputed, those after it that are recomputed with it."""
@@ -103,14 +109,17 @@ class SegmentRunner:
         return self._offload.saving(parameter for segment in segments for parameter in segment.params)
 
     def _run_eagerly(self, microbatch: Microbatch, segment: Segment, environment: Environment) -> None:
-        region = self._regions.get(id(segment)) if microbatch.train else None
-        if region is not None:
-            self._examples[region] = tuple(_without_values(environment[name]) for name in region.inputs)
+        region = self._region_at(segment, microbatch)
+        if region is not None and environment.keys() >= {*region.inputs}:
+            self._note_inputs(region, environment)  # it begins among segments that are recomputed together
         self._make_ready(segment)
         self._rng.position(microbatch, segment.layer, segment.index)
         result = segment.fn(*(environment[name] for name in segment.inputs))
         outputs = result if isinstance(result, tuple) else (result,)
         environment.update(zip(segment.outputs, outputs, strict=True))
+
+    def _note_inputs(self, region: Region, environment: Environment) -> None:
+        self._examples[region] = tuple(_without_values(environment[name]) for name in region.inputs)
 
     def _replay(self, capture: GraphCapture, region: Region, microbatch: Microbatch, environment: Environment) -> None:
         last = region.segments[-1]

@@ -113,9 +113,11 @@ def _plans(run: ResolvedRun) -> list[str]:
     lines = []
     for count in sorted(run.plans):
         record = _plan_record(run.plans[count])
-        peaks = ", ".join(map(str, record["peak_in_flight"]))
+        peaks = f"{', '.join(map(str, record['peak_in_flight']))} by stage"
+        if record["peak_held"] != record["peak_in_flight"]:
+            peaks += f" ({', '.join(map(str, record['peak_held']))} with those that W still reads)"
         step = f"step of {plural(count, 'microbatch')}"
-        lines.append(f"{step}: in flight at most {peaks} by stage, bubble {record['bubble']:.1%}")
+        lines.append(f"{step}: in flight at most {peaks}, bubble {record['bubble']:.1%}")
     return lines
 
 
@@ -136,6 +138,7 @@ def _plan_record(plan: Plan) -> dict[str, Any]:
     return {
         "microbatches": plan.microbatches,
         "peak_in_flight": list(plan.peak_in_flight),
+        "peak_held": list(plan.peak_held),
         "bubble": timeline(plan).bubble_fraction,
     }
 
