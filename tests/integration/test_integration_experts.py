@@ -79,7 +79,13 @@ SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
 PRODUCT = [
     Split(model, *shape, sequence, dispatcher, recompute, optimizer, schedule)
     for model, shape, sequence, dispatcher, recompute, optimizer, schedule in product(
-        MODELS, SHAPES, (False, True), ("alltoall", "allgather"), ("none", "full"), ("adamw", "zero1"), SCHEDULES
+        MODELS,
+        SHAPES,
+        (False, True),
+        ("alltoall", "allgather"),
+        ("none", "full", "moe_dispatch,moe_experts"),
+        ("adamw", "zero1"),
+        SCHEDULES,
     )
     if (shape[1] > 1 or not sequence)  # tensor-parallel ranks share a sequence
     and (shape[0] > 1 or dispatcher == "alltoall")  # without expert-parallel ranks nothing is dispatched

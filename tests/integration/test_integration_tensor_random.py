@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
 STEPS = 4 if WHOLE else 2
 SETS = ("model.num_heads=4", "model.dropout=0.1", f"train.steps={STEPS}", "eval.interval=0", "eval.batches=1")
 ONE, SEQUENCE, RECOMPUTE = ("parallel.tensor=1",), ("parallel.sequence=true",), ("train.recompute=full",)
+SELECTIVE = ("train.recompute=core_attn,mlp", "train.offload=attn,head")
 
 
 def case(schedule: tuple[str, ...] = (), *sets: str) -> Case:
@@ -44,9 +45,11 @@ CASES: dict[int, dict[str, Case]] = {
         "t2 p2 again": case(("schedule=1f1b",)),
         "t2 p2 recompute": case(("schedule=1f1b",), *RECOMPUTE),
         "t2 zero-bubble": case(("schedule=zero-bubble",)),
+        "t2 zero-bubble selective": case(("schedule=zero-bubble",), *SELECTIVE),
         "t2 d2": case((), "parallel.data=2"),
         "t2 p2 sequence": case(("schedule=interleaved",), *SEQUENCE),
         "t2 p2 sequence recompute": case(("schedule=interleaved",), *SEQUENCE, *RECOMPUTE),
+        "t2 p2 sequence selective": case(("schedule=interleaved",), *SEQUENCE, *SELECTIVE),
         "t2 d2 sequence": case((), *SEQUENCE, "parallel.data=2"),
     },
 }
@@ -59,6 +62,8 @@ ALIKE = [
     ("t2 sequence", "t2 sequence recompute"),
     ("t2 p2", "t2 p2 recompute"),
     ("t2 p2 sequence", "t2 p2 sequence recompute"),
+    ("t2 p2 sequence", "t2 p2 sequence selective"),
+    ("t2 zero-bubble", "t2 zero-bubble selective"),
     *([(name, f"{name} again") for name in ("t1", "t2", "t2 p2")] if WHOLE else []),
 ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,17 +58,18 @@ class Done:
 
     def equals(self, other: Done) -> bool:
         """Bit for bit."""
-        return (
-            all(map(torch.equal, self.losses, other.losses))
-            and all(map(torch.equal, self.weights, other.weights))
-            and torch.equal(self.stream, other.stream)
-        )
+        return self.losses_and_weights_equal(other) and torch.equal(self.stream, other.stream)
+
+    def losses_and_weights_equal(self, other: Done) -> bool:
+        """Bit for bit, wherever the random stream stands: what is recomputed moves it again."""
+        return all(map(torch.equal, self.losses, other.losses)) and all(map(torch.equal, self.weights, other.weights))
 
 
 class Pipeline:
     """A gpt over ``stages`` x ``chunks`` places, one layer each unless ``model`` has more; SGD updates it.
 
-    ``options`` are those of the capture, or ``make`` makes it; microbatches have two samples of 16 tokens.
+    ``train`` overrides keys of that section. ``options`` are those of the capture, or ``make`` makes it; microbatches
+    have two samples of 16 tokens.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Pipeline:
         model: GptOptions = SMALL,
         dtype: torch.dtype = torch.float32,
         make: Callable[[BuildContext], RegionCapture] | None = None,
+        train: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self._make = make or (lambda context: partial_capture(context, **options))
@@ -89,10 +91,12 @@ class Pipeline:
         self.plan: Plan = verify(spec, schedule.actions(spec))
         self.microbatches, self.vocab = microbatches, model.vocab_size or 0
         self.places, self.last = positions(layout), len(layout) - 1
+        self._train = train
         self.stages = [self._stage(stage, layout, model, dtype, stages) for stage in range(stages)]
 
     def _stage(self, stage: int, layout: Any, model: GptOptions, dtype: torch.dtype, stages: int) -> Stage:
-        context = context_at(Topology(Sizes(pipeline=stages), stage), Groups(), model, dtype=dtype)
+        topology = Topology(Sizes(pipeline=stages), stage)
+        context = context_at(topology, Groups(), model, dtype=dtype, train=self._train)
         gpt, layers, shared = Gpt(context, model), DenseLayers(context), dict[str, Parameter]()
         mine = sorted((place.chunk, position) for position, place in enumerate(layout) if place.stage == stage)
         chunks = [gpt.build_chunk(position, layout, layers, shared) for _, position in mine]

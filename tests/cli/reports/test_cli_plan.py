@@ -92,7 +92,9 @@ def test_the_text_says_when_gradients_add_up_in_another_order() -> None:
 
 
 def test_the_text_counts_weight_gradients_that_wait() -> None:
-    assert "weight gradients waiting at most 2" in plan_text(plan_of("F0.0 F1.0 I0.0 I1.0 W0.0 W1.0"), "mine")
+    text = plan_text(plan_of("F0.0 F1.0 I0.0 I1.0 F2.0 W0.0 W1.0 B2.0"), "mine")
+    assert "in flight at most 2;" in text
+    assert "weight gradients waiting at most 2; in flight or waiting at most 3" in text
 
 
 def test_of_many_stages_the_text_names_a_few() -> None:

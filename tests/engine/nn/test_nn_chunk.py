@@ -25,13 +25,14 @@ def built(**train: Any) -> tuple[Built, Counter[str]]:
     """A whole model, and how often each kind of segment ran."""
     context, runs = single_process_context(OPTIONS, train=train), Counter[str]()
     model = build_model(lambda context, _: Gpt(context, OPTIONS), context, OPTIONS)
-    prepare = context.segments.run
+    names = {(segment.layer, segment.index): segment.name for segment in model.chunks[0].segments()}
+    position = context.rng.position
 
-    def counted(segments: Any, microbatch: Any, environment: Any) -> None:
-        runs.update(segment.name for segment in segments)
-        prepare(segments, microbatch, environment)
+    def counted(microbatch: Any, layer: int, index: int) -> None:
+        runs[names[layer, index]] += 1
+        position(microbatch, layer, index)
 
-    context.segments.run = counted  # type: ignore[method-assign]  # the chunk holds this very runner
+    context.rng.position = counted  # type: ignore[assignment]  # called before each run of a segment
     return model, runs
 
 
@@ -104,16 +105,22 @@ def test_segments_are_made_once() -> None:
     assert [id(segment) for segment in chunk.segments()] == [id(segment) for segment in chunk.segments()]
 
 
-@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("full", 2)])
-def test_blocks_run_again_in_the_backward_when_asked(recompute: str, times: int) -> None:
+@pytest.mark.parametrize(
+    ("recompute", "again"),
+    [
+        ("none", ()),
+        ("full", ("attn", "mlp")),
+        (("mlp",), ("mlp",)),
+        (("embedding", "attn"), ("embedding", "attn")),
+        (("head", "loss"), ("head", "loss")),
+        (("core_attn",), ()),
+    ],
+)
+def test_what_is_named_runs_again_in_the_backward(recompute: Any, again: tuple[str, ...]) -> None:
     model, runs = built(recompute=recompute)
     model.step(MICROBATCH)
-    assert runs == {"embedding": 1, "attn": 2 * times, "mlp": 2 * times, "head": 1, "loss": 1}
-
-
-def test_a_recomputed_layer_says_why_it_is_eager() -> None:
-    segments = built(recompute="full")[0].chunks[0].segments()
-    assert {segment.name for segment in segments if "train.recompute=full" in segment.why_eager} == {"attn", "mlp"}
+    once = {"embedding": 1, "attn": 2, "mlp": 2, "head": 1, "loss": 1}
+    assert runs == {name: count * (1 + (name in again)) for name, count in once.items()}
 
 
 def test_evaluation_recomputes_nothing() -> None:
@@ -123,10 +130,11 @@ def test_evaluation_recomputes_nothing() -> None:
     assert runs["attn"] == 2
 
 
-def test_recomputed_dropout_is_the_dropout_of_the_forward() -> None:
+@pytest.mark.parametrize("recomputed", ["full", ("attn",), ("mlp", "embedding"), ("core_attn",), ("core_attn", "mlp")])
+def test_recomputed_dropout_is_the_dropout_of_the_forward(recomputed: Any) -> None:
     """The second microbatch moves the random stream between a forward and its backward."""
     gradients = []
-    for recompute in ("none", "full"):
+    for recompute in ("none", recomputed):
         model, _ = built(recompute=recompute)
         first, _ = model.forward(MICROBATCH)[0].losses["lm"]
         model.forward(replace(MICROBATCH, index=1, sample0=2))

@@ -3,9 +3,11 @@ from __future__ import annotations
 import pytest
 
 from megatron_run.contracts.topology import Sizes
+from megatron_run.errors import InputError
 from megatron_run.planning import load_config
 from megatron_run.planning.describe import spans
 from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
+from megatron_run_engine.launch import train
 from megatron_run_engine.training.memory_estimate import ModelSize, model_size
 
 LAYER = 12 * 32 * 32 + 13 * 32  # attention and feed-forward matrices, their biases and two norms of hidden size 32
@@ -54,6 +56,28 @@ def test_a_dry_run_tells_the_mixture_and_who_holds_which_experts() -> None:
     assert "  rank 1  stage 0  data 1  experts 2-3 of 4  layers 0-1\n" in text
     assert data["mixture"] == {"layers": [0, 2], "experts": 4, "top_k": 2, "parameters_per_token": whole - 4 * expert}
     assert [rank["experts"] for rank in data["topology"]["ranks"]] == [[0, 1], [2, 3]] * 2
+
+
+@pytest.mark.parametrize("pipeline", ["parallel.pipeline=1", "parallel.pipeline=2"])
+@pytest.mark.parametrize(
+    ("key", "name", "fix"),
+    [
+        (
+            "recompute",
+            "core_atn",
+            "which no .*did you mean 'core_attn'.*none, full, embedding, attn, mlp, head, loss, core_attn$",
+        ),
+        ("recompute", "moe_experts", "which no layer publishes .*the choices are none, full"),
+        ("offload", "core_attn", "which no layer publishes .*none, full, embedding, attn, mlp, head, loss$"),
+    ],
+)
+def test_a_segment_that_no_layer_has_is_refused_with_those_there_are(
+    key: str, name: str, fix: str, pipeline: str
+) -> None:
+    plugins = ["schedule=1f1b"] if pipeline[-1] == "2" else []
+    run = load_config("preset:tiny", sets=[f"train.{key}=mlp,{name}", pipeline], plugins=plugins)
+    with pytest.raises(InputError, match=f"train.{key} names '{name}', {fix}"):
+        train(run)
 
 
 def test_a_dry_run_tells_no_mixture_where_there_is_none() -> None:

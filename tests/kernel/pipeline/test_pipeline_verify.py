@@ -90,6 +90,7 @@ def test_recompute_and_sync_are_optional_parts_of_a_legal_list() -> None:
     plan = verify(spec(), lists(("F0.0 F1.0 R0.0 B0.0 B1.0 S0.0", "F0.0 R0.0 I0.0 F1.0 W0.0 B1.0")))
     assert plan.peak_in_flight == (2, 1)
     assert plan.peak_pending_weights == (0, 1)
+    assert plan.peak_held == (2, 2)  # F1.0 precedes W0.0 on the second stage
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -150,6 +151,7 @@ def test_peaks_are_counted_by_hand() -> None:
     plan = verify(spec(1, 1, 3), lists(("F0.0 F1.0 I0.0 F2.0 I1.0 W0.0 B2.0 W1.0",)))
     assert plan.peak_in_flight == (2,)
     assert plan.peak_pending_weights == (2,)
+    assert plan.peak_held == (3,)  # after F2.0: 0 and 1 wait or are in flight, and 2 is
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,14 @@ from tests.support.resolving import TINY, mistake, mistakes, resolved
         ("train=3", "train is a section, not a value (from --set train); write train.KEY"),
         ("train.lr", "'train.lr' is no KEY=VALUE (from --set); write as train.lr=1e-4"),
         ("version=2", "version=2: it must be 1 (from --set version)"),
+        (
+            "train.recompute=full,attn",
+            'train.recompute=["full", "attn"]: full stands alone (from --set train.recompute)',
+        ),
+        (
+            "train.offload=attn,none",
+            'train.offload=["attn", "none"]: none stands alone (from --set train.offload)',
+        ),
         ("train.compile=true", "unknown key train.compile (from --set train.compile); did you mean 'recompute'?"),
     ],
 )

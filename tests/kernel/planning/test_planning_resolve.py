@@ -206,6 +206,30 @@ def test_the_description_says_who_won_and_why() -> None:
     assert text.endswith("note: schedule=interleaved suggests parallel.pipeline=2, parallel.chunks=2")
 
 
+@pytest.mark.parametrize(
+    ("sets", "line"),
+    [
+        ([], ""),
+        (["train.recompute=full"], "saved activations: all of every layer recomputed in the backward"),
+        (
+            ["train.recompute=core_attn", "train.offload=mlp,attn"],
+            (
+                "saved activations: core_attn recomputed in the backward; "
+                "mlp, attn moved to host memory until the backward"
+            ),
+        ),
+    ],
+)
+def test_the_description_says_what_is_not_kept(sets: list[str], line: str) -> None:
+    found = [each for each in describe(resolved(sets=sets)).splitlines() if each.startswith("saved activations")]
+    assert found == [line] * bool(line)
+
+
+def test_the_description_counts_what_a_split_backward_holds() -> None:
+    text = describe(resolved(plugins=["schedule=zero-bubble"], sets=["train.global_batch_size=32"]))
+    assert "in flight at most 2, 1 by stage (2, 2 with those that W still reads), bubble" in text
+
+
 def test_the_description_as_data_is_json() -> None:
     data = json.loads(json.dumps(run_record(resolved(plugins=["schedule=interleaved"]))))
     assert data["plugins"]["schedule"][0]["origin"] == "--plugin schedule=interleaved"

@@ -215,8 +215,9 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     """A plan as JSON data, in a stable form.
 
     ``{"stages", "chunks", "microbatches", "valid", "bubble_fraction", "ranks"}``, and for each rank ``rank``,
-    ``layers`` (a list per chunk), ``warmup`` (the forwards before the first backward), ``peak_in_flight``, ``actions``
-    (``F3.1`` is the forward of microbatch 3 in chunk 1) and ``order`` (a forward is chunk + 1, a B or I -(chunk + 1)).
+    ``layers`` (a list per chunk), ``warmup`` (the forwards before the first backward), ``peak_in_flight``,
+    ``peak_held``, ``actions`` (``F3.1`` is the forward of microbatch 3 in chunk 1) and ``order`` (a forward is chunk +
+    1, a B or I -(chunk + 1)).
     """
     names: dict[object, str] = {}
     return {
@@ -231,6 +232,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
                 "layers": [list(place.layers) for place in places_of(plan.layout, stage)],
                 "warmup": leading_forwards(actions),
                 "peak_in_flight": plan.peak_in_flight[stage],
+                "peak_held": plan.peak_held[stage],
                 "actions": [names.get(action) or names.setdefault(action, str(action)) for action in actions],
                 "order": signed_order(actions),
             }
@@ -255,7 +257,8 @@ def plan_text(plan: Plan, title: str, width: int = 100) -> str:
         f"by stage: in flight at most {_few(plan.peak_in_flight)}; warm-up {_few(warmup)} forwards",
     ]
     if any(plan.peak_pending_weights):
-        head.append(f"weight gradients waiting at most {_few(plan.peak_pending_weights)}")
+        waiting, held = _few(plan.peak_pending_weights), _few(plan.peak_held)
+        head.append(f"weight gradients waiting at most {waiting}; in flight or waiting at most {held}")
     bits = "in microbatch order, bit for bit as sequential" if plan.ascending else "in another order than sequential"
     proven = f"valid: complete, in order, free of deadlock; gradients add up {bits}"
     return "\n".join([*head, "", timeline_text(drawn, width), "", proven])

@@ -19,6 +19,7 @@ from megatron_run_engine.runtime.comm import Groups
 from megatron_run_engine.runtime.context import BuildContext, Dtypes
 from megatron_run_engine.runtime.gradients import GradientAccumulator, build_buckets, main_grad
 from megatron_run_engine.runtime.metrics import Metrics
+from megatron_run_engine.runtime.offload import make_offload
 from megatron_run_engine.runtime.parameter_init import describe_parameters, initialise
 from megatron_run_engine.runtime.rng import RandomStreams
 from megatron_run_engine.runtime.segments import SegmentRunner
@@ -59,7 +60,7 @@ def context_at(
         {"steps": 1, "global_batch_size": 2, "micro_batch_size": 2, "sequence_length": 16, **(train or {})}
     )
     device = torch.device(device)
-    rng = RandomStreams(section.seed, device, shard=topology.tensor_rank)
+    rng, metrics = RandomStreams(section.seed, device, shard=topology.tensor_rank), Metrics(device)
     return BuildContext(
         topology=topology,
         groups=groups,
@@ -70,8 +71,8 @@ def context_at(
         run=RunSection(),
         gradients=GradientAccumulator(),
         rng=rng,
-        metrics=Metrics(device),
-        segments=SegmentRunner(rng),
+        metrics=metrics,
+        segments=SegmentRunner(rng, make_offload(section, device, metrics)),
         log=logging.getLogger("megatron_run_testing"),
         sequence_shards=topology.sizes.tensor if sequence else 1,
     )

@@ -168,6 +168,13 @@ def test_a_mixture_of_experts_resolves_to_the_run_that_it_describes() -> None:
         ("--lr 1", "model.activation", "gelu_tanh"),
         ("--lr 1", "train.lr_shape", "linear"),
         ("--lr 1", "train.lr_warmup", 0),
+        ("--recompute-activations", "train.recompute", ["core_attn"]),
+        (
+            "--recompute-granularity selective --recompute-modules core_attn mlp",
+            "train.recompute",
+            ["core_attn", "mlp"],
+        ),
+        ("--recompute-modules mlp", "train.recompute", None),
         ("--lr 1", "eval.batches", 100),
         ("--lr 1", "checkpoint.interval", 0),
         ("--lr 1", "train.global_batch_size", 1),

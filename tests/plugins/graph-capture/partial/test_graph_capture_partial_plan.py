@@ -75,16 +75,27 @@ def test_a_wrong_scope_is_refused_before_a_run_folder_is_made(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_segment_that_must_run_eagerly_is_refused() -> None:
-    run = resolve(request("graph-capture=partial,scope=moe_experts", sets=EXPERTS, nproc=1))
-    with pytest.raises(InputError, match="its shapes follow how many tokens each expert gets"):
+@pytest.mark.parametrize(
+    ("scope", "sets", "why"),
+    [
+        ("moe_experts", EXPERTS, "its shapes follow how many tokens each expert gets"),
+        ("attn", ("train.recompute=core_attn",), "recomputes a part of it, .* as of attn.*; leave attn out"),
+    ],
+)
+def test_a_segment_that_must_run_eagerly_is_refused(scope: str, sets: tuple[str, ...], why: str) -> None:
+    run = resolve(request(f"graph-capture=partial,scope={scope}", sets=sets, nproc=1))
+    with pytest.raises(InputError, match=why):
         dry_run_text(run)
 
 
 @pytest.mark.parametrize(
     ("sets", "options", "message"),
     [
-        (("train.recompute=full",), "", "graph-capture=partial with train.recompute=full: a layer that is recomputed"),
+        (
+            ("train.offload=attn,mlp",),
+            "",
+            "graph-capture=partial with train.offload=attn,mlp captures attn: what a graph saves stays .*; leave attn",
+        ),
         (
             ("train.ramp_up.start=4", "train.ramp_up.increment=4", "train.ramp_up.samples=16"),
             ",strict=true",

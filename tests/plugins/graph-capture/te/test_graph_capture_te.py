@@ -236,7 +236,8 @@ def test_a_cpu_is_refused_with_what_works_there() -> None:
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (("train.recompute=full",), "graph-capture=te with train.recompute=full"),
+        (("train.recompute=full",), "graph-capture=te with train.recompute=full captures attn"),
+        (("train.recompute=attn,mlp",), "graph-capture=te with train.recompute=attn,mlp captures attn"),
         (
             ("train.ramp_up.start=4", "train.ramp_up.increment=4", "train.ramp_up.samples=16"),
             "graph-capture.strict=true with train.ramp_up",

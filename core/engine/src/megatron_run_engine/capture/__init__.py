@@ -3,7 +3,7 @@
 A graph records kernels at fixed addresses. This determines which segments may be captured together, in which order they
 are recorded and replayed, how many sets of inputs they need, and what a recorded function must not do.
 
-Imports: contracts, errors, planning, runtime.
+Imports: config, contracts, errors, planning, runtime.
 """
 
 from megatron_run_engine.capture.order import OrderGuard, Pass, Slots, passes, shared_slots, slots_by_chunk

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from megatron_run.config.values import typed
 from megatron_run.contracts import CaptureSize, GraphCapture
 from megatron_run.errors import GraphCaptureError, InputError, plural
 from megatron_run.planning.batch_size import total_steps
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import Microbatch, Region, Segment
     from megatron_run.contracts.actions import Action
-    from megatron_run.contracts.schema import Config
+    from megatron_run.contracts.schema import Config, SegmentNames
     from megatron_run_engine.runtime.context import BuildContext
 
 #: The inputs of each region, as tensors without values.
@@ -174,15 +175,24 @@ class RegionCapture(GraphCapture):
         captured = self._captured
         assert captured is not None  # replays happen between capture and invalidate only
         if not self._fits(captured, region, microbatch, tensors):
-            return call(region, tensors)
+            return call(region, tensors, partial(self._position, microbatch))
         recorded = captured.recorded.regions[region, captured.recorded.copies[region.chunk, microbatch.index]]
-        check, step = captured.guard.check, microbatch.step
         hooks = Hooks(
-            partial(check, Event("F", region, microbatch.index), step),
-            partial(check, Event("B", region, microbatch.index), step),
+            partial(captured.guard.check, Event("F", region, microbatch.index), microbatch.step),
+            partial(self._before_backward, region, microbatch),
             partial(self.context.gradients.arrived, recorded.arrivals),
         )
         return recorded.replay(hooks, tensors)
+
+    def _before_backward(self, region: Region, microbatch: Microbatch) -> None:
+        assert self._captured is not None  # as in replay
+        self._captured.guard.check(Event("B", region, microbatch.index), microbatch.step)
+        if region.drawing.recompute:
+            # Only the recomputation within draws, so it draws again what the forward drew.
+            self._position(microbatch, region.drawing)
+
+    def _position(self, microbatch: Microbatch, segment: Segment) -> None:
+        self.context.rng.position(microbatch, segment.layer, segment.index)
 
     def invalidate(self, reason: str) -> None:
         """Free the graphs and their memory. Raises :class:`GraphCaptureError` with ``strict``."""
@@ -244,8 +254,10 @@ def _difference(examples: Sequence[Tensor], tensors: Sequence[Tensor]) -> str:
     return ""
 
 
-def check_capture(plugin: str, config: Config, options: CaptureOptions) -> Iterator[str]:
+def check_capture(plugin: str, config: Config, options: CaptureOptions, *, recomputes: bool = False) -> Iterator[str]:
     """Check the configuration for a plugin called ``plugin``, as its ``check_config``.
+
+    ``recomputes``: its graphs of backwards can recompute segments, since it records what :func:`call` does.
 
     Yields a notice if nothing would be captured. Raises :class:`InputError` for a capture that would never be replayed,
     or that would certainly fail with ``strict``.
@@ -259,13 +271,22 @@ def check_capture(plugin: str, config: Config, options: CaptureOptions) -> Itera
             why="the number of microbatches changes on the way, and each change needs another capture",
             fix="leave one of them out",
         )
-    if config.train.recompute == "full":
-        raise InputError(
-            f"graph-capture={plugin} with train.recompute=full",
-            why="a layer that is recomputed in the backward must run eagerly",
-            fix="set train.recompute=none, or choose --plugin graph-capture=none",
-        )
+    both = [name for name in options.scope if config.train.recomputes(name)]
+    if both and not recomputes:
+        raise _in_both(plugin, "recompute", config.train.recompute, both, "its graphs do not recompute")
+    if both := [name for name in options.scope if config.train.offloads(name)]:
+        raise _in_both(plugin, "offload", config.train.offload, both, "what a graph saves stays in its memory")
     yield from _check_length(config, options)
+
+
+def _in_both(plugin: str, key: str, value: SegmentNames, names: Sequence[str], why: str) -> InputError:
+    """The refusal of ``names``, which are captured and in ``train.<key>``, which has ``value``."""
+    these = ", ".join(names)
+    return InputError(
+        f"graph-capture={plugin} with train.{key}={typed(value)} captures {these}",
+        why=why,
+        fix=f"leave {these} out of graph-capture.scope, or name other segments in train.{key}",
+    )
 
 
 def _check_length(config: Config, options: CaptureOptions) -> Iterator[str]:

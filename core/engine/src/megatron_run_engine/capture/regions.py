@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING
 
 from megatron_run.contracts import Region
 from megatron_run.errors import InputError, advice, did_you_mean
 from megatron_run_engine.capture.rules import blamed
+from megatron_run_engine.runtime.recompute import names_read, run_recomputed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,15 +72,11 @@ def _runs(layer: Sequence[Segment], scope: Collection[str]) -> Iterator[tuple[tu
 
 def _region(chunk: int, segments: tuple[Segment, ...], rest: Sequence[Segment]) -> Region:
     """Make the region of ``segments``. ``rest`` are the layer's later segments; without any, all outputs are kept."""
-    made, inputs = set[str](), dict[str, None]()
-    for segment in segments:
-        inputs.update((name, None) for name in segment.inputs if name not in made)
-        made.update(segment.outputs)
     inside = {name for segment in segments[1:] for name in segment.inputs}
     wanted = {name for segment in rest for name in segment.inputs} | ({*segments[-1].outputs} if not rest else set())
     outputs = dict.fromkeys(name for segment in segments for name in segment.outputs)
     return Region(
-        chunk, segments, tuple(inputs), tuple(name for name in outputs if name in wanted or name not in inside)
+        chunk, segments, names_read(segments), tuple(name for name in outputs if name in wanted or name not in inside)
     )
 
 
@@ -105,12 +102,28 @@ def chained(regions: Sequence[Region], chunks: Sequence[Sequence[Segment]]) -> M
     return found
 
 
-def call(region: Region, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Run the segments of ``region`` on its inputs. A broken rule of capture is reported with the segment's name."""
-    environment = dict(zip(region.inputs, tensors, strict=True))
-    for segment in region.segments:
+def call(
+    region: Region, tensors: Sequence[Tensor], position: Callable[[Segment], None] = lambda _: None
+) -> tuple[Tensor, ...]:
+    """Run the segments of ``region`` on its inputs. A broken rule of capture is reported with the segment's name.
+
+    Segments that are recomputed run again in the backward: a graph of that backward computes them itself, and the
+    memory of the forward's graph is free for others in between. ``position`` precedes each run of a segment; in a
+    recording nothing may, and the random streams are positioned before a replay of either graph.
+    """
+
+    def run(segment: Segment, environment: dict[str, Tensor]) -> None:
+        position(segment)
         with blamed(f"segment {segment.name} of layer {segment.layer}", "forward"):
             result = segment.fn(*(environment[name] for name in segment.inputs))
         outputs = result if isinstance(result, tuple) else (result,)
         environment.update(zip(segment.outputs, outputs, strict=True))
+
+    environment = dict(zip(region.inputs, tensors, strict=True))
+    for again, group in groupby(region.segments, key=lambda segment: segment.recompute):
+        if again:
+            run_recomputed(tuple(group), environment, run)
+            continue
+        for segment in group:
+            run(segment, environment)
     return tuple(environment[name] for name in region.outputs)

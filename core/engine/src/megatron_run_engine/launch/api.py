@@ -129,7 +129,7 @@ def _of_size(run: ResolvedRun, world: World) -> ResolvedRun:
 def _checked(run: ResolvedRun) -> ResolvedRun:
     """``run``, once its initial weights are known to exist and its layers to split over its ranks.
 
-    Only the layers know what they divide, and what of them can be captured, so the model is built on the meta device,
+    Only the layers know what they divide, and which segments they have, so the model is built on the meta device,
     and a refusal comes before anything is written. Layers that do not serve ``parallel.tensor`` divide nothing. What
     fails for any other reason is left to the ranks.
     """
@@ -137,7 +137,9 @@ def _checked(run: ResolvedRun) -> ResolvedRun:
 
     check_source(run)
     divides = any("parallel.tensor" in plugin.provides for plugin in chain.from_iterable(run.plugins.values()))
-    if divides or run.one("graph-capture").name != "none":
+    train = run.config.train
+    named = isinstance(train.recompute, tuple) or isinstance(train.offload, tuple)
+    if divides or named or run.one("graph-capture").name != "none":
         from megatron_run_engine.training.memory_estimate import model_size
 
         try:

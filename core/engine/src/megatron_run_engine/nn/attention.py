@@ -13,8 +13,11 @@ from torch.nn import functional as F
 
 from megatron_run.contracts import AttentionShape, LinearPart
 from megatron_run_engine.nn.parameter import build_device
+from megatron_run_engine.runtime.recompute import recomputed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from megatron_run.contracts import ParallelLayers
     from megatron_run_engine.nn.spec import TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext
@@ -36,6 +39,15 @@ class SelfAttention(nn.Module):
         self.qkv = layers.column_linear(spec.hidden, parts, bias=spec.bias, init=spec.init, norm=norm)
         self.rotary = rotary
         self.output = layers.row_linear(width, spec.hidden, bias=spec.bias, init=spec.residual_init)
+        self._core_draws: Sequence[torch.Generator] | None = None
+
+    def recompute_core(self, streams: Sequence[torch.Generator]) -> None:
+        """From now on recompute the core alone in the backward. It may draw from ``streams``.
+
+        It keeps query, key and value and repeats few operations; without it, it keeps s x s values for each head, the
+        term 5 a s^2 b of Korthikanti et al. 2022, equation 1 (section 5 calls this selective recomputation).
+        """
+        self._core_draws = streams
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]; between blocks s is s/t under sequence parallelism."""
@@ -45,7 +57,11 @@ class SelfAttention(nn.Module):
         query, key, value = (piece.unflatten(-1, (-1, self.head_size)) for piece in pieces)  # [s, b, n or k / t, d]
         if self.rotary is not None:
             query, key = self.rotary(query), self.rotary(key)
-        result: Tensor = self.output(self.core(query, key, value, None))  # [s, b, n/t * d] -> [s, b, h]
+        if self._core_draws is None or not (self.training and torch.is_grad_enabled()):
+            attended: Tensor = self.core(query, key, value, None)  # [s, b, n/t * d]
+        else:
+            attended = recomputed(self.core, (query, key, value), self._core_draws)
+        result: Tensor = self.output(attended)  # [s, b, h]
         return result
 
 

@@ -16,8 +16,9 @@ from megatron_run_engine.nn.mlp import Mlp
 from megatron_run_engine.nn.moe.layer import MixtureOfExperts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    import torch
     from torch.nn import Parameter
 
     from megatron_run.contracts import ParallelLayers
@@ -30,6 +31,9 @@ Names = tuple[str, ...]
 
 _READS_HOST = "the host reads how many tokens each expert gets"
 _FOLLOWS = "its shapes follow how many tokens each expert gets"
+_RECOMPUTES_A_PART = (
+    "train.recompute=core_attn recomputes a part of it, and graphs recompute whole segments, as of attn"
+)
 
 
 class Block(nn.Module):
@@ -40,6 +44,9 @@ class Block(nn.Module):
     leave in the environment for the chunk.
     """
 
+    #: The part of segment "attn" that ``train.recompute`` can name.
+    PARTS = ("core_attn",)
+
     reports: tuple[str, ...] = ()
 
     def __init__(self, layers: ParallelLayers, spec: TransformerSpec, layer: int, rotary: Rotary | None) -> None:
@@ -48,21 +55,28 @@ class Block(nn.Module):
         self.attention = SelfAttention(layers, spec, layer, rotary)
         self.dropout = layers.dropout(spec.dropout)
         self.draws = spec.dropout > 0
+        self.why_eager = ""
+
+    def recompute_core(self, streams: Sequence[torch.Generator]) -> None:
+        """Recompute the core of the attention alone; it draws from ``streams``."""
+        self.attention.recompute_core(streams if self.draws else ())
+        self.why_eager = _RECOMPUTES_A_PART
 
     def attend(self, x: Tensor) -> Tensor:
         """Add the attention half: [s, b, h] -> [s, b, h]."""
         added: Tensor = self.dropout(self.attention(x))
         return x + added
 
-    def segments(self, why_eager: str = "") -> tuple[Segment, ...]:
-        """Both halves, in order; ``why_eager`` is the reason why none may be captured, empty if they may."""
+    def segments(self) -> tuple[Segment, ...]:
+        """Both halves, in order."""
+        params, draws = parameters_of(self.attention), self.draws
         attend = Segment(
-            "attn", self.layer, 0, self.attend, ("x",), ("x",), parameters_of(self.attention), why_eager, self.draws
+            "attn", self.layer, 0, self.attend, ("x",), ("x",), params, self.why_eager, draws, parts=self.PARTS
         )
-        return attend, *self.feed_segments(why_eager)
+        return attend, *self.feed_segments()
 
     @abstractmethod
-    def feed_segments(self, why_eager: str) -> tuple[Segment, ...]:
+    def feed_segments(self) -> tuple[Segment, ...]:
         """Segments of the feed-forward half, with indices from 1."""
 
 
@@ -78,11 +92,9 @@ class TransformerBlock(Block):
         added: Tensor = self.dropout(self.mlp(x))
         return x + added
 
-    def feed_segments(self, why_eager: str) -> tuple[Segment, ...]:
+    def feed_segments(self) -> tuple[Segment, ...]:
         """One segment, "mlp"."""
-        return (
-            Segment("mlp", self.layer, 1, self.feed, ("x",), ("x",), parameters_of(self.mlp), why_eager, self.draws),
-        )
+        return (Segment("mlp", self.layer, 1, self.feed, ("x",), ("x",), parameters_of(self.mlp), draws=self.draws),)
 
 
 class ExpertBlock(Block):
@@ -110,7 +122,7 @@ class ExpertBlock(Block):
         added: Tensor = self.dropout(self.moe.combine(x.shape[1], returned, weights, order, place, *y))
         return x + added
 
-    def feed_segments(self, why_eager: str) -> tuple[Segment, ...]:
+    def feed_segments(self) -> tuple[Segment, ...]:
         """Router, placement maps, dispatch, experts and combine."""
         moe, shared = self.moe, () if self.moe.shared is None else (self.moe.shared,)
         stream = ("y",) * len(shared)
@@ -130,7 +142,7 @@ class ExpertBlock(Block):
                 inputs,
                 outputs,
                 parameters_of(*read),
-                why_eager or why,
+                why,
                 draws=self.draws and name == "moe_combine",
                 differentiable=name != "moe_preprocess",  # maps are integers
             )
@@ -156,9 +168,15 @@ def make_block(
     context: BuildContext, layers: ParallelLayers, spec: TransformerSpec, layer: int, rotary: Rotary | None
 ) -> Block:
     """The block at index ``layer`` of the model: with experts where ``spec`` lists the layer, dense elsewhere."""
+    block: Block
     if spec.experts is not None and layer in spec.experts.layers:
-        return ExpertBlock(context, layers, spec, spec.experts, layer, rotary)
-    return TransformerBlock(layers, spec, layer, rotary)
+        block = ExpertBlock(context, layers, spec, spec.experts, layer, rotary)
+    else:
+        block = TransformerBlock(layers, spec, layer, rotary)
+    train = context.train
+    if isinstance(train.recompute, tuple) and "core_attn" in train.recompute and not train.recomputes("attn"):
+        block.recompute_core(context.rng.streams)
+    return block
 
 
 def parameters_of(*modules: nn.Module) -> tuple[Parameter, ...]:

@@ -10,9 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron_run.contracts import ChunkOut, Segment
 from megatron_run_engine.nn.attention import Rotary
@@ -64,9 +62,6 @@ class ForwardPass:
         return replace(segment, fn=run)
 
 
-_RECOMPUTED = "the layer is recomputed in the backward (train.recompute=full)"
-
-
 class DecoderChunk(nn.Module):
     """Runs ``embedding`` if it has one, the blocks ``indices``, and the head if it has an ``output`` layer.
 
@@ -95,14 +90,16 @@ class DecoderChunk(nn.Module):
         self.cross_entropy = layers.cross_entropy(spec.vocab, spec.label_smoothing) if output is not None else None
 
         self._runner, self._forward_pass, self._routers = context.segments, ForwardPass(layers), routers
-        self._recompute = context.train.recompute == "full"
+        train = context.train
+
+        def finish(segment: Segment) -> Segment:
+            recompute, offload = train.recomputes(segment.name), train.offloads(segment.name)
+            return self._forward_pass.around(replace(segment, recompute=recompute, offload=offload))
+
         # Built once: graph capture recognises a segment by its identity.
-        around, why_eager = self._forward_pass.around, _RECOMPUTED if self._recompute else ""
-        self._embedding_segments = () if embedding is None else (around(embedding.segment()),)
-        self._blocks = tuple(
-            (tuple(map(around, block.segments(why_eager))), block.reports) for block in blocks.values()
-        )
-        self._head_segments = () if output is None else tuple(map(around, self._make_head_segments(spec.layers)))
+        self._embedding_segments = () if embedding is None else (finish(embedding.segment()),)
+        self._blocks = tuple((tuple(map(finish, block.segments())), block.reports) for block in blocks.values())
+        self._head_segments = () if output is None else tuple(map(finish, self._make_head_segments(spec.layers)))
 
     def segments(self) -> Sequence[Segment]:
         """Every segment in forward order."""
@@ -137,17 +134,9 @@ class DecoderChunk(nn.Module):
         self, segments: Sequence[Segment], names: Sequence[str], x: Tensor, microbatch: Microbatch
     ) -> tuple[Tensor, ...]:
         """Run one block: ``x`` for the next one, then this block's reports under ``names``."""
-
-        def run(x: Tensor) -> tuple[Tensor, ...]:
-            environment = {"x": x}
-            self._runner.run(segments, microbatch, environment)
-            return environment["x"], *(environment[name] for name in names)
-
-        if not (self._recompute and microbatch.train and torch.is_grad_enabled()):
-            return run(x)
-        # No random state to preserve: the runner positions the streams again when the block is recomputed.
-        again: tuple[Tensor, ...] = checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
-        return again
+        environment = {"x": x}
+        self._runner.run(segments, microbatch, environment)
+        return environment["x"], *(environment[name] for name in names)
 
     def _run_head(self, x: Tensor, microbatch: Microbatch) -> ChunkOut:
         environment = {"x": x, **microbatch.fields}

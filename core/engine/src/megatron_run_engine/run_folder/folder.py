@@ -149,6 +149,7 @@ _NOT_LEARNED = frozenset(
     {
         "train.max_skips",
         "train.recompute",
+        "train.offload",
         "train.count_zeros",
         "optimizer.bucket_size",
         "optimizer.overlap_grad_reduce",

@@ -9,6 +9,8 @@ import torch
 from megatron_run.errors import PluginError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from torch import Tensor
 
     from megatron_run_engine.runtime.comm import Groups
@@ -36,6 +38,7 @@ class Metrics:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cells: dict[str, Tensor] = {}
+        self._read: list[tuple[list[Meter], Callable[[], Sequence[float]]]] = []
 
     def scalar(self, name: str) -> Meter:
         """Create the meter of ``name``, under which observers see it. Each name may be used once."""
@@ -44,10 +47,17 @@ class Metrics:
         self._cells[name] = torch.zeros(2, dtype=torch.float64, device=self._device)
         return Meter(self._cells[name])
 
+    def read(self, names: Sequence[str], take: Callable[[], Sequence[float]]) -> None:
+        """Report what ``take`` returns under ``names`` with each step: numbers of each rank's host, by their mean."""
+        self._read.append(([self.scalar(name) for name in names], take))
+
     def collect(self, groups: Groups) -> Tensor:
         """Sum over the world and reset: [names, 2] of (sum, weight), float64 on the device."""
         if not self._cells:
             return torch.zeros(0, 2, dtype=torch.float64, device=self._device)
+        for meters, take in self._read:
+            for meter, value in zip(meters, take(), strict=True):
+                meter.add(value)
         sums = groups.sum_(torch.stack(list(self._cells.values())), "world")
         for cell in self._cells.values():
             cell.zero_()

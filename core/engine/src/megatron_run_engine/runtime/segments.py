@@ -1,35 +1,41 @@
-"""The segment runner: before each segment it waits for parameters and positions random streams; it replays graphs."""
+"""The segment runner: before each segment it waits for parameters and positions random streams.
+
+It replays captured segments from their graph, and decides what the others keep for their backward.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_run.errors import GraphCaptureError
+from megatron_run_engine.runtime.recompute import Environment, run_recomputed
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import GraphCapture, Microbatch, Region, Segment
+    from megatron_run_engine.runtime.offload import Offload
     from megatron_run_engine.runtime.rng import RandomStreams
 
 EnsureReady = Callable[[Iterable["Parameter"]], None]
-Environment = dict[str, Tensor]
 
 
 class SegmentRunner:
     """Runs segments, eagerly or from a captured graph.
 
     In both cases it first waits until the segment's parameters are ready (an optimizer may still be gathering them) and
-    positions the random streams. That also happens when a checkpointed layer is recomputed in the backward, so the
-    recomputation draws the same masks.
+    positions the random streams. That also happens when segments are recomputed in the backward, so the recomputation
+    draws the same masks. ``offload`` moves what segments save to the host; None: everything stays.
     """
 
-    def __init__(self, rng: RandomStreams) -> None:
-        self._rng = rng
+    def __init__(self, rng: RandomStreams, offload: Offload | None = None) -> None:
+        self._rng, self._offload = rng, offload
         self._ensure_ready: EnsureReady | None = None
         self._capture: GraphCapture | None = None
         self._capture_name = ""
@@ -40,6 +46,11 @@ class SegmentRunner:
     def examples(self) -> Mapping[Region, tuple[Tensor, ...]]:
         """The last inputs of each watched region in an eager step, as tensors without values on the meta device."""
         return self._examples
+
+    def keep_on_device(self, tensors: Iterable[Tensor]) -> None:
+        """Never offload ``tensors``, which live as long as the model."""
+        if self._offload is not None:
+            self._offload.keep(tensors)
 
     def read_parameters_after(self, ensure_ready: EnsureReady) -> None:
         """From now on call ``ensure_ready`` with a segment's parameters before each run of it."""
@@ -56,24 +67,59 @@ class SegmentRunner:
 
     def run(self, segments: Sequence[Segment], microbatch: Microbatch, environment: Environment) -> None:
         """Run a layer's ``segments`` in order, reading inputs from and writing outputs to ``environment``."""
+        learns = microbatch.train and torch.is_grad_enabled()
+        if self._offload is not None and learns and segments:
+            self._offload.enter(microbatch, segments[0].layer)
         index = 0
         while index < len(segments):
-            region = self._regions.get(id(segments[index])) if microbatch.train else None
+            region = self._region_at(segments[index], microbatch)
             if region is not None and self._capture is not None:
                 self._replay(self._capture, region, microbatch, environment)
                 index += len(region.segments)
                 continue
             if region is not None:
-                self._examples[region] = tuple(_without_values(environment[name]) for name in region.inputs)
-            self._run_eagerly(segments[index], microbatch, environment)
-            index += 1
+                self._note_inputs(region, environment)
+            together = self._alike(segments[index:]) if learns else segments[index : index + 1]
+            with self._saving(together) if learns else nullcontext():
+                if learns and together[0].recompute:
+                    run_recomputed(together, environment, partial(self._run_eagerly, microbatch))
+                else:
+                    self._run_eagerly(microbatch, together[0], environment)
+            index += len(together)
 
-    def _run_eagerly(self, segment: Segment, microbatch: Microbatch, environment: Environment) -> None:
+    def _region_at(self, segment: Segment, microbatch: Microbatch) -> Region | None:
+        """The watched region that begins with ``segment``; none in evaluation."""
+        return self._regions.get(id(segment)) if microbatch.train else None
+
+    def _alike(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        """The first of ``segments`` and, if it is recomputed, those after it that are recomputed with it."""
+        first, count = segments[0], 1
+        if first.recompute:
+            while count < len(segments) and self._goes_with(first, segments[count]):
+                count += 1
+        return segments[:count]
+
+    def _goes_with(self, first: Segment, other: Segment) -> bool:
+        replayed = self._capture is not None and id(other) in self._regions
+        return other.recompute and other.offload == first.offload and not replayed
+
+    def _saving(self, segments: Sequence[Segment]) -> AbstractContextManager[None]:
+        if self._offload is None or not segments[0].offload:
+            return nullcontext()
+        return self._offload.saving(parameter for segment in segments for parameter in segment.params)
+
+    def _run_eagerly(self, microbatch: Microbatch, segment: Segment, environment: Environment) -> None:
+        region = self._region_at(segment, microbatch)
+        if region is not None and environment.keys() >= {*region.inputs}:
+            self._note_inputs(region, environment)  # it begins among segments that are recomputed together
         self._make_ready(segment)
         self._rng.position(microbatch, segment.layer, segment.index)
         result = segment.fn(*(environment[name] for name in segment.inputs))
         outputs = result if isinstance(result, tuple) else (result,)
         environment.update(zip(segment.outputs, outputs, strict=True))
+
+    def _note_inputs(self, region: Region, environment: Environment) -> None:
+        self._examples[region] = tuple(_without_values(environment[name]) for name in region.inputs)
 
     def _replay(self, capture: GraphCapture, region: Region, microbatch: Microbatch, environment: Environment) -> None:
         last = region.segments[-1]

@@ -22,6 +22,7 @@ from megatron_run_engine.runtime.execute import Executor
 from megatron_run_engine.runtime.gradients import GradientAccumulator
 from megatron_run_engine.runtime.messages import Messenger
 from megatron_run_engine.runtime.metrics import Metrics
+from megatron_run_engine.runtime.offload import make_offload
 from megatron_run_engine.runtime.parameter_init import describe_parameters, initialise
 from megatron_run_engine.runtime.rng import RandomStreams
 from megatron_run_engine.runtime.segments import SegmentRunner
@@ -123,6 +124,8 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
     activity.enter("start", "the model")
     context = make_context(run, topology, groups, torch.device(world.device), with_vocabulary(run, data))
     model, positions, chunks = build_chunks(run, context)
+    modules = (module for chunk in chunks for _, module in chunk.named_modules())
+    context.segments.keep_on_device(buffer for module in modules for buffer in module.buffers(recurse=False))
     infos = [describe_parameters(chunk, topology.tensor_rank) for chunk in chunks]
     for described in infos:
         initialise(described, run.config.train.seed)
@@ -184,7 +187,7 @@ def make_context(
     run: ResolvedRun, topology: Topology, groups: Groups, device: torch.device, model: BaseModel
 ) -> BuildContext:
     """Return the context that the plugin factories of this rank receive."""
-    rng = RandomStreams(run.config.train.seed, device, shard=topology.tensor_rank)
+    rng, metrics = RandomStreams(run.config.train.seed, device, shard=topology.tensor_rank), Metrics(device)
     return BuildContext(
         topology=topology,
         groups=groups,
@@ -195,8 +198,8 @@ def make_context(
         run=run.config.run,
         gradients=GradientAccumulator(),
         rng=rng,
-        metrics=Metrics(device),
-        segments=SegmentRunner(rng),
+        metrics=metrics,
+        segments=SegmentRunner(rng, make_offload(run.config.train, device, metrics)),
         log=logging.getLogger("megatron_run"),
         sequence_shards=run.sizes.tensor if run.config.parallel.sequence else 1,
     )

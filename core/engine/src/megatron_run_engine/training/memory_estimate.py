@@ -10,7 +10,7 @@ import torch
 
 from megatron_run.contracts import mixture_options
 from megatron_run.contracts.topology import Sizes, Topology
-from megatron_run.errors import RunError
+from megatron_run.errors import InputError, RunError, advice, did_you_mean
 from megatron_run.planning.rank_grid import attribute
 from megatron_run_engine.runtime.comm import Groups
 from megatron_run_engine.runtime.parameter_init import count_parameters, describe_parameters
@@ -97,6 +97,7 @@ def _model_size(run: ResolvedRun) -> ModelSize:
         chunks += on_ranks[0].chunks
         everyone += on_ranks
         padded = max(padded, _rows_over(context.vocab_size, held) * run.sizes.tensor)
+    _check_segments(run, chunks)
     _check_capture(run, context, chunks)
     return ModelSize(total, tuple(stages), context.vocab_size, padded, tuple(captures), _mixture(options, everyone))
 
@@ -142,6 +143,24 @@ def _capture_size(run: ResolvedRun, built: _Built, stage: int) -> CaptureSize:
     capture = cast("GraphCapture", run.one("graph-capture").create(context=built.context))
     regions = capture.regions([chunk.segments() for chunk in built.chunks])
     return capture.plan(regions, run.plans[max(run.plans)].lists[stage])
+
+
+def _check_segments(run: ResolvedRun, chunks: Sequence[Chunk]) -> None:
+    """Raise :class:`InputError` for a name in ``train.recompute`` or ``train.offload`` that ``chunks`` do not have."""
+    segments = [segment for chunk in chunks for segment in chunk.segments()]
+    published = list(dict.fromkeys(segment.name for segment in segments))
+    parts = dict.fromkeys(part for segment in segments for part in segment.parts)
+    train = run.config.train
+    for key, asked, known in (
+        ("recompute", train.recompute, [*published, *parts]),
+        ("offload", train.offload, published),
+    ):
+        unknown = [name for name in asked if name not in known] if isinstance(asked, tuple) else []
+        if unknown:
+            raise InputError(
+                f"train.{key} names {unknown[0]!r}, which no layer publishes",
+                fix=advice(did_you_mean(unknown[0], known), f"the choices are none, full, {', '.join(known)}"),
+            )
 
 
 def _check_capture(run: ResolvedRun, context: BuildContext, chunks: Sequence[Chunk]) -> None:

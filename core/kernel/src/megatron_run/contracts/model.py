@@ -94,6 +94,11 @@ class Segment:
     segment must not be captured, empty if it may. ``draws``: ``fn`` draws random numbers in training, so the random
     streams must be positioned just before it, even if it is captured together with its neighbours.
     ``differentiable``: some output of ``fn`` has a gradient; otherwise there is no backward to capture.
+
+    ``recompute``: what ``fn`` saves for its backward is discarded, and ``fn`` runs again there; neighbours are
+    recomputed together. ``offload``: it waits in host memory. A model sets both from
+    ``context.train.recomputes(name)`` and ``offloads(name)``; the engine does the rest. ``parts`` names parts of ``fn``
+    that the model itself recomputes where ``train.recompute`` names them.
     """
 
     name: str
@@ -106,6 +111,9 @@ class Segment:
     why_eager: str = ""
     draws: bool = False
     differentiable: bool = True
+    recompute: bool = False
+    offload: bool = False
+    parts: tuple[str, ...] = ()
 
 
 class ModelOptions(Protocol):

@@ -16,6 +16,10 @@ from pydantic_core import PydanticCustomError
 from megatron_run.contracts.quantities import Duration, Span
 
 Shape = Literal["constant", "linear", "cosine"]
+#: Names of segments; ``full``: every segment of a layer.
+SegmentNames = Literal["none", "full"] | tuple[str, ...]
+#: The segments around the layers. ``full`` leaves them out.
+_AROUND_LAYERS = ("embedding", "head", "loss")
 
 
 class Section(BaseModel):
@@ -88,7 +92,12 @@ class TrainSection(Section):
     weight_decay_end: float | None = Field(None, ge=0, description="weight decay at the end of the run")
     weight_decay_shape: Shape = Field("constant", description="ramp to train.weight_decay_end")
     clip_norm: float = Field(1.0, ge=0, description="largest gradient norm; 0: no clipping")
-    recompute: Literal["none", "full"] = Field("none", description="full: recompute every layer in the backward")
+    recompute: SegmentNames = Field(
+        "none", description="recompute in the backward: full layers, or segments such as attn, mlp; core_attn"
+    )
+    offload: SegmentNames = Field(
+        "none", description="move saved activations to host memory until the backward: full layers, or segments"
+    )
     count_zeros: bool = Field(False, description="report the zeros in the gradient each step")
     max_skips: int = Field(50, ge=1, description="consecutive skipped steps that stop the run")
 
@@ -103,6 +112,22 @@ class TrainSection(Section):
             raise PydanticCustomError("rule", "train.steps and train.samples are both set; keep one")
         return samples
 
+    @field_validator("recompute", "offload", mode="before")
+    @classmethod
+    def _names(cls, names: object) -> object:
+        given = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, list | tuple) else (None,)
+        if not all(isinstance(name, str) for name in given):
+            raise ValueError("it must be none, full, or names of segments")
+        return _segment_names(given)
+
+    def recomputes(self, segment: str) -> bool:
+        """Whether the segment called ``segment`` is recomputed in the backward."""
+        return _names_segment(self.recompute, segment)
+
+    def offloads(self, segment: str) -> bool:
+        """Whether the saved activations of the segment called ``segment`` wait in host memory."""
+        return _names_segment(self.offload, segment)
+
     @field_validator("min_lr")
     @classmethod
     def _below_lr(cls, min_lr: float, info: ValidationInfo) -> float:
@@ -116,6 +141,19 @@ class TrainSection(Section):
         if shape != "constant" and info.data.get("weight_decay_end", 0.0) is None:
             raise ValueError("it needs train.weight_decay_end")
         return shape
+
+
+def _segment_names(names: tuple[Any, ...]) -> str | tuple[str, ...]:
+    """``none``, ``full`` or names without repetitions. Raises ValueError for either word among names."""
+    if names in ((), ("none",), ("full",)):
+        return "".join(names) or "none"
+    if alone := next((word for word in ("none", "full") if word in names), None):
+        raise ValueError(f"{alone} stands alone")
+    return tuple(dict.fromkeys(names))
+
+
+def _names_segment(names: SegmentNames, segment: str) -> bool:
+    return segment in names if isinstance(names, tuple) else names == "full" and segment not in _AROUND_LAYERS
 
 
 class ParallelSection(Section):

@@ -115,6 +115,7 @@ def verify(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Plan:
         order=order,
         peak_in_flight=tuple(_peak(activations(actions)) for actions in frozen),
         peak_pending_weights=tuple(_peak(_pending(actions)) for actions in frozen),
+        peak_held=tuple(_peak(activations(actions, "BW")) for actions in frozen),
         ascending=not any(map(first_descent, frozen)),
         ends=simulation.ends,
         costs=dict(spec.costs),
@@ -293,6 +294,7 @@ def forward_plan(layout: Sequence[Place], stages: int, chunks: int, microbatches
         order=order,
         peak_in_flight=(0,) * stages,
         peak_pending_weights=(0,) * stages,
+        peak_held=(0,) * stages,
         ascending=True,
         ends=ends,
     )

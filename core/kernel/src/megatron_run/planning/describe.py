@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 def describe(run: ResolvedRun) -> str:
     """Per kind the chosen plugin, its source, why it was chosen and its options; then topology, plans and notices."""
-    parts = [_plugins(run), _topology(run), _plans(run), [f"note: {notice}" for notice in run.notices]]
+    parts = [
+        _plugins(run),
+        _topology(run),
+        [*_plans(run), *_activations(run)],
+        [f"note: {notice}" for notice in run.notices],
+    ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
@@ -108,16 +113,32 @@ def _plans(run: ResolvedRun) -> list[str]:
     lines = []
     for count in sorted(run.plans):
         record = _plan_record(run.plans[count])
-        peaks = ", ".join(map(str, record["peak_in_flight"]))
+        peaks = f"{', '.join(map(str, record['peak_in_flight']))} by stage"
+        if record["peak_held"] != record["peak_in_flight"]:
+            peaks += f" ({', '.join(map(str, record['peak_held']))} with those that W still reads)"
         step = f"step of {plural(count, 'microbatch')}"
-        lines.append(f"{step}: in flight at most {peaks} by stage, bubble {record['bubble']:.1%}")
+        lines.append(f"{step}: in flight at most {peaks}, bubble {record['bubble']:.1%}")
     return lines
+
+
+def _activations(run: ResolvedRun) -> Iterator[str]:
+    """What is not kept on the device between a forward and its backward."""
+    train = run.config.train
+    ways = ((train.recompute, "recomputed in the backward"), (train.offload, "moved to host memory until the backward"))
+    told = [
+        f"{', '.join(names) if isinstance(names, tuple) else 'all of every layer'} {what}"
+        for names, what in ways
+        if names != "none"
+    ]
+    if told:
+        yield f"saved activations: {'; '.join(told)}"
 
 
 def _plan_record(plan: Plan) -> dict[str, Any]:
     return {
         "microbatches": plan.microbatches,
         "peak_in_flight": list(plan.peak_in_flight),
+        "peak_held": list(plan.peak_held),
         "bubble": timeline(plan).bubble_fraction,
     }
 

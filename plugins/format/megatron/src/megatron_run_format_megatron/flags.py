@@ -170,6 +170,8 @@ _TRAIN = (
     _key("--clip-grad", "train.clip_norm", number),
     _keys("--recompute-granularity", "train.recompute", only),
     _keys("--checkpoint-activations", "train.recompute", on),
+    _keys("--recompute-activations", "train.recompute", on),
+    _keys("--recompute-modules", "train.recompute", list),
     _key("--log-num-zeros-in-grad", "train.count_zeros", on),
 )
 _PLUGINS = (
@@ -314,10 +316,9 @@ _LEFT = (
     _absent("--moe-*", "how experts are computed, and what overlaps it, is decided by the layers"),
     _absent("--*overlap-moe-*", "how experts are computed, and what overlaps it, is decided by the layers"),
     _absent("--pipeline-model-parallel-layout", "write the split into parallel.layers"),
-    _absent("--recompute-activations", "recompute all of a layer or nothing: train.recompute"),
     _absent("--recompute-method", "with train.recompute=full each layer is a unit", "uniform"),
     _absent("--recompute-num-layers", "with train.recompute=full each layer is a unit", "1"),
-    _absent("--recompute-modules", "recompute all of a layer or nothing: train.recompute"),
+    _absent("--cpu-offloading*", "activations wait on the host by segment, not by number of layers: train.offload"),
     _absent("--distribute-saved-activations", "sequence parallelism splits them: parallel.sequence"),
     _absent("--fp16-lm-cross-entropy", "the loss is computed in fp32"),
     _absent("--cross-entropy-*", "there is one cross entropy, which never makes a copy of the logits"),

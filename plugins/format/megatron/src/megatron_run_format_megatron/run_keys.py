@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any
 
 from megatron_run_format_megatron.network import (
@@ -24,6 +25,14 @@ _SHAPES = {
     "WSD": "wsd",
 }
 _DYNAMIC = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+#: Megatron's modules to recompute, as segments.
+RECOMPUTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "core_attn": ("core_attn",),
+        "mlp": ("mlp",),
+        "moe": ("moe_router", "moe_preprocess", "moe_dispatch", "moe_experts", "moe_combine"),
+    }
+)
 _MOMENTUM = 0.9  # Megatron's default for sgd and muon
 #: Megatron's defaults: global batches of an evaluation, and steps between two evaluations.
 _EVAL_BATCHES, _EVAL_INTERVAL = 100, 1000
@@ -43,9 +52,22 @@ def train(arguments: Arguments, batch: int) -> Iterator[Setting]:
     yield Setting("train.precision", precision, why)
     yield from _learning_rate(arguments, size or batch)
     yield from _weight_decay(arguments)
+    yield from _recompute(arguments)
+
+
+def _recompute(arguments: Arguments) -> Iterator[Setting]:
+    given = arguments.get
     if given("recompute_granularity") == "full" or given("checkpoint_activations"):
         full = given("recompute_granularity") == "full"
         yield Setting("train.recompute", "full", "--recompute-granularity full" if full else "--checkpoint-activations")
+    elif given("recompute_granularity") == "selective" or given("recompute_activations"):
+        segments = [name for module in recomputed_modules(arguments) for name in RECOMPUTED.get(module, ())]
+        yield Setting("train.recompute", segments, "--recompute-modules, by default core_attn")
+
+
+def recomputed_modules(arguments: Arguments) -> list[str]:
+    """What Megatron's selective recomputation names."""
+    return arguments.get("recompute_modules") or ["core_attn"]
 
 
 def _learning_rate(arguments: Arguments, batch: int) -> Iterator[Setting]:

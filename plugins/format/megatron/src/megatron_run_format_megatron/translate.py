@@ -156,8 +156,10 @@ def _conflicts(arguments: dict[str, Any]) -> Iterator[tuple[Verdict, Note]]:
         (_, stages), layers = run_keys.sizes(arguments), arguments.get("num_layers")
         text = f"{layers} layers on {stages} stages are no chunks of {each}: there is one chunk a stage"
         yield Verdict.ABSENT, Note(f"--num-layers-per-virtual-pipeline-stage {each}", text)
-    if arguments.get("recompute_granularity") == "selective":
-        yield Verdict.ABSENT, Note("--recompute-granularity selective", "recompute whole layers, or nothing")
+    unknown = [name for name in run_keys.recomputed_modules(arguments) if name not in run_keys.RECOMPUTED]
+    if unknown:
+        text = "no segment of that name: train.recompute takes attn, core_attn, mlp and the segments of experts"
+        yield Verdict.ABSENT, Note(f"--recompute-modules {' '.join(unknown)}", text)
     if arguments.get("data_path"):
         words = " ".join(arguments["data_path"])
         text = "indexed datasets are not read yet: the data is mock, to measure with"

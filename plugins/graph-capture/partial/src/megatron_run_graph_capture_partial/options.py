@@ -36,4 +36,4 @@ class PartialOptions(BaseModel):
 
 def check_config(config: Config, options: PartialOptions) -> Iterator[str]:
     """Notice if nothing would be captured. Raises InputError for settings that exclude replay or break ``strict``."""
-    yield from check_capture("partial", config, options)
+    yield from check_capture("partial", config, options, recomputes=True)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatron_run.config.values import typed
 from megatron_run.errors import InputError, PluginError, nearest_multiples
 
 if TYPE_CHECKING:
@@ -102,10 +103,10 @@ class Precision:
             )
 
     def _check_recompute(self, train: TrainSection) -> None:
-        if self._options.fp8 == "delayed" and train.recompute == "full":
+        if self._options.fp8 == "delayed" and train.recompute != "none":
             raise InputError(
-                "parallel-layer.fp8=delayed does not go with train.recompute=full",
-                why="scales have changed when a layer is computed again",
+                f"parallel-layer.fp8=delayed does not go with train.recompute={typed(train.recompute)}",
+                why="scales have changed when a segment is computed again",
                 fix="set parallel-layer.fp8=current, or train.recompute=none",
             )
 
