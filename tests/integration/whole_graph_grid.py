@@ -10,6 +10,7 @@ page of results, and exits with 1 when something is wrong. Two cores need some t
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -110,7 +111,7 @@ def what_can_be_built(product: Sequence[Case]) -> list[Case]:
     from megatron_run_graph_capture_partial.native import build
 
     try:
-        build()
+        build(logging.getLogger("megatron_run"), lambda: None)
     except Exception as cause:  # noqa: BLE001 RUF100  # whatever a machine lacks
         print(f"without the native executor, which cannot be built: {cause}", file=sys.stderr)
         return [case for case in product if case.way is None or case.way.executor == "python"]

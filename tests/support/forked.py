@@ -16,17 +16,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 from unittest import mock
 
 from megatron_run.config.request import Request
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
+from megatron_run_engine.launch.fork_server import become_rank
+from megatron_run_engine.launch.start import RankStart
 from tests.support.processes import alive, wait_until
 from tests.support.ranks import CONTEXT, start_server
 from tests.support.resuming import COMPARED
@@ -225,15 +226,19 @@ def _launch(pipe: Connection, request: str, environment: Mapping[str, str], max_
 
 @contextmanager
 def _forking_ranks(tell: Callable[[int], None]) -> Iterator[None]:
-    """Within: the launcher's ``subprocess`` forks, and tells the process of each rank."""
+    """Within: the launcher forks its ranks itself, and tells the process of each."""
 
-    class Rank(ForkedProcess):
-        def __init__(self, words: Sequence[str], **how: Any) -> None:
-            super().__init__(words, **how)
-            tell(self.pid)
+    @contextmanager
+    def started(
+        job: Path, lifeline: int, environment: Mapping[str, str], starts: Sequence[RankStart]
+    ) -> Iterator[Sequence[ForkedProcess]]:
+        ranks = []
+        for start in starts:
+            ranks.append(ForkedProcess(job, lifeline, environment, start))
+            tell(ranks[-1].pid)
+        yield ranks
 
-    forking = SimpleNamespace(**{**vars(subprocess), "Popen": Rank})
-    with mock.patch("megatron_run_engine.launch.local.subprocess", forking):
+    with mock.patch("megatron_run_engine.launch.local.forked_ranks", started):
         yield
 
 
@@ -256,41 +261,36 @@ def _resolving_once() -> Iterator[None]:
 
 
 class ForkedProcess:
-    """The part of :class:`subprocess.Popen` that the launcher needs, for ``python -m ...launch.rank JOB``."""
+    """A rank that the launcher forks from itself, and not from a server: a ``RankProcess`` to it."""
 
-    def __init__(
-        self,
-        words: Sequence[str],
-        *,
-        stdin: int,
-        stdout: Any,
-        stderr: int,
-        env: Mapping[str, str],
-        pass_fds: Sequence[int],
-        start_new_session: bool,
-    ) -> None:
-        assert tuple(words[1:3]) == ("-m", "megatron_run_engine.launch.rank"), words
-        assert start_new_session
+    def __init__(self, job: Path, lifeline: int, environment: Mapping[str, str], start: RankStart) -> None:
         assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would be missing in the rank"
         self.returncode: int | None = None
         masked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
         self.pid = os.fork()
         if self.pid == 0:
-            _become_rank(Path(words[-1]), stdout.fileno(), env, pass_fds, masked)
+            _become_rank(job, lifeline, environment, start, masked)
         signal.pthread_sigmask(signal.SIG_SETMASK, masked)
 
     def poll(self) -> int | None:
         """Its exit status as :class:`subprocess.Popen` gives it, None while it runs."""
         return self._reap(os.WNOHANG)
 
-    def wait(self) -> int | None:
+    def wait(self) -> int:
         """Its exit status, once it has ended."""
-        return self._reap(0)
+        status = self._reap(0)
+        assert status is not None
+        return status
 
     def send_signal(self, number: int) -> None:
         """Send a signal, if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def kill_group(self) -> None:
+        """Kill it and its children."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def _reap(self, options: int) -> int | None:
         if self.returncode is None:
@@ -299,33 +299,21 @@ class ForkedProcess:
         return self.returncode
 
 
-def _become_rank(job: Path, log: int, env: Mapping[str, str], kept: Sequence[int], masked: Any) -> NoReturn:
-    """What is between a fork and the rank's program: what exec would have done."""
-    try:
-        os.setsid()
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        for handle in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208  # numbers, and not paths
-            if handle > 2 and handle not in kept:  # the launcher's end of the lifeline among them
-                with suppress(OSError):
-                    os.close(handle)
-        os.environ.clear()
-        os.environ.update(env)
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
-        from megatron_run_engine.launch.rank import main
-
-        code = main(job)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def _become_rank(
+    job: Path, lifeline: int, environment: Mapping[str, str], start: RankStart, masked: Iterable[int]
+) -> NoReturn:
+    """Undo what a rank of the server never had: the launcher's files, environment and signals."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for handle in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208  # numbers, and not paths
+        if handle > 2 and handle != lifeline:  # the launcher's end of the lifeline among them
+            with suppress(OSError):
+                os.close(handle)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+    become_rank(job, start)
 
 
 def learned(folder: Path) -> dict[int, dict[str, Any]]:

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_run.errors import CheckpointError, ExitCode
 from megatron_run_engine.checkpoint.manifest import read_manifest
-from megatron_run_engine.checkpoint.step_folder import Checkpoints
+from megatron_run_engine.checkpoint.step_folder import Checkpoints, verify_files
 from tests.support.saved_steps import random_state, save_alone
 
 SHARD, MANIFEST = "rank-00000.safetensors", "manifest.json"
@@ -26,15 +26,17 @@ def saved(tmp_path: Path) -> Checkpoints:
     return save_alone(tmp_path / "c", 2, random_state(2, tensors=2))
 
 
-def refused(saved: Checkpoints, step: int = 2) -> str:
+def refused(saved: Checkpoints, step: int = 2, *, fast: bool = False) -> str:
     with pytest.raises(CheckpointError) as error:
-        saved.verify(step)
+        verify_files(saved.folder(step), (manifest := saved.manifest(step)), manifest.files, fast=fast)
     assert error.value.exit_code == ExitCode.DATA
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
-def test_a_thousand_flipped_bytes_are_found_each_by_the_name_of_its_file(saved: Checkpoints) -> None:
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_thousand_flipped_bytes_are_found_each_by_the_name_of_its_file(saved: Checkpoints, fast: bool) -> None:
+    """By the SHA-256, and by the hash that is compared when a run resumes."""
     draw, found = random.Random(0), 0
     files = [saved.folder(2) / name for name in (SHARD, MANIFEST)]
     for _ in range(1000):
@@ -43,10 +45,18 @@ def test_a_thousand_flipped_bytes_are_found_each_by_the_name_of_its_file(saved: 
             place = draw.randrange(file.stat().st_size)
             (byte,) = os.pread(content.fileno(), 1, place)
             os.pwrite(content.fileno(), bytes([byte ^ draw.randint(1, 255)]), place)
-            found += str(file) in refused(saved)
+            found += str(file) in refused(saved, fast=fast)
             os.pwrite(content.fileno(), bytes([byte]), place)
     assert found == 1000
     saved.verify(2)
+
+
+def test_a_step_without_the_fast_hash_is_verified_by_its_sha_256(saved: Checkpoints) -> None:
+    forge(saved, lambda content: content["files"][SHARD].pop("xxh3"))
+    manifest, file = saved.manifest(2), saved.folder(2) / SHARD
+    verify_files(saved.folder(2), manifest, manifest.files, fast=True)
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert "SHA-256" in refused(saved, fast=True)
 
 
 @pytest.mark.parametrize("name", [SHARD, MANIFEST])

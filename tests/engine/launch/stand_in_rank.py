@@ -6,6 +6,7 @@ Writes its process id into the folder PIDS, then does what its rank is told.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -53,6 +54,35 @@ def talk() -> None:
 
 def show(names: str) -> None:
     say(repr({name: os.environ.get(name) for name in names.split(",")}))
+    os._exit(0)
+
+
+def describe() -> None:
+    """All that a process has from the one that started it, but its own numbers."""
+    handled = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGPIPE)
+    files = {each: str(Path(f"/proc/self/fd/{each}").readlink()) for each in range(3)}
+    say(
+        repr(
+            {
+                "environment": dict(os.environ),
+                "leads": (os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()),
+                "signals": [str(signal.getsignal(number)) for number in handled],
+                "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+                "files": files,
+                "argument": sys.argv[-1],
+                "folder": str(Path.cwd()),
+                "path": sys.path[1:],
+            }
+        )
+    )
+    os._exit(0)
+
+
+def chance() -> None:
+    """Numbers of the generators that nobody seeds."""
+    import numpy
+
+    say(f"{random.random()} {numpy.random.random()}")
     os._exit(0)
 
 
@@ -116,6 +146,8 @@ def main() -> None:
         "polite": lambda: on_signals(None, rest),
         "parent": lambda: have_a_child(Path(folder), rest),
         "environment": lambda: show(rest),
+        "describe": describe,
+        "chance": chance,
         "warn": warn,
         "talk": talk,
         "wait": lambda: None,

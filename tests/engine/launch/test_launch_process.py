@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from megatron_run_engine.launch.process import (
     choose_device,
     deterministic_environment,
     explain_device,
+    forks_ranks,
     rank_environment,
     start_device,
     threads_per_rank,
@@ -211,3 +213,14 @@ def test_training_on_the_cpu_for_want_of_gpus_is_said() -> None:
 def test_deterministic_kernels_on_a_gpu_need_cublas_told() -> None:
     assert deterministic_environment(True, "cuda:0") == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     assert deterministic_environment(None, "cuda:0") == deterministic_environment(True, "cpu") == {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
+@pytest.mark.parametrize(
+    ("setting", "devices", "forks"),
+    [("auto", ("cpu",), True), ("spawn", ("cpu",), False), ("auto", ("cuda:0", "cuda:1"), False)],
+)
+def test_ranks_are_forked_on_cpus_unless_told_otherwise(
+    setting: Literal["auto", "spawn"], devices: tuple[str, ...], forks: bool
+) -> None:
+    assert forks_ranks(setting, devices) == forks

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import stat
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +20,17 @@ from megatron_run_graph_capture_partial.executors import in_python, out_form
 from megatron_run_graph_capture_partial.selection import find_executor
 from tests.plugins.graph_bench import Pipeline
 
+LOG = logging.getLogger("megatron_run")
+
+
+def no_heartbeat() -> None:
+    """Nobody supervises."""
+
 
 @pytest.mark.slow  # a minute where it was never built; then it is kept
 def test_the_native_executor_leaves_the_bits_of_eager_steps() -> None:
     try:
-        native.build()
+        native.build(LOG, no_heartbeat)
     except Exception as cause:  # noqa: BLE001 RUF100  # whatever a machine lacks
         pytest.skip(f"no compiler: {cause}")
     scope = ("embedding", "attn", "mlp", "head", "loss")
@@ -34,58 +42,85 @@ def test_the_native_executor_leaves_the_bits_of_eager_steps() -> None:
 
 
 class Compiler:
-    """In the place of torch's ``load``; waits until ``together`` are at it, and fails where ``error`` is given."""
+    """In the place of torch's ``load``: takes a while, and fails where ``error`` is given."""
 
-    def __init__(self, together: int = 1, error: BaseException | None = None) -> None:
-        self._barrier, self._error = Barrier(together, timeout=10), error
+    def __init__(self, error: BaseException | None = None) -> None:
+        self._error = error
         self.folders: list[Path] = []
 
-    def __call__(self, name: str, sources: list[str], *, build_directory: str, **_: Any) -> str:
+    def __call__(self, name: str, sources: list[str], *, build_directory: str, **_: Any) -> None:
         folder = Path(build_directory)
-        assert not (folder / "lock").exists()
-        (folder / "lock").touch()
-        (folder / f"{name}.so").write_text(build_directory)
         self.folders.append(folder)
-        self._barrier.wait()
+        (folder / "lock").touch()
+        time.sleep(0.1)
         if self._error is not None:
             raise self._error
+        (folder / f"{name}.so").write_text(build_directory)
         (folder / "lock").unlink()
-        return name
 
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where extensions are kept, with what a compilation that was killed leaves in torch's own folder for this one."""
-    (tmp_path / "megatron_run_tape").mkdir()
-    (tmp_path / "megatron_run_tape" / "lock").touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(native, "_module", native._module.__wrapped__)  # without its memory
-    return tmp_path
+    """Where the extension is kept; what is loaded from there is its folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "_load", lambda folder: SimpleNamespace(folder=folder))
+    return tmp_path / "megatron-run"
 
 
-def test_ranks_compile_at_once_and_one_result_is_kept(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = Compiler(together=3)
+def test_one_rank_compiles_and_the_others_wait_for_its_result(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Compiler()
     monkeypatch.setattr(cpp_extension, "load", compiler)
     with ThreadPoolExecutor(3) as ranks:
-        assert [*ranks.map(lambda _: native._module(), range(3))] == 3 * ["megatron_run_tape"]
-    assert len({*compiler.folders}) == 3
-    (home,) = set(kept.iterdir()) - {kept / "megatron_run_tape"}
+        assert all(ranks.map(lambda _: native.build(LOG, no_heartbeat), range(3)))
+    assert len(compiler.folders) == 1
+    (home,) = (path for path in kept.iterdir() if path.is_dir())
     assert [path.name for path in home.iterdir()] == ["megatron_run_tape.so"]
-    monkeypatch.setattr(native, "_load", lambda folder: f"loaded from {folder}")
-    assert native._module() == f"loaded from {home}"
-    assert len(compiler.folders) == 3
+    native.build(LOG, no_heartbeat)
+    assert len(compiler.folders) == 1
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no compiler"), KeyboardInterrupt()], ids=["failed", "interrupted"])
 def test_a_compilation_that_does_not_end_leaves_nothing_to_wait_for(
     error: BaseException, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpp_extension, "load", Compiler(error=error))
+    monkeypatch.setattr(cpp_extension, "load", Compiler(error))
     with pytest.raises(type(error)):
-        native._module()
-    assert [*kept.iterdir()] == [kept / "megatron_run_tape"]
+        native.build(LOG, no_heartbeat)
+    assert not [path for path in kept.iterdir() if path.is_dir()]
+    killed = native._home().with_suffix(".killed.tmp")
+    killed.mkdir()
     monkeypatch.setattr(cpp_extension, "load", Compiler())
-    assert native._module() == "megatron_run_tape"
+    native.build(LOG, no_heartbeat)
+    assert [path for path in kept.iterdir() if path.is_dir()] == [native._home()]
+
+
+def test_a_rank_that_compiles_says_so_and_gives_signs_of_life(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    beats: list[int] = []
+    monkeypatch.setattr(cpp_extension, "load", Compiler())
+    monkeypatch.setattr(native, "_BEAT", 0.01)
+    with caplog.at_level(logging.WARNING):
+        native.build(LOG, lambda: beats.append(len(caplog.messages)))
+    assert len(beats) > 2
+    assert set(beats) == {1}
+    told = len(beats)
+    native.build(LOG, lambda: beats.append(1))
+    assert (len(beats), len(caplog.messages)) == (told, 1)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o720])
+def test_nothing_is_executed_that_another_user_could_have_put_there(kept: Path, mode: int) -> None:
+    assert native._home().parent == kept
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+    kept.chmod(mode)
+    with pytest.raises(PermissionError):
+        native.build(LOG, no_heartbeat)
+    kept.rmdir()
+    (kept.parent / "elsewhere").mkdir(mode=0o700)
+    kept.symlink_to(kept.parent / "elsewhere")
+    with pytest.raises(PermissionError):
+        native.build(LOG, no_heartbeat)
 
 
 def test_what_was_compiled_for_another_torch_is_not_taken(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,12 +134,12 @@ def test_what_was_compiled_for_another_torch_is_not_taken(kept: Path, monkeypatc
 def test_without_a_compiler_python_replays_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail() -> Any:
+    def fail(*_: object) -> Any:
         raise RuntimeError("Error building extension\nand much more")
 
-    monkeypatch.setattr(native, "_module", fail)
+    monkeypatch.setattr(native, "build", fail)
     with caplog.at_level(logging.WARNING):
-        assert find_executor("native", logging.getLogger("megatron_run")) is in_python
+        assert find_executor("native", LOG, no_heartbeat) is in_python
     assert caplog.messages == ["the native executor of tapes cannot be built, Python replays: Error building extension"]
 
 

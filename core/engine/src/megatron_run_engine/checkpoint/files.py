@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from megatron_run.errors import CheckpointError
 
@@ -177,11 +177,24 @@ def no_heartbeat() -> None:
     """Do nothing: the heartbeat of work that no watchdog supervises."""
 
 
-def sha256_of(file: BufferedReader, heartbeat: Callable[[], None] = no_heartbeat) -> str:
-    """Return the SHA-256 of an open file in hexadecimal. ``heartbeat`` is called after every block."""
+class Hash(Protocol):
+    """A hash that is computed block by block, as hashlib's are."""
+
+    def update(self, data: memoryview, /) -> None:
+        """Add the next bytes."""
+
+    def hexdigest(self) -> str:
+        """The hash of all bytes so far, in hexadecimal."""
+
+
+def hash_of(file: BufferedReader, total: Hash, heartbeat: Callable[[], None] = no_heartbeat) -> str:
+    """Return the hash of an open file, computed by the new ``total``. ``heartbeat`` is called after every block.
+
+    It reads instead of mapping the file: a disk that fails is then an error, and not a signal that ends the process.
+    """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # read ahead while we hash
-    total, memory = hashlib.sha256(), memoryview(bytearray(_BLOCK))
+    memory = memoryview(bytearray(_BLOCK))
     while length := file.raw.readinto(memory):
         total.update(memory[:length])
         heartbeat()

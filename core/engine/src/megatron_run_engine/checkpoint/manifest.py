@@ -48,6 +48,7 @@ _TAIL_LENGTH = len(_JOINT) + 64 + len(_END)
 #: The name of a file next to the manifest. Never a path and never hidden, so that a manifest cannot point elsewhere.
 FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Xxh3 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -58,10 +59,11 @@ class Record(BaseModel):
 
 
 class FileRecord(Record):
-    """One shard: its length in bytes and its SHA-256."""
+    """One shard: its length in bytes, its SHA-256 and its 128-bit XXH3, which early steps lack."""
 
     bytes: Count
     sha256: Sha256
+    xxh3: Xxh3 | None = None
 
 
 class Piece(NamedTuple):

@@ -1,8 +1,8 @@
 """Launches the ranks of a run, or joins those that torchrun or Slurm started, and returns how the run ended.
 
 Importing it is instant: torch is imported by the ranks, and by ``launch`` when it resolves the run. Reading order:
-``api`` (where ranks come from), ``local`` and ``rank`` (how one starts), ``worker`` (its work), ``failures`` (how its
-failure reaches the user), ``watchdog`` (how a hang is noticed).
+``api`` (where ranks come from), ``local``, ``fork_server`` and ``rank`` (how one starts), ``worker`` (its work),
+``failures`` (how its failure reaches the user), ``watchdog`` (how a hang is noticed).
 
 Imports: checkpoint, config, contracts, errors, planning, run_folder, runtime, training.
 """

@@ -20,6 +20,7 @@ from megatron_run_engine.launch.process import (
     assign_device,
     borrowed_process,
     check_local_devices,
+    forks_ranks,
     quiet_torch,
     threads_per_rank,
 )
@@ -194,21 +195,21 @@ def _train_here(run: ResolvedRun) -> RunResult:
 
 def _start_local(run: ResolvedRun, request: Request, options: LaunchOptions) -> RunResult:
     """Start the ranks, and start them again as often as ``options`` allow and it makes sense."""
-    check_local_devices(run)
+    fork = forks_ranks(run.config.run.start_method, check_local_devices(run))
     for notice in run.notices:
         options.tell(notice)
     restarts = Restarts(options.max_restarts)
-    result = _attempt(run, request, options)
+    result = _attempt(run, request, options, fork=fork)
     while result.folder is not None and (line := restarts.next(result)) is not None:
         options.tell(line)
         run, request = resumed(run, request, result.folder)
-        result = _attempt(run, request, options)
+        result = _attempt(run, request, options, fork=fork)
     if result.folder is not None and result.code.retry and (step := last_saved(result.folder)) is not None:
         options.tell(f"step {step} is saved: {how_to_resume(result.folder)}")
     return result
 
 
-def _attempt(run: ResolvedRun, request: Request, options: LaunchOptions) -> RunResult:
+def _attempt(run: ResolvedRun, request: Request, options: LaunchOptions, *, fork: bool) -> RunResult:
     """One attempt in the run folder, from its opening to its end."""
     from megatron_run_engine.launch.local import LocalPlan, run_local, terminal_writer
     from megatron_run_engine.run_folder import open_run_folder
@@ -229,6 +230,7 @@ def _attempt(run: ResolvedRun, request: Request, options: LaunchOptions) -> RunR
             tell=options.tell,
             debug=options.debug,
             timeout=run.config.run.timeout,
+            fork=fork,
         )
         try:
             result = run_local(plan)

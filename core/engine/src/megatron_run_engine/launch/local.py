@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -23,16 +22,16 @@ from pathlib import Path
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, RankLostError
 from megatron_run_engine.launch.failures import count_warnings, describe, first_cause
+from megatron_run_engine.launch.fork_server import forked_ranks
 from megatron_run_engine.launch.process import available_cores, rank_environment
-from megatron_run_engine.launch.rank import Job, page_path
+from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, page_path
 from megatron_run_engine.launch.results import RankResult, RunResult
 from megatron_run_engine.launch.signals import AFTER_THE_STEP, caught_signals
+from megatron_run_engine.launch.start import RankProcess, RankStart, spawned_ranks
 from megatron_run_engine.launch.watchdog.monitor import Watchdog
 from megatron_run_engine.launch.watchdog.page import Page
 from megatron_run_engine.run_folder import RunFolder
 
-#: What each rank runs, with the job's path as its last argument.
-RANK_PROGRAM = (sys.executable, "-m", "megatron_run_engine.launch.rank")
 #: Seconds that the other ranks get to end by themselves once one has failed: all are gone within 5.
 GRACE = 4.0
 #: Seconds that ranks get after Ctrl-C.
@@ -48,6 +47,7 @@ _IN_ORDER = (None, ExitCode.DONE, ExitCode.TIME_LIMIT, ExitCode.SIGINT, ExitCode
 class LocalPlan:
     """What to start: ``size`` ranks of ``program`` with ``threads`` threads each.
 
+    With ``fork`` the ranks are forked from a process that has imported everything, and ``program`` is not used.
     ``show`` gets what rank 0 prints, None for silence, and ``shown_environment`` is for rank 0 only, which then knows
     that a terminal shows it; ``tell`` gets the launcher's own lines. A rank whose status page does not change for
     ``timeout`` seconds hangs, unless it waits for another.
@@ -63,6 +63,7 @@ class LocalPlan:
     shown_environment: Mapping[str, str] = field(default_factory=dict)
     debug: bool = False
     program: Sequence[str] = RANK_PROGRAM
+    fork: bool = False
     grace: float = GRACE
     timeout: float = inf
 
@@ -73,8 +74,7 @@ def run_local(plan: LocalPlan) -> RunResult:
         scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="megatron-run-")))
         signals = cleanup.enter_context(caught_signals(signal.SIGINT, *AFTER_THE_STEP))
         ranks = _Ranks(plan, scratch)
-        cleanup.callback(ranks.kill)
-        ranks.start()
+        cleanup.enter_context(ranks.started())
         relay = Relay(plan.folder.log(0), plan.show) if plan.show is not None else None
         if relay is not None:
             relay.start()  # after the last start of a rank: forked ones would miss this thread
@@ -92,39 +92,43 @@ class _Ranks:
         self._plan = plan
         self._job = scratch / "job.json"
         self._init_method = f"file://{scratch / 'rendezvous'}"
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: Sequence[RankProcess] = ()
         self._watchdog = Watchdog([page_path(self._job, rank) for rank in range(plan.size)], plan.timeout)
         self._order: dict[int, int] = {}  # rank -> how many had ended before it
         self._killed: set[int] = set()
-        self._lifeline: int | None = None
         self.verdict: RankLostError | None = None
 
-    def start(self) -> None:
-        """Start every rank; its descriptors 1 and 2 are its log."""
+    @contextmanager
+    def started(self) -> Iterator[None]:
+        """Start every rank, and leave none behind. Descriptors 1 and 2 of a rank are its log."""
         plan = self._plan
-        read_end, self._lifeline = os.pipe()
-        job = Job(plan.request, plan.folder.path, plan.folder.attempt, self._init_method, read_end, plan.debug)
-        job.write(self._job)
-        common = rank_environment(plan.environment, plan.threads, plan.size, available_cores())
+        lifeline, ours = os.pipe()
         try:
-            for rank in range(plan.size):
-                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": plan.size, "LOCAL_WORLD_SIZE": plan.size}
-                environment = common | {name: str(value) for name, value in place.items()}
-                if rank == 0:
-                    environment.update(plan.shown_environment)
-                with plan.folder.log(rank).open("ab") as log:
-                    process = subprocess.Popen(
-                        [*plan.program, str(self._job)],
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        env=environment,
-                        pass_fds=(read_end,),
-                        start_new_session=True,
-                    )
-                self._processes.append(process)
+            job = Job(plan.request, plan.folder.path, plan.folder.attempt, self._init_method, lifeline, plan.debug)
+            job.write(self._job)
+            common = rank_environment(plan.environment, plan.threads, plan.size, available_cores())
+            starts = [RankStart(self._variables(rank), plan.folder.log(rank)) for rank in range(plan.size)]
+            for start in starts:
+                start.log.touch()  # the relay opens it at once, and a rank that never came has an empty one
+            with (
+                forked_ranks(self._job, lifeline, common, starts)
+                if plan.fork
+                else spawned_ranks(plan.program, self._job, lifeline, common, starts)
+            ) as self._processes:
+                try:
+                    yield
+                finally:
+                    self.kill()
         finally:
-            os.close(read_end)
+            os.close(ours)
+            os.close(lifeline)
+
+    def _variables(self, rank: int) -> dict[str, str]:
+        size = self._plan.size
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        return {name: str(value) for name, value in place.items()} | (
+            dict(self._plan.shown_environment) if rank == 0 else {}
+        )
 
     def wait(self, signals: Sequence[int]) -> None:
         """Return once every rank has ended, by itself or killed.
@@ -158,10 +162,10 @@ class _Ranks:
         for rank, process in enumerate(self._processes):
             if rank not in self._order and process.poll() is not None:
                 self._order[rank] = len(self._order)
-                _kill_group(process)
+                process.kill_group()
         return bool(self._running())
 
-    def _running(self) -> list[subprocess.Popen[bytes]]:
+    def _running(self) -> list[RankProcess]:
         return [process for process in self._processes if process.returncode is None]
 
     def kill(self) -> None:
@@ -169,18 +173,15 @@ class _Ranks:
         for rank, process in enumerate(self._processes):
             if process.poll() is None:
                 self._killed.add(rank)
-                _kill_group(process)
+                process.kill_group()
                 process.wait()
-        if self._lifeline is not None:
-            os.close(self._lifeline)
-            self._lifeline = None
 
     def results(self) -> list[RankResult]:
         """How each rank ended, by rank."""
         pages = self._pages()
         return [
             replace(
-                RankResult.read(self._job, rank, process.returncode),
+                RankResult.read(self._job, rank, process.wait()),
                 order=self._order.get(rank, len(self._order)),
                 killed=rank in self._killed,
                 log=self._plan.folder.log(rank),
@@ -196,11 +197,6 @@ class _Ranks:
 
     def _pages(self) -> list[Page | None]:
         return [self._watchdog.page(rank) for rank in range(len(self._processes))]
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # nobody left in it (macOS: only the dead)
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _run_result(plan: LocalPlan, ranks: _Ranks, signals: Sequence[int]) -> RunResult:

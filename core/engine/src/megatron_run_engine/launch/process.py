@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -85,17 +85,28 @@ def assign_device(run: ResolvedRun, world: World) -> World:
     return replace(world, device=device)
 
 
-def check_local_devices(run: ResolvedRun) -> None:
-    """Raise what :func:`assign_device` would on the ranks that are about to be started here, the lowest one's first.
+def check_local_devices(run: ResolvedRun) -> tuple[str, ...]:
+    """The devices of the ranks that are about to be started here.
 
-    Nothing is allocated on a GPU: the launcher holds none.
+    Raises what :func:`assign_device` would on them, the lowest one's first. Nothing is allocated on a GPU: the launcher
+    holds none.
     """
     import torch
 
     gpus, size = torch.cuda.device_count(), run.sizes.world
     worlds = (World(rank, size, rank, size, launcher="local") for rank in range(size))
-    for device in dict.fromkeys(choose_device(run.config.run.device, world, gpus) for world in worlds):
+    devices = tuple(dict.fromkeys(choose_device(run.config.run.device, world, gpus) for world in worlds))
+    for device in devices:
         _check_plugins(run, device)
+    return devices
+
+
+def forks_ranks(setting: Literal["auto", "spawn"], devices: Sequence[str]) -> bool:
+    """Whether local ranks on ``devices`` are forked from one process: on CPUs, where a fork is safe.
+
+    CUDA cannot be used in a fork of a process that has asked for it, and macOS's libraries start threads when loaded.
+    """
+    return setting == "auto" and sys.platform == "linux" and set(devices) == {"cpu"}
 
 
 def _check_plugins(run: ResolvedRun, device: str) -> None:

@@ -16,6 +16,9 @@ from pathlib import Path
 
 from megatron_run.config.request import Request
 
+#: What each rank runs, with the job's path as its last argument.
+RANK_PROGRAM = (sys.executable, "-m", "megatron_run_engine.launch.rank")
+
 
 @dataclass(frozen=True)
 class Job:

@@ -43,6 +43,9 @@ class RunSection(Section):
     threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto", description="CPU threads per rank; auto: cores / local ranks"
     )
+    start_method: Literal["auto", "spawn"] = Field(
+        "auto", description="auto: CPU ranks are forked from one process with all imports; spawn: each imports anew"
+    )
     timeout: float = Field(600.0, gt=0, description="seconds to wait for a rank to join, answer or progress")
     time_limit: Duration | None = Field(
         None, description="from the start of training; then finish the step, save, exit with 75"

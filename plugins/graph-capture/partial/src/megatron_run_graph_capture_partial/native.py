@@ -1,33 +1,50 @@
-"""The executor in C++: one call from Python per replay, compiled at first use and kept.
+"""The executor in C++: one call from Python per replay, compiled at first use and kept for this user.
 
-Each process compiles in a private folder and renames it into place atomically. In a shared folder torch makes others
-wait for a lock file that the compiling process removes at the end: if that process is killed, they wait for ever.
+One process of a machine compiles, in a private folder that it renames into place, and the others wait for its lock,
+which the kernel lifts when the process is killed. For torch's own lock, a file, the next run would wait for ever.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
+import stat
 import sysconfig
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import sha256
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_run_graph_capture_partial.executors import call_of, in_python
 from megatron_run_graph_capture_partial.tape import Executor, Operation
 
+if TYPE_CHECKING:
+    import logging
+
 _SOURCE = Path(__file__).with_name("native.cpp")
+#: Seconds between two heartbeats of a rank that compiles or waits, and after which a compiler is taken to hang.
+_BEAT, _LONGEST = 1.0, 900.0
 
 
-def build() -> Executor:
-    """Compile the extension, or find it compiled, and return the executor. Raises whatever the compiler raises."""
-    module = _module()
+def build(log: logging.Logger, heartbeat: Callable[[], None]) -> Executor:
+    """Find the extension, or compile it, and return the executor. Raises whatever the compiler raises.
+
+    ``heartbeat`` is called by another thread meanwhile: compiling takes a minute, and is no hang of this rank.
+    """
+    home = _home()
+    if not home.is_dir():
+        log.warning("compiling the native executor of tapes, about a minute, for every later run: %s", home)
+        with _beating(heartbeat):
+            _compile(home)
+    module = _load(home)
 
     def native(operations: Sequence[Operation]) -> Callable[[], None]:
         if any(operation.func.namespace == "c10d" for operation in operations):
@@ -43,21 +60,22 @@ def build() -> Executor:
     return native
 
 
-@cache
-def _module() -> Any:
-    home = _home()
-    return _load(home) if home.is_dir() else _compile(home)
-
-
 def _home() -> Path:
-    """The folder of the extension compiled for this source, interpreter and torch, beside torch's own extensions."""
-    from torch.utils.cpp_extension import get_default_build_root
+    """The folder of the extension compiled for this source, interpreter and torch, in the user's cache.
 
+    Raises :class:`PermissionError` if anybody else could put a library there, which would be executed.
+    """
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    root = (named if named.is_absolute() else Path.home() / ".cache") / "megatron-run"
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = root.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{root} is no folder of this user alone: chmod go-w it, or set XDG_CACHE_HOME")
     made_of = (_SOURCE.read_text(encoding="utf-8"), torch.__version__, sysconfig.get_config_var("EXT_SUFFIX"))
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
-    return Path(root) / f"megatron_run_tape-{sha256(repr(made_of).encode()).hexdigest()[:16]}"
+    return root / f"tape-{sha256(repr(made_of).encode()).hexdigest()[:16]}"
 
 
+@cache
 def _load(home: Path) -> Any:
     (library,) = home.glob("*.so")
     spec = spec_from_file_location(library.stem, library)
@@ -68,17 +86,46 @@ def _load(home: Path) -> Any:
     return module
 
 
-def _compile(home: Path) -> Any:
-    """Compile and load the extension, and keep it at ``home``. Concurrent ranks do not wait for each other."""
+def _compile(home: Path) -> None:
+    """Compile the extension and keep it at ``home``, unless another process does so first."""
     from torch.utils.cpp_extension import load
 
-    home.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f"{home.name}.", dir=home.parent) as private:
-        folder = Path(private) / "build"
-        folder.mkdir()
-        module = load(
-            "megatron_run_tape", [str(_SOURCE)], extra_cflags=["-O2"], build_directory=str(folder), verbose=False
-        )
-        with suppress(OSError):  # another rank was first, and its folder is as good
-            folder.rename(home)
-    return module
+    with _locked(home.with_suffix(".lock")):
+        if home.is_dir():
+            return
+        for left in home.parent.glob(f"{home.name}.*.tmp"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        with TemporaryDirectory(prefix=f"{home.name}.", suffix=".tmp", dir=home.parent) as private:
+            folder = Path(private) / "build"
+            folder.mkdir()
+            load("megatron_run_tape", [str(_SOURCE)], extra_cflags=["-O2"], build_directory=str(folder), verbose=False)
+            with suppress(OSError):  # where files cannot be locked, another process was first
+                folder.rename(home)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w", encoding="utf-8") as file:
+        with suppress(OSError):  # a file system without locks: both compile, and one result is kept
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _beating(heartbeat: Callable[[], None]) -> Iterator[None]:
+    """Call ``heartbeat`` within the block, so that the time limit for a rank does not run."""
+    ended = Event()
+
+    def beat() -> None:
+        for _ in range(int(_LONGEST / _BEAT)):
+            heartbeat()
+            if ended.wait(_BEAT):
+                return
+
+    thread = Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -17,7 +17,7 @@ the manifest is damaged, or names an unknown field      ``checkpoint.manifest.re
 pieces that do not cover a tensor exactly once          ``checkpoint.manifest.Manifest``
 a manifest of another step                              ``checkpoint.step_folder.Checkpoints.manifest``
 a file is missing, a link or unreadable                 ``checkpoint.files.reading``
-a file has another length or SHA-256                    ``checkpoint.step_folder.verify_files``
+a file has another length, XXH3 or SHA-256              ``checkpoint.step_folder.verify_files``
 *whether it fits the run* (``resuming.accept``)
 another configuration, other training data              ``resuming.accept``
 another scaler wrote the scaler's state                 ``resuming.scaler_state``

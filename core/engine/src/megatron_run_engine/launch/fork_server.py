@@ -1,0 +1,251 @@
+"""Forks the ranks of one host from a process that has imported everything, so that they share one import.
+
+Imports are two seconds of processor time, most of a rank's start. The server is a fresh process, because OpenMP, glibc
+and torch read their variables when they are loaded. It imports torch and the chosen plugins, forks while it has one
+thread, and tells the launcher what becomes of the ranks, as it is their parent. When the launcher is gone it kills
+them, also those that hang or are stopped and cannot end by themselves.
+
+multiprocessing's server is one for the whole program of the caller, in the environment of its first use, and its
+children import the caller's main module; so it is none for a library.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_run.config.request import Request
+from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, main
+from megatron_run_engine.launch.start import RankProcess, RankStart, SpawnedRank, spawn
+
+#: What the server runs, with the job's path and its end of the socket as the last arguments.
+_PROGRAM = (sys.executable, "-m", "megatron_run_engine.launch.fork_server")
+#: Seconds until a server that does not answer is killed, and its ranks with it.
+_PATIENCE = 5.0
+
+
+# --- The launcher's side ---
+
+
+@contextmanager
+def forked_ranks(
+    job: Path, lifeline: int, environment: Mapping[str, str], starts: Sequence[RankStart]
+) -> Iterator[Sequence[RankProcess]]:
+    """One process for each of ``starts``, forked once a server has imported all. None is left when the block ends.
+
+    What the server itself prints, such as the warnings of an import, is in the first log.
+    """
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            words = [*_PROGRAM, str(job), str(theirs.fileno())]
+            process = spawn(words, environment, starts[0].log, (lifeline, theirs.fileno()))
+        server = _Server(process, ours, len(starts))
+        try:
+            with suppress(BrokenPipeError):  # it has failed already, which is heard next
+                ours.sendall(_encode(starts))
+            yield server.ranks
+        finally:
+            server.end()
+
+
+class ForkedRank:
+    """A rank whose parent is the server. Its process id is not used again before the server has ended."""
+
+    def __init__(self, server: _Server) -> None:
+        self._server = server
+        self.pid: int | None = None
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Look whether it has ended: ``returncode``."""
+        if self.returncode is None:
+            self._server.hear(0.0)
+        return self.returncode
+
+    def wait(self) -> int:
+        """``returncode``, once it has ended. A server that says nothing of a rank which was killed is killed too."""
+        while self.returncode is None:
+            if not self._server.hear(_PATIENCE):
+                self._server.process.kill()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal if it still runs; before it is forked, to the server, which then forks no rank."""
+        if self.poll() is None:
+            os.kill(self._server.process.pid if self.pid is None else self.pid, number)
+
+    def kill_group(self) -> None:
+        """Kill it and what it has started, if any of that still runs; before it is forked, the server."""
+        if self.pid is None:
+            self._server.process.kill_group()
+        else:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+
+class _Server:
+    """The server's process, as the launcher sees it."""
+
+    def __init__(self, process: SpawnedRank, control: socket.socket, size: int) -> None:
+        self.process, self._control, self._rest = process, control, b""
+        self.ranks = [ForkedRank(self) for _ in range(size)]
+
+    def hear(self, patience: float) -> bool:
+        """Take in what the server says within so many seconds; whether it said anything. Its end ends all its ranks."""
+        if not select.select([self._control], [], [], patience)[0]:
+            return False
+        said = b""
+        with suppress(ConnectionResetError):  # it ended before it has read what it was told
+            said = self._control.recv(1 << 16)
+        *lines, self._rest = (self._rest + said).split(b"\n")
+        for word, rank, number in map(bytes.split, lines):
+            if word == b"started":
+                self.ranks[int(rank)].pid = int(number)
+            else:
+                self.ranks[int(rank)].returncode = int(number)
+        if not said:
+            status = self.process.wait()
+            for each in self.ranks:
+                if each.returncode is None:
+                    each.kill_group()
+                    each.returncode = status
+        return True
+
+    def end(self) -> None:
+        """End the server, and with it what still runs of its ranks."""
+        self._control.close()
+        try:
+            self.process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            for rank in self.ranks:
+                rank.kill_group()
+            self.process.kill_group()
+            self.process.wait()
+
+
+def _encode(starts: Sequence[RankStart]) -> bytes:
+    return json.dumps([(dict(variables), str(log)) for variables, log in starts]).encode() + b"\n"
+
+
+def _decode(line: bytes) -> list[RankStart]:
+    return [RankStart(variables, Path(log)) for variables, log in json.loads(line)]
+
+
+# --- The server's side ---
+
+
+def serve(job: Path, control: socket.socket) -> None:
+    """Import, start the ranks, and report their ends until the launcher has closed its end of ``control``."""
+    with control.makefile("rb") as file:
+        starts = _decode(file.readline())
+    preload(replace(Job.read(job).request, nproc=len(starts)))
+    wakeup, bell = socket.socketpair()
+    for each in (wakeup, bell):
+        each.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, without which no byte is written to the bell
+    signal.set_wakeup_fd(bell.fileno())
+    begin = _fork if can_fork() else _spawn
+    processes = []
+    for rank, start in enumerate(starts):
+        processes.append(begin(job, start, (control, wakeup, bell)))
+        _tell(control, "started", rank, processes[rank])
+    _report(control, wakeup, processes)
+
+
+def _fork(job: Path, start: RankStart, private: Sequence[socket.socket]) -> int:
+    process = os.fork()
+    if process == 0:
+        for each in private:
+            each.close()
+        become_rank(job, start)
+    return process
+
+
+def _spawn(job: Path, start: RankStart, _private: Sequence[socket.socket]) -> int:
+    environment = {**os.environ, **start.variables}
+    return spawn([*RANK_PROGRAM, str(job)], environment, start.log, (Job.read(job).lifeline,)).pid
+
+
+def _report(control: socket.socket, wakeup: socket.socket, processes: Sequence[int]) -> None:
+    """Report the end of each rank, and end what is left of them when the launcher is done or gone."""
+    running = dict(enumerate(processes))
+    while control not in select.select([control, wakeup], [], [])[0]:  # all that the launcher says is end-of-file
+        with suppress(BlockingIOError):
+            wakeup.recv(1 << 16)
+        for rank, process in tuple(running.items()):
+            # WNOWAIT leaves a zombie, so that no other process gets the number by which the launcher kills its group.
+            ended = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                del running[rank]
+                _tell(control, "ended", rank, ended.si_status * (1 if ended.si_code == os.CLD_EXITED else -1))
+    for process in running.values():
+        with suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)
+    for process in processes:
+        os.waitpid(process, 0)
+
+
+def preload(request: Request) -> None:
+    """Import what every rank of ``request`` will. What is wrong with it each rank finds by itself, and says so."""
+    from megatron_run.planning import resolve
+
+    with suppress(Exception):
+        resolve(request)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    gc.freeze()  # the ranks do not write to the pages of what is here by looking for garbage in it
+
+
+def can_fork() -> bool:
+    """Whether a fork of this process is as good as a new one: no import has started a thread or CUDA."""
+    import torch
+
+    return len(list(Path("/proc/self/task").iterdir())) == 1 and not torch.cuda.is_initialized()
+
+
+def become_rank(job: Path, start: RankStart) -> NoReturn:
+    """Be what ``python -m megatron_run_engine.launch.rank JOB`` would be, in a process that was just forked."""
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        log = os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        os.environ.update(start.variables)
+        sys.argv[1:] = [str(job)]
+        if "numpy.random" in sys.modules:  # Python's own generator is seeded anew by a fork, and torch's by the run
+            sys.modules["numpy.random"].seed()
+        status = main(job)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _tell(control: socket.socket, word: str, rank: int, number: int) -> None:
+    with suppress(BrokenPipeError):  # the launcher is gone, which is seen next
+        control.sendall(f"{word} {rank} {number}\n".encode())
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback when Ctrl-C comes during the imports
+    serve(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))
+    os._exit(0)  # nothing is left to do, and finalizers of what was imported take a while

@@ -1,0 +1,48 @@
+"""The fork server without torch: ``stand_in_server.py PIDS HOW BEHAVIOUR... JOB CONTROL``, with stand-in ranks.
+
+HOW is what an import does: nothing (``plain``), it starts a thread (``thread``), or it takes long (``slow``).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+from megatron_run.config.request import Request
+from megatron_run_engine.launch import fork_server
+from tests.engine.launch import stand_in_rank
+
+_, PIDS, HOW, *TOLD, JOB, CONTROL = sys.argv
+
+
+def preload(_request: Request) -> None:
+    import numpy.random  # noqa: F401  # has a generator that is seeded when it is imported
+
+    if HOW == "thread":
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    Path(PIDS, "server.pid").write_text(str(os.getpid()))
+    if HOW == "slow":
+        time.sleep(60)
+
+
+def be_stand_in(job: Path) -> int:
+    stand_in_rank.RANK = int(os.environ["RANK"])
+    sys.argv[1:] = [PIDS, *TOLD, str(job)]
+    stand_in_rank.main()
+    return 0
+
+
+if __name__ == "__main__":
+    spawned = (sys.executable, str(Path(stand_in_rank.__file__)), PIDS, *TOLD)
+    cuda = SimpleNamespace(is_initialized=lambda: False)
+    with (
+        mock.patch.multiple(fork_server, preload=preload, main=be_stand_in, RANK_PROGRAM=spawned),
+        mock.patch.dict(sys.modules, torch=SimpleNamespace(cuda=cuda)),
+    ):
+        fork_server.serve(Path(JOB), socket.socket(fileno=int(CONTROL)))

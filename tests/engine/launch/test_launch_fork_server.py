@@ -1,0 +1,151 @@
+"""Ranks that are forked from a server end, fail and are signalled as those that are started anew."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_run.errors import ExitCode
+from megatron_run_engine.launch import fork_server
+from megatron_run_engine.launch.results import RunResult
+from tests.engine.launch.launcher import Launcher, no_process_left
+from tests.support.processes import alive, process_ids, wait_until
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(60)]
+STAND_IN = Path(__file__).with_name("stand_in_server.py")
+ROOT = Path(__file__).parents[3]
+
+
+def forked(launcher: Launcher, *behaviours: str, how: str = "plain", **changes: Any) -> RunResult:
+    """Run ``behaviours`` on ranks of a server whose imports do what ``how`` says."""
+    program = (sys.executable, str(STAND_IN), str(launcher.pids), how, *behaviours)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_server, "_PROGRAM", program)
+        return launcher(fork=True, environment=environment, **changes)
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Launcher:
+    return Launcher(tmp_path)
+
+
+def test_a_forked_rank_has_what_a_new_process_has(tmp_path: Path) -> None:
+    described = []
+    for name in ("spawned", "forked"):
+        (tmp_path / name).mkdir()
+        launcher = Launcher(tmp_path / name)
+        changes: dict[str, Any] = {"size": 3, "shown_environment": {"FORCE_COLOR": "1"}}
+        if name == "forked":
+            result = forked(launcher, "*:describe", **changes)
+        else:
+            result = launcher("*:describe", environment={**os.environ, "PYTHONPATH": str(ROOT)}, **changes)
+        assert result.code == ExitCode.DONE
+        assert b"".join(launcher.shown).decode() == launcher.log(0)
+        described.append([eval(launcher.log(rank), {"Signals": None} | vars(signal)) for rank in range(3)])
+        for rank, each in enumerate(described[-1]):
+            assert each.pop("files") == {0: "/dev/null"} | dict.fromkeys((1, 2), str(launcher.folder.log(rank)))
+            each["argument"] = Path(each["argument"]).name
+    for spawned, from_server in zip(*described, strict=True):
+        for key, value in spawned.items():
+            assert from_server[key] == value, key
+
+
+def test_generators_that_nobody_seeds_differ_between_ranks(launcher: Launcher) -> None:
+    forked(launcher, "*:chance")
+    (python, numpy), (other_python, other_numpy) = (launcher.log(rank).split() for rank in range(2))
+    assert python != other_python
+    assert numpy != other_numpy
+
+
+@pytest.mark.parametrize("code", [0, 5, 9])
+def test_exit_codes_pass_through(launcher: Launcher, code: int) -> None:
+    result = forked(launcher, "*:exit 0", f"1:exit {code}")
+    assert result.code == (ExitCode.BUG if code == 9 else code)
+
+
+def test_a_killed_rank_is_lost_and_named_with_its_signal(launcher: Launcher) -> None:
+    result = forked(launcher, "*:wait", "1:kill", grace=0.2)
+    assert result.code == ExitCode.RANK_LOST
+    assert result.message == f"a rank was killed by SIGKILL (rank 1, log: {launcher.folder.log(1)})"
+    assert no_process_left(launcher)
+
+
+def test_a_traceback_is_a_bug_named_by_its_last_line(launcher: Launcher) -> None:
+    result = forked(launcher, "*:wait", "1:raise strange things", grace=0.2)
+    expected = f"a rank ended with exit code 1: ValueError: strange things (rank 1, log: {launcher.folder.log(1)})"
+    assert (result.code, result.message) == (ExitCode.BUG, expected)
+
+
+def test_what_a_rank_started_ends_with_it(launcher: Launcher) -> None:
+    assert forked(launcher, "*:exit 0", "1:parent 5").code == 5
+    assert (launcher.pids / "1.child.pid").exists()
+    wait_until(lambda: no_process_left(launcher))
+
+
+@pytest.mark.parametrize("how", ["plain", "slow"])
+def test_a_signal_ends_ranks_politely_and_before_there_are_any_the_server(launcher: Launcher, how: str) -> None:
+    def send() -> None:
+        wait_until((launcher.pids / "server.pid").exists if how == "slow" else launcher.ready)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    result = forked(launcher, "*:polite", how=how)
+    sender.join()
+    assert (result.code, result.message) == (ExitCode.SIGTERM, "stopped by SIGTERM")
+    assert launcher.log(1) == ("the step is done\n" if how == "plain" else "")
+    assert no_process_left(launcher)
+
+
+def test_ranks_are_started_anew_when_an_import_has_started_a_thread(launcher: Launcher) -> None:
+    result = forked(launcher, "*:exit 0", "1:exit 5", how="thread")
+    assert result.code == 5
+    assert [launcher.log(rank) for rank in range(2)] == [f"rank {rank} prints\n" for rank in range(2)]
+
+
+def test_a_server_that_is_killed_takes_its_ranks_along_and_the_run_is_lost(launcher: Launcher) -> None:
+    def kill() -> None:
+        wait_until(launcher.ready)
+        os.kill(int((launcher.pids / "server.pid").read_text()), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    result = forked(launcher, "*:stubborn")
+    killer.join()
+    assert result.code == ExitCode.RANK_LOST
+    wait_until(lambda: no_process_left(launcher))
+
+
+def test_an_import_that_ends_the_server_is_named(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = (sys.executable, "-c", "raise ValueError('strange things')")
+    monkeypatch.setattr(fork_server, "_PROGRAM", program)
+    result = launcher(fork=True)
+    assert result.code == ExitCode.BUG
+    assert "ValueError: strange things" in result.message
+
+
+def test_no_rank_outlives_a_killed_launcher_not_even_a_stopped_one(tmp_path: Path) -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from tests.engine.launch.launcher import Launcher
+from tests.engine.launch.test_launch_fork_server import forked
+forked(Launcher(Path({str(tmp_path)!r})), "0:parent", "1:page stop")
+"""
+    process = subprocess.Popen([sys.executable, "-c", code])
+    pids = tmp_path / "pids"
+    try:
+        wait_until(lambda: len(process_ids(pids)) == 4)  # the server, two ranks and a child
+        assert all(alive(each) for each in process_ids(pids))
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: not any(alive(each) for each in process_ids(pids)), seconds=5)
