@@ -45,7 +45,7 @@ def test_a_save_behind_the_training_that_hangs_is_named_with_its_part_when_it_is
     assert ran.code == 4
     part = r"save-shard step3/rank-00001\.safetensors of step 4"
     waits = (
-        r"rank 0 and 2 more wait for it in all-reduce of 1 values, number \d over beside, in save step4 of step 4; see "
+        r"rank 0 and 2 more wait for it in all-reduce of 1 values, number \d over background, in save step4 of step 4; see "
     )
     assert re.match(rf"rank 1 hangs: nothing new for \d+\.\d s in {part}, {waits}", ran.message), ran.message
 
