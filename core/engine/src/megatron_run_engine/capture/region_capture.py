@@ -37,8 +37,8 @@ class CaptureOptions(Protocol):
     """The options of every capture by region."""
 
     @property
-    def scope(self) -> tuple[str, ...]:
-        """The names of the segments to capture."""
+    def scope(self) -> tuple[str, ...] | None:
+        """The names of the segments to capture; None leaves them to the capture."""
         ...
 
     @property
@@ -132,8 +132,9 @@ class RegionCapture(GraphCapture):
     def regions(self, chunks: Sequence[Sequence[Segment]]) -> Sequence[Region]:
         """Return the regions of neighbouring segments in the scope."""
         self.chunks = chunks
-        check_scope(self._options.scope, chunks, self.context)
-        return choose_regions(chunks, self._options.scope)
+        scope = self._options.scope or ()
+        check_scope(scope, chunks, self.context)
+        return choose_regions(chunks, scope)
 
     def capture(self, regions: Sequence[Region], actions: Sequence[Action], examples: Examples) -> CaptureSize:
         """Check every region against the rules, then record all."""
@@ -244,13 +245,17 @@ def _difference(examples: Sequence[Tensor], tensors: Sequence[Tensor]) -> str:
     return ""
 
 
-def check_capture(plugin: str, config: Config, options: CaptureOptions) -> Iterator[str]:
+def check_capture(
+    plugin: str, config: Config, options: CaptureOptions, *, recomputes: bool = False
+) -> Iterator[str]:
     """Check the configuration for a plugin called ``plugin``, as its ``check_config``.
 
+    ``recomputes``: its replays may run again in the backward.
     Yields a notice if nothing would be captured. Raises :class:`InputError` for a capture that would never be replayed,
     or that would certainly fail with ``strict``.
     """
-    twice = next((name for name in options.scope if options.scope.count(name) > 1), None)
+    scope = options.scope or ()
+    twice = next((name for name in scope if scope.count(name) > 1), None)
     if twice is not None:
         raise InputError(f"graph-capture.scope names {twice} twice", fix="write each name once")
     if options.strict and config.train.ramp_up is not None:
@@ -259,7 +264,7 @@ def check_capture(plugin: str, config: Config, options: CaptureOptions) -> Itera
             why="the number of microbatches changes on the way, and each change needs another capture",
             fix="leave one of them out",
         )
-    if config.train.recompute == "full":
+    if config.train.recompute == "full" and not recomputes:
         raise InputError(
             f"graph-capture={plugin} with train.recompute=full",
             why="a layer that is recomputed in the backward must run eagerly",

@@ -9,7 +9,7 @@ Imports: contracts, errors, runtime.
 
 from megatron_run_engine.nn.attention import CoreAttention, Rotary, SelfAttention
 from megatron_run_engine.nn.block import ExpertBlock, TransformerBlock
-from megatron_run_engine.nn.chunk import DecoderChunk, ForwardPass
+from megatron_run_engine.nn.chunk import RECOMPUTED, DecoderChunk, ForwardPass
 from megatron_run_engine.nn.cross_entropy import CrossEntropy, cross_entropy
 from megatron_run_engine.nn.embedding import Embedding, embed
 from megatron_run_engine.nn.linear import linear, submit_gradients
@@ -20,6 +20,7 @@ from megatron_run_engine.nn.parameter import build_device, empty_parameter
 from megatron_run_engine.nn.spec import ExpertSpec, TransformerSpec
 
 __all__ = [
+    "RECOMPUTED",
     "CoreAttention",
     "CrossEntropy",
     "DecoderChunk",

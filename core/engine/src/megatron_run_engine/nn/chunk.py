@@ -64,7 +64,8 @@ class ForwardPass:
         return replace(segment, fn=run)
 
 
-_RECOMPUTED = "the layer is recomputed in the backward (train.recompute=full)"
+#: Why a layer that is recomputed must run eagerly, unless a replay can run again in the backward.
+RECOMPUTED = "the layer is recomputed in the backward (train.recompute=full)"
 
 
 class DecoderChunk(nn.Module):
@@ -97,7 +98,7 @@ class DecoderChunk(nn.Module):
         self._runner, self._forward_pass, self._routers = context.segments, ForwardPass(layers), routers
         self._recompute = context.train.recompute == "full"
         # Built once: graph capture recognises a segment by its identity.
-        around, why_eager = self._forward_pass.around, _RECOMPUTED if self._recompute else ""
+        around, why_eager = self._forward_pass.around, RECOMPUTED if self._recompute else ""
         self._embedding_segments = () if embedding is None else (around(embedding.segment()),)
         self._blocks = tuple(
             (tuple(map(around, block.segments(why_eager))), block.reports) for block in blocks.values()
