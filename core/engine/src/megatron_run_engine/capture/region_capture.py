@@ -245,9 +245,7 @@ def _difference(examples: Sequence[Tensor], tensors: Sequence[Tensor]) -> str:
     return ""
 
 
-def check_capture(
-    plugin: str, config: Config, options: CaptureOptions, *, recomputes: bool = False
-) -> Iterator[str]:
+def check_capture(plugin: str, config: Config, options: CaptureOptions, *, recomputes: bool = False) -> Iterator[str]:
     """Check the configuration for a plugin called ``plugin``, as its ``check_config``.
 
     ``recomputes``: its replays may run again in the backward.

@@ -39,9 +39,7 @@ class CompileCapture(GraphCapture):
 
     exact = False
 
-    def __init__(
-        self, context: BuildContext, options: CompileOptions, find_compiler: Callable[[], Compiler]
-    ) -> None:
+    def __init__(self, context: BuildContext, options: CompileOptions, find_compiler: Callable[[], Compiler]) -> None:
         self.context, self._options, self._find_compiler = context, options, find_compiler
         self.capture_after = options.capture_after
         self._store: GraphStore | None = None

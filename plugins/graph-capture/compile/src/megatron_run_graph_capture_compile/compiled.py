@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from functorch.compile import min_cut_rematerialization_partition
+from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
 from torch import Tensor, fx
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -100,9 +100,10 @@ class CompiledRegion:
             trace.read[index - first] if first <= index < first + len(trace.read) else next(remaining)
             for index in graphs.kept
         ]
+        chosen = [gradients[root] for root in trace.roots]
         given = [
-            torch.zeros_like(like) if gradients[root] is None else _laid_out(gradients[root], like)
-            for root, like in zip(trace.roots, trace.gradients, strict=True)
+            torch.zeros_like(like) if gradient is None else _laid_out(gradient, like)
+            for gradient, like in zip(chosen, trace.gradients, strict=True)
         ]
         results = graphs.backward(*kept, *remaining, *given)
         if trace.late is not None:

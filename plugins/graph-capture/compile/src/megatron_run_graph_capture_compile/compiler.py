@@ -23,10 +23,11 @@ _INSTEAD = "choose --plugin graph-capture=none"
 def check_compiler(device: torch.device, backend: str) -> None:
     """Raise :class:`PluginError` if ``backend`` is unknown, or needs a compiler for ``device`` that is missing."""
     known = torch.compiler.list_backends(exclude_tags=())
+    common = [*torch.compiler.list_backends(), "aot_eager"]
     if backend not in known:
         raise PluginError(
             f"graph-capture.backend={backend} is not a backend of torch.compile",
-            fix=advice(did_you_mean(backend, known), f"choose one of {', '.join(known)}"),
+            fix=advice(did_you_mean(backend, known), f"choose one of {', '.join(common)}"),
         )
     if backend != "inductor":
         return

@@ -34,5 +34,5 @@ class CompileOptions(BaseModel):
 
 
 def check_config(config: Config, options: CompileOptions) -> Iterator[str]:
-    """Notice if nothing would be compiled. Raises InputError for names given twice, or settings that break ``strict``."""
+    """Notice if nothing would be compiled. Raises InputError for a name given twice, or what breaks ``strict``."""
     yield from check_capture("compile", config, options, recomputes=True)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from megatron_run.errors import GraphCaptureError
 from megatron_run_engine.capture import call, kept_streams, run_backward, zeros_like
@@ -161,6 +161,11 @@ class _Recorder(TorchDispatchMode):
         self._nodes[id(tensor)] = node
         return tensor
 
+    def made(self, tensor: Tensor) -> fx.Node | None:
+        """The node whose value ``tensor`` is, None for a tensor from outside."""
+        node = self._nodes.get(id(tensor))
+        return None if node in self._inputs["read"] else node
+
     def finish(self, results: Sequence[Tensor | fx.Node]) -> fx.GraphModule:
         """The graph from the inputs, by kind, to ``results``."""
         outputs = tuple(x if isinstance(x, fx.Node) else self._node(x) for x in results)
@@ -184,7 +189,7 @@ class _Recorder(TorchDispatchMode):
         if func.namespace == "c10d":
             self._collective(func, args)
         else:
-            self._made(self.graph.call_function(func, *before), result)
+            self._give(self.graph.call_function(func, *before), result)
         return result
 
     def _draw(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -194,11 +199,12 @@ class _Recorder(TorchDispatchMode):
         self.draws.append(Draw(like, target.device, args[1] if len(args) > 1 else kwargs["p"], kwargs.get("generator")))
         mask = self.take("draw", self.draws[-1]())
         node = self.graph.call_function(_aten.copy_.default, (self._node(target), self._node(mask)))
-        self._made(node, target.copy_(mask))
+        self._give(node, target.copy_(mask))
         return target
 
     def _collective(self, func: Any, args: Sequence[Any]) -> None:
         """Write a collective down as a functional one, which compilers know, and a copy to where it leaves it."""
+        ran: tuple[Any, ...]
         if func is torch.ops.c10d.allreduce_.default:
             ((target,), group, operation) = args[:3]
             ran = (_functional.all_reduce.default, self._node(target), _reduction(target, group, operation))
@@ -214,16 +220,16 @@ class _Recorder(TorchDispatchMode):
         begun = self.graph.call_function(ran[0], (*ran[1:], ProcessGroup.unbox(group).group_name))
         waited = self.graph.call_function(_functional.wait_tensor.default, (begun,))
         node = self.graph.call_function(_aten.copy_.default, (self._node(target), waited))
-        self._made(node, target)
+        self._give(node, target)
 
-    def _made(self, node: fx.Node, result: Any) -> None:
+    def _give(self, node: fx.Node, result: Any) -> None:
         if isinstance(result, Tensor):
             self._nodes[id(result)] = node
             self._alive.append(result)
         elif isinstance(result, tuple | list):
             for index, each in enumerate(result):
                 if isinstance(each, Tensor):
-                    self._made(self.graph.call_function(operator.getitem, (node, index)), each)
+                    self._give(self.graph.call_function(operator.getitem, (node, index)), each)
 
     def _arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return {name: tree_map(self._argument, value) for name, value in kwargs.items()}
@@ -234,8 +240,8 @@ class _Recorder(TorchDispatchMode):
     def _node(self, tensor: Tensor) -> fx.Node:
         """The node that made ``tensor``; a tensor from outside becomes an input."""
         if id(tensor) not in self._nodes:
-            made = None if self._parent is None else self._parent._nodes.get(id(tensor))
-            if made is not None and made not in self._parent._inputs["read"]:
+            made = self._parent and self._parent.made(tensor)
+            if made is not None:
                 self.operands.append(made)
                 self.take("operand", tensor)
             else:
