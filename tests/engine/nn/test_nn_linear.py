@@ -117,7 +117,7 @@ def error_of_sums(dtype: torch.dtype) -> float:
         grad = torch.randn(64, 8, generator=random).to(dtype)
         linear(x, weight, None, GradientAccumulator()).backward(grad)
         exact += grad.t().double() @ x.detach().double()
-    return ((main_grad(weight).double() - exact).norm() / exact.norm()).item()
+    return float((main_grad(weight).double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize(("dtype", "rounded"), [(torch.bfloat16, 1e-3), (torch.float16, 1e-4)])

@@ -103,9 +103,8 @@ class DecoderChunk(nn.Module):
         self._blocks = tuple(
             (tuple(map(around, block.segments(why_eager))), block.reports) for block in blocks.values()
         )
-        self._head, self._losses = (
-            ((), ()) if output is None else (tuple(map(around, part)) for part in self._make_head_segments(spec))
-        )
+        to_logits, to_losses = ((), ()) if output is None else self._make_head_segments(spec)
+        self._head, self._losses = tuple(map(around, to_logits)), tuple(map(around, to_losses))
 
     def segments(self) -> Sequence[Segment]:
         """Every segment in forward order."""

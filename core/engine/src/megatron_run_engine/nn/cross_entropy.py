@@ -116,8 +116,9 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, *found = ctx.saved_tensors
-        result = _logits_gradient(logits, _Statistics(*found, ctx.real), grads[0], ctx.vocab, ctx.smoothing)
+        logits, column, mine, largest, total = ctx.saved_tensors
+        found = _Statistics(column, mine, largest, total, ctx.real)
+        result = _logits_gradient(logits, found, grads[0], ctx.vocab, ctx.smoothing)
         return result, None, None, None, None
 
 
@@ -149,9 +150,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         def pass_over(of_x: Tensor | None, of_weight: Tensor | None) -> None:
             """Write the gradient of x, and add that of the weight, chunk by chunk."""
             start = 0
-            for rows, grad, *of_rows in zip(*(each.chunk(head.chunks) for each in (x, grads[0], *found)), strict=True):
+            for rows, grad, column, mine, largest, total in zip(
+                *(each.chunk(head.chunks) for each in (x, grads[0], *found)), strict=True
+            ):
                 logits = F.linear(rows, weight)  # [c, q]
-                _logits_gradient(logits, _Statistics(*of_rows, ctx.real), grad, head.vocab, ctx.smoothing, out=logits)
+                of_rows = _Statistics(column, mine, largest, total, ctx.real)
+                _logits_gradient(logits, of_rows, grad, head.vocab, ctx.smoothing, out=logits)
                 if of_x is not None:
                     torch.mm(logits, weight, out=of_x[start : start + len(rows)])
                 if of_weight is not None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
+from torch._C._distributed_c10d import FakeWork
 from torch.distributed.distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -87,10 +88,11 @@ def trace(region: Region, examples: Sequence[Tensor], context: BuildContext) -> 
     to come from elsewhere, but is another tensor each time.
     """
     first, second = (_trace(region, examples, context) for _ in range(2))
-    if any(x is not y for x, y in zip(first.read, second.read, strict=False)):
+    foreign = next((y for x, y in zip(first.read, second.read, strict=False) if x is not y), None)
+    if foreign is not None:
         raise GraphCaptureError(
             f"{region} cannot be compiled",
-            why="it computes by means other than PyTorch's operations, or makes a tensor from the host's data",
+            why=f"a tensor {tuple(foreign.shape)} comes from the host or from other code than PyTorch's operations",
             fix="leave it out of graph-capture.scope, or choose other layers",
         )
     return second
@@ -188,6 +190,7 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func.namespace == "c10d":
             self._collective(func, args)
+            result = _waited(result)
         else:
             self._give(self.graph.call_function(func, *before), result)
         return result
@@ -240,7 +243,7 @@ class _Recorder(TorchDispatchMode):
     def _node(self, tensor: Tensor) -> fx.Node:
         """The node that made ``tensor``; a tensor from outside becomes an input."""
         if id(tensor) not in self._nodes:
-            made = self._parent and self._parent.made(tensor)
+            made = None if self._parent is None else self._parent.made(tensor)
             if made is not None:
                 self.operands.append(made)
                 self.take("operand", tensor)
@@ -255,3 +258,11 @@ def _reduction(like: Tensor, group: Any, operation: Any) -> str:
     *_, work = torch.ops.c10d.allreduce_([one], group, operation, None, True)
     work.wait()
     return "max" if one.item() == 1 else "sum"
+
+
+def _waited(result: Any) -> Any:
+    """The result of a collective, waited for here: gloo copies in ``wait``, which must not be written down."""
+    *others, work = result if isinstance(result, tuple | list) else (result,)
+    work.wait()
+    done = FakeWork().boxed()
+    return (*others, done) if others else done
