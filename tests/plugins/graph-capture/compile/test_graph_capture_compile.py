@@ -26,8 +26,8 @@ from megatron_run_graph_capture_compile.compiler import check_compiler, find_com
 from megatron_run_graph_capture_compile.options import CompileOptions
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
+from megatron_run_testing import Check
 from megatron_run_testing.build_contexts import single_process_context
-from megatron_run_testing.check import Check
 from megatron_run_testing.graph_capture import graph_capture_checks
 from tests.plugins.graph_bench import SMALL, Pipeline
 
