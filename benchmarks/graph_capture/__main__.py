@@ -1,10 +1,11 @@
-"""What replaying tapes costs and holds: the layers of a stage, eagerly, by the executor in Python, by the native one.
+"""What captured and compiled layers cost and hold: a stage, eagerly, from tapes in Python and C++, and compiled.
 
     python -m benchmarks.graph_capture [--quick] [--only speed memory]
 
 Sides take turns in one process and one thread; processor time, which other work on the machine lengthens little. First
-each side's gradient is compared with the eager one's, bit for bit. Prints benchmarks/results/graph_capture.md. Nothing
-is judged: a CPU launches its kernels cheaply, and what is saved here is Python.
+each side's gradient is compared with the eager one's: bit for bit, and compiled within the rounding of fp32. Prints
+benchmarks/results/graph_capture.md. Nothing is judged: a CPU launches its kernels cheaply, and what is saved here is
+Python.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def speed(*, quick: bool) -> Iterator[str]:
     torch.set_num_threads(1)
     samples = FEW if quick else SAMPLES
     yield f"\nTwo layers, forward and backward, 64 tokens, fp32: median of {samples} samples of {STEPS} steps.\n"
-    times, factors = (f"{name}, ms" for name in EXECUTORS), (f"{name}, x eager" for name in EXECUTORS)
+    sides = (*EXECUTORS, "compile")
+    times, factors = (f"{name}, ms" for name in sides), (f"{name}, x eager" for name in sides)
     rows = (speed_row(hidden, samples) for hidden in GOALS)
     yield from table(("hidden", "eager, ms", *times, *factors, "goal"), rows)
 
@@ -47,7 +49,7 @@ def memory(*, quick: bool) -> Iterator[str]:
 
 
 def speed_row(hidden: int, samples: int) -> tuple[object, ...]:
-    """Milliseconds a step of each side, and how many times as fast as eager each executor is."""
+    """Milliseconds a step of each side, and how many times as fast as eager each other is."""
     actions = one_f_one_b(1, 1)
     sides: dict[str, Stage] = {"eager": Stage(Size(hidden))}
     for executor in EXECUTORS:
@@ -57,12 +59,17 @@ def speed_row(hidden: int, samples: int) -> tuple[object, ...]:
         sides[executor].capture(actions, executor)
         if not torch.equal(sides[executor].run(actions, 1), sides["eager"].run(actions, 1)):
             raise SystemExit(f"the gradient by {executor} at hidden size {hidden} is not the eager one")
+    sides["compile"] = Stage(Size(hidden))
+    sides["compile"].x, sides["compile"].gradient = sides["eager"].x, sides["eager"].gradient
+    sides["compile"].compile(actions)
+    if not torch.allclose(sides["compile"].run(actions, 1), sides["eager"].run(actions, 1), rtol=1e-4, atol=1e-5):
+        raise SystemExit(f"the compiled gradient at hidden size {hidden} is not the eager one")
     times: dict[str, list[float]] = {name: [] for name in sides}
     for sample in range(samples):
         for name, stage in sides.items():
             times[name].append(timed(lambda stage=stage, sample=sample: several(stage, sample)))  # type: ignore[misc]
     medians = {name: statistics.median(found) for name, found in times.items()}
-    ratios = (f"{medians['eager'] / medians[name]:.2f}" for name in EXECUTORS)
+    ratios = (f"{medians['eager'] / medians[name]:.2f}" for name in medians if name != "eager")
     return hidden, *(f"{1e3 * seconds / STEPS:.2f}" for seconds in medians.values()), *ratios, f"{GOALS[hidden]:.2f}"
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megatron_run.contracts import CaptureSize, Microbatch
+from megatron_run.contracts import CaptureSize, GraphCapture, Microbatch
 from megatron_run.contracts.actions import Action, LayoutSpec, looped_layout
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+from megatron_run_graph_capture_compile.capture import CompileCapture
+from megatron_run_graph_capture_compile.compiler import find_compiler
+from megatron_run_graph_capture_compile.options import CompileOptions
 from megatron_run_graph_capture_partial.capture import PartialCapture
 from megatron_run_graph_capture_partial.options import PartialOptions
 from megatron_run_graph_capture_partial.selection import backend_for
@@ -65,7 +69,15 @@ class Stage:
     ) -> CaptureSize:
         """Replay attn and mlp from now on; an eager step comes first."""
         options = PartialOptions.model_validate({"scope": ("attn", "mlp"), "executor": executor, "graph_reuse": reuse})
-        capture = PartialCapture(self.context, options, lambda: backend_for(self.context, executor))
+        return self._start(actions, PartialCapture(self.context, options, lambda: backend_for(self.context, executor)))
+
+    def compile(self, actions: list[Action]) -> CaptureSize:
+        """Run attn and mlp compiled by inductor from now on; an eager step comes first."""
+        options = CompileOptions(scope=("attn", "mlp"))
+        compiler = partial(find_compiler, options.backend, options.mode)
+        return self._start(actions, CompileCapture(self.context, options, compiler))
+
+    def _start(self, actions: list[Action], capture: GraphCapture) -> CaptureSize:
         regions = capture.regions([self.chunk.segments()])
         self.context.segments.watch(regions)
         self.run(actions, 0)

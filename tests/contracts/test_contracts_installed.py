@@ -10,7 +10,7 @@ from megatron_run_testing.conformance import SUITES, checks_for
 from tests.contracts.conformance import installed_plugins
 
 #: They need a library of their own: their tests run this suite, te's on a GPU with it and elsewhere on a stand-in.
-ELSEWHERE = {"parallel-layer=te", "graph-capture=te", "optimizer=deepspeed"}
+ELSEWHERE = {"parallel-layer=te", "graph-capture=te", "graph-capture=compile", "optimizer=deepspeed"}
 CASES = {
     f"{name}: {check.name}": check
     for name, plugin in installed_plugins()

@@ -1,11 +1,14 @@
 """The linear layer whose backward can be split."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
+from torch.library import Library
 from torch.nn import Parameter
 
-from megatron_run_engine.nn.linear import add_product, linear
+from megatron_run_engine.nn.linear import _widens, add_product, linear
 from megatron_run_engine.runtime.gradients import GradientAccumulator, main_grad
 
 
@@ -86,3 +89,41 @@ def test_products_are_added_in_the_dtype_of_the_total(dtype: torch.dtype) -> Non
     expected = 1000 + (left.double() @ right.double()).float()
     torch.testing.assert_close(total, expected, rtol=0, atol=tolerance)
     assert total.dtype == torch.float32
+
+
+def wide_addmm(total: Tensor, left: Tensor, right: Tensor, wide: torch.dtype, *, out: Tensor, **_: float) -> Tensor:
+    """What a GPU's kernel computes: the sums of 16-bit operands, never rounded to 16 bits."""
+    return out.copy_(total + left.to(wide) @ right.to(wide))
+
+
+@pytest.fixture
+def _device_that_widens() -> Iterator[None]:
+    """CPUs have no such kernel, so one is lent to them."""
+    lent = Library("aten", "IMPL")
+    lent.impl("addmm.dtype_out", wide_addmm, "CPU")
+    _widens.cache_clear()
+    yield
+    lent._destroy()
+    _widens.cache_clear()
+
+
+def error_of_sums(dtype: torch.dtype) -> float:
+    """The relative error of a weight gradient of 16 microbatches, against the same sum in float64."""
+    weight = Parameter(torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).to(dtype))
+    weight.main_grad = torch.zeros(8, 16)  # type: ignore[attr-defined]
+    exact, random = torch.zeros(8, 16).double(), torch.Generator().manual_seed(1)
+    for _ in range(16):
+        x = torch.randn(64, 16, generator=random).to(dtype).requires_grad_()
+        grad = torch.randn(64, 8, generator=random).to(dtype)
+        linear(x, weight, None, GradientAccumulator()).backward(grad)
+        exact += grad.t().double() @ x.detach().double()
+    return float((main_grad(weight).double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize(("dtype", "rounded"), [(torch.bfloat16, 1e-3), (torch.float16, 1e-4)])
+def test_a_device_that_widens_adds_16_bit_products_without_rounding_them(
+    dtype: torch.dtype, rounded: float, request: pytest.FixtureRequest
+) -> None:
+    assert error_of_sums(dtype) > rounded
+    request.getfixturevalue("_device_that_widens")
+    assert error_of_sums(dtype) < 1e-6

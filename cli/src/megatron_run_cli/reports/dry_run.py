@@ -124,8 +124,10 @@ def _captures_text(captures: Sequence[CaptureSize], plan: Plan) -> str:
     """Describe the graphs of each stage, and draw the slots of stage 0: no later stage needs more."""
     from megatron_run_engine.capture import passes, shared_slots
 
-    order = passes(plan.lists[0], plan.chunks)
     lines = [f"  stage {stage}: {captured}" for stage, captured in enumerate(captures)]
+    if not any(captured.slots for captured in captures):
+        return "\n".join(("graphs", *lines))
+    order = passes(plan.lists[0], plan.chunks)
     return "\n".join(
         ("graphs", *lines, "the microbatches in flight on stage 0", slots_text(order, shared_slots(order)))
     )

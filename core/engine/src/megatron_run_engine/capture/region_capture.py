@@ -38,8 +38,8 @@ class CaptureOptions(Protocol):
     """The options of every capture by region."""
 
     @property
-    def scope(self) -> tuple[str, ...]:
-        """The names of the segments to capture."""
+    def scope(self) -> tuple[str, ...] | None:
+        """The names of the segments to capture; None leaves them to the capture."""
         ...
 
     @property
@@ -133,8 +133,9 @@ class RegionCapture(GraphCapture):
     def regions(self, chunks: Sequence[Sequence[Segment]]) -> Sequence[Region]:
         """Return the regions of neighbouring segments in the scope."""
         self.chunks = chunks
-        check_scope(self._options.scope, chunks, self.context)
-        return choose_regions(chunks, self._options.scope)
+        scope = self._options.scope or ()
+        check_scope(scope, chunks, self.context)
+        return choose_regions(chunks, scope)
 
     def capture(self, regions: Sequence[Region], actions: Sequence[Action], examples: Examples) -> CaptureSize:
         """Check every region against the rules, then record all."""
@@ -254,15 +255,19 @@ def _difference(examples: Sequence[Tensor], tensors: Sequence[Tensor]) -> str:
     return ""
 
 
-def check_capture(plugin: str, config: Config, options: CaptureOptions, *, recomputes: bool = False) -> Iterator[str]:
+def check_capture(
+    plugin: str, config: Config, options: CaptureOptions, *, recomputes: bool = False, default: Sequence[str] = ()
+) -> Iterator[str]:
     """Check the configuration for a plugin called ``plugin``, as its ``check_config``.
 
-    ``recomputes``: its graphs of backwards can recompute segments, since it records what :func:`call` does.
+    ``recomputes``: its graphs recompute segments, or its replays may run again in the backward. ``default`` is the
+    scope that it has when ``options`` has none.
 
     Yields a notice if nothing would be captured. Raises :class:`InputError` for a capture that would never be replayed,
     or that would certainly fail with ``strict``.
     """
-    twice = next((name for name in options.scope if options.scope.count(name) > 1), None)
+    scope = default if options.scope is None else options.scope
+    twice = next((name for name in scope if scope.count(name) > 1), None)
     if twice is not None:
         raise InputError(f"graph-capture.scope names {twice} twice", fix="write each name once")
     if options.strict and config.train.ramp_up is not None:
@@ -271,10 +276,10 @@ def check_capture(plugin: str, config: Config, options: CaptureOptions, *, recom
             why="the number of microbatches changes on the way, and each change needs another capture",
             fix="leave one of them out",
         )
-    both = [name for name in options.scope if config.train.recomputes(name)]
+    both = [name for name in scope if config.train.recomputes(name)]
     if both and not recomputes:
         raise _in_both(plugin, "recompute", config.train.recompute, both, "its graphs do not recompute")
-    if both := [name for name in options.scope if config.train.offloads(name)]:
+    if both := [name for name in scope if config.train.offloads(name)]:
         raise _in_both(plugin, "offload", config.train.offload, both, "what a graph saves stays in its memory")
     yield from _check_length(config, options)
 

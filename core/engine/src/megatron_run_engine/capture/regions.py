@@ -103,13 +103,18 @@ def chained(regions: Sequence[Region], chunks: Sequence[Sequence[Segment]]) -> M
 
 
 def call(
-    region: Region, tensors: Sequence[Tensor], position: Callable[[Segment], None] = lambda _: None
+    region: Region,
+    tensors: Sequence[Tensor],
+    position: Callable[[Segment], None] = lambda _: None,
+    *,
+    recompute: bool = True,
 ) -> tuple[Tensor, ...]:
     """Run the segments of ``region`` on its inputs. A broken rule of capture is reported with the segment's name.
 
     Segments that are recomputed run again in the backward: a graph of that backward computes them itself, and the
     memory of the forward's graph is free for others in between. ``position`` precedes each run of a segment; in a
-    recording nothing may, and the random streams are positioned before a replay of either graph.
+    recording nothing may, and the random streams are positioned before a replay of either graph. Without ``recompute``
+    every segment runs once: what replays again in the backward needs no more.
     """
 
     def run(segment: Segment, environment: dict[str, Tensor]) -> None:
@@ -120,7 +125,7 @@ def call(
         environment.update(zip(segment.outputs, outputs, strict=True))
 
     environment = dict(zip(region.inputs, tensors, strict=True))
-    for again, group in groupby(region.segments, key=lambda segment: segment.recompute):
+    for again, group in groupby(region.segments, key=lambda segment: recompute and segment.recompute):
         if again:
             run_recomputed(tuple(group), environment, run)
             continue

@@ -10,7 +10,7 @@ Imports: contracts, errors, runtime.
 from megatron_run_engine.nn.attention import CoreAttention, Rotary, SelfAttention
 from megatron_run_engine.nn.block import ExpertBlock, TransformerBlock
 from megatron_run_engine.nn.chunk import DecoderChunk, ForwardPass
-from megatron_run_engine.nn.cross_entropy import CrossEntropy, cross_entropy
+from megatron_run_engine.nn.cross_entropy import CrossEntropy, LinearCrossEntropy, cross_entropy
 from megatron_run_engine.nn.embedding import Embedding, embed
 from megatron_run_engine.nn.linear import linear, submit_gradients
 from megatron_run_engine.nn.mlp import Mlp
@@ -28,6 +28,7 @@ __all__ = [
     "ExpertSpec",
     "ForwardPass",
     "LayerNorm",
+    "LinearCrossEntropy",
     "Mlp",
     "RmsNorm",
     "Rotary",

@@ -87,7 +87,7 @@ class DecoderChunk(nn.Module):
         self.layers = nn.ModuleDict({str(index): block for index, block in blocks.items()})
         self.final_norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps) if output is not None else None
         self.output = output
-        self.cross_entropy = layers.cross_entropy(spec.vocab, spec.label_smoothing) if output is not None else None
+        self.cross_entropy = self._make_loss(layers, spec) if output is not None else None
 
         self._runner, self._forward_pass, self._routers = context.segments, ForwardPass(layers), routers
         train = context.train
@@ -99,12 +99,13 @@ class DecoderChunk(nn.Module):
         # Built once: graph capture recognises a segment by its identity.
         self._embedding_segments = () if embedding is None else (finish(embedding.segment()),)
         self._blocks = tuple((tuple(map(finish, block.segments())), block.reports) for block in blocks.values())
-        self._head_segments = () if output is None else tuple(map(finish, self._make_head_segments(spec.layers)))
+        to_logits, to_losses = ((), ()) if output is None else self._make_head_segments(spec)
+        self._head, self._losses = tuple(map(finish, to_logits)), tuple(map(finish, to_losses))
 
     def segments(self) -> Sequence[Segment]:
         """Every segment in forward order."""
         blocks = (segment for block, _ in self._blocks for segment in block)
-        return (*self._embedding_segments, *blocks, *self._head_segments)
+        return (*self._embedding_segments, *blocks, *self._losses)
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> ChunkOut:
         """Run forward: x [s, b, h], or None at the first position -> x for the next, losses, or logits [s, b, p/t].
@@ -141,19 +142,27 @@ class DecoderChunk(nn.Module):
     def _run_head(self, x: Tensor, microbatch: Microbatch) -> ChunkOut:
         environment = {"x": x, **microbatch.fields}
         if "labels" not in microbatch.fields:
-            self._runner.run(self._head_segments[:1], microbatch, environment)
+            self._runner.run(self._head, microbatch, environment)
             return ChunkOut(None, logits=environment["logits"])
-        self._runner.run(self._head_segments, microbatch, environment)
+        self._runner.run(self._losses, microbatch, environment)
         return ChunkOut(None, losses={"lm": (environment["lm"], environment["lm_weight"])})
 
-    def _make_head_segments(self, layer: int) -> tuple[Segment, Segment]:
+    def _make_loss(self, layers: ParallelLayers, spec: TransformerSpec) -> nn.Module:
+        if spec.loss_chunks == 1:
+            return layers.cross_entropy(spec.vocab, spec.label_smoothing)
+        return layers.linear_cross_entropy(spec.vocab, spec.label_smoothing, spec.loss_chunks)
+
+    def _make_head_segments(self, spec: TransformerSpec) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
+        """The segments from x to logits, and those from x to losses."""
         assert self.final_norm is not None
         assert self.output is not None
-        params = parameters_of(self.final_norm, self.output)
-        return (
-            Segment("head", layer, 0, self._logits, ("x",), ("logits",), params),
-            Segment("loss", layer, 1, self._loss, ("logits", "labels", "loss_mask"), ("lm", "lm_weight"), ()),
-        )
+        params, layer, losses = parameters_of(self.final_norm, self.output), spec.layers, ("lm", "lm_weight")
+        head = Segment("head", layer, 0, self._logits, ("x",), ("logits",), params)
+        if spec.loss_chunks > 1:
+            inputs = ("x", "labels", "loss_mask")
+            return (head,), (Segment("loss", layer, 1, self._loss_in_chunks, inputs, losses, params),)
+        loss = Segment("loss", layer, 1, self._loss, ("logits", "labels", "loss_mask"), losses, ())
+        return (head,), (head, loss)
 
     def _logits(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, p/t]."""
@@ -168,6 +177,17 @@ class DecoderChunk(nn.Module):
         A sum, not a mean: the trainer divides by the number of tokens (``Trainer._seed``).
         """
         assert self.cross_entropy is not None
-        loss = self.cross_entropy(logits, labels)  # [s, b]
-        mask = loss_mask.t().to(loss.dtype)  # [b, s] -> [s, b]
-        return (loss * mask).sum(), mask.sum()
+        return _summed(self.cross_entropy(logits, labels), loss_mask)
+
+    def _loss_in_chunks(self, x: Tensor, labels: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`_loss`, of x [s, b, h]: no tensor holds the logits of all tokens."""
+        assert self.final_norm is not None
+        assert self.output is not None
+        assert self.cross_entropy is not None
+        return _summed(self.cross_entropy(self.final_norm(x), self.output.weight, labels), loss_mask)
+
+
+def _summed(loss: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of losses [s, b] where the mask [b, s] is 1, and the number of such tokens."""
+    mask = loss_mask.t().to(loss.dtype)  # [b, s] -> [s, b]
+    return (loss * mask).sum(), mask.sum()

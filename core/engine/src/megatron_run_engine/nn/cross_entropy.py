@@ -1,27 +1,35 @@
 """Cross entropy over a vocabulary that may be split over ranks.
 
 Memory: the only tensors as large as the logits are the logits, kept for the backward, and their gradient. Everything in
-fp32 is computed a few rows at a time; on a CPU these rows fit into its caches.
+fp32 is computed a few rows at a time; on a CPU these rows fit into its caches. :func:`linear_cross_entropy` has the
+output layer within and holds neither: it makes the logits of some tokens at a time, and in the backward again.
 
-Legend: s sequence, b micro batch, N = s*b tokens, v vocabulary, p padded vocabulary, t ranks that share it, q = p/t
-columns of this rank, r <= q of them real, c rows at a time.
+Legend: s sequence, b micro batch, N = s*b tokens, h hidden, v vocabulary, p padded vocabulary, t ranks that share it,
+q = p/t columns of this rank, r <= q of them real, c rows at a time.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from megatron_run_engine.nn.linear import add_product
 from megatron_run_engine.nn.parameter import owned
 from megatron_run_engine.runtime.comm import ALONE
+from megatron_run_engine.runtime.gradients import main_grad
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+    from torch.nn import Parameter
 
     from megatron_run_engine.runtime.comm import ParallelGroup
+    from megatron_run_engine.runtime.gradients import GradientAccumulator
 
 #: Values processed at a time on a CPU: 1 MiB of fp32.
 CACHED = 2**18
@@ -57,43 +65,159 @@ class CrossEntropy(nn.Module):
         return loss.view(logits.shape[:2])
 
 
+class LinearCrossEntropy(nn.Module):
+    """Output layer and :class:`CrossEntropy` in one, which makes the logits of 1/``chunks`` of the tokens at a time.
+
+    ``enter`` enters the region that ``peers`` share: [s, b, h] or a rank's part of it -> [s, b, h].
+    """
+
+    def __init__(
+        self,
+        gradients: GradientAccumulator,
+        vocab: int,
+        label_smoothing: float,
+        chunks: int,
+        peers: ParallelGroup = ALONE,
+        enter: Callable[[Tensor], Tensor] = lambda x: x,
+    ) -> None:
+        super().__init__()
+        self.gradients, self.vocab, self.label_smoothing = gradients, vocab, label_smoothing
+        self.chunks, self.peers, self.enter = chunks, peers, enter
+
+    def forward(self, x: Tensor, weight: Parameter, labels: Tensor) -> Tensor:
+        """X [s, b, h] or [s/t, b, h], the output layer's weight [q, h], labels [b, s] -> [s, b], at least fp32."""
+        smoothing = self.label_smoothing if self.training else 0.0
+        x, labels = self.enter(x), labels.t()  # [s, b, h], [s, b]
+        loss: Tensor = _LinearCrossEntropy.apply(x.flatten(0, 1), weight, labels.flatten(), self, smoothing)  # type: ignore[no-untyped-call]  # torch's
+        return loss.view(labels.shape)
+
+
+class _Statistics(NamedTuple):
+    """What a backward needs besides logits; each is [N].
+
+    ``column`` of the label on this rank, if it is ``mine``; the ``largest`` logit, and the ``total`` of
+    ``exp(x - largest)``, both over all ranks. ``real`` counts this rank's columns that are classes.
+    """
+
+    column: Tensor
+    mine: Tensor
+    largest: Tensor
+    total: Tensor
+    real: int
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab: int, smoothing: float, peers: ParallelGroup) -> Tensor:
-        first = peers.index * logits.shape[1]
-        real = logits[:, : max(vocab - first, 0)]  # [N, r]
-        column, mine = owned(labels, first, real.shape[1], vocab)
-        sums = [_row_sums(real[rows], spreads=smoothing > 0) for rows in _row_blocks(logits)]
-        top, total, *spread = (torch.cat(parts) for parts in zip(*sums, strict=True))  # each [N], of this rank alone
-        # Logits enter the exponential as differences to the largest of all ranks: exp cannot overflow.
-        largest = peers.max_(top.clone())  # a copy, since max_ works in place and `top` is read below
-        # A rank that holds padding only has no maximum to rescale from.
-        lower = top - largest if real.shape[1] else torch.zeros_like(top)
-        target = torch.where(mine, _logit_at(real, column, largest), 0.0)
-        shares = [total * lower.exp(), target, *(each + lower * real.shape[1] for each in spread)]
-        total, target, *spread = peers.sum_(torch.stack(shares))  # one collective for all sums
-        ctx.save_for_backward(logits, column, mine, largest, total)
-        ctx.columns, ctx.vocab, ctx.smoothing = real.shape[1], vocab, smoothing
-        likely = (1 - smoothing) * target + smoothing * spread[0] / vocab if smoothing else target
-        loss: Tensor = total.log() - likely
+        loss, found = _losses([logits], logits.shape[1], labels, vocab, smoothing, peers)
+        ctx.save_for_backward(logits, *found[:4])
+        ctx.real, ctx.vocab, ctx.smoothing = found.real, vocab, smoothing
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """``(softmax - (1 - e) * one_hot(label) - e / v) * grad``, each value rounded once to the logits' type."""
-        (logits, column, mine, largest, total), (grad,) = ctx.saved_tensors, grads
-        real, scale, smooth = logits[:, : ctx.columns], grad / total, ctx.smoothing / ctx.vocab * grad
-        result = torch.empty_like(logits)
-        result[:, ctx.columns :].zero_()
-        for rows in _row_blocks(logits):
-            part = _exp_(_widened(real[rows]) - largest[rows, None]).mul_(scale[rows, None])  # [c, r]
-            result[rows, : ctx.columns] = part.sub_(smooth[rows, None]) if ctx.smoothing else part
-        if ctx.columns:
-            # The label's column is recomputed in fp32: subtracting one_hot from the rounded softmax would round twice.
-            likely = torch.where(mine, grad * (1 - ctx.smoothing), 0.0)
-            at_label = _exp_(_logit_at(real, column, largest)) * scale - smooth - likely  # [N]
-            result[torch.arange(len(column), device=column.device), column] = at_label.to(result.dtype)
+        logits, column, mine, largest, total = ctx.saved_tensors
+        found = _Statistics(column, mine, largest, total, ctx.real)
+        result = _logits_gradient(logits, found, grads[0], ctx.vocab, ctx.smoothing)
         return result, None, None, None, None
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Saves x and a few values per token.
+
+    The backward makes each chunk's logits again: a third more products than with whole logits, since a product with
+    ``weight`` takes part three times instead of twice besides the weight gradient. If the weight gradient is put off to
+    W, its logits are made a third time there.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Parameter, labels: Tensor, head: LinearCrossEntropy, smoothing: float
+    ) -> Tensor:
+        pieces = (F.linear(rows, weight) for rows in x.chunk(head.chunks))
+        loss, found = _losses(pieces, len(weight), labels, head.vocab, smoothing, head.peers)
+        ctx.save_for_backward(x, *found[:4])
+        ctx.weight, ctx.head = weight, head  # the parameter itself, which has main_grad: see linear.py
+        ctx.real, ctx.smoothing = found.real, smoothing
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        x, *found = ctx.saved_tensors
+        weight, head, trains = ctx.weight, ctx.head, ctx.weight.requires_grad
+        result = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+
+        def pass_over(of_x: Tensor | None, of_weight: Tensor | None) -> None:
+            """Write the gradient of x, and add that of the weight, chunk by chunk."""
+            start = 0
+            for rows, grad, column, mine, largest, total in zip(
+                *(each.chunk(head.chunks) for each in (x, grads[0], *found)), strict=True
+            ):
+                logits = F.linear(rows, weight)  # [c, q]
+                of_rows = _Statistics(column, mine, largest, total, ctx.real)
+                _logits_gradient(logits, of_rows, grad, head.vocab, ctx.smoothing, out=logits)
+                if of_x is not None:
+                    torch.mm(logits, weight, out=of_x[start : start + len(rows)])
+                if of_weight is not None:
+                    add_product(of_weight, logits.t(), rows)
+                start += len(rows)
+
+        if trains and not head.gradients.defers:  # one pass for both gradients
+            head.gradients.submit((weight,), lambda: pass_over(result, main_grad(weight)))
+        else:
+            if result is not None:
+                pass_over(result, None)
+            if trains:
+                head.gradients.submit((weight,), lambda: pass_over(None, main_grad(weight)))
+        return result, None, None, None, None
+
+
+def _losses(
+    pieces: Iterable[Tensor], columns: int, labels: Tensor, vocab: int, smoothing: float, peers: ParallelGroup
+) -> tuple[Tensor, _Statistics]:
+    """Losses [N] of the logits in ``pieces``, each [c, q]; ``columns`` is q. No piece is kept."""
+    first = peers.index * columns
+    real = min(columns, max(vocab - first, 0))
+    column, mine = owned(labels, first, real, vocab)
+    sums, start = list[tuple[Tensor, ...]](), 0
+    for piece in pieces:
+        classes, of_labels = piece[:, :real], column[start : start + len(piece)]
+        parts = [_row_sums(classes[rows], spreads=smoothing > 0) for rows in _row_blocks(piece)]
+        sums.append((_logit_at(classes, of_labels), *(torch.cat(each) for each in zip(*parts, strict=True))))
+        start += len(piece)
+    target, top, total, *spread = (torch.cat(each) for each in zip(*sums, strict=True))  # each [N], of this rank alone
+    # Logits enter the exponential as differences to the largest of all ranks: exp cannot overflow.
+    largest = peers.max_(top.clone())  # a copy, since max_ works in place and `top` is read below
+    # A rank that holds padding only has no maximum to rescale from.
+    lower = top - largest if real else torch.zeros_like(top)
+    target = torch.where(mine, target - largest, 0.0)
+    shares = [total * lower.exp(), target, *(each + lower * real for each in spread)]
+    total, target, *spread = peers.sum_(torch.stack(shares))  # one collective for all sums
+    likely = (1 - smoothing) * target + smoothing * spread[0] / vocab if smoothing else target
+    return total.log() - likely, _Statistics(column, mine, largest, total, real)
+
+
+def _logits_gradient(
+    logits: Tensor, found: _Statistics, grad: Tensor, vocab: int, smoothing: float, out: Tensor | None = None
+) -> Tensor:
+    """``(softmax - (1 - e) * one_hot(label) - e / v) * grad`` of logits [N, q], rounded once to their type.
+
+    ``out`` may be the logits themselves.
+    """
+    column, mine, largest, total, columns = found
+    real, scale, smooth = logits[:, :columns], grad / total, smoothing / vocab * grad
+    result = torch.empty_like(logits) if out is None else out
+    if columns:
+        # The label's column is computed in fp32: subtracting one_hot from the rounded softmax would round twice.
+        likely = torch.where(mine, grad * (1 - smoothing), 0.0)
+        at_label = _exp_(_logit_at(real, column) - largest) * scale - smooth - likely  # [N]
+    result[:, columns:].zero_()
+    for rows in _row_blocks(logits):
+        part = _exp_(_widened(real[rows]) - largest[rows, None]).mul_(scale[rows, None])  # [c, r]
+        result[rows, :columns] = part.sub_(smooth[rows, None]) if smoothing else part
+    if columns:
+        result[torch.arange(len(column), device=column.device), column] = at_label.to(result.dtype)
+    return result
 
 
 def _row_sums(real: Tensor, *, spreads: bool) -> tuple[Tensor, ...]:
@@ -123,11 +247,11 @@ def _widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _logit_at(real: Tensor, column: Tensor, largest: Tensor) -> Tensor:
-    """Each row's value at ``column`` minus ``largest``: [N, r], [N], [N] -> [N]; zeros on a rank without columns."""
+def _logit_at(real: Tensor, column: Tensor) -> Tensor:
+    """Each row's value at ``column``: [N, r], [N] -> [N], at least fp32; zeros on a rank without columns."""
     if not real.shape[1]:
-        return torch.zeros_like(largest)
-    return _widened(real.gather(1, column[:, None]).squeeze(1)) - largest
+        return _widened(real.new_zeros(len(real)))
+    return _widened(real.gather(1, column[:, None]).squeeze(1))
 
 
 def _row_blocks(logits: Tensor) -> Iterator[slice]:

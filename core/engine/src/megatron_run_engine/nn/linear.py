@@ -9,6 +9,7 @@ Legend: * any leading dimensions, N their product, i inputs, o outputs.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,11 +65,27 @@ def submit_gradients(
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``, in one kernel where all types are equal.
+    """``total += left @ right``, in one kernel where all types are equal or the device can widen.
 
-    A 16-bit product is rounded before it is added to an fp32 total: PyTorch has no mixed-precision ``addmm_``.
+    A GPU adds the fp32 sums of 16-bit operands to an fp32 total, as Megatron-LM's fused gradient accumulation does. A
+    CPU has no such product: there the product is rounded to 16 bits first, a relative error of 2e-3 in bf16. To widen
+    the operands instead would be exact, and took 2.5 to 4 times as long where a CPU has 16-bit products.
     """
     if total.dtype == left.dtype:
         total.addmm_(left, right)
+    elif _widens(left.device.type, left.dtype, total.dtype):
+        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
     else:
         total.add_(left @ right)
+
+
+@cache
+def _widens(device: str, narrow: torch.dtype, wide: torch.dtype) -> bool:
+    """Whether a product of ``narrow`` operands can be added to a ``wide`` total there, found by trying."""
+    ones = torch.ones((16, 16), dtype=narrow, device=device)
+    total = torch.ones((16, 16), dtype=wide, device=device)
+    try:
+        torch.ops.aten.addmm.dtype_out(total, ones, ones, wide, out=total)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return bool((total == 17).all())

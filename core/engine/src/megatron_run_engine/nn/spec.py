@@ -69,7 +69,8 @@ class TransformerSpec:
 
     ``sequence_length`` is the longest sequence; ``vocab`` is unpadded. ``dropout`` acts on the embedding, on the
     attention probabilities and on what each half of a block adds to the residual stream; ``label_smoothing`` acts on
-    the training loss. The layers listed in ``experts`` have experts instead of one feed-forward network.
+    the training loss, which makes its logits in ``loss_chunks`` pieces. The layers listed in ``experts`` have experts
+    instead of one feed-forward network.
     """
 
     layers: int
@@ -88,6 +89,7 @@ class TransformerSpec:
     dropout: float = 0.1
     init_std: float = 0.02
     label_smoothing: float = 0.0
+    loss_chunks: int = 1
     experts: ExpertSpec | None = None
 
     @property

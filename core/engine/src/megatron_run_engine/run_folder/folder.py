@@ -147,6 +147,7 @@ LEARNED = ("version", "model", "train", "data", "optimizer", "scaler")
 #: Keys of those sections that do not change what is learned: limits, counters, communication and memory.
 _NOT_LEARNED = frozenset(
     {
+        "model.loss_chunks",
         "train.max_skips",
         "train.recompute",
         "train.offload",

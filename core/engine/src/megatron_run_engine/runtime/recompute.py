@@ -30,17 +30,27 @@ def run_recomputed(
 
     Together they keep what they read from outside, and nothing of each other. ``run`` positions the random streams.
     """
-    inputs = names_read(segments)
     outputs = tuple(dict.fromkeys(name for segment in segments for name in segment.outputs))
 
-    def compute(*tensors: Tensor) -> tuple[Tensor, ...]:
-        inner = dict(zip(inputs, tensors, strict=True))
+    def compute(inner: Environment) -> None:
         for segment in segments:
             run(segment, inner)
+
+    recompute_names(names_read(segments), outputs, environment, compute)
+
+
+def recompute_names(
+    inputs: Sequence[str], outputs: Sequence[str], environment: Environment, compute: Callable[[Environment], None]
+) -> None:
+    """Add ``outputs`` to ``environment`` by ``compute``, which gets its ``inputs`` alone, and again in the backward."""
+
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        inner = dict(zip(inputs, tensors, strict=True))
+        compute(inner)
         return tuple(inner[name] for name in outputs)
 
     found: tuple[Tensor, ...] = checkpoint(
-        compute, *(environment[name] for name in inputs), use_reentrant=False, preserve_rng_state=False
+        function, *(environment[name] for name in inputs), use_reentrant=False, preserve_rng_state=False
     )
     environment.update(zip(outputs, found, strict=True))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_run.errors import GraphCaptureError
-from megatron_run_engine.runtime.recompute import Environment, run_recomputed
+from megatron_run_engine.runtime.recompute import Environment, recompute_names, run_recomputed
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -74,7 +74,11 @@ class SegmentRunner:
         while index < len(segments):
             region = self._region_at(segments[index], microbatch)
             if region is not None and self._capture is not None:
-                self._replay(self._capture, region, microbatch, environment)
+                replay = partial(self._replay, self._capture, region, microbatch)
+                if learns and self._capture.reruns and any(segment.recompute for segment in region.segments):
+                    recompute_names(region.inputs, region.outputs, environment, replay)
+                else:
+                    replay(environment)
                 index += len(region.segments)
                 continue
             if region is not None:

@@ -49,9 +49,9 @@ class CaptureSize:
     """The size of a capture on one stage, planned or made.
 
     ``graphs`` counts forwards and backwards. ``slots`` is the number of sets of static inputs, equal to the peak number
-    of microbatches in flight. ``static_bytes`` is the size of the inputs and gradients that are copied before replays;
-    ``pool_bytes`` is the peak size of the graphs' own memory. Bytes are None before the capture, and where shapes are
-    not known.
+    of microbatches in flight, and 0 where graphs own no memory. ``static_bytes`` is the size of the inputs and
+    gradients that are copied before replays; ``pool_bytes`` is the peak size of the graphs' own memory. Bytes are None
+    before the capture, and where shapes are not known.
     """
 
     regions: int
@@ -61,7 +61,9 @@ class CaptureSize:
     pool_bytes: int | None = None
 
     def __str__(self) -> str:
-        parts = [plural(self.regions, "region"), plural(self.graphs, "graph"), plural(self.slots, "slot")]
+        parts = [plural(self.regions, "region"), plural(self.graphs, "graph")]
+        if self.slots:
+            parts.append(plural(self.slots, "slot"))
         if self.static_bytes is not None:
             parts.append(f"{self.static_bytes / 2**20:,.2f} MiB of static inputs")
         if self.pool_bytes is not None:
@@ -96,6 +98,10 @@ class GraphCapture(ABC):
 
     #: Number of eager steps before a capture, at least 1.
     capture_after: int = 1
+    #: Whether a replay returns the bits of an eager run. If not, it differs by rounding.
+    exact: bool = True
+    #: Whether a replay may run again in the backward: so the engine then recomputes captured segments.
+    reruns: bool = False
 
     @abstractmethod
     def regions(self, chunks: Sequence[Sequence[Segment]]) -> Sequence[Region]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron_run.contracts.parameters import Init
+from megatron_run.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -119,6 +120,17 @@ class ParallelLayers(ABC):
         al. 2016, as PyTorch defines it); evaluations use the plain loss.
         """
 
+    def linear_cross_entropy(self, vocab: int, label_smoothing: float, chunks: int) -> nn.Module:
+        """(x [s, b, h] or [s/t, b, h], the output layer's weight, labels [b, s]) -> loss per token [s, b], fp32.
+
+        Output layer and :meth:`cross_entropy` in one, for 1/``chunks`` of the tokens at a time, so that whole logits
+        never exist. Optional: raises :class:`megatron_run.errors.InputError` where a factory has none.
+        """
+        raise InputError(
+            f"these parallel layers have no loss in chunks, which model.loss_chunks={chunks} asks for",
+            fix="set model.loss_chunks=1",
+        )
+
     @abstractmethod
     def enter_region(self, x: Tensor) -> Tensor:
         """Enter a tensor-parallel region: [s, b, *] or [s/t, b, *] -> [s, b, *], equal on all of its ranks.
@@ -205,6 +217,10 @@ class StackedLayers(ParallelLayers):
     def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
         """As ``base``."""
         return self.base.cross_entropy(vocab, label_smoothing)
+
+    def linear_cross_entropy(self, vocab: int, label_smoothing: float, chunks: int) -> nn.Module:
+        """As ``base``."""
+        return self.base.linear_cross_entropy(vocab, label_smoothing, chunks)
 
     def enter_region(self, x: Tensor) -> Tensor:
         """As ``base``."""

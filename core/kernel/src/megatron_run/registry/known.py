@@ -53,6 +53,7 @@ KNOWN: tuple[Known, ...] = (
     Known("parallel-layer", "tensor", _TENSOR),
     Known("parallel-layer", "te", _TENSOR),
     Known("graph-capture", "none", builtin=True),
+    Known("graph-capture", "compile"),
     Known("graph-capture", "partial"),
     Known("graph-capture", "te"),
     Known("model", "gpt", frozenset({"parallel.expert"}), builtin=True),

@@ -37,6 +37,11 @@ class DecoderOptions(BaseModel):
     dropout: float = Field(0.1, ge=0, lt=1, description="on embedding, attention and residual connections")
     init_std: float = Field(0.02, gt=0, description="of initial matrices; times 1/sqrt(2 x layers) in residual outputs")
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the training loss spread over all tokens")
+    loss_chunks: int = Field(
+        1,
+        ge=1,
+        description="pieces of a microbatch for which logits are made one at a time; 1: logits of all tokens",
+    )
 
     @field_validator("num_heads")
     @classmethod
@@ -96,6 +101,7 @@ class DecoderOptions(BaseModel):
             dropout=self.dropout,
             init_std=self.init_std,
             label_smoothing=self.label_smoothing,
+            loss_chunks=self.loss_chunks,
             experts=experts,
         )
 

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 
 from megatron_run.contracts import Init, ParallelLayers, ParameterSpec, Part, PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.nn import CoreAttention, CrossEntropy, LayerNorm, RmsNorm, embed, empty_parameter, linear
+from megatron_run_engine.nn import (
+    CoreAttention,
+    CrossEntropy,
+    LayerNorm,
+    LinearCrossEntropy,
+    RmsNorm,
+    embed,
+    empty_parameter,
+    linear,
+)
 from megatron_run_engine.nn.parallel import ExpertColumnLinear, ExpertRowLinear, Split, rows_of_a_rank, vocabulary_spec
 from megatron_run_engine.runtime.comm import ALONE
 
@@ -151,6 +160,10 @@ class DenseLayers(ParallelLayers):
     def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
         """Make a cross-entropy over the whole vocabulary."""
         return CrossEntropy(vocab, label_smoothing)
+
+    def linear_cross_entropy(self, vocab: int, label_smoothing: float, chunks: int) -> nn.Module:
+        """Make output layer and cross-entropy in one."""
+        return LinearCrossEntropy(self._context.gradients, vocab, label_smoothing, chunks)
 
 
 def _stacked(name: str, parts: tuple[LinearPart, ...], columns: tuple[int, ...]) -> tuple[Part, ...]:

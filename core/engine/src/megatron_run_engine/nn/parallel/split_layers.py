@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_run.contracts import ParallelLayers
-from megatron_run_engine.nn.cross_entropy import CrossEntropy
+from megatron_run_engine.nn.cross_entropy import CrossEntropy, LinearCrossEntropy
 from megatron_run_engine.nn.parallel.expert_linear import ExpertColumnLinear, ExpertRowLinear
 from megatron_run_engine.nn.parallel.mappings import f, g, gather_sequence, scatter_sequence
 from megatron_run_engine.nn.parallel.vocabulary import OutputLayer, VocabEmbedding
@@ -86,6 +86,12 @@ class SplitLayers(ParallelLayers):
     def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
         """A loss that exchanges a few scalars per token, never logits."""
         return CrossEntropy(vocab, label_smoothing, self.split.peers)
+
+    def linear_cross_entropy(self, vocab: int, label_smoothing: float, chunks: int) -> nn.Module:
+        """Output layer and loss in one; x is gathered once, and the loss exchanges scalars once."""
+        return LinearCrossEntropy(
+            self.context.gradients, vocab, label_smoothing, chunks, self.split.peers, self.enter_region
+        )
 
     def enter_region(self, x: Tensor) -> Tensor:
         """Enter as a column-parallel layer does."""

@@ -48,6 +48,11 @@ class GradientAccumulator:
             self._names[parameter] = name
             parameter.register_post_accumulate_grad_hook(self._move_grad)
 
+    @property
+    def defers(self) -> bool:
+        """Whether what is submitted now waits for W."""
+        return self._deferred_to is not None
+
     def submit(self, parameters: Sequence[Parameter], compute: Compute) -> None:
         """Take over a layer's weight gradient: ``compute`` adds it to the ``main_grad`` of ``parameters``.
 

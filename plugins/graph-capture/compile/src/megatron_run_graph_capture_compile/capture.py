@@ -1,0 +1,143 @@
+"""The plugin's entry points: which segments are compiled, when, and for which shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_run.contracts import CaptureSize, GraphCapture
+from megatron_run.errors import GraphCaptureError
+from megatron_run_engine.capture import call, check_scope, choose_regions, lint
+from megatron_run_graph_capture_compile.options import LAYERS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Parameter
+
+    from megatron_run.contracts import Microbatch, Region, Segment
+    from megatron_run.contracts.actions import Action
+    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_graph_capture_compile.compiled import CompiledRegion, Compiler, GraphStore
+    from megatron_run_graph_capture_compile.options import CompileOptions
+
+#: Shape, type and ``requires_grad`` of each input of a region.
+_Shapes = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
+
+
+class CompileCapture(GraphCapture):
+    """Compiles the segments of ``options.scope``; ``find_compiler`` is called when something is compiled.
+
+    A compiled region holds no memory between its calls, needs no order of replays, and may run again in the backward.
+    So a capture fits every step of the run; a new shape leads to another compilation of that region alone.
+    """
+
+    exact = False
+    reruns = True
+
+    def __init__(self, context: BuildContext, options: CompileOptions, find_compiler: Callable[[], Compiler]) -> None:
+        self.context, self._options, self._find_compiler = context, options, find_compiler
+        self.capture_after = options.capture_after
+        self._store: GraphStore | None = None
+        self._compiled: dict[Region, dict[_Shapes, CompiledRegion]] = {}
+        self._trained: frozenset[Parameter] = frozenset()
+        self._full: set[Region] = set()  # regions that have reached recompile_limit
+
+    def regions(self, chunks: Sequence[Sequence[Segment]]) -> Sequence[Region]:
+        """Return the regions of neighbouring segments in the scope."""
+        scope = self._options.scope
+        if scope is not None:
+            check_scope(scope, chunks, self.context)
+        return choose_regions(chunks, LAYERS if scope is None else scope)
+
+    def plan(self, regions: Sequence[Region], actions: Sequence[Action]) -> CaptureSize:
+        """The graphs of regions that do not look alike: a forward each, and a backward where there is one."""
+        differentiable = {_look(region): region.differentiable for region in regions}
+        return CaptureSize(len(regions), len(differentiable) + sum(differentiable.values()), slots=0)
+
+    def capture(
+        self,
+        regions: Sequence[Region],
+        actions: Sequence[Action],
+        examples: Mapping[Region, tuple[Tensor, ...]],
+    ) -> CaptureSize:
+        """Check every region against the rules, and compile what no other has compiled before."""
+        from megatron_run_graph_capture_compile.compiled import GraphStore
+
+        self._store, self._compiled = GraphStore(self._find_compiler()), {}
+        for region in regions:
+            if region not in examples:
+                raise GraphCaptureError(f"{region} has not run yet", why="what it is given is not known")
+            lint(region, examples[region], self.context.device, self.context.gradients, self.context.rng.streams)
+            self._compile(region, examples[region])
+        self._trained = frozenset(parameter for parameter in self._parameters() if parameter.requires_grad)
+        return CaptureSize(len(regions), self._store.compiled, slots=0)
+
+    def mismatch(self, actions: Sequence[Action]) -> str:
+        """Return which parameters were frozen, or are trained again; any actions fit."""
+        if self._store is None:
+            return "nothing is compiled"
+        changed = sum(p.requires_grad != (p in self._trained) for p in set(self._parameters()))
+        return f"{changed} parameters were frozen, or are trained again" if changed else ""
+
+    def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run the compiled region; for a new shape compile it first, up to ``recompile_limit`` shapes."""
+        found = self._compiled[region].get(_shapes(tensors))
+        if found is None:
+            found = self._compile_again(region, tensors)
+        return call(region, tensors, recompute=False) if found is None else found(tensors)
+
+    def invalidate(self, reason: str) -> None:
+        """Forget what was compiled. Raises :class:`GraphCaptureError` with ``strict``."""
+        if self._options.strict:
+            raise GraphCaptureError(
+                f"what was compiled no longer fits: {reason}",
+                fix="leave graph-capture.strict out to compile again, at the cost of a pause",
+            )
+        self.context.log.warning("segments will be compiled again: %s", reason)
+        self._store, self._compiled = None, {}
+        self._full.clear()
+
+    def _compile(self, region: Region, tensors: Sequence[Tensor]) -> CompiledRegion:
+        from megatron_run_graph_capture_compile.compiled import CompiledRegion
+        from megatron_run_graph_capture_compile.tracing import trace
+
+        assert self._store is not None
+        traced = trace(region, tensors, self.context)
+        compiled = CompiledRegion(traced, self._store.get(traced, str(region)), self.context.gradients)
+        self._compiled.setdefault(region, {})[_shapes(tensors)] = compiled
+        return compiled
+
+    def _compile_again(self, region: Region, tensors: Sequence[Tensor]) -> CompiledRegion | None:
+        """Compile ``region`` for another shape and say so; None where that was done too often."""
+        given = ", ".join(str(tuple(x.shape)) for x in tensors)
+        if self._options.strict:
+            self.invalidate(f"{region} was given {given}")
+        limit = self._options.recompile_limit
+        if len(self._compiled[region]) >= limit:
+            if region not in self._full:
+                self._full.add(region)
+                self.context.log.warning(
+                    "%s runs eagerly with %s: it was compiled for %d shapes (graph-capture.recompile_limit)",
+                    *(region, given, limit),
+                )
+            return None
+        before = self._store.compiled if self._store else 0
+        compiled = self._compile(region, tensors)
+        if self._store and self._store.compiled > before:
+            self.context.log.warning("%s was compiled again in this step, for %s", region, given)
+        return compiled
+
+    def _parameters(self) -> Sequence[Parameter]:
+        return [p for region in self._compiled for segment in region.segments for p in segment.params]
+
+
+def _shapes(tensors: Sequence[Tensor]) -> _Shapes:
+    return tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in tensors)
+
+
+def _look(region: Region) -> tuple[object, ...]:
+    """What regions that share graphs have in common, as far as it is known before anything has run."""
+    names = tuple(segment.name for segment in region.segments)
+    return names, tuple((tuple(p.shape), p.dtype, p.requires_grad) for s in region.segments for p in s.params)

@@ -1,0 +1,195 @@
+"""Compiled regions: graphs that regions which look alike share, and the autograd function that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
+from torch import Tensor, fx
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from megatron_run.errors import GraphCaptureError
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from megatron_run_engine.runtime.gradients import GradientAccumulator
+    from megatron_run_graph_capture_compile.tracing import Trace
+
+#: A compiled graph.
+Compiled = Callable[..., Sequence[Tensor]]
+#: Compiles a graph for inputs like the examples.
+Compiler = Callable[[fx.GraphModule, Sequence[Tensor]], Compiled]
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """The compiled forward and backward of regions that look alike.
+
+    ``forward`` takes (inputs, what is read, draws) and returns (outputs, tensors to save). ``backward`` takes those
+    inputs of the forward that ``kept`` numbers, what the forward saved, and the outputs' gradients.
+    """
+
+    forward: Compiled
+    backward: Compiled | None = None
+    kept: tuple[int, ...] = ()
+
+
+class GraphStore:
+    """Compiles each graph once, however many regions have it: ``compiled`` counts them."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler
+        self._graphs: dict[str, Graphs] = {}
+        self.compiled = 0
+
+    def get(self, trace: Trace, who: str) -> Graphs:
+        """The graphs of ``trace``, whose region is called ``who`` in errors."""
+        key = _key(trace)
+        if key not in self._graphs:
+            self._graphs[key] = self._make(trace, who)
+            self.compiled += 1 + (self._graphs[key].backward is not None)
+        return self._graphs[key]
+
+    def _make(self, trace: Trace, who: str) -> Graphs:
+        primals = (*trace.inputs, *trace.read, *(draw() for draw in trace.draws))
+        with torch.no_grad():
+            pure = make_fx(functionalize(trace.joint), tracing_mode="fake")(*primals, *trace.gradients)
+            _check_writes(pure, who)
+            if not trace.gradients:
+                return Graphs(self._compiler(pure, primals))
+            ahead, back, kept = _split(pure, len(primals), trace.outputs)
+            forward = self._compiler(ahead, primals)
+            saved = forward(*primals)[trace.outputs :]
+            backward = self._compiler(back, [*(primals[index] for index in kept), *saved, *trace.gradients])
+        return Graphs(forward, backward, kept)
+
+
+class CompiledRegion:
+    """One region: the graphs that it shares, and the tensors that it alone reads."""
+
+    def __init__(self, trace: Trace, graphs: Graphs, gradients: GradientAccumulator) -> None:
+        self.trace, self.graphs, self._gradients = trace, graphs, gradients
+        self._parameters: tuple[Parameter, ...] = tuple(each for each in trace.wanted if not isinstance(each, int))
+
+    def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the forward on the region's inputs; the result is differentiable."""
+        results: tuple[Tensor, ...] = _Run.apply(self, *tensors, *self._parameters)  # type: ignore[no-untyped-call]  # torch's
+        return results
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """The outputs, and what the backward needs."""
+        given = [_laid_out(x, like) for x, like in zip(tensors, self.trace.inputs, strict=True)]
+        primals = (*given, *self.trace.read, *(draw() for draw in self.trace.draws))
+        results = self.graphs.forward(*primals)
+        own = range(len(given), len(given) + len(self.trace.read))  # kept here already, such as parameters
+        saved = [primals[index] for index in self.graphs.kept if index not in own]
+        return tuple(results[: self.trace.outputs]), [*saved, *results[self.trace.outputs :]]
+
+    def backward(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """The gradients of ``trace.wanted``; those that layers submit go to the accumulator."""
+        trace, graphs, remaining = self.trace, self.graphs, iter(saved)
+        assert graphs.backward is not None
+        first = len(trace.inputs)
+        kept = [
+            trace.read[index - first] if first <= index < first + len(trace.read) else next(remaining)
+            for index in graphs.kept
+        ]
+        chosen = [gradients[root] for root in trace.roots]
+        given = [
+            torch.zeros_like(like) if gradient is None else _laid_out(gradient, like)
+            for gradient, like in zip(chosen, trace.gradients, strict=True)
+        ]
+        results = graphs.backward(*kept, *remaining, *given)
+        if trace.late is not None:
+            operands = results[len(trace.wanted) :]
+            self._gradients.submit(trace.submitted, partial(trace.late, *operands, *trace.late_read))
+        return list(results[: len(trace.wanted)])
+
+
+class _Run(torch.autograd.Function):
+    """``inputs`` are the region's, then the parameters whose gradients autograd accumulates."""
+
+    @staticmethod
+    def forward(ctx: Any, region: CompiledRegion, *inputs: Tensor) -> tuple[Tensor, ...]:
+        outputs, saved = region.forward(inputs[: len(region.trace.inputs)])
+        ctx.region = region
+        ctx.save_for_backward(*saved)
+        ctx.mark_non_differentiable(*(x for index, x in enumerate(outputs) if index not in region.trace.roots))
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        trace = ctx.region.trace
+        found = dict(zip(trace.wanted, ctx.region.backward(ctx.saved_tensors, grads), strict=True))
+        parameters = (gradient for source, gradient in found.items() if not isinstance(source, int))
+        return None, *(found.get(index) for index in range(len(trace.inputs))), *parameters
+
+
+def _laid_out(x: Tensor, like: Tensor) -> Tensor:
+    """X with the strides of ``like``, for which a graph was compiled."""
+    if x.stride() == like.stride():
+        return x
+    return torch.empty_strided(like.size(), like.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _split(pure: fx.GraphModule, primals: int, outputs: int) -> tuple[fx.GraphModule, fx.GraphModule, tuple[int, ...]]:
+    """Cut a joint graph into forward and backward, so that little is saved and cheap values are computed again.
+
+    Returns which inputs of the forward the backward reads first. The cut is PyTorch's, by a minimum cut in the graph
+    (https://dev-discuss.pytorch.org/t/min-cut-optimal-recomputation-i-e-activation-checkpointing-with-aotautograd/467).
+    """
+    for index, node in enumerate(pure.graph.find_nodes(op="placeholder")):
+        # The partitioner goes by these names.
+        node.name = f"primals_{index}" if index < primals else f"tangents_{index - primals}"
+        node.target = node.name
+    pure.recompile()
+    ahead, back = min_cut_rematerialization_partition(pure, None, num_fwd_outputs=outputs)
+    (output,) = ahead.graph.find_nodes(op="output")
+    results = list(output.args[0])
+    saved = results[outputs:]
+    given = [node for node in saved if node.op == "placeholder"]
+    made = [node for node in saved if node.op != "placeholder"]
+    output.args = ((*results[:outputs], *made),)
+    ahead.recompile()
+    return ahead, _reordered(back, [node.name for node in (*given, *made)]), tuple(_number(node) for node in given)
+
+
+def _reordered(back: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
+    """``back`` with its first inputs in the order of ``names``."""
+    nodes = {node.name: node for node in back.graph.find_nodes(op="placeholder")}
+    ordered, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in (*(nodes.pop(name) for name in names), *nodes.values()):
+        copies[node] = ordered.node_copy(node, copies.__getitem__)
+    for node in back.graph.nodes:
+        if node.op != "placeholder":
+            copies[node] = ordered.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(back, ordered)
+
+
+def _number(node: fx.Node) -> int:
+    return int(node.name.removeprefix("primals_"))
+
+
+def _check_writes(pure: fx.GraphModule, who: str) -> None:
+    """Raise if a graph writes to one of its inputs: the cut in two would lose the write."""
+    for node in pure.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        if node.args[0].op == "placeholder":
+            raise GraphCaptureError(
+                f"{who} cannot be compiled",
+                why="it writes to a tensor that it reads from elsewhere",
+                fix="leave it out of graph-capture.scope",
+            )
+
+
+def _key(trace: Trace) -> str:
+    """What two regions that share graphs have in common: operations, and the layout of all inputs."""
+    tensors = (*trace.inputs, *trace.read, *(draw.like for draw in trace.draws), *trace.gradients)
+    layout = [(tuple(x.shape), x.stride(), x.dtype, str(x.device)) for x in tensors]
+    return f"{trace.joint.code}\n{layout}\n{trace.outputs}"

@@ -1,0 +1,72 @@
+"""Compiles a graph by ``torch.compile``, or reports what is missing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from shutil import which
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, fx
+
+from megatron_run.errors import PluginError, advice, did_you_mean
+
+if TYPE_CHECKING:
+    from megatron_run_graph_capture_compile.compiled import Compiled, Compiler
+
+_INSTEAD = "choose --plugin graph-capture=none"
+
+
+def check_compiler(device: torch.device, backend: str) -> None:
+    """Raise :class:`PluginError` if ``backend`` is unknown, or needs a compiler for ``device`` that is missing."""
+    known = torch.compiler.list_backends(exclude_tags=())
+    common = [*torch.compiler.list_backends(), "aot_eager"]
+    if backend not in known:
+        raise PluginError(
+            f"graph-capture.backend={backend} is not a backend of torch.compile",
+            fix=advice(did_you_mean(backend, known), f"choose one of {', '.join(common)}"),
+        )
+    if backend != "inductor":
+        return
+    if device.type == "cuda":
+        if find_spec("triton") is None:
+            raise PluginError(
+                "graph-capture=compile needs triton on a GPU, which is not installed",
+                fix=f"type: pip install triton, or {_INSTEAD}",
+            )
+        _check_program(os.environ.get("CC", "gcc"), "C", "CC")
+    else:
+        _check_program(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"), "C++", "CXX")
+
+
+def _check_program(name: str, language: str, variable: str) -> None:
+    if which(name) is None:
+        raise PluginError(
+            f"graph-capture=compile needs a {language} compiler, and {name} is not found",
+            fix=f"install {name}, name another in {variable}, or {_INSTEAD}",
+        )
+
+
+def find_compiler(backend: str, mode: str) -> Compiler:
+    """A function that compiles graphs with a ``backend`` of ``torch.compile``, for inductor in ``mode``.
+
+    The backend is called itself. ``torch.compile`` would read Python again, of which a graph has none, and check guards
+    in each call, which a graph does not need: it is called with tensors like its examples only.
+    """
+
+    def compile_graph(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Compiled:
+        if backend == "inductor":
+            # fallback_random: operations that draw, such as fused attention, draw what an eager run draws.
+            options = {**torch._inductor.list_mode_options(mode), "fallback_random": True}
+            compiled: Compiled = torch._inductor.compile(graph, list(examples), options=options)
+        else:
+            from torch._dynamo import lookup_backend
+
+            compiled = lookup_backend(backend)(graph, list(examples))
+        compiled(*examples)  # what is left to compile is compiled now, not in the first step
+        return compiled
+
+    return compile_graph
