@@ -34,10 +34,10 @@ class TapeGraph:
 
     def check_generators(self) -> None:
         """Raise what PyTorch raises when a kernel draws from a generator that the graph does not know."""
-        known = [generator._cdata for generator in self.generators]  # the dispatcher wraps each anew
+        known = [_identity(generator) for generator in self.generators]
         for operation in self.tape.operations:
             for value in tree_leaves((operation.args, dict(operation.kwargs))):
-                if isinstance(value, torch.Generator) and value._cdata not in known:
+                if isinstance(value, torch.Generator) and _identity(value) not in known:
                     raise RuntimeError("Attempt to increase offset for a CUDA generator not in capture mode.")
 
     def replay(self) -> None:
@@ -46,6 +46,12 @@ class TapeGraph:
 
     def reset(self) -> None:
         self.tape = Tape((), in_python)
+
+
+def _identity(generator: Any) -> int:
+    """The same for every Python object of one generator: the dispatcher makes new ones."""
+    number: int = generator._cdata
+    return number
 
 
 class Machine:

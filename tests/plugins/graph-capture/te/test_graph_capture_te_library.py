@@ -179,7 +179,7 @@ def test_nothing_of_a_step_is_kept_after_it(engine: Engine, machine: Machine) ->
         seen.extend(weakref.ref(output.grad_fn) for output in outputs if output.grad_fn is not None)
         return outputs
 
-    stage.capture.replay = watched  # type: ignore[method-assign]  # to look at what it returns
+    stage.capture.replay = watched  # type: ignore[assignment, method-assign]  # to look at what it returns
     captured.step(2)
     gc.collect()
     assert seen

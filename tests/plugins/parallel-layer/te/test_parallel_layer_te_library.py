@@ -26,7 +26,7 @@ from megatron_run_parallel_layer_te.precision import Precision, QuantizedWeight,
 from megatron_run_testing.build_contexts import single_process_context
 from tests.plugins.engine import recipes, stand_in
 from tests.plugins.engine.cuda_on_tapes import pretend
-from tests.plugins.engine.layers import engine_layers
+from tests.plugins.engine.layers import STAND_IN
 
 pytestmark = [pytest.mark.te, pytest.mark.filterwarnings("default")]  # the library has warnings of its own
 
@@ -103,12 +103,8 @@ def test_every_layer_is_built_with_the_parameters_of_the_plan_and_of_the_stand_i
 ) -> None:
     options = {"fuse_weight_gradients": fused, "delay_weight_gradients": delayed}
     found = []
-    for make in (
-        lambda context: layers(engine, context, **options),
-        lambda context: layers(Engine(shapes, None, ""), context, **options),
-        lambda context: engine_layers(context, **options),
-    ):
-        made = make(single_process_context(dtype=torch.bfloat16, device=device))
+    for library in (engine, Engine(shapes, None, ""), STAND_IN):
+        made = layers(library, single_process_context(dtype=torch.bfloat16, device=device), **options)
         parts = (LinearPart("query", 32), LinearPart("key", 16), LinearPart("value", 16))
         built = [
             made.column_linear(32, parts, bias=bias, init=INIT, norm=made.norm(kind, 32, 1e-3)),
