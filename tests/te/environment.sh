@@ -12,7 +12,7 @@ TORCH=2.11.0 # its wheel on the index is made for CUDA 13.0
 CUDA_MINOR="<13.1"
 ENGINE=2.20.2
 OURS="annotated-types==0.8.0 click==8.5.1 packaging==26.3 pluggy==1.7.0 pydantic==2.14.3 pydantic_core==2.50.4
-  rich==15.0.0 ruamel.yaml==0.19.1 safetensors==0.8.0 tokenizers==0.23.3 typing-inspection==0.4.5 hatchling==1.33.0
+  rich==15.0.0 ruamel.yaml==0.19.1 safetensors==0.8.0 tokenizers==0.23.3 typing-inspection==0.4.5 xxhash==4.1.0 hatchling==1.33.0
   editables==0.6 pytest==9.2.0 pytest-timeout==2.4.0 pytest-xdist==3.8.0"
 BUILD="setuptools==81.0.0 wheel==0.48.0 ninja==1.13.0 pybind11==3.1.0 einops==0.8.2 onnx==1.23.2 onnxscript==0.7.2
   importlib-metadata==10.2.0 pydantic==2.14.3 packaging==26.3"
