@@ -27,7 +27,7 @@ SPREAD   := -n $(if $(filter 1 2 3,$(CORES)),$(shell expr $(CORES) + 1),4) --dis
 PRODUCTS := $(addprefix tests/integration/test_integration_,\
   $(addsuffix .py,experts scatter_messages tensor tensor_random tensor_text))
 
-.PHONY: run test lint types unit gpu grid graph-grid nightly campaigns mutants setup format docs site wheels clean
+.PHONY: run test lint types unit gpu te te-env grid graph-grid nightly campaigns mutants setup format docs site wheels clean
 run: $(RUNTIME)
 	.venv/bin/megatron-run --plugin schedule=interleaved
 
@@ -47,6 +47,12 @@ unit: $(DEV)
 # The tests that need a CUDA device; elsewhere they are skipped, and say so.
 gpu: $(DEV)
 	$(PY) -m pytest -q -m gpu
+# The tests against the real Transformer Engine, which needs no GPU for them, in an environment of its own (.te-env, 12 GB).
+TE_PYTHON ?= python3.12
+te-env:
+	sh tests/te/environment.sh .te-env $(TE_PYTHON) $(MEMBERS)
+te: te-env
+	.te-env/bin/python -m pytest -q -m te
 # Every schedule in every shape and variant, and every split, where `test` runs each two choices together once: an hour.
 grid: $(DEV)
 	$(PY) -m tests.integration.whole_grid

@@ -79,11 +79,28 @@ def formula(case: Case, seen: Seen) -> tuple[int, int, int]:
     """Regions, graphs and slots of a step of the full batch on the stage of ``seen``, from its action list alone."""
     assert case.way is not None
     regions, actions = chunk_regions(case, seen), seen.plan.lists[seen.stage]
-    microbatches = len({action.microbatch for action in actions if action.op == "F"})
     peaks = [peak(action for action in actions if action.chunk == chunk) for chunk in range(len(regions))]
     if case.way.reuse == "per_slot":
         return sum(regions), 2 * sum(map(int.__mul__, regions, peaks)), sum(peaks)
-    return sum(regions), 2 * sum(regions) * microbatches, peak(actions)
+    return sum(regions), 2 * sum(regions) * recorded(actions, len(regions)), peak(actions)
+
+
+def recorded(actions: Sequence[Action], chunks: int) -> int:
+    """Microbatches, without those of parts that repeat another one and begin and end with nothing in flight."""
+    whole = Counter((action.microbatch, action.chunk) for action in actions)
+    found, part = dict[object, int](), list[Action]()
+    for action in actions:
+        part.append(action)
+        here = Counter((each.microbatch, each.chunk) for each in part)
+        ran = Counter(chunk for _, chunk in here)
+        if (
+            all(whole[key] == count for key, count in here.items())
+            and len({ran[chunk] for chunk in range(chunks)}) == 1
+        ):
+            first = part[0].microbatch
+            found[tuple((op, m - first, chunk) for op, m, chunk in part)] = len({m for _, m, _ in part})
+            part = []
+    return sum(found.values())
 
 
 def chunk_regions(case: Case, seen: Seen) -> list[int]:

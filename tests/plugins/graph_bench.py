@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_run.contracts import CaptureSize, Chunk, Microbatch, Region, Schedule, Segment
+from megatron_run.contracts import CaptureSize, Chunk, Microbatch, ParallelLayers, Region, Schedule, Segment
 from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.pipeline.plan import Plan, positions
@@ -18,12 +18,14 @@ from megatron_run.pipeline.verify import verify
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.capture import RegionCapture
-from megatron_run_engine.runtime.comm import Groups
+from megatron_run_engine.nn.parallel import Split
+from megatron_run_engine.runtime.comm import Groups, ParallelGroup
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_graph_capture_partial.capture import PartialCapture
 from megatron_run_graph_capture_partial.options import PartialOptions
 from megatron_run_graph_capture_partial.selection import backend_for
+from megatron_run_parallel_layer_tensor import TensorLayers
 from megatron_run_testing.build_contexts import context_at, example_microbatch, prepare, single_process_context
 
 SMALL = GptOptions(num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1)
@@ -34,6 +36,11 @@ def partial_capture(context: BuildContext, **options: Any) -> PartialCapture:
     """The plugin's object; ``options`` are its options."""
     chosen = PartialOptions.model_validate({"scope": ("attn", "mlp"), **options})
     return PartialCapture(context, chosen, lambda: backend_for(context, chosen.executor))
+
+
+def whole_tensor_layers(context: BuildContext) -> ParallelLayers:
+    """The tensor-parallel layers of one rank: their dropout draws from the stream that ranks share."""
+    return TensorLayers(context, Split(ParallelGroup()))
 
 
 @dataclass
@@ -68,8 +75,8 @@ class Done:
 class Pipeline:
     """A gpt over ``stages`` x ``chunks`` places, one layer each unless ``model`` has more; SGD updates it.
 
-    ``train`` overrides keys of that section. ``options`` are those of the capture, or ``make`` makes it; microbatches
-    have two samples of 16 tokens.
+    ``layers`` makes its layers; ``train`` overrides keys of that section. ``options`` are those of the capture, or
+    ``make`` makes it. Microbatches have two samples of 16 tokens.
     """
 
     def __init__(
@@ -81,11 +88,12 @@ class Pipeline:
         chunks: int = 1,
         model: GptOptions = SMALL,
         dtype: torch.dtype = torch.float32,
+        layers: Callable[[BuildContext], ParallelLayers] = DenseLayers,
         make: Callable[[BuildContext], RegionCapture] | None = None,
         train: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        self._make = make or (lambda context: partial_capture(context, **options))
+        self._layers, self._make = layers, make or (lambda context: partial_capture(context, **options))
         layout = looped_layout(LayoutSpec(stages, chunks, model.num_layers))
         spec = ScheduleSpec(layout, stages, chunks, microbatches)
         self.plan: Plan = verify(spec, schedule.actions(spec))
@@ -97,7 +105,7 @@ class Pipeline:
     def _stage(self, stage: int, layout: Any, model: GptOptions, dtype: torch.dtype, stages: int) -> Stage:
         topology = Topology(Sizes(pipeline=stages), stage)
         context = context_at(topology, Groups(), model, dtype=dtype, train=self._train)
-        gpt, layers, shared = Gpt(context, model), DenseLayers(context), dict[str, Parameter]()
+        gpt, layers, shared = Gpt(context, model), self._layers(context), dict[str, Parameter]()
         mine = sorted((place.chunk, position) for position, place in enumerate(layout) if place.stage == stage)
         chunks = [gpt.build_chunk(position, layout, layers, shared) for _, position in mine]
         described = prepare(context, chunks)

@@ -10,7 +10,7 @@ import pytest
 from megatron_run.contracts import Schedule
 from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.errors import GraphCaptureError
-from megatron_run_engine.capture import OrderGuard, passes, shared_slots, slots_by_chunk
+from megatron_run_engine.capture import OrderGuard, passes, recordings, shared_slots, slots_by_chunk
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_interleaved import Interleaved
 from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
@@ -159,3 +159,28 @@ def test_what_a_step_leaves_out_it_may_say_one_by_one() -> None:
     guard.check("a", 2)
     with pytest.raises(GraphCaptureError, match="next was b"):
         guard.check("c", 2)
+
+
+def parsed(text: str) -> list[Action]:
+    return [Action.parse(each) for each in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("text", "chunks", "recorded", "copies"),
+    [
+        ("F0.0 B0.0 F1.0 B1.0 F2.0 B2.0", 1, 1, [0, 0, 0]),
+        ("F0.0 F1.0 B0.0 B1.0 F2.0 F3.0 B2.0 B3.0", 1, 2, [0, 1, 0, 1]),
+        ("F0.0 F1.0 B0.0 F2.0 B1.0 B2.0", 1, 3, [0, 1, 2]),  # always something in flight
+        ("F0.0 I0.0 W0.0 F1.0 I1.0 W1.0", 1, 1, [0, 0]),
+        ("F0.0 I0.0 F1.0 W0.0 I1.0 W1.0", 1, 2, [0, 1]),  # what W reads is in flight
+        ("F0.0 B0.0 F1.0 F2.0 B1.0 B2.0 F3.0 B3.0", 1, 3, [0, 1, 2, 0]),
+        ("F0.0 F0.1 B0.1 B0.0 F1.0 F1.1 B1.1 B1.0", 2, 1, [0, 0]),
+        ("F0.0 B0.0 F1.0 B1.0 F0.1 B0.1 F1.1 B1.1", 2, 2, [0, 1]),  # chunks that have not run equally often
+    ],
+)
+def test_rounds_that_are_alike_are_recorded_once(text: str, chunks: int, recorded: int, copies: list[int]) -> None:
+    found = recordings(passes(parsed(text), chunks), chunks)
+    assert {copy for _, _, copy in found.passes} == set(copies)
+    assert len([each for each in found.passes if each.kind == "F"]) == recorded * chunks
+    for chunk in range(chunks):
+        assert [found.copies[chunk, microbatch] for microbatch in range(len(copies))] == copies

@@ -18,6 +18,15 @@ def test_a_meter_is_a_weighted_mean_that_starts_again_after_each_step() -> None:
     assert metrics.means(metrics.collect(Groups()).tolist()) == {"aux": 0.5}
 
 
+def test_what_is_added_leaves_its_history_behind() -> None:
+    metrics, weight = Metrics(torch.device("cpu")), torch.ones(2, requires_grad=True)
+    meter = metrics.scalar("lm")
+    meter.add((2 * weight).sum(), weight.sum())
+    sums = metrics.collect(Groups())
+    assert not sums.requires_grad
+    assert sums.tolist() == [[4.0, 2.0]]
+
+
 def test_a_name_is_given_out_once() -> None:
     metrics = Metrics(torch.device("cpu"))
     metrics.scalar("lm")

@@ -91,6 +91,8 @@ class _Product(_Base):
         self.fused, self.delayed = options["fuse_wgrad_accumulation"], options["delay_wgrad_compute"]
         self.waiting: deque[Callable[[], tuple[Tensor, Tensor]]] = deque()
         self.ran_in: list[Any] = []
+        self._fp8_workspaces: dict[str, Tensor] = {}
+        self.quantised = 0
         outputs, inputs = self._part("column", out_features), self._part("row", in_features)
         place = {"device": options["device"], "dtype": options["params_dtype"]}
         self.weight = Parameter(torch.empty(outputs, inputs, **place))
@@ -103,16 +105,28 @@ class _Product(_Base):
         assert self.mode != mode or size % self.peers.size == 0
         return size // self.peers.size if self.mode == mode else size
 
-    def multiply(self, x: Tensor) -> Tensor:
+    def multiply(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor:
+        assert not is_first_microbatch, "the real module would overwrite main_grad"
         recipe = REGIONS.open[-1] if REGIONS.open else None
+        weight = self.quantise(keep=is_first_microbatch is not None) if recipe else self.weight
         self.ran_in.append(recipe)
         for tensor in (x, self.weight) if recipe else ():
             assert tensor.shape[:-1].numel() % 8 == 0, f"FP8 refuses {list(tensor.shape)}"
             assert tensor.shape[-1] % 16 == 0, f"FP8 refuses {list(tensor.shape)}"
         bias = self.bias if isinstance(self.bias, Parameter) else None
         assert bias is None or self.mode != "row"
-        result: Tensor = _Multiply.apply(x, self.weight, bias, self)  # type: ignore[no-untyped-call]  # torch's
+        result: Tensor = _Multiply.apply(x, self.weight, weight, bias, self)  # type: ignore[no-untyped-call]  # torch's
         return result
+
+    def quantise(self, *, keep: bool) -> Tensor:
+        """The weight in "FP8", kept if it is to be; one that is kept is used again, however the weight has changed."""
+        if keep and "weight" in self._fp8_workspaces:
+            return self._fp8_workspaces["weight"]
+        self.quantised += 1
+        copy = self.weight.detach().clone()
+        if keep:
+            self._fp8_workspaces["weight"] = copy
+        return copy
 
     def backward_dw(self) -> None:
         if self.delayed:
@@ -139,8 +153,8 @@ class _Product(_Base):
 
 class _Multiply(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, module: _Product) -> Tensor:
-        ctx.save_for_backward(x)
+    def forward(ctx: Any, x: Tensor, _: Parameter, weight: Tensor, bias: Parameter | None, module: _Product) -> Tensor:
+        ctx.save_for_backward(x, weight)
         ctx.module, ctx.bias = module, bias
         peers, column = module.peers, module.mode == "column"
         y = F.linear(peers.gather(x) if column and module.sequence else x, weight, bias)
@@ -149,12 +163,12 @@ class _Multiply(torch.autograd.Function):
         return peers.scatter_sum(y) if module.sequence else peers.sum_(y)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
-        (x,), module, peers = ctx.saved_tensors, ctx.module, ctx.module.peers
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, Tensor | None, None]:
+        (x, weight), module, peers = ctx.saved_tensors, ctx.module, ctx.module.peers
         grad = grads[0].contiguous()
         if module.mode == "row" and module.sequence:
             grad = peers.gather(grad)
-        dx = grad @ module.weight
+        dx = grad @ weight
         if module.mode == "column":
             dx = peers.scatter_sum(dx) if module.sequence else peers.sum_(dx)
             x = peers.gather(x) if module.sequence else x
@@ -165,7 +179,7 @@ class _Multiply(torch.autograd.Function):
             return module.weight.main_grad.add_(gradient) if module.fused else gradient, rows.sum(0)
 
         dw, db = module.finish(compute)
-        return dx, dw, None if ctx.bias is None else db, None
+        return dx, dw, None, None if ctx.bias is None else db, None
 
 
 class Linear(_Product):
@@ -203,7 +217,7 @@ class Linear(_Product):
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
     ) -> Tensor:
-        return self.multiply(inp)
+        return self.multiply(inp, is_first_microbatch)
 
 
 class LayerNormLinear(_Product):
@@ -249,7 +263,8 @@ class LayerNormLinear(_Product):
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
     ) -> Tensor:
-        return self.multiply(_normalise(inp, self.layer_norm_weight, self.layer_norm_bias, self.options["eps"]))
+        y = _normalise(inp, self.layer_norm_weight, self.layer_norm_bias, self.options["eps"])
+        return self.multiply(y, is_first_microbatch)
 
 
 #: What ``locals()`` holds in a constructor besides its options.
@@ -357,6 +372,6 @@ class DotProductAttention(_Base):
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5  # [b, n, s, s]
         hidden = torch.ones_like(scores, dtype=torch.bool).triu(1) if attention_mask is None else attention_mask
-        seen = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        seen = scores.masked_fill(hidden, -10000.0).softmax(-1)  # finite: a row that is hidden whole becomes a mean
         seen = F.dropout(seen, self.options["attention_dropout"], self.training)
         return (seen @ value).permute(2, 0, 1, 3).flatten(2)

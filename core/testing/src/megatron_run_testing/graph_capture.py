@@ -32,22 +32,24 @@ _MICROBATCHES = 3
 _ROUNDING = 1e-5
 
 
-def graph_capture_checks(factory: CaptureFactory, why_not: Callable[[], str] = str) -> tuple[Check, ...]:
-    """The checks of a graph capture; ``factory`` creates a new one from a context.
+def graph_capture_checks(
+    factory: CaptureFactory, why_not: Callable[[], str] = str, *, device: str = "cpu"
+) -> tuple[Check, ...]:
+    """The checks of a graph capture on ``device``; ``factory`` creates a new one from a context.
 
-    ``why_not`` returns the reason why nothing can be captured on a CPU, empty if it can; then there is nothing to try.
+    ``why_not`` returns the reason why nothing can be captured there, empty if it can; then there is nothing to try.
     """
 
-    def tried(check: Callable[[CaptureFactory], None]) -> str:
-        reason = why_not() or ("" if _Bench(factory).watched else "it captures no region")
+    def tried(check: Callable[[CaptureFactory, str], None]) -> str:
+        reason = why_not() or ("" if _Bench(factory, device).watched else "it captures no region")
         if not reason:
-            check(factory)
+            check(factory, device)
         return reason
 
     return (
         Check(
             "regions lie within a layer and may be captured",
-            lambda: _check_regions(factory),
+            lambda: _check_regions(factory, device),
         ),
         Check("captured steps equal eager ones in losses and gradients", lambda: tried(_check_equal)),
         Check("invalidate returns to eager steps", lambda: tried(_check_invalidate)),
@@ -57,8 +59,8 @@ def graph_capture_checks(factory: CaptureFactory, why_not: Callable[[], str] = s
 class _Bench:
     """A gpt of two layers, run eagerly and then from a capture."""
 
-    def __init__(self, factory: CaptureFactory) -> None:
-        self.context = single_process_context(_OPTIONS, dtype=torch.float32)
+    def __init__(self, factory: CaptureFactory, device: str) -> None:
+        self.context = single_process_context(_OPTIONS, dtype=torch.float32, device=device)
         self.capture = factory(self.context)
         model = Gpt(self.context, _OPTIONS)
         layout = looped_layout(LayoutSpec(stages=1, chunks=1, layers=2))
@@ -88,15 +90,16 @@ class _Bench:
             main_grad(parameter).zero_()
         for index in range(_MICROBATCHES):
             example = example_microbatch(32, step=step, seed=index)
-            microbatch = Microbatch(index, step, index, example.fields)
+            fields = {name: field.to(self.context.device) for name, field in example.fields.items()}
+            microbatch = Microbatch(index, step, index, fields)
             total, _ = self.chunk(None, microbatch).losses["lm"]
             torch.autograd.backward(total)
             losses.append(cast("float", total.item()))
         return losses, logical_gradients(self.infos)
 
 
-def _check_regions(factory: CaptureFactory) -> None:
-    for region in _Bench(factory).regions():
+def _check_regions(factory: CaptureFactory, device: str) -> None:
+    for region in _Bench(factory, device).regions():
         names = "+".join(segment.name for segment in region.segments)
         if not region.segments:
             raise CheckFailed("a region holds no segment")
@@ -109,16 +112,16 @@ def _check_regions(factory: CaptureFactory) -> None:
             raise CheckFailed(f"region {names} holds {eager[0].name}, which is eager: {eager[0].why_eager}")
 
 
-def _check_equal(factory: CaptureFactory) -> None:
-    eager, captured = _Bench(factory), _Bench(factory)
+def _check_equal(factory: CaptureFactory, device: str) -> None:
+    eager, captured = _Bench(factory, device), _Bench(factory, device)
     for step in range(1, 5):
         if step == 2:
             captured.start_capture()
         _expect_equal(step, eager.step(step), captured.step(step), exact=captured.capture.exact)
 
 
-def _check_invalidate(factory: CaptureFactory) -> None:
-    eager, captured = _Bench(factory), _Bench(factory)
+def _check_invalidate(factory: CaptureFactory, device: str) -> None:
+    eager, captured = _Bench(factory, device), _Bench(factory, device)
     _expect_equal(1, eager.step(1), captured.step(1))
     captured.start_capture()
     captured.capture.invalidate("the conformance suite asks")

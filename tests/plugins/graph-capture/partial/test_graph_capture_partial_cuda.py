@@ -20,7 +20,11 @@ class Graph:
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.generators: list[torch.Generator] = []
         self.forbids = ""  # calls that a capture does not survive, of all threads or of its own
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        self.generators.append(generator)
 
     def capture_begin(self, pool: Any, capture_error_mode: str = "global") -> None:
         self.log.append(f"begin in {pool}")
@@ -69,6 +73,12 @@ def test_what_runs_within_is_recorded_in_the_pool_while_the_garbage_collector_re
         assert not gc.isenabled()
     assert gc.isenabled()
     assert [graph.log for graph in made] == [["begin in a pool", "end"]]
+
+
+def test_a_graph_knows_every_stream_but_the_default_one_which_it_registers_itself(made: list[Graph]) -> None:
+    streams = torch.default_generator, torch.Generator()
+    CudaBackend(torch.device("cuda", 0), streams).graph()
+    assert [graph.generators for graph in made] == [[streams[1]]]
 
 
 def test_what_other_threads_do_meanwhile_is_their_own_affair(made: list[Graph]) -> None:

@@ -167,7 +167,7 @@ def test_a_failed_capture_leaves_nothing_behind() -> None:
     context = single_process_context(dtype=torch.float32)
     capture = partial_capture(context, scope=("attn",))
     (region,) = capture.regions([[Segment("attn", 0, 0, layer, ("x",), ("x",), (), draws=True)]])
-    actions = [Action(op, m, 0) for m in range(2) for op in ("F", "B")]
+    actions = [Action(op, m, 0) for op in ("F", "B") for m in range(2)]
     example = torch.empty(4, 4, device="meta", requires_grad=True)
     with pytest.raises(RuntimeError, match="out of luck"):
         capture.capture([region], actions, {region: (example,)})

@@ -13,7 +13,7 @@ from megatron_run.config.request import Request
 from megatron_run.contracts.actions import Action, signed_order
 from megatron_run.errors import GraphCaptureError, InputError, PluginError
 from megatron_run.planning import resolve
-from megatron_run_cli.reports.dry_run import dry_run_text
+from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
 from megatron_run_engine.builtin.model.gpt import GptOptions
 from megatron_run_engine.capture import Hooks, RegionCapture
 from megatron_run_engine.runtime.context import BuildContext
@@ -21,18 +21,21 @@ from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_graph_capture_te import check_device
 from megatron_run_graph_capture_te.callables import GraphedRegion
 from megatron_run_graph_capture_te.capture import TeCapture
-from megatron_run_graph_capture_te.library import find_engine
+from megatron_run_graph_capture_te.handover import can_share
+from megatron_run_graph_capture_te.library import Engine, find_engine
 from megatron_run_graph_capture_te.options import TeOptions, check_config
 from megatron_run_schedule_interleaved import Interleaved
 from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
 from megatron_run_testing import Check
 from megatron_run_testing.graph_capture import graph_capture_checks
 from tests.plugins.engine.graphed_stand_in import StandIn
-from tests.plugins.graph_bench import Pipeline
+from tests.plugins.graph_bench import Pipeline, whole_tensor_layers
 from tests.support.checkout import ROOT
 from tests.support.fake_plugins import FakeSite
 
 CUDA = torch.device("cuda", 0)
+#: Whether each input, and each output, has a gradient.
+Facts = tuple[tuple[bool, ...], tuple[bool, ...]]
 
 
 class Bench:
@@ -45,7 +48,7 @@ class Bench:
     def __call__(self, context: BuildContext) -> RegionCapture:
         stand_in = StandIn(context.gradients, accumulates=self._accumulates)
         self.stand_ins.append(stand_in)
-        return TeCapture(context, self.options, lambda: stand_in)
+        return TeCapture(context, self.options, lambda: stand_in.engine)
 
 
 @pytest.mark.parametrize(
@@ -102,20 +105,90 @@ def test_what_warm_ups_add_to_gradients_is_left_to_the_step_that_follows() -> No
 @pytest.mark.parametrize("last", [False, True])
 def test_what_leaves_a_chunk_is_a_copy_of_the_graphs_memory(last: bool) -> None:
     memory, nothing = torch.ones(3), Hooks(*[lambda: None] * 3)
-    region = GraphedRegion(lambda _: memory, (), first=True, last=last)
+    region = GraphedRegion(lambda _: memory, (), first=True, last=last, differentiable=(True,))
     (left,) = region.replay(nothing, [torch.zeros(3)])
     memory.zero_()
     assert left.tolist() == [1.0 if last else 0.0] * 3
 
 
-def test_inputs_that_differ_are_not_said_to_be_alike() -> None:
+MOE = GptOptions(num_layers=1, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.0, experts=2, top_k=2)
+
+
+def test_buffers_are_shared_among_regions_with_different_inputs() -> None:
+    """The library tells shapes and types apart by itself."""
     bench = Bench("attn", "moe_combine")
-    model = GptOptions(num_layers=1, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.0, experts=2, top_k=2)
-    pipeline = Pipeline(Sequential(), 2, model=model, make=bench)
-    eager = Pipeline(Sequential(), 2, model=model, make=Bench("attn"))
+    pipeline, eager = (Pipeline(Sequential(), 2, model=MOE, make=make) for make in (bench, Bench("attn")))
     pipeline.step(1), eager.step(1)
     pipeline.start_capture()
-    assert not bench.stand_ins[0].given["_reuse_graph_input_output_buffers"]
+    assert bench.stand_ins[0].given["_reuse_graph_input_output_buffers"]
+    assert pipeline.step(2).equals(eager.step(2))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shared"),
+    [
+        (((True,), (True,)), ((True,), (True,)), True),
+        (((True, False), (True,)), ((False, True), (True,)), False),  # an input's gradient would get lost
+        (((True,), (True,)), ((True,), (True, False)), False),  # gradients are counted with the outputs
+        (((True,), (True,)), ((True, True), (True, True)), True),
+    ],
+)
+def test_buffers_are_not_shared_where_the_library_would_confuse_what_has_a_gradient(
+    one: Facts, other: Facts, shared: bool
+) -> None:
+    def like(facts: Facts) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        inputs, outputs = ([torch.empty(2, requires_grad=grad) for grad in each] for each in facts)
+        return inputs, outputs
+
+    assert can_share([like(one), like(other)]) is shared
+
+
+@pytest.mark.parametrize("scope", [("moe_preprocess",), ("attn", "moe_preprocess"), ("moe_router", "moe_preprocess")])
+def test_what_has_no_backward_is_replayed_without(scope: tuple[str, ...]) -> None:
+    """Maps of tokens are whole numbers, and the spread of the load has no gradient although it is a fraction."""
+    bench = Bench(*scope)
+    pipeline, eager = (Pipeline(Sequential(), 3, model=MOE, make=make) for make in (bench, Bench("attn")))
+    pipeline.step(1), eager.step(1)
+    (size,), (stage,) = pipeline.start_capture(), pipeline.stages
+    assert size.graphs == stage.capture.plan(stage.regions, pipeline.actions()).graphs
+    for step in (2, 3):
+        assert pipeline.step(step).equals(eager.step(step))
+    reported = [cell.grad_fn for cell in stage.context.metrics._cells.values()]
+    assert reported
+    assert not any(reported)
+
+
+def test_a_stream_that_ranks_share_is_registered_with_the_graphs() -> None:
+    """Layers of a tensor-parallel factory draw from it on one rank too; a graph that does not know it cannot draw."""
+    bench = Bench("attn")
+    pipeline = Pipeline(Sequential(), 2, layers=whole_tensor_layers, make=bench)
+    eager = Pipeline(Sequential(), 2, layers=whole_tensor_layers, make=Bench("attn"))
+    pipeline.step(1), eager.step(1)
+    pipeline.start_capture()
+    (stand_in,), (stage,) = bench.stand_ins, pipeline.stages
+    assert stage.context.rng.replicated in stand_in.registered
+    assert [*stand_in.states] == ["its own"]
+    assert pipeline.step(2).equals(eager.step(2))
+
+
+def test_a_capture_forbids_nothing_to_other_threads() -> None:
+    """A checkpoint may be written behind training, by a thread that waits for events and pins memory."""
+    bench, before = Bench("attn"), torch.cuda.graph
+    pipeline = Pipeline(Sequential(), 1, make=bench)
+    pipeline.step(1)
+    pipeline.start_capture()
+    assert bench.stand_ins[0].capture.keywords == {"capture_error_mode": "thread_local"}
+    assert torch.cuda.graph is before
+
+
+def test_without_a_pipeline_one_recording_of_each_region_serves_every_microbatch() -> None:
+    bench = Bench("attn", "mlp")
+    pipeline, eager = Pipeline(Sequential(), 8, make=bench), Pipeline(Sequential(), 8)
+    pipeline.step(1), eager.step(1)
+    (size,), (stage,) = pipeline.start_capture(), pipeline.stages
+    assert stage.capture.plan(stage.regions, pipeline.actions()).graphs == size.graphs == 2 * len(stage.regions)
+    assert size.slots == 1
+    assert bench.stand_ins[0].given["_order"] == [1, -1]
     assert pipeline.step(2).equals(eager.step(2))
 
 
@@ -155,17 +228,8 @@ def test_a_region_without_a_gradient_to_pass_on_is_refused() -> None:
                 "Transformer Engine has given to others by then; choose --plugin graph-capture=partial"
             ),
         ),
-        (
-            ("parallel-layer=tensor",),
-            ("parallel.tensor=2", "model.dropout=0.1"),
-            (
-                "attn of layer 0 cannot be captured by graph-capture=te over tensor-parallel ranks: it draws from the "
-                "stream that they share, of which Transformer Engine's graphs are not told (from --set "
-                "model.dropout); set model.dropout=0, or choose --plugin graph-capture=partial"
-            ),
-        ),
     ],
-    ids=["split backward", "dropout over ranks"],
+    ids=["split backward"],
 )
 def test_what_follows_from_the_configuration_is_refused_before_a_run(
     plugins: tuple[str, ...], sets: tuple[str, ...], message: str
@@ -176,13 +240,20 @@ def test_what_follows_from_the_configuration_is_refused_before_a_run(
     assert str(refused.value) == message
 
 
+@pytest.mark.parametrize("sets", [(), ("parallel.sequence=true",)])
+def test_dropout_over_ranks_is_planned(sets: tuple[str, ...]) -> None:
+    sets = ("parallel.tensor=2", "model.dropout=0.1", *sets)
+    plugins = ("parallel-layer=tensor", "graph-capture=te")
+    run = resolve(Request(configs=("preset:tiny",), sets=sets, plugins=plugins))
+    assert dry_run_json(run)["graphs_by_stage"] == [{"regions": 4, "graphs": 8, "slots": 1}]
+
+
 def test_the_page_lists_what_is_refused() -> None:
     page = (ROOT / "docs" / "graph-capture.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("|")]
     for words in (
         "`schedule=zero-bubble`",
-        "`parallel.tensor`",
-        "nothing that is given to it",
+        "is given nothing with a gradient",
         "last microbatch first",
     ):
         assert any(words in row for row in rows), words
@@ -190,10 +261,14 @@ def test_the_page_lists_what_is_refused() -> None:
 
 def test_a_library_that_returns_something_else_is_told() -> None:
     pipeline = Pipeline(
-        Sequential(), 2, make=lambda context: TeCapture(context, TeOptions(), lambda: lambda *_, **__: ())
+        Sequential(),
+        2,
+        make=lambda context: TeCapture(
+            context, TeOptions(), lambda: Engine(lambda *_, **__: (), StandIn(context.gradients))
+        ),
     )
     pipeline.step(1)
-    with pytest.raises(GraphCaptureError, match="did not return 4 callables"):
+    with pytest.raises(GraphCaptureError, match="did not return 2 callables"):
         pipeline.start_capture()
 
 
@@ -223,9 +298,10 @@ def test_the_library_is_found_where_it_is(tmp_path: Path) -> None:
     site = FakeSite(tmp_path / "site")
     site.module("transformer_engine", "")
     site.module("transformer_engine/pytorch", "def make_graphed_callables(*_):\n    return 'graphs'\n")
+    site.module("transformer_engine/pytorch/distributed", "")
     site.distribution("transformer-engine", {}, version="2.7.0")
     with site.importable():
-        assert find_engine(CUDA)() == "graphs"
+        assert find_engine(CUDA).make_graphed_callables() == "graphs"
 
 
 def test_a_cpu_is_refused_with_what_works_there() -> None:
@@ -257,5 +333,6 @@ def test_it_conforms_on_a_gpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     engine = find_engine(CUDA)
-    for check in graph_capture_checks(lambda context: TeCapture(context, TeOptions(), lambda: engine)):
+    checks = graph_capture_checks(lambda context: TeCapture(context, TeOptions(), lambda: engine), device="cuda:0")
+    for check in checks:
         check.run()

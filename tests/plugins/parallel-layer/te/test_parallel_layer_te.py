@@ -198,7 +198,9 @@ def test_the_stand_in_refuses_an_argument_that_the_library_does_not_have() -> No
         engine_stand_in.Linear(8, 8, device="cpu", gather_output=True)  # type: ignore[call-arg]  # on purpose
 
 
-@pytest.mark.parametrize("name", ["bidirectional", "padding", "causal with padding", "two dimensions"])
+@pytest.mark.parametrize(
+    "name", ["bidirectional", "padding", "causal with padding", "two dimensions", "nothing to see"]
+)
 def test_masks_mean_the_same_as_to_the_dense_core(name: str) -> None:
     length, padding = 6, torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]], dtype=torch.bool)
     causal = torch.ones(length, length, dtype=torch.bool).tril()
@@ -207,6 +209,7 @@ def test_masks_mean_the_same_as_to_the_dense_core(name: str) -> None:
         "padding": padding[:, None, None],
         "causal with padding": padding[:, None, None] & causal,
         "two dimensions": causal,
+        "nothing to see": padding[:, None, :, None] & causal,
     }[name]
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(length, 2, n, 8, generator=generator, dtype=torch.float64) for n in (4, 2, 2))

@@ -95,6 +95,49 @@ def test_delayed_scales_are_renewed_once_after_a_whole_forward() -> None:
     assert REGIONS.renewed == before + 1
 
 
+def test_a_weight_is_quantised_once_a_step_and_anew_once_it_has_changed() -> None:
+    context = single_process_context()
+    layer: Any = column(engine_layers(context, fp8="current"))
+    prepare(context, [Two(layer)])
+    x = torch.linspace(-1, 1, 16 * 2 * 32, dtype=torch.float64).view(16, 2, 32)
+    for step in (1, 2, 3):
+        context.gradients.start_step(3, lambda _: None)
+        for _ in range(3):
+            y = layer(x)
+            y.sum().backward()
+        assert layer.module.quantised == step
+        torch.testing.assert_close(y, torch.nn.functional.linear(x, layer.weight, layer.bias))
+        with torch.no_grad():
+            layer.weight.mul_(-0.5)
+
+
+def test_an_evaluation_between_steps_sees_the_weights_of_now() -> None:
+    context = single_process_context()
+    layer: Any = column(engine_layers(context, fp8="current"))
+    prepare(context, [Two(layer)])
+    x = torch.ones(16, 2, 32, dtype=torch.float64)
+    context.gradients.start_step(1, lambda _: None)
+    layer(x).sum().backward()
+    with torch.no_grad():
+        layer.weight.mul_(-0.5)
+        layer.eval()
+        torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_a_graph_quantises_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that a later step drops is no address for a graph to read from."""
+    context = single_process_context()
+    layer: Any = column(engine_layers(context, fp8="current"))
+    prepare(context, [Two(layer)])
+    context.gradients.start_step(2, lambda _: None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for _ in range(2):
+        layer(torch.ones(16, 2, 32, dtype=torch.float64)).sum().backward()
+    assert layer.module.quantised == 2
+    assert layer.module._fp8_workspaces == {}
+
+
 @pytest.mark.parametrize("capture", ["partial", "te"])
 def test_delayed_scales_and_graphs_of_parts_of_a_forward_are_refused_together(capture: str) -> None:
     def chosen(*plugins: str) -> Request:

@@ -6,7 +6,16 @@ are recorded and replayed, how many sets of inputs they need, and what a recorde
 Imports: config, contracts, errors, planning, runtime.
 """
 
-from megatron_run_engine.capture.order import OrderGuard, Pass, Slots, passes, shared_slots, slots_by_chunk
+from megatron_run_engine.capture.order import (
+    OrderGuard,
+    Pass,
+    Recordings,
+    Slots,
+    passes,
+    recordings,
+    shared_slots,
+    slots_by_chunk,
+)
 from megatron_run_engine.capture.region_capture import (
     CaptureOptions,
     Hooks,
@@ -18,6 +27,7 @@ from megatron_run_engine.capture.region_capture import (
 from megatron_run_engine.capture.regions import by_chunk, call, chained, check_scope, choose_regions
 from megatron_run_engine.capture.rules import (
     BrokenRule,
+    Linted,
     Rules,
     blamed,
     kept_streams,
@@ -32,10 +42,12 @@ __all__ = [
     "BrokenRule",
     "CaptureOptions",
     "Hooks",
+    "Linted",
     "OrderGuard",
     "Pass",
     "Recorded",
     "RecordedRegion",
+    "Recordings",
     "RegionCapture",
     "Rules",
     "Slots",
@@ -49,6 +61,7 @@ __all__ = [
     "kept_streams",
     "lint",
     "passes",
+    "recordings",
     "run_backward",
     "shared_slots",
     "slots_by_chunk",

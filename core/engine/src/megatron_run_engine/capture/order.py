@@ -8,7 +8,7 @@ replay.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -81,6 +81,53 @@ def _check_whole(actions: Sequence[Action], forwards: set[tuple[int, int]], back
         )
 
 
+#: (chunk, copy)
+Key = tuple[int, int]
+
+
+class Recordings(NamedTuple):
+    """``passes`` are those to record, in order; ``copies`` maps (chunk, microbatch) to the copy that it replays."""
+
+    passes: tuple[Pass, ...]
+    copies: Mapping[Key, int]
+
+
+def recordings(order: Sequence[Pass], chunks: int) -> Recordings:
+    """Return the passes of a step that need a recording of their own.
+
+    A round is a part of ``order`` that begins and ends with nothing in flight, every chunk having run equally often.
+    No memory lives from one round to the next, so rounds that are alike but for their microbatches replay the graphs
+    of the first: without a pipeline each microbatch is a round, and one recording serves them all.
+    """
+    made: dict[Hashable, tuple[int, ...]] = {}
+    found: list[Pass] = []
+    copies: dict[Key, int] = {}
+    for passes_of_round in _rounds(order, chunks):
+        microbatches = tuple(dict.fromkeys(each.copy for each in passes_of_round))
+        number = {microbatch: index for index, microbatch in enumerate(microbatches)}
+        alike = tuple((kind, chunk, number[microbatch]) for kind, chunk, microbatch in passes_of_round)
+        if alike not in made:
+            made[alike] = microbatches
+            found += passes_of_round
+        first = made[alike]
+        copies.update(((chunk, microbatch), first[number[microbatch]]) for _, chunk, microbatch in passes_of_round)
+    return Recordings(tuple(found), copies)
+
+
+def _rounds(order: Iterable[Pass], chunks: int) -> Iterator[list[Pass]]:
+    of_round: list[Pass] = []
+    in_flight, forwards = 0, [0] * chunks
+    for each in order:
+        of_round.append(each)
+        in_flight += (each.kind == "F") - (each.kind == "end")
+        forwards[each.chunk] += each.kind == "F"
+        if not in_flight and len({*forwards}) == 1:
+            yield of_round
+            of_round = []
+    if of_round:
+        yield of_round
+
+
 class OrderGuard:
     """Checks that the replays of every step come in the order in which they were recorded.
 
@@ -130,10 +177,6 @@ class OrderGuard:
 
     def _ahead(self) -> str:
         return str(self._events[self._next]) if self._next < len(self._events) else "the end of the step"
-
-
-#: (chunk, copy)
-Key = tuple[int, int]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megatron_run.errors import GraphCaptureError, InputError, plural
 from megatron_run.planning.batch_size import total_steps
 from megatron_run_engine.capture.order import OrderGuard, passes
 from megatron_run_engine.capture.regions import by_chunk, call, check_scope, choose_regions
-from megatron_run_engine.capture.rules import lint
+from megatron_run_engine.capture.rules import Linted, lint
 from megatron_run_engine.runtime.gradients import main_grad
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class RegionCapture(GraphCapture):
         self.context, self._options = context, options
         self.capture_after = options.capture_after
         self.chunks: Sequence[Sequence[Segment]] = ()
-        self.handed_over: dict[Region, tuple[Parameter, ...]] = {}  # see lint
+        self.linted: dict[Region, Linted] = {}
         self._captured: _Captured | None = None
         self._mismatch = ""
         self._eager: set[_Pair] = set()
@@ -143,9 +143,7 @@ class RegionCapture(GraphCapture):
         for region in regions:
             if region not in examples:
                 raise GraphCaptureError(f"{region} has not run yet", why="what it is given is not known")
-            self.handed_over[region] = lint(
-                region, examples[region], context.device, context.gradients, context.rng.streams
-            )
+            self.linted[region] = lint(region, examples[region], context.device, context.gradients, context.rng.streams)
         recorded = self.record(regions, actions, examples)
         self._captured = _Captured(
             tuple(actions),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_run.errors import GraphCaptureError
+from megatron_run_engine.runtime.segments import without_values
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -189,17 +190,32 @@ def _has_mask(indices: Sequence[Tensor | None]) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
+class Linted(NamedTuple):
+    """What is known of a region before it is recorded.
+
+    ``handed_over`` are the parameters whose layers submit their gradients to the accumulator: a replayed backward
+    bypasses it for these. ``outputs`` are the region's outputs, without values.
+    """
+
+    handed_over: tuple[Parameter, ...]
+    outputs: tuple[Tensor, ...]
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether any output can be differentiated."""
+        return any(output.requires_grad for output in self.outputs)
+
+
 def lint(
     region: Region,
     examples: Sequence[Tensor],
     device: torch.device,
     gradients: GradientAccumulator,
     generators: Sequence[torch.Generator],
-) -> tuple[Parameter, ...]:
+) -> Linted:
     """Run each segment forward and backward on zeros like ``examples``, and check that it keeps the rules.
 
-    Returns the parameters whose layers submit their gradients to the accumulator: a replayed backward bypasses it for
-    these. Parameters, gradients and the random streams of ``generators`` are left unchanged. Raises
+    Parameters, gradients and the random streams of ``generators`` are left unchanged. Raises
     :class:`GraphCaptureError` with the segment and the operation.
     """
     environment = dict(zip(region.inputs, (zeros_like(example, device) for example in examples), strict=True))
@@ -208,7 +224,7 @@ def lint(
             inputs = [_leaf(environment[name]) for name in segment.inputs]
             outputs = _try(segment, inputs, generators, alone=len(region.segments) == 1)
             environment.update(zip(segment.outputs, outputs, strict=True))
-    return tuple(handed_over)
+    return Linted(tuple(handed_over), tuple(without_values(environment[name]) for name in region.outputs))
 
 
 def zeros_like(example: Tensor, device: torch.device) -> Tensor:

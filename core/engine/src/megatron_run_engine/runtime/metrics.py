@@ -23,9 +23,10 @@ class Meter:
         self._cell = cell  # [2]: sum of value * weight, sum of weights; float64, a view of the metrics' buffer
 
     def add(self, total: Tensor | float, weight: Tensor | float = 1.0) -> None:
-        """Add a ``total`` over ``weight`` units; both are scalars."""
-        self._cell[0] += total  # stays on the device: no synchronisation
-        self._cell[1] += weight
+        """Add a ``total`` over ``weight`` units; both are scalars. No gradient flows through a metric."""
+        with torch.no_grad():  # or the cell would keep the history of every step
+            self._cell[0] += total  # stays on the device: no synchronisation
+            self._cell[1] += weight
 
 
 class Metrics:

@@ -123,7 +123,7 @@ class SegmentRunner:
         environment.update(zip(segment.outputs, outputs, strict=True))
 
     def _note_inputs(self, region: Region, environment: Environment) -> None:
-        self._examples[region] = tuple(_without_values(environment[name]) for name in region.inputs)
+        self._examples[region] = tuple(without_values(environment[name]) for name in region.inputs)
 
     def _replay(self, capture: GraphCapture, region: Region, microbatch: Microbatch, environment: Environment) -> None:
         last = region.segments[-1]
@@ -151,6 +151,7 @@ class SegmentRunner:
             self._ensure_ready(segment.params)
 
 
-def _without_values(x: Tensor) -> Tensor:
+def without_values(x: Tensor) -> Tensor:
+    """Return a tensor like ``x`` on the meta device."""
     # Not empty_like: for the meta device it first imports the compiler's symbolic shapes, which takes seconds.
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta", requires_grad=x.requires_grad)

@@ -60,4 +60,4 @@ class PartialCapture(RegionCapture):
 
     def _reuse(self, actions: Sequence[Action]) -> Reuse:
         order = passes(actions, len(self.chunks))
-        return per_slot(order, len(self.chunks)) if self._by_slot else per_microbatch(order)
+        return (per_slot if self._by_slot else per_microbatch)(order, len(self.chunks))

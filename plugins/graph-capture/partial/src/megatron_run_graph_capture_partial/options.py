@@ -24,7 +24,7 @@ class PartialOptions(BaseModel):
         description="segments; those of gpt: embedding, attn, mlp, moe_router, moe_preprocess, moe_combine, head, loss",
     )
     graph_reuse: Literal["per_microbatch", "per_slot"] = Field(
-        "per_microbatch", description="graphs per microbatch, or per microbatch in flight"
+        "per_microbatch", description="graphs per microbatch of a round, or per microbatch in flight"
     )
     capture_after: int = Field(1, ge=1, description="eager steps before the capture")
     strict: bool = Field(False, description="a mismatch raises an error instead of another capture")

@@ -1,11 +1,11 @@
-"""How often each region is recorded: once per microbatch, or once per microbatch in flight."""
+"""How often each region is recorded: per microbatch of a round, or per microbatch in flight."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from megatron_run_engine.capture import Pass, shared_slots, slots_by_chunk
+from megatron_run_engine.capture import Pass, recordings, shared_slots, slots_by_chunk
 
 #: (chunk, microbatch or copy)
 Key = tuple[int, int]
@@ -25,11 +25,15 @@ class Reuse(NamedTuple):
     pools: Mapping[Key, int]
 
 
-def per_microbatch(order: Sequence[Pass]) -> Reuse:
-    """Graphs of every microbatch, in one pool, in the order of the run: many graphs, little memory."""
-    slots = shared_slots(order)
-    keys = slots.of.keys()
-    return Reuse(tuple(order), {key: key[1] for key in keys}, slots.of, slots.count, dict.fromkeys(keys, 0))
+def per_microbatch(order: Sequence[Pass], chunks: int) -> Reuse:
+    """Graphs of every microbatch of a round, in one pool, in the order of the run: many graphs, little memory.
+
+    A round ends when nothing is in flight; rounds that are alike share their graphs
+    (:func:`megatron_run_engine.capture.recordings`).
+    """
+    recorded, copies = recordings(order, chunks)
+    slots = shared_slots(recorded)
+    return Reuse(recorded, copies, slots.of, slots.count, dict.fromkeys(slots.of, 0))
 
 
 def per_slot(order: Sequence[Pass], chunks: int) -> Reuse:

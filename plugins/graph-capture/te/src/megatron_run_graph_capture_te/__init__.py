@@ -1,7 +1,7 @@
 """Graph capture ``te``: regions of layers are recorded and replayed by NVIDIA Transformer Engine.
 
-Reading order: ``library`` (finding it), ``capture`` (the entry points for the engine), ``handover`` (the library's
-arguments, and the checks that it does not make), ``callables`` (wrappers of its results).
+Reading order: ``library`` (finding it, and what surrounds its captures), ``capture`` (the entry points for the engine),
+``handover`` (the library's arguments, and the checks that it does not make), ``callables`` (wrappers of its results).
 """
 
 from __future__ import annotations

@@ -22,13 +22,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GraphedRegion:
-    """``run`` is the library's callable; ``first`` and ``last`` mark the ends of the region's chunk."""
+    """``run`` is the library's callable; ``first`` and ``last`` mark the ends of the region's chunk.
+
+    ``differentiable`` says of each output whether it has a gradient: the library marks none as having none.
+    """
 
     run: Callable[..., Any]
     arrivals: tuple[Parameter, ...]
     first: bool
     last: bool
-    has_backward: bool = True
+    differentiable: tuple[bool, ...]
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether any output can be differentiated."""
+        return any(self.differentiable)
 
     def replay(self, hooks: Hooks, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Replay the region on ``tensors``; differentiable."""
@@ -64,7 +72,8 @@ class _Leave(torch.autograd.Function):
     def forward(ctx: Any, region: GraphedRegion, hooks: Hooks, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.hooks = hooks
         outputs = tuple(tensor.clone() if region.last else tensor.view_as(tensor) for tensor in tensors)
-        ctx.mark_non_differentiable(*(out for out in outputs if not (out.is_floating_point() or out.is_complex())))
+        marked = zip(outputs, region.differentiable, strict=True)
+        ctx.mark_non_differentiable(*(output for output, differentiable in marked if not differentiable))
         return outputs
 
     @staticmethod

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_run.contracts import CaptureSize
-from megatron_run.errors import GraphCaptureError
-from megatron_run_engine.capture import Recorded, RegionCapture, by_chunk, kept_streams, passes, shared_slots
+from megatron_run_engine.capture import (
+    Recorded,
+    RegionCapture,
+    by_chunk,
+    kept_streams,
+    passes,
+    recordings,
+    shared_slots,
+)
 from megatron_run_graph_capture_te.callables import GraphedRegion
 from megatron_run_graph_capture_te.handover import check_order, prepare
+from megatron_run_graph_capture_te.library import Engine, captures_of_one_thread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,50 +28,53 @@ if TYPE_CHECKING:
     from megatron_run_graph_capture_te.options import TeOptions
 
 
-#: Imports ``make_graphed_callables`` when something is captured.
-FindEngine = Callable[[], Callable[..., Any]]
-
-
 class TeCapture(RegionCapture):
-    """Captures the segments of ``options.scope`` with the ``make_graphed_callables`` of ``find_engine``."""
+    """Captures the segments of ``options.scope``; ``find_engine`` is called when something is captured."""
 
-    def __init__(self, context: BuildContext, options: TeOptions, find_engine: FindEngine) -> None:
+    def __init__(self, context: BuildContext, options: TeOptions, find_engine: Callable[[], Engine]) -> None:
         super().__init__(context, options)
         self._warmup, self._find_engine = options.warmup, find_engine
 
     def plan(self, regions: Sequence[Region], actions: Sequence[Action]) -> CaptureSize:
-        """A forward and a backward of each region per microbatch. Raises GraphCaptureError for what is unsupported."""
-        self._check_streams(regions)
+        """The size that follows from the order of the actions. Raises GraphCaptureError for what is unsupported."""
         if regions:
             check_order(actions)
-        order = passes(actions, len(self.chunks))
+        order = recordings(passes(actions, len(self.chunks)), len(self.chunks)).passes
         of_chunk = by_chunk(regions, len(self.chunks))
-        graphs = sum(len(of_chunk[each.chunk]) for each in order if each.kind != "end")
+        graphs = sum(
+            each.kind == "F" or region.differentiable
+            for each in order
+            if each.kind != "end"
+            for region in of_chunk[each.chunk]
+        )
         return CaptureSize(len(regions), graphs, shared_slots(order).count)
 
     def record(
         self, regions: Sequence[Region], actions: Sequence[Action], examples: Mapping[Region, tuple[Tensor, ...]]
     ) -> Recorded:
         """Make the checks that the library omits, then let it record."""
-        self._check_streams(regions)
-        engine, of_chunk = self._find_engine(), by_chunk(regions, len(self.chunks))
-        handover = prepare(of_chunk, actions, examples, self.context.device)
-        with kept_streams(self.context.rng.streams), self.context.gradients.recording() as arrived:
-            made = handover.call(engine, self._warmup)
+        engine, of_chunk, rng = self._find_engine(), by_chunk(regions, len(self.chunks)), self.context.rng
+        check_order(actions)
+        order, copies = recordings(passes(actions, len(self.chunks)), len(self.chunks))
+        handover = prepare(of_chunk, order, examples, self.linted, self.context.device)
+        around = engine.registering([rng.replicated]), captures_of_one_thread()
+        with kept_streams(rng.streams), self.context.gradients.recording() as arrived, around[0], around[1]:
+            made = handover.call(engine.make_graphed_callables, self._warmup)
         arrivals = {region: self._arrivals(region, frozenset(arrived)) for regions in of_chunk for region in regions}
         recorded = {
-            (region, microbatch): GraphedRegion(
+            (region, copy): GraphedRegion(
                 run,
                 arrivals[region],
                 first=region is of_chunk[region.chunk][0],
                 last=region is of_chunk[region.chunk][-1],
+                differentiable=tuple(output.requires_grad for output in self.linted[region].outputs),
             )
-            for (region, microbatch), run in zip(handover.places, made, strict=True)
+            for (region, copy), run in zip(handover.places, made, strict=True)
         }
-        pairs = {(region.chunk, microbatch) for region, microbatch in handover.places}
         static = {id(tensor): tensor.nbytes for tensors in handover.sample_args for tensor in tensors}
-        size = CaptureSize(len(regions), 2 * len(recorded), handover.slot_count, sum(static.values()))
-        return Recorded(recorded, {pair: pair[1] for pair in pairs}, size)
+        graphs = len(recorded) + sum(graphed.has_backward for graphed in recorded.values())
+        size = CaptureSize(len(regions), graphs, handover.slot_count, sum(static.values()))
+        return Recorded(recorded, copies, size)
 
     def _arrivals(self, region: Region, arrived: Set[Parameter]) -> tuple[Parameter, ...]:
         """The parameters whose gradients a replayed backward of ``region`` adds to their ``main_grad``.
@@ -72,15 +83,6 @@ class TeCapture(RegionCapture):
         hooks report them; but a release that records ``torch.autograd.backward`` also records the hooks' additions,
         and then their parameters ``arrived`` while recording.
         """
-        handed_over = self.handed_over[region]
+        handed_over = self.linted[region].handed_over
         others = {p: None for segment in region.segments for p in segment.params if p in arrived}
         return (*handed_over, *(p for p in others if p not in frozenset(handed_over)))
-
-    def _check_streams(self, regions: Sequence[Region]) -> None:
-        drawing = [region for region in regions if region.drawing.draws]
-        if drawing and self.context.topology.sizes.tensor > 1:
-            raise GraphCaptureError(
-                f"{drawing[0]} cannot be captured by graph-capture=te over tensor-parallel ranks",
-                why="it draws from the stream that they share, of which Transformer Engine's graphs are not told",
-                fix="set model.dropout=0, or choose --plugin graph-capture=partial",
-            )

@@ -1,25 +1,27 @@
 """The arguments for Transformer Engine, made from the same regions and order as any capture, and checked first.
 
 The library numbers forward passes by chunk, then by microbatch, then by region. It takes the k-th forward and the k-th
-backward of a chunk for its k-th microbatch, whatever the schedule meant.
+backward of a chunk for its k-th microbatch, whatever the schedule meant. What it is handed are the recorded copies of
+:func:`megatron_run_engine.capture.recordings`, in the place of microbatches.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_run.contracts.actions import signed_order
 from megatron_run.errors import GraphCaptureError
-from megatron_run_engine.capture import Slots, call, passes, shared_slots, zeros_like
+from megatron_run_engine.capture import Slots, call, shared_slots, zeros_like
 
 if TYPE_CHECKING:
     from megatron_run.contracts import Action, Region
+    from megatron_run_engine.capture import Linted, Pass
 
 _INSTEAD = "choose --plugin graph-capture=partial"
 
@@ -39,10 +41,10 @@ class RegionModule(nn.Module):
 
 @dataclass(frozen=True)
 class Handover:
-    """The arguments of ``make_graphed_callables``, and ``places``: region and microbatch of each forward pass.
+    """The arguments of ``make_graphed_callables``, and ``places``: region and copy of each forward pass.
 
-    Microbatches that are never in flight together share the tensors of ``sample_args``. ``reuses_buffers`` lets the
-    library share its own buffers in the same way; it assumes inputs of one shape, so the flag is set only then.
+    Copies that are never in flight together share the tensors of ``sample_args``. ``reuses_buffers`` lets the library
+    share its own buffers in the same way.
     """
 
     modules: tuple[RegionModule, ...]
@@ -55,16 +57,19 @@ class Handover:
 
     def call(self, make_graphed_callables: Callable[..., Any], warmup: int) -> tuple[Callable[..., Any], ...]:
         """Let the library record everything: one callable for each of ``places``."""
-        made = make_graphed_callables(
-            self.modules,
-            self.sample_args,
-            num_warmup_iters=warmup,
-            allow_unused_input=True,
-            sample_kwargs=[{} for _ in self.sample_args],  # without it, releases up to 2.10 assign to a tuple and fail
-            _order=self.order,
-            _num_layers_per_chunk=self.layers_per_chunk,
-            _reuse_graph_input_output_buffers=self.reuses_buffers,
-        )
+        with warnings.catch_warnings():
+            # It records a backward of every region, also of those that have none.
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            made = make_graphed_callables(
+                self.modules,
+                self.sample_args,
+                num_warmup_iters=warmup,
+                allow_unused_input=True,
+                sample_kwargs=[{} for _ in self.sample_args],  # releases up to 2.10 fail without it
+                _order=self.order,
+                _num_layers_per_chunk=self.layers_per_chunk,
+                _reuse_graph_input_output_buffers=self.reuses_buffers,
+            )
         if not isinstance(made, tuple) or len(made) != len(self.places):
             raise GraphCaptureError(
                 f"Transformer Engine did not return {len(self.places)} callables, one for each forward pass",
@@ -75,31 +80,50 @@ class Handover:
 
 def prepare(
     of_chunk: Sequence[Sequence[Region]],
-    actions: Sequence[Action],
+    order: Sequence[Pass],
     examples: Mapping[Region, tuple[Tensor, ...]],
+    linted: Mapping[Region, Linted],
     device: torch.device,
 ) -> Handover:
-    """Make the arguments for the regions of each chunk. Raises :class:`GraphCaptureError` for unsupported regions."""
-    order = passes(actions, len(of_chunk))
+    """Make the arguments for the regions of each chunk, whose passes are recorded in ``order``.
+
+    Raises :class:`GraphCaptureError` for unsupported regions.
+    """
     slots = shared_slots(order)
     numbers = {chunk: number for number, chunk in enumerate(c for c, regions in enumerate(of_chunk) if regions)}
-    check_order(actions)
-    microbatches = sorted({action.microbatch for action in actions if action.op == "F"})
-    places = tuple((region, m) for chunk in numbers for m in microbatches for region in of_chunk[chunk])
-    for region, _ in places:
-        _check_region(region, examples[region])
-    signatures = {tuple((tuple(x.shape), x.dtype) for x in examples[region]) for region, _ in places}
+    copies = sorted({each.copy for each in order})
+    places = tuple((region, copy) for chunk in numbers for copy in copies for region in of_chunk[chunk])
+    regions = dict.fromkeys(region for region, _ in places)
+    for region in regions:
+        _check_region(region, examples[region], linted[region])
     static = _static_inputs(places, of_chunk, examples, slots, device)
-    captured = [action._replace(chunk=numbers[action.chunk]) for action in actions if action.chunk in numbers]
+    signs = {"F": 1, "B": -1}
     return Handover(
         modules=tuple(RegionModule(region) for chunk in numbers for region in of_chunk[chunk]),
         sample_args=list(static),
-        order=signed_order(captured),
+        order=[signs[kind] * (numbers[chunk] + 1) for kind, chunk, _ in order if kind in signs and chunk in numbers],
         layers_per_chunk=[len(of_chunk[chunk]) for chunk in numbers],
-        reuses_buffers=len(signatures) == 1,
+        reuses_buffers=can_share((examples[region], linted[region].outputs) for region in regions),
         places=places,
         slot_count=slots.count,
     )
+
+
+def can_share(regions: Iterable[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> bool:
+    """Whether the library may share buffers among regions with these inputs and outputs.
+
+    It shares inputs of equal shapes and types, and gradients of outputs that have one, of equal shapes and types. It
+    takes for granted that such inputs agree in which of them have a gradient, and such outputs in which have none.
+    """
+    seen: dict[Hashable, Hashable] = {}
+    for inputs, outputs in regions:
+        graded = [output for output in outputs if output.requires_grad]
+        for what, tensors, facts in (("inputs", inputs, inputs), ("gradients", graded, outputs)):
+            alike = what, *((tuple(x.shape), x.dtype) for x in tensors)
+            having = tuple(x.requires_grad for x in facts)
+            if seen.setdefault(alike, having) != having:
+                return False
+    return True
 
 
 def _static_inputs(
@@ -111,9 +135,9 @@ def _static_inputs(
 ) -> Iterator[tuple[Tensor, ...]]:
     """One tuple per forward pass, shared by passes of equal slot, position in the chunk, and shapes."""
     made: dict[object, tuple[Tensor, ...]] = {}
-    for region, microbatch in places:
+    for region, copy in places:
         kind = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in examples[region])
-        key = slots.of[region.chunk, microbatch], of_chunk[region.chunk].index(region), kind
+        key = slots.of[region.chunk, copy], of_chunk[region.chunk].index(region), kind
         if key not in made:
             made[key] = tuple(zeros_like(example, device) for example in examples[region])
         yield made[key]
@@ -139,8 +163,8 @@ def check_order(actions: Sequence[Action]) -> None:
         seen[kind, action.chunk] += 1
 
 
-def _check_region(region: Region, examples: Sequence[Tensor]) -> None:
-    if not any(example.requires_grad for example in examples):
+def _check_region(region: Region, examples: Sequence[Tensor], linted: Linted) -> None:
+    if linted.has_backward and not any(example.requires_grad for example in examples):
         raise GraphCaptureError(
             f"{region} cannot be captured by graph-capture=te",
             why="nothing that it is given has a gradient, so that nothing would tell when its backward was replayed",

@@ -34,7 +34,8 @@ class CoreAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Query [s, b, n/t, d], key and value [s, b, k/t, d] -> [s, b, n/t * d].
 
-        ``mask`` is boolean, broadcastable to [b, 1, s, s], true where a query may attend; None is causal.
+        ``mask`` is boolean, broadcastable to [b, 1, s, s], true where a query may attend; None is causal. A query that
+        may attend to no key gets zeros; the library alone would give it the mean of all values.
         """
         if mask is None:
             result: Tensor = self.module(query, key, value, attn_mask_type="causal")
@@ -42,4 +43,4 @@ class CoreAttention(nn.Module):
         whole = torch.broadcast_to(mask, (query.shape[1], 1, query.shape[0], key.shape[0]))  # [b, 1, s, s]
         # Transformer Engine's masks are the inverse of ours: true where attention is forbidden.
         masked: Tensor = self.module(query, key, value, attention_mask=~whole, attn_mask_type="arbitrary")
-        return masked
+        return masked.masked_fill(~whole.any(-1).permute(2, 0, 1), 0.0)  # [b, 1, s] -> [s, b, 1]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron_run.contracts import Init, ParameterSpec
 from megatron_run_engine.nn import empty_parameter
 from megatron_run_parallel_layer_te.norm import Norm
+from megatron_run_parallel_layer_te.precision import QuantizedWeight
 from megatron_run_parallel_layer_te.weight_gradients import WeightGradient
 
 if TYPE_CHECKING:
@@ -55,13 +56,15 @@ class ColumnLinear(nn.Module):
         self._norm_inside, self._bias_inside = isinstance(norm, Norm), inside
         self.module = module
         self._precision, self._weight_gradient = precision, WeightGradient(tools, module, self.weight)
+        self._quantized = QuantizedWeight(tools.context.gradients, module)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, i] or [s/t, b, i] -> [s, b, o/t]."""
         if self.norm is not None and not self._norm_inside:
             x = self.norm(x)
         with self._precision.region(x):
-            y: Tensor = self.module(self._weight_gradient.watch(x))
+            first = self._precision.is_first_microbatch(self._quantized, training=self.training)
+            y: Tensor = self.module(self._weight_gradient.watch(x), is_first_microbatch=first)
         return y if self.bias is None or self._bias_inside else y + self.bias
 
 
@@ -82,11 +85,13 @@ class RowLinear(nn.Module):
         }
         self.module = module
         self._precision, self._weight_gradient = precision, WeightGradient(tools, module, self.weight)
+        self._quantized = QuantizedWeight(tools.context.gradients, module)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, i/t] -> [s, b, o] or [s/t, b, o]."""
         with self._precision.region(x):
-            y: Tensor = self.module(self._weight_gradient.watch(x))
+            first = self._precision.is_first_microbatch(self._quantized, training=self.training)
+            y: Tensor = self.module(self._weight_gradient.watch(x), is_first_microbatch=first)
         return y if self.bias is None else y + self.bias
 
 

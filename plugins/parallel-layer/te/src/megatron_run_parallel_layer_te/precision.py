@@ -9,14 +9,15 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from megatron_run.config.values import typed
 from megatron_run.errors import InputError, PluginError, nearest_multiples
 
 if TYPE_CHECKING:
-    import torch
-
     from megatron_run.contracts.schema import TrainSection
     from megatron_run_engine.nn.parallel import Split
+    from megatron_run_engine.runtime.gradients import GradientAccumulator
     from megatron_run_parallel_layer_te.library import Engine
     from megatron_run_parallel_layer_te.options import Options
 
@@ -40,6 +41,32 @@ _KINDS = {
 }
 
 
+class QuantizedWeight:
+    """The FP8 copy of one product's weight, made once a step instead of once a microbatch.
+
+    The library keeps a copy in its module if ``is_first_microbatch`` is given, and makes it where there is none. True
+    would also overwrite ``main_grad`` in the backward of that microbatch, which need not be the step's first: so False
+    is passed always, and a step begins by dropping the copy of the step before.
+    """
+
+    def __init__(self, gradients: GradientAccumulator, module: Any) -> None:
+        self._gradients, self._module = gradients, module
+        self._made_in = 0
+
+    def is_first_microbatch(self, *, training: bool) -> bool | None:
+        """The argument of the module: False uses the step's copy, None makes one for this call alone.
+
+        A graph must not read a copy that a later step drops.
+        """
+        step = self._gradients.steps
+        if not (step and training) or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            return None
+        if step != self._made_in:
+            self._module._fp8_workspaces.clear()
+            self._made_in = step
+        return False
+
+
 class Precision:
     """The precision of matrix products: FP8, or with ``fp8: none`` that of the parameters."""
 
@@ -58,6 +85,10 @@ class Precision:
         if self._kind is None:
             return nullcontext()
         return self._autocast(enabled=x.shape[:-1].numel() % self._kind.multiple == 0)
+
+    def is_first_microbatch(self, weight: QuantizedWeight, *, training: bool) -> bool | None:
+        """The argument of a product whose FP8 weight is ``weight``; without FP8 it says nothing."""
+        return weight.is_first_microbatch(training=training) if self._kind else None
 
     def forward_pass(self) -> AbstractContextManager[object]:
         """The context for all products of a chunk's forward, so that delayed scales update once, after all of them.

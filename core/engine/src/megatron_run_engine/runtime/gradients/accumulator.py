@@ -29,7 +29,8 @@ class GradientAccumulator:
     """Accumulates the gradients of one rank, and announces the last arrival of each in a step.
 
     The number of arrivals per microbatch is learned in the first step; a tied embedding's gradient, for example,
-    arrives twice. Until then nothing is announced, and the executor's gradient-sync points send everything.
+    arrives twice. Until then nothing is announced, and the executor's gradient-sync points send everything. ``steps``
+    counts the steps that have begun: parameters change between them only.
     """
 
     def __init__(self) -> None:
@@ -39,6 +40,7 @@ class GradientAccumulator:
         self._arrivals: Counter[Parameter] = Counter()
         self._per_microbatch: dict[Parameter, float] = {}
         self._microbatches = 0
+        self.steps = 0
         self._on_ready: Callable[[Parameter], None] | None = None
         self._recorded: list[Parameter] | None = None
 
@@ -70,6 +72,7 @@ class GradientAccumulator:
             self._per_microbatch = {p: count / self._microbatches for p, count in self._arrivals.items()}
         self._arrivals.clear()
         self._microbatches, self._on_ready = microbatches, on_ready
+        self.steps += 1
 
     @contextmanager
     def deferring(self, key: Key) -> Iterator[None]:
