@@ -50,6 +50,7 @@ install() {
     -c "$folder/.venv/constraints.txt" "$@"
 }
 install --no-deps megatron-core --find-links "$here/wheels"
+install --no-deps --ignore-installed "$here"/wheels/megatron_run*.whl # also over another one of the machine's
 install --find-links "$here/wheels" -r "$here/requirements.txt"
 
 if [ -f "$here/TE_SHA256SUMS" ]; then
