@@ -37,6 +37,9 @@ TESTING = ("pytest", "pytest-timeout", "pytest-xdist", "safetensors")
 BUILDING = ("editables", "hatchling", "pip")
 #: A peer of the benchmarks, without what it requires: torch, numpy and packaging are there.
 PEERS = ("megatron-core",)
+#: Ours that report to a service on the network, with libraries as large as all the others.
+LEFT_OUT = ("megatron-run-observer-mlflow", "megatron-run-observer-wandb")
+BROUGHT = tuple(member for member in MEMBERS if member.name not in LEFT_OUT)
 #: Never brought: the machine has it, for its own GPU.
 NEVER = ("torch",)
 TE = ("transformer-engine", "transformer-engine-cu13")
@@ -95,7 +98,7 @@ def older(platform: str) -> list[str]:
 def requirements() -> list[str]:
     """What our distributions, their tests and their builds require of others, as pip takes it."""
     ours = {member.name for member in MEMBERS}
-    asked = (Requirement(line) for member in MEMBERS for line in member.project.get("dependencies", ()))
+    asked = (Requirement(line) for member in BROUGHT for line in member.project.get("dependencies", ()))
     needed = {str(one) for one in asked if one.name not in ours and one.name not in NEVER}
     return [*sorted(needed), *pinned(TESTING), *BUILDING]
 
@@ -108,8 +111,8 @@ def pinned(names: Iterable[str]) -> list[str]:
 
 
 def build_wheels(folder: Path) -> None:
-    """Build every distribution of this checkout, as a release would publish it."""
-    sources = [str(ROOT), *(str(member.folder) for member in MEMBERS)]
+    """Build the distributions of this checkout, as a release would publish them."""
+    sources = [str(member.folder) for member in BROUGHT]
     pip("wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), *sources, MEGATRON_RUN_RELEASE="1")
 
 
@@ -134,8 +137,8 @@ def engine_parts(target: Target, compiled: Path, scratch: Path, stem: Path) -> l
 def write_bundle(folder: Path, python: str, out: Path, parts: Sequence[Path]) -> Path:
     """Pack ``folder``, which holds the wheels, with the checkout, ``install.sh`` and checksums."""
     pack_checkout(folder / "checkout.tar.gz")
-    wanted = "\n".join(pinned((*TESTING, *PEERS)))
-    (folder / "requirements.txt").write_text(f"megatron-run=={VERSION}\n{wanted}\n", "utf-8")
+    ours = (f"{member.name}=={VERSION}" for member in BROUGHT)
+    (folder / "requirements.txt").write_text("\n".join((*ours, *pinned((*TESTING, *PEERS)), "")), "utf-8")
     script = (HERE / "install.sh").read_text("utf-8").replace("@PYTHON@", python)
     (folder / "install.sh").write_text(script, "utf-8")
     (folder / "install.sh").chmod(0o755)

@@ -13,11 +13,11 @@ from megatron_run.contracts import ParallelLayers
 from megatron_run.registry.loaded_plugin import Plugin
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.context import BuildContext
-from megatron_run_testing.build_contexts import on_device
 from megatron_run_testing import Check
+from megatron_run_testing.build_contexts import on_device
+from megatron_run_testing.conformance import checks_for
 from megatron_run_testing.optimizer import optimizer_checks
 from megatron_run_testing.parallel_layer import parallel_layer_checks
-from megatron_run_testing.conformance import checks_for
 from tests.contracts.conformance import installed_plugins
 from tests.gpu.runs import CPU, CUDA
 
