@@ -1,5 +1,10 @@
 # `make run` trains, `make test` checks everything; each first makes what it needs in .venv.
 PYTHON  ?= python3
+# Of `make bundle PYTHON=3.12` the version that the bundle is for; what makes it is any Python.
+ifneq ($(filter 3.%,$(PYTHON)),)
+BUNDLED := $(PYTHON)
+override PYTHON := python3
+endif
 PY      := .venv/bin/python
 PIP     := $(PY) -m pip -q --disable-pip-version-check
 MEMBERS := core/kernel core/engine core/testing cli $(patsubst %/pyproject.toml,%,$(sort $(wildcard plugins/*/*/pyproject.toml)))
@@ -12,6 +17,11 @@ HERE    := $(shell pwd -P | cksum | cut -d" " -f1)
 STATE   := $(HERE)-$(shell cat $(INPUTS) | cksum | cut -d" " -f1)
 RUNTIME := .venv/.runtime-$(STATE)
 DEV     := .venv/.dev-$(STATE)
+# What an offline bundle has installed is complete (tests/bundle).
+ifneq ($(wildcard .venv/.bundle),)
+RUNTIME :=
+DEV     :=
+endif
 # When the interpreter behind the environment is gone, so is the environment.
 $(shell [ -x $(PY) ] || rm -f .venv/.runtime-* .venv/.dev-*)
 
@@ -27,7 +37,8 @@ SPREAD   := -n $(if $(filter 1 2 3,$(CORES)),$(shell expr $(CORES) + 1),4) --dis
 PRODUCTS := $(addprefix tests/integration/test_integration_,\
   $(addsuffix .py,experts scatter_messages tensor tensor_random tensor_text))
 
-.PHONY: run test lint types unit gpu te te-env grid graph-grid nightly campaigns mutants setup format docs site wheels clean
+.PHONY: run test lint types unit gpu te te-env grid graph-grid nightly campaigns mutants setup format docs site wheels
+.PHONY: bundle clean
 run: $(RUNTIME)
 	.venv/bin/megatron-run --plugin schedule=interleaved
 
@@ -44,9 +55,9 @@ types: $(DEV)
 # files first; xdist's own order, by the number of tests, would put many of them last.
 unit: $(DEV)
 	$(PY) -m pytest -q $(SPREAD)
-# The tests that need a CUDA device; elsewhere they are skipped, and say so.
+# The tests that need a CUDA device; elsewhere they are skipped, and say so. One GPU is enough for most.
 gpu: $(DEV)
-	$(PY) -m pytest -q -m gpu
+	$(PY) -m pytest -q -m gpu --maxfail=20 $(shell grep -rl --include='test_*.py' 'mark\.gpu\|CUDA\]' tests)
 # The tests against the real Transformer Engine, which needs no GPU for them, in an environment of its own (.te-env, 12 GB).
 TE_PYTHON ?= python3.12
 te-env:
@@ -74,7 +85,7 @@ mutants: $(DEV)
 setup: $(DEV)
 
 # Members that left the tree are uninstalled first, so that no stale entry point stays behind.
-$(RUNTIME):
+.venv/.runtime-$(STATE):
 	@ls .venv/.runtime-$(HERE)-* >/dev/null 2>&1 || $(MAKE) --no-print-directory .venv
 	@rm -f .venv/.runtime-* .venv/.dev-*
 	@ours=$$($(PY) -m pip list --format=freeze 2>/dev/null | sed -n 's/^\(megatron-run[^=@ ]*\).*/\1/p'); \
@@ -82,7 +93,7 @@ $(RUNTIME):
 	$(PIP) install -c constraints.txt hatchling editables
 	$(PIP) install -c constraints.txt --no-build-isolation $(addprefix -e ./,$(MEMBERS))
 	@touch $@
-$(DEV): $(RUNTIME)
+.venv/.dev-$(STATE): $(RUNTIME)
 	$(PIP) install -c constraints.txt -r requirements-dev.txt
 	@touch $@
 
@@ -107,6 +118,12 @@ docs: $(DEV)
 # The documentation as a site, in site/; a broken link is an error.
 site: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q --strict
+# All that a machine with Python and PyTorch needs, and no network: make bundle PYTHON=3.12 PLATFORM=manylinux_2_28_x86_64
+PLATFORM ?= manylinux_2_28_x86_64
+# With TE=1 also Transformer Engine, in parts; TE_WHEEL is its part for PyTorch, which `make te-env` compiles.
+TE_WHEEL ?= $(firstword $(wildcard .te-env/wheels/transformer_engine_torch-*.whl))
+bundle: $(DEV)
+	$(PY) -m tests.bundle --python $(or $(BUNDLED),3.12) --platform $(PLATFORM) $(if $(TE),--te $(TE_WHEEL))
 wheels: $(DEV)
 	rm -rf dist
 	MEGATRON_RUN_RELEASE=1 $(PIP) wheel --no-deps --no-build-isolation -w dist . $(addprefix ./,$(MEMBERS))

@@ -9,6 +9,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from megatron_run_testing.build_contexts import current_device
+
 Precision = Literal["fp32", "bf16"]
 DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -51,11 +53,11 @@ class Problem:
 
     @classmethod
     def of(cls, shape: Shape, precision: Precision) -> Problem:
-        """The same values for every side, rounded to the type."""
+        """The same values for every side, rounded to the type, on the device of ``on_device``."""
         generator = torch.Generator().manual_seed(1)
 
         def normal(*size: int, std: float = 1.0) -> Tensor:
-            return (torch.randn(*size, generator=generator) * std).to(DTYPES[precision])
+            return (torch.randn(*size, generator=generator) * std).to(current_device(), DTYPES[precision])
 
         return cls(
             x=normal(shape.tokens, shape.hidden),

@@ -23,12 +23,13 @@ class PlainLoop(Side):
 
     def __init__(self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], precision: Precision) -> None:
         self._parameters, self._loss = list(model.parameters()), loss
-        self._autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+        self._device = self._parameters[0].device
+        self._autocast = torch.autocast(self._device.type, torch.bfloat16, enabled=precision == "bf16")
         self._update = adamw(self._parameters)
 
     def step(self, batch: Batch) -> float:
         """One step; the first microbatch adds its gradient to nothing."""
-        total = torch.zeros(())
+        total = torch.zeros((), device=self._device)
         for tokens, labels in batch:
             with self._autocast:
                 loss = self._loss(tokens, labels) / len(batch)

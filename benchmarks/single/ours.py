@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,19 +52,29 @@ class OurTraining(Side):
     It was asked to stop before it began, so that it hands back after each step; asked to train again, it goes on.
     """
 
-    def __init__(self, shape: Shape, precision: Precision) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        precision: Precision,
+        device: str = "cpu",
+        sets: Mapping[str, Any] | None = None,
+        plugins: Sequence[str] = (),
+    ) -> None:
         self._loss = _LastLoss()
-        run = load_config(_config(shape, precision), plugins=[self._loss])
+        run = load_config(_config(shape, precision), plugins=[*plugins, self._loss], sets=sets or {})
         self._folder = tempfile.TemporaryDirectory()
         folder, stop = RunFolder(Path(self._folder.name), 1), StopRequest()
         stop.stop(ExitCode.SIGTERM)
-        assembly = build(run, World())
+        place = "cpu" if device == "cpu" else f"{device}:0"
+        assembly = build(run, World(device=place, backend="gloo" if device == "cpu" else "nccl"))
         self._trainer = Trainer(run, assembly, folder, stop)
         # A run saves when it is stopped.
         self._trainer._checkpoints.after_step = _save_nothing  # type: ignore[method-assign]
         self._observers = start_observers(run, assembly, [], folder, self._trainer.resume(), self._trainer.peak)
         dataset = assembly.data.dataset("train", shape.sequence, run.config.train.seed)
-        self._samples, self._shape = SampleStream(dataset, run.config.train.seed), shape
+        self._samples, self._shape, self._device = SampleStream(dataset, run.config.train.seed), shape, device
+        self.flops_per_token = assembly.model.flops_per_token(shape.sequence)
+        self.planned = sum(assembly.optimizer.memory().values())
 
     def batch(self, step: int) -> Batch:
         """What step ``step``, counted from 0, takes in: the other sides get the same."""
@@ -75,7 +86,7 @@ class OurTraining(Side):
 
     def step(self, batch: Batch) -> float:
         """One step, which loads its own data."""
-        make_deterministic(None, "cpu")  # as a run does when it starts; the other sides run without
+        make_deterministic(None, self._device)  # as a run does when it starts; the other sides run without
         self._trainer.train(self._observers)
         torch.use_deterministic_algorithms(False)
         assert self._loss.value is not None  # every step has a loss

@@ -16,7 +16,9 @@ from benchmarks.support.shape import Shape
 TURNED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
-def huggingface(shape: Shape, weights: Weights | None, precision: Precision, *, activation: str) -> PlainLoop:
+def huggingface(
+    shape: Shape, weights: Weights | None, precision: Precision, device: str = "cpu", *, activation: str
+) -> PlainLoop:
     """The network, with attention by PyTorch's fused kernel, which is its default, and no dropout."""
     transformers = import_module("transformers")
     transformers.logging.set_verbosity_error()  # it has a word for each default that a vocabulary this small breaks
@@ -43,4 +45,4 @@ def huggingface(shape: Shape, weights: Weights | None, precision: Precision, *, 
         found: Tensor = model(input_ids=tokens, labels=labels, shift_labels=labels).loss
         return found
 
-    return PlainLoop(model, loss, precision)
+    return PlainLoop(model.to(device), loss, precision)

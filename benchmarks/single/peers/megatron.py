@@ -7,7 +7,7 @@ kernel, as the one that it takes on a GPU. The all-reduce over its one data-para
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -27,8 +27,9 @@ ON_A_GPU = ("optimizer", "optimizer.optimizer", "optimizer.clip_grads", "distrib
 class MegatronLoop(Side):
     """Its network trained by its optimizer; bf16 is its own: 16-bit weights, fp32 masters."""
 
-    def __init__(self, shape: Shape, weights: Weights | None, precision: Precision) -> None:
-        _once_on_cpu()
+    def __init__(self, shape: Shape, weights: Weights | None, precision: Precision, device: str = "cpu") -> None:
+        self._device = device
+        (_once_on_cpu if device == "cpu" else _once_on_gpu)()
         bf16 = precision == "bf16"
         halves = {"bf16": True, "params_dtype": torch.bfloat16} if bf16 else {}
         model = gpt_model(shape, 1, tied=True, masked_softmax_fusion=False, **halves)
@@ -37,24 +38,35 @@ class MegatronLoop(Side):
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     parameter.copy_(whole[name])
-        self._positions = torch.arange(shape.sequence).expand(shape.micro_batch, -1)
-        self._model = _buffered(model, bf16=bf16)
-        with _types_of_a_gpu():
+        self._positions = torch.arange(shape.sequence, device=device).expand(shape.micro_batch, -1)
+        self._model = _buffered(model.to(device), bf16=bf16)
+        with self._types():
             self._optimizer = _optimizer(self._model, bf16=bf16)
 
     def step(self, batch: Batch) -> float:
         """One step."""
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
-        total = torch.zeros(())
+        total = torch.zeros((), device=self._device)
         for tokens, labels in batch:
             losses: Tensor = self._model(tokens, self._positions, None, labels=labels)  # [b, s]
             loss = losses.float().mean() / len(batch)
             loss.backward()
             total += loss.detach()
-        with _types_of_a_gpu():
+        with self._types():
             self._optimizer.step()
         return total.item()
+
+    def _types(self) -> AbstractContextManager[None]:
+        return _types_of_a_gpu() if self._device == "cpu" else nullcontext()
+
+
+def _once_on_gpu() -> None:
+    """As its own programs begin, in a world of one."""
+    state = import_module("megatron.core.parallel_state")
+    if not state.is_initialized():
+        state.initialize_model_parallel(create_gloo_process_groups=False)
+        import_module("megatron.core.tensor_parallel.random").model_parallel_cuda_manual_seed(1)
 
 
 def _once_on_cpu() -> None:

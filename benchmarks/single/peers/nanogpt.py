@@ -105,16 +105,18 @@ class NanoGpt(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Run all layers."""
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.h:
             x = block(x)
         logits = F.linear(self.ln_f(x), self.wte.weight)
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.flatten())
 
 
-def nanogpt(shape: Shape, weights: Weights | None, precision: Precision) -> PlainLoop:
+def nanogpt(
+    shape: Shape, weights: Weights | None, precision: Precision, device: str = "cpu", *, compiled: bool = False
+) -> PlainLoop:
     """The network, with ``weights`` by canonical name if there are any, and its loop."""
-    model = NanoGpt(shape)
+    model = NanoGpt(shape).to(device)
     if weights is not None:
         model.load_state_dict(gpt2_weights(weights))
-    return PlainLoop(model, model, precision)
+    return PlainLoop(model, torch.compile(model) if compiled else model, precision)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +22,7 @@ from megatron_run_engine.launch.process import (
     _quota,
     available_cores,
     borrowed_process,
+    choose_backend,
     choose_device,
     deterministic_environment,
     explain_device,
@@ -201,6 +203,23 @@ def test_too_few_gpus_are_refused_with_what_to_type(launcher: str, setting: Sett
         InputError, match=f"run.device={setting} needs 4 GPUs on here: {gpus} found; set run.device=cpu"
     ):
         choose_device(setting, place(launcher), gpus)
+
+
+def test_over_gloo_ranks_that_ask_for_gpus_take_turns() -> None:
+    assert choose_device("cuda", place("local"), 1, shared=True) == "cuda:0"
+    assert choose_device("cuda", replace(place("local"), local_rank=3, rank=3), 2, shared=True) == "cuda:1"
+    assert choose_device("cuda", place("local"), 4, shared=True) == "cuda:1"
+    assert choose_device("auto", place("local"), 1, shared=True) == "cpu"
+    with pytest.raises(InputError, match="needs 4 GPUs on here: 0 found"):
+        choose_device("cuda", place("local"), 0, shared=True)
+
+
+def test_nccl_is_for_gpus_and_gloo_for_all() -> None:
+    assert [choose_backend("auto", device) for device in ("cpu", "cuda:0")] == ["gloo", "nccl"]
+    assert [choose_backend("gloo", device) for device in ("cpu", "cuda:0")] == ["gloo", "gloo"]
+    assert choose_backend("nccl", "cuda:0") == "nccl"
+    with pytest.raises(InputError, match=r"run\.backend=nccl needs GPUs: this run is on cpu; set run\.device=cuda"):
+        choose_backend("nccl", "cpu")
 
 
 def test_training_on_the_cpu_for_want_of_gpus_is_said() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -24,12 +26,32 @@ from megatron_run_engine.runtime.parameter_init import describe_parameters, init
 from megatron_run_engine.runtime.rng import RandomStreams
 from megatron_run_engine.runtime.segments import SegmentRunner
 
+_DEVICE = ContextVar("device", default="cpu")
+
+
+@contextmanager
+def on_device(device: str) -> Iterator[None]:
+    """Within, whatever names no device is made on ``device``, so that the suites check one rank there.
+
+    Checks on several ranks stay on the CPU.
+    """
+    before = _DEVICE.set(device)
+    try:
+        yield
+    finally:
+        _DEVICE.reset(before)
+
+
+def current_device() -> torch.device:
+    """The device of :func:`on_device`, else the CPU."""
+    return torch.device(_DEVICE.get())
+
 
 def single_process_context(
     model: BaseModel | None = None,
     *,
     dtype: torch.dtype = torch.float64,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     train: Mapping[str, Any] | None = None,
 ) -> BuildContext:
     """The context of a run with one rank.
@@ -48,7 +70,7 @@ def context_at(
     *,
     sequence: bool = False,
     dtype: torch.dtype = torch.float64,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     train: Mapping[str, Any] | None = None,
 ) -> BuildContext:
     """The context of the rank at ``topology``, otherwise as :func:`single_process_context`.
@@ -59,7 +81,7 @@ def context_at(
     section = TrainSection.model_validate(
         {"steps": 1, "global_batch_size": 2, "micro_batch_size": 2, "sequence_length": 16, **(train or {})}
     )
-    device = torch.device(device)
+    device = current_device() if device is None else torch.device(device)
     rng, metrics = RandomStreams(section.seed, device, shard=topology.tensor_rank), Metrics(device)
     return BuildContext(
         topology=topology,
@@ -107,7 +129,8 @@ def example_microbatch(
     generator = torch.Generator().manual_seed(seed)
     tokens, labels = torch.randint(vocab, (2, batch, length), generator=generator)
     mask = (torch.rand(batch, length, generator=generator) > 0.25).float()
-    return Microbatch(0, step, 0, {"tokens": tokens, "labels": labels, "loss_mask": mask}, train)
+    fields = {"tokens": tokens, "labels": labels, "loss_mask": mask}
+    return Microbatch(0, step, 0, {name: field.to(current_device()) for name, field in fields.items()}, train)
 
 
 def _pieces(infos: Mapping[Parameter, ParamInfo], tensors: Iterable[Tensor]) -> Iterable[tuple[str, Tensor]]:

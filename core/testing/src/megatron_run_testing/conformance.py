@@ -42,13 +42,14 @@ def _optimizer(plugin: Plugin) -> tuple[Check, ...]:
 
 def _graph_capture(plugin: Plugin) -> tuple[Check, ...]:
     from megatron_run.errors import PluginError
+    from megatron_run_testing.build_contexts import current_device
     from megatron_run_testing.graph_capture import graph_capture_checks
 
     def why_not() -> str:
-        """Why the plugin refuses the CPU, on which it is checked; an exception of another type is a failure."""
+        """Why the plugin refuses the device on which it is checked; an exception of another type is a failure."""
         try:
             if plugin.info.check_device is not None:
-                plugin.info.check_device("cpu", plugin.options)
+                plugin.info.check_device(str(current_device()), plugin.options)
         except PluginError as refusal:
             return refusal.what
         return ""

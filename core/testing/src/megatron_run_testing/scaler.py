@@ -11,7 +11,7 @@ import torch
 from megatron_run.contracts import Scaler
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing import Check, CheckFailed
-from megatron_run_testing.build_contexts import single_process_context
+from megatron_run_testing.build_contexts import current_device, single_process_context
 
 ScalerFactory = Callable[[BuildContext], Scaler]
 
@@ -39,12 +39,12 @@ def scaler_checks(factory: ScalerFactory) -> tuple[Check, ...]:
 def overflows(seed: int = 0, steps: int = 200) -> list[torch.Tensor]:
     """A random sequence of found_inf flags, each fp32 [1]: about one step in ten overflows."""
     generator = torch.Generator().manual_seed(seed)
-    return [(torch.rand(1, generator=generator) < 0.1).float() for _ in range(steps)]
+    return [(torch.rand(1, generator=generator) < 0.1).float().to(current_device()) for _ in range(steps)]
 
 
 def long_history() -> list[torch.Tensor]:
     """Flags with a clean stretch, long enough to fill windows of up to 1200 steps, between overflows."""
-    return [*overflows(1, 60), *(torch.zeros(1) for _ in range(1400)), *overflows(2, 100)]
+    return [*overflows(1, 60), *(torch.zeros(1, device=current_device()) for _ in range(1400)), *overflows(2, 100)]
 
 
 def _check_scale(scaler: Scaler) -> None:
@@ -114,7 +114,7 @@ def _check_resumed(make: Callable[[], Scaler]) -> None:
         if step in _SAVED_AT:
             copies[step] = make()
             for _ in range(3):  # give the copy another state, which loading must replace completely
-                copies[step].update(torch.ones(1))
+                copies[step].update(torch.ones(1, device=current_device()))
             copies[step].load_state_dict(_saved(original))
         for saved, copy in copies.items():
             if not torch.equal(copy.scale, original.scale):

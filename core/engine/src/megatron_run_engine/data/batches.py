@@ -65,4 +65,7 @@ def fields(dataset: Dataset, indices: Sequence[int], names: Sequence[str], devic
         raise DataError(
             f"the data has no field {missing[0]!r}", why=f"its samples hold {', '.join(sorted(samples[0]))}"
         )
-    return {name: torch.from_numpy(np.stack([sample[name] for sample in samples])).to(device) for name in names}
+    stacked = {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in names}
+    if device.type == "cuda":  # a copy from other memory would make the host wait for all that it has launched so far
+        return {name: field.pin_memory().to(device, non_blocking=True) for name, field in stacked.items()}
+    return {name: field.to(device) for name, field in stacked.items()}

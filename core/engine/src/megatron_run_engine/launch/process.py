@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
 
 Setting = Literal["auto", "cpu", "cuda"]
+Backend = Literal["nccl", "gloo"]
 
 #: Keep freed memory, in huge pages: page zeroing costs more than many kernels. The last is the size of free memory,
 #: 32 GiB, above which some is handed back.
@@ -32,10 +33,11 @@ SPIN_BRIEFLY = "1000"
 _ALLOCATORS = ("MALLOC_", "LD_PRELOAD")
 
 
-def choose_device(setting: Setting, world: World, gpus: int) -> str:
+def choose_device(setting: Setting, world: World, gpus: int, *, shared: bool = False) -> str:
     """``cuda:N`` or ``cpu``. ``gpus`` is how many this rank sees; ``auto`` takes them when every local rank gets one.
 
     A rank of another launcher that sees exactly one takes it: ``srun --gpus-per-task=1`` shows each task only its own.
+    With ``shared``, ranks that asked for ``cuda`` take turns where there are fewer GPUs.
     Raises :class:`InputError` when there are too few for ``cuda``, or for ``auto`` where another launcher has already
     started a rank for each GPU that it was asked for. Without any GPU ``auto`` is the CPU.
     """
@@ -46,13 +48,25 @@ def choose_device(setting: Setting, world: World, gpus: int) -> str:
         return f"cuda:{world.local_rank}"
     if gpus == 1 and joined:
         return "cuda:0"
+    if shared and setting == "cuda" and gpus:
+        return f"cuda:{world.local_rank % gpus}"
     if setting == "auto" and not joined:
         return "cpu"
     raise InputError(
         f"run.device={setting} needs {world.local_size} GPU{'s' if world.local_size > 1 else ''} on {world.host}",
         why=f"{gpus} found",
-        fix="set run.device=cpu or start fewer local ranks",
+        fix="set run.device=cpu, or run.backend=gloo to share them, or start fewer local ranks",
     )
+
+
+def choose_backend(setting: Literal["auto"] | Backend, device: str) -> Backend:
+    """NCCL between GPUs and gloo between CPUs, unless ``setting`` says otherwise.
+
+    NCCL refuses two ranks on one GPU. Raises :class:`InputError` when it is asked for without GPUs.
+    """
+    if setting == "nccl" and device == "cpu":
+        raise InputError("run.backend=nccl needs GPUs", why="this run is on cpu", fix="set run.device=cuda")
+    return ("gloo" if device == "cpu" else "nccl") if setting == "auto" else setting
 
 
 def explain_device(setting: Setting, world: World, gpus: int) -> str:
@@ -76,13 +90,13 @@ def assign_device(run: ResolvedRun, world: World) -> World:
     """
     import torch
 
-    gpus = torch.cuda.device_count()
-    device = choose_device(run.config.run.device, world, gpus)
+    gpus, backend = torch.cuda.device_count(), run.config.run.backend
+    device = choose_device(run.config.run.device, world, gpus, shared=backend == "gloo")
     notice = explain_device(run.config.run.device, world, gpus)
     if notice and world.rank == 0:
         print(notice, flush=True)  # noqa: T201  # standard output of rank 0 is what the terminal shows
     _check_plugins(run, device)
-    return replace(world, device=device)
+    return replace(world, device=device, backend=choose_backend(backend, device))
 
 
 def check_local_devices(run: ResolvedRun) -> tuple[str, ...]:
@@ -95,8 +109,11 @@ def check_local_devices(run: ResolvedRun) -> tuple[str, ...]:
 
     gpus, size = torch.cuda.device_count(), run.sizes.world
     worlds = (World(rank, size, rank, size, launcher="local") for rank in range(size))
-    devices = tuple(dict.fromkeys(choose_device(run.config.run.device, world, gpus) for world in worlds))
+    setting, backend = run.config.run.device, run.config.run.backend
+    chosen = (choose_device(setting, world, gpus, shared=backend == "gloo") for world in worlds)
+    devices = tuple(dict.fromkeys(chosen))
     for device in devices:
+        choose_backend(backend, device)
         _check_plugins(run, device)
     return devices
 

@@ -239,5 +239,5 @@ def check_gpus(notes: Sequence[Mapping[str, Any]]) -> None:
         raise InputError(
             f"rank {', '.join(map(str, shared))} would train on the same GPU of {notes[shared[0]]['host']}",
             why="each sees only this one",
-            fix="start one rank for each GPU or set run.device=cpu",
+            fix="start one rank for each GPU, set run.backend=gloo, or set run.device=cpu",
         )

@@ -117,19 +117,18 @@ class RankWorker:
             hub = rendezvous.agree("watchdog", started, lambda address: address).first
             sidecar.start(hub["hub"], hub["token"], activity)
         if world.size > 1:
-            cuda = world.device.startswith("cuda")
             dist.init_process_group(
-                backend="nccl" if cuda else "gloo",
+                backend=world.backend,
                 store=rendezvous.group_store,
                 rank=world.rank,
                 world_size=world.size,
                 timeout=timedelta(seconds=patience(timeout)),
-                device_id=torch.device(world.device) if cuda else None,
+                device_id=torch.device(world.device) if world.backend == "nccl" else None,
             )
         return train_in_folder(run, world, self.folder, activity)
 
     def _place(self, rendezvous: Rendezvous, run: ResolvedRun) -> World:
-        """This rank's world with its device, once all ranks are known to run the same, each on a device of its own."""
+        """This rank's world with its device, once all ranks are known to run the same; NCCL wants a GPU for each."""
 
         def place() -> World:
             placed = assign_device(run, self._world)
@@ -138,7 +137,8 @@ class RankWorker:
 
         def note(placed: World) -> dict[str, Any]:
             kept = rendezvous.keep({**digest(run), "device": placed.device.partition(":")[0]})
-            return {"host": placed.host, "gpu": gpu_name(placed.device), "digest": kept}
+            gpu = gpu_name(placed.device) if placed.backend == "nccl" else ""
+            return {"host": placed.host, "gpu": gpu, "digest": kept}
 
         def compare() -> None:
             check_digests(placed.notes, rendezvous.recall)

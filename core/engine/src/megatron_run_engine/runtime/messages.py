@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megatron_run.contracts.activity import Activity, Exchange
 from megatron_run.errors import PluginError, RankLostError
-from megatron_run_engine.runtime.comm import ALONE
+from megatron_run_engine.runtime.comm import ALONE, passes_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -44,7 +44,10 @@ _TIMEOUT_TEXT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 class _Transfer(NamedTuple):
-    """A tensor in transfer and its handle; if it is one part of a shared message, ``shape`` is the message's."""
+    """A tensor in transfer and its handle; if it is one part of a shared message, ``shape`` is the message's.
+
+    Where gloo carries the messages of GPUs, the tensor lies on the host.
+    """
 
     tensor: Tensor
     work: dist.Work
@@ -79,6 +82,8 @@ class Messenger:
         activity: Activity | None = None,
     ) -> None:
         self._channels, self._ranks, self._device = channels, ranks, device
+        by_host = channels is not None and passes_host(device, channels.up)
+        self._carried_on = torch.device("cpu") if by_host else device
         self._activity = Activity() if activity is None else activity
         self._model, self._sharers = model, sharers
         self._local: dict[Message, Tensor] = {}
@@ -121,10 +126,11 @@ class Messenger:
             self._take_header(self._queued[message.source])
         transfer = self._posted.pop(message)
         self._finish("receive", message, transfer, message.source)
+        tensor = transfer.tensor.to(self._device)
         if transfer.shape is None:
-            return transfer.tensor
+            return tensor
         # Safe as a collective: all sharers run the same instructions, so they gather in the same order.
-        return self._sharers.gather(transfer.tensor).view(transfer.shape)
+        return self._sharers.gather(tensor).view(transfer.shape)
 
     def send(self, message: Message, tensor: Tensor, boundary: Boundary) -> None:
         """Start sending ``tensor``, which belongs to the messenger until it is retired.
@@ -142,7 +148,7 @@ class Messenger:
             return
         self._activity.enter("send", Exchange(message, self._ranks[message.target]))
         header = () if boundary.known else (self._send_sizes(message, boundary.unknown(tensor)),)
-        transfer = self._start(dist.isend, message, self._part_of(tensor), message.target)
+        transfer = self._start(dist.isend, message, self._part_of(tensor).to(self._carried_on), message.target)
         # Held until it is retired: on gloo the buffer must stay unchanged until the receiver has it.
         self._sent[message] = (*header, transfer)
 
@@ -164,7 +170,7 @@ class Messenger:
                 queue.popleft()
                 self._receive(message, boundary)
             else:
-                sizes = torch.empty(boundary.shape.count(None), dtype=torch.int64, device=self._device)
+                sizes = torch.empty(boundary.shape.count(None), dtype=torch.int64, device=self._carried_on)
                 queue[0].header = self._start(dist.irecv, message, sizes, message.source)
 
     def _take_header(self, queue: deque[_QueuedReceive]) -> None:
@@ -176,14 +182,14 @@ class Messenger:
         self._advance(queue)
 
     def _send_sizes(self, message: Message, sizes: Sequence[int]) -> _Transfer:
-        header = torch.tensor(sizes, dtype=torch.int64, device=self._device)
+        header = torch.tensor(sizes, dtype=torch.int64, device=self._carried_on)
         return self._start(dist.isend, message, header, message.target)
 
     def _receive(self, message: Message, boundary: Boundary, sizes: Sequence[int] = ()) -> None:
         shape = torch.Size(boundary.resolve(sizes))
         shared = self._is_shared(shape)
         size = (shape.numel() // self._sharers.size,) if shared else shape
-        tensor = torch.empty(size, dtype=boundary.dtype, device=self._device)
+        tensor = torch.empty(size, dtype=boundary.dtype, device=self._carried_on)
         transfer = self._start(dist.irecv, message, tensor, message.source)
         self._posted[message] = transfer._replace(shape=shape if shared else None)
 

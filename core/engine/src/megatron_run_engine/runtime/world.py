@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 from socket import gethostname
 from time import monotonic
+from typing import Literal
 
 from megatron_run.errors import ExitCode
 
@@ -18,7 +19,7 @@ class World:
     ``file:///path`` or ``tcp://host:port``, empty for a world of one. ``serves_store`` is true on the rank that listens
     at a tcp address. ``restart`` counts how often the launcher has restarted the world after a failure. ``launcher``
     names what started the processes: ``local`` is our launcher, ``python`` means that no process was started.
-    ``device`` is a torch device, ``cpu`` or ``cuda:0``.
+    ``device`` is a torch device, ``cpu`` or ``cuda:0``; ``backend`` carries what ranks say to each other.
     """
 
     rank: int = 0
@@ -31,6 +32,7 @@ class World:
     launcher: str = "python"
     host: str = field(default_factory=gethostname)
     device: str = "cpu"
+    backend: Literal["nccl", "gloo"] = "gloo"
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:

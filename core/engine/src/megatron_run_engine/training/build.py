@@ -57,11 +57,11 @@ LOOKAHEAD = 1
 class Programs:
     """The programs of ``stage``, lowered from plans and cached by their number of microbatches."""
 
-    def __init__(self, run: ResolvedRun, stage: int, device: torch.device) -> None:
+    def __init__(self, run: ResolvedRun, stage: int, backend: str) -> None:
         self._run, self._stage = run, stage
         # NCCL runs the sends and receives of a pair of ranks in the order of their calls, and a receive that waits
         # blocks what follows it. There every message is issued at its place in one global order: no look-ahead.
-        self._lookahead = None if device.type == "cuda" else LOOKAHEAD
+        self._lookahead = LOOKAHEAD if backend == "gloo" else None
         self._training: dict[int, tuple[Instruction, ...]] = {}
         self._forward_only: dict[int, tuple[Instruction, ...]] = {}
 
@@ -153,7 +153,7 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
         scaler=cast("Scaler", run.one("scaler").create(context=context)),
         graph_capture=cast("GraphCapture", run.one("graph-capture").create(context=context)),
         executor=Executor(chunks, context.gradients, messenger, world.rank, groups.activity),
-        programs=Programs(run, topology.stage, context.device),
+        programs=Programs(run, topology.stage, world.backend),
     )
 
 

@@ -40,6 +40,9 @@ class RunSection(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: cuda with a GPU for every local rank, else cpu"
     )
+    backend: Literal["auto", "nccl", "gloo"] = Field(
+        "auto", description="auto: nccl between GPUs, else gloo, by which ranks may share a GPU"
+    )
     threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto", description="CPU threads per rank; auto: cores / local ranks"
     )

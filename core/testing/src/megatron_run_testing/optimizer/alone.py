@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_run.contracts import MASTER
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_testing import CheckFailed
-from megatron_run_testing.build_contexts import single_process_context
+from megatron_run_testing.build_contexts import current_device, single_process_context
 from megatron_run_testing.optimizer.bench import COLUMNS, ROWS, Bench, OptimizerFactory, SavedState, gradients
 
 #: The roles that ``memory`` may report.
@@ -50,7 +50,7 @@ def check_unscale(factory: OptimizerFactory) -> None:
     """``unscale_`` multiplies, and finds non-finite values."""
     bench = Bench(factory)
     bench.reduce(8.0, 8.0)
-    found = bench.optimizer.unscale_(torch.tensor([0.5]))
+    found = bench.optimizer.unscale_(0.5 * bench.one)
     if found.item():
         raise CheckFailed(f"found_inf is {found.item()} for finite gradients, expected 0")
     norm = 4.0 * (ROWS * COLUMNS + ROWS) ** 0.5
@@ -59,7 +59,7 @@ def check_unscale(factory: OptimizerFactory) -> None:
         bias = torch.zeros(ROWS)
         bias[3] = value
         bench.reduce(1.0, bias)
-        if not bench.optimizer.unscale_(torch.ones(1)).item():
+        if not bench.optimizer.unscale_(bench.one).item():
             raise CheckFailed(f"found_inf is 0 although a gradient holds {value}")
 
 
@@ -69,7 +69,7 @@ def check_clip(factory: OptimizerFactory) -> None:
     for max_norm in (0.0, norm / 2, norm * 2):
         bench = Bench(factory)
         bench.reduce(3.0, 4.0)
-        bench.optimizer.unscale_(torch.ones(1))
+        bench.optimizer.unscale_(bench.one)
         expect(f"the norm returned by clip_({max_norm:g})", bench.optimizer.clip_(max_norm), norm)
         after = min(norm, max_norm or norm)
         expect(f"the norm after clip_({max_norm:g})", bench.optimizer.clip_(0.0), after)
@@ -81,7 +81,7 @@ def check_zeros(factory: OptimizerFactory) -> None:
     weight = torch.ones(ROWS, COLUMNS)
     weight[2, :5] = 0.0
     bench.reduce(weight, 0.0)
-    bench.optimizer.unscale_(torch.ones(1))
+    bench.optimizer.unscale_(bench.one)
     bench.optimizer.clip_(1.0)
     expect("the zeros among gradients", bench.optimizer.count_zeros(), 5.0 + ROWS)
 
@@ -172,7 +172,7 @@ def check_nothing(factory: OptimizerFactory) -> None:
     optimizer.attach([], [], 1.0)
     optimizer.zero_grad()
     optimizer.finish_grad_sync()
-    expect("found_inf of no gradients", optimizer.unscale_(torch.ones(1)), 0.0)
+    expect("found_inf of no gradients", optimizer.unscale_(torch.ones(1, device=current_device())), 0.0)
     expect("the norm of no gradients", optimizer.clip_(1.0), 0.0)
     expect("the zeros of no gradients", optimizer.count_zeros(), 0.0)
     optimizer.step(0.1, 0.1)
@@ -189,7 +189,7 @@ def shapes(bench: Bench) -> dict[str, tuple[int, ...]]:
 def expect(what: str, found: Tensor, expected: Tensor | float) -> None:
     """Raise unless ``found`` equals ``expected`` up to rounding."""
     values = found.detach().cpu()
-    wanted = torch.as_tensor(expected, dtype=values.dtype).expand_as(values)
+    wanted = torch.as_tensor(expected, dtype=values.dtype, device=values.device).expand_as(values)
     if not torch.allclose(values, wanted, rtol=1e-5, atol=1e-7):
         raise CheckFailed(f"{what} is {values.flatten()[0].item():g}, expected {wanted.flatten()[0].item():g}")
 

@@ -62,12 +62,13 @@ class Bench:
         scale = 1 / context.topology.sizes.data if grad_scale is None else grad_scale
         self.optimizer.attach([chunk], [self.infos], scale)
         self.weight, self.bias = chunk.weight, chunk.bias
+        self.one = torch.ones(1, device=context.device)
 
     def reduce(self, weight: Tensor | float, bias: Tensor | float) -> None:
         """Set gradients as if a backward had produced them, and finish their reduction."""
         self.optimizer.zero_grad()
-        main_grad(self.weight).add_(weight)
-        main_grad(self.bias).add_(bias)
+        main_grad(self.weight).add_(torch.as_tensor(weight, device=self.one.device))
+        main_grad(self.bias).add_(torch.as_tensor(bias, device=self.one.device))
         self.optimizer.start_grad_sync(0)
         self.optimizer.finish_grad_sync()
 
@@ -80,9 +81,9 @@ class Bench:
     def step(self, gradients: Gradients, *, max_norm: float = 0.0, lr: float = 0.01, decay: float = 0.1) -> Tensor:
         """A whole step as in the trainer, skipped on overflow; returns found_inf, norm and zeros, fp32 [3]."""
         self.reduce(*gradients)
-        found_inf = self.optimizer.unscale_(torch.ones(1))
+        found_inf = self.optimizer.unscale_(self.one)
         if found_inf.item():
-            return torch.cat([found_inf, torch.full((2,), torch.nan)])
+            return torch.cat([found_inf, found_inf.new_full((2,), torch.nan)])
         norm, zeros = self.optimizer.clip_(max_norm), self.optimizer.count_zeros()
         self.update(lr, decay)
         return torch.cat([number.reshape(1) for number in (found_inf, norm, zeros)])

@@ -71,7 +71,7 @@ def find_overflows(factory: OptimizerFactory, context: BuildContext) -> list[flo
         if rank == planted:
             weight[planted, -1] = (torch.inf, torch.nan)[planted % 2]
         bench.reduce(weight, bias)
-        found.append(bench.optimizer.unscale_(torch.ones(1)).item())
+        found.append(bench.optimizer.unscale_(bench.one).item())
     return found
 
 

@@ -21,6 +21,7 @@ from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.comm import create_groups
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing import Check, CheckFailed
+from megatron_run_testing.build_contexts import current_device
 from megatron_run_testing.parallel_layer.cases import cases
 from megatron_run_testing.parallel_layer.member import CreateLayers, Member, Rank
 from megatron_run_testing.parallel_layer.promises import rules
@@ -39,7 +40,7 @@ def parallel_layer_checks(
     ranks: Sequence[int] = (1,),
     sequence: bool = True,
     dtype: torch.dtype = torch.float64,
-    device: str = "cpu",
+    device: str | torch.device | None = None,
     tolerance: float = 1e-10,
 ) -> tuple[Check, ...]:
     """The checks that every factory of layers must pass; ``ranks`` are the tensor-parallel sizes to try.
@@ -48,9 +49,10 @@ def parallel_layer_checks(
     values, input gradients and weight gradients must equal the same parts of the dense layers' within ``tolerance``,
     relative and absolute; choose a larger one for a ``dtype`` below float64. For sizes above 1 ``create`` must be
     importable: a function of a module, or a :class:`PluginLayers`. Several ranks run on the CPU, a single one on
-    ``device``.
+    ``device``, by default that of :func:`~megatron_run_testing.build_contexts.on_device`.
     """
-    bench = _Bench(create, dtype, torch.device(device), tuple(ranks), sequence, tolerance)
+    here = current_device() if device is None else torch.device(device)
+    bench = _Bench(create, dtype, here, tuple(ranks), sequence, tolerance)
     return tuple(Check(trial.name, partial(bench.check, trial)) for trial in bench.trials.values())
 
 

@@ -4,6 +4,7 @@ A single rank needs no process group: its collectives return at once.
 """
 
 from megatron_run_engine.runtime.comm.groups import Channels, Groups, Scope, create_aside, create_groups, patience
+from megatron_run_engine.runtime.comm.host import passes_host
 from megatron_run_engine.runtime.comm.parallel_group import ALONE, ParallelGroup, Pending
 
 __all__ = [
@@ -15,5 +16,6 @@ __all__ = [
     "Scope",
     "create_aside",
     "create_groups",
+    "passes_host",
     "patience",
 ]

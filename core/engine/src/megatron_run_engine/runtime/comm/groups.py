@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -11,10 +12,11 @@ import torch.distributed as dist
 
 from megatron_run.contracts.activity import Activity
 from megatron_run.contracts.topology import Axis
+from megatron_run_engine.runtime.comm.host import passes_host, start
 from megatron_run_engine.runtime.comm.parallel_group import ParallelGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -61,7 +63,7 @@ class Groups:
         group = self.group(scope)
         if group is not None:
             with self.activity.collective("all-reduce", scope, tensor.numel()):
-                dist.all_reduce(tensor, group=group)
+                _finish(partial(dist.all_reduce, group=group), group, tensor)
         return tensor
 
     def max_(self, tensor: Tensor, scope: Scope) -> Tensor:
@@ -69,7 +71,7 @@ class Groups:
         group = self.group(scope)
         if group is not None:
             with self.activity.collective("all-reduce", scope, tensor.numel()):
-                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+                _finish(partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=group), group, tensor)
         return tensor
 
     def broadcast_(self, tensor: Tensor, source: int, scope: Scope) -> Tensor:
@@ -77,13 +79,18 @@ class Groups:
         group = self.group(scope)
         if group is not None:
             with self.activity.collective("broadcast", scope, tensor.numel()):
-                dist.broadcast(tensor, source, group=group)
+                _finish(partial(dist.broadcast, src=source, group=group), group, tensor)
         return tensor
 
     def gather_(self, tensor: Tensor, found: list[Tensor] | None) -> None:
         """Gather every rank's ``tensor`` on rank 0, in ``found``, one entry per rank; other ranks pass None."""
+        sent, received = tensor, found
+        if passes_host(tensor.device, self.world):
+            sent, received = tensor.cpu(), None if found is None else [each.cpu() for each in found]
         with self.activity.collective("gather", "world", tensor.numel()):
-            dist.gather(tensor, found, dst=0, group=self.world)
+            dist.gather(sent, received, dst=0, group=self.world)
+        if found is not None and received is not None and received is not found:
+            torch._foreach_copy_(found, received)
 
     def gather_names(self, names: Sequence[str], device: torch.device) -> list[list[str]]:
         """Every rank's ``names``, by rank, exchanged through tensors on ``device``; names contain no newlines.
@@ -98,6 +105,13 @@ class Groups:
         rows[dist.get_rank(self.world), : len(text)] = text  # the other rows are zero, so a sum gathers
         found = (bytes(row).rstrip(b"\0").decode() for row in self.sum_(rows, "world").tolist())
         return [each.split("\n") if each else [] for each in found]
+
+
+def _finish(begin: Callable[[Tensor], dist.Work | None], group: dist.ProcessGroup, tensor: Tensor) -> None:
+    """Run the collective ``begin`` on ``tensor``. It returns when it is done, and nothing, so it needs no wait."""
+    copied = start(begin, group, tensor)
+    if copied is not None:
+        copied.wait()
 
 
 #: All groups along an axis, as ranks.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 
 from megatron_run.contracts.activity import Activity
 from megatron_run_engine.runtime.comm import gloo
+from megatron_run_engine.runtime.comm.host import start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from megatron_run_engine.runtime.comm.gloo import Transfers
+    from megatron_run_engine.runtime.comm.host import Waitable
 
 
 #: The phase of a wait that is not recorded.
@@ -29,7 +31,7 @@ class Pending:
     """A tensor that a collective is filling; ``phase`` is this rank's activity while it waits for it."""
 
     tensor: Tensor
-    work: dist.Work | Transfers | None = None
+    work: Waitable | None = None
     phase: AbstractContextManager[None] = _UNRECORDED
 
     def wait(self) -> Tensor:
@@ -63,13 +65,14 @@ class ParallelGroup:
         """Start summing ``tensor`` over the peers, in place."""
         if not self._several:
             return Pending(tensor)
-        return self._start("all-reduce", tensor, lambda: dist.all_reduce(tensor, **self._async))
+        return self._start("all-reduce", partial(dist.all_reduce, **self._async), tensor)
 
     def max_(self, tensor: Tensor) -> Tensor:
         """Take the maximum of ``tensor`` over the peers, in place."""
         if self._several:
             with self.activity.collective("all-reduce", self.scope, tensor.numel()):
-                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+                copied = start(partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=self.group), self.group, tensor)
+            Pending(tensor, copied).wait()
         return tensor
 
     def gather(self, part: Tensor) -> Tensor:
@@ -81,8 +84,7 @@ class ParallelGroup:
         if not self._several:
             return Pending(part)
         whole = part.new_empty((self.size * part.shape[0], *part.shape[1:]))
-        gather = _collective("all_gather")
-        return self._start("all-gather", whole, lambda: gather(whole, part.contiguous(), **self._async))
+        return self._start("all-gather", partial(_collective("all_gather"), **self._async), whole, part.contiguous())
 
     def scatter_sum(self, whole: Tensor) -> Tensor:
         """This rank's part of the sum over the peers, a reduce-scatter: [size * n, ...] -> [n, ...]."""
@@ -93,8 +95,8 @@ class ParallelGroup:
         if not self._several:
             return Pending(whole)
         part = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
-        scatter = _collective("reduce_scatter")
-        return self._start("reduce-scatter", part, lambda: scatter(part, whole.contiguous(), **self._async))
+        scatter = partial(_collective("reduce_scatter"), **self._async)
+        return self._start("reduce-scatter", scatter, part, whole.contiguous())
 
     def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Exchange rows with every peer, an all-to-all: rows [sum(send), ...] -> [sum(receive), ...].
@@ -104,9 +106,14 @@ class ParallelGroup:
         if not self._several:
             return rows
         received = rows.new_empty((sum(receive), *rows.shape[1:]))
+
+        def begin(received: Tensor, rows: Tensor) -> dist.Work | None:
+            work: dist.Work | None = dist.all_to_all_single(received, rows, list(receive), list(send), group=self.group)
+            return work
+
         with self.activity.collective("all-to-all", self.scope, 0):  # 0: the number of values differs between peers
-            dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=self.group)
-        return received
+            copied = start(begin, self.group, received, rows.contiguous())
+        return Pending(received, copied).wait()
 
     def start_sum_shares(self, flat: Tensor, shares: Sequence[range]) -> Pending:
         """Start summing ``flat`` over the peers, in place: peer r gets the sum in its ``shares[r]``.
@@ -118,11 +125,12 @@ class ParallelGroup:
             return Pending(flat)
         owner = _owner(shares)
         if owner is not None:
-            return self._start("reduce", flat, lambda: dist.reduce(flat, group_dst=owner, **self._async))
+            return self._start("reduce", partial(dist.reduce, group_dst=owner, **self._async), flat)
         if gloo.is_gloo(self.group):
-            return self._start("sum of shares", flat, lambda: gloo.start_sum_shares(flat, shares, *self._place))
-        scatter, mine = _collective("reduce_scatter"), flat[shares[self.index].start : shares[self.index].stop]
-        return self._start("sum of shares", flat, lambda: scatter(mine, flat, **self._async))
+            summing = partial(gloo.start_sum_shares, shares=shares, index=self.index, group=self.group)
+            return self._start("sum of shares", summing, flat)
+        scatter, mine = _collective("reduce_scatter"), slice(shares[self.index].start, shares[self.index].stop)
+        return self._start("sum of shares", lambda flat: scatter(flat[mine], flat, **self._async), flat)
 
     def start_gather_shares(self, flat: Tensor, shares: Sequence[range]) -> Pending:
         """Start filling ``flat`` on every peer; peer r holds ``shares[r]``, as in :meth:`start_sum_shares`."""
@@ -130,25 +138,22 @@ class ParallelGroup:
             return Pending(flat)
         owner = _owner(shares)
         if owner is not None:
-            return self._start("broadcast", flat, lambda: dist.broadcast(flat, group_src=owner, **self._async))
+            return self._start("broadcast", partial(dist.broadcast, group_src=owner, **self._async), flat)
         if gloo.is_gloo(self.group):
-            return self._start("gather of shares", flat, lambda: gloo.start_gather_shares(flat, shares, *self._place))
-        gather, mine = _collective("all_gather"), flat[shares[self.index].start : shares[self.index].stop]
-        return self._start("gather of shares", flat, lambda: gather(flat, mine, **self._async))
+            gathering = partial(gloo.start_gather_shares, shares=shares, index=self.index, group=self.group)
+            return self._start("gather of shares", gathering, flat)
+        gather, mine = _collective("all_gather"), slice(shares[self.index].start, shares[self.index].stop)
+        return self._start("gather of shares", lambda flat: gather(flat, flat[mine], **self._async), flat)
 
-    def _start(self, operation: str, result: Tensor, begin: Callable[[], dist.Work | Transfers | None]) -> Pending:
+    def _start(self, operation: str, begin: Callable[..., Waitable | None], result: Tensor, *inputs: Tensor) -> Pending:
         phase = self.activity.collective(operation, self.scope, result.numel())
         with phase:
-            work = begin()
+            work = start(begin, self.group, result, *inputs)
         return Pending(result, work, phase)  # the wait re-enters the phase: it is the same collective, counted once
 
     @property
     def _async(self) -> dict[str, Any]:
         return {"group": self.group, "async_op": True}
-
-    @property
-    def _place(self) -> tuple[int, dist.ProcessGroup | None]:
-        return self.index, self.group
 
     @property
     def _several(self) -> bool:

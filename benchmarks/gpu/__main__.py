@@ -1,0 +1,65 @@
+"""Measures training on one GPU: its ceilings, models against peers, captured graphs, experts, profile, saves, start.
+
+    python -m benchmarks.gpu --list
+    python -m benchmarks.gpu --piece ceilings [--out gpu] [--device cuda] [--quick]
+    python -m benchmarks.gpu --page [--out gpu] > benchmarks/results/gpu.md
+
+A piece takes less than nine minutes, and writes ``OUT/PIECE.json`` and its part of the page. Each side of a piece runs
+in a process of its own, so that a failure is one row and memory is its own. With ``--device cpu --quick`` everything
+runs at tiny sizes: then only the device is new on the day.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.gpu import experts, host, models
+from benchmarks.gpu.measuring import ceilings
+from benchmarks.gpu.page import page
+from benchmarks.support.report import environment
+
+#: Name of a piece -> what measures it, given the device and whether sizes are tiny.
+PIECES = {
+    "ceilings": ceilings,
+    **{name: models.piece(name) for name in models.GPT},
+    "graphs": models.graphs,
+    "experts": experts.measure,
+    "profile": host.profile,
+    "saves": host.saves,
+    "start": host.start,
+}
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure the pieces that were asked for, or all; or print the page of those that were measured."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--piece", nargs="+", choices=PIECES, default=list(PIECES), metavar="NAME")
+    parser.add_argument("--list", action="store_true", help="print the names of the pieces")
+    parser.add_argument("--page", action="store_true", help="print the page of the pieces in OUT, measure nothing")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, few samples")
+    parser.add_argument("--out", type=Path, default=Path("gpu"), help="folder of the results")
+    given = parser.parse_args(words)
+    if given.list:
+        print("\n".join(PIECES))
+        return
+    given.out.mkdir(parents=True, exist_ok=True)
+    if not given.page:
+        for name in given.piece:
+            start = time.perf_counter()
+            found = PIECES[name](given.device, quick=given.quick)
+            record = {"machine": environment(), "took": time.perf_counter() - start, **found}
+            (given.out / f"{name}.json").write_text(json.dumps(record, indent=1), "utf-8")
+            print(f"{name}: {record['took']:.0f} s", flush=True)
+    measured = {name: given.out / f"{name}.json" for name in PIECES}
+    print(
+        "\n".join(page({name: json.loads(file.read_text("utf-8")) for name, file in measured.items() if file.exists()}))
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The page of what was measured: a table a piece, beside the goals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from benchmarks.gpu.models import CAPTURES, GPT, OURS, PEERS, WAYS
+from benchmarks.support.report import table
+
+FP8 = f"{OURS}, Transformer Engine in FP8"
+#: Of the data sheet's peak, at these sizes; graphs over eager at experts; FP8 over bf16 at the largest.
+MFU, MFU_AT, GRAPHS, FP8_GAIN = 0.50, ("1.3b", "3b"), 1.10, 1.25
+
+
+def page(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Markdown of the pieces in ``found``, by name; pieces that were not measured are named at the end."""
+    yield "# One GPU\n"
+    yield "Made by `python -m benchmarks.gpu`: device events, medians, random data.\n"
+    yield from sorted({f"{piece['machine']}." for piece in found.values()})
+    ceilings = found.get("ceilings", {})
+    if ceilings:
+        yield f"\n## Ceilings of {ceilings.get('name', 'the device')}\n"
+        numbers = {key: value for key, value in ceilings.items() if "/s" in key}
+        yield from table(tuple(numbers) or ("failed",), [_numbers(numbers) or (ceilings["failed"],)])
+    for size in GPT:
+        if size in found:
+            yield from _model(size, found[size], ceilings)
+    for size, captured in found.get("graphs", {}).items():
+        if isinstance(captured, dict):
+            yield f"\n## Graphs: {size}\n\n{captured['shape']}.\n"
+            yield from table(("capture", "tokens/s", "over eager"), _captured(captured["sides"]))
+    for name in ("experts", "profile", "saves", "start"):
+        if name in found:
+            yield f"\n## {name.capitalize()}\n"
+            yield from _plain({key: value for key, value in found[name].items() if key not in ("machine", "took")})
+    yield "\n## Goals\n"
+    yield from table(("goal", "measured", "met"), _goals(found))
+
+
+def _numbers(values: Mapping[str, float]) -> tuple[str, ...]:
+    return tuple(f"{value:.3g}" for value in values.values())
+
+
+def _model(size: str, found: Mapping[str, Any], ceilings: Mapping[str, Any]) -> Iterator[str]:
+    yield f"\n## GPT {size} in bf16\n\n{found['shape']}.\n"
+    measured, sheet = ceilings.get("bf16 TFLOP/s"), ceilings.get("sheet")
+    columns = ("side", "tokens/s", "TFLOP/s", "of measured peak", "of data sheet", "GiB", "last loss")
+    rows = []
+    for name in (*WAYS, *PEERS):
+        side = found["sides"][name]
+        if "failed" in side:
+            rows.append((name, side["failed"], *[""] * 5))
+            continue
+        shares = (f"{side['TFLOP/s'] / peak:.1%}" if peak else "unknown" for peak in (measured, sheet))
+        memory = "unknown" if side["GiB"] is None else f"{side['GiB']:.1f}"
+        rows.append((name, f"{side['tokens/s']:.0f}", f"{side['TFLOP/s']:.3g}", *shares, memory, f"{side['loss']:.2f}"))
+    yield from table(columns, rows)
+
+
+def _captured(sides: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    eager = sides["eager"].get("tokens/s")
+    for name in CAPTURES:
+        rate = sides[name].get("tokens/s")
+        if rate is None:
+            yield name, sides[name]["failed"], ""
+        else:
+            yield name, f"{rate:.0f}", f"{rate / eager:.2f}" if eager else "unknown"
+
+
+def _plain(found: Mapping[str, Any]) -> Iterator[str]:
+    """Whatever a piece holds, a row a number."""
+    yield from table(("what", "value"), _flat("", found))
+
+
+def _flat(prefix: str, found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, value in found.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _flat(f"{name}: ", value)
+        else:
+            yield name, f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _goals(found: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
+    """Each goal with what was measured; one whose pieces are missing is not measured."""
+    sheet = found.get("ceilings", {}).get("sheet")
+    for size in MFU_AT:
+        rate = _rate(found, size, "TFLOP/s", *WAYS)
+        yield _goal(f"{MFU:.0%} of the data sheet at {size}", rate / sheet if rate and sheet else None, MFU)
+    for size in GPT:
+        ours, best = _rate(found, size, "tokens/s", *WAYS), _rate(found, size, "tokens/s", *PEERS)
+        yield _goal(f"the best peer's rate at {size}", ours / best if ours and best else None, 1.0)
+    sides = found.get("graphs", {}).get("experts", {}).get("sides", {})
+    eager, replayed = (sides.get(name, {}).get("tokens/s") for name in ("eager", "partial"))
+    yield _goal(
+        f"partial graphs {GRAPHS:.2f} times eager at experts", replayed / eager if eager and replayed else None, GRAPHS
+    )
+    bf16, fp8 = (_rate(found, "3b", "tokens/s", name) for name in (f"{OURS}, Transformer Engine", FP8))
+    yield _goal(f"FP8 {FP8_GAIN:.2f} times bf16 at 3b", fp8 / bf16 if bf16 and fp8 else None, FP8_GAIN)
+
+
+def _rate(found: Mapping[str, Mapping[str, Any]], size: str, what: str, *names: str) -> float:
+    """The best of ``names``; 0 when none was measured. FP8 counts only where it is named."""
+    sides = found.get(size, {}).get("sides", {})
+    chosen = [name for name in names if name != FP8 or len(names) == 1]
+    return max((sides.get(name, {}).get(what, 0.0) for name in chosen), default=0.0)
+
+
+def _goal(what: str, measured: float | None, least: float) -> tuple[str, str, str]:
+    if measured is None:
+        return what, "not measured", ""
+    return what, f"{measured:.3f}", "yes" if measured >= least else "no"

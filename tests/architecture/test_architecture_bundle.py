@@ -1,0 +1,102 @@
+"""The offline bundle: packed from this checkout, installed without a network, over a PyTorch that stays as it is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.bundle.__main__ import BUILDING, NEVER, build_wheels, older, pinned, requirements, write_bundle
+from tests.support.checkout import MEMBERS, ROOT
+
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def packed(folder: Path, python: str = HERE) -> Path:
+    """A bundle without wheels, unpacked."""
+    (folder / "made" / "wheels").mkdir(parents=True)
+    write_bundle(folder / "made", python, folder, [])
+    return folder / "made"
+
+
+def install(bundle: Path, target: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = (str(bundle / "install.sh"), str(target))
+    inner = {**os.environ, "PYTHON": sys.executable, "PIP_NO_INDEX": "1", **variables}
+    return subprocess.run(command, env=inner, capture_output=True, text=True, timeout=280, check=False)
+
+
+def test_it_brings_all_that_is_required_but_torch() -> None:
+    wanted = requirements()
+    names = {each.partition(">")[0].partition("=")[0].partition("<")[0] for each in wanted}
+    assert not names & {*NEVER, *(member.name for member in MEMBERS)}
+    assert {"pydantic", "ruamel.yaml", "rich", "click", "pluggy", "tokenizers", *BUILDING} <= names
+    assert pinned(["pytest"])[0].startswith("pytest==")
+
+
+def test_wheels_of_an_older_glibc_run_on_a_newer_one() -> None:
+    platforms = older("manylinux_2_28_x86_64")
+    assert {"manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"} <= set(platforms)
+    assert "manylinux_2_28_x86_64" not in platforms
+    assert older("macosx_14_0_arm64") == []
+
+
+def test_what_does_not_fit_ends_with_one_line(tmp_path: Path) -> None:
+    bundle = packed(tmp_path)
+    bare = tmp_path / "bare" / "python"
+    bare.parent.mkdir()
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # without what is installed
+    bare.chmod(0o755)
+    said = {
+        "has no PyTorch: install torch >= 2.9": install(bundle, tmp_path / "a", PYTHON=str(bare)),
+        "there is no nobody: set PYTHON": install(bundle, tmp_path / "a", PYTHON="nobody"),
+        "exists: name another folder": install(bundle, tmp_path),
+    }
+    (bundle / "requirements.txt").write_text("changed")
+    said["files differ from SHA256SUMS"] = install(bundle, tmp_path / "a")
+    for line, done in said.items():
+        assert done.returncode == 1
+        assert line in done.stderr
+        assert done.stderr.count("install.sh: ") == 1
+    assert not (tmp_path / "a").exists()
+
+
+def test_another_python_is_refused(tmp_path: Path) -> None:
+    done = install(packed(tmp_path, "3.1"), tmp_path / "a")
+    assert "is not Python 3.1, for which this bundle was made: set PYTHON" in done.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(290)
+def test_it_installs_and_runs_where_only_ours_is_missing(tmp_path: Path) -> None:
+    """Third parties' wheels are not downloaded here: those that are installed stand in for them."""
+    from tests.support.scratch import Scratch
+
+    behind = Scratch(tmp_path / "machine", ours=False)
+    folder = tmp_path / "made"
+    build_wheels(folder / "wheels")
+    subprocess.run(
+        (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder / "wheels"), "pip"), check=True
+    )
+    bundle = write_bundle(folder, HERE, tmp_path, [])
+    shutil.rmtree(folder)
+    with tarfile.open(bundle) as archive:
+        archive.extractall(tmp_path, filter="data")
+    script = folder / "install.sh"
+    lines = [line for line in script.read_text().splitlines() if "megatron-core" not in line]
+    script.write_text("\n".join(lines) + "\n")
+    sums = folder / "SHA256SUMS"
+    sums.write_text("".join(f"{line}\n" for line in sums.read_text().splitlines() if "install.sh" not in line))
+    done = install(folder, tmp_path / "a", PYTHON=str(behind.python))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a" / ".venv" / ".bundle").exists()
+    assert (tmp_path / "a" / "Makefile").read_text() == (ROOT / "Makefile").read_text()
+    ran = subprocess.run(
+        (str(tmp_path / "a" / ".venv" / "bin" / "megatron-run"), "plugins", "list"),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "schedule=1f1b" in ran.stdout.replace(" ", "=") or "1f1b" in ran.stdout

@@ -1,0 +1,68 @@
+"""The benchmark of one GPU, run on a CPU at tiny sizes, so that only the device is new on a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.__main__ import PIECES, main
+from benchmarks.gpu.measuring import alone, seconds
+from benchmarks.gpu.models import CAPTURES, GPT, OURS, PEERS, WAYS
+from benchmarks.gpu.page import page
+
+MACHINE = {"machine": "here", "took": 1.0}
+
+
+def side(rate: float) -> dict[str, float]:
+    return {"tokens/s": rate, "TFLOP/s": 500.0, "GiB": 10.0, "loss": 5.0}
+
+
+def test_the_page_shows_each_side_and_each_goal_beside_what_was_measured() -> None:
+    sides = {**{name: {"failed": "is not installed"} for name in (*WAYS, *PEERS)}, OURS: side(110.0)}
+    sides["transformers"] = side(100.0)
+    captured = {name: side(120.0 if name == "partial" else 100.0) for name in CAPTURES}
+    found = {
+        "ceilings": {**MACHINE, "bf16 TFLOP/s": 800.0, "sheet": 989.0, "name": "a GPU"},
+        "3b": {**MACHINE, "shape": "large", "sides": sides},
+        "graphs": {**MACHINE, "experts": {"shape": "small", "sides": captured}},
+    }
+    lines = list(page(found))
+    assert f"| {OURS} | 110 | 500 | 62.5% | 50.6% | 10.0 | 5.00 |" in lines
+    assert "| 50% of the data sheet at 3b | 0.506 | yes |" in lines
+    assert "| 50% of the data sheet at 1.3b | not measured |  |" in lines
+    assert "| the best peer's rate at 3b | 1.100 | yes |" in lines
+    assert "| partial graphs 1.10 times eager at experts | 1.200 | yes |" in lines
+    assert "| FP8 1.25 times bf16 at 3b | not measured |  |" in lines
+
+
+def test_a_call_is_timed_after_those_that_warm_up() -> None:
+    calls: list[int] = []
+    taken = seconds(lambda: calls.append(1), "cpu", samples=4, warm_up=2)
+    assert (len(taken), len(calls)) == (4, 6)
+    assert min(taken) > 0
+
+
+def fails(device: str) -> dict[str, float]:
+    raise RuntimeError(f"no kernel on {device}\nand a second line")
+
+
+@pytest.mark.multiproc
+def test_a_side_that_fails_is_a_row_and_ends_nothing() -> None:
+    assert alone(fails, "cpu") == {"failed": "RuntimeError: no kernel on cpu"}
+
+
+@pytest.mark.nightly
+@pytest.mark.multiproc
+@pytest.mark.timeout(900)
+def test_every_piece_runs_on_a_cpu_at_tiny_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pieces = [name for name in PIECES if name not in list(GPT)[1:]]  # tiny, all models are the same
+    main(["--device", "cpu", "--quick", "--out", str(tmp_path), "--piece", *pieces])
+    shown = capsys.readouterr().out
+    for name in pieces:
+        found = json.loads((tmp_path / f"{name}.json").read_text("utf-8"))
+        assert "failed" not in found
+    sides = json.loads((tmp_path / "124m.json").read_text("utf-8"))["sides"]
+    assert {name for name in (OURS, "nanoGPT, compiled", "megatron-core") if "failed" in sides[name]} == set()
+    assert f"| {OURS} |" in shown
