@@ -18,7 +18,7 @@ from megatron_run_engine.runtime.recompute import recomputed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from megatron_run.contracts import ParallelLayers
+    from megatron_run.contracts import Decoding, ParallelLayers
     from megatron_run_engine.nn.spec import TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext
 
@@ -28,7 +28,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, layers: ParallelLayers, spec: TransformerSpec, layer: int, rotary: Rotary | None) -> None:
         super().__init__()
-        self.head_size = spec.head_size
+        self.head_size, self.layer = spec.head_size, layer
         width, kv_width = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
         parts = (LinearPart("query", width), LinearPart("key", kv_width), LinearPart("value", kv_width))
         self.features = [part.features for part in parts]
@@ -49,20 +49,58 @@ class SelfAttention(nn.Module):
         """
         self._core_draws = streams
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h]; between blocks s is s/t under sequence parallelism."""
+    def forward(self, x: Tensor, decoding: Decoding | None = None) -> Tensor:
+        """[s, b, h] -> [s, b, h]; between blocks s is s/t under sequence parallelism.
+
+        With ``decoding`` the keys and values of earlier columns come from this layer's :class:`KeyValueCache`.
+        """
         fused = self.qkv(x)  # [s, b, (n + 2k) * d / t]
         split = sum(self.features) // fused.shape[-1]  # t, read from the result: the factory decides how to split
         pieces = fused.split([features // split for features in self.features], dim=-1)
         query, key, value = (piece.unflatten(-1, (-1, self.head_size)) for piece in pieces)  # [s, b, n or k / t, d]
         if self.rotary is not None:
-            query, key = self.rotary(query), self.rotary(key)
+            query, key = self.rotary(query, decoding), self.rotary(key, decoding)
+        mask = None
+        if decoding is not None and decoding.caches is not None:
+            mask, cache = decoding.mask, decoding.caches.get(self.layer)
+            if cache is None:
+                cache = decoding.caches[self.layer] = KeyValueCache(key)
+            key, value = cache.extend(key, value, decoding.first)
         if self._core_draws is None or not (self.training and torch.is_grad_enabled()):
-            attended: Tensor = self.core(query, key, value, None)  # [s, b, n/t * d]
+            attended: Tensor = self.core(query, key, value, mask)  # [s, b, n/t * d]
         else:
             attended = recomputed(self.core, (query, key, value), self._core_draws)
         result: Tensor = self.output(attended)  # [s, b, h]
         return result
+
+
+class KeyValueCache:
+    """The keys and values of the columns that were read; sizes and type are those of ``key`` [s, b, k, d].
+
+    One buffer [b, k, room, d] each, in which a query finds each head's keys in a row. It doubles when it is full.
+    """
+
+    def __init__(self, key: Tensor) -> None:
+        _, b, k, d = key.shape
+        self._keys, self._values = key.new_empty(b, k, 0, d), key.new_empty(b, k, 0, d)
+
+    def extend(self, key: Tensor, value: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """Write key and value [s, b, k, d] from column ``first`` on; return those of all columns [c, b, k, d]."""
+        stop = first + len(key)
+        if stop > self._keys.shape[2]:
+            self._keys, self._values = (self._grown(buffer, first, 2 * stop) for buffer in (self._keys, self._values))
+        for buffer, new in ((self._keys, key), (self._values, value)):
+            buffer[:, :, first:stop] = new.permute(1, 2, 0, 3)  # [s, b, k, d] -> [b, k, s, d]
+        return self._keys[:, :, :stop].permute(2, 0, 1, 3), self._values[:, :, :stop].permute(2, 0, 1, 3)
+
+    def _grown(self, buffer: Tensor, columns: int, room: int) -> Tensor:
+        grown = buffer.new_empty(*buffer.shape[:2], room, buffer.shape[3])
+        grown[:, :, :columns] = buffer[:, :, :columns]
+        return grown
+
+    def keep(self, rows: Tensor) -> None:
+        """Forget all rows but ``rows`` [r], which become the first r."""
+        self._keys, self._values = self._keys[rows], self._values[rows]
 
 
 #: Queries per block of scores: small enough that a block skips most of the keys that the causal mask hides from it.
@@ -72,19 +110,30 @@ BLOCK = 128
 class CoreAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v by the faster of two implementations; dropout acts on the probabilities."""
 
+    #: It takes more keys than queries: those of earlier tokens.
+    caches = True
+
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.dropout = dropout
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Query [s, b, n, d], key and value [s, b, k, d] -> [s, b, n*d].
+        """Query [s, b, n, d], key and value [c, b, k, d] with c >= s -> [s, b, n*d].
 
-        ``mask`` is boolean and broadcasts to [b, 1, s, s]: true where a query may attend. None means causal. A query
-        that may attend to no key gets zeros.
+        ``mask`` is boolean and broadcasts to [b, 1, s, c]: true where a query may attend. None means causal: the last
+        query sees all keys. A query that may attend to no key gets zeros.
         """
+        if len(key) > len(query):
+            return fused_attention(query, key, value, _later_causal(query, key) if mask is None else mask, 0.0)
         dropout = self.dropout if self.training else 0.0
         attend = matmul_attention if matmuls_are_faster(query, dropout) else fused_attention
         return attend(query, key, value, mask, dropout)
+
+
+def _later_causal(query: Tensor, key: Tensor) -> Tensor | None:
+    """The causal mask [s, c] of the last s of c tokens; None for one query, which sees all keys."""
+    s, c = len(query), len(key)
+    return None if s == 1 else torch.ones(s, c, dtype=torch.bool, device=query.device).tril(c - s)
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
@@ -96,7 +145,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
         value,
         attn_mask=mask,
         dropout_p=dropout,
-        is_causal=mask is None,
+        is_causal=mask is None and query.shape[2] == key.shape[2],
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return x.permute(2, 0, 1, 3).flatten(2)  # [b, n, s, d] -> [s, b, n, d] -> [s, b, n*d]
@@ -179,8 +228,13 @@ class Rotary(nn.Module):
         self.register_buffer("cos", angles.cos().to(context.dtypes.param), persistent=False)
         self.register_buffer("sin", angles.sin().to(context.dtypes.param), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, decoding: Decoding | None = None) -> Tensor:
         """Rotate queries or keys: [s, b, n, d] -> [s, b, n, d]."""
-        cos, sin = self.cos[: len(x)], self.sin[: len(x)]
+        if decoding is not None and decoding.positions is not None:
+            places = decoding.positions.t()  # [s, b]
+            cos, sin = self.cos[places, 0], self.sin[places, 0]  # [s, b, 1, d/2]
+        else:
+            start = 0 if decoding is None else decoding.first
+            cos, sin = self.cos[start : start + len(x)], self.sin[start : start + len(x)]
         first, second = x.chunk(2, dim=-1)  # each [s, b, n, d/2]
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

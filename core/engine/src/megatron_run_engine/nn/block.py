@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch.nn import Parameter
 
-    from megatron_run.contracts import ParallelLayers
+    from megatron_run.contracts import Decoding, ParallelLayers
     from megatron_run_engine.nn.attention import Rotary
     from megatron_run_engine.nn.spec import ExpertSpec, TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext
@@ -62,16 +62,26 @@ class Block(nn.Module):
         self.attention.recompute_core(streams if self.draws else ())
         self.why_eager = _RECOMPUTES_A_PART
 
-    def attend(self, x: Tensor) -> Tensor:
+    def attend(self, x: Tensor, decoding: Decoding | None = None) -> Tensor:
         """Add the attention half: [s, b, h] -> [s, b, h]."""
-        added: Tensor = self.dropout(self.attention(x))
+        added: Tensor = self.dropout(self.attention(x, decoding))
         return x + added
 
     def segments(self) -> tuple[Segment, ...]:
         """Both halves, in order."""
         params, draws = parameters_of(self.attention), self.draws
         attend = Segment(
-            "attn", self.layer, 0, self.attend, ("x",), ("x",), params, self.why_eager, draws, parts=self.PARTS
+            "attn",
+            self.layer,
+            0,
+            self.attend,
+            ("x",),
+            ("x",),
+            params,
+            self.why_eager,
+            draws,
+            parts=self.PARTS,
+            decodes=True,
         )
         return attend, *self.feed_segments()
 
@@ -145,6 +155,7 @@ class ExpertBlock(Block):
                 why,
                 draws=self.draws and name == "moe_combine",
                 differentiable=name != "moe_preprocess",  # maps are integers
+                decodes=name == "moe_preprocess",
             )
 
         return (

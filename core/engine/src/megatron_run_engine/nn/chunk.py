@@ -55,9 +55,9 @@ class ForwardPass:
     def around(self, segment: Segment) -> Segment:
         """``segment`` wrapped so that it enters the forward pass itself where no chunk has."""
 
-        def run(*tensors: Any) -> Any:
+        def run(*tensors: Any, **decoding: Any) -> Any:
             with self():
-                return segment.fn(*tensors)
+                return segment.fn(*tensors, **decoding)
 
         return replace(segment, fn=run)
 
@@ -89,6 +89,8 @@ class DecoderChunk(nn.Module):
         self.output = output
         self.cross_entropy = self._make_loss(layers, spec) if output is not None else None
 
+        #: Whether every layer here can keep what it needs of earlier tokens (:class:`megatron_run.contracts.Decoding`).
+        self.caches = all(getattr(block.attention.core, "caches", False) for block in blocks.values())
         self._runner, self._forward_pass, self._routers = context.segments, ForwardPass(layers), routers
         train = context.train
 
@@ -110,7 +112,8 @@ class DecoderChunk(nn.Module):
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> ChunkOut:
         """Run forward: x [s, b, h], or None at the first position -> x for the next, losses, or logits [s, b, p/t].
 
-        The last position gives losses when the microbatch has labels and logits when it has none.
+        The last position gives losses when the microbatch has labels and logits when it has none, while texts are
+        generated those of the last column alone.
         """
         with self._forward_pass():
             if self.embedding is not None:
@@ -140,6 +143,8 @@ class DecoderChunk(nn.Module):
         return environment["x"], *(environment[name] for name in names)
 
     def _run_head(self, x: Tensor, microbatch: Microbatch) -> ChunkOut:
+        if microbatch.decoding is not None and microbatch.decoding.last_only:
+            x = x[-1:]
         environment = {"x": x, **microbatch.fields}
         if "labels" not in microbatch.fields:
             self._runner.run(self._head, microbatch, environment)

@@ -19,7 +19,7 @@ from megatron_run_engine.runtime.gradients import main_grad
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
-    from megatron_run.contracts import ParallelLayers
+    from megatron_run.contracts import Decoding, ParallelLayers
     from megatron_run_engine.nn.spec import TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_engine.runtime.gradients import GradientAccumulator
@@ -30,6 +30,8 @@ def embed(tokens: Tensor, weight: Parameter, gradients: GradientAccumulator) -> 
 
     The gradient is added into the rows that were looked up, without an intermediate dense gradient of size [v, h].
     """
+    if not torch.is_grad_enabled():
+        return F.embedding(tokens, weight)
     result: Tensor = _Embed.apply(tokens, weight, gradients)  # type: ignore[no-untyped-call]  # torch's
     return result
 
@@ -69,9 +71,11 @@ class Positions(nn.Module):
         self.weight = empty_parameter(context, spec.sequence_length, spec.hidden)
         self.parameter_specs = {"weight": ParameterSpec(spec.init, partial_over="tensor" if split else None)}
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, decoding: Decoding | None = None) -> Tensor:
         """Add positions: [s/t, b, h] -> [s/t, b, h]."""
-        first = self.shard * len(x)
+        if decoding is not None and decoding.positions is not None:
+            return x + F.embedding(decoding.positions.t(), self.weight)  # [b, s] -> [s, b, h]
+        first = self.shard * len(x) + (0 if decoding is None else decoding.first)
         return x + self.weight[first : first + len(x), None]
 
 
@@ -86,7 +90,7 @@ class Embedding(nn.Module):
         self.dropout = layers.dropout(spec.dropout)
         self.draws = spec.dropout > 0
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, decoding: Decoding | None = None) -> Tensor:
         """Tokens [b, s] -> [s, b, h], or [s/t, b, h] under sequence parallelism.
 
         Raises InputError when s is above the model's sequence length.
@@ -97,9 +101,10 @@ class Embedding(nn.Module):
                 fix="raise train.sequence_length",
             )
         x = self.word(tokens)
-        result: Tensor = self.dropout(x if self.position is None else self.position(x))
+        result: Tensor = self.dropout(x if self.position is None else self.position(x, decoding))
         return result
 
     def segment(self) -> Segment:
         """The whole layer as one segment, layer -1 of the model."""
-        return Segment("embedding", -1, 0, self, ("tokens",), ("x",), tuple(self.parameters()), draws=self.draws)
+        read = tuple(self.parameters())
+        return Segment("embedding", -1, 0, self, ("tokens",), ("x",), read, draws=self.draws, decodes=True)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 def linear(x: Tensor, weight: Parameter, bias: Parameter | None, gradients: GradientAccumulator) -> Tensor:
     """``x @ weight.T + bias``: x [*, i], weight [o, i], bias [o] -> [*, o]; weight gradients go to ``gradients``."""
+    if not torch.is_grad_enabled():  # an autograd function costs more than a small product
+        return F.linear(x, weight, bias)
     result: Tensor = _Linear.apply(x, weight, bias, gradients)  # type: ignore[no-untyped-call]  # torch's
     return result
 

@@ -1,4 +1,6 @@
-"""What one rank runs on: the executor, its messages, gradients, collectives, random streams and metrics.
+"""What one rank runs on: the executor, its messages, gradients, collectives, random streams, metrics.
+
+``generation`` adds tokens to texts, one forward a token.
 
 Imports: contracts, errors, pipeline.
 """

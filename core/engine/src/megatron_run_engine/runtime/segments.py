@@ -67,6 +67,13 @@ class SegmentRunner:
 
     def run(self, segments: Sequence[Segment], microbatch: Microbatch, environment: Environment) -> None:
         """Run a layer's ``segments`` in order, reading inputs from and writing outputs to ``environment``."""
+        if microbatch.decoding is not None:  # there is nothing to capture, recompute or draw
+            for segment in segments:
+                self._make_ready(segment)
+                decoding = {"decoding": microbatch.decoding} if segment.decodes else {}
+                result = segment.fn(*(environment[name] for name in segment.inputs), **decoding)
+                _store(segment, result, environment)
+            return
         learns = microbatch.train and torch.is_grad_enabled()
         if self._offload is not None and learns and segments:
             self._offload.enter(microbatch, segments[0].layer)
@@ -118,9 +125,7 @@ class SegmentRunner:
             self._note_inputs(region, environment)  # it begins among segments that are recomputed together
         self._make_ready(segment)
         self._rng.position(microbatch, segment.layer, segment.index)
-        result = segment.fn(*(environment[name] for name in segment.inputs))
-        outputs = result if isinstance(result, tuple) else (result,)
-        environment.update(zip(segment.outputs, outputs, strict=True))
+        _store(segment, segment.fn(*(environment[name] for name in segment.inputs)), environment)
 
     def _note_inputs(self, region: Region, environment: Environment) -> None:
         self._examples[region] = tuple(without_values(environment[name]) for name in region.inputs)
@@ -149,6 +154,11 @@ class SegmentRunner:
     def _make_ready(self, segment: Segment) -> None:
         if self._ensure_ready is not None:
             self._ensure_ready(segment.params)
+
+
+def _store(segment: Segment, result: object, environment: Environment) -> None:
+    outputs = result if isinstance(result, tuple) else (result,)
+    environment.update(zip(segment.outputs, outputs, strict=True))
 
 
 def without_values(x: Tensor) -> Tensor:

@@ -71,3 +71,8 @@ class DataSource(ABC):
     def decode(self, tokens: Sequence[int]) -> str | None:
         """The text of ``tokens``, or None if the data is not text."""
         return None
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The token that ends a document, None if there is none."""
+        return None

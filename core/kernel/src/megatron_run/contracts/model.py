@@ -16,12 +16,36 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Decoding:
+    """What layers must know while texts are generated, token by token, instead of read whole.
+
+    The texts of a batch are the rows of a table. All rows end in the same column, so the first ``padding[i]`` columns
+    of row i hold no token; None: every row is full. This pass reads columns ``first`` to ``first + s - 1``. ``caches``
+    holds, by the number of a layer, what that layer has chosen to keep of the columns before, an object of its own with
+    a method ``keep(rows)`` that forgets the other rows; None: nothing is kept, ``first`` is 0 and no row is padded. No
+    token is dropped for want of an expert's capacity: what a text becomes must not depend on the other rows.
+
+    ``positions`` [b, s] are the places of this pass's tokens in their texts, None where they are the columns; ``mask``
+    [b, 1, s, first + s] is true where a query may attend, None for causal. With ``last_only`` the logits of the last
+    column are enough.
+    """
+
+    first: int = 0
+    padding: Tensor | None = None
+    caches: dict[int, Any] | None = None
+    positions: Tensor | None = None
+    mask: Tensor | None = None
+    last_only: bool = False
+
+
+@dataclass(frozen=True)
 class Microbatch:
     """One microbatch as a stage sees it.
 
     ``index`` counts within the step (0..M-1), ``step`` counts from 1. ``sample0`` is the index of its first sample in
     the global batch; together with seed, step and layer it determines every random number. ``fields`` are the batch
     fields that this stage needs (:meth:`Model.fields`), each [b, s]. ``train`` is false in evaluation (no dropout).
+    ``decoding`` is set while texts are generated.
     """
 
     index: int
@@ -29,6 +53,7 @@ class Microbatch:
     sample0: int
     fields: Mapping[str, Tensor]
     train: bool = True
+    decoding: Decoding | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +118,8 @@ class Segment:
     the random stream; the embedding is layer -1, the head is layer ``num_layers``. ``why_eager`` is the reason why the
     segment must not be captured, empty if it may. ``draws``: ``fn`` draws random numbers in training, so the random
     streams must be positioned just before it, even if it is captured together with its neighbours.
-    ``differentiable``: some output of ``fn`` has a gradient; otherwise there is no backward to capture.
+    ``differentiable``: some output of ``fn`` has a gradient; otherwise there is no backward to capture. ``decodes``:
+    while texts are generated, ``fn`` is called with the microbatch's :class:`Decoding` as ``decoding`` too.
 
     ``recompute``: what ``fn`` saves for its backward is discarded, and ``fn`` runs again there; neighbours are
     recomputed together. ``offload``: it waits in host memory. A model sets both from
@@ -114,6 +140,7 @@ class Segment:
     recompute: bool = False
     offload: bool = False
     parts: tuple[str, ...] = ()
+    decodes: bool = False
 
 
 class ModelOptions(Protocol):
@@ -140,7 +167,11 @@ def mixture_options(options: object) -> MixtureOptions | None:
 
 
 class Chunk(Protocol):
-    """The part of the model at one position of the layout; in practice a ``torch.nn.Module``."""
+    """The part of the model at one position of the layout; in practice a ``torch.nn.Module``.
+
+    A chunk with a true attribute ``caches`` honours ``Microbatch.decoding``: its layers keep what they need of earlier
+    tokens, and rows may be padded. Text is generated from any other chunk by reading all of it again for every token.
+    """
 
     def __call__(self, x: Tensor | None, microbatch: Microbatch) -> ChunkOut:
         """Run the forward. ``x`` [s, b, h] comes from the previous position; it is None at the first."""

@@ -136,6 +136,11 @@ class Text(DataSource):
         """Return the text of ``tokens``."""
         return self._tokenizer.decode(tokens)
 
+    @property
+    def end_of_text(self) -> int:
+        """The token between documents."""
+        return self._tokenizer.end_of_document
+
 
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:

@@ -22,7 +22,7 @@ from megatron_run_engine.nn.parameter import empty_parameter
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from megatron_run.contracts import ParallelLayers
+    from megatron_run.contracts import Decoding, ParallelLayers
     from megatron_run_engine.nn.spec import ExpertSpec, TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_engine.runtime.metrics import Meter, Metrics
@@ -100,9 +100,12 @@ class MixtureOfExperts(nn.Module):
         shared = () if self.shared is None else (y,)
         return tokens, weights, chosen, load, *self._losses(logits, scores, load), *shared
 
-    def place(self, weights: Tensor, chosen: Tensor, load: Tensor) -> tuple[Tensor, ...]:
+    def place(
+        self, weights: Tensor, chosen: Tensor, load: Tensor, decoding: Decoding | None = None
+    ) -> tuple[Tensor, ...]:
         """The placement (order [n*k], place [n*k], counts [e]) and the spread of the load [3]."""
-        if self.spec.capacity_factor is None:
+        # In generation the tokens of a pass are those of other texts too: what is dropped would depend on them.
+        if self.spec.capacity_factor is None or decoding is not None:
             placement = place_all(chosen, load)
         else:
             placement = place_within_capacity(chosen, weights, load, self.spec)

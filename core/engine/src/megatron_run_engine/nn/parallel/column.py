@@ -26,7 +26,7 @@ def column_linear(
     x: Tensor, weight: Parameter, bias: Parameter | None, gradients: GradientAccumulator, split: Split
 ) -> Tensor:
     """Enter the region and multiply: x [s, b, i] or [s/t, b, i], weight [o/t, i], bias [o/t] -> [s, b, o/t]."""
-    if not split.overlap:
+    if not (split.overlap and torch.is_grad_enabled()):
         enter = gather_sequence if split.sequence else f
         return linear(enter(x, split.peers), weight, bias, gradients)
     result: Tensor = _ColumnLinear.apply(x, weight, bias, gradients, split)  # type: ignore[no-untyped-call]  # torch's

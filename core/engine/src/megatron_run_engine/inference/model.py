@@ -1,0 +1,256 @@
+"""What a user of Python holds: a model that can be called, and that writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_run.config.request import Request
+from megatron_run.errors import DataError, InputError
+from megatron_run_engine.inference.network import build_network, plan
+from megatron_run_engine.inference.source import find_source
+from megatron_run_engine.inference.text import Completion, TextStream
+from megatron_run_engine.runtime.generation import Generation, Sampling, TextTokens
+from megatron_run_engine.runtime.world import World
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_run.contracts import DataSource
+    from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.inference.source import Source
+    from megatron_run_engine.runtime.generation import Network
+
+#: A prompt: text, or token ids where the model has no tokenizer.
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How texts are continued: the options of :meth:`LoadedModel.generate`.
+
+    At most ``max_new_tokens`` continue each prompt, ``num`` times; temperature 0 takes the likeliest token. ``top_k``,
+    ``top_p`` and ``repetition_penalty`` are those of :class:`~megatron_run_engine.runtime.generation.Sampling`. A text
+    ends before the first string of ``stop``, at one of ``stop_tokens``, and unless ``past_end`` at the tokenizer's end
+    of a text. The same ``seed`` writes the same: alone or in a batch, with the ``cache`` or without, on any topology.
+    Raises :class:`InputError` for a value out of range.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    stop: str | Sequence[str] = ()
+    stop_tokens: Sequence[int] = ()
+    past_end: bool = False
+    num: int = 1
+    seed: int = 0
+    cache: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value in (("max_new_tokens", self.max_new_tokens), ("num", self.num)):
+            if value < 1:
+                raise InputError(f"{name}={value}: it must be at least 1")
+        if "" in self.stops:
+            raise InputError("a stop string is empty: every text would end at once")
+        _ = self.sampling  # checks its values
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How a token is chosen."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.repetition_penalty, self.seed)
+
+
+def load(
+    path: str | Path | None = None,
+    *,
+    step: int | None = None,
+    device: str = "auto",
+    sets: Mapping[str, Any] | Iterable[str] = (),
+) -> LoadedModel:
+    """Load a model in this process: of a run folder, a saved step, an imported folder, or one of another program.
+
+    None is the latest run; ``step`` is one of its steps, by default the newest. ``device`` is ``auto``, ``cpu`` or
+    ``cuda``. ``sets`` change configuration keys, as ``{"train.precision": "bf16"}``. Raises
+    :class:`~megatron_run.errors.RunError`.
+    """
+    source = find_source(None if path is None else Path(path).expanduser(), step)
+    words = () if isinstance(sets, Mapping) else tuple(sets)
+    values = {"run.device": device, **(sets if isinstance(sets, Mapping) else {})}
+    run = plan(source, Request(sets=words, values=values))
+    if run.sizes.world > 1:
+        raise InputError(
+            f"this process cannot be {run.sizes.world} ranks", fix="megatron-run generate starts them: add --nproc"
+        )
+    setting = run.config.run.device
+    cuda = setting == "cuda" or (setting == "auto" and torch.cuda.is_available())
+    return LoadedModel(run, source, World(device="cuda:0" if cuda else "cpu"))
+
+
+class LoadedModel:
+    """A model with its weights, in evaluation mode. ``source`` says where it came from, ``run`` how it is split.
+
+    ``network`` is this rank's part of it, ``data`` the source whose tokenizer is the model's, None without one.
+    Every rank of a model that is split calls the same methods with the same arguments.
+    """
+
+    network: Network
+    data: DataSource | None
+
+    def __init__(self, run: ResolvedRun, source: Source, world: World, **building: Any) -> None:
+        self.run, self.source = run, source
+        self.network, self.data = build_network(run, source, world, **building)
+
+    def __repr__(self) -> str:
+        return f"LoadedModel({str(self.source.path)!r}, vocabulary={self.vocab_size}, positions={self.positions})"
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of the model."""
+        return self.network.context.vocab_size
+
+    @property
+    def positions(self) -> int:
+        """The most tokens that the model reads at once."""
+        return self.network.positions
+
+    def __call__(self, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
+        """Logits after each of ``tokens`` [b, s]: fp32 [b, s, v]. Raises :class:`InputError` for ids that are none."""
+        table = torch.as_tensor(tokens, dtype=torch.int64, device=self.network.context.device)
+        if table.ndim != 2 or not table.numel():
+            raise InputError(f"tokens of shape {list(table.shape)}: [texts, tokens] is expected")
+        for row in table.tolist():
+            check_tokens(self, row)
+        logits = self.network.logits(table)
+        if logits is None:
+            raise InputError("this rank has no logits", why="the last stage of the pipeline has them")
+        return logits.transpose(0, 1)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``. Raises :class:`DataError` without a tokenizer."""
+        tokens = None if self.data is None else self.data.encode(text)
+        if tokens is None:
+            raise DataError(
+                f"{self.source.path} has no tokenizer",
+                why="the model was trained on tokens that are no text" if self.data else "only its weights lie there",
+                fix="give token ids: --tokens '1 2 3', or model.generate([[1, 2, 3]])",
+            )
+        return list(tokens)
+
+    def decode(self, tokens: Sequence[int]) -> str | None:
+        """The text of ``tokens``, None without a tokenizer."""
+        return None if self.data is None else self.data.decode(tokens)
+
+    def generate(self, prompts: str | Sequence[Prompt], **options: Any) -> list[Completion]:
+        """Continue ``prompts``, texts or lists of token ids, in one batch. ``options`` are those of :class:`Writing`.
+
+        The texts come in the order of the prompts, those of one prompt together.
+        """
+        return self.write([prompts] if isinstance(prompts, str) else prompts, Writing(**options))
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
+        """Yield the continuation of one prompt piece by piece, as it comes; ``options`` are those of :meth:`generate`.
+
+        Raises :class:`DataError` without a tokenizer.
+        """
+        self.encode("")  # without a tokenizer there are no pieces
+        for _, piece in Page(self, [prompt], Writing(**options)).pieces():
+            if piece:
+                yield piece
+
+    def write(
+        self, prompts: Sequence[Prompt], writing: Writing, show: Callable[[int, str], None] | None = None
+    ) -> list[Completion]:
+        """Continue ``prompts`` as ``writing`` says. ``show`` gets the number of a text and each piece of it."""
+        page = Page(self, prompts, writing)
+        for number, piece in page.pieces():
+            if show is not None and piece:
+                show(number, piece)
+        return page.completions()
+
+
+class Page:
+    """The texts that continue ``prompts``, ``writing.num`` each, while a model writes them."""
+
+    def __init__(self, model: LoadedModel, prompts: Sequence[Prompt], writing: Writing) -> None:
+        self._texts = [_Text(model, prompt, sample, writing) for prompt in prompts for sample in range(writing.num)]
+        rows = [text.row for text in self._texts]
+        self._generation = Generation(model.network, rows, writing.sampling, cache=writing.cache)
+
+    def pieces(self) -> Iterator[tuple[int, str]]:
+        """After each token, the number of its text and what of the text became certain, which may be nothing."""
+        places = {id(text.row): number for number, text in enumerate(self._texts)}
+        for row in self._generation.steps():
+            number = places[id(row)]
+            yield number, self._texts[number].push()
+
+    def completions(self) -> list[Completion]:
+        """What was written so far."""
+        return [text.completion() for text in self._texts]
+
+
+class _Text:
+    """One text at work: its tokens, what of them is text, and when it ends."""
+
+    def __init__(self, model: LoadedModel, prompt: Prompt, sample: int, writing: Writing) -> None:
+        tokens = model.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        end = None if model.data is None else model.data.end_of_text
+        if not tokens and end is not None:
+            tokens = [end]
+        check_tokens(model, tokens)
+        self.row = TextTokens(tokens, sample)
+        self._writing, self._size = writing, len(tokens)
+        self._prompt = prompt if isinstance(prompt, str) else model.decode(tokens)
+        self._ends = frozenset(writing.stop_tokens) | (
+            {end} if end is not None and not writing.past_end else frozenset()
+        )
+        self._stream = None if self._prompt is None else TextStream(model.decode, tokens, writing.stops)
+        self._stopped = False
+
+    def push(self) -> str:
+        """Take the token that was just generated; the text that became certain. May end the text."""
+        token = self.row.tokens[-1]
+        count = len(self.row.tokens) - self._size
+        piece = ""
+        if token in self._ends:
+            self._stopped = True
+        elif self._stream is not None:
+            piece = self._stream.push(token)
+            self._stopped = self._stream.stopped
+        self.row.ended = self._stopped or count >= self._writing.max_new_tokens
+        if self.row.ended and self._stream is not None:
+            piece += self._stream.finish()
+        return piece
+
+    def completion(self) -> Completion:
+        """What was written."""
+        tokens = self.row.tokens
+        return Completion(
+            prompt=self._prompt,
+            text=None if self._stream is None else self._stream.text,
+            prompt_tokens=tuple(tokens[: self._size]),
+            tokens=tuple(tokens[self._size :]),
+            sample=self.row.sample,
+            finish="stop" if self._stopped else "length",
+        )
+
+
+def check_tokens(model: LoadedModel, tokens: Sequence[int]) -> None:
+    """Raise :class:`InputError` unless ``tokens`` are a prompt that ``model`` can read."""
+    if not tokens:
+        raise InputError("a prompt has no tokens", fix="give at least one")
+    if len(tokens) > model.positions:
+        why = f"{len(tokens)} tokens, and the model has {model.positions} positions"
+        raise InputError("a prompt is too long", why=why, fix="shorten it")
+    if wrong := [token for token in tokens if not 0 <= token < model.vocab_size]:
+        raise InputError(f"token {wrong[0]} is outside the model's vocabulary of {model.vocab_size}")

@@ -1,0 +1,130 @@
+"""This rank's part of a model at rest, for any topology: built without an optimizer, filled with its weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from megatron_run.config.request import Request
+from megatron_run.contracts import DataSource, PluginInfo, Schedule
+from megatron_run.contracts.actions import Action, ScheduleSpec
+from megatron_run.contracts.activity import Activity
+from megatron_run.contracts.topology import Topology
+from megatron_run.errors import CheckpointError, InputError
+from megatron_run.planning import resolve
+from megatron_run_engine.runtime.comm import create_groups, patience
+from megatron_run_engine.runtime.execute import Executor
+from megatron_run_engine.runtime.generation import Network
+from megatron_run_engine.runtime.messages import Messenger
+from megatron_run_engine.runtime.parameter_init import describe_parameters
+from megatron_run_engine.training.build import Programs, build_chunks, make_context, with_vocabulary
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from megatron_run.contracts import ParamInfo, Part
+    from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.inference.source import Source
+    from megatron_run_engine.runtime.world import World
+
+
+class _ForwardOnly(Schedule):
+    """Places layers for any number of stages. Of its actions only the forwards are ever run, by the kernel's plan."""
+
+    info = PluginInfo("schedule", "forward-only", provides=frozenset({"parallel.pipeline"}))
+
+    def actions(self, spec: ScheduleSpec) -> list[list[Action]]:
+        """All forwards, then all backwards."""
+        every = [Action(op, m, 0) for op in ("F", "B") for m in range(spec.microbatches)]
+        return [every for _ in range(spec.stages)]
+
+
+def plan(source: Source, request: Request) -> ResolvedRun:
+    """The run in which the model of ``source`` is put to use, as ``request`` changes it: sets, plugins, nproc.
+
+    Weights are used in fp32, as they are saved, unless train.precision is set; nothing else of how the model was
+    trained is taken over. Raises :class:`InputError` for what is only there for training.
+    """
+    own = {
+        **source.config,
+        "train": {"steps": 1, "global_batch_size": _copies(request), **source.config.get("train", {})},
+        "parallel": {"tensor": 1, "pipeline": 1},
+        "observer": {"use": []},
+    }
+    run = resolve(replace(request, configs=(own,)), [_ForwardOnly()])
+    if run.config.parallel.sequence:
+        raise InputError("parallel.sequence=true splits nothing here: a step reads one token of a text")
+    if run.config.parallel.chunks > 1:
+        raise InputError(f"parallel.chunks={run.config.parallel.chunks} interleaves nothing here", fix="leave it at 1")
+    return run
+
+
+def _copies(request: Request) -> int:
+    """A global batch of one sample for each copy of the model, whatever their number is: plans must divide it."""
+    words = dict(word.split("=", 1) for word in request.sets if "=" in word)
+    values = {**words, **request.values}
+    counts = [values.get(key, 1) for key in ("parallel.data", "parallel.expert")]
+    return request.nproc or max(int(count) if str(count).isdecimal() else 1 for count in counts)
+
+
+def build_network(
+    run: ResolvedRun, source: Source, world: World, activity: Activity | None = None
+) -> tuple[Network, DataSource | None]:
+    """This rank's part of the model of ``source``, in evaluation mode, and the data whose tokenizer is the model's.
+
+    Collective over the world. Raises :class:`CheckpointError` where the weights are those of another model.
+    """
+    activity = Activity() if activity is None else activity
+    topology = Topology(run.sizes, world.rank, (run.layout[0].stage, run.layout[-1].stage))
+    activity.enter("start", "the process groups")
+    groups = create_groups(topology, timedelta(seconds=patience(run.config.run.timeout)), activity)
+    activity.enter("start", "the model")
+    data = cast("DataSource", run.one("data").create()) if source.has_data else None
+    options = run.one("model").options
+    assert options is not None  # planning has validated them
+    device = torch.device(world.device)
+    context = make_context(run, topology, groups, device, options if data is None else with_vocabulary(run, data))
+    model, _, chunks = build_chunks(run, context)
+    with activity.within("load"):
+        for chunk in chunks:
+            _fill(describe_parameters(chunk, topology.tensor_rank), source)
+            chunk.train(False)
+    messenger = Messenger(
+        groups.channels,
+        topology.peers("pipeline"),
+        device,
+        model=f"plugin {run.one('model')} of {run.one('model').source}",
+        activity=activity,
+    )
+    executor = Executor(chunks, context.gradients, messenger, world.rank, activity)
+    program = Programs(run, topology.stage, device).forward_only(1)
+    return Network(context, model, chunks, executor, program, run.layout[-1].stage), data
+
+
+@torch.no_grad()
+def _fill(infos: dict[Parameter, ParamInfo], source: Source) -> None:
+    """Copy each part of each parameter from the box of the logical tensor that it holds; padding becomes zero."""
+    for parameter, info in infos.items():
+        parameter.zero_()
+        for part in info.parts:
+            _check(part, source)
+            rows = parameter[part.local.start : part.local.stop]
+            starts = (part.start, *((part.column, *(0,) * (rows.ndim - 2)) if rows.ndim > 1 else ()))
+            rows.copy_(source.read(part.name, starts, tuple(rows.shape)))
+
+
+def _check(part: Part, source: Source) -> None:
+    """Raise :class:`CheckpointError` unless ``source`` holds the logical tensor of ``part`` in its shape."""
+    if not source.shapes:
+        return
+    found = source.shapes.get(part.name)
+    if found != part.shape:
+        there = "missing" if found is None else f"{list(found)}"
+        raise CheckpointError(
+            f"the weights in {source.path} are of another model",
+            why=f"{part.name} is {there} there, {list(part.shape)} here",
+            fix="leave out what changes the model",
+        )

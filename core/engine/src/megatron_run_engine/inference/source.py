@@ -1,0 +1,135 @@
+"""What lies in a folder: a saved step of a run or of an import, or a model in a format of another program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_run.config.yaml import Node, parse
+from megatron_run.contracts.state import MASTER
+from megatron_run.errors import CheckpointError, InputError
+from megatron_run.registry.choose_format import format_to_read
+from megatron_run_engine.checkpoint.reader import Reader
+from megatron_run_engine.checkpoint.step_folder import find_step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Reads a box of a logical tensor: its name, where the box starts, and its sizes.
+ReadBox = Callable[[str, tuple[int, ...], tuple[int, ...]], "Tensor"]
+#: The tokenizer's file in folders of other programs, as the `tokenizers` library names it.
+TOKENIZER = "tokenizer.json"
+#: What the model needs of a saved configuration: everything else is decided anew when it is put to use.
+_KEPT = ("model", "data")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model at rest: ``config`` has the sections that describe it, ``read`` reads any box of its tensors.
+
+    ``step`` counts the updates that it has seen. ``has_data`` says whether the section ``data`` is the model's own, so
+    that its tokenizer is the model's. ``shapes`` are those of the logical tensors, by name; empty where only reading
+    tells.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    step: int
+    has_data: bool
+    shapes: Mapping[str, tuple[int, ...]]
+    read: ReadBox
+
+
+def find_source(path: Path | None, step: int | None = None) -> Source:
+    """The model at ``path``: a run folder, its checkpoints, one step, an imported folder, or another program's folder.
+
+    None is the latest run; ``step`` is one of its steps, by default that of ``path`` or the newest. Every byte of a
+    saved step is compared with its SHA-256 here. Raises :class:`CheckpointError` where there is no model.
+    """
+    try:
+        checkpoints, chosen = find_step(path, step)
+    except CheckpointError as missing:
+        if path is None or step is not None or not path.exists():
+            raise
+        return _foreign(path, missing)
+    manifest = checkpoints.verify(chosen)
+    reader = Reader(checkpoints.folder(chosen), manifest)
+    config = _nested(manifest.about.identity)
+    found: dict[str, Any] = {name: config[name] for name in _KEPT if name in config}
+    found["train"] = {key: config["train"][key] for key in ("sequence_length",) if key in config.get("train", {})}
+    layers = _layers(checkpoints.path.parent)
+    if layers is not None:
+        found["parallel_layer"] = layers
+    home = checkpoints.path.parent
+    has_data = "data" in found
+    if not has_data and (home / TOKENIZER).is_file():
+        found["data"], has_data = _tokenizer(home), True
+    return Source(
+        path=checkpoints.folder(chosen),
+        config=found,
+        step=chosen,
+        has_data=has_data,
+        shapes={name: fields[MASTER].shape for name, fields in manifest.tensors.items() if MASTER in fields},
+        read=lambda name, starts, sizes: reader.read(name, MASTER, starts, sizes),
+    )
+
+
+def _foreign(path: Path, missing: CheckpointError) -> Source:
+    """The model in ``path``, by whichever format recognises its files."""
+    try:
+        chosen = format_to_read(path)
+    except CheckpointError as unknown:
+        raise CheckpointError(
+            f"there is no model in {path}", why="it has no saved step, and no format knows its files", fix=missing.fix
+        ) from unknown
+    if chosen.made.executes:
+        fix = f"if you trust whoever wrote it, import it: megatron-run import {path} FOLDER --trust-pickle"
+        raise CheckpointError(f"{path} is not read", why=chosen.made.executes, fix=fix)
+    weights = chosen.read(path)
+    if weights.sequence_length is None:
+        raise InputError(f"the longest sequence of {path} is unknown", fix="add --set train.sequence_length=N")
+    whole = cache(lambda name: weights.tensors[name]())
+
+    def read(name: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        box = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+        values: Tensor = whole(name)[box]
+        return values
+
+    config = {"model": {"use": "gpt", **weights.config}, "train": {"sequence_length": weights.sequence_length}}
+    has_data = (path / TOKENIZER).is_file()
+    if has_data:
+        config["data"] = _tokenizer(path)
+    return Source(path, config, weights.step, has_data, {}, read)
+
+
+def _tokenizer(folder: Path) -> dict[str, Any]:
+    return {"use": "text", "tokenizer": str(folder / TOKENIZER)}
+
+
+def _layers(run_folder: Path) -> dict[str, Any] | None:
+    """The layers of the run at ``run_folder``, which may compute something of their own; None where nothing tells."""
+    path = run_folder / "config.yaml"
+    if not path.is_file():
+        return None
+    node = parse(path.read_text(encoding="utf-8"), str(path)).get("parallel_layer")
+    section = None if node is None else _plain(node)
+    return section if isinstance(section, dict) else None
+
+
+def _plain(node: Node) -> Any:
+    return {name: _plain(each) for name, each in node.data.items()} if isinstance(node.data, dict) else node.data
+
+
+def _nested(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"model.use": "gpt"}`` as ``{"model": {"use": "gpt"}}``."""
+    found: dict[str, Any] = {}
+    for key, value in identity.items():
+        section = found
+        *sections, name = key.split(".")
+        for each in sections:
+            section = section.setdefault(each, {})
+        section[name] = value
+    return found

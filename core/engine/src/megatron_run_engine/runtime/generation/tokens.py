@@ -1,0 +1,213 @@
+"""The loop that generates tokens: one forward-only pass of the pipeline a token, the same on every rank.
+
+The texts of a batch end in one column of a table, short ones padded on the left. A *frame* is a first pass over all
+columns, which fills the caches, and passes over one column each that follow. A new frame begins when a text has
+outgrown the model's positions: it then goes on from the newer half of what the model could see.
+
+Legend: b rows, s columns of a pass, v vocabulary, p padded vocabulary, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_run.contracts import Decoding, Microbatch
+from megatron_run_engine.runtime.execute import StepInputs
+from megatron_run_engine.runtime.generation.sampling import choose_tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_run.contracts import Chunk, Model
+    from megatron_run.pipeline.lower import Instruction
+    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime.execute import Executor
+    from megatron_run_engine.runtime.generation.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Network:
+    """A model on the ranks that share it, as far as a forward needs it.
+
+    ``program`` runs one microbatch forwards on this rank's stage, and ``last`` is the stage that has the head.
+    """
+
+    context: BuildContext
+    model: Model
+    chunks: Sequence[Chunk]
+    executor: Executor
+    program: Sequence[Instruction]
+    last: int
+
+    @property
+    def positions(self) -> int:
+        """The most tokens that a pass can read."""
+        return self.context.train.sequence_length
+
+    @property
+    def caches(self) -> bool:
+        """Whether the layers keep what they need of earlier tokens.
+
+        Sequence parallelism splits the columns of a pass over ranks: a pass over one column has none to split.
+        """
+        return self.context.sequence_shards == 1 and all(getattr(chunk, "caches", False) for chunk in self.chunks)
+
+    def logits(self, tokens: Tensor, decoding: Decoding | None = None) -> Tensor | None:
+        """Logits of ``tokens`` [b, s], int64: fp32 [s, b, v] on every rank of the last stage, None on the others.
+
+        With ``decoding`` they may be those of the last column alone, [1, b, v].
+        """
+        microbatch = Microbatch(0, 0, 0, {"tokens": tokens}, train=False, decoding=decoding)
+        rows, columns = tokens.shape
+        boundary = partial(self.model.boundary, micro_batch_size=rows, sequence_length=columns)
+        record = self.executor.run(self.program, StepInputs(lambda _: microbatch, boundary, report=_ignore))
+        if not record.logits:
+            return None
+        context, here = self.context, record.logits[0]  # [s, b, p/t]
+        if context.topology.sizes.tensor > 1:
+            peers = context.groups.peers(context.topology, "tensor")
+            here = peers.gather(here.movedim(-1, 0)).movedim(0, -1)  # parts are joined along the first dimension
+        return here[..., : context.vocab_size].float()
+
+    def share(self, values: Tensor) -> Tensor:
+        """``values`` of the last stage's first tensor and data-parallel rank, on every rank; changed in place.
+
+        Copies of the model compute the same up to rounding, and must not take different tokens.
+        """
+        groups, topology = self.context.groups, self.context.topology
+        for axis, index in (("tensor", 0), ("data", 0), ("pipeline", self.last)):
+            peers = topology.peers(axis)  # type: ignore[arg-type]  # mypy widens the literals of a tuple
+            if len(peers) > 1 and (axis == "pipeline" or topology.stage == self.last):
+                groups.broadcast_(values, peers[index], axis)  # type: ignore[arg-type]
+        return values
+
+
+@dataclass
+class TextTokens:
+    """The tokens of one text, prompt first. ``sample`` numbers the texts that continue one prompt."""
+
+    tokens: list[int]
+    sample: int = 0
+    ended: bool = False
+    #: Where what the model sees begins.
+    start: int = field(default=0, init=False)
+
+    def window(self, longest: int) -> list[int]:
+        """What the model sees: at most ``longest`` tokens; when there are more, the older half is left behind."""
+        while len(self.tokens) - self.start > longest:
+            self.start += (longest + 1) // 2
+        return self.tokens[self.start :]
+
+
+class Generation:
+    """Continues ``texts``, none of which is empty. Collective: every rank that shares the network does the same.
+
+    ``cache=False``, or a network without caches, reads every text anew for each of its tokens, one by one.
+    """
+
+    def __init__(
+        self, network: Network, texts: Sequence[TextTokens], sampling: Sampling, *, cache: bool = True
+    ) -> None:
+        self._network, self._texts, self._sampling = network, texts, sampling
+        self._cached = cache and network.caches
+        self._frame: _Frame | None = None
+
+    def steps(self) -> Iterator[TextTokens]:
+        """Add a token to each text that has not ended, and yield these texts one by one, until all have ended.
+
+        Whoever iterates sets ``ended``.
+        """
+        while live := [text for text in self._texts if not text.ended]:
+            for text, token in zip(live, self._next_tokens(live), strict=True):
+                text.tokens.append(token)
+                yield text
+
+    @torch.no_grad()
+    def _next_tokens(self, live: Sequence[TextTokens]) -> list[int]:
+        logits = self._together(live) if self._cached else self._one_by_one(live)
+        if logits is None:
+            chosen = torch.zeros(len(live), dtype=torch.int64, device=self._network.context.device)
+        else:  # [b, v]
+            texts, samples = [text.tokens for text in live], [text.sample for text in live]
+            chosen = choose_tokens(logits, texts, samples, self._sampling)
+        tokens: list[int] = self._network.share(chosen).tolist()
+        return tokens
+
+    def _together(self, live: Sequence[TextTokens]) -> Tensor | None:
+        """Logits of each text's last token, [b, v], by one pass over what is new."""
+        network, starts = self._network, [text.start for text in live]
+        windows = [text.window(network.positions) for text in live]
+        if self._frame is None or starts != [text.start for text in live]:
+            self._frame = _Frame(live, windows, network.positions, network.context.device)
+        rows = self._frame.keep(live)
+        logits = network.logits(*self._frame.next_pass())
+        if logits is None:
+            return None
+        return logits[-1] if rows is None else logits[-1, rows]
+
+    def _one_by_one(self, live: Sequence[TextTokens]) -> Tensor | None:
+        """Logits of each text's last token, [b, v], by a pass over each text."""
+        network, found = self._network, []
+        for text in live:
+            window = text.window(network.positions)
+            # Sequence parallelism splits the columns evenly. Attention is causal: filling changes no earlier logits.
+            filling = [window[-1]] * (-len(window) % network.context.sequence_shards)
+            tokens = torch.tensor([window + filling], device=network.context.device)
+            logits = network.logits(tokens, Decoding(last_only=network.context.sequence_shards == 1))
+            found += [] if logits is None else [logits[min(len(window), len(logits)) - 1]]
+        return torch.cat(found) if found else None
+
+
+class _Frame:
+    """A table of texts whose columns the caches hold; the first pass reads ``windows``."""
+
+    def __init__(
+        self, texts: Sequence[TextTokens], windows: Sequence[list[int]], positions: int, device: torch.device
+    ) -> None:
+        self._texts, self._positions, self._device = list(texts), positions, device
+        width = max(map(len, windows))
+        missing = [width - len(window) for window in windows]
+        self._tokens = [[0] * count + window for count, window in zip(missing, windows, strict=True)]
+        padding = torch.tensor(missing, device=device) if any(missing) else None
+        self._next = Decoding(padding=padding, caches={}, last_only=True)
+
+    def keep(self, live: Sequence[TextTokens]) -> list[int] | None:
+        """The rows of ``live``, None where they are all rows. Rows that have ended are forgotten once they are half."""
+        if len(live) == len(self._texts):
+            return None
+        places = {id(text): row for row, text in enumerate(self._texts)}
+        rows = [places[id(text)] for text in live]
+        if 2 * len(rows) > len(places):
+            return rows
+        kept = torch.tensor(rows, device=self._device)
+        self._texts = list(live)
+        assert self._next.caches is not None
+        for cache in self._next.caches.values():
+            cache.keep(kept)
+        if self._next.padding is not None:
+            self._next = replace(self._next, padding=self._next.padding[kept])
+        return None
+
+    def next_pass(self) -> tuple[Tensor, Decoding]:
+        """The tokens [b, s] of the next pass and what layers must know of it."""
+        now = self._next
+        if now.first:
+            self._tokens = [text.tokens[-1:] for text in self._texts]
+        tokens = torch.tensor(self._tokens, device=self._device)
+        stop = now.first + tokens.shape[1]
+        if now.padding is not None:
+            columns, keys = (torch.arange(first, stop, device=self._device) for first in (now.first, 0))
+            places = columns - now.padding[:, None]  # [b, s]; a row that has ended may lie behind the last position
+            mask = (keys <= columns[:, None]) & (keys >= now.padding[:, None, None, None])  # [b, 1, s, c]
+            now = replace(now, positions=places.clamp(0, self._positions - 1), mask=mask)
+        self._next = replace(self._next, first=stop)
+        return tokens, now
+
+
+def _ignore(microbatch: int, name: str, total: Tensor, weight: Tensor) -> None:
+    """Ignore losses: there are no labels."""
