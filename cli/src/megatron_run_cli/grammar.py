@@ -145,6 +145,24 @@ _RUN_OPTIONS = (
 )
 
 
+def rank_options(command: Command) -> Command:
+    """Give ``command`` the options of :func:`run_options`, whose model comes from elsewhere, as ``request``.
+
+    Variables of the environment configure trainings, and are not read.
+    """
+
+    @wraps(command)
+    def with_request(plugins: tuple[str, ...], sets: tuple[str, ...], nproc: int | None, **others: Any) -> Any:
+        from megatron_run.config.request import Request
+
+        return command(request=Request((), sets, plugins, nproc), **others)
+
+    decorated: Command = with_request
+    for decorator in reversed(_RUN_OPTIONS[1:]):
+        decorated = decorator(decorated)
+    return decorated
+
+
 def run_options(command: Command) -> Command:
     """Give ``command`` what chooses a run, as one argument ``request``; reads standard input for ``-``."""
 

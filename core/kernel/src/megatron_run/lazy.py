@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+from megatron_run.errors import check_engine
+
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The ``__getattr__`` and ``__dir__`` of ``package``; ``modules`` maps each public name to its module.
@@ -16,7 +18,11 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str]
     def load(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(modules[name]), name)
+        try:
+            return getattr(import_module(modules[name]), name)
+        except ModuleNotFoundError as missing:
+            check_engine(missing, f"{package}.{name} cannot be used")
+            raise
 
     def names() -> list[str]:
         return sorted(("__version__", *modules))

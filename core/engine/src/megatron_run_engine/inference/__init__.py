@@ -8,7 +8,7 @@ Imports: checkpoint, config, contracts, errors, planning, registry, runtime, tra
 
 from __future__ import annotations
 
-from megatron_run_engine.inference.model import LoadedModel, load
+from megatron_run_engine.inference.model import LoadedModel, Writing, load
 from megatron_run_engine.inference.text import Completion
 
-__all__ = ["Completion", "LoadedModel", "load"]
+__all__ = ["Completion", "LoadedModel", "Writing", "load"]

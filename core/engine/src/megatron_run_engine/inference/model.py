@@ -164,15 +164,19 @@ class LoadedModel:
         Raises :class:`DataError` without a tokenizer.
         """
         self.encode("")  # without a tokenizer there are no pieces
-        for _, piece in Page(self, [prompt], Writing(**options)).pieces():
+        for _, piece in self.start([prompt], Writing(**options)).pieces():
             if piece:
                 yield piece
+
+    def start(self, prompts: Sequence[Prompt], writing: Writing) -> Page:
+        """Texts that continue ``prompts``, written as far as their pieces are asked for."""
+        return Page(self, prompts, writing)
 
     def write(
         self, prompts: Sequence[Prompt], writing: Writing, show: Callable[[int, str], None] | None = None
     ) -> list[Completion]:
         """Continue ``prompts`` as ``writing`` says. ``show`` gets the number of a text and each piece of it."""
-        page = Page(self, prompts, writing)
+        page = self.start(prompts, writing)
         for number, piece in page.pieces():
             if show is not None and piece:
                 show(number, piece)

@@ -43,19 +43,20 @@ class Source:
     read: ReadBox
 
 
-def find_source(path: Path | None, step: int | None = None) -> Source:
+def find_source(path: Path | None, step: int | None = None, *, verified: bool = False) -> Source:
     """The model at ``path``: a run folder, its checkpoints, one step, an imported folder, or another program's folder.
 
     None is the latest run; ``step`` is one of its steps, by default that of ``path`` or the newest. Every byte of a
-    saved step is compared with its SHA-256 here. Raises :class:`CheckpointError` where there is no model.
+    saved step is compared with its SHA-256 here, unless another process has ``verified`` it. Raises
+    :class:`CheckpointError` where there is no model.
     """
     try:
         checkpoints, chosen = find_step(path, step)
-    except CheckpointError as missing:
+    except CheckpointError:
         if path is None or step is not None or not path.exists():
             raise
-        return _foreign(path, missing)
-    manifest = checkpoints.verify(chosen)
+        return _foreign(path)
+    manifest = checkpoints.manifest(chosen) if verified else checkpoints.verify(chosen)
     reader = Reader(checkpoints.folder(chosen), manifest)
     config = _nested(manifest.about.identity)
     found: dict[str, Any] = {name: config[name] for name in _KEPT if name in config}
@@ -77,14 +78,14 @@ def find_source(path: Path | None, step: int | None = None) -> Source:
     )
 
 
-def _foreign(path: Path, missing: CheckpointError) -> Source:
+def _foreign(path: Path) -> Source:
     """The model in ``path``, by whichever format recognises its files."""
     try:
         chosen = format_to_read(path)
     except CheckpointError as unknown:
-        raise CheckpointError(
-            f"there is no model in {path}", why="it has no saved step, and no format knows its files", fix=missing.fix
-        ) from unknown
+        why = f"no step is saved there, and its files are in no format that is known: {unknown.why}"
+        fix = "name a run folder, one of its saved steps, an imported folder, or a model of another program"
+        raise CheckpointError(f"there is no model in {path}", why=why, fix=fix) from unknown
     if chosen.made.executes:
         fix = f"if you trust whoever wrote it, import it: megatron-run import {path} FOLDER --trust-pickle"
         raise CheckpointError(f"{path} is not read", why=chosen.made.executes, fix=fix)

@@ -31,9 +31,12 @@ class Completion:
     finish: Literal["stop", "length"]
 
     def __str__(self) -> str:
-        if self.text is None:
-            return " ".join(map(str, (*self.prompt_tokens, *self.tokens)))
-        return f"{self.prompt}{self.text}"
+        return self.ids if self.text is None else f"{self.prompt}{self.text}"
+
+    @property
+    def ids(self) -> str:
+        """All tokens, those of the prompt first: ``1 2 3``."""
+        return " ".join(map(str, (*self.prompt_tokens, *self.tokens)))
 
 
 @dataclass

@@ -6,10 +6,12 @@ import logging
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_run.config.request import Request
@@ -30,6 +32,7 @@ from megatron_run_engine.runtime.world import World
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.launch.task import Task
     from megatron_run_engine.run_folder import OpenedFolder
 
 #: How other launchers start ranks again.
@@ -241,6 +244,46 @@ def _attempt(run: ResolvedRun, request: Request, options: LaunchOptions, *, fork
             raise
         opened.folder.end(result.code, result.message)
     return result
+
+
+def run_task(run: ResolvedRun, request: Request, task: Task, options: LaunchOptions) -> RunResult:
+    """Do ``task`` on local ranks, as many as ``run`` has, and return how it ended; its run folder is a passing one.
+
+    ``request`` is what every rank resolves again. Raises :class:`RunError` for what is found before a rank starts, and
+    :class:`FailedRunError` when one fails.
+    """
+    from megatron_run_engine.launch.local import LocalPlan, run_local, terminal_writer
+    from megatron_run_engine.run_folder import RunFolder
+
+    if (world := find_world(os.environ)) is not None:
+        why = f"{world.launcher} has started this process as one of {world.size} ranks"
+        raise InputError("this command starts its ranks itself", why=why, fix=f"leave {world.launcher} out")
+    fork = forks_ranks(run.config.run.start_method, check_local_devices(run))
+    with tempfile.TemporaryDirectory(prefix="megatron-run-task-") as scratch:
+        folder = RunFolder(Path(scratch), 1)
+        folder.logs.mkdir(parents=True)
+        result = run_local(
+            LocalPlan(
+                request=request,
+                folder=folder,
+                size=run.sizes.world,
+                threads=threads_per_rank(run.config.run.threads, run.sizes.world),
+                environment=os.environ,
+                show=None if options.quiet else terminal_writer(),
+                tell=options.tell,
+                debug=options.debug,
+                timeout=run.config.run.timeout,
+                fork=fork,
+                task=task,
+            )
+        )
+        if result.code == ExitCode.SIGINT:
+            raise KeyboardInterrupt
+        if result.code:
+            if result.code == ExitCode.BUG:
+                options.tell(folder.log(0).read_text(errors="replace"))  # it is about to be removed
+            raise FailedRunError(replace(result, folder=None))
+        return replace(result, folder=None)
 
 
 def _already_finished(opened: OpenedFolder, tell: Callable[[str], None]) -> RunResult:

@@ -28,6 +28,7 @@ from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, page_path
 from megatron_run_engine.launch.results import RankResult, RunResult
 from megatron_run_engine.launch.signals import AFTER_THE_STEP, caught_signals
 from megatron_run_engine.launch.start import RankProcess, RankStart, spawned_ranks
+from megatron_run_engine.launch.task import Task
 from megatron_run_engine.launch.watchdog.monitor import Watchdog
 from megatron_run_engine.launch.watchdog.page import Page
 from megatron_run_engine.run_folder import RunFolder
@@ -50,7 +51,7 @@ class LocalPlan:
     With ``fork`` the ranks are forked from a process that has imported everything, and ``program`` is not used.
     ``show`` gets what rank 0 prints, None for silence, and ``shown_environment`` is for rank 0 only, which then knows
     that a terminal shows it; ``tell`` gets the launcher's own lines. A rank whose status page does not change for
-    ``timeout`` seconds hangs, unless it waits for another.
+    ``timeout`` seconds hangs, unless it waits for another. Without a ``task`` the ranks train.
     """
 
     request: Request
@@ -66,6 +67,7 @@ class LocalPlan:
     fork: bool = False
     grace: float = GRACE
     timeout: float = inf
+    task: Task | None = None
 
 
 def run_local(plan: LocalPlan) -> RunResult:
@@ -104,7 +106,8 @@ class _Ranks:
         plan = self._plan
         lifeline, ours = os.pipe()
         try:
-            job = Job(plan.request, plan.folder.path, plan.folder.attempt, self._init_method, lifeline, plan.debug)
+            folder = plan.folder
+            job = Job(plan.request, folder.path, folder.attempt, self._init_method, lifeline, plan.debug, plan.task)
             job.write(self._job)
             common = rank_environment(plan.environment, plan.threads, plan.size, available_cores())
             starts = [RankStart(self._variables(rank), plan.folder.log(rank)) for rank in range(plan.size)]

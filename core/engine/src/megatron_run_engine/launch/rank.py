@@ -11,10 +11,12 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from megatron_run.config.request import Request
+from megatron_run_engine.launch.task import Task
 
 #: What each rank runs, with the job's path as its last argument.
 RANK_PROGRAM = (sys.executable, "-m", "megatron_run_engine.launch.rank")
@@ -26,6 +28,7 @@ class Job:
 
     ``request`` is what the user typed; ``folder``, ``attempt`` the run folder opened by the launcher; ``init_method``
     the address of the rendezvous; ``lifeline`` a file descriptor that reads end-of-file when the launcher is gone.
+    Without a ``task`` it is a training.
     """
 
     request: Request
@@ -34,10 +37,12 @@ class Job:
     init_method: str
     lifeline: int
     debug: bool = False
+    task: Task | None = None
 
     def write(self, path: Path) -> None:
         """Write the job where a rank will :meth:`read` it."""
-        content = {**vars(self), "request": self.request.to_json(), "folder": str(self.folder)}
+        task = None if self.task is None else asdict(self.task)
+        content = {**vars(self), "request": self.request.to_json(), "folder": str(self.folder), "task": task}
         path.write_text(json.dumps(content), encoding="utf-8")
 
     @classmethod
@@ -46,6 +51,7 @@ class Job:
         content = json.loads(path.read_text(encoding="utf-8"))
         content["request"] = Request.from_json(content["request"])
         content["folder"] = Path(content["folder"])
+        content["task"] = None if content["task"] is None else Task(**content["task"])
         return cls(**content)
 
 
@@ -70,7 +76,9 @@ def main(path: Path) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on observers may close their files
     request = replace(job.request, nproc=world.size)
     page = page_path(path, world.rank)
-    result = RankWorker(lambda: resolve(request), world, print, folder=folder, page=page, debug=job.debug).run()
+    resolve_run, work = (resolve, None) if job.task is None else (job.task.resolve_run, job.task.work)
+    make = partial(resolve_run, request)
+    result = RankWorker(make, world, print, folder=folder, page=page, debug=job.debug, work=work).run()
     if result.failed:
         result.write(path)
     return result.status

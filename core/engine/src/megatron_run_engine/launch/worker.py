@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 #: Seconds to wait for the others when this rank could not read run.timeout.
 _DEFAULT_TIMEOUT = 600.0
+#: What a rank does once its process group exists.
+Work = Callable[["ResolvedRun", World, Activity], None]
 
 
 class RankWorker:
@@ -42,10 +44,11 @@ class RankWorker:
 
     ``resolve_run`` makes the run, the same on every rank, or raises what is wrong with it. ``folder`` is given when
     our launcher has opened it (and will close it); else rank 0 opens one and the others join it. ``tell`` shows a
-    line to the user. ``page`` is where our launcher reads the status page of this rank.
+    line to the user. ``page`` is where our launcher reads the status page of this rank. ``work`` is what it does, by
+    default a training.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # facts of three launchers
         self,
         resolve_run: Callable[[], ResolvedRun],
         world: World,
@@ -56,8 +59,9 @@ class RankWorker:
         arguments: Sequence[str] = (),
         quiet: bool = False,
         debug: bool = False,
+        work: Work | None = None,
     ) -> None:
-        self.folder = folder
+        self.folder, self._work = folder, work
         self._resolve_run, self._world, self._tell, self._page = resolve_run, world, tell, page
         self._arguments, self._quiet, self._debug = arguments, quiet, debug
         self._opened: OpenedFolder | None = None
@@ -125,7 +129,10 @@ class RankWorker:
                 timeout=timedelta(seconds=patience(timeout)),
                 device_id=torch.device(world.device) if world.backend == "nccl" else None,
             )
-        return train_in_folder(run, world, self.folder, activity)
+        if self._work is None:
+            return train_in_folder(run, world, self.folder, activity)
+        self._work(run, world, activity)
+        return ExitCode.DONE
 
     def _place(self, rendezvous: Rendezvous, run: ResolvedRun) -> World:
         """This rank's world with its device, once all ranks are known to run the same; NCCL wants a GPU for each."""

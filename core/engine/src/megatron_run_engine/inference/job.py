@@ -1,0 +1,56 @@
+"""What the ranks of ``megatron-run generate`` do: each loads its part, all write, and the first one answers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_run_engine.inference.model import LoadedModel, Writing
+from megatron_run_engine.inference.network import plan
+from megatron_run_engine.inference.source import find_source
+
+if TYPE_CHECKING:
+    from megatron_run.config.request import Request
+    from megatron_run.contracts.activity import Activity
+    from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.inference.source import Source
+    from megatron_run_engine.runtime.world import World
+
+
+def resolve_run(request: Request, arguments: Mapping[str, Any]) -> ResolvedRun:
+    """The run of a rank; the launcher has verified the files."""
+    return plan(_source(arguments), request)
+
+
+def work(run: ResolvedRun, world: World, activity: Activity, arguments: Mapping[str, Any]) -> None:
+    """Write what ``arguments`` ask for: ``path``, ``step``, ``prompts``, and ``writing`` as keywords.
+
+    The first rank prints pieces as they come if ``stream`` is set, and leaves the texts in the file ``result``.
+    """
+    model = LoadedModel(run, _source(arguments), world, activity=activity)
+    activity.enter("generate")
+    prompts, first = arguments["prompts"], world.rank == 0
+    page = model.start(prompts, Writing(**arguments["writing"]))
+    show = arguments["stream"] and first
+    if show:
+        _show(prompts[0])
+    for _, piece in page.pieces():
+        if show:
+            _show(piece)
+    if first:
+        answer = {"caches": model.network.caches, "texts": [asdict(text) for text in page.completions()]}
+        Path(arguments["result"]).write_text(json.dumps(answer), encoding="utf-8")
+
+
+def _show(piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def _source(arguments: Mapping[str, Any]) -> Source:
+    path = arguments["path"]
+    return find_source(None if path is None else Path(path), arguments["step"], verified=True)
