@@ -143,7 +143,7 @@ class LoadedModel:
             raise DataError(
                 f"{self.source.path} has no tokenizer",
                 why="the model was trained on tokens that are no text" if self.data else "only its weights lie there",
-                fix="give token ids: --tokens '1 2 3', or model.generate([[1, 2, 3]])",
+                fix="name its tokenizer, --plugin data=text,tokenizer=FILE, or give token ids, --tokens '1 2 3'",
             )
         return list(tokens)
 

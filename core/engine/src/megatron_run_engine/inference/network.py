@@ -13,7 +13,7 @@ from megatron_run.contracts import DataSource, PluginInfo, Schedule
 from megatron_run.contracts.actions import Action, ScheduleSpec
 from megatron_run.contracts.activity import Activity
 from megatron_run.contracts.topology import Topology
-from megatron_run.errors import CheckpointError, InputError
+from megatron_run.errors import CheckpointError, DataError, InputError
 from megatron_run.planning import resolve
 from megatron_run_engine.runtime.comm import create_groups, patience
 from megatron_run_engine.runtime.execute import Executor
@@ -25,7 +25,7 @@ from megatron_run_engine.training.build import Programs, build_chunks, make_cont
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
-    from megatron_run.contracts import ParamInfo, Part
+    from megatron_run.contracts import Dataset, ParamInfo, Part, Split
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.inference.source import Source
     from megatron_run_engine.runtime.world import World
@@ -42,11 +42,27 @@ class _ForwardOnly(Schedule):
         return [every for _ in range(spec.stages)]
 
 
+class _NoText(DataSource):
+    """Stands where a model has come without a tokenizer."""
+
+    info = PluginInfo("data", "no-text")
+
+    @property
+    def vocab_size(self) -> int:
+        """It has no tokens, and so none that a model lacks."""
+        return 1
+
+    def dataset(self, split: Split, sequence_length: int, seed: int) -> Dataset:
+        """There is none."""
+        raise DataError("the model has come without data")
+
+
 def plan(source: Source, request: Request) -> ResolvedRun:
     """The run in which the model of ``source`` is put to use, as ``request`` changes it: sets, plugins, nproc.
 
     Weights are used in fp32, as they are saved, unless train.precision is set; nothing else of how the model was
-    trained is taken over. Raises :class:`InputError` for what is only there for training.
+    trained is taken over. A tokenizer may be given with the plugin of kind data. Raises :class:`InputError` for what is
+    only there for training.
     """
     own = {
         **source.config,
@@ -54,7 +70,9 @@ def plan(source: Source, request: Request) -> ResolvedRun:
         "parallel": {"tensor": 1, "pipeline": 1},
         "observer": {"use": []},
     }
-    run = resolve(replace(request, configs=(own,)), [_ForwardOnly()])
+    words = (*request.plugins, *request.sets, *request.values)
+    silent = "data" not in source.config and not any(word.startswith(("data=", "data.")) for word in words)
+    run = resolve(replace(request, configs=(own,)), [_ForwardOnly(), *([_NoText()] if silent else [])])
     if run.config.parallel.sequence:
         raise InputError("parallel.sequence=true splits nothing here: a step reads one token of a text")
     if run.config.parallel.chunks > 1:
@@ -82,7 +100,8 @@ def build_network(
     activity.enter("start", "the process groups")
     groups = create_groups(topology, timedelta(seconds=patience(run.config.run.timeout)), activity)
     activity.enter("start", "the model")
-    data = cast("DataSource", run.one("data").create()) if source.has_data else None
+    made = cast("DataSource", run.one("data").create())
+    data = None if isinstance(made, _NoText) else made
     options = run.one("model").options
     assert options is not None  # planning has validated them
     device = torch.device(world.device)
@@ -113,7 +132,8 @@ def _fill(infos: dict[Parameter, ParamInfo], source: Source) -> None:
             _check(part, source)
             rows = parameter[part.local.start : part.local.stop]
             starts = (part.start, *((part.column, *(0,) * (rows.ndim - 2)) if rows.ndim > 1 else ()))
-            rows.copy_(source.read(part.name, starts, tuple(rows.shape)))
+            if len(rows):  # a rank may hold nothing but padding
+                rows.copy_(source.read(part.name, starts, tuple(rows.shape)))
 
 
 def _check(part: Part, source: Source) -> None:

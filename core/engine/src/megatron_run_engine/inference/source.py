@@ -30,15 +30,13 @@ _KEPT = ("model", "data")
 class Source:
     """A model at rest: ``config`` has the sections that describe it, ``read`` reads any box of its tensors.
 
-    ``step`` counts the updates that it has seen. ``has_data`` says whether the section ``data`` is the model's own, so
-    that its tokenizer is the model's. ``shapes`` are those of the logical tensors, by name; empty where only reading
-    tells.
+    ``step`` counts the updates that it has seen. The section ``data`` is there where a tokenizer is known. ``shapes``
+    are those of the logical tensors, by name; empty where only reading tells.
     """
 
     path: Path
     config: Mapping[str, Any]
     step: int
-    has_data: bool
     shapes: Mapping[str, tuple[int, ...]]
     read: ReadBox
 
@@ -65,14 +63,12 @@ def find_source(path: Path | None, step: int | None = None, *, verified: bool = 
     if layers is not None:
         found["parallel_layer"] = layers
     home = checkpoints.path.parent
-    has_data = "data" in found
-    if not has_data and (home / TOKENIZER).is_file():
-        found["data"], has_data = _tokenizer(home), True
+    if "data" not in found and (home / TOKENIZER).is_file():
+        found["data"] = _tokenizer(home)
     return Source(
         path=checkpoints.folder(chosen),
         config=found,
         step=chosen,
-        has_data=has_data,
         shapes={name: fields[MASTER].shape for name, fields in manifest.tensors.items() if MASTER in fields},
         read=lambda name, starts, sizes: reader.read(name, MASTER, starts, sizes),
     )
@@ -100,10 +96,9 @@ def _foreign(path: Path) -> Source:
         return values
 
     config = {"model": {"use": "gpt", **weights.config}, "train": {"sequence_length": weights.sequence_length}}
-    has_data = (path / TOKENIZER).is_file()
-    if has_data:
+    if (path / TOKENIZER).is_file():
         config["data"] = _tokenizer(path)
-    return Source(path, config, weights.step, has_data, {}, read)
+    return Source(path, config, weights.step, {}, read)
 
 
 def _tokenizer(folder: Path) -> dict[str, Any]:

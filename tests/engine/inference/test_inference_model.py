@@ -1,0 +1,252 @@
+"""Loaded models: logits with caches and without and those of transformers, texts and their ends, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from megatron_run import RunError, load
+from megatron_run.contracts import Decoding
+from megatron_run_engine.formats.convert import import_model
+from megatron_run_engine.inference import LoadedModel, Writing
+from megatron_run_engine.inference.model import Page
+from tests.support.small_models import GPT2, LENGTH, LLAMA, saved_network
+
+EXPERTS = {**LLAMA, "experts": 4, "expert_capacity_factor": 0.25}
+THEIRS: Mapping[str, Any] = {
+    "gpt2": GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=24, n_head=3, vocab_size=61, n_positions=LENGTH)),
+    "llama": LlamaForCausalLM(
+        LlamaConfig(
+            num_hidden_layers=2,
+            hidden_size=24,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            intermediate_size=40,
+            vocab_size=61,
+            max_position_embeddings=LENGTH,
+        )
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=sorted(THEIRS))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A model of transformers with weights that matter, and the folder that holds it."""
+    model, folder = THEIRS[request.param].eval(), tmp_path_factory.mktemp(request.param)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def table(rows: int, columns: int) -> Tensor:
+    return torch.randint(61, (rows, columns), generator=torch.Generator().manual_seed(5))
+
+
+@torch.no_grad()
+def test_logits_are_those_of_transformers_from_its_folder_and_from_an_import(
+    pair: tuple[Any, Path], tmp_path: Path
+) -> None:
+    theirs, folder = pair
+    expected = theirs(table(2, LENGTH)).logits
+    import_model(folder, tmp_path / "ours")
+    for path in (folder, tmp_path / "ours", tmp_path / "ours" / "checkpoints" / "step0"):
+        torch.testing.assert_close(load(path)(table(2, LENGTH)), expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_greedy_texts_are_those_of_transformers_in_a_batch_of_unequal_lengths(pair: tuple[Any, Path]) -> None:
+    theirs, folder = pair
+    prompts = [table(1, 9)[0].tolist(), [3, 5], [60, 1, 2, 3, 4]]
+    options: dict[str, Any] = {"max_new_tokens": 7, "repetition_penalty": 1.3}
+    for prompt, text in zip(prompts, load(folder).generate(prompts, temperature=0, **options), strict=True):
+        expected = theirs.generate(
+            torch.tensor([prompt]), do_sample=False, eos_token_id=None, pad_token_id=0, **options
+        )
+        assert [*text.prompt_tokens, *text.tokens] == expected[0].tolist()
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama", "experts"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = tmp_path_factory.mktemp(request.param)
+    saved_network(folder, {"gpt2": GPT2, "llama": LLAMA, "experts": EXPERTS}[request.param])
+    return load(folder)
+
+
+@torch.no_grad()
+def test_logits_with_caches_are_those_without(model: LoadedModel) -> None:
+    """Read in one pass, or in passes of 5, 1, 1, 3 and 6 columns, the middle rows padded."""
+    tokens, missing = table(3, LENGTH), [0, 4, 2]
+    padding, caches, first = torch.tensor(missing), dict[int, Any](), 0
+    found = []
+    for size in (5, 1, 1, 3, 6):
+        columns, keys = torch.arange(first, first + size), torch.arange(first + size)
+        mask = (keys <= columns[:, None]) & (keys >= padding[:, None, None, None])
+        places = (columns - padding[:, None]).clamp(min=0)
+        decoding = Decoding(first, padding, caches, places, mask)
+        found.append(model.network.logits(tokens[:, first : first + size], decoding))
+        first += size
+    together = torch.cat([each for each in found if each is not None]).transpose(0, 1)
+    for row, count in enumerate(missing):
+        alone = model.network.logits(tokens[row : row + 1, count:], Decoding())
+        assert alone is not None
+        torch.testing.assert_close(together[row, count:], alone[:, 0], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_caches_without_padding_need_no_mask(model: LoadedModel) -> None:
+    tokens, caches = table(2, 9), dict[int, Any]()
+    whole = model.network.logits(tokens, Decoding())
+    parts = [
+        model.network.logits(tokens[:, first:stop], Decoding(first, caches=caches))
+        for first, stop in ((0, 4), (4, 5), (5, 9))
+    ]
+    assert whole is not None
+    torch.testing.assert_close(torch.cat([part for part in parts if part is not None]), whole, atol=1e-5, rtol=1e-5)
+
+
+def test_a_call_that_is_no_generation_drops_tokens_as_in_training_and_a_generation_drops_none(tmp_path: Path) -> None:
+    saved_network(tmp_path, EXPERTS)
+    model, tokens = load(tmp_path), table(1, LENGTH)
+    kept = model.network.logits(tokens, Decoding())
+    assert kept is not None
+    assert not torch.allclose(model(tokens)[0], kept[:, 0], atol=1e-3)
+
+
+def test_rows_that_have_ended_leave_the_others_as_they_are(model: LoadedModel) -> None:
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8], [9, 9]]
+    whole = model.generate(prompts, temperature=0, max_new_tokens=10)
+    ends = [text.tokens[number] for number, text in enumerate(whole)]
+    page = Page(model, prompts, Writing(temperature=0, max_new_tokens=10))
+    stopping = [Page(model, [prompt], Writing(temperature=0, max_new_tokens=10)) for prompt in prompts]
+    assert len(ends) == len(stopping) == 4
+    seen: list[list[int]] = [[], [], [], []]
+    for number, _ in page.pieces():
+        text = page.completions()[number]
+        seen[number].append(text.tokens[-1])
+        if len(text.tokens) > 2 * number + 1:  # the first row ends early, later ones one after another
+            page._texts[number].row.ended = True
+    assert [list(text.tokens[: len(found)]) for text, found in zip(whole, seen, strict=True)] == seen
+    assert [len(found) for found in seen] == [2, 4, 6, 8]
+
+
+TEXT = "the cat sat. "
+
+
+@pytest.fixture(scope="module")
+def bytes_model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """A model that was trained to write TEXT over and over."""
+    from megatron_run import load_config
+    from megatron_run_engine import train
+
+    folder = tmp_path_factory.mktemp("bytes")
+    (folder / "a.txt").write_text(TEXT * 400)
+    sets = {
+        "run.folder": folder / "run",
+        "run.threads": 1,
+        "data.use": "text",
+        "data.paths": str(folder / "a.txt"),
+        "train.steps": 60,
+        "train.lr": 1e-2,
+        "eval.sample": 20,
+        "eval.prompt": "the ",
+        "observer.use": "jsonl",
+    }
+    train(load_config("preset:tiny", sets=sets))
+    return load(folder / "run")
+
+
+def test_a_trained_model_continues_its_text(bytes_model: LoadedModel) -> None:
+    (text,) = bytes_model.generate("the c", temperature=0, max_new_tokens=30)
+    assert str(text) == (TEXT * 3)[: len("the c") + 30]
+    assert (text.prompt, text.finish, len(text.tokens)) == ("the c", "length", 30)
+    assert "".join(bytes_model.stream("the c", temperature=0, max_new_tokens=30)) == text.text
+
+
+def test_the_sample_of_a_training_is_what_generate_writes(bytes_model: LoadedModel) -> None:
+    folder = bytes_model.source.path.parents[1]
+    lines = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
+    (sample,) = [line["text"] for line in lines if "text" in line]
+    (text,) = bytes_model.generate("the ", temperature=0.8, seed=1234, max_new_tokens=20)
+    assert sample == str(text)
+
+
+def test_a_stop_string_ends_a_text_and_is_left_out(bytes_model: LoadedModel) -> None:
+    for stop, expected in ((". ", "at sat"), (("zebra", "sat"), "at "), ("t", "a"), (["at sat. the c", "sat"], "at ")):
+        pieces = list(bytes_model.stream("the c", temperature=0, stop=stop))
+        assert "".join(pieces) == expected
+        (text,) = bytes_model.generate("the c", temperature=0, stop=stop)
+        assert (text.text, text.finish) == (expected, "stop")
+
+
+def test_a_stop_token_and_the_end_of_a_text_end_it(bytes_model: LoadedModel) -> None:
+    writing = Writing(temperature=0, stop_tokens=[ord("s")])
+    (text,) = bytes_model.write(["the c"], writing)
+    assert (text.text, text.tokens[-1], text.finish) == ("at ", ord("s"), "stop")
+    assert bytes_model.data is not None
+    assert bytes_model.data.end_of_text == 256
+    (empty,) = bytes_model.generate("", max_new_tokens=1)
+    assert empty.prompt_tokens == (256,)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "said"),
+    [
+        (["x" * 33], {}, "a prompt is too long: 33 tokens, and the model has 32 positions"),
+        ([[1, 300]], {}, "token 300 is outside the model's vocabulary of 257"),
+        ([[]], {"past_end": True}, ""),
+        (["a"], {"num": 0}, "num=0: it must be at least 1"),
+        (["a"], {"max_new_tokens": 0}, "max_new_tokens=0: it must be at least 1"),
+        (["a"], {"stop": ["a", ""]}, "a stop string is empty"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(
+    bytes_model: LoadedModel, prompts: Any, options: dict[str, Any], said: str
+) -> None:
+    if not said:
+        assert bytes_model.generate(prompts, max_new_tokens=1, **options)[0].prompt_tokens == (256,)
+        return
+    with pytest.raises(RunError) as error:
+        bytes_model.generate(prompts, **options)
+    assert str(error.value).startswith(said)
+
+
+def test_folders_without_a_model_or_with_another_one_are_refused(bytes_model: LoadedModel, tmp_path: Path) -> None:
+    for path, said in (
+        (tmp_path / "none", f"no checkpoints in {tmp_path / 'none'}"),
+        (tmp_path, f"there is no model in {tmp_path}"),
+    ):
+        with pytest.raises(RunError) as error:
+            load(path)
+        assert str(error.value).startswith(said)
+    run = bytes_model.source.path.parents[1]
+    with pytest.raises(RunError, match=r"the weights in .* are of another model: .* is \[32, 32\] there, \[48, 48\]"):
+        load(run, sets={"model.hidden_size": 48})
+    with pytest.raises(RunError, match="this process cannot be 2 ranks"):
+        load(run, sets={"parallel.data": 2})
+    shutil.copytree(run, tmp_path / "copy")
+    (shard,) = (tmp_path / "copy" / "checkpoints" / "step60").glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    with pytest.raises(RunError, match=f"{shard.name} is damaged"):
+        load(tmp_path / "copy")
+
+
+def test_a_model_without_a_tokenizer_takes_ids_or_a_tokenizer(tmp_path: Path) -> None:
+    saved_network(tmp_path, {**GPT2, "vocab_size": 257})
+    model = load(tmp_path)
+    with pytest.raises(RunError, match=r"has no tokenizer: only its weights lie there; name its tokenizer"):
+        model.generate("text")
+    (text,) = model.generate([[1, 2]], max_new_tokens=3)
+    assert (text.prompt, text.text, len(text.tokens)) == (None, None, 3)
+    assert str(text) == " ".join(map(str, [1, 2, *text.tokens]))
+    assert load(tmp_path, sets=["data.use=text"]).generate("text", max_new_tokens=1)[0].prompt == "text"
