@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,11 +12,12 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from megatron_run import RunError, load
-from megatron_run.contracts import Decoding
+from megatron_run import RunError, load, load_config
+from megatron_run.contracts import Decoding, Observer
+from megatron_run_engine import train
 from megatron_run_engine.formats.convert import import_model
-from megatron_run_engine.inference import LoadedModel, Writing
-from megatron_run_engine.inference.model import Page
+from megatron_run_engine.inference import LoadedModel
+from megatron_run_engine.runtime.generation import Generation, Sampling, TextTokens
 from tests.support.small_models import GPT2, LENGTH, LLAMA, saved_network
 
 EXPERTS = {**LLAMA, "experts": 4, "expert_capacity_factor": 0.25}
@@ -126,73 +126,84 @@ def test_a_call_that_is_no_generation_drops_tokens_as_in_training_and_a_generati
 def test_rows_that_have_ended_leave_the_others_as_they_are(model: LoadedModel) -> None:
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8], [9, 9]]
     whole = model.generate(prompts, temperature=0, max_new_tokens=10)
-    ends = [text.tokens[number] for number, text in enumerate(whole)]
-    page = Page(model, prompts, Writing(temperature=0, max_new_tokens=10))
-    stopping = [Page(model, [prompt], Writing(temperature=0, max_new_tokens=10)) for prompt in prompts]
-    assert len(ends) == len(stopping) == 4
-    seen: list[list[int]] = [[], [], [], []]
-    for number, _ in page.pieces():
-        text = page.completions()[number]
-        seen[number].append(text.tokens[-1])
-        if len(text.tokens) > 2 * number + 1:  # the first row ends early, later ones one after another
-            page._texts[number].row.ended = True
-    assert [list(text.tokens[: len(found)]) for text, found in zip(whole, seen, strict=True)] == seen
-    assert [len(found) for found in seen] == [2, 4, 6, 8]
+    rows = [TextTokens(list(prompt)) for prompt in prompts]
+    most = {id(row): 2 * number + 2 for number, row in enumerate(rows)}  # they end one after another
+    for row in Generation(model.network, rows, Sampling(0)).steps():
+        most[id(row)] -= 1
+        row.ended = not most[id(row)]
+    for number, (row, text) in enumerate(zip(rows, whole, strict=True)):
+        assert row.tokens == [*text.prompt_tokens, *text.tokens[: 2 * number + 2]]
 
 
-TEXT = "the cat sat. "
+TEXT = "abcdefgh. "
+
+
+class Sample(Observer):
+    """Keeps the sample of a training."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def on_sample(self, text: str) -> None:
+        self.text = text
 
 
 @pytest.fixture(scope="module")
-def bytes_model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """A model that was trained to write TEXT over and over."""
-    from megatron_run import load_config
-    from megatron_run_engine import train
-
-    folder = tmp_path_factory.mktemp("bytes")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, str]:
+    """A model that has learned to write TEXT over and over, and the sample at the end of its training."""
+    folder, sample = tmp_path_factory.mktemp("bytes"), Sample()
     (folder / "a.txt").write_text(TEXT * 400)
     sets = {
         "run.folder": folder / "run",
         "run.threads": 1,
         "data.use": "text",
         "data.paths": str(folder / "a.txt"),
-        "train.steps": 60,
-        "train.lr": 1e-2,
+        "model.num_layers": 1,
+        "train.steps": 40,
+        "train.lr": 2e-2,
+        "eval.interval": 0,
         "eval.sample": 20,
-        "eval.prompt": "the ",
+        "eval.prompt": "xyz",
         "observer.use": "jsonl",
     }
-    train(load_config("preset:tiny", sets=sets))
-    return load(folder / "run")
+    train(load_config("preset:tiny", sets=sets, plugins=[sample]))
+    return load(folder / "run"), sample.text
+
+
+@pytest.fixture
+def bytes_model(trained: tuple[LoadedModel, str]) -> LoadedModel:
+    return trained[0]
 
 
 def test_a_trained_model_continues_its_text(bytes_model: LoadedModel) -> None:
-    (text,) = bytes_model.generate("the c", temperature=0, max_new_tokens=30)
-    assert str(text) == (TEXT * 3)[: len("the c") + 30]
-    assert (text.prompt, text.finish, len(text.tokens)) == ("the c", "length", 30)
-    assert "".join(bytes_model.stream("the c", temperature=0, max_new_tokens=30)) == text.text
+    (text,) = bytes_model.generate("abc", temperature=0, max_new_tokens=45)
+    assert str(text) == (TEXT * 9)[: len("abc") + 45]
+    assert (text.prompt, text.finish, len(text.tokens)) == ("abc", "length", 45)
+    assert "".join(bytes_model.stream("abc", temperature=0, max_new_tokens=45)) == text.text
 
 
-def test_the_sample_of_a_training_is_what_generate_writes(bytes_model: LoadedModel) -> None:
-    folder = bytes_model.source.path.parents[1]
-    lines = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
-    (sample,) = [line["text"] for line in lines if "text" in line]
-    (text,) = bytes_model.generate("the ", temperature=0.8, seed=1234, max_new_tokens=20)
+def test_the_sample_of_a_training_is_what_generate_writes(trained: tuple[LoadedModel, str]) -> None:
+    model, sample = trained
+    (text,) = model.generate("xyz", temperature=0.8, seed=1234, max_new_tokens=20)
     assert sample == str(text)
 
 
 def test_a_stop_string_ends_a_text_and_is_left_out(bytes_model: LoadedModel) -> None:
-    for stop, expected in ((". ", "at sat"), (("zebra", "sat"), "at "), ("t", "a"), (["at sat. the c", "sat"], "at ")):
-        pieces = list(bytes_model.stream("the c", temperature=0, stop=stop))
+    for stop, expected in (
+        (". ", "defgh"),
+        (("zebra", "fg"), "de"),
+        ("d", ""),
+        (["gh. abcx", "h. abcdef", "cdef"], "defg"),
+    ):
+        pieces = list(bytes_model.stream("abc", temperature=0, stop=stop))
         assert "".join(pieces) == expected
-        (text,) = bytes_model.generate("the c", temperature=0, stop=stop)
+        (text,) = bytes_model.generate("abc", temperature=0, stop=stop)
         assert (text.text, text.finish) == (expected, "stop")
 
 
 def test_a_stop_token_and_the_end_of_a_text_end_it(bytes_model: LoadedModel) -> None:
-    writing = Writing(temperature=0, stop_tokens=[ord("s")])
-    (text,) = bytes_model.write(["the c"], writing)
-    assert (text.text, text.tokens[-1], text.finish) == ("at ", ord("s"), "stop")
+    (text,) = bytes_model.generate(["abc"], temperature=0, stop_tokens=[ord("f")])
+    assert (text.text, text.tokens[-1], text.finish) == ("de", ord("f"), "stop")
     assert bytes_model.data is not None
     assert bytes_model.data.end_of_text == 256
     (empty,) = bytes_model.generate("", max_new_tokens=1)
@@ -230,12 +241,14 @@ def test_folders_without_a_model_or_with_another_one_are_refused(bytes_model: Lo
             load(path)
         assert str(error.value).startswith(said)
     run = bytes_model.source.path.parents[1]
-    with pytest.raises(RunError, match=r"the weights in .* are of another model: .* is \[32, 32\] there, \[48, 48\]"):
+    with pytest.raises(
+        RunError, match=r"the weights in .* are of another model: .* is \[257, 32\] there, \[257, 48\] here"
+    ):
         load(run, sets={"model.hidden_size": 48})
     with pytest.raises(RunError, match="this process cannot be 2 ranks"):
         load(run, sets={"parallel.data": 2})
     shutil.copytree(run, tmp_path / "copy")
-    (shard,) = (tmp_path / "copy" / "checkpoints" / "step60").glob("*.safetensors")
+    (shard,) = (tmp_path / "copy" / "checkpoints" / "step40").glob("*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     with pytest.raises(RunError, match=f"{shard.name} is damaged"):
         load(tmp_path / "copy")

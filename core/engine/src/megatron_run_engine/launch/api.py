@@ -282,7 +282,10 @@ def run_task(run: ResolvedRun, request: Request, task: Task, options: LaunchOpti
         if result.code:
             if result.code == ExitCode.BUG:
                 options.tell(folder.log(0).read_text(errors="replace"))  # it is about to be removed
-            raise FailedRunError(replace(result, folder=None))
+            message = result.message
+            for rank in range(run.sizes.world):
+                message = message.replace(f", log: {folder.log(rank)}", "")
+            raise FailedRunError(replace(result, folder=None, message=message))
         return replace(result, folder=None)
 
 
