@@ -48,3 +48,15 @@ def test_a_sweep_finds_the_same_loss_under_two_schedules(tmp_path: Path) -> None
 
 def test_an_object_handed_in_sees_every_step(tmp_path: Path) -> None:
     assert re.search(r"^4 losses, the last 4\.\d+$", output("plugin_object.py", tmp_path), re.M)
+
+
+@pytest.mark.nightly
+def test_a_model_is_trained_plotted_and_writes(tmp_path: Path) -> None:
+    lines = output("generate.py", tmp_path).splitlines()
+    first, last = (float(loss) for loss in re.findall(r"[\d.]+", lines[0].partition(",")[2]))
+    assert lines[0].startswith("100 steps")
+    assert last < first
+    assert abs(lines[1].count("#") - 10 * first) < 1
+    assert "torch.Size([1, 3, 257])" in lines
+    assert sum(line.startswith("'hello world. hel") for line in lines) == 2
+    assert sum(line.startswith("'a world. hello wor") for line in lines) == 2

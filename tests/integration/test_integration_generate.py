@@ -85,7 +85,7 @@ def written(rank: int, world: int, folder: str, splits: Sequence[Split], cache: 
                 run = plan(source, Request(sets=sets, plugins=split.plugins, nproc=world))
                 model = LoadedModel(run, source, World(rank, world))
                 assert model.network.caches
-                writings = [Writing(**writing, cache=cache) for writing in WRITINGS]  # type: ignore[arg-type]
+                writings = [Writing(**writing, cache=cache) for writing in WRITINGS]
                 texts = [[text.tokens for text in model.write(PROMPTS, writing)] for writing in writings]
                 found.append((split.sets, name, texts))
     return found

@@ -80,7 +80,8 @@ def test_greedy_texts_are_those_of_transformers_in_a_batch_of_unequal_lengths(pa
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     folder = tmp_path_factory.mktemp(request.param)
     saved_network(folder, {"gpt2": GPT2, "llama": LLAMA, "experts": EXPERTS}[request.param])
-    return load(folder)
+    loaded: LoadedModel = load(folder)
+    return loaded
 
 
 @torch.no_grad()

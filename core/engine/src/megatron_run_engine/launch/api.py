@@ -33,7 +33,7 @@ from megatron_run_engine.runtime.world import World
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.launch.task import Task
-    from megatron_run_engine.run_folder import OpenedFolder
+    from megatron_run_engine.run_folder import OpenedFolder, RunFolder
 
 #: How other launchers start ranks again.
 _RESTARTING = {
@@ -193,7 +193,7 @@ def _train_here(run: ResolvedRun) -> RunResult:
                 opened.folder.end(exit_code(error), last_line(error, opened.folder.path))
                 raise
             opened.folder.end(code)
-        return RunResult(code, opened.folder.path)
+        return RunResult(code, opened.folder.path, steps=_last_step(opened.folder))
 
 
 def _start_local(run: ResolvedRun, request: Request, options: LaunchOptions) -> RunResult:
@@ -292,7 +292,12 @@ def run_task(run: ResolvedRun, request: Request, task: Task, options: LaunchOpti
 def _already_finished(opened: OpenedFolder, tell: Callable[[str], None]) -> RunResult:
     path = opened.folder.path
     tell(f"run folder {path} is finished: nothing to do")
-    return RunResult(ExitCode.DONE, path)
+    return RunResult(ExitCode.DONE, path, steps=_last_step(opened.folder))
+
+
+def _last_step(folder: RunFolder) -> int:
+    status = folder.read_status()
+    return status.step if status is not None else 0
 
 
 def _terminal() -> dict[str, str]:

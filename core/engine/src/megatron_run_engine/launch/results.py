@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megatron_run.errors import ExitCode
+from megatron_run.errors import ExitCode, InputError
+
+if TYPE_CHECKING:
+    from megatron_run_engine.run_folder import History
 
 
 @dataclass(frozen=True)
@@ -75,10 +79,33 @@ def _path(job: Path, rank: int) -> Path:
 class RunResult:
     """How a run ended: exit code, its folder when there is one, and the line to show, which may be empty.
 
-    ``steps`` is how many steps its local ranks had done by then, as far as their status pages tell.
+    ``steps`` is the last step that is done, as far as the run folder or the status pages of local ranks tell.
     """
 
     code: ExitCode
     folder: Path | None = None
     message: str = ""
     steps: int = 0
+
+    @property
+    def history(self) -> History:
+        """The numbers of all attempts, read from the run folder. Raises :class:`InputError` without one."""
+        from megatron_run_engine.run_folder import History
+
+        if self.folder is None:
+            raise InputError("the run has left no folder")
+        return History(self.folder)
+
+    @property
+    def losses(self) -> list[float | None]:
+        """The loss of each step."""
+        return self.history.losses
+
+    @property
+    def best(self) -> Path | None:
+        """The saved step with the lowest validation loss: what :func:`megatron_run.load` takes."""
+        return self.history.best
+
+    def frame(self) -> Any:
+        """All metrics as a data frame of pandas, by step. Raises :class:`InputError` without pandas."""
+        return self.history.frame()

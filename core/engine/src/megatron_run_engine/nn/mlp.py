@@ -62,7 +62,7 @@ def swiglu(x: Tensor) -> Tensor:
     """``silu(gate) * up``: [*, 2f] holding gate then up -> [*, f]."""
     if not torch.is_grad_enabled():
         gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return F.silu(gate).mul_(up)
     result: Tensor = _Swiglu.apply(x)  # type: ignore[no-untyped-call]  # torch's
     return result
 

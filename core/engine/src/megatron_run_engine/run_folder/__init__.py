@@ -1,7 +1,7 @@
 """The run folder: the files of a run, and the rules that protect them.
 
 ``open_run_folder`` creates, joins or refuses a folder and takes its lock. ``RunFolder`` knows the paths and maintains
-``status.json``.
+``status.json``. ``History`` reads the numbers that a run has left.
 
 Imports: checkpoint, errors, planning.
 """
@@ -9,10 +9,12 @@ Imports: checkpoint, errors, planning.
 from __future__ import annotations
 
 from megatron_run_engine.run_folder.folder import RunFolder
+from megatron_run_engine.run_folder.history import History
 from megatron_run_engine.run_folder.opening import FolderLock, OpenedFolder, join_run_folder, open_run_folder
 
 __all__ = [
     "FolderLock",
+    "History",
     "OpenedFolder",
     "RunFolder",
     "join_run_folder",

@@ -1,0 +1,72 @@
+"""The numbers that a run has left in its folder (``observer=jsonl``), as columns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron_run.errors import InputError
+from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
+
+#: A column: one value for each row, None where a row has none.
+Columns = dict[str, list[Any]]
+
+
+class History:
+    """Steps and evaluations of the run in ``folder``, read when they are first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @cached_property
+    def metrics(self) -> Columns:
+        """One row for each step, ``step``, ``loss``, ``lr`` and the others; empty where nothing was written.
+
+        A step that was repeated counts once, as it was last.
+        """
+        return _columns(self.folder / "metrics.jsonl")
+
+    @cached_property
+    def evaluations(self) -> Columns:
+        """One row for each evaluation: ``step``, ``loss``, ``perplexity`` and the others."""
+        return _columns(self.folder / "eval.jsonl")
+
+    @property
+    def losses(self) -> list[float | None]:
+        """The loss of each step; None where it was not finite."""
+        return self.metrics.get("loss", [])
+
+    @property
+    def best(self) -> Path | None:
+        """The saved step with the lowest validation loss, the newest where none was evaluated; None without any."""
+        checkpoints = Checkpoints(self.folder / CHECKPOINTS)
+        saved = checkpoints.steps()
+        found = zip(self.evaluations.get("loss", []), self.evaluations.get("step", []), strict=True)
+        scored = [(loss, -step) for loss, step in found if loss is not None and step in saved]
+        step = -min(scored)[1] if scored else saved[-1] if saved else None
+        return None if step is None else checkpoints.folder(step)
+
+    def frame(self) -> Any:
+        """:attr:`metrics` as a data frame of pandas, by step. Raises :class:`InputError` without pandas."""
+        try:
+            import pandas as pd  # type: ignore[import-untyped,unused-ignore]  # an extra of the user's
+        except ModuleNotFoundError as missing:
+            raise InputError("a data frame needs pandas", fix="pip install pandas, or take the columns") from missing
+        frame = pd.DataFrame(self.metrics)
+        return frame.set_index("step") if "step" in frame else frame
+
+
+def _columns(path: Path) -> Columns:
+    rows = {row["step"]: row for row in map(_row, path.read_text("utf-8").splitlines())} if path.is_file() else {}
+    ordered = [rows[step] for step in sorted(rows)]
+    names = dict.fromkeys(name for row in ordered for name in row)
+    return {name: [row.get(name) for row in ordered] for name in names}
+
+
+def _row(line: str) -> Mapping[str, Any]:
+    """A line with what plugins have added among the other numbers."""
+    row: dict[str, Any] = json.loads(line)
+    return {**{name: value for name, value in row.items() if name != "extra"}, **row.get("extra", {})}
