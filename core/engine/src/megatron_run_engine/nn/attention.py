@@ -56,10 +56,11 @@ class SelfAttention(nn.Module):
         """
         fused = self.qkv(x)  # [s, b, (n + 2k) * d / t]
         split = sum(self.features) // fused.shape[-1]  # t, read from the result: the factory decides how to split
-        pieces = fused.split([features // split for features in self.features], dim=-1)
-        query, key, value = (piece.unflatten(-1, (-1, self.head_size)) for piece in pieces)  # [s, b, n or k / t, d]
-        if self.rotary is not None:
-            query, key = self.rotary(query, decoding), self.rotary(key, decoding)
+        heads = [features // split // self.head_size for features in self.features]
+        every = fused.unflatten(-1, (-1, self.head_size))  # [s, b, (n + 2k) / t, d]
+        query, key, value = every.split(heads, dim=2)
+        if self.rotary is not None:  # queries and keys together: half the kernels
+            query, key = self.rotary(every[:, :, : -heads[2]], decoding).split(heads[:2], dim=2)
         mask = None
         if decoding is not None and decoding.caches is not None:
             mask, cache = decoding.mask, decoding.caches.get(self.layer)
