@@ -16,6 +16,7 @@ from megatron_run_engine.inference.source import find_source
 from megatron_run_engine.inference.text import Completion, TextStream
 from megatron_run_engine.runtime.generation import Generation, Sampling, TextTokens
 from megatron_run_engine.runtime.world import World
+from megatron_run_engine.training.tasks import Options, Reader, TaskResult, read_task, run_task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -157,6 +158,17 @@ class LoadedModel:
         The texts come in the order of the prompts, those of one prompt together.
         """
         return self.write([prompts] if isinstance(prompts, str) else prompts, Writing(**options))
+
+    def evaluate(self, *tasks: str, stride: int | None = None, batch: int = 8) -> list[TaskResult]:
+        """Evaluate the model on ``tasks``, each ``NAME=FILE``: perplexity, wikitext or lambada.
+
+        ``stride`` tokens are scored in each window but the first, by default as the task defines it; ``batch`` windows
+        are read at once. Raises :class:`InputError` for an unknown task, :class:`DataError` for what it cannot read.
+        """
+        seed, samples = self.run.config.train.seed, self.source.has_samples
+        reader = Reader(self.data, self.positions, seed, self.vocab_size, has_samples=samples)
+        named = [read_task(task) for task in tasks]  # all of them, before the first takes its time
+        return [run_task(*each, self.network, reader, Options(stride, batch)) for each in named]
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
         """Yield the continuation of one prompt piece by piece, as it comes; ``options`` are those of :meth:`generate`.

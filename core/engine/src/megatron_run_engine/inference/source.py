@@ -40,6 +40,11 @@ class Source:
     shapes: Mapping[str, tuple[int, ...]]
     read: ReadBox
 
+    @property
+    def has_samples(self) -> bool:
+        """Whether the section ``data`` names samples too, and not only a tokenizer."""
+        return bool(self.config.get("data", {}).keys() - {"use", "tokenizer"})
+
 
 def find_source(path: Path | None, step: int | None = None, *, verified: bool = False) -> Source:
     """The model at ``path``: a run folder, its checkpoints, one step, an imported folder, or another program's folder.

@@ -119,18 +119,23 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class EvalMetrics:
-    """The result of an evaluation: mean loss in nats per token over ``tokens`` tokens, and its perplexity."""
+    """The result of an evaluation: mean loss in nats per token over ``tokens`` tokens, and its perplexity.
+
+    ``split`` is that of the data, or the name of a task; ``extra`` has the metrics of the task's own, as ``accuracy``.
+    """
 
     step: int
     split: str
     loss: float
     perplexity: float
     tokens: int
+    extra: Mapping[str, float] = field(default_factory=dict)
 
     def curves(self) -> dict[str, float]:
-        """The finite values as ``eval/loss`` and ``eval/perplexity``; those of another split as ``eval_test/loss``."""
+        """The finite values as ``eval/loss`` and the like; those of another split or task as ``eval_test/loss``."""
         group = "eval" if self.split == "validation" else f"eval_{self.split}"
-        return _finite({f"{group}/loss": self.loss, f"{group}/perplexity": self.perplexity})
+        values = {"loss": self.loss, "perplexity": self.perplexity, **self.extra}
+        return _finite({f"{group}/{name}": value for name, value in values.items()})
 
 
 @dataclass(frozen=True)

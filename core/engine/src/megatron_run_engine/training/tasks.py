@@ -1,0 +1,257 @@
+"""The tasks on which a language model is evaluated: perplexity, WikiText-103 and LAMBADA.
+
+A task turns the text of a file, or the samples of a split, into windows, and their scores into metrics. The model only
+scores windows, so that a task works on any topology. Definitions: Megatron-LM paper, appendix E.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, cast, get_args
+
+from megatron_run.contracts import EvalMetrics
+from megatron_run.contracts.data import Split
+from megatron_run.errors import DataError, InputError, did_you_mean
+from megatron_run_engine.data.documents import find_documents
+from megatron_run_engine.runtime.generation.scoring import IGNORED, Score, Window, score, text_windows
+
+if TYPE_CHECKING:
+    from megatron_run.contracts import DataSource
+    from megatron_run_engine.runtime.generation import Network
+
+#: Tokens that a window scores of WikiText-103 (appendix E.1).
+WIKITEXT_STRIDE = 32
+#: exp overflows a double above 709.
+_LARGEST = 700.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """How windows are made: ``stride`` tokens are scored in each but the first, None for the task's own number.
+
+    ``batch`` windows are scored in one pass.
+    """
+
+    stride: int | None = None
+    batch: int = 8
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a task gives the model to score, and how its metrics follow from the scores, in the same order."""
+
+    windows: Sequence[Window]
+    metrics: Callable[[Sequence[Score]], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """``metrics`` of ``task`` on ``source``, a file or a split; ``loss`` is in nats per scored token."""
+
+    task: str
+    source: str
+    loss: float
+    tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def at_step(self, step: int) -> EvalMetrics:
+        """The result as the observers of a run see it."""
+        own = dict(self.metrics)
+        return EvalMetrics(step, self.task, self.loss, own.pop("perplexity", _exp(self.loss)), self.tokens, own)
+
+
+class Reader:
+    """Encodes text for a model that reads ``longest`` tokens at once, with the tokenizer of ``data``.
+
+    ``has_samples`` is false where ``data`` is there for its tokenizer only.
+    """
+
+    def __init__(
+        self, data: DataSource | None, longest: int, seed: int, vocab_size: int, *, has_samples: bool = True
+    ) -> None:
+        self.data, self.longest, self._seed, self._vocab_size = data, longest, seed, vocab_size
+        self._has_samples = has_samples
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of ``text``. Raises :class:`DataError` if it cannot be text, or the model does not know one."""
+        tokens = None if self.data is None else self.data.encode(text)
+        if tokens is None:
+            raise DataError("this model has no tokenizer", why="a task reads text", fix="add --set data.tokenizer=FILE")
+        strange = next((token for token in tokens if not 0 <= token < self._vocab_size), None)
+        if strange is not None:
+            raise DataError(
+                f"the tokenizer writes token {strange}, the model has {self._vocab_size}",
+                fix="name the tokenizer that the model was trained with: --set data.tokenizer=FILE",
+            )
+        return list(tokens)
+
+    def split(self, name: Split) -> list[Window]:
+        """Every sample of the model's own data in the split ``name``. Raises :class:`DataError` without data."""
+        if self.data is None or not self._has_samples:
+            raise DataError("this model came without data", why=f"{name} is a split of a run's own data")
+        dataset = self.data.dataset(name, self.longest, self._seed)
+        return [_sample(dataset[number]) for number in range(len(dataset))]
+
+
+def _sample(sample: Mapping[str, object]) -> Window:
+    tokens, labels, mask = (cast("Sequence[float]", sample[name]) for name in ("tokens", "labels", "loss_mask"))
+    targets = [int(label) if counts else IGNORED for label, counts in zip(labels, mask, strict=True)]
+    return Window([int(token) for token in tokens], targets)
+
+
+def perplexity(source: str, reader: Reader, options: Options) -> Work:
+    """Perplexity of text files, each read as one text, or of ``train``, ``validation`` or ``test`` of the run's data.
+
+    Every token but the first of a text is scored. Without a stride windows do not overlap. Metrics: ``perplexity``, and
+    for text ``bits_per_byte``.
+    """
+    if source in get_args(Split) and not Path(source).exists():
+        return Work(reader.split(cast("Split", source)), lambda scores: {"perplexity": _exp(_loss(scores))})
+    texts = [_text(document.path) for document in find_documents([source])]
+    windows = [window for text in texts for window in _windows(text, reader, options.stride or reader.longest)]
+    size = sum(len(text.encode()) for text in texts)
+
+    def metrics(scores: Sequence[Score]) -> dict[str, float]:
+        bits = -math.fsum(each.logprob for each in scores) / math.log(2)
+        return {"perplexity": _exp(_loss(scores)), "bits_per_byte": bits / size}
+
+    return Work(windows, metrics)
+
+
+def wikitext(source: str, reader: Reader, options: Options) -> Work:
+    """Word-level perplexity of WikiText-103's test set in its published form of tokens between spaces (appendix E.1).
+
+    The text is first freed of what the tokenisation left in it; the sum of losses is divided by the number of original
+    tokens. Metrics: ``perplexity`` by original tokens, ``token_ratio`` of the model's tokens to them.
+    """
+    raw = _text(Path(source))
+    original = len(raw.strip().split(" "))
+    windows = _windows(detokenize(raw), reader, min(options.stride or WIKITEXT_STRIDE, reader.longest))
+
+    def metrics(scores: Sequence[Score]) -> dict[str, float]:
+        total = -math.fsum(each.logprob for each in scores)
+        scored = sum(each.targets for each in scores)
+        return {"perplexity": _exp(total / original), "token_ratio": scored / original}
+
+    return Work(windows, metrics)
+
+
+def lambada(source: str, reader: Reader, _: Options) -> Work:
+    """Cloze accuracy: the last word of each passage, right if every token of it is (appendix E.2, teacher forcing).
+
+    ``source`` has a passage a line, as text or as JSON with the field ``text``. Metric: ``accuracy``.
+    """
+    windows = [_cloze(passage, reader) for passage in _passages(Path(source))]
+    return Work(windows, lambda scores: {"accuracy": sum(each.greedy for each in scores) / len(scores)})
+
+
+Task = Callable[[str, Reader, Options], Work]
+#: The tasks by name.
+TASKS: Mapping[str, Task] = {"perplexity": perplexity, "wikitext": wikitext, "lambada": lambada}
+
+
+def read_task(text: str) -> tuple[str, str]:
+    """Name and source of ``NAME=SOURCE``. Raises :class:`InputError` for a task that is none."""
+    name, _, source = text.partition("=")
+    if name not in TASKS:
+        known = f"tasks are {', '.join(TASKS)}, as in lambada=lambada_test.jsonl"
+        raise InputError(f"there is no task {name!r}", fix=did_you_mean(name, TASKS) or known)
+    if not source:
+        raise InputError(f"task {name} of what?", fix=f"name a file: {name}=FILE")
+    return name, source
+
+
+def run_task(name: str, source: str, network: Network, reader: Reader, options: Options) -> TaskResult:
+    """Evaluate one task. Collective over the world. Raises :class:`DataError` for a source with nothing to score."""
+    work = TASKS[name](source, reader, options)
+    if not any(target != IGNORED for window in work.windows for target in window.targets):
+        raise DataError(f"{source} has nothing to score", why=f"task {name} found no token after another one")
+    scores = score(network, work.windows, options.batch)
+    return TaskResult(name, source, _loss(scores), sum(each.targets for each in scores), work.metrics(scores))
+
+
+def _loss(scores: Sequence[Score]) -> float:
+    return -math.fsum(each.logprob for each in scores) / sum(each.targets for each in scores)
+
+
+def _exp(value: float) -> float:
+    return math.exp(min(value, _LARGEST))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as cause:
+        raise DataError(f"{path} cannot be read", why=cause.strerror or str(cause)) from cause
+    except UnicodeDecodeError as cause:
+        raise DataError(f"{path} is no text", why=f"byte {cause.start} is not UTF-8") from cause
+
+
+def _windows(text: str, reader: Reader, stride: int) -> list[Window]:
+    if not 1 <= stride <= reader.longest:
+        raise InputError(f"stride {stride}: it must be from 1 to the model's {reader.longest} positions")
+    return text_windows(reader.encode(text), reader.longest, stride)
+
+
+def _passages(path: Path) -> list[str]:
+    """The passages of a file, a line each. Raises :class:`DataError` with the line of one that is no passage."""
+    passages = []
+    for number, line in enumerate(_text(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        passage = _json_text(line, path, number) if line.lstrip().startswith("{") else line
+        if len(passage.split()) < 2:
+            raise DataError(f"line {number} of {path} has no word to guess", why="it needs at least two words")
+        passages.append(passage)
+    return passages
+
+
+def _json_text(line: str, path: Path, number: int) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError) as cause:
+        raise DataError(
+            f"line {number} of {path} is no passage", why="JSON with the field 'text' is expected"
+        ) from cause
+    return str(text)
+
+
+def _cloze(passage: str, reader: Reader) -> Window:
+    """The window that scores the last word. It is encoded apart, so that no token reaches across into it."""
+    context, word = passage.strip().rsplit(maxsplit=1)
+    before, target = reader.encode(context), reader.encode(f" {word}")
+    tokens = [*before, *target][-(reader.longest + 1) :]
+    return Window.of(tokens, max(1, len(tokens) - len(target)))
+
+
+#: What WikiText's tokenisation did to its texts, as pattern and original.
+_WIKITEXT: Sequence[tuple[re.Pattern[str], str]] = tuple(
+    (re.compile(pattern), original)
+    for pattern, original in (
+        (r" @([-,.])@ ", r"\1"),  # inside of numbers and words: 1 @,@ 000, role @-@ playing
+        (r" ([:;,.!?])(?= )", r"\1"),
+        (r" n't", "n't"),
+        (r" '(s|re|ve|ll|d|m)\b", r"'\1"),
+        (r"(?<=s) '(?= )", "'"),
+        (r"([(\[{]) ", r"\1"),
+        (r" ([)\]}])", r"\1"),
+        (r'" ([^"\n]*?) "', r'"\1"'),
+        (r"([$£€#]) (?=\d)", r"\1"),
+        (r"(?<=\d) (%|°)", r"\1"),
+        (r"= (?==)", "="),  # = = heading = =
+        (r" \n", "\n"),
+        (r"\n ", "\n"),
+    )
+)
+
+
+def detokenize(text: str) -> str:
+    """WikiText's text without the traces of its tokenisation: spaces around punctuation, ``@-@``, apart ``'s``."""
+    for pattern, original in _WIKITEXT:
+        text = pattern.sub(original, text)
+    return text

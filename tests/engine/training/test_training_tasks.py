@@ -1,0 +1,165 @@
+"""Perplexity, WikiText-103 and LAMBADA, beside plain computations from transformers' logits."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_run.errors import RunError
+from megatron_run_engine.inference import LoadedModel, load
+from megatron_run_engine.training.tasks import detokenize
+
+#: The longest sequence of the model.
+POSITIONS = 16
+TEXT = (
+    "the quick brown fox jumps over the lazy dog , and then it sleeps .\n"
+    "a fox is not a dog ; the dog knows , the fox does not care at all .\n"
+) * 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random GPT-2 with a tokenizer of its own, in transformers' files."""
+    import tokenizers
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    made = tmp_path_factory.mktemp("gpt2")
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator([TEXT], vocab_size=300, min_frequency=1, special_tokens=["<|endoftext|>"])
+    tokenizer.save(str(made / "tokenizer.json"))
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=tokenizer.get_vocab_size(),
+        n_positions=POSITIONS,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        initializer_range=0.3,
+    )
+    GPT2LMHeadModel(config).save_pretrained(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> LoadedModel:
+    return load(folder, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def losses(folder: Path) -> Any:
+    """The loss of each of ``tokens[1:]``, each given at most the model's positions before it, one by one."""
+    from transformers import GPT2LMHeadModel
+
+    oracle = GPT2LMHeadModel.from_pretrained(folder).eval()
+
+    @torch.no_grad()
+    def loss_of(tokens: list[int], start: int, place: int) -> tuple[float, bool]:
+        logits = oracle(torch.tensor([tokens[start:place]])).logits[0, -1].double()
+        return -torch.log_softmax(logits, 0)[tokens[place]].item(), int(logits.argmax()) == tokens[place]
+
+    return loss_of
+
+
+@pytest.mark.parametrize("stride", [1, 5, POSITIONS])
+def test_perplexity_gives_each_token_the_context_of_its_window(
+    model: LoadedModel, losses: Any, tmp_path: Path, stride: int
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    tokens = model.encode(TEXT)
+    expected = []
+    for place in range(1, len(tokens)):
+        window = max(0, math.ceil((place - POSITIONS) / stride))  # the first window in which it is a target
+        expected.append(losses(tokens, window * stride, place)[0])
+    (found,) = model.evaluate(f"perplexity={tmp_path / 'text.txt'}", stride=stride, batch=3)
+    assert found.tokens == len(tokens) - 1
+    assert found.loss == pytest.approx(sum(expected) / len(expected), abs=1e-5)
+    assert found.metrics["perplexity"] == pytest.approx(math.exp(found.loss))
+    bits = sum(expected) / math.log(2) / len(TEXT.encode())
+    assert found.metrics["bits_per_byte"] == pytest.approx(bits, abs=1e-5)
+
+
+def test_wikitext_divides_the_loss_by_the_original_tokens(model: LoadedModel, losses: Any, tmp_path: Path) -> None:
+    (tmp_path / "wiki.test.tokens").write_text(TEXT)
+    tokens = model.encode(detokenize(TEXT))
+    total = 0.0
+    for place in range(1, len(tokens)):
+        window = max(0, math.ceil((place - POSITIONS) / 4))
+        total += losses(tokens, window * 4, place)[0]
+    (found,) = model.evaluate(f"wikitext={tmp_path / 'wiki.test.tokens'}", stride=4)
+    original = len(TEXT.strip().split(" "))
+    assert found.metrics["perplexity"] == pytest.approx(math.exp(total / original), rel=1e-5)
+    assert found.at_step(3).perplexity == found.metrics["perplexity"]
+    assert found.at_step(3).extra == {"token_ratio": (len(tokens) - 1) / original}
+
+
+def test_lambada_wants_every_token_of_the_last_word(model: LoadedModel, losses: Any, tmp_path: Path) -> None:
+    passages = [line for line in TEXT.replace(" .", "").splitlines() for line in (line, f"{line} jumps", "a fox")]
+    written = model.generate(["the quick brown", "a fox"], max_new_tokens=6, temperature=0)
+    passages += [f"the quick brown{each.text}" for each in written if each.text and len(each.text.split()) > 1]
+    expected = []
+    for passage in passages:
+        context, word = passage.strip().rsplit(maxsplit=1)
+        before, target = model.encode(context), model.encode(f" {word}")
+        tokens = [*before, *target][-(POSITIONS + 1) :]
+        places = range(len(tokens) - len(target), len(tokens))
+        expected.append(all(losses(tokens, 0, place)[1] for place in places))
+    lines = [json.dumps({"text": passage}) if number % 2 else passage for number, passage in enumerate(passages)]
+    (tmp_path / "lambada.jsonl").write_text("\n".join(lines) + "\n")
+    (found,) = model.evaluate(f"lambada={tmp_path / 'lambada.jsonl'}")
+    assert found.metrics == {"accuracy": sum(expected) / len(expected)}
+
+
+def test_a_word_that_the_model_would_write_is_right(model: LoadedModel, tmp_path: Path) -> None:
+    """Greedy decoding after parts of the text; where it writes a word of one token, that word is guessed."""
+    words = TEXT.split()
+    for first, size in product(range(30), (1, 2, 3)):
+        context = " ".join(words[first : first + size])
+        (written,) = model.generate([context], max_new_tokens=1, temperature=0)
+        if written.text and written.text.startswith(" ") and model.encode(written.text) == list(written.tokens):
+            break
+    else:
+        pytest.fail("no part was continued by a word of one token")
+    for word, accuracy in ((written.text, 1.0), (" zebra", 0.0)):
+        (tmp_path / "one.txt").write_text(f"{context}{word}")
+        (found,) = model.evaluate(f"lambada={tmp_path / 'one.txt'}")
+        assert found.metrics["accuracy"] == accuracy
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (" \n = Valkyria Chronicles III = \n \n", "\n= Valkyria Chronicles III =\n\n"),
+        (" = = Plot = = \n", " == Plot ==\n"),
+        ("in 1 @,@ 000 role @-@ playing games ( PSP ) , 3 @.@ 5", "in 1,000 role-playing games (PSP), 3.5"),
+        ("He said , \" It 's the boys ' game \" . ", "He said, \"It's the boys' game\". "),
+        ("did n't cost $ 5 , 20 % off ; see : this", "didn't cost $5, 20% off; see: this"),
+    ],
+)
+def test_traces_of_tokenisation_are_removed(raw: str, text: str) -> None:
+    assert detokenize(raw) == text
+
+
+@pytest.mark.parametrize(
+    ("task", "content", "message"),
+    [
+        ("lambda={}", "a b", "there is no task 'lambda'; did you mean 'lambada'?"),
+        ("lambada", "", "task lambada of what?; name a file: lambada=FILE"),
+        ("lambada={}", "word\n", "line 1 of {} has no word to guess: it needs at least two words"),
+        ("lambada={}", '{"txt": "a b"}\n', "line 1 of {} is no passage: JSON with the field 'text' is expected"),
+        ("perplexity={}", "a", "{} has nothing to score: task perplexity found no token after another one"),
+        ("wikitext={}.gone", "", "{}.gone cannot be read: No such file or directory"),
+        ("perplexity=test", "", "this model came without data: test is a split of a run's own data"),
+    ],
+)
+def test_mistakes_are_one_line(model: LoadedModel, tmp_path: Path, task: str, content: str, message: str) -> None:
+    path = tmp_path / "file"
+    path.write_text(content or " ")
+    with pytest.raises(RunError) as caught:
+        model.evaluate(task.format(path))
+    assert str(caught.value) == message.format(path)
