@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from megatron_run.errors import RunError
+from megatron_run.planning import load_config
 from megatron_run_engine.inference import LoadedModel, load
 from megatron_run_engine.training.tasks import detokenize
+from tests.support.training_bench import Bench
 
 #: The longest sequence of the model.
 POSITIONS = 16
@@ -148,8 +150,8 @@ def test_traces_of_tokenisation_are_removed(raw: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("task", "content", "message"),
     [
-        ("lambda={}", "a b", "there is no task 'lambda'; did you mean 'lambada'?"),
-        ("lambada", "", "task lambada of what?; name a file: lambada=FILE"),
+        ("lambda={}", "a b", "there is no task 'lambda'; write perplexity=FILE, wikitext=FILE, lambada=FILE"),
+        ("lambada", "", "task lambada of what? Write lambada=FILE"),
         ("lambada={}", "word\n", "line 1 of {} has no word to guess: it needs at least two words"),
         ("lambada={}", '{"txt": "a b"}\n', "line 1 of {} is no passage: JSON with the field 'text' is expected"),
         ("perplexity={}", "a", "{} has nothing to score: task perplexity found no token after another one"),
@@ -163,3 +165,32 @@ def test_mistakes_are_one_line(model: LoadedModel, tmp_path: Path, task: str, co
     with pytest.raises(RunError) as caught:
         model.evaluate(task.format(path))
     assert str(caught.value) == message.format(path)
+
+
+def test_a_training_evaluates_its_tasks_each_time(tmp_path: Path) -> None:
+    """The same numbers as those of the model that the run leaves, and in the order of the configuration."""
+    (tmp_path / "a.txt").write_text("def f(): pass\n" * 200)
+    (tmp_path / "b.txt").write_text("def g(): pass\n" * 5)
+    tasks = [f"lambada={tmp_path / 'b.txt'}", f"perplexity={tmp_path / 'b.txt'}"]
+    sets = (
+        "data.use=text",
+        f"data.paths={tmp_path / 'a.txt'}",
+        "train.steps=4",
+        "eval.interval=2",
+        "model.dropout=0.5",
+    )
+    bench = Bench(tmp_path, *sets, f"eval.tasks={','.join(tasks)}")
+    bench.train()
+    seen = [(metrics.step, metrics.split) for metrics in bench.watch.evaluations]
+    splits = ("validation", "lambada", "perplexity")
+    assert seen == [(step, split) for step in (2, 4) for split in splits]
+    model = load(bench.folder, device="cpu")
+    for result, metrics in zip(model.evaluate(*tasks), bench.watch.evaluations[-2:], strict=True):
+        assert metrics.loss == pytest.approx(result.loss, abs=1e-6)
+        assert metrics.extra == {name: pytest.approx(value) for name, value in metrics.extra.items()}
+    assert bench.watch.evaluations[-1].loss != bench.watch.evaluations[2].loss
+
+
+def test_a_task_that_is_none_is_refused_before_the_run() -> None:
+    with pytest.raises(RunError, match=r"eval\.tasks.*there is no task 'lambda'; write perplexity=FILE, wikitext=FILE"):
+        load_config("preset:tiny", sets=("eval.tasks=lambda=x",))

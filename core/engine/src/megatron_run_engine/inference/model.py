@@ -16,7 +16,7 @@ from megatron_run_engine.inference.source import find_source
 from megatron_run_engine.inference.text import Completion, TextStream
 from megatron_run_engine.runtime.generation import Generation, Sampling, TextTokens
 from megatron_run_engine.runtime.world import World
-from megatron_run_engine.training.tasks import Options, Reader, TaskResult, read_task, run_task
+from megatron_run_engine.training.tasks import Reader, TaskResult, make_work, run_task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -167,8 +167,8 @@ class LoadedModel:
         """
         seed, samples = self.run.config.train.seed, self.source.has_samples
         reader = Reader(self.data, self.positions, seed, self.vocab_size, has_samples=samples)
-        named = [read_task(task) for task in tasks]  # all of them, before the first takes its time
-        return [run_task(*each, self.network, reader, Options(stride, batch)) for each in named]
+        works = [make_work(task, reader, stride) for task in tasks]  # all mistakes come before the first takes its time
+        return [run_task(*work, self.network, batch) for work in works]
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
         """Yield the continuation of one prompt piece by piece, as it comes; ``options`` are those of :meth:`generate`.

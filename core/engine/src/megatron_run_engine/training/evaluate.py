@@ -10,8 +10,10 @@ from megatron_run.contracts import EvalMetrics
 from megatron_run.errors import DataError
 from megatron_run_engine.data.batches import sample_index
 from megatron_run_engine.runtime.execute import StepInputs
+from megatron_run_engine.runtime.generation import Network
 from megatron_run_engine.runtime.metrics import Metrics
 from megatron_run_engine.training.losses import LANGUAGE_MODEL, Losses
+from megatron_run_engine.training.tasks import Reader, make_work, run_task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -49,6 +51,20 @@ class Evaluator:
                 fix="give more data, a larger share to validation, or a smaller train.micro_batch_size",
             )
 
+        reader = Reader(assembly.data, train.sequence_length, train.seed, assembly.context.vocab_size)
+        self._tasks = [make_work(task, reader) for task in run.config.eval.tasks]
+
+    def tasks(self, step: int) -> list[EvalMetrics]:
+        """Evaluate ``eval.tasks`` after ``step`` steps. Collective over the world."""
+        if not self._tasks:
+            return []
+        self._assembly.context.groups.activity.enter("evaluate")
+        network = network_of(self._run, self._assembly)
+        set_training(self._assembly.chunks, training=False)
+        results = [run_task(*task, network) for task in self._tasks]
+        set_training(self._assembly.chunks, training=True)
+        return [result.at_step(step) for result in results]
+
     def evaluate(self, step: int) -> EvalMetrics:
         """Score the model after ``step`` steps. Collective over the world."""
         self._assembly.context.groups.activity.enter("evaluate")
@@ -80,6 +96,12 @@ class Evaluator:
             raise DataError("the validation samples hold no token that counts", why="their loss_mask is zero")
         # Every tensor-parallel rank reports the same tokens: the factor cancels in the mean, but not in the count.
         return total / weight, round(weight / self._run.sizes.tensor)
+
+
+def network_of(run: ResolvedRun, assembly: Assembly) -> Network:
+    """The model in training, as what generates and scores tokens sees it."""
+    program = assembly.programs.forward_only(1)
+    return Network(assembly.context, assembly.model, assembly.chunks, assembly.executor, program, run.layout[-1].stage)
 
 
 def set_training(chunks: Iterable[Chunk], *, training: bool) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_run_engine.runtime.generation import Generation, Network, Sampling, TextTokens
-from megatron_run_engine.training.evaluate import set_training
+from megatron_run_engine.runtime.generation import Generation, Sampling, TextTokens
+from megatron_run_engine.training.evaluate import network_of, set_training
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
@@ -27,10 +27,7 @@ def generate_text(run: ResolvedRun, assembly: Assembly) -> str | None:
     if not prompt:
         return None
     assembly.context.groups.activity.enter("generate")
-    program = assembly.programs.forward_only(1)
-    network = Network(
-        assembly.context, assembly.model, assembly.chunks, assembly.executor, program, run.layout[-1].stage
-    )
+    network = network_of(run, assembly)
     text = TextTokens(list(prompt))
     sampling = Sampling(temperature=asked.temperature, seed=run.config.train.seed)
     set_training(assembly.chunks, training=False)

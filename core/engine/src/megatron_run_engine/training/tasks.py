@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, cast, get_args
 
 from megatron_run.contracts import EvalMetrics
 from megatron_run.contracts.data import Split
-from megatron_run.errors import DataError, InputError, did_you_mean
+from megatron_run.contracts.schema import TASKS, read_task
+from megatron_run.errors import DataError, InputError
 from megatron_run_engine.data.documents import find_documents
 from megatron_run_engine.runtime.generation.scoring import IGNORED, Score, Window, score, text_windows
 
@@ -28,17 +29,6 @@ if TYPE_CHECKING:
 WIKITEXT_STRIDE = 32
 #: exp overflows a double above 709.
 _LARGEST = 700.0
-
-
-@dataclass(frozen=True)
-class Options:
-    """How windows are made: ``stride`` tokens are scored in each but the first, None for the task's own number.
-
-    ``batch`` windows are scored in one pass.
-    """
-
-    stride: int | None = None
-    batch: int = 8
 
 
 @dataclass(frozen=True)
@@ -104,7 +94,7 @@ def _sample(sample: Mapping[str, object]) -> Window:
     return Window([int(token) for token in tokens], targets)
 
 
-def perplexity(source: str, reader: Reader, options: Options) -> Work:
+def perplexity(source: str, reader: Reader, stride: int | None) -> Work:
     """Perplexity of text files, each read as one text, or of ``train``, ``validation`` or ``test`` of the run's data.
 
     Every token but the first of a text is scored. Without a stride windows do not overlap. Metrics: ``perplexity``, and
@@ -113,7 +103,7 @@ def perplexity(source: str, reader: Reader, options: Options) -> Work:
     if source in get_args(Split) and not Path(source).exists():
         return Work(reader.split(cast("Split", source)), lambda scores: {"perplexity": _exp(_loss(scores))})
     texts = [_text(document.path) for document in find_documents([source])]
-    windows = [window for text in texts for window in _windows(text, reader, options.stride or reader.longest)]
+    windows = [window for text in texts for window in _windows(text, reader, stride or reader.longest)]
     size = sum(len(text.encode()) for text in texts)
 
     def metrics(scores: Sequence[Score]) -> dict[str, float]:
@@ -123,7 +113,7 @@ def perplexity(source: str, reader: Reader, options: Options) -> Work:
     return Work(windows, metrics)
 
 
-def wikitext(source: str, reader: Reader, options: Options) -> Work:
+def wikitext(source: str, reader: Reader, stride: int | None) -> Work:
     """Word-level perplexity of WikiText-103's test set in its published form of tokens between spaces (appendix E.1).
 
     The text is first freed of what the tokenisation left in it; the sum of losses is divided by the number of original
@@ -131,7 +121,7 @@ def wikitext(source: str, reader: Reader, options: Options) -> Work:
     """
     raw = _text(Path(source))
     original = len(raw.strip().split(" "))
-    windows = _windows(detokenize(raw), reader, min(options.stride or WIKITEXT_STRIDE, reader.longest))
+    windows = _windows(detokenize(raw), reader, min(stride or WIKITEXT_STRIDE, reader.longest))
 
     def metrics(scores: Sequence[Score]) -> dict[str, float]:
         total = -math.fsum(each.logprob for each in scores)
@@ -141,7 +131,7 @@ def wikitext(source: str, reader: Reader, options: Options) -> Work:
     return Work(windows, metrics)
 
 
-def lambada(source: str, reader: Reader, _: Options) -> Work:
+def lambada(source: str, reader: Reader, _: int | None) -> Work:
     """Cloze accuracy: the last word of each passage, right if every token of it is (appendix E.2, teacher forcing).
 
     ``source`` has a passage a line, as text or as JSON with the field ``text``. Metric: ``accuracy``.
@@ -150,28 +140,30 @@ def lambada(source: str, reader: Reader, _: Options) -> Work:
     return Work(windows, lambda scores: {"accuracy": sum(each.greedy for each in scores) / len(scores)})
 
 
-Task = Callable[[str, Reader, Options], Work]
-#: The tasks by name.
-TASKS: Mapping[str, Task] = {"perplexity": perplexity, "wikitext": wikitext, "lambada": lambada}
+#: Makes the work of a task from its source.
+Maker = Callable[[str, Reader, "int | None"], Work]
+#: What makes the work of each of the kernel's ``TASKS``.
+MAKERS: Mapping[str, Maker] = dict(zip(TASKS, (perplexity, wikitext, lambada), strict=True))
 
 
-def read_task(text: str) -> tuple[str, str]:
-    """Name and source of ``NAME=SOURCE``. Raises :class:`InputError` for a task that is none."""
-    name, _, source = text.partition("=")
-    if name not in TASKS:
-        known = f"tasks are {', '.join(TASKS)}, as in lambada=lambada_test.jsonl"
-        raise InputError(f"there is no task {name!r}", fix=did_you_mean(name, TASKS) or known)
-    if not source:
-        raise InputError(f"task {name} of what?", fix=f"name a file: {name}=FILE")
-    return name, source
+def make_work(task: str, reader: Reader, stride: int | None = None) -> tuple[str, str, Work]:
+    """Name, source and windows of ``NAME=SOURCE``; ``stride`` tokens are scored in a window, None for the task's own.
 
-
-def run_task(name: str, source: str, network: Network, reader: Reader, options: Options) -> TaskResult:
-    """Evaluate one task. Collective over the world. Raises :class:`DataError` for a source with nothing to score."""
-    work = TASKS[name](source, reader, options)
+    Raises :class:`InputError` for an unknown task, :class:`DataError` for what cannot be read or scored.
+    """
+    try:
+        name, source = read_task(task)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    work = MAKERS[name](source, reader, stride)
     if not any(target != IGNORED for window in work.windows for target in window.targets):
         raise DataError(f"{source} has nothing to score", why=f"task {name} found no token after another one")
-    scores = score(network, work.windows, options.batch)
+    return name, source, work
+
+
+def run_task(name: str, source: str, work: Work, network: Network, batch: int = 8) -> TaskResult:
+    """Score a task, ``batch`` windows in a pass. Collective over the world."""
+    scores = score(network, work.windows, batch)
     return TaskResult(name, source, _loss(scores), sum(each.targets for each in scores), work.metrics(scores))
 
 

@@ -150,7 +150,8 @@ class Trainer:
         saving = stopping or self._checkpoints.is_due(step, last)
         self._guards.check(self._progress, saving=saving)
         if step == last or (self._eval_interval and step % self._eval_interval == 0):
-            observers.on_eval_end(self._evaluator.evaluate(step))
+            for metrics in (self._evaluator.evaluate(step), *self._evaluator.tasks(step)):
+                observers.on_eval_end(metrics)
         if saving:
             # With overlap_param_gather, all-gathers may be in flight. None may be when the run ends, as it may here.
             self._assembly.wait_for_parameters()

@@ -10,7 +10,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from megatron_run.contracts.quantities import Duration, Span
@@ -183,11 +192,36 @@ class ParallelSection(Section):
     loss_as_layer: bool = Field(False, description="count output and loss as a layer of an even split")
 
 
+#: Tasks on which a language model is evaluated.
+TASKS = ("perplexity", "wikitext", "lambada")
+
+
+def read_task(text: str) -> tuple[str, str]:
+    """Name and source of a task written as ``NAME=SOURCE``, as in ``lambada=test.jsonl``. Raises ValueError."""
+    name, _, source = text.partition("=")
+    if name not in TASKS:
+        raise ValueError(f"there is no task {name!r}; write {', '.join(f'{each}=FILE' for each in TASKS)}")
+    if not source:
+        raise ValueError(f"task {name} of what? Write {name}=FILE")
+    return name, source
+
+
+def _tasks(value: object) -> object:
+    """One task or a list of them."""
+    tasks = [value] if isinstance(value, str) else value
+    for task in tasks if isinstance(tasks, list | tuple) else ():
+        read_task(str(task))
+    return tasks
+
+
 class EvalSection(Section):
-    """Evaluation on held-out samples, and text generated at the end."""
+    """Evaluation on held-out samples and tasks, and text generated at the end."""
 
     interval: Span = Field(Span.parse(1000), description="between evaluations; 0: only at the end")
     batches: int = Field(10, ge=1, description="global batches per evaluation")
+    tasks: Annotated[tuple[str, ...], BeforeValidator(_tasks)] = Field(
+        (), description="also evaluated each time, one or more: perplexity=FILE, wikitext=FILE, lambada=FILE"
+    )
     sample: int = Field(0, ge=0, description="tokens to generate after training")
     prompt: str = Field("", description="start of the generated text")
     temperature: float = Field(0.8, ge=0, description="of the generated text; 0: the likeliest token")
