@@ -99,7 +99,7 @@ def generate(
         where = {"path": str(model.expanduser()), "step": step}
         texts = _on_ranks(run, request, where, given, writing, streams=streams)
     else:
-        loaded = _load(run, source)
+        loaded = load_here(run, source)
         if loops:
             _loop(loaded, writing)
             return
@@ -112,7 +112,8 @@ def generate(
             click.echo("\n".join([*between, text.ids if as_tokens else str(text)]))
 
 
-def _load(run: ResolvedRun, source: Source) -> LoadedModel:
+def load_here(run: ResolvedRun, source: Source) -> LoadedModel:
+    """The model of ``source`` in this process."""
     from megatron_run_engine.inference import LoadedModel
     from megatron_run_engine.launch.process import assign_device, start_device
     from megatron_run_engine.runtime.world import World

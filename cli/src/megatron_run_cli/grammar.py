@@ -23,15 +23,23 @@ def is_config(word: str) -> bool:
     return word == "-" or "/" in word or word.endswith(_CONFIG_ENDINGS) or word.startswith("preset:")
 
 
-class Program(click.Group):
-    """A group whose command may be left out: ``megatron-run tiny.yaml`` is ``megatron-run train tiny.yaml``."""
+class DefaultGroup(click.Group):
+    """A group whose command ``default`` may be left out."""
+
+    default: str
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Put ``train`` in front unless the first word is a command or an option of the program."""
+        """Put the command in front unless the first word is a command or an option of the group."""
         first = args[0] if args else ""
         if first not in self.commands and first not in ("-h", "--help", "--version"):
-            args = ["train", *args]
+            args = [self.default, *args]
         return super().parse_args(ctx, args)
+
+
+class Program(DefaultGroup):
+    """``megatron-run tiny.yaml`` is ``megatron-run train tiny.yaml``."""
+
+    default = "train"
 
 
 class ConfigWord(click.ParamType[str]):

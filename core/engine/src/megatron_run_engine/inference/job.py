@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def resolve_run(request: Request, arguments: Mapping[str, Any]) -> ResolvedRun:
     """The run of a rank; the launcher has verified the files."""
-    return plan(_source(arguments), request)
+    return plan(open_source(arguments), request)
 
 
 def work(run: ResolvedRun, world: World, activity: Activity, arguments: Mapping[str, Any]) -> None:
@@ -31,7 +31,7 @@ def work(run: ResolvedRun, world: World, activity: Activity, arguments: Mapping[
 
     The first rank prints pieces as they come if ``stream`` is set, and leaves the texts in the file ``result``.
     """
-    model = LoadedModel(run, _source(arguments), world, activity=activity)
+    model = LoadedModel(run, open_source(arguments), world, activity=activity)
     activity.enter("generate")
     prompts, first = arguments["prompts"], world.rank == 0
     page = model.start(prompts, Writing(**arguments["writing"]))
@@ -51,6 +51,7 @@ def _show(piece: str) -> None:
     sys.stdout.flush()
 
 
-def _source(arguments: Mapping[str, Any]) -> Source:
+def open_source(arguments: Mapping[str, Any]) -> Source:
+    """The model at ``path``, or its ``step``, of files that the launcher has verified."""
     path = arguments["path"]
     return find_source(None if path is None else Path(path), arguments["step"], verified=True)

@@ -227,6 +227,9 @@ class Observer:
     def on_eval_end(self, metrics: EvalMetrics) -> None:
         """An evaluation is done."""
 
+    def on_later_eval(self, folder: Path, metrics: EvalMetrics) -> None:
+        """A saved step of the run in ``folder`` was evaluated by ``megatron-run eval``; no other event comes."""
+
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
         """A step was saved and is complete on disk."""
 

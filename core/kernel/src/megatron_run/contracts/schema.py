@@ -208,10 +208,12 @@ def read_task(text: str) -> tuple[str, str]:
 
 def _tasks(value: object) -> object:
     """One task or a list of them."""
-    tasks = [value] if isinstance(value, str) else value
-    for task in tasks if isinstance(tasks, list | tuple) else ():
+    tasks = (value,) if isinstance(value, str) else value
+    if not isinstance(tasks, list | tuple):
+        return tasks
+    for task in tasks:
         read_task(str(task))
-    return tasks
+    return tuple(tasks)
 
 
 class EvalSection(Section):

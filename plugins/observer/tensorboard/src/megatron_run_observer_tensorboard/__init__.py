@@ -47,6 +47,14 @@ class TensorBoard(Observer):
         """Write ``eval/loss`` and ``eval/perplexity``; other splits have their own tags, such as ``eval_test/loss``."""
         self._write(metrics.curves(), metrics.step)
 
+    def on_later_eval(self, folder: Path, metrics: EvalMetrics) -> None:
+        """Write the curves to a file of their own, which leaves those of the training as they are."""
+        from megatron_run_observer_tensorboard.events import EventFile
+
+        file = EventFile(folder / "tensorboard")
+        file.scalars(metrics.curves(), metrics.step)
+        file.close()
+
     def on_sample(self, text: str) -> None:
         """Write the text verbatim: indented, so that TensorBoard does not read it as Markdown."""
         indented = "\n".join(f"    {line}" for line in text.splitlines())

@@ -21,19 +21,21 @@ if TYPE_CHECKING:
 class EventFile:
     """A new event file in ``folder`` for the steps from ``first_step`` on.
 
-    It opens with a session start, which makes TensorBoard drop an earlier attempt's values from that step on.
-    ``last_step`` is the latest step written. Raises OSError when folder or file cannot be written.
+    It opens with a session start, which makes TensorBoard drop an earlier attempt's values from that step on; with
+    None it only adds to them. ``last_step`` is the latest step written. Raises OSError when folder or file cannot be
+    written.
     """
 
-    def __init__(self, folder: Path, first_step: int) -> None:
+    def __init__(self, folder: Path, first_step: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         now = clock.time()
         name = f"events.out.tfevents.{now:017.6f}.{socket.gethostname()}.{os.getpid()}"
         self._records = RecordWriter((folder / name).open("xb"))
-        self.last_step = first_step - 1
+        self.last_step = 0 if first_step is None else first_step - 1
         self._write(event_pb2.Event(wall_time=now, file_version="brain.Event:2"))
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._write(event_pb2.Event(wall_time=now, step=first_step, session_log=start))
+        if first_step is not None:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write(event_pb2.Event(wall_time=now, step=first_step, session_log=start))
 
     def scalars(self, numbers: Mapping[str, float], step: int, time: float | None = None) -> None:
         """Write each number under its tag; ``time`` in seconds since the epoch, None for now."""

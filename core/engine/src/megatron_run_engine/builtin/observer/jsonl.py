@@ -40,6 +40,12 @@ class JsonLines(Observer):
         """Append a line with the fields of :class:`EvalMetrics`."""
         _opened(self._eval).append(asdict(metrics))
 
+    def on_later_eval(self, folder: Path, metrics: EvalMetrics) -> None:
+        """Append a line as for an evaluation in training."""
+        file = LineFile(folder / "eval.jsonl")
+        file.append(asdict(metrics))
+        file.close()
+
     def on_error(self, error: BaseException) -> None:
         """Close the files."""
         self._close()

@@ -1,0 +1,138 @@
+"""``megatron-run eval``: perplexity, WikiText-103 and LAMBADA of a trained model, and what its data knew of them."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from megatron_run.errors import InputError
+from megatron_run_cli.generate import load_here
+from megatron_run_cli.grammar import DefaultGroup
+from megatron_run_cli.options import debug_option, json_option, rank_options
+from megatron_run_cli.output import print_json, print_table, tell
+
+if TYPE_CHECKING:
+    from megatron_run.config.request import Request
+    from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.training.tasks import TaskResult
+
+
+class Eval(DefaultGroup):
+    """``megatron-run eval RUN`` is ``megatron-run eval model RUN``."""
+
+    default = "model"
+
+
+@click.group(cls=Eval, name="eval", subcommand_metavar="MODEL --task NAME=FILE ... | overlap TEST TRAIN...")
+def evaluate() -> None:
+    """Evaluate a model on texts, or compare a test set with a training set.
+
+    \b
+    megatron-run eval MODEL --task perplexity=FILE    loss and perplexity of a text
+    megatron-run eval model --help                    the options of an evaluation
+    megatron-run eval overlap TEST TRAIN...           the share of 8-grams of TEST in TRAIN
+    """  # noqa: D301  # click wants the character, not its name
+
+
+@evaluate.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option(
+    "--task",
+    "tasks",
+    multiple=True,
+    metavar="NAME=FILE",
+    help="perplexity, wikitext or lambada of a file, or perplexity=validation of the run's data; repeatable.",
+)
+@click.option(
+    "--step", type=click.IntRange(min=0), metavar="N", help="Number of the step [default: MODEL's, else the newest]."
+)
+@click.option(
+    "--stride",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Tokens scored in each window but the first [default: perplexity: all, wikitext: 32].",
+)
+@click.option("--batch", type=click.IntRange(min=1), default=8, metavar="N", help="Windows in a pass [default: 8].")
+@rank_options
+@json_option
+@debug_option
+def model(
+    request: Request,
+    model: Path,
+    tasks: tuple[str, ...],
+    *,
+    step: int | None,
+    stride: int | None,
+    batch: int,
+    as_json: bool,
+) -> None:
+    """Evaluate MODEL: a run folder, a saved step, an imported folder, or one that an installed format reads.
+
+    The numbers of a run also go to its eval.jsonl and to TensorBoard.
+    """
+    from megatron_run_engine.inference.evaluation import record
+    from megatron_run_engine.inference.network import plan
+    from megatron_run_engine.inference.source import find_source
+
+    if not tasks:
+        raise InputError("no task is given", fix="type: --task perplexity=FILE, wikitext=FILE or lambada=FILE")
+    source = find_source(model.expanduser(), step)
+    run = plan(source, request)
+    how = {"stride": stride, "batch": batch}
+    if run.sizes.world > 1:
+        where = {"path": str(model.expanduser()), "step": step}
+        results = _on_ranks(run, request, {**where, "tasks": tasks, **how})
+    else:
+        results = load_here(run, source).evaluate(*tasks, **how)
+    if as_json:
+        print_json({"model": str(source.path), "step": source.step, "tasks": [asdict(each) for each in results]})
+    else:
+        _show(results)
+    folder = record(source, [result.at_step(source.step) for result in results])
+    if folder is not None:
+        tell(f"added to {folder / 'eval.jsonl'}")
+
+
+@evaluate.command()
+@click.argument("test", type=click.Path(path_type=Path))
+@click.argument("train", nargs=-1, required=True)
+@json_option
+@debug_option
+def overlap(test: Path, train: tuple[str, ...], *, as_json: bool) -> None:
+    """Count the 8-grams of the text TEST that the texts TRAIN, files, folders or patterns, hold too."""
+    from megatron_run_engine.data.documents import find_documents
+    from megatron_run_engine.data.overlap import overlap as count
+
+    tests, trains = ([each.read() for each in find_documents([str(test)])], find_documents(train))
+    found = count(
+        (text.decode(errors="replace") for text in tests), (each.read().decode(errors="replace") for each in trains)
+    )
+    if as_json:
+        print_json({"found": found.found, "total": found.total, "share": found.share})
+    else:
+        click.echo(f"{found.found} of {found.total} 8-grams, {found.share:.2%}, occur in the training set")
+
+
+def _on_ranks(run: ResolvedRun, request: Request, arguments: dict[str, Any]) -> list[TaskResult]:
+    """Evaluate on local ranks."""
+    from megatron_run_engine.launch import LaunchOptions, Task, run_task
+    from megatron_run_engine.training.tasks import TaskResult
+
+    with tempfile.TemporaryDirectory(prefix="megatron-run-eval-") as folder:
+        result = Path(folder) / "results.json"
+        task = Task("megatron_run_engine.inference.evaluation", {**arguments, "result": str(result)})
+        run_task(run, request, task, LaunchOptions(quiet=True, tell=tell))
+        return [TaskResult(**each) for each in json.loads(result.read_text(encoding="utf-8"))]
+
+
+def _show(results: list[TaskResult]) -> None:
+    rows = [("task", "of", "loss", "tokens", "metrics")]
+    for each in results:
+        metrics = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in each.metrics.items())
+        rows.append((each.task, each.source, f"{each.loss:.4f}", str(each.tokens), metrics))
+    print_table(rows)

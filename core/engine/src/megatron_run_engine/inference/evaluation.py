@@ -1,0 +1,49 @@
+"""What the ranks of ``megatron-run eval`` do, and where the numbers of a run are kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from megatron_run.config.request import Request
+from megatron_run.planning import resolve
+from megatron_run_engine.inference.job import open_source, resolve_run
+from megatron_run_engine.inference.model import LoadedModel
+
+if TYPE_CHECKING:
+    from megatron_run.contracts import EvalMetrics, Observer
+    from megatron_run.contracts.activity import Activity
+    from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.inference.source import Source
+    from megatron_run_engine.runtime.world import World
+
+__all__ = ["record", "resolve_run", "work"]
+
+
+def work(run: ResolvedRun, world: World, activity: Activity, arguments: Mapping[str, Any]) -> None:
+    """Evaluate the model at ``path`` on ``tasks``, with ``stride`` and ``batch``; the first rank writes ``result``."""
+    model = LoadedModel(run, open_source(arguments), world, activity=activity)
+    activity.enter("evaluate")
+    results = model.evaluate(*arguments["tasks"], stride=arguments["stride"], batch=arguments["batch"])
+    if world.rank == 0:
+        Path(arguments["result"]).write_text(json.dumps([asdict(each) for each in results]), encoding="utf-8")
+
+
+def record(source: Source, results: Iterable[EvalMetrics]) -> Path | None:
+    """Give ``results`` to the observers of the run that ``source`` is a step of; its folder, or None if there is none.
+
+    Raises what they raise, and :class:`~megatron_run.errors.RunError` if one of them is not installed.
+    """
+    folder = source.path.parent.parent
+    config = folder / "config.yaml"
+    if not (folder / "run.json").is_file() or not config.is_file():
+        return None
+    run = resolve(Request((str(config),)), plan_only=True)
+    observers = [cast("Observer", plugin.create()) for plugin in run.plugins["observer"]]
+    for metrics in results:
+        for observer in observers:
+            observer.on_later_eval(folder, metrics)
+    return folder

@@ -1,0 +1,96 @@
+"""``megatron-run eval``: the same numbers on every topology, kept with the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_run.errors import ExitCode
+from tests.support.forked import forked_command
+
+pytestmark = pytest.mark.multiproc
+
+TEXT = "the quick brown fox jumps over the lazy dog\n" * 7
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps with experts, and a text beside it."""
+    folder = tmp_path_factory.mktemp("eval")
+    (folder / "text.txt").write_text(TEXT)
+    sets = ("run.folder=run", "train.steps=3", "data.use=text", "data.paths=text.txt", "data.split=60,40,0")
+    small = ("model.experts=2", "model.expert_capacity_factor=1.0", "train.micro_batch_size=1", "train.global_batch_size=1")
+    words = ("preset:tiny", *(word for each in (*sets, *small) for word in ("--set", each)))
+    done = forked_command(words, folder)
+    assert done.returncode == ExitCode.DONE, done.stderr
+    return folder / "run"
+
+
+def evaluated(run: Path, *words: str) -> list[dict[str, Any]]:
+    done = forked_command(("eval", str(run), "--json", *words), run.parent)
+    assert done.returncode == ExitCode.DONE, done.stderr
+    tasks: list[dict[str, Any]] = json.loads(done.stdout)["tasks"]
+    return tasks
+
+
+TASKS = ("--task", "perplexity=text.txt", "--task", "lambada=text.txt", "--stride", "7", "--batch", "3")
+
+
+@pytest.fixture(scope="module")
+def alone(run: Path) -> list[dict[str, Any]]:
+    return evaluated(run, *TASKS)
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        ("parallel_layer.use=tensor", "parallel.tensor=2"),
+        ("parallel.pipeline=2",),
+        ("parallel.data=2",),
+        ("parallel.expert=2", "parallel.data=2"),
+    ],
+    ids=lambda split: split[-1] if len(split) < 2 else split[0],
+)
+def test_every_topology_gives_the_same_numbers(run: Path, alone: list[dict[str, Any]], split: tuple[str, ...]) -> None:
+    found = evaluated(run, *TASKS, *(word for each in split for word in ("--set", each)))
+    assert [each["tokens"] for each in found] == [each["tokens"] for each in alone]
+    for one, other in zip(found, alone, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=2e-6)
+        assert one["metrics"] == {name: pytest.approx(value, rel=1e-5) for name, value in other["metrics"].items()}
+
+
+def test_the_numbers_are_kept_with_the_run(run: Path, alone: list[dict[str, Any]]) -> None:
+    before = EventAccumulator(str(run / "tensorboard")).Reload().Scalars("train/loss")
+    lines = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
+    kept = [line for line in lines if line["split"] == "lambada"]
+    assert kept[0] == {
+        "step": 3,
+        "split": "lambada",
+        "loss": alone[1]["loss"],
+        "perplexity": pytest.approx(kept[0]["perplexity"]),
+        "tokens": alone[1]["tokens"],
+        "extra": alone[1]["metrics"],
+    }
+    curves = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert curves.Scalars("eval_lambada/accuracy")[0].step == 3
+    assert curves.Scalars("train/loss") == before
+    assert [point.step for point in before] == [1, 2, 3]
+
+
+def test_overlap_needs_no_model(tmp_path: Path) -> None:
+    (tmp_path / "test.txt").write_text("a b c d e f g h i")
+    (tmp_path / "train.txt").write_text("x b c d e f g h i x")
+    done = forked_command(("eval", "overlap", "test.txt", "train.txt"), tmp_path)
+    assert done.stdout == "1 of 2 8-grams, 50.00%, occur in the training set\n"
+
+
+def test_without_a_task_the_command_says_what_to_type(tmp_path: Path) -> None:
+    done = forked_command(("eval", "run"), tmp_path)
+    assert (done.returncode, done.stdout) == (ExitCode.INPUT, "")
+    assert done.stderr == (
+        "megatron-run: no task is given; type: --task perplexity=FILE, wikitext=FILE or lambada=FILE\n"
+    )
