@@ -23,7 +23,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("eval")
     (folder / "text.txt").write_text(TEXT)
     sets = ("run.folder=run", "train.steps=3", "data.use=text", "data.paths=text.txt", "data.split=60,40,0")
-    small = ("model.experts=2", "model.expert_capacity_factor=1.0", "train.micro_batch_size=1", "train.global_batch_size=1")
+    small = (
+        "model.experts=2",
+        "model.expert_capacity_factor=1.0",
+        "train.micro_batch_size=1",
+        "train.global_batch_size=1",
+    )
     words = ("preset:tiny", *(word for each in (*sets, *small) for word in ("--set", each)))
     done = forked_command(words, folder)
     assert done.returncode == ExitCode.DONE, done.stderr
