@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,7 @@ import click
 
 from megatron_run.errors import InputError
 from megatron_run_cli.generate import load_here
-from megatron_run_cli.grammar import DefaultGroup
-from megatron_run_cli.options import debug_option, json_option, rank_options
+from megatron_run_cli.grammar import DefaultGroup, debug_option, json_option, rank_options
 from megatron_run_cli.output import print_json, print_table, tell
 
 if TYPE_CHECKING:
@@ -78,17 +78,17 @@ def model(
     from megatron_run_engine.inference.evaluation import record
     from megatron_run_engine.inference.network import plan
     from megatron_run_engine.inference.source import find_source
+    from megatron_run_engine.training.tasks import TaskResult
 
     if not tasks:
         raise InputError("no task is given", fix="type: --task perplexity=FILE, wikitext=FILE or lambada=FILE")
     source = find_source(model.expanduser(), step)
     run = plan(source, request)
-    how = {"stride": stride, "batch": batch}
     if run.sizes.world > 1:
-        where = {"path": str(model.expanduser()), "step": step}
-        results = _on_ranks(run, request, {**where, "tasks": tasks, **how})
+        given = {"path": str(model.expanduser()), "step": step, "tasks": tasks, "stride": stride, "batch": batch}
+        results = [TaskResult(**each) for each in _on_ranks(run, request, given)]
     else:
-        results = load_here(run, source).evaluate(*tasks, **how)
+        results = load_here(run, source).evaluate(*tasks, stride=stride, batch=batch)
     if as_json:
         print_json({"model": str(source.path), "step": source.step, "tasks": [asdict(each) for each in results]})
     else:
@@ -118,16 +118,65 @@ def overlap(test: Path, train: tuple[str, ...], *, as_json: bool) -> None:
         click.echo(f"{found.found} of {found.total} 8-grams, {found.share:.2%}, occur in the training set")
 
 
-def _on_ranks(run: ResolvedRun, request: Request, arguments: dict[str, Any]) -> list[TaskResult]:
-    """Evaluate on local ranks."""
+@evaluate.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--tasks", required=True, metavar="NAME[,NAME...]", help="Tasks of the harness.")
+@click.option("--include", type=click.Path(path_type=Path), metavar="FOLDER", help="A folder with more tasks.")
+@click.option("--shots", type=click.IntRange(min=0), metavar="N", help="Examples before each question [the task's].")
+@click.option(
+    "--step", type=click.IntRange(min=0), metavar="N", help="Number of the step [default: MODEL's, else the newest]."
+)
+@click.option("--batch", type=click.IntRange(min=1), default=8, metavar="N", help="Texts in a pass [default: 8].")
+@rank_options
+@json_option
+@debug_option
+def harness(
+    request: Request,
+    model: Path,
+    tasks: str,
+    *,
+    include: Path | None,
+    shots: int | None,
+    step: int | None,
+    batch: int,
+    as_json: bool,
+) -> None:
+    """Evaluate MODEL on tasks of lm-evaluation-harness."""
+    from megatron_run_engine.inference.network import plan
+    from megatron_run_engine.inference.source import find_source
+
+    if find_spec("lm_eval") is None:
+        raise InputError(
+            "lm-evaluation-harness is not installed", fix="type: pip install 'megatron-run-engine[lm-eval]', or lm-eval"
+        )
+    source = find_source(model.expanduser(), step)
+    run = plan(source, request)
+    folder = None if include is None else str(include.expanduser())
+    how: dict[str, Any] = {"names": tasks.split(","), "folder": folder, "shots": shots, "batch": batch}
+    if run.sizes.world > 1:
+        results = _on_ranks(run, request, {"path": str(model.expanduser()), "step": step, **how})
+    else:
+        from megatron_run_engine.inference.harness import run_harness
+
+        results = run_harness(load_here(run, source), **how)
+    if as_json:
+        print_json({"model": str(source.path), "step": source.step, "tasks": results})
+        return
+    rows = [("task", "metric", "value")]
+    for task, metrics in results.items():
+        rows += [(task, name, f"{value:.4f}") for name, value in metrics.items() if isinstance(value, float)]
+    print_table(rows)
+
+
+def _on_ranks(run: ResolvedRun, request: Request, arguments: dict[str, Any]) -> Any:
+    """Evaluate on local ranks; what the first one answers."""
     from megatron_run_engine.launch import LaunchOptions, Task, run_task
-    from megatron_run_engine.training.tasks import TaskResult
 
     with tempfile.TemporaryDirectory(prefix="megatron-run-eval-") as folder:
         result = Path(folder) / "results.json"
         task = Task("megatron_run_engine.inference.evaluation", {**arguments, "result": str(result)})
         run_task(run, request, task, LaunchOptions(quiet=True, tell=tell))
-        return [TaskResult(**each) for each in json.loads(result.read_text(encoding="utf-8"))]
+        return json.loads(result.read_text(encoding="utf-8"))
 
 
 def _show(results: list[TaskResult]) -> None:

@@ -24,12 +24,23 @@ __all__ = ["record", "resolve_run", "work"]
 
 
 def work(run: ResolvedRun, world: World, activity: Activity, arguments: Mapping[str, Any]) -> None:
-    """Evaluate the model at ``path`` on ``tasks``, with ``stride`` and ``batch``; the first rank writes ``result``."""
+    """Evaluate the model at ``path`` on ``tasks``, or on those of the harness in ``names``.
+
+    The other ``arguments`` are those of :meth:`LoadedModel.evaluate`, or of ``run_harness``. The first rank writes what
+    was found to the file ``result``.
+    """
     model = LoadedModel(run, open_source(arguments), world, activity=activity)
     activity.enter("evaluate")
-    results = model.evaluate(*arguments["tasks"], stride=arguments["stride"], batch=arguments["batch"])
+    answer: object
+    if "names" in arguments:
+        from megatron_run_engine.inference.harness import run_harness
+
+        answer = run_harness(model, **{name: arguments[name] for name in ("names", "folder", "shots", "batch")})
+    else:
+        results = model.evaluate(*arguments["tasks"], stride=arguments["stride"], batch=arguments["batch"])
+        answer = [asdict(each) for each in results]
     if world.rank == 0:
-        Path(arguments["result"]).write_text(json.dumps([asdict(each) for each in results]), encoding="utf-8")
+        Path(arguments["result"]).write_text(json.dumps(answer, default=str), encoding="utf-8")
 
 
 def record(source: Source, results: Iterable[EvalMetrics]) -> Path | None:

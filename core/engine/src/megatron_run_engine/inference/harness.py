@@ -110,18 +110,18 @@ def _settings(given: dict[str, Any]) -> tuple[tuple[str, ...], int, float, int, 
 
 
 def run_harness(
-    model: LoadedModel, tasks: Sequence[str], *, folder: str | None = None, shots: int | None = None, batch: int = 8
+    model: LoadedModel, names: Sequence[str], *, folder: str | None = None, shots: int | None = None, batch: int = 8
 ) -> dict[str, dict[str, Any]]:
-    """The metrics of ``tasks`` by name. ``folder`` holds more tasks, ``shots`` examples are put before each question.
+    """The metrics of the tasks ``names``, by name. ``folder`` holds more; ``shots`` examples precede each question.
 
     Raises :class:`InputError` for a task that the harness does not know.
     """
     manager = TaskManager(include_path=folder)
-    for task in tasks:
+    for task in names:
         if not manager.match_tasks([task]):
             raise InputError(f"the harness knows no task {task!r}", fix=did_you_mean(task, manager.all_tasks))
     answer = simple_evaluate(
-        HarnessModel(model, batch), tasks=list(tasks), num_fewshot=shots, task_manager=manager, bootstrap_iters=0
+        HarnessModel(model, batch), tasks=list(names), num_fewshot=shots, task_manager=manager, bootstrap_iters=0
     )
     results: dict[str, dict[str, Any]] = answer["results"]
     return results
