@@ -13,7 +13,8 @@ from tests.support.checkout import ROOT
 
 PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in console_pages()}
 SHOWN = {f"{name}: {each.command}": each for name, page in PAGES.items() for each in shown(page)}
-BLOCKS = [block for page in PAGES.values() for block in re.findall(r"^```\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)]
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCKS = [block for page in PAGES.values() for kind, block in FENCED.findall(page) if not kind]
 TYPED = sorted({line for block in BLOCKS for line in re.findall(r"^megatron-run(?: .*)?$", block, re.MULTILINE)})
 
 

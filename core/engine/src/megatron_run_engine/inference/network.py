@@ -119,7 +119,7 @@ def build_network(
         activity=activity,
     )
     executor = Executor(chunks, context.gradients, messenger, world.rank, activity)
-    program = Programs(run, topology.stage, device).forward_only(1)
+    program = Programs(run, topology.stage, world.backend).forward_only(1)
     return Network(context, model, chunks, executor, program, run.layout[-1].stage), data
 
 
