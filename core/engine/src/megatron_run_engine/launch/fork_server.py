@@ -157,7 +157,7 @@ def serve(job: Path, control: socket.socket) -> None:
         each.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, without which no byte is written to the bell
     signal.set_wakeup_fd(bell.fileno())
-    begin = _fork if can_fork() else _spawn
+    begin = _fork if can_fork() else _spawn  # a lock that another thread holds during a fork is never released
     processes = []
     for rank, start in enumerate(starts):
         processes.append(begin(job, start, (control, wakeup, bell)))
@@ -219,8 +219,8 @@ def can_fork() -> bool:
 def become_rank(job: Path, start: RankStart) -> NoReturn:
     """Be what ``python -m megatron_run_engine.launch.rank JOB`` would be, in a process that was just forked."""
     try:
-        os.setsid()
-        signal.set_wakeup_fd(-1)
+        os.setsid()  # a process group of its own, which is killed with all that the rank has started
+        signal.set_wakeup_fd(-1)  # the bell is the server's: the rank has closed its copy
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         log = os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

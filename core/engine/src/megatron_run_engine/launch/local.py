@@ -104,6 +104,7 @@ class _Ranks:
     def started(self) -> Iterator[None]:
         """Start every rank, and leave none behind. Descriptors 1 and 2 of a rank are its log."""
         plan = self._plan
+        # No process inherits the write end, so that the kernel closes it, and wakes the ranks, when this one dies.
         lifeline, ours = os.pipe()
         try:
             folder = plan.folder
@@ -150,6 +151,7 @@ class _Ranks:
                 else:
                     patience = 0.0
                 deadline = min(deadline, time.monotonic() + patience)
+            # From here on the watchdog is not asked: ranks that wait for a failed one would look as if they hung.
             elif deadline == inf and any(process.returncode not in _IN_ORDER for process in self._processes):
                 deadline = time.monotonic() + self._plan.grace
             elif deadline == inf:
@@ -216,7 +218,7 @@ def _run_result(plan: LocalPlan, ranks: _Ranks, signals: Sequence[int]) -> RunRe
         return ended(ranks.verdict.exit_code, f"{ranks.verdict} (log: {log})")
     if cause is None:
         return ended(ExitCode.DONE)
-    if signals:
+    if signals:  # before any rank's own report: a rank that a signal stops takes its peers' collectives down with it
         first = signal.Signals(signals[0])
         return ended(AFTER_THE_STEP.get(first, ExitCode.SIGINT), f"stopped by {first.name}")
     if cause.code is ExitCode.TIME_LIMIT:

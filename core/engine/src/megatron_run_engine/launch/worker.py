@@ -88,6 +88,7 @@ class RankWorker:
                     speaker, message = self._rendezvous.first_word(result.message, result.lost)
                 result = replace(result, message=message)
             self._rendezvous.leave()
+        # Last: once the lock is released another attempt may open the folder, and must find how this one ended.
         if self._opened is not None:
             if not self._opened.finished:
                 with suppress(OSError):  # a full disk must not change the exit code
@@ -112,6 +113,7 @@ class RankWorker:
         if self.folder is None:
             return ExitCode.DONE
         set_threads(run, world)
+        # The watchdog starts before the process group, so that a rank which hangs while the group is made is named too.
         activity = Activity()
         if self._page is not None:
             PageWriter(self._page, activity, ahead=world.device != "cpu")

@@ -207,6 +207,7 @@ class Messenger:
     def _start(self, operation: _Operation, message: Message, tensor: Tensor, stage: int) -> _Transfer:
         if self._channels is None:
             raise ValueError(f"{message} crosses stages, but this run has one stage")
+        # A group for each direction: within one, NCCL runs the operations of a pair of ranks one after the other.
         group = self._channels.up if message.source < message.target else self._channels.down
         try:
             work = operation(tensor, self._ranks[stage], group=group)

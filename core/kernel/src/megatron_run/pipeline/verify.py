@@ -103,6 +103,7 @@ def verify(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Plan:
     heads = [len(ends) for ends in simulation.ends]
     if heads != [len(actions) for actions in frozen]:
         raise _deadlock(spec, frozen, heads)
+    # Ends order the messages only where time passes: an action without cost ends when the one that it needs does.
     ordered = simulation if takes_time(spec.costs, simulation) else simulate(spec.layout, spec.microbatches, frozen)
     order = completion_order(ordered.ends)
     check_pairing(spec.layout, spec.microbatches, frozen, order)
@@ -213,6 +214,7 @@ def _deadlock(spec: ScheduleSpec, lists: Sequence[Sequence[Action]], heads: Sequ
     awaited = _awaited(spec, lists)
     stage = next(stage for stage, head in enumerate(heads) if head < len(lists[stage]))
     path: list[int] = []
+    # Ends, since a stage that waits for one that is not stuck would have gone on in the simulation.
     while stage not in path:
         path.append(stage)
         stage = awaited(stage, heads[stage])[0]
@@ -230,6 +232,7 @@ def _awaited(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Callable[
     position_of = positions(spec.layout)
 
     def awaited(stage: int, index: int) -> tuple[int, int]:
+        # One of F, B and I: what the others need stands before them in the same list, which _check_list has proven.
         op, microbatch, chunk = lists[stage][index]
         position = position_of[stage, chunk]
         place = spec.layout[position - 1 if op == "F" else position + 1]

@@ -114,7 +114,7 @@ class _Resolver:
         counts = self._counts(train, sizes)
         layout, plans = self._plans(plugins, parallel if fits else None, counts)
         origins = _origins(merged)
-        self._settle(origins)
+        self._settle(origins)  # here, since a plugin is only asked about a configuration without known faults
         config = Config(
             version=_sure(header).version,
             run=_sure(run),

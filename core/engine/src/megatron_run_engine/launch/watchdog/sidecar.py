@@ -84,6 +84,7 @@ class Sidecar:
         while True:
             ready = {key.fd: key.data for key, _ in self._selector.select(INTERVAL)}
             word = os.read(0, 100) if 0 in ready else b""
+            # A child of the rank may hold the pipe open after the rank's death: then only the parent has changed.
             if 0 in ready or os.getppid() != self._orders.process:
                 self._leave(word)
                 return
