@@ -19,6 +19,7 @@ from megatron_run.planning.learning_rate import LearningRate, WeightDecay
 from megatron_run_engine.runtime.execute import StepInputs
 from megatron_run_engine.training.build import Assembly, build
 from megatron_run_engine.training.capture_policy import CapturePolicy
+from megatron_run_engine.training.checked_plugins import open_split
 from megatron_run_engine.training.device import make_deterministic
 from megatron_run_engine.training.evaluate import Evaluator
 from megatron_run_engine.training.generate import generate_text
@@ -96,8 +97,9 @@ class Trainer:
             assembly.model.boundary, micro_batch_size=train.micro_batch_size, sequence_length=train.sequence_length
         )
         self._loader = BatchLoader(run, assembly)
-        self._dataset = assembly.data.dataset("train", train.sequence_length, train.seed)
-        validation = assembly.data.dataset("validation", train.sequence_length, train.seed)
+        opened = partial(open_split, run.one("data"), assembly.data)
+        self._dataset = opened("train", train.sequence_length, train.seed)
+        validation = opened("validation", train.sequence_length, train.seed)
         self._evaluator = Evaluator(run, assembly, self._loader, validation)
         self._checkpoints = Checkpointing(run, assembly, folder, self._dataset)
         self._guards = Guards(run, assembly, self._losses, self._last)
@@ -168,6 +170,7 @@ class Trainer:
         lr, weight_decay = self._learning_rate.at(progress.scheduled), self._weight_decay.at(progress.scheduled)
         times = self._accumulate(microbatches, clock).times
         numbers = self._update(lr, weight_decay).to_host(self._context.metrics)
+        self._assembly.scaler.check_state(numbers.loss_scale)
         progress.count(batch, skipped=numbers.skipped)
         facts = StepFacts(batch, microbatches, lr, time.perf_counter() - start, self.peak)
         metrics = step_metrics(self._run, self._assembly.model, progress, facts, numbers, self._context.device)
