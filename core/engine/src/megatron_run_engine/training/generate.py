@@ -35,3 +35,14 @@ def generate_text(run: ResolvedRun, assembly: Assembly) -> str | None:
         text.ended = len(text.tokens) >= len(prompt) + asked.sample
     set_training(assembly.chunks, training=True)
     return data.decode(text.tokens)
+
+
+def why_no_text(run: ResolvedRun, assembly: Assembly) -> str:
+    """Return why :func:`generate_text` returned None, as a line for the user."""
+    data, asked = run.one("data"), run.config.eval
+    nothing = f"eval.sample={asked.sample} generates nothing"
+    if assembly.data.encode(asked.prompt or "\n") is None:
+        return f"{nothing}: the samples of {data} are no text"
+    return (
+        f"{nothing}: the tokenizer makes no token of eval.prompt={asked.prompt!r}; set a prompt of words that it knows"
+    )

@@ -22,7 +22,7 @@ from megatron_run_engine.training.capture_policy import CapturePolicy
 from megatron_run_engine.training.checked_plugins import open_split
 from megatron_run_engine.training.device import make_deterministic
 from megatron_run_engine.training.evaluate import Evaluator
-from megatron_run_engine.training.generate import generate_text
+from megatron_run_engine.training.generate import generate_text, why_no_text
 from megatron_run_engine.training.health.faulting import install_faults
 from megatron_run_engine.training.health.guards import Guards
 from megatron_run_engine.training.loader import BatchLoader
@@ -108,7 +108,7 @@ class Trainer:
 
     @property
     def validation_samples(self) -> list[int]:
-        """Indices of the validation samples that every evaluation scores."""
+        """Indices of the validation samples that every evaluation scores; none without a validation split."""
         return self._evaluator.samples
 
     def resume(self) -> int:
@@ -143,6 +143,8 @@ class Trainer:
         text = generate_text(self._run, self._assembly) if self._run.config.eval.sample else None
         if text is not None:
             observers.on_sample(text)
+        elif self._run.config.eval.sample:
+            self._context.log.warning("%s", why_no_text(self._run, self._assembly))
         self._activity.enter("end")
         return ExitCode.DONE
 
@@ -152,7 +154,8 @@ class Trainer:
         saving = stopping or self._checkpoints.is_due(step, last)
         self._guards.check(self._progress, saving=saving)
         if step == last or (self._eval_interval and step % self._eval_interval == 0):
-            for metrics in (self._evaluator.evaluate(step), *self._evaluator.tasks(step)):
+            held_out = (self._evaluator.evaluate(step),) if self.validation_samples else ()
+            for metrics in (*held_out, *self._evaluator.tasks(step)):
                 observers.on_eval_end(metrics)
         if saving:
             # With overlap_param_gather, all-gathers may be in flight. None may be when the run ends, as it may here.
