@@ -205,6 +205,9 @@ def test_the_default_observer_that_is_missing_is_a_notice_and_a_chosen_one_an_er
     assert [plugin.name for plugin in run.plugins["observer"]] == ["console", "jsonl"]
     (notice,) = run.notices
     assert notice.startswith("observer=tensorboard is left out: no installed plugin is observer=tensorboard; pip ")
+    quiet = notice.rpartition("to run without it: --set ")[2]
+    assert resolved(sets=[quiet]).notices == ()
+    assert [plugin.name for plugin in resolved(sets=[quiet]).plugins["observer"]] == ["console", "jsonl"]
     line, code = mistake(plugins=["observer=tensorboard"])
     assert "(from --plugin observer=tensorboard)" in line
     assert code == ExitCode.PLUGIN
@@ -258,3 +261,9 @@ def test_a_ramp_up_of_too_many_sizes_is_a_line() -> None:
     line, code = mistake(sets={**ramp, "train.steps": 10**6})
     assert "raise train.ramp_up.increment" in line
     assert code == 2
+
+
+def test_text_from_python_is_read_as_on_the_command_line() -> None:
+    sets = {"train.steps": "20", "eval.interval": "10%", "parallel.layers": "4", "data.vocab_size": "64"}
+    assert resolved(sets=sets).config == resolved(sets=[f"{key}={value}" for key, value in sets.items()]).config
+    assert resolved(sets=sets).config.train.steps == 20
