@@ -50,12 +50,16 @@ def inputs(folder: Path) -> Iterator[Input]:
     for text in ("rank", "at=send", "kind=kill", "at=sned,kind=kill", "at=send,kind=kil", "rank=9,at=send,kind=kill"):
         yield Input(("preset:tiny", "--dry-run"), 2, text)
     (folder / "empty.txt").touch()
-    for number, name in enumerate(("empty.txt", "absent.txt", "empty.txt/x")):
+    (folder / "binary").write_bytes(b"\0\1")
+    for name, target in (("broken.txt", "nowhere"), ("loop.txt", "loop.txt")):
+        (folder / name).symlink_to(target)
+    for number, name in enumerate(("empty.txt", "absent.txt", "empty.txt/x", "binary", "broken.txt", "loop.txt")):
         place = {"run.folder": str(folder / f"run-{number}"), "run.device": "cpu", "run.threads": 1}
         data = f"data=text,paths={folder / name}"
         yield Input((), 5, asked=Request(("preset:tiny",), plugins=(data,), values=place, nproc=1))
     for name, (word, code) in write_broken_in_a_run(folder).items():
-        yield Input((), code, asked=tiny(folder / f"with-{name}", plugins=[word], nproc=1))
+        if name not in ("moves", "stateless"):  # only an update shows these: a step is done
+            yield Input((), code, asked=tiny(folder / f"with-{name}", plugins=[word], nproc=1))
     for words in ("traim", "preset:tinny", "--set lr", "--plugin model", "--nproc zero", "--resume soon", "--nprocs 2"):
         yield Input((*words.split(), "--dry-run"), 2)
     for command in ("list", "verify", "inspect"):
