@@ -8,12 +8,26 @@
 #SBATCH --time=24:00:00
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
 set -euo pipefail
+
+# The environment in which megatron-run is installed, the same on every node: a virtual one, or `module load ...`.
+ENVIRONMENT=${ENVIRONMENT:-$SLURM_SUBMIT_DIR/.venv}
+source "$ENVIRONMENT/bin/activate"
 
 # A folder that every node mounts; the job's number keeps runs apart, and is the same when the job is requeued: it then
 # goes on from the newest saved step.
 RUN_FOLDER=${RUN_FOLDER:-$SLURM_SUBMIT_DIR/runs/$SLURM_JOB_ID}
 
-# srun sets the rank, the number of ranks and the hosts; megatron-run reads them. Without --kill-on-bad-exit the other
-# tasks of a failed run would wait for run.timeout.
-srun --kill-on-bad-exit=1 megatron-run "$@" --set "run.folder=$RUN_FOLDER"
+# srun sets the rank, the number of ranks and the hosts; megatron-run reads them. It does not take --cpus-per-task from
+# the job. Without --kill-on-bad-exit the other tasks of a failed run would wait for run.timeout.
+code=0
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 megatron-run "$@" --set "run.folder=$RUN_FOLDER" || code=$?
+
+# Before the time limit Slurm sends TERM, and the ranks save: 143. A time limit of the run's own ends with 75, a lost
+# rank with 4. Slurm requeues by itself after the failure of a node alone, so these ask for it.
+case $code in
+4 | 75 | 143) [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ] && scontrol requeue "$SLURM_JOB_ID" ;;
+esac
+exit "$code"

@@ -16,7 +16,7 @@ from megatron_run_cli.main import main
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from tests.campaigns.figures import Figures, campaign, some
 from tests.campaigns.kills import LAST, request
-from tests.support.broken import write_broken
+from tests.support.broken import write_broken, write_broken_in_a_run
 from tests.support.forked import run_forked, tiny
 
 #: Every key with its type and bounds: ``train.lr | number | above 0 | 0.00015``.
@@ -44,6 +44,31 @@ class Input:
 
 def inputs(folder: Path) -> Iterator[Input]:
     """Every one; files are written into ``folder``."""
+    yield from _values()
+    for name in ("duplicate", "unknown", "typed", "tab", "tag", "bomb", "deep", "huge", "directive", "missing"):
+        yield Input(("preset:tiny", f"./{name}.yaml", "--dry-run"), 2)
+    for text in ("rank", "at=send", "kind=kill", "at=sned,kind=kill", "at=send,kind=kil", "rank=9,at=send,kind=kill"):
+        yield Input(("preset:tiny", "--dry-run"), 2, text)
+    (folder / "empty.txt").touch()
+    (folder / "binary").write_bytes(b"\0\1")
+    for name, target in (("broken.txt", "nowhere"), ("loop.txt", "loop.txt")):
+        (folder / name).symlink_to(target)
+    for number, name in enumerate(("empty.txt", "absent.txt", "empty.txt/x", "binary", "broken.txt", "loop.txt")):
+        place = {"run.folder": str(folder / f"run-{number}"), "run.device": "cpu", "run.threads": 1}
+        data = f"data=text,paths={folder / name}"
+        yield Input((), 5, asked=Request(("preset:tiny",), plugins=(data,), values=place, nproc=1))
+    for name, (word, code) in write_broken_in_a_run(folder).items():
+        if name not in ("moves", "stateless"):  # only an update shows these: a step is done
+            yield Input((), code, asked=tiny(folder / f"with-{name}", plugins=[word], nproc=1))
+    for words in ("traim", "preset:tinny", "--set lr", "--plugin model", "--nproc zero", "--resume soon", "--nprocs 2"):
+        yield Input((*words.split(), "--dry-run"), 2)
+    for command in ("list", "verify", "inspect"):
+        yield Input(("checkpoint", command, "nowhere"), 5)
+    yield from _run_folders(folder)
+
+
+def _values() -> Iterator[Input]:
+    """Values that their keys refuse."""
     rows = [[cell.strip() for cell in line.split("|")] for line in OPTIONS.read_text().splitlines()]
     for key, kind, bounds, _ in rows:
         if key.count(".") > 1 or key.partition(".")[0] not in SECTIONS:
@@ -53,20 +78,21 @@ def inputs(folder: Path) -> Iterator[Input]:
         for outside in _outside(bounds):
             yield Input(("preset:tiny", "--set", f"{key}={outside}", "--dry-run"), 2)
         yield Input(("preset:tiny", "--set", f"{key[:-1]}={'1'}", "--dry-run"), 2)
-    for name in ("duplicate", "unknown", "typed", "tab", "tag", "bomb", "deep", "huge", "directive", "missing"):
-        yield Input(("preset:tiny", f"./{name}.yaml", "--dry-run"), 2)
-    for text in ("rank", "at=send", "kind=kill", "at=sned,kind=kill", "at=send,kind=kil", "rank=9,at=send,kind=kill"):
-        yield Input(("preset:tiny", "--dry-run"), 2, text)
-    (folder / "empty.txt").touch()
-    for number, name in enumerate(("empty.txt", "absent.txt", "empty.txt/x")):
-        place = {"run.folder": str(folder / f"run-{number}"), "run.device": "cpu", "run.threads": 1}
-        data = f"data=text,paths={folder / name}"
-        yield Input((), 5, asked=Request(("preset:tiny",), plugins=(data,), values=place, nproc=1))
-    for words in ("traim", "preset:tinny", "--set lr", "--plugin model", "--nproc zero", "--resume soon", "--nprocs 2"):
-        yield Input((*words.split(), "--dry-run"), 2)
-    for command in ("list", "verify", "inspect"):
-        yield Input(("checkpoint", command, "nowhere"), 5)
-    yield from _run_folders(folder)
+    for key, number in LARGE:
+        yield Input(("preset:tiny", "--set", f"{key}={number}", "--dry-run"), 2)
+
+
+#: Numbers beyond anything that can be planned or made.
+LARGE = (
+    *(("model.hidden_size", number) for number in ("1000000000", "1e12", "1e18")),
+    *(("model.num_layers", number) for number in ("1e9", "1e18")),
+    *(("train.global_batch_size", number) for number in ("8000000000000", "8e15")),
+    *(
+        (key, "99999999999999999999")
+        for key in ("train.steps", "train.sequence_length", "eval.batches", "data.samples")
+    ),
+    ("model.experts", "1e12"),
+)
 
 
 def _outside(bounds: str) -> Iterator[str]:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_a_broken_plugin_is_listed_as_broken(capsys: Output) -> None:
 
 @pytest.mark.usefixtures("broken_plugin")
 def test_doctor_looks_at_everything_a_run_needs_and_works_with_a_broken_plugin(capsys: Output) -> None:
-    told = as_json(capsys, "doctor")
+    told = as_json(capsys, "doctor", code=3)
     findings = {each["topic"]: each for each in told}
     topics = {"python", "megatron-run", "torch", "devices", "threads", "communication", "runs folder", "plugin"}
     assert topics <= findings.keys()
@@ -76,6 +77,9 @@ def test_doctor_looks_at_everything_a_run_needs_and_works_with_a_broken_plugin(c
     plugins = {each["text"].split()[0]: each for each in told if each["topic"] == "plugin"}
     assert plugins["schedule=acme"]["state"] == "BROKEN"
     assert plugins["schedule=sequential"]["state"] == "ok"
+    if find_spec("transformer_engine") is None:
+        assert plugins["graph-capture=te"]["state"] == "cannot run"
+        assert "Transformer Engine, which is not installed" in plugins["graph-capture=te"]["text"]
 
 
 @pytest.fixture

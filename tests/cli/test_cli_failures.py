@@ -264,7 +264,7 @@ def test_the_doctor_finds_a_plugin_that_is_broken(tmp_path: Path, capsys: Output
     site = FakeSite(tmp_path)
     site.schedule("broken", "1/0", distribution="acme-broken")
     with site.importable():
-        assert main(["doctor"]) == 0
+        assert main(["doctor"]) == 3
     assert capsys.readouterr().out.count("BROKEN") == 1
 
 

@@ -65,6 +65,11 @@ class DrawsNoTrace(Observer):
         assert trace.ran.makespan <= trace.planned.makespan, "slower than planned"
 
 
+class Misspelt(Observer):
+    def on_stepend(self, metrics: StepMetrics) -> None:
+        raise AssertionError(metrics)
+
+
 class Draws(Observer):
     def on_step_end(self, metrics: StepMetrics) -> None:
         random.random()
@@ -85,6 +90,7 @@ def test_an_observer_that_does_nothing_conforms() -> None:
         (CountsFromZero, "traced_steps returns step numbers", "traced_steps gave 0"),
         (AsksForMoreEachTime, "traced_steps returns step numbers", r"gave [1], and then [1, 2]"),
         (DrawsNoTrace, "it survives a whole run", "slower than planned"),
+        (Misspelt, "its hooks are those of the contract", "on_stepend is never called; did you mean 'on_step_end'?"),
         (Draws, "it draws no random numbers", "moved a global random generator"),
     ],
 )

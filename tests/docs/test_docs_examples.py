@@ -19,6 +19,7 @@ from tests.docs.test_docs_pages import LINK
 from tests.support.checkout import ROOT
 
 EXAMPLES = ROOT / "tests" / "examples" / "plugins"
+LION = ROOT / "tests" / "examples" / "rules" / "lion.py"
 GUIDE = ROOT / "docs" / "plugin-authors.md"
 CONTRACTS = ROOT / "core/kernel/src/megatron_run/contracts"
 
@@ -35,9 +36,9 @@ def test_the_guide_has_rules_an_example_and_the_contract_of_each_kind(kind: str)
     assert f"\n### {kind}: " in page
 
 
-def test_the_guide_quotes_one_plugin() -> None:
+def test_the_guide_quotes_one_plugin_and_one_rule() -> None:
     shown = quotes(GUIDE.read_text(encoding="utf-8"))
-    assert list(shown) == [example("schedule").relative_to(ROOT).as_posix()]
+    assert list(shown) == [file.relative_to(ROOT).as_posix() for file in (example("schedule"), LION)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

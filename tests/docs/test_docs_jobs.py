@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 import click
+import pytest
 from ruamel.yaml import YAML
 
 from megatron_run_cli.train import train
@@ -30,6 +32,34 @@ def test_the_slurm_script_is_a_script_and_passes_known_options() -> None:
     assert set(given) <= known_options()
 
 
+@pytest.mark.parametrize(
+    ("code", "restarts", "requeued"), [(0, 0, False), (143, 0, True), (4, 1, True), (2, 0, False), (143, 20, False)]
+)
+def test_the_slurm_script_asks_for_another_go_when_it_may_help(
+    code: int, restarts: int, requeued: bool, tmp_path: Path
+) -> None:
+    """With stand-ins for Slurm's programs, which note how they were called."""
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/activate").write_text(f'PATH="{tmp_path}:$PATH"\n')
+    for name, ending in (("srun", code), ("scontrol", 0)):
+        program = tmp_path / name
+        program.write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/calls\nexit {ending}\n')
+        program.chmod(0o755)
+    slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "8"}
+    variables = {
+        **slurm,
+        "SLURM_RESTART_COUNT": str(restarts),
+        "ENVIRONMENT": str(tmp_path / "venv"),
+        "PATH": "/usr/bin:/bin",
+    }
+    done = subprocess.run(["bash", str(JOBS / "slurm.sh"), "run.yaml"], env=variables, check=False)
+    started, *others = (tmp_path / "calls").read_text().splitlines()
+    assert done.returncode == code
+    assert "--cpus-per-task=8" in started
+    assert started.endswith(f"megatron-run run.yaml --set run.folder={tmp_path}/runs/7")
+    assert others == (["scontrol requeue 7"] if requeued else [])
+
+
 def test_the_kubernetes_file_starts_as_many_agents_as_it_has_pods() -> None:
     service, job = YAML(typ="safe").load_all((JOBS / "kubernetes.yaml").read_text())
     pods = job["spec"]["template"]["spec"]
@@ -41,3 +71,5 @@ def test_the_kubernetes_file_starts_as_many_agents_as_it_has_pods() -> None:
     assert value["--master-addr"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
     assert pods["subdomain"] == service["metadata"]["name"]
     assert set(options_of(words[words.index("megatron_run_cli") :])) <= known_options()
+    assert pods["restartPolicy"] == "OnFailure"
+    assert job["spec"]["backoffLimit"] > 0

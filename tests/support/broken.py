@@ -66,3 +66,101 @@ def write_broken(folder: Path) -> FakeSite:
         requires = [f"megatron-run-core{kernel}"]
         site.distribution(f"acme-{name}", {"schedule": {name: f"acme_{name}"}}, requires=requires)
     return site
+
+
+_DATA = """
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from megatron_run.contracts import DataSource, PluginInfo
+from megatron_run.hookspecs import hookimpl
+
+
+class Options(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    vocab_size: int = 50
+
+
+class Broken(DataSource):
+    vocab_size = 50
+
+    def dataset(self, split, sequence_length, seed):
+        ids = np.arange(sequence_length) % 50
+        mask = np.ones(sequence_length, np.float32)
+        return [{{"tokens": {ids}, "labels": ids, "loss_mask": mask}} for _ in range(64)]
+
+
+@hookimpl
+def megatron_run_plugin_info():
+    return PluginInfo("data", "broken", options=Options)
+
+
+@hookimpl
+def megatron_run_create_data():
+    return Broken()
+"""
+_LAYERS = """
+from megatron_run.contracts import PluginInfo, StackedLayers
+from megatron_run.hookspecs import hookimpl
+
+
+class Broken(StackedLayers):
+    {method}
+
+
+@hookimpl
+def megatron_run_plugin_info():
+    return PluginInfo("parallel-layer", "broken")
+
+
+@hookimpl
+def megatron_run_create_parallel_layer(base):
+    return Broken(base)
+"""
+_SCALER = """
+import torch
+
+from megatron_run.contracts import PluginInfo, Scaler
+from megatron_run.hookspecs import hookimpl
+
+
+class Broken(Scaler):
+    def __init__(self):
+        self._scale = torch.full({shape}, 1024.0)
+
+    @property
+    def scale(self):
+        return self._scale
+
+    def update(self, found_inf):
+        {update}
+
+
+@hookimpl
+def megatron_run_plugin_info():
+    return PluginInfo("scaler", "broken", provides=frozenset({{"train.precision=fp16"}}))
+
+
+@hookimpl
+def megatron_run_create_scaler():
+    return Broken()
+"""
+#: Single-file plugins that break their contracts only once a run builds or trains: kind, source, exit code.
+BROKEN_IN_A_RUN: dict[str, tuple[str, str, int]] = {
+    "outside": ("data", _DATA.format(ids="ids + 51"), 5),
+    "floats": ("data", _DATA.format(ids="ids.astype(np.float32)"), 5),
+    "no_layer": ("parallel-layer", _LAYERS.format(method="def norm(self, kind, size, eps=1e-5): return None"), 3),
+    "no_base": ("parallel-layer", _LAYERS.format(method="def __init__(self, base): pass"), 3),
+    "scalar": ("scaler", _SCALER.format(shape="()", update="pass"), 3),
+    "moves": ("scaler", _SCALER.format(shape="(1,)", update="self._scale = self._scale.clone()"), 3),
+    "stateless": ("scaler", _SCALER.format(shape="(1,)", update="self._scale.mul_(2)"), 3),
+}
+
+
+def write_broken_in_a_run(folder: Path) -> dict[str, tuple[str, int]]:
+    """Write them into ``folder``: what to choose each with, and the exit code of a run that does."""
+    made = {}
+    for name, (kind, source, code) in BROKEN_IN_A_RUN.items():
+        (folder / f"{name}.py").write_text(source)
+        made[name] = (f"{kind}={'dense+' if kind == 'parallel-layer' else ''}{folder / name}.py", code)
+    return made

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import click
 
@@ -29,21 +29,28 @@ def doctor(*, as_json: bool) -> int:
         print_json(findings)
     else:
         print_table([(each.state, each.topic, each.text) for each in findings])
-    return max(int(each.exit_code) for each in findings)
+    failed = [each.exit_code for each in findings if each.exit_code]
+    return int(min(failed, default=ExitCode.DONE))  # what keeps every run from starting before what keeps some
+
+
+State = Literal["ok", "cannot run", "AMBIGUOUS", "BROKEN", "FAILED"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. ``BROKEN``: unusable, harmless unless selected; ``FAILED`` keeps every run from starting."""
+    """One thing looked at. ``FAILED`` keeps every run from starting, ``BROKEN`` those that choose the plugin.
+
+    ``cannot run``: a sound plugin without the library or device that it needs, as on most machines.
+    """
 
     topic: str
-    state: Literal["ok", "BROKEN", "FAILED"]
+    state: State
     text: str
 
     @property
     def exit_code(self) -> ExitCode:
         """What the finding means for a script."""
-        return ExitCode.INPUT if self.state == "FAILED" else ExitCode.DONE
+        return {"FAILED": ExitCode.INPUT, "BROKEN": ExitCode.PLUGIN}.get(self.state, ExitCode.DONE)
 
 
 def examine(runs: Path = Path("runs")) -> tuple[Finding, ...]:
@@ -131,8 +138,10 @@ def _plugins() -> Iterator[Finding]:
 
     listing = list_plugins(check=True)
     for each in listing.plugins:
-        state: Literal["ok", "BROKEN"] = "BROKEN" if each.problem else "ok"
+        why = each.problem or each.refusal
         source = f"{each.distribution} {each.version}"
-        yield Finding("plugin", state, f"{each.kind}={each.name} ({source}){f': {each.problem}' * bool(each.problem)}")
+        yield Finding(
+            "plugin", cast("State", each.state), f"{each.kind}={each.name} ({source}){f': {why}' if why else ''}"
+        )
     for notice in listing.notices:
         yield Finding("plugins", "ok", notice)

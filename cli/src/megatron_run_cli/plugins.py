@@ -49,7 +49,12 @@ def list_(kind: str | None, *, check: bool, as_json: bool) -> None:
     if as_json:
         print_json({"plugins": [{**vars(each), "state": each.state} for each in found], "notices": listing.notices})
         return
-    print_table([(each.kind, each.name, each.distribution, each.version, each.state, each.problem) for each in found])
+    print_table(
+        [
+            (each.kind, each.name, each.distribution, each.version, each.state, each.problem or each.refusal)
+            for each in found
+        ]
+    )
     if not found:
         tell(f"no plugin of kind {wanted} is installed")
     for notice in listing.notices:

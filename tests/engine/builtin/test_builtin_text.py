@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,10 +69,32 @@ def test_a_document_that_is_alone_is_cut(tmp_path: Path) -> None:
 
 
 def test_a_split_too_short_for_a_sample_says_what_to_do(tmp_path: Path) -> None:
-    source = text(corpus(tmp_path, count=3), split="100,0,0")
-    message = r"the validation split is too short .*: 0% of 3 documents came to 0 tokens, .* needs 65; .*split=80,10,10"
+    source = text(corpus(tmp_path, count=3), split="99,0.1,0.9")
+    message = (
+        r"the validation split is too short .*: 0% of 3 documents came to 0 tokens, .* needs 65; .* a larger share"
+    )
     with pytest.raises(DataError, match=message):
         source.dataset("validation", 64, 0)
+
+
+@pytest.mark.parametrize(("split", "length"), [("train", 300), ("validation", 60), ("train", 10**12)])
+def test_what_is_advised_for_too_little_text_is_enough(split: Split, length: int, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 320)
+    with pytest.raises(DataError, match="too short") as caught:
+        text(tmp_path / "a.txt").dataset(split, length, 0)
+    shorter = re.search(r"lower train.sequence_length to (\d+)", str(caught.value))
+    assert shorter
+    assert len(text(tmp_path / "a.txt").dataset(split, int(shorter[1]), 0)) == 1
+    share = re.search(rf"give {split} (\d+)%", str(caught.value))
+    assert (share is None) == (length > 320)
+    if share:
+        rest = 100 - int(share[1])
+        shares = f"{share[1]},{rest},0" if split == "train" else f"{rest},{share[1]},0"
+        assert len(text(tmp_path / "a.txt", split=shares).dataset(split, length, 0)) == 1
+
+
+def test_a_split_of_which_nothing_is_asked_is_empty(tmp_path: Path) -> None:
+    assert len(text(corpus(tmp_path), split="100,0,0").dataset("validation", 64, 0)) == 0
 
 
 @pytest.mark.parametrize("split", ["90,5", "0,50,50", "90,-5,5", "a,b,c", [1, float("nan"), 1], "nan,1,1"])

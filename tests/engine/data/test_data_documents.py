@@ -71,9 +71,13 @@ def test_names_keep_their_order_and_a_file_counts_once(tmp_path: Path) -> None:
     assert found(tmp_path, "z.txt", "a/y.py", "a", "link.py", "z.txt") == ["z.txt", "a/y.py", "a/x.py"]
 
 
-def test_a_file_that_is_named_may_be_binary(tmp_path: Path) -> None:
-    write(tmp_path, "weights.bin", content=b"\0\1")
-    assert found(tmp_path, "weights.bin") == ["weights.bin"]
+def test_links_are_followed_once_and_broken_ones_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, "texts/a.txt", "elsewhere/b.txt", "elsewhere/deep/c.txt")
+    (tmp_path / "texts/more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/around").symlink_to(tmp_path / "texts")
+    (tmp_path / "texts/gone.txt").symlink_to("nowhere.txt")
+    assert found(tmp_path, "texts") == ["texts/a.txt", "texts/more/b.txt", "texts/more/deep/c.txt"]
+    assert "gone.txt is left out: it is a link to nowhere.txt, which does not exist" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -85,6 +89,9 @@ def test_a_file_that_is_named_may_be_binary(tmp_path: Path) -> None:
         ("*.rs", r"\*.rs matches no text file"),
         ("pipe", r"pipe is neither a file nor a folder"),
         ("none/such/place", r"place does not exist"),
+        ("weights.bin", r"weights.bin is not text: a NUL"),
+        ("broken.txt", r"broken.txt cannot be read: it is a link to nowhere.txt, which does not exist"),
+        ("loop.txt", r"loop.txt cannot be read: it is a link to loop.txt: .*[lL]inks"),
     ],
 )
 def test_a_name_that_stands_for_nothing_is_an_error(tmp_path: Path, name: str, message: str) -> None:
@@ -92,6 +99,9 @@ def test_a_name_that_stands_for_nothing_is_an_error(tmp_path: Path, name: str, m
     write(tmp_path, "empty.txt", content=b"")
     (tmp_path / "hollow").mkdir()
     os.mkfifo(tmp_path / "pipe")
+    write(tmp_path, "weights.bin", content=b"\0\1")
+    for name_, target in (("broken.txt", "nowhere.txt"), ("loop.txt", "loop.txt")):
+        (tmp_path / name_).symlink_to(target)
     with pytest.raises(DataError, match=message) as caught:
         found(tmp_path, name)
     assert caught.value.exit_code == ExitCode.DATA

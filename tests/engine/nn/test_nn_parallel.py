@@ -11,13 +11,15 @@ from torch.nn import Parameter
 
 from megatron_run.contracts import Init, Microbatch
 from megatron_run.contracts.topology import Sizes, Topology
+from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.nn.parallel import ReplicatedDropout, Split, VocabEmbedding, column_linear
 from megatron_run_engine.nn.parallel.mappings import f
 from megatron_run_engine.nn.parameter import owned
 from megatron_run_engine.runtime.comm import Groups, ParallelGroup, Pending
 from megatron_run_engine.runtime.gradients import GradientAccumulator, main_grad
 from megatron_run_engine.runtime.rng import RandomStreams
-from megatron_run_testing.build_contexts import context_at
+from megatron_run_parallel_layer_tensor import TensorLayers
+from megatron_run_testing.build_contexts import context_at, single_process_context
 from tests.support.late import late
 
 
@@ -125,3 +127,16 @@ def test_dropout_keeps_one_byte_a_value() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         ReplicatedDropout(0.1, streams).train()(torch.ones(32, 8, requires_grad=True))
     assert saved == [32 * 8]
+
+
+def test_one_rank_drops_the_values_that_layers_without_a_split_drop() -> None:
+    context, x = single_process_context(), torch.ones(64, 8)
+    dropped = []
+    for layers in (
+        DenseLayers(context),
+        TensorLayers(context, Split(context.groups.peers(context.topology, "tensor"))),
+    ):
+        context.rng.position(Microbatch(0, 1, 0, {}), 2, 3)
+        dropped.append(layers.dropout(0.5).train()(x))
+    assert torch.equal(*dropped)
+    assert 0 < dropped[0].count_nonzero() < x.numel()

@@ -14,13 +14,16 @@ from torch import Tensor
 
 from megatron_run.contracts import Optimizer
 from megatron_run.errors import InputError
+from megatron_run.planning import load_config
 from megatron_run_engine.builtin.optimizer.adamw import megatron_run_create_optimizer
 from megatron_run_engine.optim import UpdateOptions
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing.build_contexts import single_process_context
 from megatron_run_testing.optimizer import Bench
+from tests.support.checkout import ROOT
 from tests.support.resolving import mistake, resolved
 
+LION = ROOT / "tests" / "examples" / "rules" / "lion.py"
 Array = NDArray[np.float64]
 #: (value, gradient, rate, decay), step by step.
 Formula = Callable[[int, Array, Array, float, float], Array]
@@ -149,13 +152,55 @@ def test_any_class_of_pytorch_sees_whole_tensors_and_its_own_arguments() -> None
     assert fields["row_var"] == (21, 1)
 
 
+class Lion:
+    """Chen et al. 2023, algorithm 2."""
+
+    def __init__(self) -> None:
+        self.momentum = np.zeros(())
+
+    def __call__(self, step: int, value: Array, gradient: Array, rate: float, decay: float) -> Array:
+        direction = np.sign(0.95 * self.momentum + 0.05 * gradient)
+        self.momentum = 0.98 * self.momentum + 0.02 * gradient
+        return np.asarray(value - rate * (direction + decay * value))
+
+
+def test_a_rule_in_a_file_updates_as_its_paper_says() -> None:
+    mine = bench(rule=f"{LION}:Lion", rule_options={"beta1": 0.95, "beta2": 0.98})
+    expected, rules = {key: value.numpy() for key, value in mine.values().items()}, {"weight": Lion(), "bias": Lion()}
+    for step in range(1, 11):
+        gradients = dict(zip(("weight", "bias"), random_gradients(step, mine), strict=True))
+        mine.reduce(*gradients.values())
+        mine.update(0.1 / step, 0.3)
+        for key, decay in (("weight", 0.3), ("bias", 0.0)):
+            gradient = gradients[key].numpy()
+            expected[key] = rules[key](step, expected[key], gradient, 0.1 / step, decay)
+    for key, value in mine.values().items():
+        np.testing.assert_allclose(value.numpy(), expected[key], rtol=1e-9, atol=1e-12)
+
+
+def test_options_of_a_rule_are_a_mapping_on_the_command_line() -> None:
+    run = load_config(
+        "preset:tiny", sets=[f"optimizer.rule={LION}:Lion", "optimizer.rule_options={beta1: 0.95, beta2: 1e-1}"]
+    )
+    options = run.one("optimizer").options
+    assert isinstance(options, UpdateOptions)
+    assert options.rule_options == {"beta1": 0.95, "beta2": 0.1}
+
+
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ("adanw", "'adanw' is not a rule; did you mean 'adamw'? the rules are adamw, adam, sgd, muon, or MODULE:CLASS"),
+        ("./absent.py:Rule", "there is no file"),
+        (str(LION), "names no class"),
+        (f"{LION}:Lyon", "does not exist (from --set optimizer.rule); did you mean 'Lion'?"),
+        ("torch.optim:AdamWW", "does not exist (from --set optimizer.rule); did you mean 'AdamW'?"),
+        (
+            "adanw",
+            "'adanw' is not a rule; did you mean 'adamw'? the rules are adamw, adam, sgd, muon, MODULE:CLASS, or",
+        ),
         ("torch.optim:", "is not a rule; the rules are adamw"),
-        ("nowhere:Rule", "optimizer.rule=nowhere:Rule cannot be imported: No module named 'nowhere'"),
-        ("torch.optim:Nothing", "has no attribute 'Nothing'"),
+        ("nowhere:Rule", "optimizer.rule=nowhere:Rule cannot be imported: there is no module 'nowhere'"),
+        ("torch.optim:Nothing", "optimizer.rule=torch.optim:Nothing does not exist"),
         ("torch.nn:Linear", "optimizer.rule=torch.nn:Linear is not a torch.optim.Optimizer"),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_run.errors import ExitCode, InputError
+from megatron_run.errors import CheckpointError, ExitCode, InputError
 from megatron_run.planning import ResolvedRun, load_config
 from megatron_run.planning.run import digest
 from megatron_run_engine.run_folder import FolderLock, OpenedFolder, RunFolder, join_run_folder, open_run_folder
@@ -282,3 +282,11 @@ def test_whoever_reads_a_status_while_it_changes_reads_a_whole_one(tmp_path: Pat
 def test_a_full_disk_does_not_stop_the_heartbeat(tmp_path: Path) -> None:
     RunFolder(tmp_path / "gone", 1).heartbeat(1)
     assert not (tmp_path / "gone").exists()
+
+
+def test_a_folder_that_was_moved_meanwhile_ends_in_a_line(tmp_path: Path) -> None:
+    folder = opened(tiny(tmp_path / "here")).folder
+    (tmp_path / "here").rename(tmp_path / "there")
+    with pytest.raises(CheckpointError, match=r"the run folder .*here is gone: .*run.folder where it is now") as caught:
+        folder.end(ExitCode.DONE)
+    assert "\n" not in str(caught.value)

@@ -27,6 +27,16 @@ def test_what_is_added_leaves_its_history_behind() -> None:
     assert sums.tolist() == [[4.0, 2.0]]
 
 
+def test_a_total_is_a_sum_whatever_the_weights() -> None:
+    metrics = Metrics(torch.device("cpu"))
+    calls, mean = metrics.total("calls"), metrics.scalar("mean")
+    for _ in range(3):
+        calls.add(2.0, 7.0)
+        mean.add(2.0)
+    assert metrics.means(metrics.collect(Groups()).tolist()) == {"calls": 6.0, "mean": 2.0}
+    assert metrics.means(metrics.collect(Groups()).tolist()) == {}
+
+
 def test_a_name_is_given_out_once() -> None:
     metrics = Metrics(torch.device("cpu"))
     metrics.scalar("lm")

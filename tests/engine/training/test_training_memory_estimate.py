@@ -25,6 +25,11 @@ def test_one_stage_holds_everything_once() -> None:
     assert counts(size) == (whole, ((whole, 0),), 128, 128)
 
 
+def test_a_tensor_that_no_memory_holds_is_a_line() -> None:
+    with pytest.raises(InputError, match=r"larger than any memory: .*lower model.hidden_size"):
+        model_size(load_config("preset:tiny", sets={"model.hidden_size": 10**9}))
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_two_stages_share_the_layers_and_both_hold_the_tied_embedding(schedule: str) -> None:
     run = load_config("preset:tiny", plugins=[f"schedule={schedule}"])

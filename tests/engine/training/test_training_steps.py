@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from megatron_run.contracts import Microbatch
+from megatron_run.contracts.topology import Sizes
 from megatron_run.errors import DataError, ExitCode, GuardError, InputError, PluginError
 from megatron_run.planning import load_config
 from megatron_run.planning.batch_size import BatchSizes
 from megatron_run.planning.learning_rate import LearningRate
 from megatron_run_engine.runtime.metrics import Metrics
 from megatron_run_engine.training.evaluate import Evaluator
+from megatron_run_engine.training.loader import BatchLoader
 from megatron_run_engine.training.losses import Losses
 from megatron_run_testing.build_contexts import logical_gradients, logical_values
 from tests.support import plain_gpt
@@ -111,9 +113,47 @@ def test_evaluation_is_the_mean_over_its_samples_by_the_bare_model(tmp_path: Pat
     assert evaluation.loss == pytest.approx(total / evaluation.tokens, abs=1e-5)
 
 
-def test_a_validation_split_without_one_microbatch_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"the validation split has 1 samples, one microbatch takes 2"):
-        Bench(tmp_path, "data.samples=1")
+def test_a_split_smaller_than_a_batch_is_scored_whole_by_every_layout(tmp_path: Path) -> None:
+    """Data parallelism deals out microbatches: what their size does not change, the number of ranks does not."""
+    evaluations = []
+    for size in (1, 2, 4, 8):
+        bench = Bench(tmp_path, "train.steps=1", "data.samples=5", f"train.micro_batch_size={size}", "train.lr=1e-9")
+        bench.train()
+        assert sorted(bench.trainer.validation_samples) == [0, 1, 2, 3, 4]
+        evaluations += bench.watch.evaluations
+    assert [each.tokens for each in evaluations] == [5 * 32] * 4
+    assert [each.loss for each in evaluations] == pytest.approx([evaluations[0].loss] * 4, abs=1e-5)
+
+
+def test_a_rank_beyond_the_last_sample_gets_samples_that_do_not_count(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "data.samples=5")
+    assembly = bench.assembly
+    dataset = assembly.data.dataset("validation", 32, 0)
+    counted = 0.0
+    for rank in range(2):
+        topology = replace(assembly.context.topology, sizes=Sizes(data=2), rank=rank)
+        context = replace(assembly.context, topology=topology)
+        loader = BatchLoader(replace(bench.run, sizes=topology.sizes), replace(assembly, context=context))
+        for index in range(2):
+            counted += loader.evaluation(dataset, range(5))(index).fields["loss_mask"].sum().item()
+    assert counted == 5 * 32
+
+
+def test_a_run_without_validation_trains_and_evaluates_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("def f(): pass\n" * 200)
+    bench = Bench(tmp_path, "data.use=text", f"data.paths={tmp_path / 'a.txt'}", "data.split=100,0,0", "train.steps=2")
+    assert bench.train() is ExitCode.DONE
+    assert len(bench.watch.steps) == 2
+    assert bench.watch.evaluations == []
+    assert any("nothing is evaluated" in notice for notice in bench.run.notices)
+    assert bench.assembly.data.baselines(32, 0, bench.trainer.validation_samples) == {}
+
+
+def test_a_sample_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "train.steps=1", "eval.sample=3")
+    bench.train()
+    assert bench.watch.texts == []
+    assert "eval.sample=3 generates nothing: the samples of data=mock are no text" in bench.said
 
 
 def test_a_vocabulary_smaller_than_the_datas_is_refused(tmp_path: Path) -> None:

@@ -205,6 +205,9 @@ def test_the_default_observer_that_is_missing_is_a_notice_and_a_chosen_one_an_er
     assert [plugin.name for plugin in run.plugins["observer"]] == ["console", "jsonl"]
     (notice,) = run.notices
     assert notice.startswith("observer=tensorboard is left out: no installed plugin is observer=tensorboard; pip ")
+    quiet = notice.rpartition("to run without it: --set ")[2]
+    assert resolved(sets=[quiet]).notices == ()
+    assert [plugin.name for plugin in resolved(sets=[quiet]).plugins["observer"]] == ["console", "jsonl"]
     line, code = mistake(plugins=["observer=tensorboard"])
     assert "(from --plugin observer=tensorboard)" in line
     assert code == ExitCode.PLUGIN
@@ -234,3 +237,33 @@ def test_problems_carry_the_code_of_the_first() -> None:
     with pytest.raises(Problems) as caught:
         resolved(sets=["train.lr=0"], plugins=["schedule=nothing"])
     assert caught.value.exit_code == caught.value.problems[0].exit_code
+
+
+@pytest.mark.parametrize(
+    ("key", "number", "message"),
+    [
+        ("train.steps", 10**20, "train.steps=100000000000000000000: it must be below 2^63"),
+        ("data.samples", 10**20, "data.samples=100000000000000000000: it must be below 2^63"),
+        ("train.global_batch_size", 8 * 10**12, "makes 4000000000000 microbatches a step"),
+        ("model.num_layers", 10**12, "model.num_layers=1000000000000 is more than the 100000 layers"),
+        ("model.experts", 10**12, "model.experts=1000000000000: it must be at most 65536"),
+    ],
+)
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_number_too_large_to_plan_is_a_line(key: str, number: int, message: str, typed: bool) -> None:
+    line, code = mistake(sets=[f"{key}={number}"] if typed else {key: number})
+    assert message in line
+    assert code == 2
+
+
+def test_a_ramp_up_of_too_many_sizes_is_a_line() -> None:
+    ramp = {"train.ramp_up": {"start": 2, "increment": 2, "samples": 10**9}, "train.global_batch_size": 20_000}
+    line, code = mistake(sets={**ramp, "train.steps": 10**6})
+    assert "raise train.ramp_up.increment" in line
+    assert code == 2
+
+
+def test_text_from_python_is_read_as_on_the_command_line() -> None:
+    sets = {"train.steps": "20", "eval.interval": "10%", "parallel.layers": "4", "data.vocab_size": "64"}
+    assert resolved(sets=sets).config == resolved(sets=[f"{key}={value}" for key, value in sets.items()]).config
+    assert resolved(sets=sets).config.train.steps == 20

@@ -121,3 +121,10 @@ def test_a_missing_file_and_a_folder_are_errors(tmp_path: Path, monkeypatch: pyt
     assert refusal(Catalog(()), "./folder") == (
         f"the plugin file ./folder cannot be read: it is a folder (from {ORIGIN}); {fix}"
     )
+
+
+def test_a_plugin_in_a_misspelt_group_is_found_out_where_it_is_chosen(site: FakeSite) -> None:
+    site.distribution("acme-count", {"megatron_run.parallel-layer": {"counting": "acme_count"}}, version="0.3.0")
+    line = refusal(scan(site.path), "counting", "parallel-layer")
+    assert "acme-count 0.3.0 offers 'counting' in the unknown group 'megatron_run.parallel-layer'" in line
+    assert "did you mean 'megatron_run.parallel_layer'?" in line

@@ -10,7 +10,7 @@ from megatron_run.contracts.plugin import KINDS
 from megatron_run.errors import PluginError
 from megatron_run.registry.choose import choose, kernel_problem
 from megatron_run.registry.discover import BUILT_IN, Catalog, Entry, scan
-from megatron_run_cli.reports.probe import probe
+from megatron_run_cli.reports.probe import Probe, probe
 
 if TYPE_CHECKING:
     from megatron_run.registry.loaded_plugin import Plugin
@@ -22,6 +22,7 @@ class ListedPlugin:
     """One installed plugin. ``problem`` says why choosing it would fail, as far as is known; empty: nothing is known.
 
     ``ambiguous``: the only problem is that its name alone does not choose it. ``checked``: it was imported to find out.
+    ``refusal``: then also why no device of this machine can run it, as without a library that it needs.
     """
 
     kind: str
@@ -33,13 +34,14 @@ class ListedPlugin:
     problem: str = ""
     ambiguous: bool = False
     checked: bool = False
+    refusal: str = ""
 
     @property
     def state(self) -> str:
-        """``BROKEN``, ``AMBIGUOUS``, ``ok`` when it was imported, empty when nothing is known."""
+        """``BROKEN``, ``AMBIGUOUS``, ``cannot run`` here, ``ok`` when it was imported, empty when nothing is known."""
         if self.problem:
             return "AMBIGUOUS" if self.ambiguous else "BROKEN"
-        return "ok" if self.checked else ""
+        return "cannot run" if self.refusal else "ok" if self.checked else ""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ def list_plugins(catalog: Catalog | None = None, *, check: bool = False) -> List
     listed = [_listed(entry, catalog) for entry in entries]
     if check:
         healthy = [entry for entry, each in zip(entries, listed, strict=True) if each.state != "BROKEN"]
-        errors = {each.entry: each.error for each in probe(healthy)}
-        listed = [_checked(each, errors.get(entry)) for entry, each in zip(entries, listed, strict=True)]
+        found = {each.entry: each for each in probe(healthy)}
+        listed = [_checked(each, found.get(entry)) for entry, each in zip(entries, listed, strict=True)]
     return Listing(tuple(listed), catalog.notices)
 
 
@@ -102,12 +104,13 @@ def _of(plugin: Plugin) -> ListedPlugin:
     )
 
 
-def _checked(plugin: ListedPlugin, error: str | None) -> ListedPlugin:
-    """``plugin`` after its import, which met ``error``; None: it was not imported."""
-    if error is None:
+def _checked(plugin: ListedPlugin, found: Probe | None) -> ListedPlugin:
+    """``plugin`` after its import, whose outcome is ``found``; None: it was not imported."""
+    if found is None:
         return plugin
-    ambiguous = plugin.ambiguous and not error
-    return replace(plugin, checked=True, problem=error or plugin.problem, ambiguous=ambiguous)
+    ambiguous = plugin.ambiguous and not found.error
+    problem = found.error or plugin.problem
+    return replace(plugin, checked=True, problem=problem, ambiguous=ambiguous, refusal=found.refusal)
 
 
 def _listed(entry: Entry, catalog: Catalog) -> ListedPlugin:

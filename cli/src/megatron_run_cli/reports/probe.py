@@ -13,10 +13,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import EngineMissingError, RunError
 from megatron_run.registry.discover import Entry, SourceDigests
+
+if TYPE_CHECKING:
+    from megatron_run.registry.loaded_plugin import Plugin
 
 #: Seconds in which a child must have answered for all its plugins.
 TIMEOUT_S = 120.0
@@ -24,11 +27,15 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Probe:
-    """The outcome for one entry: a description (the fields of :class:`Description`), or the error that it met."""
+    """The outcome for one entry: a description (the fields of :class:`Description`), or the error that it met.
+
+    ``refusal`` is why the plugin, as its defaults are, can run on no device of this machine; empty where it can.
+    """
 
     entry: Entry
     description: dict[str, Any] | None
     error: str
+    refusal: str = ""
 
 
 def probe(entries: Sequence[Entry], timeout: float = TIMEOUT_S) -> tuple[Probe, ...]:
@@ -38,7 +45,7 @@ def probe(entries: Sequence[Entry], timeout: float = TIMEOUT_S) -> tuple[Probe, 
         waiting = entries[len(probes) :]
         answers, end = _ask_child(waiting, timeout)
         probes += [
-            Probe(entry, answer.get("description"), answer.get("error", ""))
+            Probe(entry, answer.get("description"), answer.get("error", ""), answer.get("refusal", ""))
             for entry, answer in zip(waiting, answers, strict=False)
         ]
         if len(answers) < len(waiting):
@@ -71,11 +78,27 @@ def _answer(entry: Entry, digests: SourceDigests) -> dict[str, Any]:
     from megatron_run_cli.reports.keys import describe
 
     try:
-        return {"description": asdict(describe(load(entry, "probe", digests)))}
+        plugin = load(entry, "probe", digests)
+        return {"description": asdict(describe(plugin)), "refusal": _refusal(plugin)}
     except EngineMissingError as error:
         return {"error": f"{error.why}; {error.fix}"}
     except RunError as error:
         return {"error": error.why or error.what}
+
+
+def _refusal(plugin: Plugin) -> str:
+    """Why ``plugin`` runs on no device here. Asking for a GPU where there is none names a library."""
+    if plugin.info.check_device is None:
+        return ""
+    refusal = ""
+    for device in ("cpu", "cuda:0"):
+        try:
+            plugin.check_device(device)
+        except RunError as error:
+            refusal = f"{error.what}{f': {error.why}' if error.why else ''}{f'; {error.fix}' if error.fix else ''}"
+        else:
+            return ""
+    return refusal
 
 
 def _serve() -> None:

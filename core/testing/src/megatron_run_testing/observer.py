@@ -23,6 +23,7 @@ from megatron_run.contracts.observer import (
     StepTrace,
     Timeline,
 )
+from megatron_run.errors import did_you_mean
 from megatron_run_testing import Check, CheckFailed
 
 #: Creates a new observer, as the plugin's factory does for each attempt at a run.
@@ -34,6 +35,7 @@ STEPS = 4
 def observer_checks(make: Make) -> tuple[Check, ...]:
     """The checks that every observer must pass; ``make`` creates a new one for each run."""
     checks: dict[str, Callable[[Make], str | None]] = {
+        "its hooks are those of the contract": _knows_its_hooks,
         "it survives a whole run": _bears_a_run,
         "it survives a run that fails": _bears_a_failure,
         "it survives a run without steps": _bears_no_steps,
@@ -42,6 +44,16 @@ def observer_checks(make: Make) -> tuple[Check, ...]:
         "it draws no random numbers": _draws_nothing,
     }
     return tuple(Check(name, partial(check, make)) for name, check in checks.items())
+
+
+def _knows_its_hooks(make: Make) -> None:
+    """A misspelt hook would never be called, and nothing would say so."""
+    known = [name for name in vars(Observer) if name.startswith("on_")]
+    for name in dir(type(make())):
+        if name.startswith("on_") and name not in known:
+            raise CheckFailed(
+                f"{name} is never called; {did_you_mean(name, known) or 'the hooks are ' + ', '.join(known)}"
+            )
 
 
 def example_timeline(unit: float = 1, message: float = 0) -> Timeline:

@@ -165,8 +165,21 @@ def test_sixteen_bit_weights_and_old_names_are_read(tmp_path: Path) -> None:
     old["h.0.attn.bias"] = torch.ones(1, 1, LENGTH, LENGTH)
     (tmp_path / "hf" / "model.safetensors").unlink()
     save_file(old, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
-    convert.import_model(tmp_path / "hf", tmp_path / "ours")
+    done = convert.import_model(tmp_path / "hf", tmp_path / "ours")
+    assert done.notes == ()
     assert_same_logits(our_logits(tmp_path / "ours"), their_logits(model.float()))
+
+
+def test_another_head_than_the_tied_one_and_values_that_are_no_numbers_are_said(tmp_path: Path) -> None:
+    model = theirs(tmp_path / "hf", "gpt2")
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors["lm_head.weight"] += 1
+    tensors["transformer.ln_f.bias"][:2] = torch.tensor([torch.nan, torch.inf])
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    head, numbers = convert.import_model(tmp_path / "hf", tmp_path / "ours").notes
+    assert head.startswith("lm_head.weight differs from the word embedding and was left out")
+    assert numbers == "2 values are NaN or infinite, the first of them in final_norm.bias"
 
 
 def test_older_places_of_the_rotation_are_read(tmp_path: Path) -> None:

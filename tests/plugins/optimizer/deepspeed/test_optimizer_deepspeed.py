@@ -16,6 +16,7 @@ from megatron_run.contracts import Init, ParamInfo, Part
 from megatron_run.errors import InputError, PluginError
 from megatron_run_cli.main import main
 from megatron_run_engine.launch import local
+from megatron_run_engine.run_folder.folder import differing_keys, identity
 from megatron_run_optimizer_deepspeed import check_config
 from megatron_run_optimizer_deepspeed.library import MINIMUM, check_kind
 from megatron_run_optimizer_deepspeed.options import Options
@@ -218,3 +219,10 @@ def test_factors_of_the_learning_rate_make_groups_of_their_own() -> None:
     infos = dict([described((5, 7), "a"), described((4, 4), "b"), described((3,), "c", decay=False)])
     groups = flat_groups([infos], Options(lr_mult=("a:0.5",)).update.factor, 2, 0)
     assert [(group.decays, group.lr_mult) for group in groups] == [(True, 0.5), (True, 1.0), (False, 1.0)]
+
+
+def test_a_run_of_another_optimizer_may_go_on_with_it() -> None:
+    """Options that both have must have equal defaults, or they look like a change of what is learned."""
+    runs = [load_config("preset:tiny", plugins=[f"optimizer={name}"]) for name in ("adamw", "deepspeed", "zero1")]
+    before, now, back = map(identity, runs)
+    assert differing_keys(before, now) == differing_keys(now, back) == []

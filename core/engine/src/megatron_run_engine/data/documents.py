@@ -8,6 +8,7 @@ model must beat.
 
 from __future__ import annotations
 
+import logging
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from megatron_run_engine.data.tokenizer import Tokenizer
 
 
+_LOG = logging.getLogger("megatron_run")
 #: Bytes of a file that are searched for NUL. A NUL marks a binary file, as it does for grep and git.
 _PROBE = 8192
 
@@ -51,7 +53,7 @@ def find_documents(names: Sequence[str]) -> tuple[Document, ...]:
     """Return the documents of ``names`` in the order of the names, sorted within each name, each file once.
 
     A name is a file, a pattern (``src/**/*.py``), or a folder, which stands for all text files beneath it except empty
-    and hidden ones. Raises :class:`DataError` if a name matches nothing.
+    and hidden ones; links are followed. Raises :class:`DataError` if a name matches nothing.
     """
     found: dict[Path, Document] = {}
     for name in names:
@@ -67,6 +69,9 @@ def _files(name: str) -> Sequence[Path]:
     if path.is_file():
         if not path.stat().st_size:
             raise DataError(f"data file {path} is empty", origin="data.paths")
+        if not _holds_text(path):
+            why = f"a NUL is among its first {_PROBE} bytes"
+            raise DataError(f"data file {path} is not text", why=why, origin="data.paths", fix="name text files")
         return [path]
     if has_magic(name):
         matches = sorted(Path(match) for match in glob(str(path), recursive=True))  # noqa: PTH207  # absolute too
@@ -83,8 +88,22 @@ def _at_least_one(paths: Sequence[Path], otherwise: str) -> Sequence[Path]:
 def _missing(path: Path) -> DataError:
     if path.exists():
         return DataError(f"{path} is neither a file nor a folder", origin="data.paths")
+    if path.is_symlink():
+        return DataError(f"data file {path} cannot be read", why=_broken(path), origin="data.paths")
     neighbours = sorted(os.listdir(path.parent)) if path.parent.is_dir() else []  # noqa: PTH208  # names are enough
     return DataError(f"data file {path} does not exist", origin="data.paths", fix=did_you_mean(path.name, neighbours))
+
+
+def _broken(link: Path) -> str:
+    """Why ``link`` leads nowhere."""
+    target = os.readlink(link)  # noqa: PTH115  # the text as it was written
+    try:
+        link.stat()
+    except FileNotFoundError:
+        return f"it is a link to {target}, which does not exist"
+    except OSError as cause:
+        return f"it is a link to {target}: {cause.strerror}"  # ELOOP: too many levels of symbolic links
+    return f"it is a link to {target}"
 
 
 def text_files(folder: Path, without: frozenset[str] = frozenset()) -> list[Path]:
@@ -101,9 +120,18 @@ def _walk(folder: Path, without: frozenset[str]) -> Iterator[Path]:
     def fail(cause: OSError) -> None:
         raise _unreadable(Path(cause.filename), cause) from cause
 
-    for parent, folders, files in os.walk(folder, onerror=fail):
+    seen: set[Path] = set()  # a link may lead to a folder around it, or to one that is walked anyway
+    for parent, folders, files in os.walk(folder, onerror=fail, followlinks=True):
+        here = Path(parent).resolve()
+        if here in seen:
+            folders[:] = []
+            continue
+        seen.add(here)
         folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
-        yield from (Path(parent, name) for name in files if not name.startswith("."))
+        for path in (Path(parent, name) for name in files if not name.startswith(".")):
+            if path.is_symlink() and not path.exists():
+                _LOG.warning("%s is left out: %s", path, _broken(path))
+            yield path
 
 
 def _holds_text(path: Path) -> bool:
@@ -222,6 +250,11 @@ class Shares:
         shares = (self.train, self.validation, self.test)
         total, place = sum(shares), _PLACE[split]
         return sum(shares[:place]) / total, sum(shares[: place + 1]) / total
+
+    def share(self, split: Split) -> float:
+        """Return the share of ``split``, from 0 to 1."""
+        low, high = self.bounds(split)
+        return high - low
 
     def portion(self, content: bytes, split: Split, *, cut: bool = False) -> bytes:
         """Return the part of a document in ``split``: all, nothing, or a share if it is cut (see ``CUT_FROM``)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -52,6 +53,12 @@ class Imported:
     notes: tuple[str, ...]
 
 
+def _not_finite(bad: Counter[str]) -> Iterator[str]:
+    """A note about values that are NaN or infinite, counted by tensor: a source that diverged or was damaged."""
+    if bad:
+        yield f"{sum(bad.values())} values are NaN or infinite, the first of them in {next(iter(bad))}"
+
+
 @dataclass(frozen=True)
 class Exported:
     """What was exported: a ``step`` of the run at ``source``."""
@@ -74,9 +81,12 @@ def import_model(source: Path, folder: Path, name: str | None = None, *, trust_p
             f"{source} is not read", why=chosen.made.executes, fix="if you trust whoever wrote it: --trust-pickle"
         )
     weights = chosen.read(source)
-    manifest = write_folder(weights, folder, f"{source} ({chosen.name})")
+    bad = Counter[str]()
+    manifest = write_folder(weights, folder, f"{source} ({chosen.name})", bad)
     moments = tuple(sorted(field for field, readers in weights.moments.items() if readers))
-    return Imported(str(folder), chosen.name, weights.step, count_values(manifest), moments, weights.notes)
+    return Imported(
+        str(folder), chosen.name, weights.step, count_values(manifest), moments, (*weights.notes, *_not_finite(bad))
+    )
 
 
 def export_model(source: Path | None, folder: Path, name: str, step: int | None = None) -> Exported:
@@ -137,10 +147,11 @@ def _readers(manifest: Manifest, reader: Reader, field: str) -> dict[str, ReadTe
     return {name: partial(reader.read, name, field, (0,) * len(shape), shape) for name, shape in shapes.items()}
 
 
-def write_folder(weights: Weights, folder: Path, source: str) -> Manifest:
+def write_folder(weights: Weights, folder: Path, source: str, bad: Counter[str] | None = None) -> Manifest:
     """Write ``weights`` as the new ``folder``: ``config.yaml`` and ``checkpoints/step<N>``, committed as a run's steps.
 
-    ``source`` enters ``config.yaml`` as a comment. Raises :class:`InputError` when the folder exists,
+    ``source`` enters ``config.yaml`` as a comment. ``bad`` is filled with the number of values that are not finite, by
+    tensor. Raises :class:`InputError` when the folder exists,
     :class:`CheckpointError` when the tensors are not those of the model or the disk fails. Then nothing is left behind.
     """
     identity = _identity(weights)
@@ -150,7 +161,8 @@ def write_folder(weights: Weights, folder: Path, source: str) -> Manifest:
         with files.create(folder / CONFIG) as file:
             file.write(_config_text(weights, source).encode())
             file.sync()
-        return _write_step(weights, Checkpoints(folder / CHECKPOINTS), identity, files)
+        bad = Counter[str]() if bad is None else bad
+        return _write_step(weights, Checkpoints(folder / CHECKPOINTS), identity, files, bad)
 
 
 @contextmanager
@@ -175,14 +187,16 @@ def new_folder(folder: Path, files: FileSystem) -> Iterator[None]:
         raise
 
 
-def _write_step(weights: Weights, checkpoints: Checkpoints, identity: Mapping[str, Any], files: FileSystem) -> Manifest:
+def _write_step(
+    weights: Weights, checkpoints: Checkpoints, identity: Mapping[str, Any], files: FileSystem, bad: Counter[str]
+) -> Manifest:
     commit = Commit(checkpoints, IMPORTED, files)
     commit.make_home()
     with lock(checkpoints.path / LOCK, IMPORTED):
         temporary = commit.begin(weights.step)
         written: dict[str, dict[str, Any]] = {}
         tensors: dict[str, dict[str, Any]] = {}
-        for number, pieces in enumerate(_parts(weights)):
+        for number, pieces in enumerate(_parts(weights, bad)):
             name = f"part-{number:05d}.safetensors"
             written[name] = write_shard(temporary / name, pieces, files)._asdict()
             for piece in pieces:
@@ -194,13 +208,18 @@ def _write_step(weights: Weights, checkpoints: Checkpoints, identity: Mapping[st
     return manifest
 
 
-def _parts(weights: Weights) -> Iterator[list[StatePiece]]:
-    """All fields of all tensors in lists of about :data:`PART` bytes, each tensor read when its turn comes."""
+def _parts(weights: Weights, bad: Counter[str]) -> Iterator[list[StatePiece]]:
+    """All fields of all tensors in lists of about :data:`PART` bytes, each tensor read when its turn comes.
+
+    ``bad`` is filled with the number of values that are not finite, by tensor.
+    """
     shapes, held, size = _shapes(weights), list[StatePiece](), 0
     for name, field, read in _everything(weights):
         tensor = read()
         if field == MASTER:
             _check_values(name, tensor, shapes)
+            if wrong := tensor.numel() - int(torch.isfinite(tensor).sum()):
+                bad[name] += wrong
         bytes_ = tensor.numel() * tensor.element_size()
         if held and size + bytes_ > PART:
             yield held

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_run.contracts.activity import Activity
-from megatron_run.errors import ExitCode, RankLostError
+from megatron_run.errors import CheckpointError, ExitCode, RankLostError
 from megatron_run.planning.run import digest
 from megatron_run_engine.launch.failures import classify, exit_code, last_line
 from megatron_run_engine.launch.process import assign_device, gpu_name, set_threads, start_device
@@ -91,7 +91,7 @@ class RankWorker:
         # Last: once the lock is released another attempt may open the folder, and must find how this one ended.
         if self._opened is not None:
             if not self._opened.finished:
-                with suppress(OSError):  # a full disk must not change the exit code
+                with suppress(OSError, CheckpointError):  # a full disk or a moved folder must not change the exit code
                     self._opened.folder.end(result.code, result.message)
             self._opened.lock.release()
         os.close(self._terminal)

@@ -7,7 +7,7 @@ step's callbacks is in :mod:`megatron_run_engine.runtime.gradients`.
 Reading order: ``flat`` (the contract), ``sharding`` (what a rank updates), ``update`` and ``update_rules`` (the
 arithmetic, and the state in checkpoints), ``ranges`` (which values lie where).
 
-Imports: contracts, errors, runtime.
+Imports: contracts, errors, registry, runtime.
 """
 
 from megatron_run_engine.optim.flat import FlatOptimizer

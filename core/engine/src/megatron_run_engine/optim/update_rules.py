@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import import_module
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,21 +17,28 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from megatron_run.errors import InputError, advice, did_you_mean
+from megatron_run.registry.choose import is_file
+from megatron_run.registry.load import import_file
+from megatron_run.registry.loaded_plugin import in_one_line
 from megatron_run_engine.runtime.gradients import DEFAULT_CAPACITY
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from megatron_run.contracts.schema import Config
 
 
-#: The rules with a name; any other is MODULE:CLASS.
+#: The rules with a name; any other is MODULE:CLASS or FILE.py:CLASS.
 RULES = ("adamw", "adam", "sgd", "muon")
 
 
 def _rule(text: str) -> str:
-    """One of :data:`RULES`, or ``MODULE:CLASS``."""
-    module, _, name = text.partition(":")
-    if text not in RULES and not (module and name):
-        listed = f"the rules are {', '.join(RULES)}, or MODULE:CLASS"
+    """One of :data:`RULES`, ``MODULE:CLASS`` or ``FILE.py:CLASS``."""
+    module, _, name = text.rpartition(":")
+    if text not in RULES and (not module or not name.isidentifier()):
+        if is_file(text):
+            raise ValueError(f"{text!r} names no class; write {text.rstrip(':')}:CLASS")
+        listed = f"the rules are {', '.join(RULES)}, MODULE:CLASS, or ./FILE.py:CLASS"
         raise ValueError(f"{text!r} is not a rule; {advice(did_you_mean(text, RULES), listed)}")
     return text
 
@@ -59,7 +67,7 @@ class UpdateOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     rule: Annotated[str, AfterValidator(_rule)] = Field(
-        "adamw", description="adamw, adam, sgd, muon, or MODULE:CLASS of a torch optimizer"
+        "adamw", description="adamw, adam, sgd, muon, or MODULE:CLASS or ./FILE.py:CLASS of a torch optimizer"
     )
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay of the moments, for adamw and adam")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment, for adamw and adam")
@@ -199,11 +207,36 @@ def _muon(options: UpdateOptions) -> UpdateRule:
 
 
 def _import(name: str) -> type[torch.optim.Optimizer]:
-    module, _, attribute = name.partition(":")
+    """The class that ``MODULE:CLASS`` or ``FILE.py:CLASS`` names. Raises :class:`InputError` if there is none."""
+    place, _, attribute = name.rpartition(":")
+    module = _module(name, place)
+    kind = getattr(module, attribute, None)
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
+        return kind
+    rules = sorted(
+        key for key, each in vars(module).items() if isinstance(each, type) and issubclass(each, torch.optim.Optimizer)
+    )
+    what = "is not a torch.optim.Optimizer" if hasattr(module, attribute) else "does not exist"
+    known = f"{place} has {', '.join(rules)}" if rules else f"{place} has no subclass of torch.optim.Optimizer"
+    raise InputError(f"optimizer.rule={name} {what}", fix=did_you_mean(attribute, rules) or known)
+
+
+def _module(name: str, place: str) -> ModuleType:
+    """The module or file ``place``, imported for the rule ``name``."""
     try:
-        kind = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"optimizer.rule={name} cannot be imported", why=str(error), fix="install it") from error
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise InputError(f"optimizer.rule={name} is not a torch.optim.Optimizer", fix="name a subclass of it")
-    return kind
+        if not is_file(place):
+            return import_module(place)
+        return import_file(Path(place).expanduser().resolve())
+    except FileNotFoundError as error:
+        raise InputError(
+            f"optimizer.rule={name}: there is no file {error.filename}", fix="write ./FILE.py:CLASS"
+        ) from error
+    except ModuleNotFoundError as error:
+        why = f"there is no module {error.name!r}"
+        fix = "install what holds it, or name a file: ./FILE.py:CLASS"
+        raise InputError(f"optimizer.rule={name} cannot be imported", why=why, fix=fix) from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module of the user's may raise anything, SystemExit included
+        fix = "correct it, or see the whole cause with --debug"
+        raise InputError(f"optimizer.rule={name} cannot be imported", why=in_one_line(error), fix=fix) from error

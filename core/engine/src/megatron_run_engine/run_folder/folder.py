@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_run.errors import ExitCode
+from megatron_run.errors import CheckpointError, ExitCode
 from megatron_run.planning.run import leaves, sections
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS
 
@@ -128,12 +128,22 @@ class RunFolder:
         self._write(Status("starting", 0, self.attempt, time.time()))
 
     def end(self, code: ExitCode, message: str = "") -> None:
-        """Report how this attempt ended. The step is the one of the last heartbeat."""
+        """Report how this attempt ended. The step is the one of the last heartbeat.
+
+        Raises :class:`CheckpointError` when the folder is not there any more.
+        """
         last = self.read_status() or Status("starting", 0, self.attempt, 0.0)
         stopped = code in (ExitCode.SIGINT, ExitCode.SIGTERM, ExitCode.TIME_LIMIT)
         state: State = "finished" if code == ExitCode.DONE else "stopped" if stopped else "failed"
         final = replace(last, state=state, attempt=self.attempt, heartbeat=time.time(), message=message)
-        self._write(replace(final, exit_code=int(code), retry=code.retry))
+        try:
+            self._write(replace(final, exit_code=int(code), retry=code.retry))
+        except FileNotFoundError as cause:
+            raise CheckpointError(
+                f"the run folder {self.path} is gone",
+                why="it was moved or deleted while the run was in it, so how the run ended is not recorded",
+                fix="resume with run.folder where it is now; leave it in its place until a run has ended",
+            ) from cause
 
     def _write(self, status: Status) -> None:
         if self.rank == 0:

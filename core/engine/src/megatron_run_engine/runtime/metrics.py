@@ -39,6 +39,7 @@ class Metrics:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cells: dict[str, Tensor] = {}
+        self._totals: set[str] = set()
         self._read: list[tuple[list[Meter], Callable[[], Sequence[float]]]] = []
 
     def scalar(self, name: str) -> Meter:
@@ -47,6 +48,14 @@ class Metrics:
             raise PluginError(f"the metric {name!r} is reported twice", fix="give it another name")
         self._cells[name] = torch.zeros(2, dtype=torch.float64, device=self._device)
         return Meter(self._cells[name])
+
+    def total(self, name: str) -> Meter:
+        """Create a meter of ``name`` that is reported as the sum over microbatches and ranks; weights do not count.
+
+        Every rank that adds counts: what tensor-parallel ranks compute alike should be added by one of them.
+        """
+        self._totals.add(name)
+        return self.scalar(name)
 
     def read(self, names: Sequence[str], take: Callable[[], Sequence[float]]) -> None:
         """Report what ``take`` returns under ``names`` with each step: numbers of each rank's host, by their mean."""
@@ -70,5 +79,12 @@ class Metrics:
         return list(self._cells)
 
     def means(self, sums: list[list[float]]) -> dict[str, float]:
-        """Means by name, from the result of :meth:`collect` on the host; names without a report are omitted."""
-        return {name: total / weight for name, (total, weight) in zip(self._cells, sums, strict=True) if weight}
+        """Means, and sums of totals, by name, from the result of :meth:`collect` on the host.
+
+        Names without a report are omitted.
+        """
+        return {
+            name: total if name in self._totals else total / weight
+            for name, (total, weight) in zip(self._cells, sums, strict=True)
+            if weight
+        }

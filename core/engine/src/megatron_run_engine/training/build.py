@@ -27,6 +27,7 @@ from megatron_run_engine.runtime.parameter_init import describe_parameters, init
 from megatron_run_engine.runtime.rng import RandomStreams
 from megatron_run_engine.runtime.segments import SegmentRunner
 from megatron_run_engine.training.checked_layers import CheckedLayers
+from megatron_run_engine.training.checked_plugins import CheckedScaler
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -103,7 +104,7 @@ class Assembly:
     chunks: Sequence[Chunk]
     infos: Sequence[dict[nn.Parameter, ParamInfo]]
     optimizer: Optimizer
-    scaler: Scaler
+    scaler: CheckedScaler
     graph_capture: GraphCapture
     executor: Executor
     programs: Programs
@@ -150,7 +151,7 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
         chunks=chunks,
         infos=infos,
         optimizer=optimizer,
-        scaler=cast("Scaler", run.one("scaler").create(context=context)),
+        scaler=CheckedScaler(cast("Scaler", run.one("scaler").create(context=context)), run.one("scaler")),
         graph_capture=cast("GraphCapture", run.one("graph-capture").create(context=context)),
         executor=Executor(chunks, context.gradients, messenger, world.rank, groups.activity),
         programs=Programs(run, topology.stage, world.backend),
@@ -206,7 +207,10 @@ def make_context(
 
 
 def build_chunks(run: ResolvedRun, context: BuildContext) -> tuple[Model, tuple[int, ...], list[Chunk]]:
-    """Return the model, and the positions and uninitialised chunks of this stage by ascending chunk number."""
+    """Return the model, and the positions and uninitialised chunks of this stage by ascending chunk number.
+
+    Raises :class:`InputError` for a tensor whose size in bytes no 64-bit integer holds, on the meta device too.
+    """
     layers: ParallelLayers | None = None
     for plugin in run.plugins["parallel-layer"]:
         layers = cast("ParallelLayers", plugin.create(context=context, base=layers))
@@ -217,4 +221,13 @@ def build_chunks(run: ResolvedRun, context: BuildContext) -> tuple[Model, tuple[
     mine = [(place.chunk, index) for index, place in enumerate(run.layout) if place.stage == context.topology.stage]
     positions = tuple(position for _, position in sorted(mine))
     shared: dict[str, nn.Parameter] = {}  # tied parameters: one Parameter for all chunks of this rank that hold it
-    return model, positions, [model.build_chunk(position, run.layout, layers, shared) for position in positions]
+    try:
+        return model, positions, [model.build_chunk(position, run.layout, layers, shared) for position in positions]
+    except (RuntimeError, OverflowError) as cause:
+        if "overflow" not in str(cause):
+            raise
+        raise InputError(
+            "the model has a tensor that is larger than any memory",
+            why=str(cause).partition("\n")[0],
+            fix="lower model.hidden_size, or what else is large among the keys of model and train.sequence_length",
+        ) from cause

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 class Evaluator:
     """Scores ``eval.batches`` global batches of the validation split, the same samples in every evaluation.
 
-    ``samples`` holds their indices. They fill a whole number of microbatches on every data-parallel rank.
+    ``samples`` holds their indices, the same for every layout. Of a split smaller than one global batch all samples are
+    scored; the loader fills the last microbatches with samples whose loss mask is zero.
     """
 
     def __init__(self, run: ResolvedRun, assembly: Assembly, loader: BatchLoader, dataset: Dataset) -> None:
@@ -37,19 +38,10 @@ class Evaluator:
         train = run.config.train
         self._per_microbatch = train.micro_batch_size * run.sizes.data
         self._per_batch = train.global_batch_size // self._per_microbatch
-        # Score whole global batches, so that every layout scores the same samples. A split smaller than one global
-        # batch is scored in whole microbatches instead.
-        whole_batches = len(dataset) // train.global_batch_size
-        available = whole_batches * self._per_batch or len(dataset) // self._per_microbatch
-        self._microbatches = min(available, run.config.eval.batches * self._per_batch)
-        drawn = range(self._microbatches * self._per_microbatch)
+        batches = min(len(dataset) // train.global_batch_size, run.config.eval.batches)
+        drawn = range(batches * train.global_batch_size or len(dataset))
         self.samples = [sample_index(len(dataset), train.seed, position) for position in drawn]
-        if not self._microbatches:
-            raise DataError(
-                f"the validation split has {len(dataset)} samples, one microbatch takes {self._per_microbatch}",
-                why=f"{train.micro_batch_size} samples on each of {run.sizes.data} data-parallel ranks",
-                fix="give more data, a larger share to validation, or a smaller train.micro_batch_size",
-            )
+        self._microbatches = -(-len(drawn) // self._per_microbatch)
 
         reader = Reader(assembly.data, train.sequence_length, train.seed, assembly.context.vocab_size)
         self._tasks = [make_work(task, reader) for task in run.config.eval.tasks]

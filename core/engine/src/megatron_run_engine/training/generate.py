@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_run_engine.runtime.generation import Generation, Sampling, TextTokens
-from megatron_run_engine.training.evaluate import network_of, set_training
+from megatron_run_engine.runtime.generation import Generation, Network, Sampling, TextTokens
+from megatron_run_engine.training.evaluate import set_training
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
@@ -27,7 +27,10 @@ def generate_text(run: ResolvedRun, assembly: Assembly) -> str | None:
     if not prompt:
         return None
     assembly.context.groups.activity.enter("generate")
-    network = network_of(run, assembly)
+    program = assembly.programs.forward_only(1)
+    network = Network(
+        assembly.context, assembly.model, assembly.chunks, assembly.executor, program, run.layout[-1].stage
+    )
     text = TextTokens(list(prompt))
     sampling = Sampling(temperature=asked.temperature, seed=run.config.train.seed)
     set_training(assembly.chunks, training=False)
@@ -35,3 +38,12 @@ def generate_text(run: ResolvedRun, assembly: Assembly) -> str | None:
         text.ended = len(text.tokens) >= len(prompt) + asked.sample
     set_training(assembly.chunks, training=True)
     return data.decode(text.tokens)
+
+
+def why_no_text(run: ResolvedRun, assembly: Assembly) -> str:
+    """Return why :func:`generate_text` returned None, as a line for the user."""
+    data, asked = run.one("data"), run.config.eval
+    nothing = f"eval.sample={asked.sample} generates nothing"
+    if assembly.data.encode(asked.prompt or "\n") is None:
+        return f"{nothing}: the samples of {data} are no text"
+    return f"{nothing}: the tokenizer makes no token of eval.prompt={asked.prompt!r}; set one of words that it knows"

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from megatron_run_engine.training.build import Assembly
 
 
+#: The field of a sample that says which of its tokens count.
+LOSS_MASK = "loss_mask"
+
+
 class BatchLoader:
     """Loads the microbatches of one rank. Every stage loads the fields that it needs, so no data crosses ranks."""
 
@@ -37,12 +41,19 @@ class BatchLoader:
         return microbatch
 
     def evaluation(self, dataset: Dataset, samples: Sequence[int]) -> Callable[[int], Microbatch]:
-        """Return the loader of an evaluation over ``samples``, which are indices into ``dataset``."""
+        """Return the loader of an evaluation over ``samples``, which are indices into ``dataset``.
+
+        Where the samples end, the first one is repeated with a loss mask of zeros, so that every rank has a microbatch.
+        """
+        size = self._train.micro_batch_size
 
         def microbatch(index: int) -> Microbatch:
             sample0 = self._first_sample(index)
-            indices = samples[sample0 : sample0 + self._train.micro_batch_size]
-            loaded = fields(dataset, indices, self._names, self._device)
+            indices = samples[sample0 : sample0 + size]
+            filled = [*indices, *[samples[0]] * (size - len(indices))]
+            loaded = fields(dataset, filled, self._names, self._device)
+            if len(indices) < size and LOSS_MASK in loaded:
+                loaded[LOSS_MASK][len(indices) :] = 0
             return Microbatch(index, 0, sample0, loaded, train=False)
 
         return microbatch

@@ -19,9 +19,10 @@ from megatron_run.planning.learning_rate import LearningRate, WeightDecay
 from megatron_run_engine.runtime.execute import StepInputs
 from megatron_run_engine.training.build import Assembly, build
 from megatron_run_engine.training.capture_policy import CapturePolicy
+from megatron_run_engine.training.checked_plugins import open_split
 from megatron_run_engine.training.device import make_deterministic
 from megatron_run_engine.training.evaluate import Evaluator
-from megatron_run_engine.training.generate import generate_text
+from megatron_run_engine.training.generate import generate_text, why_no_text
 from megatron_run_engine.training.health.faulting import install_faults
 from megatron_run_engine.training.health.guards import Guards
 from megatron_run_engine.training.loader import BatchLoader
@@ -96,8 +97,9 @@ class Trainer:
             assembly.model.boundary, micro_batch_size=train.micro_batch_size, sequence_length=train.sequence_length
         )
         self._loader = BatchLoader(run, assembly)
-        self._dataset = assembly.data.dataset("train", train.sequence_length, train.seed)
-        validation = assembly.data.dataset("validation", train.sequence_length, train.seed)
+        opened = partial(open_split, run.one("data"), assembly.data)
+        self._dataset = opened("train", train.sequence_length, train.seed)
+        validation = opened("validation", train.sequence_length, train.seed)
         self._evaluator = Evaluator(run, assembly, self._loader, validation)
         self._checkpoints = Checkpointing(run, assembly, folder, self._dataset)
         self._guards = Guards(run, assembly, self._losses, self._last)
@@ -106,7 +108,7 @@ class Trainer:
 
     @property
     def validation_samples(self) -> list[int]:
-        """Indices of the validation samples that every evaluation scores."""
+        """Indices of the validation samples that every evaluation scores; none without a validation split."""
         return self._evaluator.samples
 
     def resume(self) -> int:
@@ -141,6 +143,8 @@ class Trainer:
         text = generate_text(self._run, self._assembly) if self._run.config.eval.sample else None
         if text is not None:
             observers.on_sample(text)
+        elif self._run.config.eval.sample:
+            self._context.log.warning("%s", why_no_text(self._run, self._assembly))
         self._activity.enter("end")
         return ExitCode.DONE
 
@@ -150,7 +154,8 @@ class Trainer:
         saving = stopping or self._checkpoints.is_due(step, last)
         self._guards.check(self._progress, saving=saving)
         if step == last or (self._eval_interval and step % self._eval_interval == 0):
-            for metrics in (self._evaluator.evaluate(step), *self._evaluator.tasks(step)):
+            held_out = (self._evaluator.evaluate(step),) if self.validation_samples else ()
+            for metrics in (*held_out, *self._evaluator.tasks(step)):
                 observers.on_eval_end(metrics)
         if saving:
             # With overlap_param_gather, all-gathers may be in flight. None may be when the run ends, as it may here.
@@ -168,6 +173,7 @@ class Trainer:
         lr, weight_decay = self._learning_rate.at(progress.scheduled), self._weight_decay.at(progress.scheduled)
         times = self._accumulate(microbatches, clock).times
         numbers = self._update(lr, weight_decay).to_host(self._context.metrics)
+        self._assembly.scaler.check_state(numbers.loss_scale)
         progress.count(batch, skipped=numbers.skipped)
         facts = StepFacts(batch, microbatches, lr, time.perf_counter() - start, self.peak)
         metrics = step_metrics(self._run, self._assembly.model, progress, facts, numbers, self._context.device)

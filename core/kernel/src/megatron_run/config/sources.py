@@ -154,7 +154,8 @@ def _values_source(values: Mapping[str, Any], findings: Findings) -> ConfigSourc
     for key, data in values.items():
         origin = Origin("python", f"set {key}")
         with findings.collect():
-            assign(source, tuple(key.split(".")), _node(data, origin))
+            # A text is read by the type of its key, as after --set: "20" is a number of steps.
+            assign(source, tuple(key.split(".")), _node(Text(data) if isinstance(data, str) else data, origin))
     return source
 
 

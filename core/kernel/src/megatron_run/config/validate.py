@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from megatron_run.config.origin import DEFAULT, Key, Origin, Text, Value, dotted
 from megatron_run.config.values import members, plain, read_text, whole
+from megatron_run.config.yaml import bare, parse
 from megatron_run.contracts.schema import Section
 from megatron_run.errors import Findings, InputError, RunError, did_you_mean
 
@@ -70,7 +71,8 @@ def validate(
     for key, value in values.items():
         with findings.collect():
             annotation = annotation_at(model, prefix, key, value.origin)
-            _put(data, key, _read(prefix + key, value, annotation))
+            read = _read(prefix + key, value, annotation)
+            _put(data, key, _countable(prefix + key, read, value.origin, findings))
     try:
         made = model.model_validate_json(json.dumps(data), strict=strict)
     except ValidationError as error:
@@ -107,10 +109,15 @@ def _deeper(annotation: object, prefix: Key, key: Key, origin: Origin) -> object
     inner = submodel(annotation)
     if inner is not None:
         return annotation_at(inner, (*prefix, key[0]), key[1:], origin)
-    if any(issubclass(kind, Mapping) for kind in map(_class_of, members(annotation))):
+    if _takes_mapping(annotation):
         return object
     name = dotted((*prefix, key[0]))
     raise InputError(f"{name} has no keys of its own, got {dotted(prefix + key)}", origin=str(origin))
+
+
+def _takes_mapping(annotation: object) -> bool:
+    """Whether a field of this type holds a mapping of any keys."""
+    return any(issubclass(kind, Mapping) for kind in map(_class_of, members(annotation)))
 
 
 def _class_of(annotation: object) -> type:
@@ -147,11 +154,21 @@ def _read(key: Key, value: Value, annotation: object) -> Any:
     if isinstance(value.data, Text):
         if submodel(annotation) and value.data != "null":
             raise InputError(f"{dotted(key)} is a section, not a value", origin=str(value.origin))
+        if _takes_mapping(annotation) and value.data.lstrip().startswith("{"):
+            return {name: bare(node) for name, node in parse(value.data, str(value.origin)).items()}
         return read_text(value.data, annotation)
     try:
         return plain(value.data)
     except TypeError as error:
         raise InputError(f"{dotted(key)}: {error}", origin=str(value.origin)) from None
+
+
+def _countable(key: Key, data: Any, origin: Origin, findings: Findings) -> Any:
+    """``data``; a whole number that 64 bits do not hold is a problem, and cut: no tensor, counter or file has it."""
+    if not isinstance(data, int) or -(2**63) <= data < 2**63:
+        return data
+    findings.add(InputError(f"{dotted(key)}={_shown(data)}", why="it must be below 2^63", origin=str(origin)))
+    return 2**63 - 1
 
 
 def _put(data: dict[str, Any], key: Key, value: Any) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 from megatron_run.config.merge import SEPARATORS, ConfigSource, merge
 from megatron_run.config.origin import DEFAULT, Choice, Key, Origin, Value, dotted, section_of
-from megatron_run.config.sources import default_source, plugin_name
+from megatron_run.config.sources import DEFAULT_PLUGINS, default_source, plugin_name
 from megatron_run.config.validate import fields_of, unchecked, unknown_key, validate
 from megatron_run.config.values import typed
 from megatron_run.contracts.plugin import RUN_KINDS, check_run_kind
 from megatron_run.contracts.schema import PluginSection, PluginsSection
-from megatron_run.errors import EngineMissingError, Findings, InputError, PluginError
+from megatron_run.errors import EngineMissingError, Findings, InputError, PluginError, advice
 from megatron_run.registry.choose import choose
 from megatron_run.registry.discover import Catalog, Entry, SourceDigests
 from megatron_run.registry.known import known_plugin
@@ -93,7 +93,9 @@ def _load(
         if plan_only and isinstance(error, EngineMissingError) and kind != "schedule":
             return unloaded(kind, plugin_name(choice.word), str(choice.origin), entry, error)
         if kind == "observer" and choice.origin == DEFAULT:
-            notices.append(f"{kind}={choice.word} is left out: {error.what}{'; ' + error.fix if error.fix else ''}")
+            others = ",".join(word for word in DEFAULT_PLUGINS[kind] if word != choice.word)
+            instead = f"to run without it: --set {kind}={others}"
+            notices.append(f"{kind}={choice.word} is left out: {error.what}; {advice(error.fix, instead)}")
         else:
             error.why = error.why or _saved_with(merged, kind, choice.word)
             findings.add(error)

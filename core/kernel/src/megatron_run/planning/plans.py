@@ -22,13 +22,29 @@ from megatron_run.registry.loaded_plugin import Plugin, in_one_line
 
 Answer = TypeVar("Answer")
 
+#: The most microbatches of a step, and layers: lists of more take minutes and gigabytes, and are typing mistakes.
+MAX_MICROBATCHES, MAX_LAYERS = 100_000, 100_000
+
 
 def microbatch_counts(train: TrainSection, data_parallel: int) -> tuple[int, ...]:
     """Every number of microbatches that occurs in the run; also validates batch sizes, learning rate and decay.
 
     Raises :class:`~megatron_run.errors.InputError` when a global batch does not divide or a rate cannot be followed.
     """
+    largest = train.global_batch_size // (train.micro_batch_size * data_parallel)
+    if largest > MAX_MICROBATCHES:
+        raise InputError(
+            f"train.global_batch_size={train.global_batch_size} makes {largest} microbatches a step",
+            why=f"every action of a step is planned, for at most {MAX_MICROBATCHES} microbatches",
+            fix="lower it, or raise train.micro_batch_size or parallel.data",
+        )
     counts = BatchSizes(train, data_parallel).all_microbatches()
+    if sum(counts) > 10 * MAX_MICROBATCHES:
+        raise InputError(
+            f"train.ramp_up has {len(counts)} sizes of the batch",
+            why=f"each is planned, with {sum(counts)} microbatches together",
+            fix="raise train.ramp_up.increment",
+        )
     LearningRate.from_config(train)
     WeightDecay.from_config(train)
     return tuple(sorted(counts))
@@ -83,6 +99,8 @@ def layers_of(model: Plugin) -> int:
     breaks = f"plugin {model} of {model.source} breaks its contract"
     if not isinstance(layers, int):
         raise PluginError(breaks, why="its options have no num_layers, a whole number")
+    if layers > MAX_LAYERS:
+        raise InputError(f"model.num_layers={layers} is more than the {MAX_LAYERS} layers that can be planned")
     if model.loaded and not hasattr(model.options, "vocab_size"):
         raise PluginError(breaks, why="its options have no vocab_size, a whole number or None")
     return layers

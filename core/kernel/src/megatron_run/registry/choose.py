@@ -79,6 +79,9 @@ def _unknown_name(catalog: Catalog, kind: str, name: str, origin: str) -> Plugin
     known = known_plugin(kind, name)
     hint = known.how_to_get if known else did_you_mean(name, installed)
     listed = ", ".join(dict.fromkeys(installed)) or "none"
+    misplaced = [notice for notice in catalog.notices if f"offers {name!r} in the unknown group" in notice]
+    if misplaced:  # a hyphen in the place of the underscore: the package is installed and its plugin is not found
+        return PluginError(f"no installed plugin is {kind}={name}", why=misplaced[0], origin=origin)
     error = EngineMissingError if known and known.builtin else PluginError
     return error(f"no installed plugin is {kind}={name}", origin=origin, fix=advice(hint, f"installed: {listed}"))
 

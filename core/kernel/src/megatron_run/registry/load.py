@@ -48,7 +48,7 @@ def load(entry: Entry, origin: str, digests: SourceDigests | None = None) -> Plu
     missing it is an :class:`~megatron_run.errors.EngineMissingError`.
     """
     try:
-        holder, module = _import_file(entry.file) if entry.file else _import_installed(entry)
+        holder, module = _file_as_plugin(entry.file) if entry.file else _import_installed(entry)
     except KeyboardInterrupt:
         raise
     except BaseException as cause:
@@ -199,7 +199,12 @@ def _import_installed(entry: Entry) -> tuple[object, ModuleType]:
     return point.load(), sys.modules[point.module]
 
 
-def _import_file(path: Path) -> tuple[object, ModuleType]:
+def _file_as_plugin(path: Path) -> tuple[object, ModuleType]:
+    module = import_file(path)
+    return module, module
+
+
+def import_file(path: Path) -> ModuleType:
     """Run the file as a module of its own name, so that two files of one name do not collide."""
     source = path.read_bytes()
     name = f"megatron_run_file_{sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
@@ -214,4 +219,4 @@ def _import_file(path: Path) -> tuple[object, ModuleType]:
     except BaseException:
         del sys.modules[name]
         raise
-    return module, module
+    return module

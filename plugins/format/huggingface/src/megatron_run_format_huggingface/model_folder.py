@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megatron_run.contracts import ReadTensor, Weights
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run_engine.checkpoint.files import FileSystem, reading
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from megatron_run.contracts import ReadTensor
     from megatron_run_engine.checkpoint.shard_file import Entry
     from megatron_run_engine.formats.gpt_tensors import GptOptions
-    from megatron_run_format_huggingface.family import Config, Family
+    from megatron_run_format_huggingface.family import Config, Family, Row
 
 
 SINGLE, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model"
@@ -137,6 +139,8 @@ def _size(tensors: Iterable[Tensor]) -> int:
 #: The families that have a counterpart here, by ``model_type``. An export takes the first that fits the model.
 FAMILIES = {family.model_type: family for family in (GPT2, LLAMA)}
 CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
+#: The word embedding in our names.
+WORD = "embedding.word.weight"
 #: Types of unquantised weights.
 _WEIGHTS = ("F64", "F32", "F16", "BF16")
 #: Buffers in old files: masks and angles, which follow from the configuration.
@@ -175,7 +179,7 @@ def read(source: Path) -> Weights:
     readers: dict[str, ReadTensor] = {}
     for row in rows:
         readers |= row.unpack(tensors.reader(full_names[row.theirs]), shapes)
-    notes = (*family.notes(config), *_tokenizer_note(source))
+    notes = (*family.notes(config), *_other_head(tensors, left_out, family, rows), *_tokenizer_note(source))
     return Weights(options, readers, sequence_length=longest, notes=notes)
 
 
@@ -223,6 +227,17 @@ def _quantised(tensors: Tensors, full_names: dict[str, str]) -> str:
     kinds = {name: tensors.entries[full].dtype for name, full in full_names.items()}
     other = next((name for name, dtype in kinds.items() if dtype not in _WEIGHTS), None)
     return f"{other} has values of type {kinds[other]}" if other else ""
+
+
+def _other_head(tensors: Tensors, left_out: set[str], family: Family, rows: list[Row]) -> tuple[str, ...]:
+    """A note where the files of a tied model hold another output layer, which is ``left_out``, as by transformers."""
+    word = next(row.theirs for row in rows if row.ours == (WORD,))
+    full = next(name for name in tensors.entries if name.removeprefix(family.prefix) == word)
+    for head in left_out & tensors.entries.keys():
+        if not torch.equal(tensors.reader(head)(), tensors.reader(full)()):
+            what = f"{head} differs from the word embedding and was left out, since tie_word_embeddings is true"
+            return (f"{what}; to keep it, set tie_word_embeddings to false in {CONFIG}",)
+    return ()
 
 
 def _tokenizer_note(source: Path) -> tuple[str, ...]:

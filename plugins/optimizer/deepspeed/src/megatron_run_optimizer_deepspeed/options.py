@@ -30,7 +30,7 @@ class Options(BaseModel):
     rule: Literal["adamw", "adam", "sgd"] = Field("adamw", description="PyTorch's, fused")
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay of the moments, for adamw and adam")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment, for adamw and adam")
-    momentum: float = Field(0.0, ge=0, lt=1, description="for sgd")
+    momentum: float | None = Field(None, ge=0, lt=1, description="for sgd; unset: 0")
     nesterov: bool = Field(False, description="Nesterov momentum, for sgd")
     lr_mult: tuple[Multiplier, ...] = Field(
         (),

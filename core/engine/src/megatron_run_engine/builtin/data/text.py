@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from math import isfinite
+from math import ceil, isfinite
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from megatron_run.contracts import DataSource, PluginInfo, Split
-from megatron_run.errors import DataError
+from megatron_run.errors import DataError, plural
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.data.documents import (
     CUT_FROM,
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from numpy.typing import NDArray
+
+    from megatron_run.contracts.schema import Config
 
 
 #: The most tokens on which the bigram baseline is fitted: two seconds and half a gigabyte.
@@ -82,13 +84,13 @@ class Text(DataSource):
     def dataset(self, split: Split, sequence_length: int, seed: int) -> PackedDataset:
         """Open ``split``. ``seed`` has no effect here: the sampler shuffles.
 
-        Raises :class:`DataError` for a file that is missing, empty, unreadable or no text for the tokenizer, and for a
-        split that is too short for one sample.
+        A validation or test split to which the shares give nothing is empty. Raises :class:`DataError` for a file that
+        is missing, empty, unreadable or no text for the tokenizer, and for a split that is too short for one sample.
         """
         if split not in self._streams:
             self._streams[split] = pack(self._documents(split), self._tokenizer)
         dataset = PackedDataset(self._streams[split], sequence_length)
-        if not len(dataset):
+        if not len(dataset) and self._shares.share(split):
             raise self._too_short(split, sequence_length)
         return dataset
 
@@ -105,15 +107,24 @@ class Text(DataSource):
         return [(path, content) for path, content in portions if content]
 
     def _too_short(self, split: Split, sequence_length: int) -> DataError:
-        low, high = self._shares.bounds(split)
-        shorter = " or lower train.sequence_length" if len(self._streams[split]) else ""
+        """The error of a ``split`` without a sample, with every way out that leads to one."""
+        share, documents, tokens = self._shares.share(split), len(self._find()), len(self._streams[split])
+        ways = ["name more text"]
+        if documents > 1:
+            ways.append("join it into one file, which is cut")
+        needed = (sequence_length + 2) * share / max(tokens, 1)  # of the text, which a single document's split tells
+        if documents == 1 and needed < 0.95:
+            ways.append(f"give {split} {ceil(100 * needed)}% of it with data.split")
+        elif documents > 1 and share < 0.5:
+            ways.append(f"give {split} a larger share with data.split")
+        if tokens > 1:
+            ways.append(f"lower train.sequence_length to {tokens - 1}")
         return DataError(
             f"the {split} split is too short for one sample",
-            why=f"{high - low:.0%} of {len(self._find())} documents came to {len(self._streams[split])} tokens, and a "
-            f"sample needs {sequence_length + 1}; files below {CUT_FROM // 1024} KiB go to one split whole",
+            why=f"{share:.0%} of {plural(documents, 'document')} came to {tokens} tokens, and a sample needs "
+            f"{sequence_length + 1}; files below {CUT_FROM // 1024} KiB go to one split whole",
             origin="data.paths and data.split",
-            fix=f"name more text, join it into one file, which is cut, give {split} a larger share as in "
-            f"--set data.split=80,10,10{shorter}",
+            fix=", or ".join(ways),
         )
 
     def baselines(self, sequence_length: int, seed: int, samples: Sequence[int]) -> Mapping[str, float]:
@@ -122,6 +133,8 @@ class Text(DataSource):
         It is scored on the same tokens and labels as the trained model. If the training split is longer than
         ``BIGRAM_TOKENS``, the bigram is fitted on every n-th sample.
         """
+        if not samples:
+            return {}
         train, validation = (self.dataset(split, sequence_length, seed) for split in ("train", "validation"))
         every = 1 + len(train) * sequence_length // BIGRAM_TOKENS
         model = Bigram(*train.pairs(range(0, len(train), every)), self.vocab_size)
@@ -142,10 +155,16 @@ class Text(DataSource):
         return self._tokenizer.end_of_document
 
 
+def check_config(config: Config, options: TextOptions) -> Iterator[str]:  # noqa: ARG001  # the contract's
+    """A notice where nothing is kept for validation."""
+    if not options.split[1]:
+        yield "data.split gives validation nothing: nothing is evaluated"
+
+
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
     """Plugin text of kind data."""
-    return PluginInfo("data", "text", options=TextOptions)
+    return PluginInfo("data", "text", options=TextOptions, check_config=check_config)
 
 
 @hookimpl

@@ -113,7 +113,7 @@ _ONE_EXPERT = "set model.experts to 2 or more, or to 0 for the one network that 
 class GptOptions(DecoderOptions):
     """Options of model ``gpt``."""
 
-    experts: int = Field(0, ge=0, description="experts per mixture layer; 0: no mixture")
+    experts: int = Field(0, ge=0, le=65536, description="experts per mixture layer; 0: no mixture")
     top_k: int = Field(2, ge=1, validate_default=True, description="experts per token")
     expert_ffn_size: int | None = Field(None, ge=1, description="width of an expert; unset: ffn_size")
     expert_layer_freq: int = Field(1, ge=1, description="layers 0, n, 2n, ... have experts")

@@ -174,10 +174,10 @@ class Sidecar:
 
     def _write_status(self, message: str) -> None:
         """End the attempt in ``status.json``, which rank 0 could not do."""
-        from megatron_run.errors import ExitCode
+        from megatron_run.errors import CheckpointError, ExitCode
         from megatron_run_engine.run_folder import RunFolder
 
-        with suppress(OSError):
+        with suppress(OSError, CheckpointError):
             folder = RunFolder(Path(self._orders.folder), self._orders.attempt)
             status = folder.read_status()
             if status is not None and status.exit_code is None and status.attempt == self._orders.attempt:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_run.contracts.activity import Activity
-from megatron_run.errors import ExitCode
+from megatron_run.errors import CheckpointError, ExitCode
 from megatron_run_engine.launch.watchdog.page import PageWriter
 from megatron_run_engine.launch.watchdog.sidecar import Orders
 from megatron_run_engine.run_folder import RunFolder
@@ -97,7 +97,7 @@ class SidecarClient:
 
     def _end(self, order: Mapping[str, Any]) -> None:
         line = f"{order['end']} (log: {self._run_folder.log(order['rank'])})"
-        with suppress(OSError):  # a full disk must not take the last word
+        with suppress(OSError, CheckpointError):  # a full disk or a moved folder must not take the last word
             if self._world.rank == 0:
                 self._run_folder.end(ExitCode.RANK_LOST, line)
         with suppress(OSError):

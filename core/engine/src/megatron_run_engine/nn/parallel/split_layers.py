@@ -80,8 +80,12 @@ class SplitLayers(ParallelLayers):
         return OutputLayer(self.context, self.split, vocab, hidden, init, weight)
 
     def dropout(self, p: float) -> nn.Module:
-        """One mask for all ranks; under sequence parallelism each rank draws for its own tokens."""
-        return nn.Dropout(p) if self.split.sequence else ReplicatedDropout(p, self.context.rng)
+        """One mask for all ranks; under sequence parallelism each rank draws for its own tokens.
+
+        A single rank draws from the default stream, as layers that are not split do: it drops the same values.
+        """
+        alone = self.split.peers.size == 1
+        return nn.Dropout(p) if self.split.sequence or alone else ReplicatedDropout(p, self.context.rng)
 
     def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
         """A loss that exchanges a few scalars per token, never logits."""

@@ -1,0 +1,137 @@
+"""Holds data sources and scalers to their contracts while a run trains, where torch's own error would name no plugin.
+
+The conformance suites check more, and before a run; what is checked here is cheap enough for every sample and step.
+Layers are checked as they are made, in ``checked_layers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from megatron_run.contracts import Scaler
+from megatron_run.errors import DataError, RunError
+from megatron_run.registry.loaded_plugin import in_one_line, said_type
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from megatron_run.contracts import Dataset, DataSource
+    from megatron_run.contracts.data import Split
+    from megatron_run.registry.loaded_plugin import Plugin
+
+#: Fields of a sample that index a table of the size of the vocabulary, and must therefore lie within it.
+_IDS = ("tokens", "labels")
+
+
+class CheckedDataset:
+    """Samples of ``dataset``, which belongs to ``split`` of ``plugin``; ``vocab_size`` is its number of token ids.
+
+    Raises :class:`DataError` for a sample with a token outside the vocabulary, or with fields that are not int64 and
+    [s], and :class:`PluginError` for one that cannot be read.
+    """
+
+    def __init__(self, dataset: Dataset, split: Split, plugin: Plugin, vocab_size: int, sequence_length: int) -> None:
+        self._dataset, self._split, self._plugin = dataset, split, plugin
+        self._vocab_size, self._length = vocab_size, sequence_length
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Mapping[str, NDArray[np.generic]]:
+        """Return sample ``index``, checked."""
+        try:
+            sample = self._dataset[index]
+        except RunError:
+            raise
+        except Exception as cause:
+            raise self._plugin.failed(f"{self._split} sample {index}", in_one_line(cause)) from cause
+        if not isinstance(sample, Mapping):
+            why = f"it is {said_type(sample)}, and must map names of fields to arrays"
+            raise self._plugin.failed(f"{self._split} sample {index}", why)
+        for name in _IDS:
+            if name in sample:
+                self._check_ids(index, name, sample[name])
+        return sample
+
+    def _check_ids(self, index: int, name: str, ids: object) -> None:
+        if not isinstance(ids, np.ndarray) or ids.dtype != np.int64 or ids.shape != (self._length,):
+            found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else said_type(ids)
+            raise self._broken(index, f"{name} are {found}, and must be int64 [{self._length}]")
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self._vocab_size:
+            place = int(np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0])
+            why = f"{name}[{place}] is {ids[place]}, and vocab_size is {self._vocab_size}"
+            raise self._broken(index, why)
+
+    def _broken(self, index: int, why: str) -> DataError:
+        return DataError(
+            f"{self._split} sample {index} of plugin {self._plugin} of {self._plugin.source} cannot be trained on",
+            why=why,
+            origin=self._plugin.origin,
+            fix=f"correct the plugin; to see what else it breaks: megatron-run plugins check data={self._plugin.word}",
+        )
+
+
+def open_split(plugin: Plugin, source: DataSource, split: Split, sequence_length: int, seed: int) -> CheckedDataset:
+    """Open ``split`` of the data ``source`` that ``plugin`` made. Raises what :class:`CheckedDataset` does."""
+    try:
+        dataset = source.dataset(split, sequence_length, seed)
+        len(dataset)
+    except RunError:
+        raise
+    except Exception as cause:
+        raise plugin.failed(f"opening split {split}", in_one_line(cause)) from cause
+    return CheckedDataset(dataset, split, plugin, source.vocab_size, sequence_length)
+
+
+class CheckedScaler(Scaler):
+    """``scaler``, made by ``plugin``. Raises :class:`PluginError` where its scale moves or changes without a state."""
+
+    def __init__(self, scaler: Scaler, plugin: Plugin) -> None:
+        self._scaler, self._plugin = scaler, plugin
+        first = scaler.scale
+        if first.dtype != torch.float32 or tuple(first.shape) != (1,):
+            raise plugin.failed("scale", f"it is {first.dtype} {list(first.shape)}, and must be torch.float32 [1]")
+        self._address = first.data_ptr()
+        self._first: float | None = None
+        self._has_state = False
+
+    @property
+    def scale(self) -> Tensor:
+        """The scale of the plugin, at the address that it had at first."""
+        scale = self._scaler.scale
+        if scale.data_ptr() != self._address:
+            why = "scale moved, and captured graphs hold the old address; write into it, as mul_ and fill_ do"
+            raise self._plugin.failed("update", why)
+        return scale
+
+    @property
+    def inv_scale(self) -> Tensor:
+        """As the plugin has it."""
+        return self._scaler.inv_scale
+
+    def update(self, found_inf: Tensor) -> None:
+        """Update the plugin's scale."""
+        self._scaler.update(found_inf)
+
+    def state_dict(self) -> Mapping[str, float]:
+        """The state of the plugin."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Load the plugin's state."""
+        self._scaler.load_state_dict(state)
+
+    def check_state(self, scale: float) -> None:
+        """Check that a scale that changes has a state. ``scale`` is that of the last step, already on the host."""
+        self._first = scale if self._first is None else self._first
+        if scale != self._first and not self._has_state:
+            if not self.state_dict():
+                why = f"it is empty, and the scale went from {self._first:g} to {scale:g}: no run could be resumed"
+                raise self._plugin.failed("state_dict", why)
+            self._has_state = True

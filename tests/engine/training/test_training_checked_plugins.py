@@ -1,0 +1,111 @@
+"""What a plugin does against its contract ends a run in one line that names the plugin, as its suite would say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_run.contracts import DataSource, Scaler
+from megatron_run.errors import DataError, PluginError
+from megatron_run.registry.load import from_object
+from megatron_run_engine.training.checked_plugins import CheckedScaler, open_split
+from tests.support.broken import BROKEN_IN_A_RUN, write_broken_in_a_run
+from tests.support.forked import run_forked, tiny
+
+
+@pytest.mark.parametrize("name", ["outside", "no_layer", "no_base", "stateless"])
+def test_a_run_with_a_broken_plugin_ends_in_one_line_that_names_it(name: str, tmp_path: Path) -> None:
+    word, code = write_broken_in_a_run(tmp_path)[name]
+    ran = run_forked(tiny(tmp_path / "run", plugins=[word], nproc=1))
+    kind = BROKEN_IN_A_RUN[name][0]
+    assert ran.code == code, ran.message
+    assert "\n" not in ran.message
+    assert f"{kind}=" in ran.message
+    assert name in ran.message
+
+
+class Ids(DataSource):
+    """A source whose samples are what it is told."""
+
+    vocab_size = 50
+
+    def __init__(self, sample: Any) -> None:
+        self._sample = sample
+
+    def dataset(self, split: str, sequence_length: int, seed: int) -> Any:
+        return [self._sample]
+
+
+GOOD = {"tokens": np.arange(4), "labels": np.arange(4) + 46, "loss_mask": np.ones(4, np.float32)}
+
+
+def test_a_sample_that_keeps_the_contract_passes_unchanged() -> None:
+    source = Ids(GOOD)
+    assert open_split(from_object(source), source, "train", 4, 0)[0] is GOOD
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tokens": np.array([0, 1, 2, 50])},
+        {"labels": np.array([0, 1, -1, 2])},
+        {"tokens": np.ones(4, np.float32)},
+        {"labels": np.ones(3, np.int64)},
+        {"tokens": [1, 2, 3, 4]},
+    ],
+)
+def test_a_sample_that_breaks_the_contract_is_named(wrong: dict[str, Any]) -> None:
+    source = Ids({**GOOD, **wrong})
+    with pytest.raises(DataError, match=rf"train sample 0 of plugin data=ids .*: {next(iter(wrong))}"):
+        open_split(from_object(source), source, "train", 4, 0)[0]
+
+
+def test_a_sample_that_cannot_be_read_is_the_plugins_fault() -> None:
+    source = Ids(GOOD)
+    with pytest.raises(PluginError, match=r"data=ids .* validation sample 3 failed: IndexError"):
+        open_split(from_object(source), source, "validation", 4, 0)[3]
+
+
+class Doubling(Scaler):
+    """A scaler of which each fault can be switched on."""
+
+    def __init__(self, *, moves: bool = False, state: bool = True, shape: tuple[int, ...] = (1,)) -> None:
+        self._scale, self._moves, self._state = torch.full(shape, 4.0), moves, state
+
+    @property
+    def scale(self) -> torch.Tensor:
+        return self._scale
+
+    def update(self, found_inf: torch.Tensor) -> None:
+        if self._moves:
+            self._scale = self._scale * 2
+        else:
+            self._scale.mul_(2)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": self._scale.item()} if self._state else {}
+
+
+def test_a_scaler_is_held_to_its_contract() -> None:
+    def checked(scaler: Scaler) -> CheckedScaler:
+        return CheckedScaler(scaler, from_object(scaler))
+
+    good = checked(Doubling())
+    for expected in (4.0, 8.0, 16.0):
+        assert good.scale.item() == expected
+        good.check_state(expected)
+        good.update(torch.zeros(1))
+    with pytest.raises(PluginError, match=r"scaler=doubling .* \[\], and must be torch.float32 \[1\]"):
+        checked(Doubling(shape=()))
+    moving = checked(Doubling(moves=True))
+    moving.update(torch.zeros(1))
+    with pytest.raises(PluginError, match=r"scaler=doubling .* moved"):
+        _ = moving.scale
+    stateless = checked(Doubling(state=False))
+    stateless.check_state(4.0)
+    with pytest.raises(PluginError, match=r"scaler=doubling .* from 4 to 8"):
+        stateless.check_state(8.0)
