@@ -168,7 +168,7 @@ def test_validation_samples_without_a_token_that_counts_are_named(tmp_path: Path
     bench = Bench(tmp_path, "train.steps=1")
     chunk = cast("Any", bench.assembly.chunks[0])
     chunk._loss = lambda logits, labels, loss_mask: (logits.sum() * 0, loss_mask.sum() * 0)
-    chunk._head_segments = chunk._make_head_segments(4)
+    chunk._head, chunk._losses = chunk._make_head_segments(SimpleNamespace(layers=4, loss_chunks=1))
     with pytest.raises(DataError, match="hold no token that counts"):
         bench.train()
 
