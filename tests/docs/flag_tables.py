@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 
-from megatron_run_format_megatron.flags import FLAGS, Verdict
+from megatron_run_format_megatron.flag_kinds import Verdict
+from megatron_run_format_megatron.flags import FLAGS
 from tests.support.checkout import ROOT
 
 PAGE = ROOT / "docs" / "from-megatron.md"

@@ -81,8 +81,8 @@ def schema() -> None:
 def from_megatron(script: Path) -> None:
     """Translate a Megatron-LM launch script into a configuration.
 
-    The script is read, never run. The YAML gives the flag behind each value, and at its end the flags without a
-    counterpart. Flags that would change the training are reported on standard error too.
+    The script is read, never run. The YAML gives the flag behind each value, and at its end every flag that became no
+    key, with the reason. Those flags are reported on standard error too.
     """
     from megatron_run.registry.choose_format import format_of_scripts
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,7 +208,7 @@ def test_validation_samples_without_a_token_that_counts_are_named(tmp_path: Path
     bench = Bench(tmp_path, "train.steps=1")
     chunk = cast("Any", bench.assembly.chunks[0])
     chunk._loss = lambda logits, labels, loss_mask: (logits.sum() * 0, loss_mask.sum() * 0)
-    chunk._head_segments = chunk._make_head_segments(4)
+    chunk._head, chunk._losses = chunk._make_head_segments(SimpleNamespace(layers=4, loss_chunks=1))
     with pytest.raises(DataError, match="hold no token that counts"):
         bench.train()
 
@@ -223,13 +223,12 @@ def test_an_undeclared_loss_and_a_missing_one_are_the_models_fault() -> None:
         Losses(cast("Any", model), Metrics(torch.device("cpu")))
 
 
-@pytest.mark.parametrize("without", [None, 1])
-def test_the_first_gradients_are_those_of_plain_autograd_in_float64(tmp_path: Path, without: int | None) -> None:
-    """Of the mean over microbatches of the mean over tokens: scale and all, with nothing shared but the samples.
+#: How often a token counts in each microbatch: unequally, and in the last one never.
+SHARES = (0.9, 0.2, 0.6, 0.0)
 
-    The microbatch ``without`` a token that counts, as one whose labels are all padding, adds nothing.
-    """
-    bench = Bench(tmp_path, "train.steps=1", "eval.interval=0")
+
+def gradients_of_one_step(bench: Bench, shares: Sequence[float]) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """The unscaled gradients of the first step, and the fields of its microbatches; m counts ``shares[m]`` tokens."""
     stream = bench.trainer._loader.training
 
     def masked(*place: Any) -> Callable[[int], Microbatch]:
@@ -237,33 +236,73 @@ def test_the_first_gradients_are_those_of_plain_autograd_in_float64(tmp_path: Pa
 
         def microbatch(index: int) -> Microbatch:
             loaded = load(index)
-            if index != without:
-                return loaded
-            return replace(loaded, fields={**loaded.fields, "loss_mask": torch.zeros_like(loaded.fields["loss_mask"])})
+            drawn = torch.rand(loaded.fields["loss_mask"].shape, generator=torch.Generator().manual_seed(index))
+            return replace(loaded, fields={**loaded.fields, "loss_mask": (drawn < shares[index]).float()})
 
         return microbatch
 
     cast("Any", bench.trainer._loader).training = masked
-    options: Any = bench.run.one("model").with_options(bench.assembly.context.model).options
-    weights = {name: w.double().requires_grad_() for name, w in logical_values(bench.infos).items()}
-    microbatch = bench.trainer._loader.training(bench.trainer._dataset, 1, 0)
-    count = bench.run.config.train.global_batch_size // bench.run.config.train.micro_batch_size
-    for fields in (microbatch(index).fields for index in range(count)):
-        total = plain_gpt.loss(weights, fields["tokens"], fields["labels"], fields["loss_mask"], options)
-        (total / fields["loss_mask"].sum().clamp(min=1) / count).backward()
-
+    microbatch = masked(bench.trainer._dataset, 1, 0)
     found: dict[str, torch.Tensor] = {}
     unscale = bench.assembly.optimizer.unscale_
 
     def watched(factor: torch.Tensor) -> torch.Tensor:
+        overflow = unscale(factor)
         found.update(logical_gradients(bench.infos))
-        return unscale(factor)
+        return overflow
 
     cast("Any", bench.assembly.optimizer).unscale_ = watched
     bench.train()
+    return found, [microbatch(index).fields for index in range(len(shares))]
+
+
+@pytest.mark.parametrize("shares", [(1.0, 1.0, 1.0, 1.0), SHARES], ids=["all", "unequal"])
+@pytest.mark.parametrize("loss_mean", ["microbatch", "token"])
+def test_the_first_gradients_are_those_of_plain_autograd_in_float64(
+    tmp_path: Path, loss_mean: str, shares: Sequence[float]
+) -> None:
+    """Of the mean over microbatches of the mean over tokens, or of that over all tokens of the global batch.
+
+    Scale and all, with nothing shared but the samples. A microbatch without a token that counts adds nothing.
+    """
+    bench = Bench(tmp_path, "train.steps=1", "eval.interval=0", f"train.loss_mean={loss_mean}", "train.clip_norm=0")
+    options: Any = bench.run.one("model").with_options(bench.assembly.context.model).options
+    weights = {name: w.double().requires_grad_() for name, w in logical_values(bench.infos).items()}
+    found, microbatches = gradients_of_one_step(bench, shares)
+    counts = [fields["loss_mask"].sum() for fields in microbatches]
+    for fields, count in zip(microbatches, counts, strict=True):
+        total = plain_gpt.loss(weights, fields["tokens"], fields["labels"], fields["loss_mask"], options)
+        over = sum(counts) if loss_mean == "token" else count.clamp(min=1) * len(counts)
+        (total / over).backward()
+
     assert found.keys() == weights.keys()
     for name, gradient in found.items():
         expected = weights[name].grad
         assert expected is not None
         error = (gradient - expected).norm() / expected.norm().clamp(min=1e-3)  # a key's bias moves nothing
         assert error < 1e-5, f"{name}: off by {error:.1e} of its norm"
+
+
+def test_a_batch_without_a_token_that_counts_changes_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "train.steps=1", "eval.interval=0", "train.loss_mean=token")
+    found, _ = gradients_of_one_step(bench, (0.0,) * 4)
+    assert found
+    assert not any(gradient.any() for gradient in found.values())
+
+
+def test_auxiliary_losses_weigh_positions_over_counted_tokens(tmp_path: Path) -> None:
+    """With loss_mean=token, as in Megatron-LM: where no token is masked that is their mean over microbatches."""
+
+    def gradients(loss_mean: str, coefficient: float) -> tuple[dict[str, torch.Tensor], list[Any]]:
+        sets = ("model.experts=4", f"model.aux_loss_coeff={coefficient}", f"train.loss_mean={loss_mean}")
+        return gradients_of_one_step(Bench(tmp_path, "train.steps=1", "eval.interval=0", *sets), SHARES)
+
+    (alone, microbatches), (both, _) = gradients("token", 0.0), gradients("token", 1.0)
+    (plain, _), (balanced, _) = gradients("microbatch", 0.0), gradients("microbatch", 1.0)
+    masks = torch.stack([fields["loss_mask"] for fields in microbatches])
+    factor = masks.numel() / masks.sum()
+    assert factor > 2
+    for name, gradient in both.items():
+        expected = alone[name] + factor * (balanced[name] - plain[name])
+        assert torch.allclose(gradient, expected, rtol=1e-4, atol=1e-5), name
+    assert any("router" in name and gradient.any() for name, gradient in both.items())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,11 @@ from megatron_run.config.request import Request
 from megatron_run.errors import InputError
 from megatron_run.planning import resolve
 from megatron_run.planning.run import ResolvedRun
-from megatron_run_format_megatron.flags import FLAGS, Verdict, find
-from megatron_run_format_megatron.translate import Translation, translate, yaml
+from megatron_run_format_megatron.flag_kinds import Verdict
+from megatron_run_format_megatron.flags import FLAGS, find
+from megatron_run_format_megatron.launch_script import read_script
+from megatron_run_format_megatron.translate import Translation, read_flags, translate, yaml
+from tests.plugins.format.megatron.golden_translations import SCRIPTS, translated
 
 GPT = """
 #!/bin/bash
@@ -115,7 +120,8 @@ def test_a_gpt_script_resolves_to_the_run_that_it_describes() -> None:
     assert run.config.checkpoint.interval.steps(1000, 32) == 100
     told = {note.flag for note in found.notes[Verdict.DIFFERS]}
     assert told == {"--split 949,50,1", "--data-path /data/text"}
-    assert [note.flag for note in found.open] == ["--save $1"]
+    assert [note.flag for note in found.open] == ["--save $1", "--vocab-file vocab.json --merge-file merges.txt"]
+    assert found.start.endswith("megatron-run FILE --nproc 4")
     assert {note.flag for note in found.notes[Verdict.SAME]} >= {"--load $1", "--attention-backend auto"}
 
 
@@ -140,6 +146,7 @@ def test_a_llama_script_resolves_to_the_run_that_it_describes() -> None:
     assert run.config.run.time_limit is not None
     assert (run.config.run.time_limit.seconds, run.config.run.timeout) == (230 * 60, 1800)
     assert found.warnings == []
+    assert any(line.startswith("--no-rope-fusion: ") for line in found.remarks)
 
 
 def test_a_mixture_of_experts_resolves_to_the_run_that_it_describes() -> None:
@@ -192,6 +199,34 @@ def test_a_mixture_of_experts_resolves_to_the_run_that_it_describes() -> None:
         ("--eval-iters 0 --eval-interval 5", "eval.interval", 0),
         ("--num-virtual-stages-per-pipeline-rank 3", "parallel.chunks", 3),
         ("--sequence-parallel", "parallel.sequence", None),  # Megatron drops it without tensor parallelism
+        ("--calculate-per-token-loss", "train.loss_mean", "token"),
+        ("--num-experts 4 --moe-token-dispatcher-type alltoall", "model.token_dispatcher", "alltoall"),
+        ("--num-experts 4 --moe-token-dispatcher-type flex", "model.token_dispatcher", None),
+        ("--tokenizer-type Llama2Tokenizer --tokenizer-model x.model", "model.vocab_size", 32000),
+        ("--tokenizer-type Llama2Tokenizer --padded-vocab-size 64000", "model.vocab_size", 64000),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model a/b", "model.vocab_size", None),
+        ("--fp8-format hybrid", "parallel-layer.fp8", "delayed"),
+        ("--fp8-format hybrid", "parallel-layer.fp8_amax_history", 1),  # ours is 1024
+        ("--fp8-format hybrid --fp8-recipe tensorwise", "parallel-layer.fp8", "current"),
+        ("--fp8-format e4m3 --tensor-model-parallel-size 2", "parallel-layer.use", "te"),
+        ("--fp8-format e4m3 --fp8-recipe custom", "parallel-layer.use", None),
+        ("--fp8-recipe mxfp8", "parallel-layer.use", None),
+        ("--transformer-impl transformer_engine", "parallel-layer.use", None),
+        ("--enable-cuda-graph", "graph-capture.use", "partial"),
+        ("--external-cuda-graph", "graph-capture.use", "te"),
+        ("--cuda-graph-impl none --cuda-graph-scope attn", "graph-capture.use", None),
+        ("--cuda-graph-impl local", "graph-capture.scope", ["attn", "mlp"]),
+        ("--cuda-graph-impl local --cuda-graph-modules attn,moe_router", "graph-capture.scope", ["attn"]),
+        (
+            "--cuda-graph-impl local --cuda-graph-scope full --num-experts 2",
+            "graph-capture.scope",
+            [
+                "attn",
+                "moe_router",
+                "moe_preprocess",
+            ],
+        ),
+        ("--cuda-graph-impl local --recompute-granularity full", "graph-capture.use", None),
         ("--async-save", "checkpoint.async_save", True),
         ("--check-weight-hash-across-dp-replicas-interval 50", "guard.replica_interval", 50),
         ("--optimizer sgd", "optimizer.momentum", 0.9),
@@ -230,6 +265,12 @@ def test_the_global_batch_follows_from_the_launcher() -> None:
             "--moe-aux-loss-coef 0.1",
             "--moe-aux-loss-coef 0.1: this flag is not known; did you mean '--moe-aux-loss-coeff'?",
         ),
+        ("--fp8-format e4m3 --fp8-recipe custom", "--fp8-format e4m3 --fp8-recipe custom: formats are hybrid, e4m3"),
+        ("--tiktoken-patern v2", "--tiktoken-patern v2: this flag is not known; did you mean '--tiktoken-pattern'?"),
+        ("--guess-file x", "--guess-file x: this flag is not known"),
+        ("--bf16 $MORE", "$MORE: only a shell knows which flags these are"),
+        ("$MORE --bf16", "$MORE: only a shell knows which flags these are"),
+        ("--lr 1 --lr 2", "--lr 1 is given again later, and the last one counts"),
         ("--save $OUT", "--save $OUT: only a shell knows the value: set run.folder"),
     ],
 )
@@ -286,12 +327,63 @@ def test_a_value_that_cannot_be_read_is_one_line(words: str) -> None:
         flags_of(words)
 
 
-def test_every_flag_of_a_script_is_in_its_yaml() -> None:
-    """Taken ones as the comment of a key, all others below."""
-    text = yaml(translate(GPT, "train.sh"), "train.sh")
-    words = [word for word in GPT.replace("\\", " ").split() if word.startswith("--") and "nproc" not in word]
-    taken = {"--lr-decay-iters", "--lr-warmup-fraction", "--merge-file"}
-    assert not [word for word in words if word not in text and word not in taken]
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_the_golden_scripts_become_what_was_read_and_found_right(script: Path) -> None:
+    assert translated(script)[1] == script.with_suffix(".yaml").read_text(encoding="utf-8"), (
+        "python -m tests.plugins.format.megatron.golden_translations"
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_golden_script_resolves_on_as_many_ranks_as_it_starts(script: Path) -> None:
+    found, text = translated(script)
+    ranks = re.search(r"starts (\d+) rank", found.start)
+    resolve(Request(("-",), stdin=text, nproc=int(ranks[1]) if ranks else None))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_every_flag_is_a_key_or_is_listed_in_the_file_and_on_standard_error(script: Path) -> None:
+    found = translated(script)[0]
+    read = read_script(script.read_text(encoding="utf-8"), script.name)
+    text, said = yaml(found, script.name), " ".join((*found.remarks, *found.warnings))
+    keys = " ".join(setting.why for setting in found.settings)
+    for flag, _ in (*read_flags(read.launcher), *read_flags(read.arguments)):
+        named = re.compile(rf"{re.escape(flag)}(?![\w-])")
+        assert named.search(text), flag
+        assert named.search(keys) or named.search(said), flag
+
+
+def test_a_tokenizer_that_is_here_counts_its_ids_and_is_named_for_text(tmp_path: Path) -> None:
+    content = {"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": [{"id": 9, "content": "</s>"}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    found = flags_of(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}")
+    assert (key(found, "model.vocab_size"), key(found, "data.vocab_size")) == (10, 10)
+    (warning,) = found.warnings
+    assert warning.endswith(f"data.tokenizer={tmp_path / 'tokenizer.json'}")
+    (tmp_path / "tokenizer.json").write_text("[]")
+    assert (
+        key(flags_of(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}"), "model.vocab_size") is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("launcher", "start"),
+    [
+        ("torchrun --nproc_per_node 8", "megatron-run FILE --nproc 8"),
+        ("python -m torch.distributed.run --nproc-per-node=2 --nnodes=1", "megatron-run FILE --nproc 2"),
+        (
+            "torchrun --nproc-per-node 8 --nnodes 2",
+            "torchrun --nproc-per-node 8 --nnodes 2 ... -m megatron_run_cli FILE",
+        ),
+        ("python", ""),
+        ("torchrun --nproc-per-node $N", ""),
+    ],
+)
+def test_the_number_of_ranks_is_said(launcher: str, start: str) -> None:
+    found = translate(f"{launcher} pretrain_gpt.py --lr 1", "train.sh")
+    assert found.start.partition(": say ")[2] == start
+    assert found.start in found.warnings or not start
+    assert ("$N" in launcher) == bool(found.open)
 
 
 def test_no_flag_stands_twice_and_none_hides_another() -> None:

@@ -172,7 +172,7 @@ class Trainer:
         microbatches = self._batches.microbatches(batch)
         lr, weight_decay = self._learning_rate.at(progress.scheduled), self._weight_decay.at(progress.scheduled)
         times = self._accumulate(microbatches, clock).times
-        numbers = self._update(lr, weight_decay).to_host(self._context.metrics)
+        numbers = self._update(lr, weight_decay, batch).to_host(self._context.metrics)
         self._assembly.scaler.check_state(numbers.loss_scale)
         progress.count(batch, skipped=numbers.skipped)
         facts = StepFacts(batch, microbatches, lr, time.perf_counter() - start, self.peak)
@@ -197,7 +197,7 @@ class Trainer:
         optimizer.finish_grad_sync()
         return record
 
-    def _update(self, lr: float, weight_decay: float) -> StepNumbers:
+    def _update(self, lr: float, weight_decay: float, batch: int) -> StepNumbers:
         """Unscale, check, clip and apply the update. A step whose loss or gradient is unusable changes no weight."""
         optimizer, scaler, context = self._assembly.optimizer, self._assembly.scaler, self._context
         self._activity.enter("optimizer")
@@ -205,7 +205,7 @@ class Trainer:
             self._stop_meter.add(float(code))
         sums = context.metrics.collect(context.groups)  # all-reduced: every rank decides from the same numbers
         scale = scaler.scale.clone()  # the scale of this step: update() below changes it in place
-        found_inf = optimizer.unscale_(scaler.inv_scale)
+        found_inf = optimizer.unscale_(scaler.inv_scale * self._per_token(sums, batch))
         scaler.update(found_inf)
         norm = zeros = torch.full_like(found_inf, torch.nan)  # NaN: not known
         skipped = self._guards.skips(self._progress, sums, found_inf)
@@ -221,8 +221,26 @@ class Trainer:
     def _seed(self, microbatches: int, name: str, weight: Tensor) -> Tensor:
         """Return the gradient with which a loss starts its backward, loss scale included.
 
-        The language-model loss is a mean over the tokens of a microbatch. Every loss is a mean over microbatches.
+        Every loss is a mean over microbatches, and the language-model loss of one a mean over its tokens. With
+        ``loss_mean=token`` that is a mean over all its positions, until ``_per_token`` corrects it.
         """
-        # A microbatch whose loss mask is all zero has weight 0: clamp, or its gradient is 0/0.
-        per = weight.clamp(min=1).float() if name == LANGUAGE_MODEL else torch.ones_like(weight, dtype=torch.float32)
+        train = self._run.config.train
+        per = torch.ones_like(weight, dtype=torch.float32)
+        if name == LANGUAGE_MODEL:
+            # A microbatch whose loss mask is all zero has weight 0: clamp, or its gradient is 0/0.
+            every = train.micro_batch_size * train.sequence_length
+            per = per * every if train.loss_mean == "token" else weight.clamp(min=1).float()
         return (self._assembly.scaler.scale / (microbatches * per)).reshape(())
+
+    def _per_token(self, sums: Tensor, batch: int) -> Tensor | float:
+        """Positions over counted tokens of a global batch: a factor for all gradients, 1 unless ``loss_mean=token``.
+
+        The number of tokens is known only after the forwards, when the metrics' all-reduce has it on every rank. The
+        factor therefore rides on the unscaling: no collective, no wait, no second pass over the data. It is 1 where no
+        token is masked. It multiplies auxiliary losses too, as in Megatron-LM.
+        """
+        if self._run.config.train.loss_mean == "microbatch":
+            return 1.0
+        # Every tensor-parallel rank reports the same tokens.
+        tokens = sums[self._context.metrics.names.index(LANGUAGE_MODEL), 1] / self._run.sizes.tensor
+        return (batch * self._run.config.train.sequence_length / tokens.clamp(min=1)).float()

@@ -90,6 +90,9 @@ class TrainSection(Section):
     micro_batch_size: int = Field(1, ge=1, description="samples per forward on one rank")
     global_batch_size: int = Field(ge=1, description="samples per optimizer step; accumulation follows")
     ramp_up: RampUp | None = Field(None, description="grow the global batch at the start")
+    loss_mean: Literal["microbatch", "token"] = Field(
+        "microbatch", description="mean of microbatch means, or over all tokens of a global batch: differ under a mask"
+    )
     precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="type of parameters and activations")
     seed: int = Field(1234, ge=0, lt=2**63, description="of initial weights, sample order and dropout")
     lr: float = Field(1.5e-4, gt=0, description="peak learning rate")

@@ -2,8 +2,9 @@
 
 Reading order. Checkpoints: ``checkpoint`` (from a folder to ``Weights``), ``rank_files`` and ``torch_dist`` (the two
 layouts on the disk), ``tensor_names`` (from their tensors to ours), ``untrusted`` (reading pickles without executing
-them). Scripts: ``launch_script`` (the words of the training command), ``flags`` (the table of flags), ``network`` and
-``run_keys`` (the keys they become), ``translate`` (the whole configuration, as YAML).
+them). Scripts: ``launch_script`` (the words of the training command), ``flags`` and ``flags_without_key`` (the table of
+flags), ``network``, ``vocabulary``, ``layer_kernels`` and ``run_keys`` (the keys they become), ``translate`` (the whole
+configuration, as YAML).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class MegatronLM(Format):
         from megatron_run_format_megatron.translate import translate, yaml
 
         translation = translate(load_script(script), str(script))
-        return TranslatedScript(yaml(translation, str(script)), tuple(translation.warnings))
+        return TranslatedScript(yaml(translation, str(script)), (*translation.remarks, *translation.warnings))
 
 
 @hookimpl

@@ -8,10 +8,8 @@ from pathlib import Path
 from megatron_run.contracts import Weights
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run_format_megatron.network import (
-    WITH_PADDING,
     Setting,
     experts,
-    find_vocabulary,
     is_rotated,
     network,
     network_faults,
@@ -19,6 +17,7 @@ from megatron_run_format_megatron.network import (
 from megatron_run_format_megatron.rank_files import Found, count_of, is_sharded, read_shards
 from megatron_run_format_megatron.tensor_names import Network, our_tensors
 from megatron_run_format_megatron.torch_dist import is_distributed, read_distributed
+from megatron_run_format_megatron.vocabulary import WITH_PADDING, find_vocabulary
 
 #: The file that names the newest step.
 LATEST = "latest_checkpointed_iteration.txt"

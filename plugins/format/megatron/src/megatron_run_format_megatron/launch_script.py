@@ -85,12 +85,13 @@ class Word(NamedTuple):
 
 @dataclass
 class Script:
-    """A launch script: the words after the ``.py`` file of its training command, and those before it.
+    """A launch script: the ``.py`` file of its training command, the words after it, and those before it.
 
     ``variables`` are what was assigned; ``branches`` the lines where the script decides something, which was not
     followed.
     """
 
+    program: str = ""
     arguments: list[str] = field(default_factory=list)
     launcher: list[str] = field(default_factory=list)
     variables: dict[str, list[str]] = field(default_factory=dict)
@@ -121,7 +122,7 @@ def read_script(text: str, name: str) -> Script:
         words = [part for word in command for each in expand(word.text, script.variables) for part in _nested(each)]
         start = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
         if any(word.startswith("--") for word in words[start + 1 :]):
-            script.launcher, script.arguments = words[:start], words[start + 1 :]
+            script.launcher, script.program, script.arguments = words[:start], words[start], words[start + 1 :]
     if not script.arguments:
         raise InputError(
             f"{name} starts no training",

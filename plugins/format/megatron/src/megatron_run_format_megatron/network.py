@@ -12,12 +12,9 @@ from typing import Any, NamedTuple
 from megatron_run.errors import InputError
 from megatron_run_format_megatron.flags import FLAGS
 
-#: Token ids of GPT-2's vocabulary.
-GPT2_VOCABULARY = 50257
-#: Why a vocabulary is as large as it is where no argument says how much of it is real.
-WITH_PADDING = "with its padding: nothing tells it from the rest"
 _ROTATED, _LEARNED = "rope", "learned_absolute"
 _LONGEST = 500  # characters of a pattern, and layers
+_DISPATCHERS = ("alltoall", "allgather")
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
 Arguments = Mapping[str, Any]
@@ -58,9 +55,6 @@ def network(arguments: Arguments) -> Iterator[Setting]:
     if given("group_query_attention"):
         yield given_or_default(arguments, "model.num_kv_heads", "--num-query-groups", 1)
     yield from _ffn(arguments)
-    vocabulary = find_vocabulary(arguments)
-    if vocabulary is not None:
-        yield vocabulary
     if is_rotated(arguments):
         by_type = given("position_embedding_type") == _ROTATED
         why = "--position-embedding-type rope" if by_type else "--use-rotary-position-embeddings"
@@ -97,19 +91,6 @@ def network_faults(arguments: Arguments) -> Iterator[str]:
 def is_rotated(arguments: Arguments) -> bool:
     """Whether positions are rotary; otherwise they are learned."""
     return arguments.get("position_embedding_type") == _ROTATED or bool(arguments.get("use_rotary_position_embeddings"))
-
-
-def find_vocabulary(arguments: Arguments) -> Setting | None:
-    """The number of token ids: without padding if the arguments tell, else with padding, else None."""
-    given = arguments.get
-    kind, size, padded = given("tokenizer_type"), given("vocab_size"), given("padded_vocab_size")
-    if kind == "GPT2BPETokenizer" or (kind is None and size is None and padded is None and given("merge_file")):
-        return Setting("model.vocab_size", GPT2_VOCABULARY, "GPT-2's")
-    if size is not None:
-        if kind == "NullTokenizer":
-            return Setting("model.vocab_size", size + 1, "--vocab-size and the end of a document")
-        return Setting("model.vocab_size", size, "--vocab-size")
-    return None if padded is None else Setting("model.vocab_size", padded, WITH_PADDING)
 
 
 def _cleared(key: str, flag: str, *, cleared: bool) -> Setting:
@@ -157,8 +138,9 @@ def experts(arguments: Arguments) -> Iterator[Setting]:
         yield Setting("model.expert_layer_pattern", layer_pattern(str(frequency.value)), frequency.why)
     else:
         yield frequency._replace(value=int(frequency.value))
-    if given("moe_token_dispatcher_type") in ("allgather", None):
-        yield given_or_default(arguments, "model.token_dispatcher", "--moe-token-dispatcher-type", "allgather")
+    dispatcher = given_or_default(arguments, "model.token_dispatcher", "--moe-token-dispatcher-type", "allgather")
+    if dispatcher.value in _DISPATCHERS:
+        yield dispatcher
 
 
 def expert_faults(arguments: Arguments) -> Iterator[tuple[str, str]]:
@@ -166,6 +148,13 @@ def expert_faults(arguments: Arguments) -> Iterator[tuple[str, str]]:
     kind = arguments.get("moe_router_load_balancing_type", "aux_loss")
     if arguments.get("num_experts") and kind not in ("aux_loss", "none"):
         yield f"--moe-router-load-balancing-type {kind}", "tokens are spread by aux_loss, or not at all"
+
+
+def dispatcher_faults(arguments: Arguments) -> Iterator[tuple[str, str]]:
+    """A dispatcher without a counterpart, which changes nothing of what is learned, with the reason."""
+    kind = arguments.get("moe_token_dispatcher_type")
+    if arguments.get("num_experts") and kind is not None and kind not in _DISPATCHERS:
+        yield f"--moe-token-dispatcher-type {kind}", f"tokens reach experts by {' or '.join(_DISPATCHERS)}"
 
 
 def layer_pattern(text: str) -> list[int]:

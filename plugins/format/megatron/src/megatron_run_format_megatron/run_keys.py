@@ -12,10 +12,10 @@ from megatron_run_format_megatron.network import (
     Arguments,
     Setting,
     default_of,
-    find_vocabulary,
     given_keys,
     given_or_default,
 )
+from megatron_run_format_megatron.vocabulary import find_vocabulary
 
 _SHAPES = {
     "constant": "constant",
@@ -47,6 +47,8 @@ def train(arguments: Arguments, batch: int) -> Iterator[Setting]:
     yield Setting("train.global_batch_size", size or batch, why)
     for key, value in zip(("start", "increment", "samples"), given("rampup_batch_size") or (), strict=False):
         yield Setting(f"train.ramp_up.{key}", value, "--rampup-batch-size")
+    if given("calculate_per_token_loss"):
+        yield Setting("train.loss_mean", "token", "--calculate-per-token-loss")
     precision = "bf16" if given("bf16") else "fp16" if given("fp16") else "fp32"
     why = f"--{precision}" if precision != "fp32" else "Megatron's default, without --bf16 and --fp16"
     yield Setting("train.precision", precision, why)
@@ -62,7 +64,10 @@ def _recompute(arguments: Arguments) -> Iterator[Setting]:
         yield Setting("train.recompute", "full", "--recompute-granularity full" if full else "--checkpoint-activations")
     elif given("recompute_granularity") == "selective" or given("recompute_activations"):
         segments = [name for module in recomputed_modules(arguments) for name in RECOMPUTED.get(module, ())]
-        yield Setting("train.recompute", segments, "--recompute-modules, by default core_attn")
+        flags = ("--recompute-granularity", "--recompute-activations", "--recompute-modules")
+        why = ", ".join(flag for flag in flags if given(flag.removeprefix("--").replace("-", "_")))
+        named = given("recompute_modules") is not None
+        yield Setting("train.recompute", segments, why if named else f"{why}; {default_of('--recompute-modules')}")
 
 
 def recomputed_modules(arguments: Arguments) -> list[str]:
@@ -169,7 +174,7 @@ def _plain(value: Any) -> Any:
 
 
 def parallel(arguments: Arguments) -> Iterator[Setting]:
-    """The sections ``parallel``, ``parallel-layer`` and ``schedule``."""
+    """The sections ``parallel`` and ``schedule``."""
     given = arguments.get
     tensor, pipeline = sizes(arguments)
     chunks = count_chunks(arguments)
@@ -184,8 +189,6 @@ def parallel(arguments: Arguments) -> Iterator[Setting]:
     if given("expert_model_parallel_size", 1) > 1:
         yield Setting("parallel.expert", given("expert_model_parallel_size"), "--expert-model-parallel-size")
     yield from given_keys(arguments, "parallel")
-    if tensor > 1:
-        yield Setting("parallel-layer.use", "tensor", "serves parallel.tensor")
     if pipeline > 1:
         name = "interleaved" if chunks > 1 else "1f1b"
         yield Setting("schedule.use", name, "Megatron's schedule of such a pipeline")

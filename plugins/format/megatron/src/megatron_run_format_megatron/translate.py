@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, takewhile
+from math import prod
+from pathlib import PurePath
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron_run.config.yaml import flow
-from megatron_run.errors import InputError, did_you_mean
-from megatron_run_format_megatron import run_keys
-from megatron_run_format_megatron.flags import FLAGS, Flag, Verdict, find
+from megatron_run.errors import InputError, plural
+from megatron_run_format_megatron import layer_kernels, run_keys
+from megatron_run_format_megatron.flag_kinds import Flag, Verdict, number, off, on, only, whole
+from megatron_run_format_megatron.flags import find, near
 from megatron_run_format_megatron.launch_script import Script, is_known, read_script
 from megatron_run_format_megatron.network import (
     Setting,
     default_of,
+    dispatcher_faults,
     expert_faults,
     experts,
     given_or_default,
     network,
     network_faults,
 )
+from megatron_run_format_megatron.vocabulary import find_vocabulary, tokenizer_notes
 
 _TOLD = (Verdict.DIFFERS, Verdict.ABSENT, Verdict.SAME)
 _WIDTH = 40  # columns before a comment
-#: Flags of launchers whose values multiply to the number of ranks.
-_RANKS = ("nproc-per-node", "nnodes")
+#: Flags of launchers (torchrun, srun, deepspeed) with ranks on a machine, and with machines.
+_ON_ONE, _MACHINES = ("nproc-per-node", "ntasks-per-node", "num-gpus"), ("nnodes", "nodes", "num-nodes")
+#: How many values a flag takes, where that is fixed.
+_VALUES: Mapping[object, int] = MappingProxyType({on: 0, off: 0, only: 1, whole: 1, number: 1})
+#: Why a flag decides nothing, where that is not plain.
+_IDLE: Mapping[str, str] = MappingProxyType(
+    {"--sequence-parallel": "there is one tensor-parallel rank, so nothing to split: Megatron clears it too"}
+)
+_UNREAD = "only a shell knows which flags these are"
+#: The program whose flags these are.
+_PROGRAM = "pretrain_gpt.py"
 
 
 class Note(NamedTuple):
@@ -40,7 +56,8 @@ class Translation:
     """The configuration that a script asks for, and remarks on what no key can express.
 
     ``notes`` are by verdict; ``open`` are flags whose value only a shell knows, ``unknown`` those that are not in the
-    table, ``problems`` what was found about the script as a whole.
+    table, ``problems`` what was found about the script as a whole, ``start`` how to start as many ranks as it does.
+    ``taken`` are the flags that become keys, as written.
     """
 
     settings: list[Setting] = field(default_factory=list)
@@ -48,6 +65,8 @@ class Translation:
     open: list[Note] = field(default_factory=list)
     unknown: list[Note] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    start: str = ""
+    taken: dict[str, str] = field(default_factory=dict)
 
     @property
     def sections(self) -> dict[str, Any]:
@@ -66,7 +85,15 @@ class Translation:
         """One line for each way in which the run will differ from the script's."""
         told = [f"{note.flag}: {note.text}" for note in self.notes[Verdict.DIFFERS]]
         told += [f"{note.flag}: {note.text}" for note in (*self.open, *self.unknown)]
-        return told + self.problems
+        return told + self.problems + ([self.start] if self.start else [])
+
+    @property
+    def remarks(self) -> list[str]:
+        """One line for each reason why a flag without a key changes nothing of what is learned."""
+        flags: dict[str, list[str]] = {}
+        for note in (*self.notes[Verdict.SAME], *self.notes[Verdict.ABSENT]):
+            flags.setdefault(note.text, []).append(note.flag)
+        return [f"{', '.join(written)}: {text}" for text, written in flags.items()]
 
 
 def translate(text: str, name: str) -> Translation:
@@ -77,26 +104,57 @@ def translate(text: str, name: str) -> Translation:
     script = read_script(text, name)
     found = Translation()
     arguments = _arguments(script, name, found)
-    for line in script.branches:
-        found.problems.append(f"line {line} decides something: every assignment was read, in order")
-    found.notes[Verdict.DIFFERS] += [Note(*fault.split(": ", 1)) for fault in network_faults(arguments)]
-    found.notes[Verdict.DIFFERS] += [Note(*fault) for fault in expert_faults(arguments)]
-    for verdict, note in _conflicts(arguments):
-        found.notes[verdict].append(note)
-    micro = arguments.get("micro_batch_size", 1)
+    ranks = _launch(script, found)
+    if script.branches:
+        lines = ", ".join(map(str, script.branches))
+        found.problems.append(f"the script decides something at line {lines}: every assignment was read, in order")
+    if PurePath(script.program).name != _PROGRAM:
+        found.problems.append(f"{script.program}: its flags were read as those of {_PROGRAM}, and the model is gpt")
+    _note_faults(arguments, found)
+    tensor, pipeline = run_keys.sizes(arguments)
+    batch = arguments.get("micro_batch_size", 1) * max(1, ranks // (tensor * pipeline))
+    vocabulary = find_vocabulary(arguments)
     parts = (
         network(arguments),
+        [vocabulary] if vocabulary else [],
         experts(arguments),
         [given_or_default(arguments, "model.dropout", "--hidden-dropout", 0.1)],
-        run_keys.train(arguments, micro * _data_parallel(script, arguments)),
+        run_keys.train(arguments, batch),
         run_keys.parallel(arguments),
+        layer_kernels.layers(arguments),
+        layer_kernels.capture(arguments),
         run_keys.scaler(arguments),
         run_keys.optimizer(arguments),
         run_keys.data(arguments),
         run_keys.run(arguments),
     )
     found.settings = _once(chain.from_iterable(parts))
+    _note_idle(found)
     return found
+
+
+def _note_faults(arguments: dict[str, Any], found: Translation) -> None:
+    """Note every flag with a value that no key can express."""
+    differs, absent = found.notes[Verdict.DIFFERS], found.notes[Verdict.ABSENT]
+    differs += [Note(*fault.split(": ", 1)) for fault in network_faults(arguments)]
+    differs += [Note(*fault) for fault in expert_faults(arguments)]
+    absent += [Note(*fault) for fault in dispatcher_faults(arguments)]
+    for written, text, changes in layer_kernels.faults(arguments):
+        (differs if changes else absent).append(Note(written, text))
+    found.open += [Note(*note) for note in tokenizer_notes(arguments)]
+    for verdict, note in _conflicts(arguments):
+        found.notes[verdict].append(note)
+
+
+def _note_idle(found: Translation) -> None:
+    """Note the flags that become keys, but decide none beside the others that were given: nothing is left out."""
+    notes = chain(*found.notes.values(), found.open)
+    told = " ".join(chain((setting.why for setting in found.settings), (note.flag for note in notes))) + " "
+    for name, written in found.taken.items():
+        flag = find(name)
+        if flag is not None and not re.search(rf"{flag.name}(?![\w-])", told.replace("_", "-")):
+            text = _IDLE.get(flag.name, f"{flag.text} follows from the other flags")
+            found.notes[Verdict.SAME].append(Note(written, text))
 
 
 def read_flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -116,25 +174,45 @@ def read_flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 def _arguments(script: Script, name: str, found: Translation) -> dict[str, Any]:
     """The flags' values by Megatron's names. Flags without a key are noted; the last of repeated ones counts."""
-    arguments, given = dict[str, Any](), dict(read_flags(script.arguments))
+    arguments, given = dict[str, Any](), dict[str, list[str]]()
+    found.open += [Note(word, _UNREAD) for word in takewhile(lambda word: word[:2] != "--", script.arguments)]
+    for word, values in read_flags(script.arguments):
+        if given.get(word, values) != values:
+            found.problems.append(f"{_written(word, given[word])} is given again later, and the last one counts")
+        given[word] = values
     if "--load" in given and given["--load"] == given.get("--save"):
-        note = Note(" ".join(["--load", *given.pop("--load")]), "a run resumes from its own folder")
+        note = Note(_written("--load", given.pop("--load")), "a run resumes from its own folder")
         found.notes[Verdict.SAME].append(note)
     for word, values in given.items():
-        flag, written = find(word), " ".join([word, *values])
+        flag, written = find(word), _written(word, values)
         if flag is None:
-            meant = did_you_mean(word, [known.name for known in FLAGS if "*" not in known.name])
-            found.unknown.append(Note(written, f"this flag is not known; {meant}".rstrip("; ")))
-        elif flag.verdict is Verdict.TAKEN and not all(map(is_known, values)):
-            found.open.append(Note(written, f"only a shell knows the value: set {flag.text}"))
+            meant = near(word)
+            found.unknown.append(
+                Note(written, "this flag is not known" + (f"; did you mean {meant!r}?" if meant else ""))
+            )
         elif flag.verdict is Verdict.TAKEN:
-            arguments[flag.stored] = _read(flag, written, values, name)
+            known = values[: _VALUES.get(flag.read)]
+            if not all(map(is_known, known)):
+                found.open.append(Note(written, f"only a shell knows the value: set {flag.text}"))
+                continue
+            rest = values[len(known) :]
+            read = known if not any(map(is_known, rest)) else values
+            found.open += [Note(word, _UNREAD) for word in rest if not is_known(word)]
+            arguments[flag.stored] = _read(flag, written, read, name)
+            found.taken[word] = _written(word, read)
         elif flag.network:
             arguments[flag.stored] = " ".join(values) or True
+            if not flag.differs(arguments[flag.stored]):
+                found.notes[Verdict.SAME].append(Note(written, flag.text))
         else:
             same = flag.verdict is not Verdict.SAME and values and not flag.differs(values)
             found.notes[Verdict.SAME if same else flag.verdict].append(Note(written, flag.text))
     return arguments
+
+
+def _written(word: str, values: Sequence[str]) -> str:
+    """A flag as it is written."""
+    return " ".join([word, *values])
 
 
 def _read(flag: Flag, written: str, values: list[str], name: str) -> Any:
@@ -166,15 +244,27 @@ def _conflicts(arguments: dict[str, Any]) -> Iterator[tuple[Verdict, Note]]:
         yield Verdict.DIFFERS, Note(f"--data-path {words}", text)
 
 
-def _data_parallel(script: Script, arguments: dict[str, Any]) -> int:
-    """The data-parallel size of the launcher's ranks; 1 where the launcher does not tell."""
-    given = {name.lstrip("-").replace("_", "-"): values for name, values in read_flags(script.launcher)}
-    counts = [given.get(name, ["1"])[:1] for name in _RANKS]
-    world = 1
-    for count in chain.from_iterable(counts):
-        world *= int(count) if count.isdecimal() else 1
-    tensor, pipeline = run_keys.sizes(arguments)
-    return max(1, world // (tensor * pipeline))
+def _launch(script: Script, found: Translation) -> int:
+    """Note the launcher's flags and how to start as many ranks here; the number of ranks, 1 where it is not told."""
+    counts, told = dict.fromkeys((_ON_ONE, _MACHINES), 1), list[str]()
+    for word, values in read_flags(script.launcher):
+        name, written = word.lstrip("-").replace("_", "-"), _written(word, values[:1])
+        which = next((names for names in counts if name in names), None)
+        if which is None:
+            found.notes[Verdict.SAME].append(Note(written, "the launcher's: megatron-run --nproc needs none"))
+        elif values[:1] and values[0].isdecimal():
+            counts[which] = int(values[0])
+            told.append(written)
+        else:
+            found.open.append(Note(written, "only a shell knows how many ranks that makes: say --nproc"))
+    ranks, starts = prod(counts.values()), f"the script starts {{}} by {' '.join(told)}"
+    if counts[_MACHINES] > 1:
+        each, machines = counts.values()
+        command = f"torchrun --nproc-per-node {each} --nnodes {machines} ... -m megatron_run_cli FILE"
+        found.start = f"{starts.format(f'{ranks} ranks on {machines} machines')}: say {command}"
+    elif told:
+        found.start = f"{starts.format(plural(ranks, 'rank'))}: say megatron-run FILE --nproc {ranks}"
+    return ranks
 
 
 def _once(settings: Iterable[Setting]) -> list[Setting]:
@@ -189,6 +279,7 @@ def yaml(translation: Translation, name: str) -> str:
     """A configuration file that resolves, made from the script ``name``."""
     reasons = {setting.key: setting.why for setting in translation.settings}
     lines = [f"# Made from {name} by `megatron-run config from-megatron`."]
+    lines += [f"# {translation.start[0].upper()}{translation.start[1:]}"] if translation.start else []
     lines += _lines(translation.sections, "", reasons)
     notes = [(verdict.value, translation.notes[verdict]) for verdict in _TOLD]
     notes[1:1] = [("is for you to fill in", translation.open), ("is not known", translation.unknown)]
