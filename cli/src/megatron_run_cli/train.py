@@ -39,6 +39,13 @@ if TYPE_CHECKING:
     metavar="N",
     help="Restart local ranks from the newest saved step after one was lost, at most N times [default: 0].",
 )
+@click.option("--extend", is_flag=True, help="Resume with more train.steps or train.samples.")
+@click.option(
+    "--allow-change",
+    multiple=True,
+    metavar="KEY[,KEY...]",
+    help="Resume with another value of these keys or sections, as train.lr,data; repeatable.",
+)
 @click.option(
     "--allow-plugin-change",
     type=click.Choice(["optimizer", "scaler"]),
@@ -56,6 +63,8 @@ def train(  # noqa: PLR0913  # one argument an option: so click calls it
     *,
     resume: str,
     max_restarts: int,
+    extend: bool,
+    allow_change: tuple[str, ...],
     allow_plugin_change: tuple[str, ...],
     dry_run: bool,
     as_json: bool,
@@ -66,7 +75,13 @@ def train(  # noqa: PLR0913  # one argument an option: so click calls it
 
     CONFIG is a YAML or JSON file, preset:NAME, or - for standard input [default: preset:laptop].
     """
-    request = replace(request, resume=resume, allow_plugin_change=allow_plugin_change)
+    request = replace(
+        request,
+        resume=resume,
+        extend=extend,
+        allow_change=tuple(name.strip() for names in allow_change for name in names.split(",")),
+        allow_plugin_change=allow_plugin_change,
+    )
     if dry_run:
         from megatron_run.planning import resolve
         from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text

@@ -131,6 +131,8 @@ def find_checkpoints(path: Path | None) -> tuple[Checkpoints, int | None]:
         found = Checkpoints(candidate)
         if found.steps():
             return found, None
+    if match := _STEP.fullmatch(start.name):
+        Checkpoints(start.parent).find(int(match[1]))  # raises with the steps that are there
     raise CheckpointError(f"no checkpoints in {start}", fix="name a run folder, its checkpoints, or one of its steps")
 
 

@@ -32,7 +32,7 @@ from megatron_run_engine.checkpoint.saving import LOCK, Commit
 from megatron_run_engine.checkpoint.shard_file import NAMES, write_shard
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints, find_step
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes, names_fault
-from megatron_run_engine.run_folder.folder import digest
+from megatron_run_engine.run_folder.changes import digest
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -95,16 +95,31 @@ def launch(request: Request, options: LaunchOptions, mode: LaunchMode = "auto") 
     return _join(lambda: _checked(resolve(replace(request, nproc=world.size))), world, options)
 
 
-def train(run: ResolvedRun, *, resume: str | int = "auto", allow_plugin_change: Sequence[str] = ()) -> RunResult:
+def train(
+    run: ResolvedRun,
+    *,
+    resume: str | int = "auto",
+    extend: bool = False,
+    allow_change: Sequence[str] = (),
+    allow_plugin_change: Sequence[str] = (),
+) -> RunResult:
     """Train ``run`` from Python: in this process when it is a world of one, else on local ranks.
 
     ``resume`` selects the saved step of the run folder to resume from: the newest (``auto``), one by its number, or
-    none (``never``). ``allow_plugin_change`` names kinds whose saved state may be dropped (``optimizer``, ``scaler``).
+    none (``never``). A run that is resumed may have more steps with ``extend``, and other values of the keys and
+    sections in ``allow_change`` (``train.lr``, ``data``). ``allow_plugin_change`` names kinds whose saved state may be
+    dropped (``optimizer``, ``scaler``).
 
     In a program that torchrun or srun has started, this process is one rank of its world. Raises what training raises
     in this process, and :class:`FailedRunError` for ranks elsewhere.
     """
-    request = replace(run.request, resume=str(resume), allow_plugin_change=tuple(allow_plugin_change))
+    request = replace(
+        run.request,
+        resume=str(resume),
+        extend=extend,
+        allow_change=tuple(allow_change),
+        allow_plugin_change=tuple(allow_plugin_change),
+    )
     run = replace(run, request=request)
     world = find_world(os.environ)
     if world is not None:
@@ -172,6 +187,8 @@ def _as_request(run: ResolvedRun) -> Request:
         stdin=to_yaml(run),
         nproc=run.sizes.world,
         resume=asked.resume,
+        extend=asked.extend,
+        allow_change=asked.allow_change,
         allow_plugin_change=asked.allow_plugin_change,
     )
 
