@@ -122,15 +122,16 @@ def train(
     )
     run = replace(run, request=request)
     world = find_world(os.environ)
+    here = world is None and run.sizes.world == 1
     if world is not None:
         result = _join(lambda: _checked(_of_size(run, world)), world, LaunchOptions())
-    elif run.sizes.world == 1:
-        return _train_here(_checked(run))
+    elif here:
+        result = _train_here(_checked(run))
     else:
         result = _start_local(_checked(run), _as_request(run), LaunchOptions())
     if result.code == ExitCode.SIGINT:
         raise KeyboardInterrupt
-    if result.code:
+    if result.code and not here:
         raise FailedRunError(result)
     return result
 
@@ -209,8 +210,9 @@ def _train_here(run: ResolvedRun) -> RunResult:
             except BaseException as error:
                 opened.folder.end(exit_code(error), last_line(error, opened.folder.path))
                 raise
-            opened.folder.end(code)
-        return RunResult(code, opened.folder.path, steps=_last_step(opened.folder))
+            message = interrupted(f"stopped by {code.name}", opened.folder.path) if code is ExitCode.SIGINT else ""
+            opened.folder.end(code, message)
+        return RunResult(code, opened.folder.path, message, steps=_last_step(opened.folder))
 
 
 def _start_local(run: ResolvedRun, request: Request, options: LaunchOptions) -> RunResult:
