@@ -16,6 +16,7 @@ from megatron_run_cli.checkpoint import checkpoint, export, import_
 from megatron_run_cli.config import config
 from megatron_run_cli.doctor import doctor
 from megatron_run_cli.evaluate import evaluate
+from megatron_run_cli.finetune import finetune
 from megatron_run_cli.generate import generate
 from megatron_run_cli.grammar import Program, option_meant
 from megatron_run_cli.output import tell_error
@@ -36,7 +37,7 @@ def program() -> None:
     """  # noqa: D301  # click wants the character, not its name
 
 
-for _command in (train, config, plugins, schedule, checkpoint, import_, export, generate, evaluate, doctor):
+for _command in (train, finetune, config, plugins, schedule, checkpoint, import_, export, generate, evaluate, doctor):
     program.add_command(_command)
 
 

@@ -22,6 +22,8 @@ from megatron_run_engine.checkpoint.manifest import MANIFEST, Manifest, read_man
 
 #: The name of the checkpoints' folder in a run folder.
 CHECKPOINTS = "checkpoints"
+#: What the manifest of an imported step calls its run.
+IMPORTED = "imported"
 #: The name of the hint, a text file that holds the name of the newest step.
 LATEST = "latest"
 _STEP = re.compile(r"step(0|[1-9][0-9]{0,17})")

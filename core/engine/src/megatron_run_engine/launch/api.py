@@ -153,9 +153,11 @@ def _checked(run: ResolvedRun) -> ResolvedRun:
     and a refusal comes before anything is written. Layers that do not serve ``parallel.tensor`` divide nothing. What
     fails for any other reason is left to the ranks.
     """
-    from megatron_run_engine.training.state.init_from import check_source
+    from megatron_run_engine.training.state.init_from import check_source, unloaded_weights
 
     check_source(run)
+    if notice := unloaded_weights(run):
+        run = replace(run, notices=(*run.notices, notice))
     divides = any("parallel.tensor" in plugin.provides for plugin in chain.from_iterable(run.plugins.values()))
     train = run.config.train
     named = isinstance(train.recompute, tuple) or isinstance(train.offload, tuple)

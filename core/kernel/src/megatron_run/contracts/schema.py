@@ -316,7 +316,10 @@ class Config(Header):
 
 
 #: Groups of keys of which only one may be set: a stronger source that sets one overrides the others.
-RIVALS: tuple[frozenset[tuple[str, ...]], ...] = (frozenset({("train", "steps"), ("train", "samples")}),)
+RIVALS: tuple[frozenset[tuple[str, ...]], ...] = (
+    frozenset({("train", "steps"), ("train", "samples")}),
+    frozenset({("run", "init_from"), ("run", "branch_from")}),
+)
 
 #: The sections that belong to the kernel, by name.
 SECTIONS: Mapping[str, type[Section]] = MappingProxyType(

@@ -175,8 +175,14 @@ def read(source: Path) -> Weights:
     readers: dict[str, ReadTensor] = {}
     for row in rows:
         readers |= row.unpack(tensors.reader(full_names[row.theirs]), shapes)
-    notes = (*family.notes(config), *_tokenizer_note(source))
-    return Weights(options, readers, sequence_length=longest, notes=notes)
+    tokenizer = source / _TOKENIZER
+    return Weights(
+        options,
+        readers,
+        sequence_length=longest,
+        notes=tuple(family.notes(config)),
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+    )
 
 
 def write(weights: Weights, folder: Path) -> None:
@@ -223,11 +229,6 @@ def _quantised(tensors: Tensors, full_names: dict[str, str]) -> str:
     kinds = {name: tensors.entries[full].dtype for name, full in full_names.items()}
     other = next((name for name, dtype in kinds.items() if dtype not in _WEIGHTS), None)
     return f"{other} has values of type {kinds[other]}" if other else ""
-
-
-def _tokenizer_note(source: Path) -> tuple[str, ...]:
-    path = source / _TOKENIZER
-    return (f"its tokenizer stays where it is: --set data.tokenizer={path}",) if path.is_file() else ()
 
 
 def _family_for(options: GptOptions) -> Family:

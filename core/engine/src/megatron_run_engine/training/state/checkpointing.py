@@ -18,9 +18,10 @@ from megatron_run.errors import RunError
 from megatron_run.planning.batch_size import run_length
 from megatron_run_engine.checkpoint.async_saver import AsyncSaver, Staging
 from megatron_run_engine.checkpoint.collectives import WorldRanks
-from megatron_run_engine.checkpoint.manifest import About, DataRecord
+from megatron_run_engine.checkpoint.manifest import About, DataRecord, TokenizerRecord
 from megatron_run_engine.checkpoint.saving import Retention, Saver
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
+from megatron_run_engine.data.tokenizer import TOKENIZER
 from megatron_run_engine.run_folder.changes import digest, identity
 from megatron_run_engine.runtime.comm import create_aside, patience
 from megatron_run_engine.training.numbers import Progress
@@ -29,6 +30,7 @@ from megatron_run_engine.training.state.resuming import Resumed, choose_on_rank0
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from megatron_run.contracts import Dataset
     from megatron_run.planning import ResolvedRun
@@ -44,7 +46,7 @@ class Checkpointing:
 
     def __init__(self, run: ResolvedRun, assembly: Assembly, folder: RunFolder, dataset: Dataset) -> None:
         self._run, self._assembly, self._folder = run, assembly, folder
-        self._data = fingerprint(dataset)
+        self._data, self._tokenizer = fingerprint(dataset), keep_tokenizer(assembly.data.tokenizer_file, folder)
         context, topology = assembly.context, assembly.context.topology
         self._ranks = WorldRanks(context.groups, topology.rank, topology.sizes.world, context.device)
         self._checkpoints, self._activity = Checkpoints(folder.checkpoints), context.groups.activity
@@ -214,7 +216,20 @@ class Checkpointing:
             topology={**asdict(run.sizes), "world": run.sizes.world, "chunks": run.config.parallel.chunks},
             config=digest(keys),
             identity=keys,
+            tokenizer=self._tokenizer,
         )
+
+
+def keep_tokenizer(file: Path | None, folder: RunFolder) -> TokenizerRecord | None:
+    """Return the record of a tokenizer's ``file``. Rank 0 copies it into the run folder: it belongs to the weights."""
+    if file is None:
+        return None
+    content = file.read_bytes()
+    if folder.rank == 0:
+        temporary = folder.path / f".{TOKENIZER}.part"
+        temporary.write_bytes(content)
+        temporary.replace(folder.path / TOKENIZER)
+    return TokenizerRecord(name=str(file), sha256=hashlib.sha256(content).hexdigest())
 
 
 def fingerprint(dataset: Dataset) -> DataRecord:
