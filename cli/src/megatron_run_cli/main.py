@@ -16,13 +16,12 @@ from megatron_run_cli.checkpoint import checkpoint, export, import_
 from megatron_run_cli.config import config
 from megatron_run_cli.doctor import doctor
 from megatron_run_cli.evaluate import evaluate
-from megatron_run_cli.finetune import finetune
 from megatron_run_cli.generate import generate
 from megatron_run_cli.grammar import Program, option_meant
 from megatron_run_cli.output import tell_error
 from megatron_run_cli.plugins import plugins
 from megatron_run_cli.schedule import schedule
-from megatron_run_cli.train import train
+from megatron_run_cli.train import finetune, train
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]}, subcommand_metavar="[COMMAND] ...")

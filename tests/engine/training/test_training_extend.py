@@ -16,8 +16,9 @@ from megatron_run.planning import load_config
 from megatron_run_engine.builtin.observer.jsonl import JsonLines
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.run_folder import open_run_folder
+from megatron_run_engine.run_folder.history import History
 from megatron_run_engine.training.state.init_from import check_source
-from megatron_run_testing.observer import example_run
+from megatron_run_testing.observer import example_run, example_step
 from tests.support.resuming import SMALL, Attempt, attempt, only_step
 from tests.support.saved_steps import read_all, same_state
 from tests.support.training import found_once
@@ -195,10 +196,15 @@ def test_a_change_is_told_with_the_rate_that_it_moves(
 
 def test_changes_are_lines_of_the_metrics(tmp_path: Path) -> None:
     run = replace(example_run(tmp_path, attempt=2), first_step=5, resumed=tmp_path, changes={"train.lr": (1.0, 2.0)})
-    observer = JsonLines()
-    observer.on_train_start(run)
-    observer.on_train_end("finished")
-    (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    for attempt_, steps in ((example_run(tmp_path), [4]), (run, [5])):
+        observer = JsonLines()
+        observer.on_train_start(attempt_)
+        for step in steps:
+            observer.on_step_end(example_step(step))
+        observer.on_train_end("finished")
+    assert History(tmp_path).losses == [2.25, 2.25]
+    assert History(tmp_path).metrics["step"] == [4, 5]
+    _, line, _ = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert (line["step"], line["attempt"], line["changes"]) == (4, 2, {"train.lr": [1.0, 2.0]})
 
 
