@@ -70,7 +70,8 @@ class OurTraining(Side):
         self._trainer = Trainer(run, assembly, folder, stop)
         # A run saves when it is stopped.
         self._trainer._checkpoints.after_step = _save_nothing  # type: ignore[method-assign]
-        self._observers = start_observers(run, assembly, [], folder, self._trainer.resume(), self._trainer.peak)
+        self._trainer.resume()
+        self._observers = start_observers(run, assembly, folder, self._trainer.beginning)
         dataset = assembly.data.dataset("train", shape.sequence, run.config.train.seed)
         self._samples, self._shape, self._device = SampleStream(dataset, run.config.train.seed), shape, device
         self.flops_per_token = assembly.model.flops_per_token(shape.sequence)

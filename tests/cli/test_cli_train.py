@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import COMMAND, TORCHRUN, free_port, run_command
+from tests.support.commands import COMMAND, TORCHRUN, free_port, run_command, started
 from tests.support.forked import TORCHRUN_AGENT, ForkedCommand, forked_command
 from tests.support.processes import alive, wait_until
 
@@ -119,13 +119,29 @@ def test_sigusr1_announces_a_time_limit_and_ends_with_75(tmp_path: Path) -> None
     assert (status(tmp_path)["state"], status(tmp_path)["retry"]) == ("stopped", True)
 
 
-def test_ctrl_c_ends_quickly(tmp_path: Path) -> None:
+def test_ctrl_c_saves_the_step_and_says_so(tmp_path: Path) -> None:
     with training(tmp_path) as process:
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=10)
-    line = "stopped by SIGINT, which saves nothing: no step was saved before"
+        _, err = process.communicate(timeout=15)
+    (saved,) = [int(path.name.removeprefix("step")) for path in (tmp_path / "run" / "checkpoints").glob("step*")]
+    assert "Ctrl-C: this step is finished and saved" in err
+    command = f"run the same command with --set run.folder={tmp_path}/run --resume auto"
+    line = f"stopped by SIGINT: step {saved} was saved last; to resume from it, {command}"
     assert (process.returncode, err.splitlines()[-1]) == (130, f"megatron-run: {line}")
-    assert status(tmp_path)["message"] == line
+    assert (status(tmp_path)["message"], status(tmp_path)["step"]) == (line, saved)
+
+
+def test_ctrl_c_saves_under_torchrun_too(tmp_path: Path) -> None:
+    with started(
+        (*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "megatron_run_cli", *ENDLESS), tmp_path
+    ) as run:
+        wait_until(lambda: has_stepped(tmp_path, 1), seconds=90)
+        os.kill(run.pid, signal.SIGINT)  # torchrun forwards it to its ranks
+        out, err = run.communicate(timeout=40)
+    (saved,) = [int(path.name.removeprefix("step")) for path in (tmp_path / "run" / "checkpoints").glob("step*")]
+    assert "Ctrl-C: this step is finished and saved" in err
+    assert "stopped by SIGINT: " in out
+    assert (status(tmp_path)["exit_code"], status(tmp_path)["step"]) == (130, saved)
 
 
 def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from megatron_run_engine.checkpoint.collectives import Ranks
 from megatron_run_engine.checkpoint.files import FileSystem
 from megatron_run_engine.checkpoint.manifest import About, DataRecord, PluginRecord
 from megatron_run_engine.checkpoint.reader import Reader
-from megatron_run_engine.checkpoint.saving import Saver
+from megatron_run_engine.checkpoint.saving import Retention, Saver
 from megatron_run_engine.checkpoint.shard_file import DTYPES
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 
@@ -125,13 +125,13 @@ def save_alone(path: Path, step: int, state: State, *, files: FileSystem | None 
     """Save ``state`` as one rank does that holds all of it, whole."""
     checkpoints = Checkpoints(path)
     (pieces,) = dealt(0, state, 1)
-    Saver(checkpoints, Alone(), RUN, keep, files).save(about(step), pieces, shapes_of(state))
+    Saver(checkpoints, Alone(), RUN, Retention(keep), files).save(about(step), pieces, shapes_of(state))
     return checkpoints
 
 
 def async_saver(path: Path, *, files: FileSystem | None = None, keep: int = 2) -> AsyncSaver:
     """What saves into ``path`` out of a copy, as one rank does that holds everything."""
-    return AsyncSaver(Saver(Checkpoints(path), Alone(), RUN, keep, files), Staging(torch.device("cpu")))
+    return AsyncSaver(Saver(Checkpoints(path), Alone(), RUN, Retention(keep), files), Staging(torch.device("cpu")))
 
 
 def save_async(saver: AsyncSaver, step: int, state: State) -> None:

@@ -169,7 +169,7 @@ def train_in_process(
         return assembly
 
     def start(*arguments: Any) -> Observers:
-        return Observers([("watch", observer) for observer in started(arguments[4])], mock.Mock())
+        return Observers([("watch", observer) for observer in started(arguments[3].first_step)], mock.Mock())
 
     with (
         mock.patch("megatron_run_engine.training.trainer.build", watched_build),

@@ -114,7 +114,7 @@ def import_(source: Path, folder: Path, *, name: str | None, trust_pickle: bool,
         return
     moments = f", with {', '.join(done.moments)}" if done.moments else ""
     click.echo(f"{done.format}: {done.parameters:,} parameters{moments}, step {done.step}: {done.folder}")
-    click.echo(f"to train from it: megatron-run {done.folder}/config.yaml YOURS.yaml --set run.init_from={done.folder}")
+    click.echo(f"to train from it: megatron-run {done.folder}/config.yaml YOURS.yaml")
 
 
 @click.command("export")

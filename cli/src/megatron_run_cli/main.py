@@ -15,13 +15,13 @@ from megatron_run.errors import EngineMissingError, ExitCode, RunError, check_en
 from megatron_run_cli.checkpoint import checkpoint, export, import_
 from megatron_run_cli.config import config
 from megatron_run_cli.doctor import doctor
-from megatron_run_cli.evaluate import evaluate
-from megatron_run_cli.generate import generate
 from megatron_run_cli.grammar import Program, option_meant
+from megatron_run_cli.inference.evaluate import evaluate
+from megatron_run_cli.inference.generate import generate
 from megatron_run_cli.output import tell_error
 from megatron_run_cli.plugins import plugins
 from megatron_run_cli.schedule import schedule
-from megatron_run_cli.train import train
+from megatron_run_cli.train import finetune, train
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]}, subcommand_metavar="[COMMAND] ...")
@@ -36,7 +36,7 @@ def program() -> None:
     """  # noqa: D301  # click wants the character, not its name
 
 
-for _command in (train, config, plugins, schedule, checkpoint, import_, export, generate, evaluate, doctor):
+for _command in (train, finetune, config, plugins, schedule, checkpoint, import_, export, generate, evaluate, doctor):
     program.add_command(_command)
 
 

@@ -175,11 +175,9 @@ def test_a_shell_takes_what_to_type_as_it_stands(run: Path) -> None:
 
 
 def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on_or_that_nothing_is(run: Path) -> None:
-    assert interrupted("stopped by SIGINT", run) == (
-        f"stopped by SIGINT, which saves nothing: step 20 was saved last; {how_to_resume(run)}"
-    )
+    assert interrupted("stopped by SIGINT", run) == (f"stopped by SIGINT: step 20 was saved last; {how_to_resume(run)}")
     for folder in (run.parent, None):
-        assert interrupted("stopped", folder) == "stopped, which saves nothing: no step was saved before"
+        assert interrupted("stopped", folder) == "stopped: no step was saved"
 
 
 def test_only_an_interrupt_is_told_that_way(run: Path) -> None:

@@ -66,19 +66,24 @@ def test_sigterm_finishes_the_step_and_gives_the_handler_back(tmp_path: Path) ->
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_what_is_raised_in_this_process_reaches_the_caller(tmp_path: Path) -> None:
-    sets = SETS | {"run.folder": tmp_path, "checkpoint.interval": 1}
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with it ignored
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            train(load_config("preset:tiny", sets=sets, plugins=[Ends(signal.SIGINT)]))
-    finally:
-        signal.signal(signal.SIGINT, before)
+class Impatient(Ends):
+    """Presses Ctrl-C twice."""
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        super().on_step_end(metrics)
+        super().on_step_end(metrics)
+
+
+@pytest.mark.parametrize(("observer", "saved"), [(Ends, 3), (Impatient, 1)])
+def test_ctrl_c_saves_and_reaches_the_caller_and_a_second_one_at_once(
+    observer: type[Ends], saved: int, tmp_path: Path
+) -> None:
+    sets = SETS | {"run.folder": tmp_path, "checkpoint.interval": 1, "train.steps": 9}
+    with pytest.raises(KeyboardInterrupt):
+        train(load_config("preset:tiny", sets=sets, plugins=[observer(signal.SIGINT)]))
     said = status(tmp_path)
-    assert said["exit_code"] == 130
-    assert said["message"].startswith(
-        "interrupted, which saves nothing: step 1 was saved last; to resume from it, run "
-    )
+    assert (said["state"], said["exit_code"]) == ("stopped", 130)
+    assert f"step {saved} was saved last; to resume from it, run " in said["message"]
 
 
 def process_state() -> list[Any]:

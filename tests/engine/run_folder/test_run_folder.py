@@ -114,8 +114,9 @@ def test_another_run_is_refused_with_the_keys_that_differ(tmp_path: Path) -> Non
         opened(tiny(tmp_path, train__lr=0.5, model__num_layers=2))
     assert caught.value.exit_code == ExitCode.INPUT
     assert str(caught.value) == (
-        f"run folder {tmp_path} belongs to another run: model.num_layers=4, now 2, train.lr=0.001, now 0.5; "
-        "choose another run.folder or give the same values"
+        f"run folder {tmp_path} belongs to another run: model.num_layers=4, now 2; what is saved has no meaning "
+        "under other values: give the same; for a new run from its weights: another run.folder with "
+        f"--set run.init_from={tmp_path}"
     )
 
 

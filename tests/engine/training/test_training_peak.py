@@ -95,7 +95,7 @@ def test_the_mfu_of_a_step_is_a_fraction_of_the_peak(tmp_path: Path) -> None:
 def test_a_run_records_its_device_and_where_the_peak_is_from(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "train.steps=1", "run.peak_tflops=3", plugins=["observer=jsonl"])
     folder = bench.trainer._folder
-    start_observers(bench.run, bench.assembly, [], folder, 1, bench.trainer.peak).on_train_end("finished")
+    start_observers(bench.run, bench.assembly, folder, bench.trainer.beginning).on_train_end("finished")
     record = json.loads((bench.folder / "device.json").read_text())
     assert (record["device"], record["precision"]) == ("cpu", "fp32")
     assert (record["peak_tflops"], record["peak_source"]) == (3.0, "run.peak_tflops")

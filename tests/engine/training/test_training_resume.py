@@ -167,7 +167,10 @@ def test_a_damaged_step_is_named_and_nothing_older_is_taken_in_silence(
 
 def test_another_configuration_is_refused_with_its_keys(fast: tuple[Path, Attempt], tmp_path: Path) -> None:
     said = refused(only_step(fast[0], 2, tmp_path), {**FAST, "train.lr": 0.5})
-    assert said == "step 2 belongs to another run: train.lr=0.001, now 0.5; give the same values"
+    assert said == (
+        "step 2 belongs to another run: train.lr=0.001, now 0.5; to go on with them: --allow-change train.lr; "
+        f"for a new run from its weights: another run.folder with --set run.init_from={tmp_path}"
+    )
 
 
 def test_changed_data_are_refused(fast: tuple[Path, Attempt], tmp_path: Path) -> None:

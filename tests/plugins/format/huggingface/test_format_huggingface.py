@@ -279,10 +279,8 @@ def test_an_index_names_no_file_elsewhere(tmp_path: Path) -> None:
 def test_what_changes_no_logit_is_said(tmp_path: Path) -> None:
     theirs(tmp_path / "hf", "gpt2")
     edit(tmp_path / "hf", attn_pdrop=0.5)
-    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
-    notes = convert.import_model(tmp_path / "hf", tmp_path / "ours").notes
-    assert "attn_pdrop=0.5" in notes[0]
-    assert notes[1].endswith(f"data.tokenizer={tmp_path / 'hf' / 'tokenizer.json'}")
+    (note,) = convert.import_model(tmp_path / "hf", tmp_path / "ours").notes
+    assert "attn_pdrop=0.5" in note
 
 
 def test_a_model_with_tensors_of_its_own_is_not_exported(tmp_path: Path) -> None:

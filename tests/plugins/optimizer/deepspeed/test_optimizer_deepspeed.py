@@ -16,7 +16,7 @@ from megatron_run.contracts import Init, ParamInfo, Part
 from megatron_run.errors import InputError, PluginError
 from megatron_run_cli.main import main
 from megatron_run_engine.launch import local
-from megatron_run_engine.run_folder.folder import differing_keys, identity
+from megatron_run_engine.run_folder.changes import differing_keys, identity
 from megatron_run_optimizer_deepspeed import check_config
 from megatron_run_optimizer_deepspeed.library import MINIMUM, check_kind
 from megatron_run_optimizer_deepspeed.options import Options

@@ -108,6 +108,13 @@ class DataRecord(Record):
     sha256: Sha256
 
 
+class TokenizerRecord(Record):
+    """The tokenizer of the training data: the path that the configuration names, and the SHA-256 of the file."""
+
+    name: str
+    sha256: Sha256
+
+
 class About(Record):
     """A saved step without its tensors.
 
@@ -115,6 +122,7 @@ class About(Record):
     steps, by which spikes are judged. ``scaler`` is the loss scaler's state. ``plugins`` lists the plugins of each kind
     in order. ``versions`` are those of torch, Python and megatron-run. ``topology`` holds the sizes of the parallel
     axes. ``identity`` holds the configuration keys that decide what is learned, and ``config`` their SHA-256.
+    ``tokenizer`` is None for data without a tokenizer's file.
     """
 
     step: Count
@@ -129,6 +137,7 @@ class About(Record):
     topology: Mapping[str, int]
     config: Sha256
     identity: Mapping[str, Any]
+    tokenizer: TokenizerRecord | None = None
 
 
 class Manifest(Record):

@@ -10,9 +10,10 @@ The commit survives a crash at any point, because each change is on disk (fsync)
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,16 +82,22 @@ class Commit:
         self._activity.enter("save-latest", target.name)
         self._point_latest_at(target)
 
-    def retain(self, keep: int) -> None:
-        """Remove the steps that are older than the ``keep`` newest whole steps."""
+    def retain(self, keep: int, every: int = 0) -> list[int]:
+        """Remove the steps that are older than the ``keep`` newest whole steps, and return them.
+
+        Steps that divide by ``every`` stay for ever; 0: none.
+        """
         self._activity.enter("save-retention")
         steps = self._checkpoints.steps()[::-1]
-        if len(steps) <= keep:
-            return  # nothing to remove: do not read every manifest to find out which steps are whole
-        whole = [step for step in steps if self._checkpoints.looks_whole(step)][:keep]
-        if len(whole) == keep:
-            for step in reversed([step for step in steps if step < whole[-1]]):  # oldest first
-                self._remove(step)
+        whole: list[int] = []
+        if len(steps) > keep:  # else nothing is to be removed: do not read every manifest
+            whole = [step for step in steps if self._checkpoints.looks_whole(step)][:keep]
+        if len(whole) < keep:
+            return []
+        old = [step for step in reversed(steps) if step < whole[-1] and not (every and step % every == 0)]
+        for step in old:
+            self._remove(step)
+        return old
 
     def set_aside(self, after: int | None, attempt: int) -> list[str]:
         """Rename the steps after ``after`` (None: all) to names with the number of the attempt. Return the new names.
@@ -147,13 +154,31 @@ class Commit:
 
 #: The fewest whole steps that may be kept: if the newest turns out to be damaged, there is another.
 FEWEST = 2
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which steps stay: the ``keep`` newest whole ones, and those that divide by ``every``, if it is not 0.
+
+    ``removed`` is called on rank 0 with the steps that a save removed.
+    """
+
+    keep: int = FEWEST
+    every: int = 0
+    removed: Callable[[Sequence[int]], None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        if self.keep < FEWEST:
+            raise ValueError(f"at least {FEWEST} steps are kept, got {self.keep}")
+
+
 Shapes = Mapping[str, tuple[int, ...]]
 #: A rank's report on its shards to rank 0, as JSON data.
 Note = Mapping[str, Any]
 
 
 class Saver:
-    """Saves steps of the run ``run`` and keeps the ``keep`` newest. ``activity`` records the progress.
+    """Saves steps of the run ``run`` and removes old ones by ``retention``. ``activity`` records the progress.
 
     A rank with much state writes up to ``files_of_rank`` files, ``at_once`` at a time.
     """
@@ -163,15 +188,14 @@ class Saver:
         checkpoints: Checkpoints,
         ranks: Ranks,
         run: str,
-        keep: int = FEWEST,
+        retention: Retention | None = None,
         files: FileSystem | None = None,
         activity: Activity | None = None,
         files_of_rank: int = 1,
         at_once: int = 1,
     ) -> None:
-        if keep < FEWEST:
-            raise ValueError(f"at least {FEWEST} steps are kept, got {keep}")
-        self._checkpoints, self._ranks, self._run, self._keep = checkpoints, ranks, run, keep
+        self._checkpoints, self._ranks, self._run = checkpoints, ranks, run
+        self._retention = Retention() if retention is None else retention
         self._files = files or FileSystem()
         self._activity = Activity() if activity is None else activity
         self._commit = Commit(checkpoints, run, self._files, self._activity)
@@ -237,7 +261,9 @@ class Saver:
                 self._commit.give_up(about.step)
                 raise
         with saving(f"steps older than {about.step} could not be removed"):
-            self._commit.retain(self._keep)
+            removed = self._commit.retain(self._retention.keep, self._retention.every)
+        if removed:
+            self._retention.removed(removed)
         return str(manifest.size)
 
 

@@ -22,6 +22,8 @@ from megatron_run_engine.checkpoint.manifest import MANIFEST, Manifest, read_man
 
 #: The name of the checkpoints' folder in a run folder.
 CHECKPOINTS = "checkpoints"
+#: What the manifest of an imported step calls its run.
+IMPORTED = "imported"
 #: The name of the hint, a text file that holds the name of the newest step.
 LATEST = "latest"
 _STEP = re.compile(r"step(0|[1-9][0-9]{0,17})")
@@ -131,6 +133,8 @@ def find_checkpoints(path: Path | None) -> tuple[Checkpoints, int | None]:
         found = Checkpoints(candidate)
         if found.steps():
             return found, None
+    if match := _STEP.fullmatch(start.name):
+        Checkpoints(start.parent).find(int(match[1]))  # raises with the steps that are there
     raise CheckpointError(f"no checkpoints in {start}", fix="name a run folder, its checkpoints, or one of its steps")
 
 

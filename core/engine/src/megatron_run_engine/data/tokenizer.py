@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 
 
+#: The name under which a tokenizer's file is kept beside the weights that were trained with it.
+TOKENIZER = "tokenizer.json"
+
+
 class Tokenizer(ABC):
     """Turns documents into ids in ``0..vocab_size-1``, one of which is ``end_of_document``. ``unit`` names a token."""
 
@@ -100,6 +104,13 @@ def _read(path: Path) -> tokenizers.Tokenizer:
     tokenizer.no_truncation()  # a file may carry limits that would drop the rest of every document
     tokenizer.no_padding()
     return tokenizer
+
+
+def same_vocabulary(first: Path, second: Path) -> bool:
+    """Whether both files give every token the same id. Raises :class:`DataError` for one that cannot be read."""
+    if first.is_file() and second.is_file() and first.read_bytes() == second.read_bytes():
+        return True
+    return _read(first).get_vocab(with_added_tokens=True) == _read(second).get_vocab(with_added_tokens=True)
 
 
 def open_tokenizer(name: str) -> Tokenizer:

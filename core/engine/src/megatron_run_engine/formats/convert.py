@@ -5,6 +5,7 @@ A saved step is read as ``Weights``; ``Weights`` are written as a folder of one 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import time
@@ -27,13 +28,14 @@ from megatron_run.errors import CheckpointError, InputError
 from megatron_run.registry.choose_format import format_to_read, format_to_write
 from megatron_run.registry.discover import plain_name
 from megatron_run_engine.checkpoint.files import FileSystem, lock, saving
-from megatron_run_engine.checkpoint.manifest import About, DataRecord, make_manifest
+from megatron_run_engine.checkpoint.manifest import About, DataRecord, TokenizerRecord, make_manifest
 from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.saving import LOCK, Commit
 from megatron_run_engine.checkpoint.shard_file import NAMES, write_shard
-from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints, find_step
+from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
+from megatron_run_engine.data.tokenizer import TOKENIZER
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes, names_fault
-from megatron_run_engine.run_folder.folder import digest
+from megatron_run_engine.run_folder.changes import digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,6 +106,8 @@ def export_model(source: Path | None, folder: Path, name: str, step: int | None 
             with checkpoints.offering_older(chosen, lambda older: f"to export step {older}: --step {older}"):
                 weights = read_step(checkpoints, chosen)
             target.write(weights, temporary)
+            if weights.tokenizer is not None:
+                _write_file(temporary / TOKENIZER, weights.tokenizer.read_bytes(), files)
             files.remove_folder(folder)
             files.rename(temporary, folder)
         except BaseException:
@@ -116,8 +120,6 @@ def export_model(source: Path | None, folder: Path, name: str, step: int | None 
 
 #: The configuration's name in an imported folder, as in a run folder.
 CONFIG = "config.yaml"
-#: What the manifest of an imported step calls its run.
-IMPORTED = "imported"
 #: Bytes of one file, and so about the memory that an import takes. A larger tensor has a file of its own.
 PART = 2 << 30
 _MODEL, _WORD = "model.", "embedding.word.weight"
@@ -139,7 +141,16 @@ def read_step(checkpoints: Checkpoints, step: int) -> Weights:
         step=step,
         sequence_length=identity.get("train.sequence_length"),
         moments=readers,
+        tokenizer=_kept_tokenizer(checkpoints, manifest),
     )
+
+
+def _kept_tokenizer(checkpoints: Checkpoints, manifest: Manifest) -> Path | None:
+    """The tokenizer's file beside the checkpoints, unless the step was trained with another one."""
+    path, record = checkpoints.path.parent / TOKENIZER, manifest.about.tokenizer
+    if not path.is_file() or (record and hashlib.sha256(path.read_bytes()).hexdigest() != record.sha256):
+        return None
+    return path
 
 
 def _readers(manifest: Manifest, reader: Reader, field: str) -> dict[str, ReadTensor]:
@@ -158,11 +169,17 @@ def write_folder(weights: Weights, folder: Path, source: str, bad: Counter[str] 
     _check_names(weights)
     files = FileSystem()
     with saving(f"{folder} could not be written"), new_folder(folder, files):
-        with files.create(folder / CONFIG) as file:
-            file.write(_config_text(weights, source).encode())
-            file.sync()
+        _write_file(folder / CONFIG, _config_text(weights, source, folder).encode(), files)
+        if weights.tokenizer is not None:
+            _write_file(folder / TOKENIZER, weights.tokenizer.read_bytes(), files)
         bad = Counter[str]() if bad is None else bad
         return _write_step(weights, Checkpoints(folder / CHECKPOINTS), identity, files, bad)
+
+
+def _write_file(path: Path, content: bytes, files: FileSystem) -> None:
+    with files.create(path) as file:
+        file.write(content)
+        file.sync()
 
 
 @contextmanager
@@ -272,9 +289,11 @@ def _identity(weights: Weights) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, keys in _sections(weights).items() for key, value in keys.items()}
 
 
-def _config_text(weights: Weights, source: str) -> str:
-    """``config.yaml``. Options that the source does not determine keep their defaults and are left out."""
-    sections = _sections(weights)
+def _config_text(weights: Weights, source: str, folder: Path) -> str:
+    """``config.yaml``, which names the weights. Options that the source does not determine are left out."""
+    sections = {"run": {"init_from": str(folder.absolute())}, **_sections(weights)}
+    if weights.tokenizer is not None:
+        sections["data"] = {"use": "text", "tokenizer": str(folder.absolute() / TOKENIZER)}
     sections["model"] = {key: value for key, value in sections["model"].items() if key in {"use", *weights.config}}
     return f"# Imported from {source.splitlines()[0]}\n{yaml_text({'version': 1, **sections})}"
 
@@ -292,7 +311,14 @@ def _about(weights: Weights, identity: Mapping[str, Any]) -> About:
         topology={"world": 1},
         config=digest(identity),
         identity=identity,
+        tokenizer=_tokenizer_record(weights.tokenizer),
     )
+
+
+def _tokenizer_record(file: Path | None) -> TokenizerRecord | None:
+    if file is None:
+        return None
+    return TokenizerRecord(name=str(file), sha256=hashlib.sha256(file.read_bytes()).hexdigest())
 
 
 def count_values(manifest: Manifest) -> int:

@@ -95,27 +95,43 @@ def launch(request: Request, options: LaunchOptions, mode: LaunchMode = "auto") 
     return _join(lambda: _checked(resolve(replace(request, nproc=world.size))), world, options)
 
 
-def train(run: ResolvedRun, *, resume: str | int = "auto", allow_plugin_change: Sequence[str] = ()) -> RunResult:
+def train(
+    run: ResolvedRun,
+    *,
+    resume: str | int = "auto",
+    extend: bool = False,
+    allow_change: Sequence[str] = (),
+    allow_plugin_change: Sequence[str] = (),
+) -> RunResult:
     """Train ``run`` from Python: in this process when it is a world of one, else on local ranks.
 
     ``resume`` selects the saved step of the run folder to resume from: the newest (``auto``), one by its number, or
-    none (``never``). ``allow_plugin_change`` names kinds whose saved state may be dropped (``optimizer``, ``scaler``).
+    none (``never``). A run that is resumed may have more steps with ``extend``, and other values of the keys and
+    sections in ``allow_change`` (``train.lr``, ``data``). ``allow_plugin_change`` names kinds whose saved state may be
+    dropped (``optimizer``, ``scaler``).
 
     In a program that torchrun or srun has started, this process is one rank of its world. Raises what training raises
     in this process, and :class:`FailedRunError` for ranks elsewhere.
     """
-    request = replace(run.request, resume=str(resume), allow_plugin_change=tuple(allow_plugin_change))
+    request = replace(
+        run.request,
+        resume=str(resume),
+        extend=extend,
+        allow_change=tuple(allow_change),
+        allow_plugin_change=tuple(allow_plugin_change),
+    )
     run = replace(run, request=request)
     world = find_world(os.environ)
+    here = world is None and run.sizes.world == 1
     if world is not None:
         result = _join(lambda: _checked(_of_size(run, world)), world, LaunchOptions())
-    elif run.sizes.world == 1:
-        return _train_here(_checked(run))
+    elif here:
+        result = _train_here(_checked(run))
     else:
         result = _start_local(_checked(run), _as_request(run), LaunchOptions())
     if result.code == ExitCode.SIGINT:
         raise KeyboardInterrupt
-    if result.code:
+    if result.code and not here:
         raise FailedRunError(result)
     return result
 
@@ -137,9 +153,11 @@ def _checked(run: ResolvedRun) -> ResolvedRun:
     and a refusal comes before anything is written. Layers that do not serve ``parallel.tensor`` divide nothing. What
     fails for any other reason is left to the ranks.
     """
-    from megatron_run_engine.training.state.init_from import check_source
+    from megatron_run_engine.training.state.init_from import check_source, unloaded_weights
 
     check_source(run)
+    if notice := unloaded_weights(run):
+        run = replace(run, notices=(*run.notices, notice))
     divides = any("parallel.tensor" in plugin.provides for plugin in chain.from_iterable(run.plugins.values()))
     train = run.config.train
     named = isinstance(train.recompute, tuple) or isinstance(train.offload, tuple)
@@ -172,6 +190,8 @@ def _as_request(run: ResolvedRun) -> Request:
         stdin=to_yaml(run),
         nproc=run.sizes.world,
         resume=asked.resume,
+        extend=asked.extend,
+        allow_change=asked.allow_change,
         allow_plugin_change=asked.allow_plugin_change,
     )
 
@@ -192,8 +212,9 @@ def _train_here(run: ResolvedRun) -> RunResult:
             except BaseException as error:
                 opened.folder.end(exit_code(error), last_line(error, opened.folder.path))
                 raise
-            opened.folder.end(code)
-        return RunResult(code, opened.folder.path, steps=_last_step(opened.folder))
+            message = interrupted(f"stopped by {code.name}", opened.folder.path) if code is ExitCode.SIGINT else ""
+            opened.folder.end(code, message)
+        return RunResult(code, opened.folder.path, message, steps=_last_step(opened.folder))
 
 
 def _start_local(run: ResolvedRun, request: Request, options: LaunchOptions) -> RunResult:

@@ -93,11 +93,11 @@ def last_line(error: BaseException, folder: Path | None) -> str:
 
 
 def interrupted(how: str, folder: Path | None) -> str:
-    """The line of a run that SIGINT ended: unlike the other signals it saves nothing. ``how`` is what happened."""
+    """The line of a run that SIGINT ended. ``how`` is what happened."""
     step = last_saved(folder)
     if folder is None or step is None:
-        return f"{how}, which saves nothing: no step was saved before"
-    return f"{how}, which saves nothing: step {step} was saved last; {how_to_resume(folder)}"
+        return f"{how}: no step was saved"
+    return f"{how}: step {step} was saved last; {how_to_resume(folder)}"
 
 
 def last_saved(folder: Path | None) -> int | None:

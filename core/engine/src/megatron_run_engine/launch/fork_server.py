@@ -222,7 +222,6 @@ def become_rank(job: Path, start: RankStart) -> NoReturn:
         os.setsid()  # a process group of its own, which is killed with all that the rank has started
         signal.set_wakeup_fd(-1)  # the bell is the server's: the rank has closed its copy
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         log = os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)

@@ -26,7 +26,7 @@ from megatron_run_engine.launch.fork_server import forked_ranks
 from megatron_run_engine.launch.process import available_cores, rank_environment
 from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, page_path
 from megatron_run_engine.launch.results import RankResult, RunResult
-from megatron_run_engine.launch.signals import AFTER_THE_STEP, caught_signals
+from megatron_run_engine.launch.signals import AFTER_THE_STEP, SAVING, caught_signals
 from megatron_run_engine.launch.start import RankProcess, RankStart, spawned_ranks
 from megatron_run_engine.launch.task import Task
 from megatron_run_engine.launch.watchdog.monitor import Watchdog
@@ -35,8 +35,6 @@ from megatron_run_engine.run_folder import RunFolder
 
 #: Seconds that the other ranks get to end by themselves once one has failed: all are gone within 5.
 GRACE = 4.0
-#: Seconds that ranks get after Ctrl-C.
-INTERRUPT_GRACE = 2.0
 _POLL = 0.02
 #: Seconds between two looks at rank 0's log: a progress bar moves ten times a second at most.
 _RELAY = 0.05
@@ -74,7 +72,7 @@ def run_local(plan: LocalPlan) -> RunResult:
     """Start the ranks, wait for them all, and return how the run ended. Signals are forwarded meanwhile."""
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="megatron-run-")))
-        signals = cleanup.enter_context(caught_signals(signal.SIGINT, *AFTER_THE_STEP))
+        signals = cleanup.enter_context(caught_signals(*AFTER_THE_STEP))
         ranks = _Ranks(plan, scratch)
         cleanup.enter_context(ranks.started())
         relay = Relay(plan.folder.log(0), plan.show) if plan.show is not None else None
@@ -137,21 +135,21 @@ class _Ranks:
     def wait(self, signals: Sequence[int]) -> None:
         """Return once every rank has ended, by itself or killed.
 
-        A first signal is forwarded; after SIGINT ranks get ``INTERRUPT_GRACE`` seconds, else as long as their step
-        takes. A second one kills them. A rank that fails leaves the others ``grace`` seconds.
+        A first signal is forwarded, and ranks get as long as their step takes. A second one kills them. A rank that
+        fails leaves the others ``grace`` seconds.
         """
         deadline, forwarded = inf, 0
         while self._poll():
             if len(signals) > forwarded:
                 number, forwarded = signals[forwarded], forwarded + 1
                 if forwarded == 1:
+                    if number == signal.SIGINT:
+                        self._plan.tell(SAVING)
                     for process in self._running():
                         process.send_signal(number)
-                    patience = INTERRUPT_GRACE if number == signal.SIGINT else inf
                 else:
-                    patience = 0.0
-                deadline = min(deadline, time.monotonic() + patience)
-            # From here on the watchdog is not asked: ranks that wait for a failed one would look as if they hung.
+                    deadline = time.monotonic()
+            # With a deadline the watchdog is not asked: ranks that wait for a failed one would look as if they hung.
             elif deadline == inf and any(process.returncode not in _IN_ORDER for process in self._processes):
                 deadline = time.monotonic() + self._plan.grace
             elif deadline == inf:
@@ -220,10 +218,10 @@ def _run_result(plan: LocalPlan, ranks: _Ranks, signals: Sequence[int]) -> RunRe
         return ended(ExitCode.DONE)
     if signals:  # before any rank's own report: a rank that a signal stops takes its peers' collectives down with it
         first = signal.Signals(signals[0])
-        return ended(AFTER_THE_STEP.get(first, ExitCode.SIGINT), f"stopped by {first.name}")
+        return ended(AFTER_THE_STEP[first], f"stopped by {first.name}")
     if cause.code is ExitCode.TIME_LIMIT:
         return ended(cause.code, f"stopped by {cause.code.stopped_by}")
-    if cause.code in (ExitCode.SIGINT, *AFTER_THE_STEP.values()):
+    if cause.code in AFTER_THE_STEP.values():
         return ended(cause.code, f"rank {cause.rank} was stopped by {cause.code.name}")
     for result in results:  # a rank does not print its message: what rank 0 prints is shown, and so is the run's line
         if result.reported:

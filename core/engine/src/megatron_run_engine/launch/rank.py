@@ -62,7 +62,8 @@ def page_path(job: Path, rank: int) -> Path:
 
 def main(path: Path) -> int:
     """Run the rank that the environment names for the job at ``path``; its exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback when Ctrl-C comes during the import of torch
+    # No traceback when Ctrl-C comes before the training, which handles it, or after.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     job = Job.read(path)
     hold_lifeline(job.lifeline)
 
@@ -73,7 +74,6 @@ def main(path: Path) -> int:
 
     world = local_world(os.environ, job.init_method)
     folder = RunFolder(job.folder, job.attempt, world.rank)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on observers may close their files
     request = replace(job.request, nproc=world.size)
     page = page_path(path, world.rank)
     resolve_run, work = (resolve, None) if job.task is None else (job.task.resolve_run, job.task.work)

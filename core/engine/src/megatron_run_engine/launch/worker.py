@@ -200,7 +200,8 @@ def train_in_folder(run: ResolvedRun, world: World, folder: RunFolder, activity:
     """
     limit = run.config.run.time_limit
     stop = StopRequest(limit.seconds) if limit else StopRequest()
-    with stopping_on_signals(stop):
+    tells = world.rank == 0 and world.launcher != "local"  # our launcher answers for its ranks
+    with stopping_on_signals(stop, tells=tells, borrowed=world.launcher == "python"):
         try:
             return train_rank(run, world, folder, stop, activity)
         finally:

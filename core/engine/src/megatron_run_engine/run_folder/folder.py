@@ -1,27 +1,18 @@
-"""The paths in a run folder, the identity of its run, and ``status.json``, which reports the run's state.
-
-The identity is the configuration keys that must not change between attempts.
-"""
+"""The paths in a run folder, and ``status.json``, which reports the run's state."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from megatron_run.errors import CheckpointError, ExitCode
-from megatron_run.planning.run import leaves, sections
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS
-
-if TYPE_CHECKING:
-    from megatron_run.planning import ResolvedRun
-
 
 State = Literal["starting", "running", "finished", "stopped", "failed"]
 
@@ -99,6 +90,12 @@ class RunFolder:
         return str(record.get("id", "unnamed"))
 
     @property
+    def changed_keys(self) -> frozenset[str]:
+        """The configuration keys that any attempt was allowed to change."""
+        attempts = (read_json(self.path / "run.json") or {}).get("attempts", [])
+        return frozenset(key for attempt in attempts for key in attempt.get("changes", {}))
+
+    @property
     def records(self) -> Path:
         """The folder of this attempt's description: the run folder for the first attempt, else that of its logs."""
         return self.path if self.attempt == 1 else self.logs
@@ -148,62 +145,3 @@ class RunFolder:
     def _write(self, status: Status) -> None:
         if self.rank == 0:
             write_json(self.path / "status.json", asdict(status))
-
-
-#: Sections that decide what is learned. The others (run, parallel, eval, guard, schedule, parallel_layer,
-#: graph_capture, observer) decide where and how fast it runs and what is observed. They may change between attempts:
-#: losses then agree to rounding.
-LEARNED = ("version", "model", "train", "data", "optimizer", "scaler")
-#: Keys of those sections that do not change what is learned: limits, counters, communication and memory.
-_NOT_LEARNED = frozenset(
-    {
-        "model.loss_chunks",
-        "train.max_skips",
-        "train.recompute",
-        "train.offload",
-        "train.count_zeros",
-        "optimizer.bucket_size",
-        "optimizer.overlap_grad_reduce",
-        "optimizer.overlap_param_gather",
-    }
-)
-#: Kinds that save state. Whether another plugin can read that state is decided when a checkpoint is resumed.
-STATEFUL = ("optimizer", "scaler")
-
-
-def identity(run: ResolvedRun) -> dict[str, Any]:
-    """Return every dotted key that decides what is learned, with its resolved value, as plain JSON."""
-    everything = sections(run)
-    chosen = {name: everything[name] for name in LEARNED}
-    keys = {".".join(key): value for key, value in leaves(chosen)}
-    return {key: value for key, value in keys.items() if key not in _NOT_LEARNED}
-
-
-def digest(keys: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of an identity in hexadecimal."""
-    return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()
-
-
-def differing_keys(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str] = ()) -> list[str]:
-    """Return one text ``key=before, now now`` for each key that differs, in order of name.
-
-    For a kind in ``STATEFUL`` another plugin is no difference, nor are options that only one of the two plugins has.
-    Keys of the kinds in ``allowed`` never differ.
-    """
-    differing = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-    changed = [kind for kind in STATEFUL if f"{kind}.use" in differing]
-    return [
-        f"{key}={_text(before, key)}, now {_text(now, key)}"
-        for key in differing
-        if not _is_free(key, changed, allowed, both=key in before and key in now)
-    ]
-
-
-def _is_free(key: str, changed: Collection[str], allowed: Collection[str], *, both: bool) -> bool:
-    """Whether ``key`` may differ."""
-    section, _, name = key.partition(".")
-    return section in allowed or (section in changed and (name == "use" or not both))
-
-
-def _text(keys: Mapping[str, Any], key: str) -> str:
-    return str(keys[key]) if key in keys else "unset"

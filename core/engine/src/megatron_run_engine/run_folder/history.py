@@ -60,7 +60,8 @@ class History:
 
 
 def _columns(path: Path) -> Columns:
-    rows = {row["step"]: row for row in map(_row, path.read_text("utf-8").splitlines())} if path.is_file() else {}
+    read = map(_row, path.read_text("utf-8").splitlines()) if path.is_file() else ()
+    rows = {row["step"]: row for row in read if "changes" not in row}  # a changed configuration is no step
     ordered = [rows[step] for step in sorted(rows)]
     names = dict.fromkeys(name for row in ordered for name in row)
     return {name: [row.get(name) for row in ordered] for name in names}

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_run.errors import InputError
 from megatron_run.planning.describe import run_record
 from megatron_run.planning.run import to_yaml
-from megatron_run_engine.run_folder.folder import RunFolder, differing_keys, digest, identity, read_json, write_json
+from megatron_run_engine.run_folder.changes import LENGTH, Change, check_names, digest, find_changes, identity, refuse
+from megatron_run_engine.run_folder.folder import RunFolder, read_json, write_json
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
@@ -211,10 +212,11 @@ def _enter(path: Path, lock: FolderLock, run: ResolvedRun, arguments: Sequence[s
     record = read_json(path / "run.json")
     if record is None:
         record = _first_record(path, keys)
-    _check_same_run(path, record, keys, run.request.allow_plugin_change)
+    changed = _check_same_run(path, record, keys, run)
     before = RunFolder(path, max(1, len(record["attempts"])))
     status = before.read_status()
-    if status is not None and status.state == "finished" and run.request.resume == "auto":
+    finished = status is not None and status.state == "finished" and run.request.resume == "auto"
+    if finished and LENGTH.isdisjoint(change.key for change in changed):
         return OpenedFolder(before, lock, record["id"], finished=True)
     folder = RunFolder(path, len(record["attempts"]) + 1)
     if (path / "logs").is_symlink():
@@ -225,7 +227,9 @@ def _enter(path: Path, lock: FolderLock, run: ResolvedRun, arguments: Sequence[s
     write_records(folder, run)
     folder.start()
     # Last, and in one rename: other ranks take the attempt for open as soon as run.json has it.
-    record["attempts"].append(attempt_record(folder.attempt, run, arguments))
+    record["attempts"].append(attempt_record(folder.attempt, run, arguments, changed))
+    if changed:
+        record |= {"digest": digest(keys), "identity": keys}
     write_json(path / "run.json", record)
     return OpenedFolder(folder, lock, record["id"])
 
@@ -236,14 +240,14 @@ def _first_record(path: Path, keys: dict[str, Any]) -> dict[str, Any]:
     return {"v": 1, "id": secrets.token_hex(16), "digest": digest(keys), "identity": keys, "attempts": []}
 
 
-def _check_same_run(path: Path, record: dict[str, Any], keys: dict[str, Any], allowed: Sequence[str]) -> None:
-    differing = differing_keys(record.get("identity", {}), keys, allowed)
-    if differing:
-        raise InputError(
-            f"run folder {path} belongs to another run",
-            why=", ".join(differing),
-            fix="choose another run.folder or give the same values",
-        )
+def _check_same_run(path: Path, record: dict[str, Any], keys: dict[str, Any], run: ResolvedRun) -> tuple[Change, ...]:
+    """Return what was changed with permission. Raises :class:`InputError` for every other difference."""
+    check_names(run.request, run)
+    found = find_changes(record.get("identity", {}), keys, run.request.allow_plugin_change)
+    refusal = refuse(found, run.request, path)
+    if refusal is not None:
+        raise InputError(f"run folder {path} belongs to another run", why=refusal.why, fix=refusal.fix)
+    return found
 
 
 def _point_latest_at(path: Path) -> None:
@@ -291,8 +295,10 @@ def environment_record() -> dict[str, Any]:
     }
 
 
-def attempt_record(attempt: int, run: ResolvedRun, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the entry of this attempt in ``run.json``."""
+def attempt_record(
+    attempt: int, run: ResolvedRun, arguments: Sequence[str], changed: Sequence[Change] = ()
+) -> dict[str, Any]:
+    """Return the entry of this attempt in ``run.json``, with old and new value of each key that was ``changed``."""
     return {
         "attempt": attempt,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -302,6 +308,7 @@ def attempt_record(attempt: int, run: ResolvedRun, arguments: Sequence[str]) -> 
         "process": os.getpid(),
         "ranks": run.sizes.world,
         "git": git_record(),
+        "changes": {change.key: [change.before, change.now] for change in changed},
     }
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from operator import index
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
 import torch
 
 from megatron_run.contracts import RunSummary
 from megatron_run.contracts.topology import Replicas
 from megatron_run.pipeline.timeline import timeline
-from megatron_run.planning.batch_size import BatchSizes
 from megatron_run.planning.describe import describe
 from megatron_run.planning.run import to_yaml
 from megatron_run_engine.run_folder.folder import write_json
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.run_folder import RunFolder
     from megatron_run_engine.training.build import Assembly
+    from megatron_run_engine.training.state.resuming import Resumed
 
 
 #: Failures after which an observer is disabled.
@@ -122,26 +122,29 @@ class Observers:
             self._observers = [pair for pair in self._observers if pair[0] != name]
 
 
-def start_observers(
-    run: ResolvedRun,
-    assembly: Assembly,
-    validation: Sequence[int],
-    folder: RunFolder,
-    first_step: int,
-    peak: DevicePeak | None,
-) -> Observers:
-    """Create the observers on rank 0 and report the start at ``first_step`` to them. Collective.
+class Beginning(NamedTuple):
+    """Where an attempt begins: its first and last step, what it resumed, what it evaluates, rank 0's peak.
 
-    The other ranks get an empty ``Observers``. ``validation`` holds the indices of the evaluated samples,
-    ``peak`` is the peak of rank 0's device.
+    ``validation`` holds the indices of the evaluated samples.
     """
+
+    first_step: int
+    last_step: int
+    resumed: Resumed
+    validation: Sequence[int]
+    peak: DevicePeak | None
+
+
+def start_observers(run: ResolvedRun, assembly: Assembly, folder: RunFolder, beginning: Beginning) -> Observers:
+    """Create the observers on rank 0 and report the start to them. Collective. The other ranks get none."""
     parameters = model_parameters(assembly)  # collective: before the other ranks return
     if assembly.context.topology.rank:
         return Observers([], assembly.context.log)
-    write_json(folder.records / "device.json", device_record(assembly.context.device, run.config.train.precision, peak))
+    record = device_record(assembly.context.device, run.config.train.precision, beginning.peak)
+    write_json(folder.records / "device.json", record)
     made = [(plugin.name, cast("Observer", plugin.create())) for plugin in run.plugins["observer"]]
     observers = Observers(made, assembly.context.log)
-    observers.on_train_start(summarise(run, assembly, validation, folder, parameters, first_step, peak))
+    observers.on_train_start(summarise(run, assembly, folder, parameters, beginning))
     return observers
 
 
@@ -169,27 +172,23 @@ def model_parameters(assembly: Assembly) -> int:
 
 
 def summarise(
-    run: ResolvedRun,
-    assembly: Assembly,
-    validation: Sequence[int],
-    folder: RunFolder,
-    parameters: int,
-    first_step: int,
-    peak: DevicePeak | None,
+    run: ResolvedRun, assembly: Assembly, folder: RunFolder, parameters: int, beginning: Beginning
 ) -> RunSummary:
     """Return the summary of the run that observers receive at its start."""
-    train = run.config.train
+    train, resumed = run.config.train, beginning.resumed
     return RunSummary(
         folder=folder.path,
         attempt=folder.attempt,
-        first_step=first_step,
-        steps=BatchSizes(train, run.sizes.data).steps(),
+        first_step=beginning.first_step,
+        steps=beginning.last_step,
         parameters=parameters,
         world_size=run.sizes.world,
         config=to_yaml(run),
         plan=describe(run),
         timeline=timeline(run.plans[max(run.plans)]),
-        baselines=assembly.data.baselines(train.sequence_length, train.seed, validation),
-        peak=peak,
+        baselines=assembly.data.baselines(train.sequence_length, train.seed, beginning.validation),
+        peak=beginning.peak,
         run_id=folder.run_id,
+        resumed=resumed.folder,
+        changes={change.key: (change.before, change.now) for change in resumed.changes},
     )

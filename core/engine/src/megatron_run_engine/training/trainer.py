@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_run.errors import ExitCode
-from megatron_run.planning.batch_size import BatchSizes
+from megatron_run.planning.batch_size import BatchSizes, run_length
 from megatron_run.planning.learning_rate import LearningRate, WeightDecay
 from megatron_run_engine.runtime.execute import StepInputs
 from megatron_run_engine.training.build import Assembly, build
@@ -37,9 +37,10 @@ from megatron_run_engine.training.numbers import (
     agreed_code,
     step_metrics,
 )
-from megatron_run_engine.training.observers import Observers, start_observers
+from megatron_run_engine.training.observers import Beginning, Observers, start_observers
 from megatron_run_engine.training.peak import device_peak
 from megatron_run_engine.training.state.checkpointing import Checkpointing
+from megatron_run_engine.training.state.resuming import Resumed
 from megatron_run_engine.training.tracing import start_tracing
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ def train_rank(
     assembly = build(run, world, activity)
     trainer = Trainer(run, assembly, folder, stop)
     install_faults(run, assembly, folder.attempt)
-    first_step = trainer.resume()
-    observers = start_observers(run, assembly, trainer.validation_samples, folder, first_step, trainer.peak)
+    trainer.resume()
+    observers = start_observers(run, assembly, folder, trainer.beginning)
     try:
         code = trainer.train(observers)
     except BaseException as error:
@@ -89,6 +90,7 @@ class Trainer:
         self._learning_rate = LearningRate.from_config(train)
         self._weight_decay = WeightDecay.from_config(train)
         self._progress = Progress()
+        self._resumed = Resumed(self._progress)
         self._losses = Losses(assembly.model, self._context.metrics)
         # Both ride on the all-reduce of the metrics, so that agreeing to stop or to recapture costs no collective.
         self._stop_meter = self._context.metrics.scalar(STOP)
@@ -111,9 +113,19 @@ class Trainer:
         """Indices of the validation samples that every evaluation scores; none without a validation split."""
         return self._evaluator.samples
 
+    @property
+    def beginning(self) -> Beginning:
+        """Where this attempt begins; call it after :meth:`resume`."""
+        return Beginning(self._progress.step + 1, self._last, self._resumed, self.validation_samples, self.peak)
+
     def resume(self) -> int:
         """Load the checkpoint to resume from, if there is one. Return the number of the first step to run."""
-        self._progress = self._checkpoints.resume()
+        self._resumed = self._checkpoints.resume()
+        self._progress, train = self._resumed.progress, self._run.config.train
+        # The steps so far may have had other batches: a run that goes on may change its batch.
+        self._last, total = run_length(train, self._progress.step, self._progress.samples)
+        self._learning_rate = LearningRate.from_config(train, total)
+        self._weight_decay = WeightDecay.from_config(train, total)
         return self._progress.step + 1
 
     def close(self) -> None:

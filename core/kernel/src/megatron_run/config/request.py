@@ -19,7 +19,8 @@ class Request:
     ``values`` their typed form by dotted key; ``plugins`` are ``KIND=NAME[,OPT=VAL...]``; ``nproc`` is the number of
     ranks of the world, None when it follows from the parallel sizes; ``stdin`` is the text behind ``-``;
     ``environment`` needs only the variables that start with ``MEGATRON_RUN_``. ``resume`` is ``auto``, ``never`` or the
-    number of the saved step to resume from; ``allow_plugin_change`` are kinds whose saved state may be dropped.
+    number of the saved step to resume from; ``allow_plugin_change`` are kinds whose saved state may be dropped,
+    ``allow_change`` keys and sections that may differ from the run that is resumed; ``extend`` allows it more steps.
     """
 
     configs: tuple[str | Mapping[str, Any], ...] = ()
@@ -31,6 +32,8 @@ class Request:
     values: Mapping[str, Any] = field(default_factory=dict)
     resume: str = "auto"
     allow_plugin_change: tuple[str, ...] = ()
+    allow_change: tuple[str, ...] = ()
+    extend: bool = False
 
     def __post_init__(self) -> None:
         ours = {name: text for name, text in self.environment.items() if name.startswith(ENVIRONMENT_PREFIX)}
@@ -44,6 +47,6 @@ class Request:
     def from_json(cls, text: str) -> Request:
         """Read what :meth:`to_json` wrote."""
         data: dict[str, Any] = json.loads(text)
-        for name in ("configs", "sets", "plugins", "allow_plugin_change"):
+        for name in ("configs", "sets", "plugins", "allow_plugin_change", "allow_change"):
             data[name] = tuple(data[name])
         return cls(**data)

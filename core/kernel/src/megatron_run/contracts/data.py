@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -63,6 +65,14 @@ class DataSource(ABC):
         The model is evaluated on the same samples, so its loss can be compared with these.
         """
         return {}
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The JSON file of the `tokenizers` library that makes tokens of text, None without one.
+
+        It is kept beside the weights, and weights that were trained with another one are refused.
+        """
+        return None
 
     def encode(self, text: str) -> Sequence[int] | None:
         """Token ids of ``text``, or None if the data is not text."""

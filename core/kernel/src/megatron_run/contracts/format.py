@@ -29,7 +29,8 @@ class Weights:
     maps each logical name (``layers.0.attention.qkv.query.weight``) to what reads it in fp32. ``moments`` maps each
     field of an update rule (``exp_avg``) to readers by the same names; empty where the optimizer's state is unknown.
     ``step`` counts the updates so far. ``sequence_length`` is the longest sequence that the model knows, None where
-    nothing tells. ``notes`` are lines for the user: what the source holds and this form cannot.
+    nothing tells. ``tokenizer`` is its JSON file of the `tokenizers` library, where it is known. ``notes`` are lines
+    for the user: what the source holds and this form cannot.
     """
 
     config: Mapping[str, object]
@@ -38,6 +39,7 @@ class Weights:
     sequence_length: int | None = None
     moments: Mapping[str, Mapping[str, ReadTensor]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    tokenizer: Path | None = None
 
 
 class TranslatedScript(NamedTuple):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,7 +67,9 @@ class RunSummary:
     ``folder`` is the run folder, ``steps`` the last step, and ``first_step`` the first step of this attempt (1 unless
     resumed). ``config`` is the resolved configuration and ``plan`` the chosen plugins, both as text. ``timeline`` is
     one planned step of the pipeline; ``baselines`` are losses of simple models by name; ``peak`` is None if unknown.
-    ``run_id`` is the same in every attempt, and no other run has it.
+    ``run_id`` is the same in every attempt, and no other run has it. ``resumed`` is the folder of the saved step that
+    it goes on from, None at a first step; ``changes`` are the configuration keys that differ from those with which that
+    step was saved, with old and new value.
     """
 
     folder: Path
@@ -82,6 +84,8 @@ class RunSummary:
     baselines: Mapping[str, float] = field(default_factory=dict)
     peak: DevicePeak | None = None
     run_id: str = ""
+    resumed: Path | None = None
+    changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

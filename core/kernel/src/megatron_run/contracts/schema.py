@@ -43,7 +43,7 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    """Where and how a run is executed. Only ``init_from``, the initial weights, affects what is learned."""
+    """Where and how a run is executed. Only ``init_from`` and ``branch_from`` affect what is learned."""
 
     folder: Path | None = Field(None, description="run folder; unset: a new one in runs/")
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -71,6 +71,16 @@ class RunSection(Section):
     init_from: Path | None = Field(
         None, description="start from the weights of this run folder, saved step or imported folder"
     )
+    branch_from: str | None = Field(
+        None, description="RUN@STEP: go on from a step of another run with all of its state, in a folder of its own"
+    )
+
+    @field_validator("branch_from")
+    @classmethod
+    def _one_source(cls, branch_from: str | None, info: ValidationInfo) -> str | None:
+        if branch_from is not None and info.data.get("init_from") is not None:
+            raise PydanticCustomError("rule", "run.branch_from and run.init_from are both set; keep one")
+        return branch_from
 
 
 class RampUp(Section):
@@ -237,6 +247,7 @@ class CheckpointSection(Section):
 
     interval: Span = Field(Span.parse(1000), description="between saves; 0: only at the end and when stopped")
     keep: int = Field(2, ge=2, description="newest whole steps to keep")
+    keep_every: Span = Field(Span.parse(0), description="keep steps that divide by it for ever; 0: none")
     async_save: bool = Field(False, description="train on while a copy of the state in host memory is written")
 
 
@@ -308,7 +319,10 @@ class Config(Header):
 
 
 #: Groups of keys of which only one may be set: a stronger source that sets one overrides the others.
-RIVALS: tuple[frozenset[tuple[str, ...]], ...] = (frozenset({("train", "steps"), ("train", "samples")}),)
+RIVALS: tuple[frozenset[tuple[str, ...]], ...] = (
+    frozenset({("train", "steps"), ("train", "samples")}),
+    frozenset({("run", "init_from"), ("run", "branch_from")}),
+)
 
 #: The sections that belong to the kernel, by name.
 SECTIONS: Mapping[str, type[Section]] = MappingProxyType(

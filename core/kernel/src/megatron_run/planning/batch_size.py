@@ -120,6 +120,24 @@ def total_samples(train: TrainSection) -> int:
     return BatchRamp.from_config(train).consumed_at(total_steps(train))
 
 
+def run_length(train: TrainSection, step: int, samples: int) -> tuple[int, int]:
+    """The last step and all samples of a run whose first ``step`` steps consumed ``samples``, whatever their batches.
+
+    Without a change of the batch they are :func:`total_steps` and :func:`total_samples`.
+    """
+    ramp = BatchRamp.from_config(train)
+    last, total = total_steps(train), total_samples(train)
+    if samples == ramp.consumed_at(step):
+        return last, total
+    if train.samples is None:
+        while step < last and (size := ramp.at(samples)) < ramp.full:
+            step, samples = step + 1, samples + size
+        return last, samples + max(0, last - step) * ramp.full
+    while samples + (size := ramp.at(samples)) <= total and size < ramp.full:
+        step, samples = step + 1, samples + size
+    return step + max(0, total - samples) // ramp.full, total
+
+
 class BatchSizes:
     """The batch of every step as this many data-parallel ranks share it.
 

@@ -56,12 +56,12 @@ class LearningRate:
     initial: float = 0.0
 
     @classmethod
-    def from_config(cls, train: TrainSection) -> LearningRate:
-        """The rate of a ``train`` section, whose spans become samples.
+    def from_config(cls, train: TrainSection, total: int | None = None) -> LearningRate:
+        """The rate of a ``train`` section, whose spans become samples of a run of ``total``, by default its own.
 
         Raises :class:`InputError` when the warm-up does not end before the decay.
         """
-        total, batch = total_samples(train), train.global_batch_size
+        total, batch = total_samples(train) if total is None else total, train.global_batch_size
         return cls(
             maximum=train.lr,
             minimum=train.min_lr,
@@ -111,13 +111,13 @@ class WeightDecay:
     samples: int
 
     @classmethod
-    def from_config(cls, train: TrainSection) -> WeightDecay:
-        """The weight decay of a ``train`` section; without an end it is constant.
+    def from_config(cls, train: TrainSection, total: int | None = None) -> WeightDecay:
+        """The weight decay of a ``train`` section over ``total`` samples; without an end it is constant.
 
         Raises :class:`InputError` when an end is given but no shape that leads there.
         """
         end = train.weight_decay if train.weight_decay_end is None else train.weight_decay_end
-        return cls(train.weight_decay, end, train.weight_decay_shape, total_samples(train))
+        return cls(train.weight_decay, end, train.weight_decay_shape, total_samples(train) if total is None else total)
 
     def __post_init__(self) -> None:
         if self.shape == "constant" and self.start != self.end:

@@ -1,8 +1,7 @@
 """Folders that ``transformers`` loads: ``config.json`` beside safetensors, of GPT-2 and Llama.
 
 Reading order: ``family`` (how a family of models is described), ``gpt2`` and ``llama`` (the two), ``model_folder``
-(reading and writing, safetensors in one file or several). Tokenizers are not converted: they are no part of a model
-here.
+(reading and writing, safetensors in one file or several). A ``tokenizer.json`` travels with the model, unconverted.
 """
 
 from __future__ import annotations

@@ -179,8 +179,14 @@ def read(source: Path) -> Weights:
     readers: dict[str, ReadTensor] = {}
     for row in rows:
         readers |= row.unpack(tensors.reader(full_names[row.theirs]), shapes)
-    notes = (*family.notes(config), *_other_head(tensors, left_out, family, rows), *_tokenizer_note(source))
-    return Weights(options, readers, sequence_length=longest, notes=notes)
+    tokenizer = source / _TOKENIZER
+    return Weights(
+        options,
+        readers,
+        sequence_length=longest,
+        notes=(*family.notes(config), *_other_head(tensors, left_out, family, rows)),
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+    )
 
 
 def write(weights: Weights, folder: Path) -> None:
@@ -238,11 +244,6 @@ def _other_head(tensors: Tensors, left_out: set[str], family: Family, rows: list
             what = f"{head} differs from the word embedding and was left out, since tie_word_embeddings is true"
             return (f"{what}; to keep it, set tie_word_embeddings to false in {CONFIG}",)
     return ()
-
-
-def _tokenizer_note(source: Path) -> tuple[str, ...]:
-    path = source / _TOKENIZER
-    return (f"its tokenizer stays where it is: --set data.tokenizer={path}",) if path.is_file() else ()
 
 
 def _family_for(options: GptOptions) -> Family:

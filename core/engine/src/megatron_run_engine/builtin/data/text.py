@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import ceil, isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -139,6 +140,12 @@ class Text(DataSource):
         every = 1 + len(train) * sequence_length // BIGRAM_TOKENS
         model = Bigram(*train.pairs(range(0, len(train), every)), self.vocab_size)
         return {f"{self._tokenizer.unit} bigram": model.loss(*validation.pairs(samples))}
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The file that ``data.tokenizer`` names, None for bytes."""
+        name = self._options.tokenizer
+        return None if name == "bytes" else Path(name).expanduser()
 
     def encode(self, text: str) -> Sequence[int]:
         """Return the token ids of ``text``."""

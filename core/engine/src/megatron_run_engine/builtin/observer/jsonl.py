@@ -26,10 +26,13 @@ class JsonLines(Observer):
         self._eval: LineFile | None = None
 
     def on_train_start(self, run: RunSummary) -> None:
-        """Open both files in the run folder."""
+        """Open both files in the run folder. A run that goes on with other values gets a line with ``changes``."""
         self._attempt = run.attempt
         self._metrics = LineFile(run.folder / "metrics.jsonl")
         self._eval = LineFile(run.folder / "eval.jsonl")
+        if run.changes:
+            head = {"v": VERSION, "step": run.first_step - 1, "attempt": run.attempt}
+            self._metrics.append({**head, "resumed": str(run.resumed), "changes": run.changes})
 
     def on_step_end(self, metrics: StepMetrics) -> None:
         """Append a line with v, step, attempt and the fields of :class:`StepMetrics`."""
@@ -83,6 +86,8 @@ class LineFile:
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not isfinite(value) else value
 
 

@@ -15,22 +15,27 @@ import torch
 from megatron_run import __version__
 from megatron_run.contracts import CheckpointMetrics
 from megatron_run.errors import RunError
+from megatron_run.planning.batch_size import run_length
 from megatron_run_engine.checkpoint.async_saver import AsyncSaver, Staging
 from megatron_run_engine.checkpoint.collectives import WorldRanks
-from megatron_run_engine.checkpoint.manifest import About, DataRecord
-from megatron_run_engine.checkpoint.saving import Saver
+from megatron_run_engine.checkpoint.manifest import About, DataRecord, TokenizerRecord
+from megatron_run_engine.checkpoint.saving import Retention, Saver
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
-from megatron_run_engine.run_folder.folder import digest, identity
+from megatron_run_engine.data.tokenizer import TOKENIZER
+from megatron_run_engine.run_folder.changes import digest, identity
 from megatron_run_engine.runtime.comm import create_aside, patience
-from megatron_run_engine.training.state.init_from import start_from
-from megatron_run_engine.training.state.resuming import files_at_once, plugin_records, resume
+from megatron_run_engine.training.numbers import Progress
+from megatron_run_engine.training.state.init_from import branch, start_from
+from megatron_run_engine.training.state.resuming import Resumed, choose_on_rank0, files_at_once, plugin_records, resume
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
     from megatron_run.contracts import Dataset
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.run_folder import RunFolder
     from megatron_run_engine.training.build import Assembly
-    from megatron_run_engine.training.numbers import Progress
 
 #: Samples, spread over the dataset, whose contents go into its fingerprint.
 _FINGERPRINT_SAMPLES = 8
@@ -41,17 +46,17 @@ class Checkpointing:
 
     def __init__(self, run: ResolvedRun, assembly: Assembly, folder: RunFolder, dataset: Dataset) -> None:
         self._run, self._assembly, self._folder = run, assembly, folder
-        self._data = fingerprint(dataset)
+        self._data, self._tokenizer = fingerprint(dataset), keep_tokenizer(assembly.data.tokenizer_file, folder)
         context, topology = assembly.context, assembly.context.topology
         self._ranks = WorldRanks(context.groups, topology.rank, topology.sizes.world, context.device)
         self._checkpoints, self._activity = Checkpoints(folder.checkpoints), context.groups.activity
-        keep = run.config.checkpoint.keep
+        self._told_of_removal = False
         threads = files_at_once()
         self._saver = Saver(
             self._checkpoints,
             self._ranks,
             folder.run_id,
-            keep,
+            self._retention(),
             activity=self._activity,
             files_of_rank=threads,
             at_once=threads,
@@ -68,25 +73,47 @@ class Checkpointing:
         # group the ranks would pair them up in different orders.
         aside = create_aside(size, timedelta(seconds=patience(run.config.run.timeout)), activity)
         ranks = WorldRanks(aside, rank, size, torch.device("cpu"))
-        keep = run.config.checkpoint.keep
         saver = Saver(  # writes one file at a time: the cores belong to the training
-            self._checkpoints, ranks, self._folder.run_id, keep, activity=activity, files_of_rank=files_at_once()
+            self._checkpoints,
+            ranks,
+            self._folder.run_id,
+            self._retention(),
+            activity=activity,
+            files_of_rank=files_at_once(),
         )
         return AsyncSaver(saver, Staging(context.device), activity, self._activity)
 
-    def resume(self) -> Progress:
-        """Load the step that ``--resume`` selects and return its progress. Collective.
+    def _retention(self) -> Retention:
+        config = self._run.config
+        last, _ = run_length(config.train, 0, 0)
+        every = config.checkpoint.keep_every.steps(last, config.train.global_batch_size)
+        return Retention(config.checkpoint.keep, every, self._tell_of_removal)
 
-        If it selects none, the weights of ``run.init_from`` are loaded, if set. Raises
-        :class:`megatron_run.errors.CheckpointError` before any state changes.
+    def _tell_of_removal(self, steps: Sequence[int]) -> None:
+        """Log the first removal of this attempt. Called on rank 0, also by the thread of an asynchronous save."""
+        if not self._told_of_removal:
+            self._told_of_removal = True
+            which = ", ".join(map(str, steps))
+            keep = self._run.config.checkpoint.keep
+            text = "step %s is removed, and so on: checkpoint.keep=%d newest stay, checkpoint.keep_every=N keeps others"
+            self._assembly.context.log.warning(text, which, keep)
+
+    def resume(self) -> Resumed:
+        """Load the step that ``--resume`` selects. Collective.
+
+        If it selects none, the state of ``run.branch_from`` or the weights of ``run.init_from`` are loaded, if set.
+        Raises :class:`megatron_run.errors.CheckpointError` before any state changes.
         """
+        run, config = self._run, self._run.config.run
         with self._activity.within("load"):
-            progress = self._load(self._run.request.resume)
-            source = self._run.config.run.init_from
-            if source is not None and not progress.step:
-                start_from(self._run, self._assembly, source, self._ranks, self._shapes())
-        self._saver.set_aside(progress.step or None, self._folder.attempt)
-        return progress
+            resumed = self._load(run.request.resume)
+            own = resumed.progress.step or None
+            if own is None and config.branch_from is not None:
+                resumed = branch(run, self._assembly, config.branch_from, self._ranks, self._data)
+            elif own is None and config.init_from is not None:
+                start_from(run, self._assembly, config.init_from, self._ranks, self._shapes())
+        self._saver.set_aside(own, self._folder.attempt)
+        return resumed
 
     def reload_newest(self) -> Progress | None:
         """Load the newest checkpoint of this run and return its progress; None if there is none. Collective.
@@ -95,12 +122,16 @@ class Checkpointing:
         """
         if self._async_saver is not None:  # the save in progress will be the newest
             self._unreported += self._collect(self._async_saver, wait=True)
-        progress = self._load("auto")
+        progress = self._load("auto").progress
         return progress if progress.step else None
 
-    def _load(self, word: str) -> Progress:
+    def _load(self, word: str) -> Resumed:
+        run, checkpoints, ranks = self._run, self._checkpoints, self._ranks
         with self._activity.within("load"):
-            return resume(self._run, self._assembly, self._checkpoints, self._ranks, self._data, word)
+            step = choose_on_rank0(word, checkpoints, ranks)
+            if step is None:
+                return Resumed(Progress())
+            return resume(run, self._assembly, checkpoints, ranks, self._data, step, self._folder.changed_keys)
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether ``step`` of ``last`` steps is due by ``checkpoint.interval``, or is the last."""
@@ -185,7 +216,20 @@ class Checkpointing:
             topology={**asdict(run.sizes), "world": run.sizes.world, "chunks": run.config.parallel.chunks},
             config=digest(keys),
             identity=keys,
+            tokenizer=self._tokenizer,
         )
+
+
+def keep_tokenizer(file: Path | None, folder: RunFolder) -> TokenizerRecord | None:
+    """Return the record of a tokenizer's ``file``. Rank 0 copies it into the run folder: it belongs to the weights."""
+    if file is None:
+        return None
+    content = file.read_bytes()
+    if folder.rank == 0:
+        temporary = folder.path / f".{TOKENIZER}.part"
+        temporary.write_bytes(content)
+        temporary.replace(folder.path / TOKENIZER)
+    return TokenizerRecord(name=str(file), sha256=hashlib.sha256(content).hexdigest())
 
 
 def fingerprint(dataset: Dataset) -> DataRecord:

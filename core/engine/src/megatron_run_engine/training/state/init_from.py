@@ -1,32 +1,34 @@
-"""Starts a run from the weights of another run or of an import (``run.init_from``), without any other state."""
+"""Starts a run from another: from its weights (``run.init_from``), or with all its state (``run.branch_from``)."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron_run.contracts.state import MASTER
-from megatron_run.errors import CheckpointError, advice
+from megatron_run.errors import CheckpointError, DataError, advice
 from megatron_run.registry.discover import plain_name
 from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0
 from megatron_run_engine.checkpoint.reader import Reader
-from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints, find_step
-from megatron_run_engine.run_folder.folder import identity
-from megatron_run_engine.training.state.resuming import load, verify_share
+from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
+from megatron_run_engine.data.tokenizer import TOKENIZER, same_vocabulary
+from megatron_run_engine.run_folder.changes import FREE_OF_MODEL, allows_other_data, identity
+from megatron_run_engine.training.state.resuming import Resumed, accept, load, resume, verify_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from megatron_run.contracts import DataSource
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.checkpoint.collectives import Ranks
-    from megatron_run_engine.checkpoint.manifest import Manifest
+    from megatron_run_engine.checkpoint.manifest import DataRecord, Manifest
     from megatron_run_engine.training.build import Assembly
 
 
-#: Model options that may differ for the same weights: how the model is trained, and the base of its rotary angles.
-_FREE = frozenset({"model.dropout", "model.init_std", "model.label_smoothing", "model.rope_theta"})
+#: A vocabulary may be padded to this many times its size before a smaller one in the data is doubted.
+_PADDED = 1.1
 #: Differences named in one message.
 _MOST = 3
 
@@ -34,11 +36,70 @@ _MOST = 3
 def check_source(run: ResolvedRun) -> None:
     """Check, before anything starts, that ``run.init_from`` holds a checkpoint of a model with the same options.
 
-    Raises :class:`CheckpointError`. A run that resumes from its own checkpoint does not read ``run.init_from``.
+    So must the step of ``run.branch_from``, and nothing else may differ that gives its state a meaning. Raises
+    :class:`CheckpointError`. A run that resumes from its own checkpoint reads neither.
     """
-    if run.config.run.init_from is not None and not _resumes(run):
-        checkpoints, step = choose_source(run, run.config.run.init_from)
+    config = run.config.run
+    if (config.init_from is None and config.branch_from is None) or _resumes(run):
+        return
+    if config.init_from is not None:
+        checkpoints, step = choose_source(run, config.init_from)
         differing_options(run, checkpoints, step)
+        check_tokenizer(run, checkpoints, step)
+    if config.branch_from is not None:
+        checkpoints, step = choose_branch(run, config.branch_from)
+        about = checkpoints.manifest(step).about
+        accept(run, about, about.data, checkpoints.path.parent, None)
+
+
+def unloaded_weights(run: ResolvedRun) -> str:
+    """Return a notice if a configuration lies beside imported weights with which the run does not start, else ""."""
+    config = run.config.run
+    if config.init_from is not None or config.branch_from is not None or _resumes(run):
+        return ""
+    homes = (Path(word).expanduser().absolute().parent for word in run.request.configs if isinstance(word, str))
+    for home in homes:
+        checkpoints = Checkpoints(home / CHECKPOINTS)
+        step = next(iter(checkpoints.steps()), None)
+        if step is not None and checkpoints.manifest(step).about.run == IMPORTED:
+            return f"the weights beside {home / 'config.yaml'} are not loaded: add --set run.init_from={home}"
+    return ""
+
+
+def check_tokenizer(run: ResolvedRun, checkpoints: Checkpoints, step: int) -> None:
+    """Check that the data has the vocabulary with which the weights of ``step`` were trained, where that is known.
+
+    Raises :class:`DataError` that names both tokenizers, unless ``--allow-change`` names the data.
+    """
+    kept, record = checkpoints.path.parent / TOKENIZER, checkpoints.manifest(step).about.tokenizer
+    if record is None or not kept.is_file() or allows_other_data(run.request, ()):
+        return
+    file = cast("DataSource", run.one("data").create()).tokenizer_file
+    if file is None or not same_vocabulary(kept, file):
+        name = run.config.data.options.get("tokenizer", run.one("data"))
+        raise DataError(
+            f"the data has another tokenizer than the weights in {checkpoints.folder(step)}",
+            why=f"they were trained with {record.name}, the data has {file or name}",
+            fix=f"--set data.tokenizer={kept}, or to train with another vocabulary: --allow-change data.tokenizer",
+        )
+
+
+def choose_branch(run: ResolvedRun, text: str) -> tuple[Checkpoints, int]:
+    """Return the checkpoints and the step that ``RUN@STEP`` names, without ``@STEP`` the newest.
+
+    Raises :class:`CheckpointError`, which names the steps that are there, if there is none.
+    """
+    path, at, word = text.rpartition("@")
+    number = word.removeprefix("step")
+    try:
+        if not at or not number.isdecimal():
+            return find_step(Path(text).expanduser().absolute())
+        checkpoints, step = find_step(Path(path).expanduser().absolute(), int(number))
+        checkpoints.find(step)
+    except CheckpointError as error:
+        error.origin = str(run.origins.get(("run", "branch_from"), ""))
+        raise
+    return checkpoints, step
 
 
 def choose_source(run: ResolvedRun, path: Path) -> tuple[Checkpoints, int]:
@@ -54,7 +115,9 @@ def choose_source(run: ResolvedRun, path: Path) -> tuple[Checkpoints, int]:
 def differing_options(run: ResolvedRun, checkpoints: Checkpoints, step: int) -> str:
     """Describe the model options that differ. Raises :class:`CheckpointError` if one of them must not."""
     options = _differences(checkpoints.manifest(step).about.identity, identity(run))
-    refuse_other_model(run, checkpoints.folder(step), [text for key, text in options.items() if key not in _FREE])
+    refuse_other_model(
+        run, checkpoints.folder(step), [text for key, text in options.items() if key not in FREE_OF_MODEL]
+    )
     return ", ".join(options.values())
 
 
@@ -98,6 +161,23 @@ def _origin(run: ResolvedRun) -> str:
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+def branch(run: ResolvedRun, assembly: Assembly, source: str, ranks: Ranks, data: DataRecord) -> Resumed:
+    """Load all state of the step that ``source`` names into a run of its own: moments, position, scaler. Collective.
+
+    Every key may differ that does not give this state its meaning. An error on any rank is raised on all of them as a
+    :class:`CheckpointError`, before any state of ``assembly`` has changed.
+    """
+
+    def chosen() -> str:
+        checkpoints, step = choose_branch(run, source)
+        return json.dumps((str(checkpoints.path), step))
+
+    folder, step = json.loads(on_rank0(ranks, chosen))
+    if ranks.rank == 0:
+        assembly.context.log.warning("branch of step %d of %s", step, Path(folder).parent)
+    return resume(run, assembly, Checkpoints(Path(folder)), ranks, data, step, decided=None)
+
+
 def start_from(run: ResolvedRun, assembly: Assembly, path: Path, ranks: Ranks, shapes: Shapes) -> None:
     """Load the weights at ``path``: a run folder, its checkpoints, one step, or an imported folder. Collective.
 
@@ -115,6 +195,12 @@ def start_from(run: ResolvedRun, assembly: Assembly, path: Path, ranks: Ranks, s
     if ranks.rank == 0:
         differing = f"; {differences}" if differences else ""
         assembly.context.log.warning("weights of step %s of %s%s", step, checkpoints.path.parent, differing)
+        known, here = manifest.about.identity.get("model.vocab_size"), assembly.data.vocab_size
+        if manifest.about.tokenizer is None and known is not None and here * _PADDED < known:
+            doubt = (
+                "the data has %d token ids, the weights know %d: is data.tokenizer the one that they were trained with?"
+            )
+            assembly.context.log.warning(doubt, here, known)
     read = Reader(checkpoints.folder(step), manifest).read
     on_all_ranks(ranks, lambda: load(assembly.optimizer.load_weights, read))
 

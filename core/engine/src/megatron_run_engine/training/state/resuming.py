@@ -12,20 +12,25 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from pydantic import ValidationError
 
 from megatron_run.contracts import MASTER
+from megatron_run.contracts.schema import TrainSection
 from megatron_run.errors import CheckpointError, DataError
+from megatron_run.planning.batch_size import run_length
+from megatron_run.planning.learning_rate import LearningRate
 from megatron_run_engine.checkpoint.boxes import Box, box_fault
 from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0
 from megatron_run_engine.checkpoint.files import no_heartbeat
 from megatron_run_engine.checkpoint.manifest import PluginRecord
 from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.step_folder import verify_files
-from megatron_run_engine.run_folder.folder import differing_keys, identity
+from megatron_run_engine.run_folder.changes import Change, allows_other_data, find_changes, identity, refuse
 from megatron_run_engine.training.numbers import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -42,22 +47,37 @@ if TYPE_CHECKING:
 _MOST_FILES = 8
 
 
+class Resumed(NamedTuple):
+    """Where a run goes on: the ``progress`` of the saved step in ``folder``, None for a run that begins.
+
+    ``changes`` are the configuration keys that were others when it was saved.
+    """
+
+    progress: Progress
+    folder: Path | None = None
+    changes: tuple[Change, ...] = ()
+
+
 def resume(
-    run: ResolvedRun, assembly: Assembly, checkpoints: Checkpoints, ranks: Ranks, data: DataRecord, word: str
-) -> Progress:
-    """Load the step that ``word`` selects (:func:`choose`) into ``assembly`` and return its progress. Collective.
+    run: ResolvedRun,
+    assembly: Assembly,
+    checkpoints: Checkpoints,
+    ranks: Ranks,
+    data: DataRecord,
+    step: int,
+    decided: Collection[str] | None,
+) -> Resumed:
+    """Load ``step`` into ``assembly``. Collective. ``decided`` is that of :func:`accept`.
 
     An error on any rank is raised on all of them. All errors but those of reading values are raised before any state
     of ``assembly`` has changed.
     """
-    step = json.loads(on_rank0(ranks, lambda: json.dumps(choose(word, checkpoints))))
-    if step is None:
-        return Progress()
     heartbeat = assembly.context.groups.activity.heartbeat
     manifest = on_all_ranks(ranks, lambda: _verify(checkpoints, step, ranks, heartbeat))
-    accepted = on_all_ranks(ranks, lambda: accept(run, manifest.about, data))
+    accepted = on_all_ranks(ranks, lambda: accept(run, manifest.about, data, checkpoints.path.parent, decided))
     if ranks.rank == 0:
-        for line in changes(manifest.about, run.plugins):
+        changed = map(str, accepted.changes)
+        for line in (*changes(manifest.about, run.plugins), *changed, *rate_change(run, manifest.about, accepted)):
             assembly.context.log.warning("%s", line)
     reader = Reader(checkpoints.folder(step), manifest)
     read = StateReader(
@@ -68,7 +88,13 @@ def resume(
     # Before its first update a rule with state of its own saves masters only. It must then start as in a first step.
     updated = any(tensor.keys() != {MASTER} for tensor in manifest.tensors.values())
     on_all_ranks(ranks, lambda: _load(assembly, read, accepted.scaler, updated=updated))
-    return accepted.progress
+    return Resumed(accepted.progress, checkpoints.folder(step), accepted.changes)
+
+
+def choose_on_rank0(word: str, checkpoints: Checkpoints, ranks: Ranks) -> int | None:
+    """Return what :func:`choose` returns on rank 0. Collective."""
+    step: int | None = json.loads(on_rank0(ranks, lambda: json.dumps(choose(word, checkpoints))))
+    return step
 
 
 def choose(word: str, checkpoints: Checkpoints) -> int | None:
@@ -211,30 +237,70 @@ class Accepted(NamedTuple):
     """What a run takes over from an accepted checkpoint.
 
     ``scaler`` is the state to load, None to start with a new one. ``upgrade`` converts an older optimizer's state, None
-    if it is current.
+    if it is current. ``changes`` are the configuration keys that differ, with permission.
     """
 
     progress: Progress
     scaler: Mapping[str, Any] | None
     upgrade: Upgrade | None
+    changes: tuple[Change, ...] = ()
 
 
-def accept(run: ResolvedRun, saved: About, data: DataRecord) -> Accepted:
-    """Accept the checkpoint ``saved`` for ``run``, which trains on ``data``, or raise why not."""
+def accept(
+    run: ResolvedRun, saved: About, data: DataRecord, source: Path, decided: Collection[str] | None = ()
+) -> Accepted:
+    """Accept the checkpoint ``saved`` for ``run``, which trains on ``data``, or raise why not.
+
+    ``decided`` are keys that an attempt since then was allowed to change; None stands for all that can change, as in a
+    branch of the run at ``source``, which has a configuration of its own.
+    """
     allowed = run.request.allow_plugin_change
-    differing = differing_keys(saved.identity, identity(run), allowed)
-    if differing:
-        why = ", ".join(differing)
-        raise CheckpointError(f"step {saved.step} belongs to another run", why=why, fix="give the same values")
-    if saved.data != data:
+    found = find_changes(saved.identity, identity(run), allowed)
+    refusal = refuse(found, run.request, source, [each.key for each in found] if decided is None else decided)
+    if refusal is not None:
+        what = f"step {saved.step} belongs to another run"
+        raise CheckpointError(what, why=refusal.why, fix=refusal.fix)
+    if saved.data != data and not allows_other_data(run.request, found):
         counts = f"{saved.data.samples} samples then, {data.samples} now"
         raise DataError(
             f"the training data is not what it was when step {saved.step} was saved",
             why=counts if saved.data.samples != data.samples else "as many samples, with other contents",
-            fix="give the same data, or start again: --resume never",
+            fix="give the same data, go on with other data: --allow-change data, or start again: --resume never",
         )
     upgrade = optimizer_upgrade(saved, run.plugins)
-    return Accepted(Progress(**saved.counters, losses=saved.losses), scaler_state(saved, run.plugins, allowed), upgrade)
+    scaler = scaler_state(saved, run.plugins, allowed)
+    return Accepted(Progress(**saved.counters, losses=saved.losses), scaler, upgrade, found)
+
+
+def rate_change(run: ResolvedRun, saved: About, accepted: Accepted) -> list[str]:
+    """Return a line if the changes move the learning rate of the next step; its schedule may depend on the length."""
+    progress, train = accepted.progress, _train_section(saved)
+    if train is None or not accepted.changes:
+        return []
+    rates = []
+    for section in (train, run.config.train):
+        _, total = run_length(section, progress.step, progress.samples)
+        rates.append(LearningRate.from_config(section, total).at(progress.scheduled))
+    before, now = rates
+    if before == now:
+        return []
+    return [f"the learning rate of step {progress.step + 1} would have been {before:.3g} and is {now:.3g}"]
+
+
+def _train_section(saved: About) -> TrainSection | None:
+    """Return the section ``train`` with which ``saved`` was saved, None if this version cannot read it."""
+    keys: dict[str, Any] = {}
+    for name, value in saved.identity.items():
+        if name.startswith("train."):
+            *parents, key = name.removeprefix("train.").split(".")
+            target = keys
+            for parent in parents:
+                target = target.setdefault(parent, {})
+            target[key] = value
+    try:
+        return TrainSection(**keys)
+    except ValidationError:
+        return None
 
 
 def scaler_state(saved: About, plugins: Plugins, allowed: Collection[str]) -> Mapping[str, Any] | None:

@@ -1,0 +1,158 @@
+"""What identifies a run, and which of its configuration keys may change between two attempts.
+
+Keys that decide what is learned are the run's identity. A change of one needs the user's word (``--extend``,
+``--allow-change KEY``), and is then told and recorded: weights, moments, sample position and random streams go on. Keys
+that give the saved state its meaning never change within a run; ``run.init_from`` starts another one from its weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron_run.errors import InputError, advice, did_you_mean
+from megatron_run.planning.run import leaves, sections
+
+if TYPE_CHECKING:
+    from megatron_run.config.request import Request
+    from megatron_run.planning import ResolvedRun
+
+
+#: Sections that decide what is learned. The others (run, parallel, eval, guard, schedule, parallel_layer,
+#: graph_capture, observer) decide where and how fast it runs and what is observed. They may change between attempts:
+#: losses then agree to rounding.
+LEARNED = ("version", "model", "train", "data", "optimizer", "scaler")
+#: Keys of those sections that do not change what is learned: limits, counters, communication and memory.
+_NOT_LEARNED = frozenset(
+    {
+        "model.loss_chunks",
+        "train.max_skips",
+        "train.recompute",
+        "train.offload",
+        "train.count_zeros",
+        "optimizer.bucket_size",
+        "optimizer.overlap_grad_reduce",
+        "optimizer.overlap_param_gather",
+    }
+)
+#: Kinds that save state. Whether another plugin can read that state is decided when a checkpoint is resumed.
+STATEFUL = ("optimizer", "scaler")
+#: Model options that may differ for the same weights: how the model is trained, and the base of its rotary angles.
+FREE_OF_MODEL = frozenset({"model.dropout", "model.init_std", "model.label_smoothing", "model.rope_theta"})
+#: Keys besides those of the model that give the saved state its meaning: which moments there are, and how many tokens a
+#: sample has, in which the position in the data is counted.
+_RULE, _SAMPLE = "optimizer.rule", "train.sequence_length"
+#: The length of a run, of which one key is set.
+LENGTH = frozenset({"train.steps", "train.samples"})
+
+
+def identity(run: ResolvedRun) -> dict[str, Any]:
+    """Return every dotted key that decides what is learned, with its resolved value, as plain JSON."""
+    everything = sections(run)
+    chosen = {name: everything[name] for name in LEARNED}
+    keys = {".".join(key): value for key, value in leaves(chosen)}
+    return {key: value for key, value in keys.items() if key not in _NOT_LEARNED}
+
+
+def digest(keys: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of an identity in hexadecimal."""
+    return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()
+
+
+class Change(NamedTuple):
+    """A key with its value ``before`` and ``now``; None for a key that is unset."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        before, now = ("unset" if value is None else value for value in (self.before, self.now))
+        return f"{self.key}={before}, now {now}"
+
+    @property
+    def longer(self) -> bool:
+        """Whether the run gets longer by it."""
+        return self.key in LENGTH and None not in (self.before, self.now) and self.now > self.before
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the saved state would mean something else."""
+        of_model = self.key.startswith("model.") and self.key not in FREE_OF_MODEL
+        return of_model or self.key in ("version", _RULE, _SAMPLE)
+
+
+def find_changes(
+    before: Mapping[str, Any], now: Mapping[str, Any], dropped: Collection[str] = ()
+) -> tuple[Change, ...]:
+    """Return how two identities differ, in order of the keys.
+
+    For a kind in ``STATEFUL`` another plugin is no change, nor are options that only one of the two plugins has. Kinds
+    in ``dropped`` start their state anew, so that nothing of theirs is a change.
+    """
+    differing = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    replaced = [kind for kind in STATEFUL if f"{kind}.use" in differing]
+
+    def counts(key: str) -> bool:
+        section, _, name = key.partition(".")
+        in_both = name != "use" and key in before and key in now
+        return section not in dropped and (section not in replaced or in_both)
+
+    return tuple(Change(key, before.get(key), now.get(key)) for key in differing if counts(key))
+
+
+class Refusal(NamedTuple):
+    """Why a run cannot go on, and what to type instead."""
+
+    why: str
+    fix: str
+
+
+def refuse(found: Sequence[Change], request: Request, weights: Path, decided: Collection[str] = ()) -> Refusal | None:
+    """Return why a run cannot go on with the changes ``found``; None if ``request`` allows them all.
+
+    ``decided`` are keys that an earlier attempt was allowed to change. ``weights`` is where the state lies.
+    """
+    fixed = [change for change in found if change.fixed]
+    refused = fixed or [change for change in found if not (change.key in decided or _allows(request, change))]
+    if not refused:
+        return None
+    keys = [change.key for change in refused]
+    anew = f"for a new run from its weights: another run.folder with --set {quote(f'run.init_from={weights}')}"
+    if keys == [_RULE]:
+        first = "to start the moments anew: --allow-plugin-change optimizer"
+    elif fixed:
+        first = "what is saved has no meaning under other values: give the same"
+    elif all(change.longer for change in refused):
+        first = "to train on: --extend"
+    else:
+        first = f"to go on with them: --allow-change {','.join(keys)}"
+    return Refusal(", ".join(map(str, refused)), advice(first, anew))
+
+
+def _allows(request: Request, change: Change) -> bool:
+    return (request.extend and change.longer) or any(_covers(name, change.key) for name in request.allow_change)
+
+
+def _covers(name: str, key: str) -> bool:
+    return key == name or key.startswith(f"{name}.")
+
+
+def allows_other_data(request: Request, found: Sequence[Change]) -> bool:
+    """Whether the samples may be others: a key of the data was changed, or ``request`` names the data."""
+    named = any(name.partition(".")[0] == "data" for name in request.allow_change)
+    return named or any(change.key.startswith("data.") for change in found)
+
+
+def check_names(request: Request, run: ResolvedRun) -> None:
+    """Raise :class:`InputError` for a name in ``request.allow_change`` that is no key of ``run`` and no section."""
+    keys = [".".join(key) for key, _ in leaves(sections(run))]
+    for name in request.allow_change:
+        if not any(_covers(name, key) for key in keys):
+            raise InputError(
+                f"--allow-change {name}: there is no such key", fix=did_you_mean(name, keys) or "name a key as train.lr"
+            )

@@ -1,0 +1,109 @@
+"""From a Hugging Face folder to a fine-tuned model that transformers loads with its tokenizer, in two commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+
+from megatron_run.errors import DataError
+from megatron_run.planning import load_config
+from megatron_run_cli.main import main
+from megatron_run_engine.checkpoint.step_folder import Checkpoints
+from megatron_run_engine.training.state.init_from import check_source, unloaded_weights
+
+Output = pytest.CaptureFixture[str]
+SMALL = ("train.steps=2", "train.global_batch_size=1", "eval.batches=1", "run.threads=1", "data.split=50,25,25")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random GPT-2 of transformers' with a tokenizer of its own."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = tmp_path_factory.mktemp("hf") / "model"
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "fox": 1, "dog": 2, "[UNK]": 3}, "[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=5, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def run(*words: object) -> int:
+    return main([str(word) for word in words])
+
+
+def sets(*keys: str) -> list[str]:
+    return [word for key in keys for word in ("--set", key)]
+
+
+def test_a_model_goes_there_and_back_with_its_tokenizer(
+    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Output
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("finetune", model, "--data", texts / "*.txt", *sets("run.folder=tuned", *SMALL))
+    assert run(*words) == 0
+    said = capfd.readouterr()
+    assert "with train: steps=500" in said.err
+    assert "weights of step 0 of" in said.out
+    assert (tmp_path / "tuned" / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    about = Checkpoints(tmp_path / "tuned" / "checkpoints").manifest(2).about
+    assert about.tokenizer is not None
+    assert run("export", "tuned", "out", "--to", "huggingface") == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    assert run("finetune", "tuned", "--data", texts, *sets("run.folder=more", *SMALL)) == 0
+    assert run(*words, "--quiet") == 0  # finished: what was imported is there
+
+
+def test_an_import_names_its_weights_and_its_tokenizer(model: Path, texts: Path, tmp_path: Path) -> None:
+    home = tmp_path / "ours"
+    assert run("import", model, home) == 0
+    given = {"train.steps": 1, "train.global_batch_size": 1, "data.paths": [str(texts)]}
+    loaded = load_config(home / "config.yaml", sets=given)
+    assert loaded.config.run.init_from == home
+    assert loaded.config.data.options["tokenizer"] == str(home / "tokenizer.json")
+    check_source(loaded)
+    assert not unloaded_weights(loaded)
+    assert f"run.init_from={home}" in unloaded_weights(
+        load_config(home / "config.yaml", sets={**given, "run.init_from": None})
+    )
+
+
+def test_data_of_another_vocabulary_is_refused_with_both_names(model: Path, texts: Path, tmp_path: Path) -> None:
+    home, other = tmp_path / "ours", tmp_path / "other.json"
+    assert run("import", model, home) == 0
+    given = {"train.steps": 1, "train.global_batch_size": 1, "data.paths": [str(texts)]}
+    content = json.loads((model / "tokenizer.json").read_text())
+    other.write_text(json.dumps(content, indent=4))  # the same vocabulary in another file
+    check_source(load_config(home / "config.yaml", sets={**given, "data.tokenizer": str(other)}))
+    content["model"]["vocab"] |= {"fox": 2, "dog": 1}
+    other.write_text(json.dumps(content))
+    for tokenizer in (str(other), "bytes"):
+        run_ = load_config(home / "config.yaml", sets={**given, "data.tokenizer": tokenizer, "model.vocab_size": 5})
+        with pytest.raises(DataError) as error:
+            check_source(run_)
+        assert str(model / "tokenizer.json") in str(error.value)
+        assert tokenizer in str(error.value)
+
+
+def test_a_model_without_a_tokenizer_needs_one(
+    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bare").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "bare" / name).write_bytes((model / name).read_bytes())
+    assert run("finetune", "bare", "--data", texts) == 2
+    assert "has no tokenizer.json" in capsys.readouterr().err

@@ -1,0 +1,230 @@
+"""A run that goes on with other values: more steps, another rate, another batch, other data; and branches of a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_run.errors import CheckpointError, ExitCode, InputError, Problems
+from megatron_run.planning import load_config
+from megatron_run_engine.builtin.observer.jsonl import JsonLines
+from megatron_run_engine.checkpoint.step_folder import Checkpoints
+from megatron_run_engine.run_folder import open_run_folder
+from megatron_run_engine.run_folder.history import History
+from megatron_run_engine.training.state.init_from import check_source
+from megatron_run_testing.observer import example_run, example_step
+from tests.support.resuming import SMALL, Attempt, attempt, only_step
+from tests.support.saved_steps import read_all, same_state
+from tests.support.training import found_once
+
+#: Nothing in it depends on the length of the run.
+STEADY: dict[str, Any] = {
+    **SMALL,
+    "train.steps": 4,
+    "train.lr_shape": "constant",
+    "train.lr_warmup": 2,
+    "model.dropout": 0.1,
+    "checkpoint.interval": 2,
+    "checkpoint.keep": 9,
+}
+LONGER = {**STEADY, "train.steps": 8}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugins_are_looked_up_once() -> Iterator[None]:
+    with found_once():
+        yield
+
+
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Attempt]:
+    """A run that had 8 steps from the start."""
+    folder = tmp_path_factory.mktemp("longer")
+    return folder, attempt(folder, LONGER)
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 4 steps."""
+    folder = tmp_path_factory.mktemp("short")
+    attempt(folder, STEADY)
+    return folder
+
+
+def copied(folder: Path, target: Path) -> Path:
+    return only_step(folder, 4, target / "run")
+
+
+def bits(folder: Path, step: int = 8) -> Any:
+    return read_all(Checkpoints(folder / "checkpoints"), step)
+
+
+def test_an_extended_run_is_the_one_that_was_longer_from_the_start(
+    short: Path, longer: tuple[Path, Attempt], tmp_path: Path
+) -> None:
+    run = copied(short, tmp_path)
+    extended = attempt(run, LONGER, extend=True)
+    assert extended.numbers == {step: longer[1].numbers[step] for step in range(5, 9)}
+    assert same_state(bits(run), bits(longer[0]))
+
+
+def test_a_branch_is_the_continuation_in_a_folder_of_its_own(longer: tuple[Path, Attempt], tmp_path: Path) -> None:
+    source, whole = longer
+    before = sorted(str(path) for path in source.rglob("*"))
+    branched = attempt(tmp_path, {**LONGER, "run.branch_from": f"{source}@4"})
+    assert branched.numbers == {step: whole.numbers[step] for step in range(5, 9)}
+    assert same_state(bits(tmp_path), bits(source))
+    assert sorted(str(path) for path in source.rglob("*")) == before
+    again = attempt(tmp_path, {**LONGER, "train.steps": 9, "run.branch_from": f"{source}@4"}, extend=True)
+    assert again.first == 9  # from its own newest step, no longer from the branch
+
+
+def test_a_wsd_run_is_branched_for_its_decay(tmp_path: Path) -> None:
+    wsd = {**STEADY, "train.steps": 20, "train.lr_shape": "wsd", "train.lr_wsd": 2, "train.lr_wsd_shape": "linear"}
+    attempt(tmp_path / "run", wsd, stop_after=4)
+    decay = {**wsd, "train.steps": 8, "train.lr_wsd": 4, "run.branch_from": f"{tmp_path / 'run'}@step4"}
+    rates = [numbers["lr"] for numbers in attempt(tmp_path / "branch", decay).numbers.values()]
+    assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+
+
+def test_another_rate_applies_from_the_next_step_and_moments_go_on(
+    short: Path, longer: tuple[Path, Attempt], tmp_path: Path
+) -> None:
+    halved = {**LONGER, "train.lr": 5e-4}
+    changed = attempt(copied(short, tmp_path), halved, allow_change=("train.lr",), extend=True).numbers
+    before = longer[1].numbers
+    assert [numbers["lr"] for numbers in changed.values()] == [5e-4] * 4
+    assert changed[5]["loss"] == before[5]["loss"]  # the weights and samples are those of the run
+    assert changed[6]["loss"] != before[6]["loss"]
+
+
+@pytest.mark.parametrize("length", [{"train.steps": 8}, {"train.steps": None, "train.samples": 4 * 4 + 4 * 8}])
+def test_another_batch_goes_on_at_the_same_sample(length: dict[str, Any], short: Path, tmp_path: Path) -> None:
+    sets = {**STEADY, **length, "train.global_batch_size": 8, "train.lr_shape": "linear"}
+    allowed = ("train.global_batch_size", "train.lr_shape", "train.steps", "train.samples")
+    numbers = attempt(copied(short, tmp_path), sets, allow_change=allowed).numbers
+    assert [each["samples"] for each in numbers.values()] == [24, 32, 40, 48]
+    ends = 16 + 4 * 8  # the decay ends where the run does
+    warm = 2 * 8
+    assert [each["lr"] for each in numbers.values()] == pytest.approx(
+        [1e-3 * (1 - (at - warm) / (ends - warm)) for at in (16, 24, 32, 40)]
+    )
+
+
+def test_other_data_need_permission(short: Path, tmp_path: Path) -> None:
+    run, other = copied(short, tmp_path), {**LONGER, "data.samples": 100}
+    with pytest.raises(CheckpointError, match=r"allow-change data.samples,train.steps"):
+        attempt(run, other)
+    with pytest.raises(CheckpointError, match=r"allow-change data.samples"):
+        attempt(run, other, extend=True)
+    assert attempt(run, other, allow_change=("data", "train.steps")).first == 5
+
+
+@pytest.mark.parametrize(
+    ("sets", "names"),
+    [
+        ({"model.hidden_size": 32}, "run.init_from"),
+        ({"train.sequence_length": 4}, "run.init_from"),
+        ({"optimizer.rule": "sgd"}, "--allow-plugin-change optimizer"),
+    ],
+)
+def test_what_gives_the_state_its_meaning_never_changes(
+    sets: dict[str, Any], names: str, short: Path, tmp_path: Path
+) -> None:
+    (key,) = sets
+    run = copied(short, tmp_path)
+    with pytest.raises(CheckpointError) as error:
+        attempt(run, {**STEADY, **sets}, allow_change=(key,))
+    assert names in str(error.value)
+    with pytest.raises(CheckpointError, match="belongs to another run"):
+        check_source(load_config("preset:tiny", sets={**STEADY, **sets, "run.branch_from": str(run)}))
+
+
+def test_the_folder_refuses_asks_and_remembers(tmp_path: Path) -> None:
+    def opened(asked: dict[str, Any], **sets: Any) -> Any:
+        run = load_config("preset:tiny", sets={**STEADY, "run.folder": tmp_path, **sets})
+        found = open_run_folder(replace(run, request=replace(run.request, **asked)))
+        found.lock.release()
+        return found
+
+    def refused(asked: dict[str, Any], **sets: Any) -> str:
+        with pytest.raises(InputError) as error:
+            opened(asked, **sets)
+        return str(error.value)
+
+    opened({}).folder.end(ExitCode.DONE)
+    assert opened({}).finished
+    said = refused({}, **{"train.steps": 8})
+    assert "train.steps=4, now 8" in said
+    assert "--extend" in said
+    assert "run.init_from" in said
+    assert "--extend" not in refused({"extend": True}, **{"train.steps": 3})
+    assert "did you mean 'train.lr'" in refused({"allow_change": ("trian.lr",)})
+    assert "--allow-change train.lr" in refused({"extend": True}, **{"train.steps": 8, "train.lr": 0.5})
+    extended = opened({"extend": True}, **{"train.steps": 8})
+    assert not extended.finished
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["attempts"][-1]["changes"] == {"train.steps": [4, 8]}
+    assert extended.folder.changed_keys == {"train.steps"}
+    opened({}, **{"train.steps": 8})  # allowed once: the run now has 8 steps
+    assert "train.steps=8, now 4" in refused({})
+
+
+def test_an_attempt_that_saved_nothing_needs_no_second_permission(short: Path, tmp_path: Path) -> None:
+    run = copied(short, tmp_path)
+    record = {"id": "0" * 32, "attempts": [{}, {"changes": {"train.steps": [4, 8]}}]}
+    (run / "run.json").write_text(json.dumps(record))
+    assert attempt(run, LONGER).first == 5
+
+
+def test_a_change_is_told_with_the_rate_that_it_moves(
+    short: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    linear = {**STEADY, "train.lr_shape": "linear"}
+    attempt(tmp_path, linear)
+    with caplog.at_level(logging.WARNING, "megatron_run"):
+        attempt(tmp_path, {**linear, "train.steps": 8, "observer.use": "jsonl"}, extend=True)
+    assert "train.steps=4, now 8" in caplog.messages
+    assert "the learning rate of step 5 would have been 0 and is 0.000667" in caplog.messages
+
+
+def test_changes_are_lines_of_the_metrics(tmp_path: Path) -> None:
+    run = replace(example_run(tmp_path, attempt=2), first_step=5, resumed=tmp_path, changes={"train.lr": (1.0, 2.0)})
+    for attempt_, steps in ((example_run(tmp_path), [4]), (run, [5])):
+        observer = JsonLines()
+        observer.on_train_start(attempt_)
+        for step in steps:
+            observer.on_step_end(example_step(step))
+        observer.on_train_end("finished")
+    assert History(tmp_path).losses == [2.25, 2.25]
+    assert History(tmp_path).metrics["step"] == [4, 5]
+    _, line, _ = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (line["step"], line["attempt"], line["changes"]) == (4, 2, {"train.lr": [1.0, 2.0]})
+
+
+def test_removals_are_told_once_and_every_nth_step_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sets = {**LONGER, "checkpoint.interval": 1, "checkpoint.keep": 2, "checkpoint.keep_every": 3}
+    with caplog.at_level(logging.WARNING, "megatron_run"):
+        attempt(tmp_path, sets)
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [3, 6, 7, 8]
+    assert [text for text in caplog.messages if "removed" in text] == [
+        "step 1 is removed, and so on: checkpoint.keep=2 newest stay, checkpoint.keep_every=N keeps others"
+    ]
+
+
+@pytest.mark.parametrize("key", ["init_from", "branch_from"])
+def test_a_step_that_is_gone_is_refused_with_those_that_are_there(key: str, short: Path, tmp_path: Path) -> None:
+    gone = {"init_from": str(short / "checkpoints" / "step3"), "branch_from": f"{short}@3"}[key]
+    with pytest.raises(CheckpointError, match="saved steps: 2, 4"):
+        check_source(load_config("preset:tiny", sets={**STEADY, f"run.{key}": gone}))
+
+
+def test_two_sources_are_one_too_many(tmp_path: Path) -> None:
+    with pytest.raises(Problems, match="keep one"):
+        load_config("preset:tiny", sets={"run.init_from": str(tmp_path), "run.branch_from": str(tmp_path)})
