@@ -16,7 +16,7 @@ from megatron_run.contracts import Init, ParamInfo, Part
 from megatron_run.errors import InputError, PluginError
 from megatron_run_cli.main import main
 from megatron_run_engine.launch import local
-from megatron_run_engine.run_folder.changes import differing_keys, identity
+from megatron_run_engine.run_folder.changes import find_changes, identity
 from megatron_run_optimizer_deepspeed import check_config
 from megatron_run_optimizer_deepspeed.library import MINIMUM, check_kind
 from megatron_run_optimizer_deepspeed.options import Options
@@ -225,4 +225,4 @@ def test_a_run_of_another_optimizer_may_go_on_with_it() -> None:
     """Options that both have must have equal defaults, or they look like a change of what is learned."""
     runs = [load_config("preset:tiny", plugins=[f"optimizer={name}"]) for name in ("adamw", "deepspeed", "zero1")]
     before, now, back = map(identity, runs)
-    assert differing_keys(before, now) == differing_keys(now, back) == []
+    assert find_changes(before, now) == find_changes(now, back) == ()
