@@ -148,6 +148,7 @@ class _Recorder:
 def play(ranks: Sequence[Seen]) -> Counter[str]:
     """Play the calls of all ranks as NCCL does, and count them: a call runs when it is the next one of all concerned.
 
+    Each communicator is played alone. Over several, what waits for what follows from streams, which are not recorded.
     Raises :class:`AssertionError` for calls that do not match, and for ranks that would wait for ever.
     """
     played: Counter[str] = Counter()

@@ -111,6 +111,39 @@ def test_ranks_are_started_anew_when_an_import_has_started_a_thread(launcher: La
     assert [launcher.log(rank) for rank in range(2)] == [f"rank {rank} prints\n" for rank in range(2)]
 
 
+def test_ranks_of_several_threads_are_forked_too(tmp_path: Path) -> None:
+    """No import of a run leaves a thread, and what torch's libraries are told stays as it was."""
+    code = """
+import os
+from megatron_run.config.request import Request
+from megatron_run_engine.launch.fork_server import can_fork, preload
+before = dict(os.environ)
+preload(Request(configs=("preset:tiny",), nproc=2))
+assert os.environ == before
+print(can_fork())
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
+    environment.pop("OPENBLAS_NUM_THREADS", None)
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=50)
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+class Gone:
+    """The socket of a launcher that died before it had read all that it was told (Linux: ECONNRESET, then EPIPE)."""
+
+    def __init__(self, error: type[ConnectionError]) -> None:
+        self.error = error
+
+    def sendall(self, _data: bytes) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError, ConnectionResetError])
+def test_the_server_outlives_its_launcher_to_end_the_ranks(error: type[ConnectionError]) -> None:
+    fork_server._tell(Gone(error), "started", 0, 1)  # type: ignore[arg-type]  # all that it needs of a socket
+
+
 def test_a_server_that_is_killed_takes_its_ranks_along_and_the_run_is_lost(launcher: Launcher) -> None:
     def kill() -> None:
         wait_until(launcher.ready)

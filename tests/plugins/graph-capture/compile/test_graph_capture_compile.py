@@ -178,6 +178,23 @@ def test_another_shape_is_compiled_again_and_said_once_up_to_a_limit(caplog: pyt
     assert "recompile_limit" in limited
 
 
+def test_another_shape_in_the_middle_of_a_step_keeps_the_gradients_so_far() -> None:
+    """A layer that divides by a norm has no finite gradient for the zeros with which it is traced."""
+    weight, x = Parameter(torch.randn(3, 4)), torch.randn(5, 4, requires_grad=True)
+
+    def on_sphere(x: Tensor, context: BuildContext) -> Tensor:
+        return linear(x / x.norm(dim=-1, keepdim=True), weight, None, context.gradients)
+
+    capture, region, _ = one_layer(on_sphere, x, weight)
+    main_grad(weight).zero_()
+    for length in (5, 2):
+        capture.replay(region, MICROBATCH, x[:length])[0].sum().backward()
+    other = weight.detach().clone().requires_grad_()
+    for length in (5, 2):
+        (x[:length] / x[:length].norm(dim=-1, keepdim=True) @ other.t()).sum().backward()
+    torch.testing.assert_close(main_grad(weight), other.grad)
+
+
 def test_another_shape_is_an_error_with_strict() -> None:
     x = torch.randn(4, 4, requires_grad=True)
     capture, region, _ = one_layer(lambda x, _: x * 2, x, strict=True)

@@ -202,11 +202,26 @@ def preload(request: Request) -> None:
     """Import what every rank of ``request`` will. What is wrong with it each rank finds by itself, and says so."""
     from megatron_run.planning import resolve
 
+    _import_numpy()
     with suppress(Exception):
         resolve(request)
     sys.stdout.flush()
     sys.stderr.flush()
     gc.freeze()  # the ranks do not write to the pages of what is here by looking for garbage in it
+
+
+def _import_numpy() -> None:
+    """Import numpy without the threads of its OpenBLAS, of which it starts as many as a rank has: none could be forked.
+
+    In forked ranks its products have one thread. torch's libraries, loaded later, find the variable as the user set it.
+    """
+    name = "OPENBLAS_NUM_THREADS"
+    unset = name not in os.environ
+    os.environ.setdefault(name, "1")
+    import numpy  # noqa: F401  # torch would import it, with its threads
+
+    if unset:
+        del os.environ[name]
 
 
 def can_fork() -> bool:
@@ -240,7 +255,7 @@ def become_rank(job: Path, start: RankStart) -> NoReturn:
 
 
 def _tell(control: socket.socket, word: str, rank: int, number: int) -> None:
-    with suppress(BrokenPipeError):  # the launcher is gone, which is seen next
+    with suppress(ConnectionError):  # the launcher is gone, perhaps before it has read all: seen next
         control.sendall(f"{word} {rank} {number}\n".encode())
 
 

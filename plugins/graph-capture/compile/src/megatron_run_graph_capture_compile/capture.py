@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from megatron_run.contracts import CaptureSize, GraphCapture
 from megatron_run.errors import GraphCaptureError
 from megatron_run_engine.capture import call, check_scope, choose_regions, lint
+from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_graph_capture_compile.options import LAYERS
 
 if TYPE_CHECKING:
@@ -124,13 +126,29 @@ class CompileCapture(GraphCapture):
                 )
             return None
         before = self._store.compiled if self._store else 0
-        compiled = self._compile(region, tensors)
+        with _kept_gradients(region):
+            compiled = self._compile(region, tensors)
         if self._store and self._store.compiled > before:
             self.context.log.warning("%s was compiled again in this step, for %s", region, given)
         return compiled
 
     def _parameters(self) -> Sequence[Parameter]:
         return [p for region in self._compiled for segment in region.segments for p in segment.params]
+
+
+@contextmanager
+def _kept_gradients(region: Region) -> Iterator[None]:
+    """Restore the gradients of ``region`` afterwards: within a step they hold those of earlier microbatches.
+
+    A trace adds what the layers give for zeros, which is NaN where one divides by the norm of its input.
+    """
+    gradients = [main_grad(p) for segment in region.segments for p in segment.params if p.requires_grad]
+    before = [gradient.clone() for gradient in gradients]
+    try:
+        yield
+    finally:
+        for gradient, values in zip(gradients, before, strict=True):
+            gradient.copy_(values)
 
 
 def _shapes(tensors: Sequence[Tensor]) -> _Shapes:
