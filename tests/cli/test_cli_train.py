@@ -194,11 +194,13 @@ from megatron_run.contracts import Scaler
 import os, torch
 
 class DiesOnce(Scaler):
+    held = torch.ones(1)
+
     updates = 0
 
     @property
     def scale(self):
-        return torch.ones(1)
+        return self.held
 
     def update(self, found_inf):
         self.updates += 1

@@ -14,6 +14,7 @@ import torch
 from megatron_run.errors import RunError
 from megatron_run.planning import load_config
 from megatron_run_engine.inference import LoadedModel, load
+from megatron_run_engine.runtime.generation import Window, score
 from megatron_run_engine.training.tasks import detokenize
 from tests.support.training_bench import Bench
 
@@ -131,6 +132,16 @@ def test_a_word_that_the_model_would_write_is_right(model: LoadedModel, tmp_path
         (tmp_path / "one.txt").write_text(f"{context}{word}")
         (found,) = model.evaluate(f"lambada={tmp_path / 'one.txt'}")
         assert found.metrics["accuracy"] == accuracy
+
+
+def test_one_right_token_of_two_is_not_enough(model: LoadedModel) -> None:
+    prompt = model.encode("the quick")
+    (written,) = model.generate([prompt], max_new_tokens=2, temperature=0)
+    first, second = written.tokens
+    windows = [Window.of([*prompt, first, token], len(prompt)) for token in (second, second + 1)]
+    right, half = score(model.network, windows)
+    assert (right.likeliest, right.targets, right.greedy) == (2, 2, True)
+    assert (half.likeliest, half.targets, half.greedy) == (1, 2, False)
 
 
 @pytest.mark.parametrize(
