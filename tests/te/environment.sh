@@ -58,5 +58,6 @@ if step ours "$OURS $*"; then
   for member; do pip install --no-deps --no-build-isolation -e "./$member"; done
   done_ ours "$OURS $*"
 fi
-"$environment/bin/python" -c 'import torch, transformer_engine.pytorch as te; print("Transformer Engine", te.__version__, "with torch", torch.__version__)' 2>/dev/null ||
-  "$environment/bin/python" -c 'import transformer_engine.pytorch'
+# torch first: it loads the libraries of CUDA, which Transformer Engine looks for.
+"$environment/bin/python" -c 'import torch, transformer_engine, transformer_engine.pytorch
+print("Transformer Engine", transformer_engine.__version__, "with torch", torch.__version__)'
