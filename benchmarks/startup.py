@@ -18,7 +18,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.support.report import heading, table
+from benchmarks.support.command import run
+from benchmarks.support.report import table
 
 RANKS = (1, 2, 16)
 WAYS = ("auto", "spawn")
@@ -39,8 +40,9 @@ def seconds(ranks: int, way: str) -> tuple[float, float]:
     return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def report(runs: int) -> Iterator[str]:
-    """Measure both ways ``runs`` times on each number of ranks."""
+def report(*, quick: bool) -> Iterator[str]:
+    """Measure both ways on each number of ranks, twice or seven times."""
+    runs = 2 if quick else 7
     columns = ("ranks", "way", "wall, least, s", "wall, median, s", "processor, median, s", "goal", "met")
     yield from table(columns, (row for ranks in RANKS for row in _rows(ranks, runs)))
 
@@ -56,15 +58,5 @@ def _rows(ranks: int, runs: int) -> Iterator[tuple[str, ...]]:
         yield str(ranks), name, f"{min(walls):.1f}", f"{wall:.1f}", f"{statistics.median(processors):.1f}", *goal
 
 
-def main() -> None:
-    """Print the results."""
-    quick = "--quick" in sys.argv[1:]
-    for line in heading("Start-up", ["python -m benchmarks.startup", *(["--quick"] if quick else [])]):
-        print(line)
-    print()
-    for line in report(2 if quick else 7):
-        print(line, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run("startup", "Start-up", __doc__, report)

@@ -9,8 +9,8 @@ from megatron_run_testing import Check
 from megatron_run_testing.conformance import SUITES, checks_for
 from tests.contracts.conformance import installed_plugins
 
-#: They need a library of their own: their tests run this suite, te's on a GPU with it and elsewhere on a stand-in.
-ELSEWHERE = {"parallel-layer=te", "graph-capture=te", "graph-capture=compile", "optimizer=deepspeed"}
+#: They need a library or a server: their tests run this suite, te's on a GPU with it and elsewhere on a stand-in.
+ELSEWHERE = {"parallel-layer=te", "graph-capture=te", "graph-capture=compile", "optimizer=deepspeed", "observer=mlflow"}
 CASES = {
     f"{name}: {check.name}": check
     for name, plugin in installed_plugins()
@@ -40,8 +40,10 @@ FIRST_PARTY = {
     "format=distributed",
     "format=huggingface",
     "format=megatron",
+    "observer=profiler",
     "observer=tensorboard",
     "observer=trace",
+    "observer=wandb",
     "parallel-layer=tensor",
 }
 

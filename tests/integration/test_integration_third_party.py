@@ -87,6 +87,8 @@ def test_a_broken_plugin_hurts_only_those_who_choose_it(tmp_path: Path) -> None:
     assert checked.returncode == ExitCode.DONE, checked.stderr
     states = {each["name"]: (each["state"], each["problem"]) for each in json.loads(checked.stdout)["plugins"]}
     assert states.pop("broken") == ("BROKEN", "SystemExit: 3")
+    without_library = {states.pop(name) for name in ("te",) if states[name][0] == "cannot run"}
+    assert without_library <= {("cannot run", "")}
     assert set(states.values()) == {("ok", "")}
 
     chosen = run(tmp_path, *QUICK, "--plugin", "schedule=broken")

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_run.contracts import CaptureMetrics, CaptureSize
+from megatron_run.contracts.actions import Action, Op
 from tests.integration import whole_graph_grid
 from tests.integration.graph_grid import ALONE, NETWORKS, SPREAD, WAYS, Case
 from tests.integration.graph_grid_checks import Compared, bit_faults, byte_faults, capture_faults, number_faults
@@ -15,6 +16,8 @@ from tests.integration.whole_graph_grid import run
 from tests.support.ranks import RankFailed
 from tests.support.training import Seen
 
+#: What runs of a microbatch, one after the other.
+OPS: tuple[Op, ...] = ("F", "B")
 CASE = Case(ALONE[0], NETWORKS[0], "fp32", WAYS[0])
 
 
@@ -23,7 +26,7 @@ def test_the_page_counts_what_ran(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([CASE]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "# Graph capture in every arrangement"
-    assert "| sequential P1 V1 M3 | 1 | 1 | 1 | 1 | 1 | 30 | 1 |" in lines
+    assert "| sequential P1 V1 M3 | 1 | 1 | 1 | 1 | 1 | 10 | 1 |" in lines
     assert "- runs with graphs: 1, compared with 1 without" in lines
     assert "- faults: 0" in lines
 
@@ -42,14 +45,14 @@ def test_a_run_that_ends_with_an_error_is_a_fault(
 
 
 def seen(**changes: object) -> Seen:
-    """What a run of ``CASE`` sees on its only rank: three microbatches, one after the other."""
-    size = CaptureSize(5, 2 * 5 * 3, 1, 100, 1000)
+    """What a run of ``CASE`` sees on its only rank: three microbatches, one after the other, by one recording."""
+    size = CaptureSize(5, 2 * 5, 1, 100, 1000)
     plan = SimpleNamespace(
         layout=[SimpleNamespace(stage=0, chunk=0)],
-        lists=[[SimpleNamespace(op=op, microbatch=m, chunk=0) for m in range(3) for op in "FB"]],
+        lists=[[Action(op, m, 0) for m in range(3) for op in OPS]],
     )
     right = Seen([5.0] * 6, [1.0] * 6, [5.0] * 2, plan=plan, weights="digest")
-    right.captured = [CaptureMetrics(2, CaptureSize(5, 30, 1), size, 0.1)]
+    right.captured = [CaptureMetrics(2, CaptureSize(5, 10, 1), size, 0.1)]
     return replace(right, **changes)  # type: ignore[arg-type]  # whatever a test changes
 
 
@@ -91,10 +94,10 @@ def test_numbers_that_nobody_can_compare_are_faults() -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        CaptureMetrics(3, CaptureSize(5, 30, 1), CaptureSize(5, 30, 1, 100, 1000), 0.1),
-        CaptureMetrics(2, CaptureSize(5, 30, 1), CaptureSize(5, 28, 1, 100, 1000), 0.1),
-        CaptureMetrics(2, CaptureSize(5, 30, 2), CaptureSize(5, 30, 2, 100, 1000), 0.1),
-        CaptureMetrics(2, CaptureSize(5, 30, 1), CaptureSize(5, 30, 1, 0, 1000), 0.1),
+        CaptureMetrics(3, CaptureSize(5, 10, 1), CaptureSize(5, 10, 1, 100, 1000), 0.1),
+        CaptureMetrics(2, CaptureSize(5, 10, 1), CaptureSize(5, 8, 1, 100, 1000), 0.1),
+        CaptureMetrics(2, CaptureSize(5, 10, 2), CaptureSize(5, 10, 2, 100, 1000), 0.1),
+        CaptureMetrics(2, CaptureSize(5, 10, 1), CaptureSize(5, 10, 1, 0, 1000), 0.1),
     ],
     ids=["another step", "not as planned", "not the formula", "no inputs"],
 )
@@ -105,7 +108,7 @@ def test_a_capture_that_is_not_what_it_should_be_is_a_fault(said: CaptureMetrics
 
 def test_graphs_that_hold_more_by_another_executor_or_when_chained_are_faults() -> None:
     def holding(static: int, pool: int) -> list[Seen]:
-        return [seen(captured=[CaptureMetrics(2, CaptureSize(5, 30, 1), CaptureSize(5, 30, 1, static, pool), 0.1)])]
+        return [seen(captured=[CaptureMetrics(2, CaptureSize(5, 10, 1), CaptureSize(5, 10, 1, static, pool), 0.1)])]
 
     native, copied = (replace(CASE, way=way) for way in (WAYS[1], WAYS[2]))
     assert not list(byte_faults({CASE: holding(100, 1000), native: holding(100, 1000), copied: holding(200, 1000)}))

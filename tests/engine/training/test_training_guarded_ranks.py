@@ -128,7 +128,7 @@ def test_all_ranks_skip_and_go_back_alike_where_the_last_stage_alone_knows_the_l
     assert first["said"][0] == (
         "step 2 is skipped: the loss lm is -inf, first seen by rank 3 (stage 1) in microbatch 2; all weights are finite"
     )
-    assert first["said"][-1] == "back to step 8, past the samples 64 to 87"
+    assert "back to step 8, past the samples 64 to 87" in first["said"]
     assert [step for step, skipped in first["steps"] if skipped] == [2, 11]
     assert [step for step, _ in first["steps"]] == [*range(1, 12), *range(9, 13)]
     assert first["progress"]["dropped"] == 24

@@ -10,6 +10,8 @@ import pytest
 
 from megatron_run.contracts import EvalMetrics
 from megatron_run.contracts.observer import STEP_CURVES
+from megatron_run.errors import RunError
+from megatron_run.planning import load_config
 from megatron_run_observer_mlflow import MLflow, Options
 from megatron_run_testing.observer import example_run, example_step, observer_checks
 from tests.contracts.conformance import failures
@@ -78,3 +80,10 @@ def test_what_a_server_refuses_is_raised_by_a_later_event(tmp_path: Path) -> Non
     observer.on_step_end(example_step(1))
     with pytest.raises(Exception, match="nonsense"):
         observer.on_train_end("finished")
+
+
+def test_without_a_server_a_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(RunError, match="observer=mlflow has no server; name one"):
+        load_config("preset:tiny", plugins=("observer=mlflow",))
+    load_config("preset:tiny", plugins=("observer=mlflow,uri=http://127.0.0.1:9",))

@@ -101,7 +101,7 @@ def test_large_shapes_are_planned_at_once() -> None:
     asked = spec(16, 256)
     started = time.process_time()
     lists = ZeroBubbleV().actions(asked)
-    assert time.process_time() - started < 1
+    assert time.process_time() - started < 10  # a search would take hours
     assert sum(map(len, lists)) == 3 * 2 * 16 * 256
 
 

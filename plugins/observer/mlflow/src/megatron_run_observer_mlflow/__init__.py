@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import EvalMetrics, Observer, PluginInfo, RunSummary, StepMetrics
+from megatron_run.errors import InputError
 from megatron_run.hookspecs import hookimpl
 
 if TYPE_CHECKING:
+    from megatron_run.contracts.schema import Config
     from megatron_run_observer_mlflow.sender import Sender
 
 
@@ -18,10 +21,19 @@ class Options(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    uri: str | None = Field(default=None, description="unset: MLFLOW_TRACKING_URI, or MLflow's default")
+    uri: str | None = Field(default=None, description="unset: MLFLOW_TRACKING_URI")
     experiment: str = Field(default="megatron-run", description="experiment in which the run is shown")
     name: str | None = Field(default=None, description="name of the run; unset: that of its folder")
     timeout_s: float = Field(default=30, gt=0, description="longest wait at the end for numbers not sent yet")
+
+
+def check_config(_: Config, options: Options) -> tuple[str, ...]:
+    """No notices. Raises :class:`InputError` if neither option nor environment says where to send."""
+    if options.uri is None and not os.environ.get("MLFLOW_TRACKING_URI"):
+        raise InputError(
+            "observer=mlflow has no server", fix="name one: --plugin observer=mlflow,uri=URI, or MLFLOW_TRACKING_URI"
+        )
+    return ()
 
 
 class MLflow(Observer):
@@ -82,7 +94,7 @@ class MLflow(Observer):
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
     """Plugin mlflow of kind observer."""
-    return PluginInfo("observer", "mlflow", options=Options)
+    return PluginInfo("observer", "mlflow", options=Options, check_config=check_config)
 
 
 @hookimpl

@@ -15,21 +15,28 @@ if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config
     from megatron_run_observer_profiler.window import Window
 
+#: The step of an attempt that is profiled by default; the first steps are slower than the others.
+SETTLED = 10
+
 
 class Options(BaseModel):
     """The options in section ``observer``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    steps: str = Field(default="10-12", description="steps to profile: one, or first-last")
+    steps: str | None = Field(
+        default=None, description="steps to profile: one, or first-last; unset: the attempt's tenth, or its last"
+    )
     memory: bool = Field(default=False, description="a snapshot of the GPU's allocator over these steps")
     stacks: bool = Field(default=False, description="the Python line of each operator; slower")
     nvtx: bool = Field(default=False, description="ranges for Nsight Systems in place of torch's own profile; GPU only")
 
     @field_validator("steps", mode="before")
     @classmethod
-    def _check(cls, value: object) -> str:
+    def _check(cls, value: object) -> str | None:
         """Convert the steps to text; YAML reads a single step as a number."""
+        if value is None:
+            return None
         text = "" if isinstance(value, bool | float) else str(value)
         read_steps(text)
         return text
@@ -38,7 +45,7 @@ class Options(BaseModel):
 def check_config(config: Config, options: Options) -> tuple[str, ...]:
     """No notices. Raises :class:`InputError` if the run ends before the first of the steps."""
     last = config.train.steps
-    if last and read_steps(options.steps).start > last:
+    if options.steps and last and read_steps(options.steps).start > last:
         raise InputError(
             f"observer.profiler.steps={options.steps}: the run ends with step {last} (train.steps)",
             fix=f"name steps of 1-{last}, as in --plugin observer=profiler,steps={last}",
@@ -63,14 +70,16 @@ class Profiler(Observer):
     """
 
     def __init__(self, options: Options) -> None:
-        self._options, self._steps = options, read_steps(options.steps)
+        self._options, self._steps = options, range(0)
         self._run: RunSummary | None = None
         self._window: Window | None = None
 
     def on_train_start(self, run: RunSummary) -> None:
         """Start, if the first step of this attempt is profiled. Raises ValueError if none of its steps is."""
         self._run = run
-        self._steps = range(max(self._steps.start, run.first_step), min(self._steps.stop, run.steps + 1))
+        settled = min(run.first_step + SETTLED - 1, run.steps)
+        asked = read_steps(self._options.steps) if self._options.steps else range(settled, settled + 1)
+        self._steps = range(max(asked.start, run.first_step), min(asked.stop, run.steps + 1))
         if not self._steps and run.first_step <= run.steps:
             raise ValueError(f"steps={self._options.steps}: this attempt has the steps {run.first_step} to {run.steps}")
         self._start_before(run.first_step)
@@ -100,7 +109,11 @@ class Profiler(Observer):
     def _stop(self) -> None:
         if self._window is not None and self._run is not None:
             window, self._window = self._window, None
-            window.close(self._run.folder / "profile", f"steps-{self._options.steps}-attempt-{self._run.attempt}")
+            window.close(self._run.folder / "profile", f"steps-{_text(self._steps)}-attempt-{self._run.attempt}")
+
+
+def _text(steps: range) -> str:
+    return f"{steps[0]}-{steps[-1]}" if len(steps) > 1 else str(steps[0])
 
 
 @hookimpl

@@ -41,12 +41,12 @@ class JsonLines(Observer):
 
     def on_eval_end(self, metrics: EvalMetrics) -> None:
         """Append a line with the fields of :class:`EvalMetrics`."""
-        _opened(self._eval).append(asdict(metrics))
+        _opened(self._eval).append(_eval_line(metrics))
 
     def on_later_eval(self, folder: Path, metrics: EvalMetrics) -> None:
         """Append a line as for an evaluation in training."""
         file = LineFile(folder / "eval.jsonl")
-        file.append(asdict(metrics))
+        file.append(_eval_line(metrics))
         file.close()
 
     def on_error(self, error: BaseException) -> None:
@@ -62,6 +62,12 @@ class JsonLines(Observer):
             if file is not None:
                 file.close()
         self._metrics = self._eval = None
+
+
+def _eval_line(metrics: EvalMetrics) -> dict[str, Any]:
+    """The fields of ``metrics``; ``extra`` only for what has metrics of its own."""
+    fields = asdict(metrics)
+    return fields if metrics.extra else {name: value for name, value in fields.items() if name != "extra"}
 
 
 class LineFile:
