@@ -63,7 +63,7 @@ TE_PYTHON ?= python3.12
 te-env:
 	sh tests/te/environment.sh .te-env $(TE_PYTHON) $(MEMBERS)
 te: te-env
-	.te-env/bin/python -m pytest -q -m te
+	.te-env/bin/python -m pytest -q -m te $(shell grep -rl --include='test_*.py' 'mark\.te\b' tests)
 # Every schedule in every shape and variant, and every split, where `test` runs each two choices together once: an hour.
 grid: $(DEV)
 	$(PY) -m tests.integration.whole_grid

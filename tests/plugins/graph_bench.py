@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_run.contracts import CaptureSize, Chunk, Microbatch, ParallelLayers, Region, Schedule, Segment
@@ -18,7 +18,7 @@ from megatron_run.pipeline.verify import verify
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.capture import RegionCapture
-from megatron_run_engine.nn.parallel import Split
+from megatron_run_engine.nn.parallel import ReplicatedDropout, Split
 from megatron_run_engine.runtime.comm import Groups, ParallelGroup
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
@@ -38,9 +38,17 @@ def partial_capture(context: BuildContext, **options: Any) -> PartialCapture:
     return PartialCapture(context, chosen, lambda: backend_for(context, chosen.executor))
 
 
+class SharedDropout(TensorLayers):
+    """Tensor-parallel layers whose dropout draws, as on several ranks, from the stream that ranks share."""
+
+    def dropout(self, p: float) -> nn.Module:
+        """Of masks that are equal on all tensor-parallel ranks."""
+        return ReplicatedDropout(p, self.context.rng)
+
+
 def whole_tensor_layers(context: BuildContext) -> ParallelLayers:
-    """The tensor-parallel layers of one rank: their dropout draws from the stream that ranks share."""
-    return TensorLayers(context, Split(ParallelGroup()))
+    """The tensor-parallel layers of one rank, with the dropout of several."""
+    return SharedDropout(context, Split(ParallelGroup()))
 
 
 @dataclass
