@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,8 +100,10 @@ def test_two_attempts_are_one_run_with_every_number(tmp_path: Path) -> None:
 
 
 def test_without_a_key_it_is_offline_and_says_what_to_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sys.exit, sys.excepthook
     observer = WeightsAndBiases(Options())
     observer.on_train_start(example_run(tmp_path))
+    assert (sys.exit, sys.excepthook) == before
     observer.on_train_end("finished")
     (file,) = tmp_path.rglob("*.wandb")
     assert f"wandb sync {file.parent}" in capsys.readouterr().out

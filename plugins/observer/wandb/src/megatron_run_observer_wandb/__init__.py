@@ -72,7 +72,8 @@ class WeightsAndBiases(Observer):
             symlink=False,  # a run folder holds no links
             silent=True,
         )
-        return wandb.init(
+        leave, report = sys.exit, sys.excepthook
+        opened = wandb.init(
             project=self._options.project,
             entity=self._options.entity,
             name=self._options.name or run.folder.name,
@@ -83,6 +84,9 @@ class WeightsAndBiases(Observer):
             config={"config": run.config, "plan": run.plan, "world_size": run.world_size, "parameters": run.parameters},
             settings=settings,
         )
+        # The library replaces both to learn how the process ends; it is told by finish(), and a run has its own.
+        sys.exit, sys.excepthook = leave, report
+        return opened
 
     def on_step_end(self, metrics: StepMetrics) -> None:
         """Log every finite number of the step."""
