@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from megatron_run.contracts.graph_capture import CaptureSize
 
 
+#: The step of an attempt that is observed closely by default; the first steps are slower than the others.
+SETTLED = 10
 #: Name of a curve -> field of :class:`StepMetrics`.
 STEP_CURVES: Mapping[str, str] = {
     "train/loss": "loss",
@@ -254,6 +256,22 @@ def read_steps(text: str) -> range:
     if not 1 <= first <= last:
         raise ValueError("it must be a step, as 5, or first-last, as 5-8, counted from 1")
     return range(first, last + 1)
+
+
+def steps_text(value: object) -> str | None:
+    """An option that chooses steps, checked, as text; YAML reads a single step as a number. Raises ValueError."""
+    if value is None:
+        return None
+    text = "" if isinstance(value, bool | float) else str(value)
+    read_steps(text)
+    return text
+
+
+def steps_of(chosen: str | None, run: RunSummary) -> range:
+    """The steps of ``chosen`` that this attempt runs; None: its tenth, since the first ones are slower, or its last."""
+    settled = min(run.first_step + SETTLED - 1, run.steps)
+    wanted = read_steps(chosen) if chosen else range(settled, settled + 1)
+    return range(max(run.first_step, wanted.start), min(run.steps + 1, wanted.stop))
 
 
 def _finite(values: Mapping[str, float | None]) -> dict[str, float]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from megatron_run.contracts import Observer, PluginInfo, RunSummary, StepMetrics
-from megatron_run.contracts.observer import read_steps
+from megatron_run.contracts.observer import read_steps, steps_of, steps_text
 from megatron_run.errors import InputError
 from megatron_run.hookspecs import hookimpl
 
@@ -15,31 +15,18 @@ if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config
     from megatron_run_observer_profiler.window import Window
 
-#: The step of an attempt that is profiled by default; the first steps are slower than the others.
-SETTLED = 10
-
 
 class Options(BaseModel):
     """The options in section ``observer``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    steps: str | None = Field(
+    steps: Annotated[str | None, BeforeValidator(steps_text)] = Field(
         default=None, description="steps to profile: one, or first-last; unset: the attempt's tenth, or its last"
     )
     memory: bool = Field(default=False, description="a snapshot of the GPU's allocator over these steps")
     stacks: bool = Field(default=False, description="the Python line of each operator; slower")
     nvtx: bool = Field(default=False, description="ranges for Nsight Systems in place of torch's own profile; GPU only")
-
-    @field_validator("steps", mode="before")
-    @classmethod
-    def _check(cls, value: object) -> str | None:
-        """Convert the steps to text; YAML reads a single step as a number."""
-        if value is None:
-            return None
-        text = "" if isinstance(value, bool | float) else str(value)
-        read_steps(text)
-        return text
 
 
 def check_config(config: Config, options: Options) -> tuple[str, ...]:
@@ -77,9 +64,7 @@ class Profiler(Observer):
     def on_train_start(self, run: RunSummary) -> None:
         """Start, if the first step of this attempt is profiled. Raises ValueError if none of its steps is."""
         self._run = run
-        settled = min(run.first_step + SETTLED - 1, run.steps)
-        asked = read_steps(self._options.steps) if self._options.steps else range(settled, settled + 1)
-        self._steps = range(max(asked.start, run.first_step), min(asked.stop, run.steps + 1))
+        self._steps = steps_of(self._options.steps, run)
         if not self._steps and run.first_step <= run.steps:
             raise ValueError(f"steps={self._options.steps}: this attempt has the steps {run.first_step} to {run.steps}")
         self._start_before(run.first_step)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from megatron_run.contracts import Observer, PluginInfo, RunSummary, StepTrace
-from megatron_run.contracts.observer import read_steps
+from megatron_run.contracts.observer import read_steps, steps_of, steps_text
 from megatron_run.errors import InputError
 from megatron_run.hookspecs import hookimpl
 from megatron_run.pipeline.trace_events import trace_document, trace_events
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from megatron_run.contracts.observer import Timeline
     from megatron_run.contracts.schema import Config
 
-#: The step of an attempt that is traced by default; the first steps are slower than the others.
-SETTLED = 10
 #: Microseconds (the file's unit) per second (the unit of bars).
 SECOND = 1e6
 
@@ -31,19 +29,9 @@ class Options(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    steps: str | None = Field(
+    steps: Annotated[str | None, BeforeValidator(steps_text)] = Field(
         default=None, description="steps to trace: one, or first-last; unset: the attempt's tenth, or the last"
     )
-
-    @field_validator("steps", mode="before")
-    @classmethod
-    def _check(cls, value: object) -> str | None:
-        """Convert the steps to text; YAML reads a single step as a number."""
-        if value is None:
-            return None
-        text = "" if isinstance(value, bool | float) else str(value)
-        read_steps(text)
-        return text
 
 
 def check_config(config: Config, options: Options) -> tuple[str, ...]:
@@ -75,10 +63,7 @@ class Trace(Observer):
         """The steps of the options that this attempt runs; without options its tenth step, or its last."""
         if self._run is None:
             return ()
-        first, last = self._run.first_step, self._run.steps
-        settled = min(first + SETTLED - 1, last)
-        wanted = read_steps(self._options.steps) if self._options.steps else range(settled, settled + 1)
-        return range(max(first, wanted.start), min(last + 1, wanted.stop))
+        return steps_of(self._options.steps, self._run)
 
     def on_trace(self, trace: StepTrace) -> None:
         """Write the file of this step. Raises OSError on failure."""
