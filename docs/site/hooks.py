@@ -22,6 +22,7 @@ _MOVED: Mapping[str, str] = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "plugins/format/megatron/README.md": "megatron-flags.md",
+    "plugins/optimizer/deepspeed/README.md": "deepspeed.md",
 }
 #: What the navigation has under other headings than the table of contents.
 _PROJECT = ("index.md", "contents.md", "contributing.md", "changelog.md")

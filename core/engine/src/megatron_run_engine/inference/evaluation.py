@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from megatron_run.config.request import Request
 from megatron_run.planning import resolve
 from megatron_run_engine.inference.job import open_source, resolve_run
-from megatron_run_engine.inference.model import LoadedModel
+from megatron_run_engine.inference.loaded_model import LoadedModel
 
 if TYPE_CHECKING:
     from megatron_run.contracts import EvalMetrics, Observer

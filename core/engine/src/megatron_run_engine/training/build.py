@@ -162,7 +162,7 @@ def _message_sharers(run: ResolvedRun, topology: Topology, groups: Groups) -> Pa
     """Return the ranks that each send an equal part of the same message between stages."""
     # With sequence parallelism each rank's message is already its own part of the sequence.
     parallel = run.config.parallel
-    return groups.peers(topology, "tensor") if parallel.scatter_messages and not parallel.sequence else ALONE
+    return groups.parallel_group(topology, "tensor") if parallel.scatter_messages and not parallel.sequence else ALONE
 
 
 def with_vocabulary(run: ResolvedRun, data: DataSource) -> BaseModel:

@@ -79,7 +79,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.spec, self._enter, self._leave = experts, layers.enter_region, layers.leave_region
         self._parts_of_a_loss = context.topology.sizes.tensor
-        peers = context.groups.peers(context.topology, "expert")
+        peers = context.groups.parallel_group(context.topology, "expert")
         self.dispatcher = DISPATCHERS[experts.dispatch](peers, experts.count)
         self.norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
         self.router = Router(context, spec, experts.count)

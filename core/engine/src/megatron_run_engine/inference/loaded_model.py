@@ -13,7 +13,7 @@ from megatron_run.config.request import Request
 from megatron_run.errors import DataError, InputError
 from megatron_run_engine.inference.network import build_network, plan
 from megatron_run_engine.inference.source import find_source
-from megatron_run_engine.inference.text import Completion, TextStream
+from megatron_run_engine.inference.text_stream import Completion, TextStream
 from megatron_run_engine.runtime.generation import Generation, Sampling, TextTokens
 from megatron_run_engine.runtime.world import World
 from megatron_run_engine.training.tasks import Reader, TaskResult, make_work, run_task

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_run.contracts import Weights
 from megatron_run.errors import CheckpointError, InputError
-from megatron_run_format_megatron.network import (
+from megatron_run_format_megatron.model_section import (
     Setting,
     experts,
     is_rotated,
@@ -16,8 +16,8 @@ from megatron_run_format_megatron.network import (
 )
 from megatron_run_format_megatron.rank_files import Found, count_of, is_sharded, read_shards
 from megatron_run_format_megatron.tensor_names import Network, our_tensors
+from megatron_run_format_megatron.tokenizer_flags import WITH_PADDING, find_vocabulary
 from megatron_run_format_megatron.torch_dist import is_distributed, read_distributed
-from megatron_run_format_megatron.vocabulary import WITH_PADDING, find_vocabulary
 
 #: The file that names the newest step.
 LATEST = "latest_checkpointed_iteration.txt"
