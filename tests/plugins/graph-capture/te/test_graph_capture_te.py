@@ -211,9 +211,13 @@ def test_a_split_backward_is_refused() -> None:
 
 
 def test_a_region_without_a_gradient_to_pass_on_is_refused() -> None:
-    pipeline = Pipeline(Sequential(), 2, make=Bench("embedding"))
+    """At the capture, where a parameter was frozen; the rest before a run."""
+    pipeline = Pipeline(Sequential(), 2, make=Bench("attn"))
+    embedding = pipeline.stages[0].chunks[0].embedding
+    for parameter in embedding.parameters():
+        parameter.requires_grad_(False)
     pipeline.step(1)
-    with pytest.raises(GraphCaptureError, match="embedding of layer -1 cannot be captured by graph-capture=te"):
+    with pytest.raises(GraphCaptureError, match="attn of layer 0 cannot be captured by graph-capture=te: nothing"):
         pipeline.start_capture()
 
 
