@@ -107,7 +107,9 @@ def test_a_rank_whose_graphs_fit_gives_them_up_a_step_later_and_says_why() -> No
 def test_the_step_that_is_watched_is_the_step_that_is_told() -> None:
     activity, watched, told = Activity(), list[tuple[int, str]](), list[int]()
     activity.listeners.append(lambda step, name, detail: watched.append((step, name)))
-    capture = MagicMock(capture_after=1, whole_step=False, **{"regions.return_value": [MagicMock()], "mismatch.return_value": ""})
+    capture = MagicMock(
+        capture_after=1, whole_step=False, **{"regions.return_value": [MagicMock()], "mismatch.return_value": ""}
+    )
     capture.capture.return_value = capture.plan.return_value = CaptureSize(1, 2, 1)
     context: Any = SimpleNamespace(
         segments=SegmentRunner(RandomStreams(1, torch.device("cpu"))),

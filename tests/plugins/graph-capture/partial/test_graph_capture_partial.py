@@ -208,7 +208,10 @@ def test_padded_experts_are_captured_whole_and_leave_the_bits_of_eager_ones(reus
     ("name", "reason"),
     [
         ("moe_dispatch", "the host reads how many tokens each expert gets, but for model.expert_pad_to_capacity=true"),
-        ("moe_experts", "its shapes follow how many tokens each expert gets, but for model.expert_pad_to_capacity=true"),
+        (
+            "moe_experts",
+            "its shapes follow how many tokens each expert gets, but for model.expert_pad_to_capacity=true",
+        ),
     ],
 )
 def test_what_follows_the_routing_is_refused_with_the_reason(name: str, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -15,17 +16,25 @@ from megatron_run_engine.runtime.execute import Executor, StepRecord
 from megatron_run_engine.training.trainer import Trainer
 from tests.support.training import Seen, train_here, train_many
 
-LITTLE = ("train.sequence_length=16", "eval.batches=1", "train.steps=5", "eval.interval=3", "model.dropout=0")
+LITTLE = (
+    "train.sequence_length=16",
+    "train.steps=4",
+    "eval.batches=1",
+    "eval.interval=3",
+    "model.num_layers=2",
+    "model.dropout=0",
+)
 PADDED = ("model.experts=4", "model.top_k=2", "model.expert_capacity_factor=1.0", "model.expert_pad_to_capacity=true")
-GROWING = ("train.steps=8", "train.ramp_up.start=4", "train.ramp_up.increment=4", "train.ramp_up.samples=16")
+GROWING = ("train.steps=5", "train.ramp_up.start=4", "train.ramp_up.increment=4", "train.ramp_up.samples=8")
 STEP = "graph-capture=partial,scope=step"
 #: Name -> (plugins, settings).
 ALONE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "gpt": ((), ()),
-    "padded experts in bf16": ((), (*PADDED, "train.precision=bf16")),
-    "overflow": (("scaler=dynamic",), ("train.precision=fp16", "scaler.initial_loss_scale=268435456")),
+    "overflow": (
+        ("scaler=dynamic",),
+        ("train.precision=fp16", "scaler.initial_loss_scale=2097152", "scaler.hysteresis=1"),
+    ),
+    "padded experts in bf16": ((), (*PADDED, "train.precision=bf16", "train.loss_mean=token")),
     "recomputed, in chunks": (("optimizer=zero1",), ("train.recompute=full", "model.loss_chunks=2")),
-    "a mean over tokens": ((), ("train.loss_mean=token", "train.micro_batch_size=4")),
     "a growing batch": ((), GROWING),
 }
 RANKS = {
@@ -48,7 +57,7 @@ def both(world: int, plugins: tuple[str, ...], sets: tuple[str, ...]) -> list[Re
 
 
 def expect_same(eager: list[Seen], captured: list[Seen]) -> None:
-    assert len(eager[0].losses) >= 5
+    assert len(eager[0].losses) >= 4
     for mine, other in zip(captured, eager, strict=True):
         assert mine.losses == pytest.approx(other.losses, rel=0, abs=0, nan_ok=True)
         assert mine.norms == pytest.approx(other.norms, rel=0, abs=0, nan_ok=True)
@@ -66,7 +75,7 @@ def test_whole_steps_leave_the_bits_of_the_executor() -> None:
     found = train_many(1, [each for case in ALONE.values() for each in both(1, *case)])
     for eager, captured in zip(found[::2], found[1::2], strict=True):
         expect_same(eager, captured)
-    assert any(norm != norm for norm in found[4][0].norms), "no step overflowed"
+    assert any(map(math.isnan, found[0][0].norms)), "no step overflowed"
     assert len(found[-1][0].captured) > 1, "another number of microbatches is captured again"
 
 
@@ -103,7 +112,7 @@ def test_a_step_that_is_timed_runs_action_by_action(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Trainer, "_accumulate", timed)
     captured = train_here(0, 1, request((), (), STEP).to_json())
     assert (captured.losses, captured.weights) == (eager.losses, eager.weights)
-    assert [bool(record.times) for record in records] == [False, True, False, True, False]
+    assert [bool(record.times) for record in records] == [False, True, False, True]
     assert len({len(record.executed) for record in records}) == 1
 
 
@@ -142,5 +151,5 @@ def test_what_is_read_on_the_host_between_segments_is_told(monkeypatch: pytest.M
         return seed(self, microbatches, name, weight.clamp(min=weight.item()))
 
     monkeypatch.setattr(Trainer, "_seed", reads)
-    with pytest.raises(GraphCaptureError, match="between its segments reads a tensor on the host: Tensor.item"):
+    with pytest.raises(GraphCaptureError, match=r"between its segments reads a tensor on the host: Tensor\.item"):
         train_here(0, 1, request((), (), STEP).to_json())

@@ -169,9 +169,7 @@ class ExpertBlock(Block):
                 ("rows", *carried),
                 why=reads,
             ),
-            segment(
-                "moe_experts", moe.compute, ("rows", "weights", *carried), ("returned",), moe.experts, why=follows
-            ),
+            segment("moe_experts", moe.compute, ("rows", "weights", *carried), ("returned",), moe.experts, why=follows),
             segment("moe_combine", self.combine, ("x", "returned", *maps, *stream), ("x",), *shared),
         )
 

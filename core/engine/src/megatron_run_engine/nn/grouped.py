@@ -35,7 +35,7 @@ def grouped_linear(
 
     ``weight`` [g*o, i] and ``bias`` [g*o] are the groups' matrices stacked. ``counts`` [g], int64 on the CPU, holds the
     number of rows per group, and an int is that of every group; rows are sorted by group. Weight gradients go to
-    ``gradients``, also when there are no rows at all: every gradient must arrive, or its bucket would never be complete.
+    ``gradients``, also when there are no rows: every gradient must arrive, or its bucket would never be complete.
     """
     result: Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]  # torch's
         rows, weight, bias, counts, gradients, bias_share

@@ -59,7 +59,6 @@ class RandomStreams:
         self.sharded.manual_seed(mix(place, self._shard))
         self.replicated.manual_seed(place)
 
-
     @contextmanager
     def left_alone(self) -> Iterator[None]:
         """Within: nothing is positioned, for a recording of what draws nothing."""

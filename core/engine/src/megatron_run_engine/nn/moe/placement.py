@@ -158,7 +158,7 @@ class _CopyToSlots(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, place: Tensor, slots: bool) -> Tensor:  # noqa: FBT001  # apply takes no keywords
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, place: Tensor, slots: bool) -> Tensor:
         ctx.save_for_backward(rows, weights, order, place)
         ctx.slots = slots
         return torch.bmm(weights.to(rows.dtype)[:, None], _by_token(rows, place, weights, slots=slots))[:, 0]
