@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from megatron_run.config.request import Request
-from megatron_run.errors import GraphCaptureError, InputError
+from megatron_run.errors import GraphCaptureError, InputError, Problems
 from megatron_run.planning import resolve
 from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
 from megatron_run_engine.runtime.execute import Executor, StepRecord
@@ -124,8 +124,12 @@ def test_a_step_that_is_timed_runs_action_by_action(monkeypatch: pytest.MonkeyPa
         ((), PADDED[:2], r"cannot capture segment moe_dispatch of layer 0: the host reads how many tokens each expert"),
         ((), ("train.offload=mlp",), r"scope=step with train.offload=mlp: what a graph saves stays"),
         ((), ("train.recompute=core_attn",), r"cannot capture segment attn of layer 0: train.recompute=core_attn"),
-        ((), ("graph-capture.graph_reuse=per_slot",), "scope=step with graph_reuse=per_slot: a whole step is one"),
-        ((), ("graph-capture.scope=step,attn",), r"scope names step, which holds everything, and attn; leave"),
+        (
+            ("graph-capture=partial,scope=step,graph_reuse=per_slot",),
+            (),
+            "scope=step with graph_reuse=per_slot: a whole step is one",
+        ),
+        (("graph-capture=partial,scope=step,attn",), (), r"scope names step, which holds everything, and attn; leave"),
         (("graph-capture=te,scope=step",), (), "graph-capture=te captures no whole steps; choose --plugin"),
         (("graph-capture=compile,scope=step",), (), "graph-capture=compile captures no whole steps; choose --plugin"),
     ],
@@ -134,7 +138,7 @@ def test_what_the_host_must_do_within_a_step_is_refused_before_a_run(
     plugins: tuple[str, ...], sets: tuple[str, ...], message: str
 ) -> None:
     capture = () if plugins[:1] and plugins[0].startswith("graph-capture") else (STEP,)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises((InputError, Problems), match=message):
         dry_run_text(resolve(request(plugins, sets, *capture, nproc=2 if "schedule=1f1b" in plugins else 1)))
 
 
