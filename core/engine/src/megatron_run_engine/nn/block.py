@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 #: Names of tensors in a layer's environment.
 Names = tuple[str, ...]
 
-_READS_HOST = "the host reads how many tokens each expert gets"
-_FOLLOWS = "its shapes follow how many tokens each expert gets"
+_READS_HOST = "the host reads how many tokens each expert gets, but for model.expert_pad_to_capacity=true"
+_FOLLOWS = "its shapes follow how many tokens each expert gets, but for model.expert_pad_to_capacity=true"
 _RECOMPUTES_A_PART = (
     "train.recompute=core_attn recomputes a part of it, and graphs recompute whole segments, as of attn"
 )
@@ -111,7 +111,7 @@ class ExpertBlock(Block):
     """A block with a mixture of experts, in five segments.
 
     The cut follows what a CUDA graph can capture: only the shapes of ``moe_dispatch`` and ``moe_experts`` depend on the
-    routing, so the other three can be captured.
+    routing, so the other three can be captured, and with experts padded to their capacity all five.
     """
 
     def __init__(
@@ -136,7 +136,8 @@ class ExpertBlock(Block):
         """Router, placement maps, dispatch, experts and combine."""
         moe, shared = self.moe, () if self.moe.shared is None else (self.moe.shared,)
         stream = ("y",) * len(shared)
-        maps, carried = ("weights", "order", "place"), ("routed", *moe.dispatcher.carries)
+        maps, carried = ("weights", "order", "place"), moe.dispatcher.carries
+        reads, follows = (_READS_HOST, _FOLLOWS) if moe.dispatcher.dynamic else ("", "")
         routed = ("tokens", "weights", "chosen", "load", *moe.spec.loss_names, *stream)
         placed = ("order", "place", "counts", "spread")
 
@@ -166,11 +167,9 @@ class ExpertBlock(Block):
                 moe.dispatcher.dispatch,
                 ("tokens", *maps, "counts"),
                 ("rows", *carried),
-                why=_READS_HOST,
+                why=reads,
             ),
-            segment(
-                "moe_experts", moe.compute, ("rows", "weights", *carried), ("returned",), moe.experts, why=_FOLLOWS
-            ),
+            segment("moe_experts", moe.compute, ("rows", "weights", *carried), ("returned",), moe.experts, why=follows),
             segment("moe_combine", self.combine, ("x", "returned", *maps, *stream), ("x",), *shared),
         )
 
