@@ -135,7 +135,7 @@ def _finetune(folder: Path, data: tuple[str, ...], configs: tuple[str, ...], **o
     """Start from FOLDER's weights, which are imported first where they are another program's."""
     from megatron_run.registry.discover import plain_name
     from megatron_run_engine.checkpoint.step_folder import find_step
-    from megatron_run_engine.data.tokenizer import TOKENIZER
+    from megatron_run_engine.data.tokenizer import TOKENIZER, reads_bytes
 
     checkpoints, step = find_step(_ours(folder))
     identity, home = checkpoints.manifest(step).about.identity, checkpoints.path.parent
@@ -152,6 +152,8 @@ def _finetune(folder: Path, data: tuple[str, ...], configs: tuple[str, ...], **o
     }
     if (home / TOKENIZER).is_file():
         chosen["data"]["tokenizer"] = str(home.absolute() / TOKENIZER)
+    elif reads_bytes(identity):
+        chosen["data"]["tokenizer"] = "bytes"
     elif not any(word.startswith(("data.tokenizer=", "data=")) for word in (*options["sets"], *options["plugins"])):
         raise InputError(
             f"{folder} has no {TOKENIZER}", why="its weights know no other ids", fix="add --set data.tokenizer=FILE"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_run.errors import DataError
+from megatron_run.registry.discover import plain_name
 
 if TYPE_CHECKING:
     import tokenizers
@@ -106,11 +107,39 @@ def _read(path: Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def same_vocabulary(first: Path, second: Path) -> bool:
-    """Whether both files give every token the same id. Raises :class:`DataError` for one that cannot be read."""
-    if first.is_file() and second.is_file() and first.read_bytes() == second.read_bytes():
-        return True
-    return _read(first).get_vocab(with_added_tokens=True) == _read(second).get_vocab(with_added_tokens=True)
+def byte_tokenizer_json() -> bytes:
+    """The ids of :class:`ByteTokenizer` as a file of the `tokenizers` library, for programs that read only those.
+
+    Its tokens are GPT-2's characters for bytes: printable ones for themselves, the others from U+0100 on.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    vocabulary = {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([END_OF_DOCUMENT[0]])  # gets the next id, ByteTokenizer.end_of_document
+    return str(made.to_str(pretty=True)).encode()
+
+
+def reads_bytes(identity: Mapping[str, Any]) -> bool:
+    """Whether the data of a run, by the keys of its ``identity``, is text read byte by byte."""
+    return plain_name(str(identity.get("data.use"))) == "text" and identity.get("data.tokenizer") == "bytes"
+
+
+def same_vocabulary(first: Path | None, second: Path | None) -> bool:
+    """Whether two files, or bytes where there is None, give every token the same id. Raises :class:`DataError`."""
+    return first == second or _vocabulary(first) == _vocabulary(second)
+
+
+def _vocabulary(file: Path | None) -> Mapping[str, int]:
+    import tokenizers
+
+    opened = tokenizers.Tokenizer.from_buffer(byte_tokenizer_json()) if file is None else _read(file)
+    return opened.get_vocab(with_added_tokens=True)
 
 
 def open_tokenizer(name: str) -> Tokenizer:

@@ -33,7 +33,7 @@ from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.saving import LOCK, Commit
 from megatron_run_engine.checkpoint.shard_file import NAMES, write_shard
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
-from megatron_run_engine.data.tokenizer import TOKENIZER
+from megatron_run_engine.data.tokenizer import TOKENIZER, byte_tokenizer_json, reads_bytes
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes, names_fault
 from megatron_run_engine.run_folder.changes import digest
 
@@ -106,8 +106,9 @@ def export_model(source: Path | None, folder: Path, name: str, step: int | None 
             with checkpoints.offering_older(chosen, lambda older: f"to export step {older}: --step {older}"):
                 weights = read_step(checkpoints, chosen)
             target.write(weights, temporary)
-            if weights.tokenizer is not None:
-                _write_file(temporary / TOKENIZER, weights.tokenizer.read_bytes(), files)
+            tokenizer = _tokenizer_json(weights, checkpoints.manifest(chosen))
+            if tokenizer is not None:
+                _write_file(temporary / TOKENIZER, tokenizer, files)
             files.remove_folder(folder)
             files.rename(temporary, folder)
         except BaseException:
@@ -151,6 +152,13 @@ def _kept_tokenizer(checkpoints: Checkpoints, manifest: Manifest) -> Path | None
     if not path.is_file() or (record and hashlib.sha256(path.read_bytes()).hexdigest() != record.sha256):
         return None
     return path
+
+
+def _tokenizer_json(weights: Weights, manifest: Manifest) -> bytes | None:
+    """The tokenizer's file for another program; None where none is known."""
+    if weights.tokenizer is not None:
+        return weights.tokenizer.read_bytes()
+    return byte_tokenizer_json() if reads_bytes(manifest.about.identity) else None
 
 
 def _readers(manifest: Manifest, reader: Reader, field: str) -> dict[str, ReadTensor]:

@@ -139,6 +139,12 @@ def _later_causal(query: Tensor, key: Tensor) -> Tensor | None:
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     """PyTorch's attention, one kernel where the backend has one; arguments as in :meth:`CoreAttention.forward`."""
+    groups = query.shape[2] // key.shape[2]
+    if len(query) == 1 < groups and not dropout:
+        # Queries of one token that share keys are rows of one product: each key is read once.
+        rows = query[0].unflatten(1, (-1, groups))  # [b, k, g, d]
+        key, value = key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)  # [b, k, c, d]
+        return F.scaled_dot_product_attention(rows, key, value, attn_mask=mask).flatten(1)[None]  # [1, b, n*d]
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, n, d] -> [b, n, s, d]
     x = F.scaled_dot_product_attention(
         query,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -175,5 +175,5 @@ def _check(program: Sequence[Instruction]) -> None:
             )
 
 
-def _no_boundary(microbatch: Microbatch) -> None:
+def _no_boundary(microbatch: Microbatch) -> NoReturn:
     raise AssertionError(f"a step without messages has no boundary (microbatch {microbatch.index})")
