@@ -214,8 +214,8 @@ def test_a_split_backward_is_refused() -> None:
 def test_a_region_without_a_gradient_to_pass_on_is_refused() -> None:
     """At the capture, where a parameter was frozen; the rest before a run."""
     pipeline = Pipeline(Sequential(), 2, make=Bench("attn"))
-    embedding = pipeline.stages[0].chunks[0].embedding
-    for parameter in embedding.parameters():
+    chunk: Any = pipeline.stages[0].chunks[0]
+    for parameter in chunk.embedding.parameters():
         parameter.requires_grad_(False)
     pipeline.step(1)
     with pytest.raises(GraphCaptureError, match="attn of layer 0 cannot be captured by graph-capture=te: nothing"):
