@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def told(dataset: PackedDocuments) -> list[list[tuple[str, str]]]:
     """Of each row its documents as text: tokens, and the labels that count."""
     rows = []
     for index in range(len(dataset)):
-        row = dataset[index]
+        row: dict[str, Any] = dict(dataset[index])
         texts = []
         for start, stop in pairwise(row["documents"].tolist()):
             assert row["positions"][start:stop].tolist() == list(range(stop - start))

@@ -377,8 +377,9 @@ class DotProductAttention(_Base):
             sizes = cu_seqlens_q.diff().tolist()
             assert max_seqlen_q == max_seqlen_kv
             assert max(sizes) <= (max_seqlen_q or 0)
-            parts = zip(*(x[:, None].split(sizes) for x in (query_layer, key_layer, value_layer)), strict=True)
-            return torch.cat([self.forward(*part, attn_mask_type="causal")[:, 0] for part in parts if len(part[0])])
+            queries, keys, values = (x[:, None].split(sizes) for x in (query_layer, key_layer, value_layer))
+            parts = [part for part in zip(queries, keys, values, strict=True) if len(part[0])]
+            return torch.cat([self.forward(q, k, v, attn_mask_type="causal")[:, 0] for q, k, v in parts])
         kind, size = attn_mask_type or self.options["attn_mask_type"], self.peers.size
         assert query_layer.shape[-2:] == (self.options["num_attention_heads"] // size, self.options["kv_channels"])
         assert key_layer.shape[-2] == (self.options["num_gqa_groups"] or self.options["num_attention_heads"]) // size

@@ -115,7 +115,7 @@ def model_checks(create: CreateModel, options: BaseModel) -> tuple[Check, ...]:
     ``options`` describe a small network with ``vocab_size`` set; it is cut into up to four chunks.
     """
     bench = _Bench(create, options)
-    checks: dict[str, Callable[[], None]] = {
+    checks: dict[str, Callable[[], str | None]] = {
         "a cut model equals the whole model": bench.cuts_agree,
         "initial weights do not depend on the layout": bench.initial_weights_agree,
         "recomputation changes no gradient": bench.recomputation_agrees,
