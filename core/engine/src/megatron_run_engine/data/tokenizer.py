@@ -22,6 +22,8 @@ END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>
 
 #: The name under which a tokenizer's file is kept beside the weights that were trained with it.
 TOKENIZER = "tokenizer.json"
+#: The files beside a tokenizer's that may hold its chat template. They go where it goes.
+CHAT_TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
 
 
 class Tokenizer(ABC):
@@ -34,6 +36,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, content: bytes, source: object) -> NDArray[np.int64]:
         """Return the ids of a document without ``end_of_document``. Raises :class:`DataError` naming ``source``."""
+
+    @abstractmethod
+    def encode_places(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the ids of ``text``, and the characters at which each token starts and stops, all [n]."""
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
@@ -50,6 +56,11 @@ class ByteTokenizer(Tokenizer):
     def encode(self, content: bytes, source: object) -> NDArray[np.int64]:
         """Return the bytes as ids. Never fails."""
         return np.frombuffer(content, np.uint8).astype(np.int64)
+
+    def encode_places(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the bytes of ``text``, each at its character."""
+        starts = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
+        return self.encode(text.encode(), "the text"), starts, starts + 1
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Decode the bytes as UTF-8, with U+FFFD for invalid ones."""
@@ -82,6 +93,12 @@ class JsonTokenizer(Tokenizer):
                 f"{source} is not UTF-8 at byte {cause.start}", fix="convert it, or set data.tokenizer to bytes"
             ) from cause
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+
+    def encode_places(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the ids of ``text`` as :meth:`encode` does, and where their tokens lie in it."""
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        places = np.array(found.offsets, np.int64).reshape(-1, 2)
+        return np.array(found.ids, np.int64), places[:, 0], places[:, 1]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens`` without special tokens."""

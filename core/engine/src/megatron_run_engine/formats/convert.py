@@ -33,7 +33,7 @@ from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.saving import LOCK, Commit
 from megatron_run_engine.checkpoint.shard_file import NAMES, write_shard
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
-from megatron_run_engine.data.tokenizer import TOKENIZER, byte_tokenizer_json, reads_bytes
+from megatron_run_engine.data.tokenizer import CHAT_TEMPLATES, TOKENIZER, byte_tokenizer_json, reads_bytes
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes, names_fault
 from megatron_run_engine.run_folder.changes import digest
 
@@ -180,6 +180,8 @@ def write_folder(weights: Weights, folder: Path, source: str, bad: Counter[str] 
         _write_file(folder / CONFIG, _config_text(weights, source, folder).encode(), files)
         if weights.tokenizer is not None:
             _write_file(folder / TOKENIZER, weights.tokenizer.read_bytes(), files)
+            for beside in filter(Path.is_file, map(weights.tokenizer.with_name, CHAT_TEMPLATES)):
+                _write_file(folder / beside.name, beside.read_bytes(), files)
         bad = Counter[str]() if bad is None else bad
         return _write_step(weights, Checkpoints(folder / CHECKPOINTS), identity, files, bad)
 
