@@ -8,7 +8,7 @@ from megatron_run_engine.nn import grouped
 from megatron_run_engine.nn.grouped import EqualGroups, RowGroups, _has_onednn, _takes_grouped, grouped_linear
 from megatron_run_engine.runtime.gradients import GradientAccumulator, main_grad
 
-#: Some without rows, the last all alike, which are told by one number; sizes that one call takes, and sizes that it does not.
+#: Some without rows, the last all alike, which are told by one number; sizes that one call takes, and others.
 COUNTS, SIZES = ([3, 0, 5, 1], [0, 0, 0, 0], [9, 0, 0, 0], [4, 4, 4, 4]), ((8, 16), (5, 7))
 
 CPU = torch.device("cpu")
