@@ -68,10 +68,18 @@ def test_a_document_that_is_alone_is_cut(tmp_path: Path) -> None:
     assert [len(next(iter(documents(source, split)))) for split in SPLITS] == [800, 100, 100]
 
 
+def test_few_documents_are_cut_where_validation_would_get_none(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text(f"{number}" * 1000)
+    sizes = {split: [len(piece) for piece in documents(text(tmp_path), split)] for split in SPLITS}
+    assert sizes == {"train": [900] * 3, "validation": [50] * 3, "test": [50] * 3}
+    assert [len(piece) for piece in documents(text(tmp_path, split="100,0,0"), "train")] == [1000] * 3
+
+
 def test_a_split_too_short_for_a_sample_says_what_to_do(tmp_path: Path) -> None:
     source = text(corpus(tmp_path, count=3), split="99,0.1,0.9")
     message = (
-        r"the validation split is too short .*: 0% of 3 documents came to 0 tokens, .* needs 65; .* a larger share"
+        r"the validation split is too short .*: 0% of 3 documents came to 0 tokens, and a sample needs 65 .*; name more"
     )
     with pytest.raises(DataError, match=message):
         source.dataset("validation", 64, 0)

@@ -240,6 +240,8 @@ def test_a_stop_token_and_the_end_of_a_text_end_it(bytes_model: LoadedModel) -> 
         (["a"], {"num": 0}, "num=0: it must be at least 1"),
         (["a"], {"max_new_tokens": 0}, "max_new_tokens=0: it must be at least 1"),
         (["a"], {"stop": ["a", ""]}, "a stop string is empty"),
+        (["a"], {"num": 10**14}, "num=100000000000000: it must be at most 65536"),
+        (["a"], {"stop_tokens": [1, 257]}, "token 257 is outside the model's vocabulary of 257"),
     ],
 )
 def test_what_cannot_be_written_is_refused(
