@@ -17,6 +17,8 @@ from megatron_run.contracts import DataSource, Split
 from megatron_run.errors import DataError
 from megatron_run_engine.builtin.data.text import TextOptions, megatron_run_create_data
 from megatron_run_engine.data.documents import PackedDataset
+from megatron_run_engine.data.packing import PackedDocuments
+from megatron_run_testing.data import data_checks
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 
@@ -52,6 +54,19 @@ def test_splits_are_disjoint_and_complete(tmp_path: Path) -> None:
     found = [documents(source, split) for split in SPLITS]
     assert sum(map(len, found)) == 40
     assert set.union(*found) == {path.read_text() for path in tmp_path.iterdir()}
+
+
+def test_packed_documents_conform_and_hold_every_label_once(tmp_path: Path) -> None:
+    source = text(corpus(tmp_path), split="60,20,20", packing="documents")
+    for check in data_checks(source):
+        check.run()
+    dataset = source.dataset("train", 32, 0)
+    assert isinstance(dataset, PackedDocuments)
+    labels = np.concatenate([dataset.pairs([index])[1] for index in range(len(dataset))])
+    whole = [document.encode() for document in documents(text(tmp_path, split="60,20,20"), "train")]
+    assert sorted(labels.tolist()) == sorted([*b"".join(document[1:] for document in whole), *[256] * len(whole)])
+    assert source.summary(32, 0) == str(dataset)
+    assert f"{len(whole)} documents in {len(dataset)} rows of 32 tokens, " in str(dataset)
 
 
 def test_a_new_file_moves_no_other(tmp_path: Path) -> None:
