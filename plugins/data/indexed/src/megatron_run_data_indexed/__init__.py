@@ -1,0 +1,1 @@
+"""data=indexed: datasets in Megatron's .bin and .idx files."""
