@@ -31,13 +31,24 @@ _IDS = ("tokens", "labels")
 class CheckedDataset:
     """Samples of ``dataset``, which belongs to ``split`` of ``plugin``; ``vocab_size`` is its number of token ids.
 
+    ``in_order``: the run reads them by ascending index; False: it shuffles.
     Raises :class:`DataError` for a sample with a token outside the vocabulary, or with fields that are not int64 and
     [s], and :class:`PluginError` for one that cannot be read.
     """
 
-    def __init__(self, dataset: Dataset, split: Split, plugin: Plugin, vocab_size: int, sequence_length: int) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        split: Split,
+        plugin: Plugin,
+        vocab_size: int,
+        sequence_length: int,
+        *,
+        in_order: bool = False,
+    ) -> None:
         self._dataset, self._split, self._plugin = dataset, split, plugin
         self._vocab_size, self._length = vocab_size, sequence_length
+        self.in_order = in_order
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -77,16 +88,23 @@ class CheckedDataset:
         )
 
 
-def open_split(plugin: Plugin, source: DataSource, split: Split, sequence_length: int, seed: int) -> CheckedDataset:
-    """Open ``split`` of the data ``source`` that ``plugin`` made. Raises what :class:`CheckedDataset` does."""
+def open_split(
+    plugin: Plugin, source: DataSource, split: Split, sequence_length: int, seed: int, samples: int
+) -> CheckedDataset:
+    """Open ``split`` of the data ``source`` that ``plugin`` made, of which the run reads ``samples`` samples.
+
+    They come in the order of the source, if it has one. Raises what :class:`CheckedDataset` does.
+    """
     try:
-        dataset = source.dataset(split, sequence_length, seed)
+        ordered = source.stream(split, sequence_length, seed, samples)
+        dataset = source.dataset(split, sequence_length, seed) if ordered is None else ordered
         len(dataset)
     except RunError:
         raise
     except Exception as cause:
         raise plugin.failed(f"opening split {split}", in_one_line(cause)) from cause
-    return CheckedDataset(dataset, split, plugin, source.vocab_size, sequence_length)
+    in_order = ordered is not None
+    return CheckedDataset(dataset, split, plugin, source.vocab_size, sequence_length, in_order=in_order)
 
 
 class CheckedScaler(Scaler):

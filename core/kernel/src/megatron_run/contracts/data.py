@@ -59,6 +59,14 @@ class DataSource(ABC):
         Raises :class:`megatron_run.errors.DataError` with file and offset if the data cannot be read.
         """
 
+    def stream(self, split: Split, sequence_length: int, seed: int, samples: int) -> Dataset | None:
+        """Open ``split`` in an order of its own, or return None: then the trainer shuffles :meth:`dataset` each epoch.
+
+        The sample at index i is the i-th that the run reads; the length is that of one epoch, and indices beyond it go
+        on with the next. ``samples`` is how many the run will read. Raises as :meth:`dataset`.
+        """
+        return None
+
     def baselines(self, sequence_length: int, seed: int, samples: Sequence[int]) -> Mapping[str, float]:
         """Losses of simple models by name, in nats per token, on ``samples`` of the validation split; empty by default.
 

@@ -235,8 +235,12 @@ class Reader:
         """Return the tokens of a sequence, [lengths[sequence]], without a copy. Raises IndexError beyond the last."""
         if not 0 <= sequence < len(self):
             raise IndexError(f"sequence {sequence} of {len(self)}")
-        start = int(self.offsets[sequence]) // self.dtype.itemsize
+        start = self.token_at(sequence)
         return self.tokens[start : start + int(self.lengths[sequence])]
+
+    def token_at(self, sequence: int) -> int:
+        """Return where ``sequence`` begins in ``tokens``; for n, where the last one ends."""
+        return int(self.offsets[sequence]) // self.dtype.itemsize if sequence < len(self) else len(self.tokens)
 
     def _fault(self, at: int, why: str, fix: str = "write it again from its source") -> DataError:
         return DataError(f"{self.path} is damaged at byte {at}", why=why, fix=fix)
