@@ -74,13 +74,26 @@ class IndexedOptions(BaseModel):
         return weights
 
 
-def check_config(config: Config, options: IndexedOptions) -> Iterator[str]:  # noqa: ARG001  # the contract's
-    """Yield a notice where nothing is kept for validation. Raises :class:`InputError` for an option without effect."""
+#: Seeds of NumPy's RandomState, which shuffles for megatron-core, lie below.
+_SEEDS = 2**32
+
+
+def check_config(config: Config, options: IndexedOptions) -> Iterator[str]:
+    """Yield a notice where nothing is kept for validation.
+
+    Raises :class:`InputError` for an option without effect, and for a seed that megatron-core could not have.
+    """
     if not options.split[1]:
         yield "data.split gives validation nothing: nothing is evaluated"
     for name in ("samples", "cache"):
         if getattr(options, name) is not None and options.order != "megatron":
             raise InputError(f"data.{name} is for data.order=megatron", fix=f"set that too, or drop data.{name}")
+    if options.order == "megatron" and config.train.seed >= _SEEDS:
+        raise InputError(
+            f"train.seed={config.train.seed} is too large for data.order=megatron",
+            why="NumPy's RandomState shuffles as it does for megatron-core, and takes 32 bits",
+            fix=f"set train.seed below {_SEEDS}",
+        )
 
 
 @hookimpl
