@@ -93,14 +93,16 @@ def _sample_starts(
     lengths: NDArray[np.int32], documents: NDArray[np.int32], sequence_length: int, tokens: int
 ) -> NDArray[Any]:
     """Return ``samples``. Sample i begins at token i * s of the stream and shares its last token with the next."""
-    ends = np.cumsum(lengths[documents], dtype=np.int64)
-    starts = np.arange((tokens - 1) // sequence_length + 1, dtype=np.int64) * sequence_length
-    places = np.searchsorted(ends, starts, side="right")
+    bounds = np.zeros(len(documents) + 1, np.int64)  # where each sequence begins in the stream, and its end
+    np.cumsum(lengths.copy().take(documents), out=bounds[1:])  # a copy, since mapped ones are not aligned
+    number = (tokens - 1) // sequence_length + 1
+    # Sample i lies in the sequence before which as many end at or below i * s: counting is faster than searching.
+    ended = np.bincount((bounds[1:] + (sequence_length - 1)) // sequence_length, minlength=number)
+    places = np.cumsum(ended[:number])
     places[0] = 0  # though sequences without a token may come first
-    samples = np.empty((len(starts), 2), np.int32 if len(documents) <= np.iinfo(np.int32).max else np.int64)
+    samples = np.empty((number, 2), np.int32 if len(documents) <= np.iinfo(np.int32).max else np.int64)
     samples[:, 0] = places
-    samples[:, 1] = starts - (ends[places] - lengths[documents[places]])
-    samples[0, 1] = 0
+    samples[:, 1] = np.arange(number, dtype=np.int64) * sequence_length - bounds[places]
     return samples
 
 
