@@ -13,6 +13,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -61,13 +62,15 @@ def write_corpus(prefix: Path, documents: int) -> None:
             writer.add_documents(generator.integers(0, 50_000, int(part.sum()), dtype=np.uint16), part)
 
 
+def theirs(module: str) -> Any:
+    """A module of megatron-core's data."""
+    return import_module(f"megatron.core.datasets.{module}")
+
+
 def gpt_dataset(prefix: str, samples: int, cache: str | None) -> Any:
     """Megatron-core's dataset of the training split. Without a cache it builds its indices each time."""
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-    from megatron.core.datasets.utils import Split
-
-    config = GPTDatasetConfig(
+    gpt, files = theirs("gpt_dataset"), theirs("indexed_dataset")
+    config = gpt.GPTDatasetConfig(
         random_seed=SEED,
         sequence_length=S,
         blend=([prefix], None),
@@ -79,60 +82,60 @@ def gpt_dataset(prefix: str, samples: int, cache: str | None) -> Any:
         create_attention_mask=False,
         path_to_cache=cache,
     )
-    read = IndexedDataset(prefix)
-    return GPTDataset(read, prefix, np.arange(len(read), dtype=np.int32), samples, Split.train, config)
+    read, split = files.IndexedDataset(prefix), theirs("utils").Split.train
+    return gpt.GPTDataset(read, prefix, np.arange(len(read), dtype=np.int32), samples, split, config)
 
 
 def built_index(prefix: Path, folder: Path, samples: int, runs: int) -> tuple[float, float, float]:
     """Build the three indices of ``samples`` samples; neither side writes them."""
-    theirs = gpt_dataset(str(prefix), samples, str(folder / "theirs"))
+    dataset = gpt_dataset(str(prefix), samples, str(folder / "theirs"))
     read = Reader(prefix)
 
     def ours() -> Any:
         return build(read.lengths, (0, len(read)), S, samples, SEED)
 
-    for found, wanted in zip(ours(), (theirs.document_index, theirs.sample_index, theirs.shuffle_index), strict=True):
+    for found, wanted in zip(
+        ours(), (dataset.document_index, dataset.sample_index, dataset.shuffle_index), strict=True
+    ):
         np.testing.assert_array_equal(found, wanted)
-    theirs.config.path_to_cache = None
+    dataset.config.path_to_cache = None
     with (
-        mock.patch.object(theirs.config, "mock", new=True),  # the only way to keep it from its cache
+        mock.patch.object(dataset.config, "mock", new=True),  # the only way to keep it from its cache
         mock.patch("megatron.core.datasets.gpt_dataset.log_single_rank"),
     ):
-        return paired(ours, theirs._build_document_sample_shuffle_indices, runs)
+        return paired(ours, dataset._build_document_sample_shuffle_indices, runs)
 
 
 def blended(runs: int, number: int) -> tuple[float, float, float]:
     """Choose the datasets of a blend of ``number``."""
-    from megatron.core.datasets import helpers
-    from megatron.core.datasets.utils import normalize
-
+    helpers, normalize = theirs("helpers"), theirs("utils").normalize
     weights = np.random.default_rng(number).random(number).tolist()
 
     def ours() -> tuple[Any, Any]:
         choices = blend(weights, BLENDED)
         return choices, places_in(choices, number)
 
-    def theirs() -> tuple[Any, Any]:
+    def compiled() -> tuple[Any, Any]:
         choices, places = np.zeros(BLENDED, np.int16), np.zeros(BLENDED, np.int64)
         helpers.build_blending_indices(choices, places, normalize(weights), number, BLENDED, False)
         return choices, places
 
-    for found, wanted in zip(ours(), theirs(), strict=True):
+    for found, wanted in zip(ours(), compiled(), strict=True):
         np.testing.assert_array_equal(found, wanted)
-    return paired(ours, theirs, runs)
+    return paired(ours, compiled, runs)
 
 
 def read_samples(prefix: Path, folder: Path, order: str, samples: int, runs: int) -> tuple[float, float, float]:
     """Read the first samples of the run, which lie anywhere in the file."""
-    theirs = gpt_dataset(str(prefix), samples, str(folder / "theirs"))
+    peer = gpt_dataset(str(prefix), samples, str(folder / "theirs"))
     cache = {"cache": str(folder / "ours")} if order == "megatron" else {}
     options = {"paths": str(prefix), "order": order, "vocab_size": 50_000, "split": (1, 0, 0), **cache}
     ours = megatron_run_create_data(IndexedOptions.model_validate(options)).stream("train", S, SEED, samples)
     assert ours is not None
     if order == "megatron":
         for index in range(0, samples, 97):
-            np.testing.assert_array_equal(ours[index]["labels"], theirs[index]["labels"].numpy())
-    places = range(min(READ, len(ours), len(theirs)))
+            np.testing.assert_array_equal(ours[index]["labels"], peer[index]["labels"].numpy())
+    places = range(min(READ, len(ours), len(peer)))
 
     def read(dataset: Any) -> Callable[[], None]:
         def work() -> None:
@@ -141,7 +144,7 @@ def read_samples(prefix: Path, folder: Path, order: str, samples: int, runs: int
 
         return work
 
-    return paired(read(ours), read(theirs), runs)
+    return paired(read(ours), read(peer), runs)
 
 
 def report(*, quick: bool) -> Iterator[str]:
@@ -171,9 +174,8 @@ def report(*, quick: bool) -> Iterator[str]:
 
 
 def _opening(prefix: Path, runs: int) -> tuple[float, float, float]:
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    return paired(lambda: Reader(prefix), lambda: IndexedDataset(str(prefix)), runs)
+    opened = theirs("indexed_dataset").IndexedDataset
+    return paired(lambda: Reader(prefix), lambda: opened(str(prefix)), runs)
 
 
 def _row(name: str, found: tuple[float, float, float]) -> tuple[str, str, str, str]:

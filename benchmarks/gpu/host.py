@@ -15,24 +15,27 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.measuring import alone
-from benchmarks.gpu.models import our_side, shape_of
+from benchmarks.gpu.models import OURS, our_side, shape_of
 
 #: Steps from one save to the next; the last ``QUIET`` before a save show how long a step takes beside which none runs.
 INTERVAL, QUIET, SAVES = 10, 4, 3
 
 
 def profile(device: str, *, quick: bool) -> dict[str, Any]:
-    """The piece: a profiled step of a small and of a large model."""
-    sizes = ("124m", "1.3b")
-    return {size: alone(profile_step, device, size=size, quick=quick) for size in sizes}
+    """The piece: a profiled step of a small and of a large model, and of tiny layers from graphs of each kind."""
+    steps = [("124m", OURS), ("1.3b", OURS), *(("small", name) for name in ("eager", "partial", "whole step"))]
+    return {
+        size if name == OURS else f"{size}, {name}": alone(profile_step, device, size=size, name=name, quick=quick)
+        for size, name in steps
+    }
 
 
-def profile_step(device: str, size: str, *, quick: bool) -> dict[str, Any]:
+def profile_step(device: str, size: str, name: str, *, quick: bool) -> dict[str, Any]:
     """Launches, the share of the step in which the device computes, and the three operations that cost most."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
-    side = our_side(device, size, "megatron-run", shape_of(size, quick=quick))
+    side = our_side(device, size, name, shape_of(size, quick=quick))
     assert not isinstance(side, str)
     for _ in range(4):
         side.step([])

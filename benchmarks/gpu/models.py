@@ -27,6 +27,11 @@ GPT = {
 #: What is replayed from graphs: small layers, whose launches cost more than their kernels, and layers of experts.
 SMALL = Shape(layers=12, hidden=512, heads=8, sequence=512, vocab=8192, micro_batch=2, microbatches=8)
 EXPERTS = {"model.experts": 8, "model.top_k": 2, "model.activation": "swiglu", "model.bias": False}
+#: The settings of models of other than dense layers.
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "experts": EXPERTS,
+    "padded experts": {**EXPERTS, "model.expert_capacity_factor": 1.25, "model.expert_pad_to_capacity": True},
+}
 OURS = "megatron-run"
 
 #: Our side with plugins and settings: name -> plugins, settings, the library that it needs.
@@ -42,10 +47,15 @@ WAYS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any], str]] = {
 CAPTURES: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any], str]] = {
     "eager": ((), {}, ""),
     "partial": (("graph-capture=partial,scope={scope}",), {}, ""),
+    "whole step": (("graph-capture=partial,scope=step",), {}, ""),
     "compile": (("graph-capture=compile,scope={scope}",), {}, ""),
     "te": (("parallel-layer=te", "graph-capture=te,scope={scope}"), {}, "transformer_engine"),
 }
-SCOPES = {"small": "attn,mlp", "experts": "attn,moe_router,moe_preprocess"}
+SCOPES = {
+    "small": "attn,mlp",
+    "experts": "attn,moe_router,moe_preprocess",
+    "padded experts": "attn,moe_router,moe_preprocess,moe_dispatch,moe_experts,moe_combine",
+}
 PEERS = {"nanoGPT, compiled": "", "transformers": "transformers", "megatron-core": "megatron", "Lightning": "lightning"}
 
 
@@ -96,7 +106,7 @@ def flops_per_token(shape: Shape, size: str) -> float:
     from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
     from megatron_run_testing.build_contexts import single_process_context
 
-    experts = {key.partition(".")[2]: value for key, value in EXPERTS.items()} if size == "experts" else {}
+    experts: dict[str, Any] = {key.partition(".")[2]: value for key, value in SETTINGS.get(size, {}).items()}
     options = GptOptions(
         num_layers=shape.layers, hidden_size=shape.hidden, num_heads=shape.heads, vocab_size=shape.vocab, dropout=0.0,
         **experts,
@@ -114,8 +124,7 @@ def our_side(device: str, size: str, name: str, shape: Shape) -> Side | str:
     missing = [each for each in plugins if each.partition(",")[0] not in installed]
     if missing:
         return f"{missing[0].partition(',')[0]} is not installed"
-    experts = EXPERTS if size == "experts" else {}
-    return OurTraining(shape, "bf16", device, {**experts, **sets}, plugins)
+    return OurTraining(shape, "bf16", device, {**SETTINGS.get(size, {}), **sets}, plugins)
 
 
 def peer(device: str, name: str, shape: Shape, *, compiled: bool) -> Side | str:
@@ -139,11 +148,18 @@ def peer(device: str, name: str, shape: Shape, *, compiled: bool) -> Side | str:
 
 
 def graphs(device: str, *, quick: bool) -> dict[str, Any]:
-    """The piece: eager beside captured, on small layers and on layers of experts."""
+    """The piece: eager beside captured, on small layers, on layers of experts, and on those that are padded.
+
+    Dropless experts wait for the host in every layer, so that no step of theirs is captured whole.
+    """
     return {
         size: {
             "shape": str(shape_of(size, quick=quick)),
-            "sides": {name: alone(measure_side, device, size=size, name=name, quick=quick) for name in CAPTURES},
+            "sides": {
+                name: alone(measure_side, device, size=size, name=name, quick=quick)
+                for name in CAPTURES
+                if (size, name) != ("experts", "whole step")
+            },
         }
         for size in SCOPES
     }

@@ -60,7 +60,7 @@ def _model(size: str, found: Mapping[str, Any], ceilings: Mapping[str, Any]) -> 
 
 def _captured(sides: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     eager = sides["eager"].get("tokens/s")
-    for name in CAPTURES:
+    for name in filter(sides.__contains__, CAPTURES):
         rate = sides[name].get("tokens/s")
         if rate is None:
             yield name, sides[name]["failed"], ""

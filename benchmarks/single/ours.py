@@ -77,6 +77,12 @@ class OurTraining(Side):
         self.flops_per_token = assembly.model.flops_per_token(shape.sequence)
         self.planned = sum(assembly.optimizer.memory().values())
 
+    @property
+    def replays(self) -> bool:
+        """Whether steps replay graphs by now."""
+        graphs = self._trainer._graphs
+        return graphs is not None and graphs.replays
+
     def batch(self, step: int) -> Batch:
         """What step ``step``, counted from 0, takes in: the other sides get the same."""
         size, first = self._shape.micro_batch, step * self._shape.micro_batch * self._shape.microbatches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from os.path import relpath
+from os.path import normpath, relpath
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -21,7 +21,11 @@ _MOVED: Mapping[str, str] = {
     "docs/index.md": "contents.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "plugins/format/megatron/README.md": "megatron-flags.md",
+    "plugins/optimizer/deepspeed/README.md": "deepspeed.md",
 }
+#: What the navigation has under other headings than the table of contents.
+_PROJECT = ("index.md", "contents.md", "contributing.md", "changelog.md")
 #: Files of the repository -> the page that is made from them, and the heading on it.
 _MADE: Mapping[str, tuple[str, str]] = {
     **{
@@ -47,7 +51,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         {"Kinds": ["kinds/index.md", *(f"kinds/{kind}.md" for kind in KINDS)]},
         {"Plugins": "plugins.md"},
         {"API": ["api/index.md", *api]},
-        {"Project": ["contents.md", "contributing.md", "changelog.md"]},
+        {"Project": list(_PROJECT[1:])},
     ]
     return config
 
@@ -59,8 +63,8 @@ def _guides() -> Iterator[dict[str, Any]]:
     for match in _HEADING.finditer((ROOT / "docs" / "index.md").read_text(encoding="utf-8")):
         if match["title"]:
             group = groups.setdefault(match["title"], [])
-        elif not match["page"].startswith("../"):
-            group.append(match["page"])
+        elif (page := _MOVED.get(normpath(f"docs/{match['page']}"), match["page"])) not in _PROJECT:
+            group.append(page)
     return ({title: pages} for title, pages in groups.items() if pages)
 
 
@@ -85,7 +89,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def link(match: re.Match[str]) -> str:
         target = relpath((ROOT / source).parent / match["path"], ROOT)
-        path, heading = _MADE.get(target, (_MOVED.get(target, target.removeprefix("docs/")), ""))
+        path = _MOVED.get(target, target.removeprefix("docs/"))
+        path, heading = (path, "") if target in _MOVED else _MADE.get(target, (path, ""))
         if files.get_file_from_path(path) is not None:
             return f"{match['text']}({relpath(path, here)}{match['anchor'] or heading})"
         if not (ROOT / target).exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,11 @@ def install(bundle: Path, target: Path, **variables: str) -> subprocess.Complete
     command = (str(bundle / "install.sh"), str(target))
     inner = {**os.environ, "PYTHON": sys.executable, "PIP_NO_INDEX": "1", **variables}
     return subprocess.run(command, env=inner, capture_output=True, text=True, timeout=280, check=False)
+
+
+def run_there(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    inner = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PIP_NO_INDEX": "1"}
+    return subprocess.run(command, cwd=folder, env=inner, capture_output=True, text=True, timeout=200, check=False)
 
 
 def test_it_brings_all_that_is_required_but_torch() -> None:
@@ -95,8 +101,11 @@ def test_it_installs_and_runs_where_only_ours_is_missing(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "a" / ".venv" / ".bundle").exists()
     assert (tmp_path / "a" / "Makefile").read_text() == (ROOT / "Makefile").read_text()
-    ran = subprocess.run(
-        (str(tmp_path / "a" / ".venv" / "bin" / "megatron-run"), "plugins", "list"),
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert "schedule=1f1b" in ran.stdout.replace(" ", "=") or "1f1b" in ran.stdout
+    ran = run_there(tmp_path / "a", ".venv/bin/megatron-run", "plugins", "list")
+    assert "1f1b" in ran.stdout
+    gpu = run_there(tmp_path / "a", "make", "gpu")  # installs nothing, finds every test, and skips them
+    assert gpu.returncode == 0, gpu.stdout
+    skipped = re.search(r"(\d+) skipped", gpu.stdout)
+    assert skipped is not None
+    assert int(skipped[1]) > 40
+    assert "passed" not in gpu.stdout

@@ -9,8 +9,9 @@ import pytest
 
 from benchmarks.gpu.__main__ import PIECES, main
 from benchmarks.gpu.measuring import alone, seconds
-from benchmarks.gpu.models import CAPTURES, GPT, OURS, PEERS, WAYS
+from benchmarks.gpu.models import CAPTURES, GPT, OURS, PEERS, WAYS, our_side, shape_of
 from benchmarks.gpu.page import page
+from benchmarks.single.ours import OurTraining
 
 MACHINE = {"machine": "here", "took": 1.0}
 
@@ -42,6 +43,21 @@ def test_a_call_is_timed_after_those_that_warm_up() -> None:
     taken = seconds(lambda: calls.append(1), "cpu", samples=4, warm_up=2)
     assert (len(taken), len(calls)) == (4, 6)
     assert min(taken) > 0
+
+
+@pytest.mark.parametrize("name", ["partial", "whole step"])
+def test_a_side_with_graphs_replays_them(name: str) -> None:
+    """A benchmark trains step by step; were a capture begun anew with each, every side would be eager."""
+    side = our_side("cpu", "padded experts", name, shape_of("padded experts", quick=True))
+    assert isinstance(side, OurTraining)
+    losses = [side.step([]) for _ in range(3)]
+    assert side.replays
+    side.close()
+    eager = our_side("cpu", "padded experts", "eager", shape_of("padded experts", quick=True))
+    assert isinstance(eager, OurTraining)
+    assert [eager.step([]) for _ in range(3)] == losses
+    assert not eager.replays
+    eager.close()
 
 
 def fails(device: str) -> dict[str, float]:

@@ -121,6 +121,12 @@ CONFIGURATION = {
     ),
     "a wrong type, file": Mistake(f"typed.yaml {PLAIN}", 2, "(from typed.yaml line 2 column 3)"),
     "an unknown key, file": Mistake(f"unknown.yaml {PLAIN}", 2, "(from unknown.yaml line 2 column 3)"),
+    "a rule misspelt": Mistake(f"{PLAIN} --set optimizer.rule=torch.optim:Adagard", 2, "did you mean 'Adagrad'?"),
+    "a rule of no module": Mistake(
+        f"{PLAIN} --set optimizer.rule=mega_extras.lion:Lion", 2, "install what holds it, or name a file"
+    ),
+    "a number beyond any memory": Mistake(f"{PLAIN} --set model.hidden_size=1000000000", 2, "lower model.hidden_size"),
+    "a number beyond 64 bits": Mistake(f"{PLAIN} --set train.steps=99999999999999999999", 2, "train.steps="),
     "a list that is too short": Mistake(
         f"{PLAIN} --set optimizer.betas=0.9", 2, "optimizer.betas=[0.9]: it has too few values"
     ),

@@ -12,6 +12,7 @@ import torch
 from megatron_run.errors import DataError
 from megatron_run.planning import load_config
 from megatron_run_cli.main import main
+from megatron_run_engine import train
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.training.state.init_from import check_source, unloaded_weights
 
@@ -32,13 +33,19 @@ def model(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     folder = tmp_path_factory.mktemp("hf") / "model"
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "fox": 1, "dog": 2, "[UNK]": 3}, "[UNK]"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=5, n_positions=16, n_embd=16, n_layer=1, n_head=2)
     GPT2LMHeadModel(config).save_pretrained(folder)
-    made.save(str(folder / "tokenizer.json"))
+    write_words(folder / "tokenizer.json")
     return folder
+
+
+def write_words(path: Path) -> Path:
+    """A tokenizer of three words."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "fox": 1, "dog": 2, "[UNK]": 3}, "[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(path))
+    return path
 
 
 def run(*words: object) -> int:
@@ -107,3 +114,27 @@ def test_a_model_without_a_tokenizer_needs_one(
         (tmp_path / "bare" / name).write_bytes((model / name).read_bytes())
     assert run("finetune", "bare", "--data", texts) == 2
     assert "has no tokenizer.json" in capsys.readouterr().err
+
+
+def test_a_model_of_bytes_is_tuned_from_its_run_and_from_its_export(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    from transformers import AutoTokenizer
+
+    monkeypatch.chdir(tmp_path)
+    small = {"model.num_layers": 1, "train.sequence_length": 16, "train.steps": 1, "train.lr_warmup": 0}
+    keys = {**small, "data.use": "text", "data.paths": str(texts), "observer.use": [], "eval.interval": 0}
+    train(load_config("preset:tiny", sets={**keys, "run.folder": "mine", "run.threads": 1, "data.split": "90,5,5"}))
+    assert run("finetune", "mine", "--data", texts, "--dry-run", *sets(*SMALL)) == 0
+    assert "tokenizer" not in capsys.readouterr().err
+    assert run("export", "mine", "out", "--to", "huggingface") == 0
+    text = "naïve  text\n"
+    assert AutoTokenizer.from_pretrained("out")(text)["input_ids"] == list(text.encode())
+    assert run("finetune", "out", "--data", texts, "--dry-run", *sets(*SMALL)) == 0
+    from_mine = {**keys, "run.init_from": "mine"}
+    check_source(load_config("preset:tiny", sets={**from_mine, "data.tokenizer": "out/tokenizer.json"}))
+    other = write_words(tmp_path / "other.json")
+    with pytest.raises(DataError, match=f"they were trained with bytes, the data has {other}"):
+        check_source(
+            load_config("preset:tiny", sets={**from_mine, "data.tokenizer": str(other), "model.vocab_size": 257})
+        )

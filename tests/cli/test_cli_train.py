@@ -144,6 +144,24 @@ def test_ctrl_c_saves_under_torchrun_too(tmp_path: Path) -> None:
     assert (status(tmp_path)["exit_code"], status(tmp_path)["step"]) == (130, saved)
 
 
+@pytest.mark.nightly
+def test_a_second_ctrl_c_leaves_at_once_under_torchrun(tmp_path: Path) -> None:
+    """torchrun would wait 30 s for its ranks; rank 1 is in a forward that takes 100."""
+    words = ("--standalone", "--nproc-per-node", "2", "-m", "megatron_run_cli", *ENDLESS)
+    slow = "rank=1,step=2,at=forward,kind=slow,seconds=100"
+    with started((*TORCHRUN, *words), tmp_path, MEGATRON_RUN_FAULT=slow) as run:
+        wait_until(lambda: has_stepped(tmp_path, 1), seconds=90)
+        ranks = ranks_of(run.pid)
+        assert len(ranks) >= 2
+        os.kill(run.pid, signal.SIGINT)
+        assert run.stderr is not None
+        while "Ctrl-C: this step is finished and saved" not in (line := run.stderr.readline()):
+            assert line, "it ended without a word"
+        os.kill(run.pid, signal.SIGINT)
+        run.communicate(timeout=20)
+        wait_until(lambda: not any(alive(rank) for rank in ranks), seconds=5)
+
+
 def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
     with training(tmp_path) as process:
         ranks = ranks_of(process.pid)

@@ -9,8 +9,10 @@ from megatron_run_testing import Check
 from megatron_run_testing.conformance import SUITES, checks_for
 from tests.contracts.conformance import installed_plugins
 
-#: They need a library or a server: their tests run this suite, te's on a GPU with it and elsewhere on a stand-in.
+#: They need a library, a server or files: their tests run this suite, te's on a GPU with it and elsewhere on a
+#: stand-in.
 ELSEWHERE = {"parallel-layer=te", "graph-capture=te", "graph-capture=compile", "optimizer=deepspeed", "observer=mlflow"}
+ELSEWHERE |= {"data=instruct"}
 CASES = {
     f"{name}: {check.name}": check
     for name, plugin in installed_plugins()

@@ -13,7 +13,7 @@ from megatron_run_format_megatron.flag_kinds import Verdict
 from megatron_run_format_megatron.flags import FLAGS
 from tests.support.checkout import ROOT
 
-PAGE = ROOT / "docs" / "from-megatron.md"
+PAGE = ROOT / "plugins" / "format" / "megatron" / "README.md"
 
 _LIST = re.compile(r"<!-- flags: (?P<name>\w+) -->\n\n(?:- .*\n|```text\n(?:--.*\n)*```\n)*")
 

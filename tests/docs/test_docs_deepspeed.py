@@ -1,4 +1,4 @@
-"""The page on DeepSpeed: every row of its table is tried, and every key of DeepSpeed's sections is in it."""
+"""The README of optimizer=deepspeed: every row of its tables is tried, and every key of its sections is there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_run.planning import resolve
 from tests.support.checkout import ROOT
 from tests.support.ranks import run_ranks
 
-PAGE = ROOT / "docs" / "deepspeed.md"
+PAGE = ROOT / "plugins" / "optimizer" / "deepspeed" / "README.md"
 #: A key with its value, what to set instead, and a note; or keys without a counterpart, and why.
 MAPPED_ROW = re.compile(r"^\| `(?P<key>[\w.]+): (?P<value>[^`]+)` \| `(?P<set>[^`]+)` \|(?: (?P<note>[^|]+))? \|$")
 NONE_ROW = re.compile(r"^\| (?P<keys>`[\w.]+`(?:, `[\w.]+`)*) \| (?P<note>[^|]+) \|$")

@@ -36,9 +36,9 @@ def test_the_guide_has_rules_an_example_and_the_contract_of_each_kind(kind: str)
     assert f"\n### {kind}: " in page
 
 
-def test_the_guide_quotes_one_plugin_and_one_rule() -> None:
-    shown = quotes(GUIDE.read_text(encoding="utf-8"))
-    assert list(shown) == [file.relative_to(ROOT).as_posix() for file in (example("schedule"), LION)]
+def test_the_readme_quotes_one_plugin_and_the_guide_one_rule() -> None:
+    shown = [*quotes((ROOT / "README.md").read_text(encoding="utf-8")), *quotes(GUIDE.read_text(encoding="utf-8"))]
+    assert shown == [file.relative_to(ROOT).as_posix() for file in (example("schedule"), LION)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

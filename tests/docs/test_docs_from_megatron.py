@@ -1,4 +1,4 @@
-"""The page for those who come from Megatron-LM tells of every flag what the code does with it."""
+"""The README of format=megatron tells of every flag what the code does with it."""
 
 from __future__ import annotations
 

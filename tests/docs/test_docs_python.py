@@ -51,6 +51,18 @@ def test_an_object_handed_in_sees_every_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_a_model_is_evaluated_and_stepped_by_hand(tmp_path: Path) -> None:
+    before, after = (
+        (float(perplexity), int(tokens))
+        for perplexity, tokens in re.findall(
+            r": perplexity ([\d.]+) over (\d+) tokens$", output("evaluate.py", tmp_path), re.M
+        )
+    )
+    assert before[1] == after[1] == 16 * 40 - 1
+    assert after[0] < before[0] / 2
+
+
+@pytest.mark.nightly
 def test_a_model_is_trained_plotted_and_writes(tmp_path: Path) -> None:
     lines = output("generate.py", tmp_path).splitlines()
     first, last = (float(loss) for loss in re.findall(r"[\d.]+", lines[0].partition(",")[2]))

@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
+import click
 import pytest
 
+from megatron_run.errors import ExitCode
+from megatron_run_cli.main import main
 from tests.docs.consoles import Shown
+from tests.docs.key_tables import tables
 from tests.docs.quoted import pages
 from tests.docs.walk import File, Walker, steps
 from tests.support.checkout import ROOT
 
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in pages()}
 WALKS = [name for name, page in PAGES.items() if "```shellsession\n" in page]
+#: Their commands that are ours, by page: a page that is taken at night alone is read by day.
+TYPED = [
+    (name, step.command)
+    for name in WALKS
+    for step in steps(PAGES[name])
+    if isinstance(step, Shown) and step.command.startswith("megatron-run ")
+]
+
+
+@pytest.mark.parametrize(("name", "command"), TYPED)
+def test_a_command_exists_and_so_do_its_options_and_keys(name: str, command: str) -> None:
+    words = shlex.split(command)[1 : -2 if " > " in command else None]
+    with mock.patch.object(click.Command, "invoke", return_value=None) as ran:
+        assert main(words) == ExitCode.DONE, f"{name}: {command}"
+    assert ran.called
+    keys = {setting.partition("=")[0] for option, setting in pairwise(words) if option == "--set"}
+    assert keys <= {key.name for keys in tables().values() for key in keys}
+
+
+def test_an_option_that_is_gone_is_found() -> None:
+    with pytest.raises(AssertionError):
+        test_a_command_exists_and_so_do_its_options_and_keys("page", "megatron-run zen.yaml --extent")
+    with pytest.raises(AssertionError):
+        test_a_command_exists_and_so_do_its_options_and_keys("page", "megatron-run zen.yaml --set train.rate=1")
 
 
 @pytest.mark.nightly
 @pytest.mark.multiproc
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", WALKS)
 def test_every_step_does_what_the_page_shows(name: str, tmp_path: Path) -> None:
     walker = Walker(tmp_path)
@@ -34,6 +65,13 @@ def test_another_output_is_found(tmp_path: Path) -> None:
     walker, step = Walker(tmp_path), Shown("echo passed in 2.5s; echo b", "passed in 1.0s\nb\n")
     assert walker.take(step) is None
     assert walker.take(replace(step, output="passed in 1.0s\nc\n")) == "passed in 2.5s\nb\n"
+
+
+def test_ctrl_c_is_pressed_below_the_lines_that_stand_above_it(tmp_path: Path) -> None:
+    page = "```shellsession\n$ sh waits.sh\na\n...\nb\n^C\nbye\n```\n"
+    walk = (File("waits.sh", "trap 'echo bye; exit' INT; echo a; echo; echo b; sleep 90; echo c\n"), *steps(page))
+    walker = Walker(tmp_path)
+    assert [walker.take(step) for step in walk] == [None] * 2
 
 
 def test_a_step_finds_what_the_one_before_it_left(tmp_path: Path) -> None:

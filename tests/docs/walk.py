@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Timer
 
 from tests.docs.consoles import Shown, shown
 from tests.docs.quoted import pages, quotes
@@ -23,8 +25,10 @@ from tests.support.scratch import LEAKS, Scratch
 THERE = "~/walk"
 
 _STEP = re.compile(r"^(?:<!-- file: \S+ -->\n\n```.*?^```$|```shellsession\n.*?^```$)", re.DOTALL | re.MULTILINE)
-#: What differs between two runs: the run folder's name and durations.
-_VARIES = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}|(?<= in )[\d.]+(?= ?s$)", re.MULTILINE)
+#: What differs between two runs: the run folder's name, durations, and how far a run came before Ctrl-C.
+_VARIES = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}|(?<= in )[\d.]+(?= ?s$)|(?<=SIGINT: step )\d+", re.MULTILINE)
+_PRESSED = "^C\n"
+_LIMIT = 300  # seconds for a command, many times what it takes
 
 
 @dataclass(frozen=True)
@@ -69,22 +73,36 @@ class Walker:
         if isinstance(step, File):
             (self.folder / step.name).write_text(step.text, encoding="utf-8")
             return None
-        printed = self._run(step.command)
-        agrees = Shown(step.command, _settled(step.output)).agrees(_settled(printed))
+        printed = self._run(step)
+        agrees = Shown(step.command, _settled(step.output.replace(_PRESSED, ""))).agrees(_settled(printed))
         return None if agrees else printed
 
-    def _run(self, command: str) -> str:
-        done = subprocess.run(
-            ["sh", "-c", command],
+    def _run(self, step: Shown) -> str:
+        """What the command prints. It has a process group of its own, which gets SIGINT as a terminal's does."""
+        before, press, _ = step.output.partition(_PRESSED)
+        waits_for = Shown(step.command, _settled(before)) if press else None
+        printed = ""
+        with subprocess.Popen(
+            ["sh", "-c", step.command],
             cwd=self.folder,
             env=self._environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=100,
-            check=False,
-        )
-        return done.stdout.replace(str(self.folder), THERE)
+            start_new_session=True,
+        ) as process:
+            stuck = Timer(_LIMIT, os.killpg, (process.pid, signal.SIGKILL))
+            stuck.start()
+            try:
+                assert process.stdout
+                for line in process.stdout:
+                    printed += line.replace(str(self.folder), THERE)
+                    if waits_for and waits_for.agrees(_settled(printed)):
+                        os.killpg(process.pid, signal.SIGINT)
+                        waits_for = None
+            finally:
+                stuck.cancel()
+        return printed
 
 
 def _script(file: Path, line: str) -> None:

@@ -102,7 +102,7 @@ def one_rank(rank: int, world: int, backend: str, store: str) -> list[list[float
     groups.gather_(x, rows)
     assert groups.gather_names(["a", "b"], device) == [["a", "b"]]
     topology = Topology(Sizes(), 0)
-    assert groups.peers(topology, "data").size == 1
+    assert groups.parallel_group(topology, "data").size == 1
     return [each.tolist() for each in (*found, *rows)]
 
 

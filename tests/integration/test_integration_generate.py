@@ -6,9 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from tests.support.commands import free_port
 from tests.support.ranks import run_ranks
 from tests.support.small_models import saved_network
 from tests.support.training import enter_new_world, found_once
@@ -141,6 +145,43 @@ def test_a_text_is_the_same_alone_and_in_a_batch(folder: Path, alone: Mapping[st
 @pytest.mark.multiproc
 def test_two_ranks_write_what_one_writes(folder: Path, alone: Mapping[str, Any]) -> None:
     assert_same(folder, alone, 2, SPLITS)
+
+
+def loaded(rank: int, world: int, folder: str, port: int) -> list[Any]:
+    """What a rank of a program that torchrun has started gets from its models, split in three ways."""
+    from megatron_run import load
+
+    dist.destroy_process_group()  # that of the test: load makes its own, and finds it the next time
+    place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+    torchrun = {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ways: tuple[dict[str, object], ...] = (
+        {"parallel.tensor": 2, "parallel_layer.use": "tensor"},
+        {"parallel.pipeline": 2},
+        {},
+    )
+    with patch.dict("os.environ", {name: str(value) for name, value in torchrun.items()}):
+        return [facts(load(Path(folder, "llama"), sets=sets)) for sets in ways]
+
+
+def facts(model: Any) -> tuple[torch.Size, list[Any], list[tuple[int, ...]]]:
+    """Shape and values of a model's logits, and the tokens that it writes."""
+    logits = model([[1, 2, 3], [4, 5, 6]])
+    texts = [text.tokens for text in model.generate(PROMPTS, **WRITINGS[1])]
+    return logits.shape, logits.tolist(), texts
+
+
+@pytest.mark.multiproc
+def test_a_program_that_torchrun_starts_loads_a_model_on_all_ranks(folder: Path) -> None:
+    from megatron_run import load
+
+    shape, logits, texts = facts(load(folder / "llama"))
+    assert tuple(shape) == (2, 3, MODELS["llama"]["vocab_size"])
+    for rank in run_ranks(loaded, 2, str(folder), free_port()):
+        assert len(rank) == 3
+        for found_shape, found, tokens in rank:
+            assert found_shape == shape
+            assert torch.allclose(torch.tensor(found), torch.tensor(logits), atol=1e-4)
+            assert tokens == texts
 
 
 @pytest.mark.nightly

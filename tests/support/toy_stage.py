@@ -90,8 +90,8 @@ def faults(
         wrong.append(f"peak {record.peak_in_flight}, planned {plan.peak_in_flight[stage]}")
     if bench.synced != syncs(plan, stage):
         wrong.append(f"gradient syncs {bench.synced}")
-    if messenger.unretired:
-        wrong.append(f"{messenger.unretired} sends left")
+    if messenger.held_sends:
+        wrong.append(f"{messenger.held_sends} sends left")
     return wrong
 
 

@@ -31,6 +31,7 @@ def test_a_file_needs_no_kind(tmp_path: Path) -> None:
     file.write_text(schedule_source().replace("return", refuses, 1))
     (report,) = check(str(file))
     assert (report.plugin, report.source, report.passed) == ("schedule=mine", str(file), True)
+    assert check(f"schedule={file}") == (report,), "as it is written for a run"
 
 
 def test_what_there_was_nothing_to_try_with_is_not_called_well(tmp_path: Path) -> None:

@@ -135,8 +135,11 @@ def _finetune(folder: Path, data: tuple[str, ...], configs: tuple[str, ...], **o
     """Start from FOLDER's weights, which are imported first where they are another program's."""
     from megatron_run.registry.discover import plain_name
     from megatron_run_engine.checkpoint.step_folder import find_step
-    from megatron_run_engine.data.tokenizer import TOKENIZER
+    from megatron_run_engine.data.tokenizer import TOKENIZER, reads_bytes
 
+    words = (*options["sets"], *options["plugins"])
+    if not data and not any("paths=" in word for word in words):
+        raise InputError("there is nothing to train on", fix="add --data FILE, as --data 'books/*.txt'")
     checkpoints, step = find_step(_ours(folder))
     identity, home = checkpoints.manifest(step).about.identity, checkpoints.path.parent
     model = {key.removeprefix("model."): value for key, value in identity.items() if key.startswith("model.")}
@@ -148,11 +151,13 @@ def _finetune(folder: Path, data: tuple[str, ...], configs: tuple[str, ...], **o
         "model": {key: plain_name(value) if key == "use" else value for key, value in model.items()},
         "train": {**DEFAULTS["train"], "sequence_length": longest},
         "run": {"init_from": str(checkpoints.folder(step).absolute())},
-        "data": {"use": "text", "paths": list(data)},
+        "data": {"use": "text", **({"paths": list(data)} if data else {})},
     }
     if (home / TOKENIZER).is_file():
         chosen["data"]["tokenizer"] = str(home.absolute() / TOKENIZER)
-    elif not any(word.startswith(("data.tokenizer=", "data=")) for word in (*options["sets"], *options["plugins"])):
+    elif reads_bytes(identity):
+        chosen["data"]["tokenizer"] = "bytes"
+    elif not any(word.startswith(("data.tokenizer=", "data=")) for word in words):
         raise InputError(
             f"{folder} has no {TOKENIZER}", why="its weights know no other ids", fix="add --set data.tokenizer=FILE"
         )
@@ -198,8 +203,7 @@ finetune = click.Command(
             ["--data"],
             multiple=True,
             metavar="PATTERN",
-            help="Text files, folders or patterns; repeatable.",
-            required=True,
+            help="Text files, folders or patterns; repeatable. The same as --set data.paths=...",
         ),
         *train.params,
     ],

@@ -9,7 +9,13 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from megatron_run.errors import DataError, ExitCode
-from megatron_run_engine.data.tokenizer import ByteTokenizer, JsonTokenizer, open_tokenizer
+from megatron_run_engine.data.tokenizer import (
+    ByteTokenizer,
+    JsonTokenizer,
+    byte_tokenizer_json,
+    open_tokenizer,
+    same_vocabulary,
+)
 
 
 def words(folder: Path, *special: str, extra: dict[str, int] | None = None) -> Path:
@@ -31,6 +37,21 @@ def test_bytes_are_their_own_ids() -> None:
     assert tokenizer.encode("aä\n".encode(), "x").tolist() == [97, 0xC3, 0xA4, 10]
     assert (tokenizer.vocab_size, tokenizer.end_of_document, tokenizer.unit) == (257, 256, "byte")
     assert tokenizer.decode([97, 256, 0xC3, 0xA4, 0xFF]) == "aä\N{REPLACEMENT CHARACTER}"
+
+
+def test_bytes_as_a_file_have_the_same_ids_and_the_same_vocabulary(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(byte_tokenizer_json())
+    known, written = ByteTokenizer(), JsonTokenizer(path)
+    text = "".join(map(chr, [*range(0x250), 0x2603, 0x1F600])) + "  two  spaces\r\n"
+    ids = written.encode(text.encode(), "x").tolist()
+    assert ids == list(text.encode())
+    assert set(ids) >= {*range(0xC0), *range(0xC2, 0xCA)}
+    assert (written.vocab_size, written.end_of_document) == (known.vocab_size, known.end_of_document)
+    assert written.decode([*ids, 256]) == text
+    assert all(written.decode([byte]) == known.decode([byte]) for byte in range(256))
+    assert same_vocabulary(path, None)
+    assert not same_vocabulary(None, words(tmp_path))
 
 
 def test_a_file_is_read_and_its_limits_are_lifted(tmp_path: Path) -> None:

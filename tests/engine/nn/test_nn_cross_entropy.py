@@ -99,7 +99,7 @@ def shared_logits(kind: str) -> tuple[Tensor, Tensor, Tensor]:
 def share_losses(rank: int, world: int) -> dict[tuple[str, float], tuple[list[float], list[list[float]]]]:
     """Losses and the gradient of this rank's columns, of which four ranks hold 8, 8, 5 and no real one."""
     topology = Topology(Sizes(tensor=world), rank)
-    peers = create_groups(topology, timedelta(seconds=20)).peers(topology, "tensor")
+    peers = create_groups(topology, timedelta(seconds=20)).parallel_group(topology, "tensor")
     columns = -(-VOCAB // world) if world < 4 else COLUMNS
     found = {}
     for kind, dtype in KINDS.items():

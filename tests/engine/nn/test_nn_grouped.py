@@ -5,11 +5,11 @@ import torch
 from torch.nn import Parameter
 
 from megatron_run_engine.nn import grouped
-from megatron_run_engine.nn.grouped import RowGroups, _has_onednn, _takes_grouped, grouped_linear
+from megatron_run_engine.nn.grouped import EqualGroups, RowGroups, _has_onednn, _takes_grouped, grouped_linear
 from megatron_run_engine.runtime.gradients import GradientAccumulator, main_grad
 
-#: Some without rows; sizes that one call takes, and sizes that it does not.
-COUNTS, SIZES = ([3, 0, 5, 1], [0, 0, 0, 0], [9, 0, 0, 0]), ((8, 16), (5, 7))
+#: Some without rows, the last all alike, which are told by one number; sizes that one call takes, and sizes that it does not.
+COUNTS, SIZES = ([3, 0, 5, 1], [0, 0, 0, 0], [9, 0, 0, 0], [4, 4, 4, 4]), ((8, 16), (5, 7))
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,8 @@ def test_values_and_gradients_are_those_of_each_group_alone(
     dtype = torch.float64 if way == "one product a group" else torch.float32
     rows = torch.randn(sum(counts), inputs, dtype=dtype, requires_grad=True)
     weight, bias = parameter(4 * outputs, inputs, dtype=dtype), parameter(4 * outputs, dtype=dtype)
-    y = grouped_linear(rows, weight, bias, torch.tensor(counts), GradientAccumulator(), bias_share=0.5)
+    given = 4 if counts == [4] * 4 else torch.tensor(counts)
+    y = grouped_linear(rows, weight, bias, given, GradientAccumulator(), bias_share=0.5)
     (of_rows,) = torch.autograd.grad(y, rows, torch.ones_like(y).cumsum(0))
     matrices, biases = weight.detach().view(4, outputs, inputs), bias.detach().view(4, outputs)
     leaves = [each.clone().requires_grad_() for each in (rows.detach(), matrices, biases)]
@@ -100,3 +101,11 @@ def test_one_call_adds_nothing_to_a_group_without_rows(counts: list[int], monkey
     RowGroups(torch.tensor(counts), CPU).add_grouped(totals, left, right)
     parts = zip(left.split(counts), right.split(counts), strict=True)
     torch.testing.assert_close(totals, 1 + torch.stack([one.T @ other for one, other in parts]))
+
+
+def test_products_of_groups_of_one_size_are_added_to_a_wider_total() -> None:
+    left, right = (torch.randn(8, width, dtype=torch.bfloat16) for width in (3, 5))
+    totals = torch.ones(2, 3, 5)
+    EqualGroups(4, 8).add_products(totals, left, right)
+    expected = 1 + left.float().view(2, 4, 3).transpose(1, 2) @ right.float().view(2, 4, 5)
+    torch.testing.assert_close(totals, expected, rtol=2e-2, atol=2e-2)

@@ -1,10 +1,13 @@
 """Mixtures of experts against one written out token by token, in float64: losses, every gradient, what is reported."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
+from megatron_run.contracts import Decoding
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing.build_contexts import example_microbatch, logical_values, single_process_context
@@ -35,6 +38,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "capacity": {"expert_capacity_factor": 0.75},
     "capacity by position": {"expert_capacity_factor": 0.75, "token_drop_policy": "position", "top_k": 3},
     "capacity that drops nothing": {"expert_capacity_factor": 4.0},
+    "padded": {"expert_capacity_factor": 0.75, "expert_pad_to_capacity": True},
+    "padded by position": {
+        "expert_capacity_factor": 1.25,
+        "expert_pad_to_capacity": True,
+        "token_drop_policy": "position",
+        "top_k": 3,
+        "bias": False,
+        "activation": "swiglu",
+        "norm": "rmsnorm",
+    },
     "shared": {"shared_expert_ffn_size": 8},
     "shared with a gate": {"shared_expert_ffn_size": 8, "shared_expert_gate": True, "z_loss_coeff": 0.1},
     "every second layer": {"num_layers": 3, "expert_layer_freq": 2},
@@ -94,3 +107,32 @@ def test_the_variants_drop_some_tokens_and_leave_some_experts_alone() -> None:
     """Else half of the comparisons above would see nothing."""
     options, _, built = moe(VARIANTS["capacity"])
     assert sum(found.dropped for found in reference(built, options)[2]) > 4
+
+
+@pytest.mark.parametrize("capacity", [0.25, 4.0])
+def test_padded_experts_drop_no_token_of_a_text(capacity: float) -> None:
+    """In generation every expert has as many slots as the fullest one needs."""
+    example = replace(example_microbatch(61), train=False, decoding=Decoding())
+    example = replace(example, fields={"tokens": example.fields["tokens"]})
+    variants = ({}, {"expert_capacity_factor": capacity, "expert_pad_to_capacity": True})
+    found = []
+    for variant in variants:
+        _, _, built = moe(variant)
+        with torch.no_grad():
+            found.append(built.forward(example)[0].logits)
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize(
+    ("sets", "why"),
+    [
+        ({"expert_pad_to_capacity": True}, "there is nothing to pad to; set expert_capacity_factor"),
+        (
+            {"expert_pad_to_capacity": True, "expert_capacity_factor": 1.0, "token_dispatcher": "allgather"},
+            "allgather sends tokens",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_padded_are_refused(sets: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        GptOptions.model_validate({**SMALL, **sets})

@@ -134,7 +134,7 @@ def test_one_rank_drops_the_values_that_layers_without_a_split_drop() -> None:
     dropped = []
     for layers in (
         DenseLayers(context),
-        TensorLayers(context, Split(context.groups.peers(context.topology, "tensor"))),
+        TensorLayers(context, Split(context.groups.parallel_group(context.topology, "tensor"))),
     ):
         context.rng.position(Microbatch(0, 1, 0, {}), 2, 3)
         dropped.append(layers.dropout(0.5).train()(x))

@@ -82,7 +82,7 @@ def peers_at_work(rank: int, world: int) -> dict[str, Any]:
     topology = Topology(Sizes(tensor=2, data=world // 2), rank)
     activity, heard = Activity(), list[tuple[str, str]]()
     activity.listeners.append(lambda step, name, detail: heard.append((name, str(detail))))
-    peers = create_groups(topology, timedelta(seconds=20), activity).peers(topology, "tensor")
+    peers = create_groups(topology, timedelta(seconds=20), activity).parallel_group(topology, "tensor")
     column = torch.tensor([[10.0**rank], [2 * 10.0**rank]])  # [2, 1]
     strided = torch.arange(4.0).view(2, 2).t() + rank  # collectives want contiguous memory, layers need not know
     started = {
@@ -135,7 +135,7 @@ def exchange(rank: int, world: int) -> dict[str, Any]:
     groups = create_groups(topology, timedelta(seconds=20))
     rows = torch.tensor([[10.0 * rank + row] for row in range(sum(TRAFFIC[rank]))])
     receive = [sent[rank] for sent in TRAFFIC]
-    arrived = groups.peers(topology, "tensor").exchange(rows, TRAFFIC[rank], receive)
+    arrived = groups.parallel_group(topology, "tensor").exchange(rows, TRAFFIC[rank], receive)
     told = groups.broadcast_(torch.tensor([rank]), 1, "world")
     return {"rows": arrived.flatten().tolist(), "told": told.item()}
 

@@ -106,7 +106,7 @@ def held_sends(rank: int, world: int, microbatches: int) -> int:
 
     def watched(*arguments: Any) -> None:
         send(*arguments)
-        held[0] = max(held[0], messenger.unretired)
+        held[0] = max(held[0], messenger.held_sends)
 
     cast("Any", messenger).send = watched
     bench.run()

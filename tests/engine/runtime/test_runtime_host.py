@@ -39,7 +39,7 @@ def as_on_gpus() -> Iterator[list[int]]:
 
 def collectives(rank: int, world: int) -> list[list[float]]:
     made = create_groups(Topology(Sizes(data=world), rank), timedelta(seconds=20))
-    peers, mine = made.peers(Topology(Sizes(data=world), rank), "data"), 10.0**rank
+    peers, mine = made.parallel_group(Topology(Sizes(data=world), rank), "data"), 10.0**rank
     halves = [range(2), range(2, 4)]
     owned = [range(4), range(0)]
     with as_on_gpus() as copied:

@@ -138,7 +138,7 @@ def share_messages(rank: int, world: int) -> tuple[list[int], list[Any]]:
     """Two ranks on each of two stages: the numbers of values that this one sends, and what it receives."""
     topology = Topology(Sizes(tensor=2, pipeline=2), rank)
     groups, isend = create_groups(topology, timedelta(seconds=20)), dist.isend
-    sharers = groups.peers(topology, "tensor")
+    sharers = groups.parallel_group(topology, "tensor")
     messenger = Messenger(groups.channels, topology.peers("pipeline"), CPU, sharers=sharers)
     sent: list[int] = []
 
@@ -180,7 +180,7 @@ def test_of_a_shared_message_its_sender_keeps_no_more_than_its_part(monkeypatch:
     whole = StorageWeakRef(output.untyped_storage())
     messenger.send(Message("x", 0, 0, 1, 1), output, Boundary((4, 6), torch.float32))
     del output
-    assert messenger.unretired == 1
+    assert messenger.held_sends == 1
     assert whole.expired()
 
 

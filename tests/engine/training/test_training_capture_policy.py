@@ -21,6 +21,8 @@ from megatron_run_testing.build_contexts import single_process_context
 
 #: Step -> the ranks that find, before it, that their graphs do not fit.
 Mismatches = Mapping[int, Sequence[int]]
+#: What captures whole steps, where none are.
+NO_STEPS: Any = MagicMock(mismatch="")
 
 
 class Capture:
@@ -28,6 +30,7 @@ class Capture:
 
     def __init__(self, rank: int, capture_after: int, mismatches: Mismatches) -> None:
         self.capture_after, self._rank, self._mismatches = capture_after, rank, mismatches
+        self.whole_step = False
         self.step, self.log = 0, list[str]()
 
     def regions(self, chunks: Any) -> tuple[str, ...]:
@@ -58,8 +61,8 @@ class Rank:
         plans = {1: SimpleNamespace(lists=[(Action("F", 0, 0), Action("B", 0, 0))])}
         run: Any = SimpleNamespace(plans=plans, one=str)
         batches: Any = SimpleNamespace(at=lambda _: 1, microbatches=lambda _: 1)
-        assembly: Any = SimpleNamespace(context=context, graph_capture=self.capture, chunks=())
-        self.steps = CapturePolicy(run, assembly, batches, Progress(), self.metrics.scalar(MISMATCH))
+        assembly: Any = SimpleNamespace(context=context, graph_capture=self.capture, chunks=(), programs=None)
+        self.steps = CapturePolicy(run, assembly, batches, Progress(), self.metrics.scalar(MISMATCH), NO_STEPS)
 
     def step(self, number: int) -> bool:
         """Whether this rank says that its graphs did not fit."""
@@ -104,19 +107,21 @@ def test_a_rank_whose_graphs_fit_gives_them_up_a_step_later_and_says_why() -> No
 def test_the_step_that_is_watched_is_the_step_that_is_told() -> None:
     activity, watched, told = Activity(), list[tuple[int, str]](), list[int]()
     activity.listeners.append(lambda step, name, detail: watched.append((step, name)))
-    capture = MagicMock(capture_after=1, **{"regions.return_value": [MagicMock()], "mismatch.return_value": ""})
+    capture = MagicMock(
+        capture_after=1, whole_step=False, **{"regions.return_value": [MagicMock()], "mismatch.return_value": ""}
+    )
     capture.capture.return_value = capture.plan.return_value = CaptureSize(1, 2, 1)
     context: Any = SimpleNamespace(
         segments=SegmentRunner(RandomStreams(1, torch.device("cpu"))),
         groups=SimpleNamespace(activity=activity),
         topology=SimpleNamespace(stage=0),
     )
-    assembly: Any = SimpleNamespace(context=context, graph_capture=capture, chunks=())
+    assembly: Any = SimpleNamespace(context=context, graph_capture=capture, chunks=(), programs=None)
     run: Any = SimpleNamespace(plans={1: SimpleNamespace(lists=[()])}, one=str)
     batches: Any = SimpleNamespace(at=lambda samples: 1, microbatches=lambda batch: 1)
     observers: Any = SimpleNamespace(on_capture=lambda metrics: told.append(metrics.step))
     progress: Any = SimpleNamespace(step=0, samples=0)
-    steps = CapturePolicy(run, assembly, batches, progress, MagicMock())
+    steps = CapturePolicy(run, assembly, batches, progress, MagicMock(), NO_STEPS)
     for progress.step in (0, 1, 2):  # steps 1, 2 and 3
         steps.prepare(progress, observers)
         activity.step(progress.step + 1)

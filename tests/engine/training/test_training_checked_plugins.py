@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_run.contracts import DataSource, Scaler
+from megatron_run.contracts import DataSource, Field, Scaler
+from megatron_run.contracts.data import DOCUMENTS, POSITIONS
 from megatron_run.errors import DataError, PluginError
 from megatron_run.registry.load import from_object
 from megatron_run_engine.training.checked_plugins import CheckedScaler, open_split
@@ -62,6 +63,45 @@ def test_a_sample_that_breaks_the_contract_is_named(wrong: dict[str, Any]) -> No
     source = Ids({**GOOD, **wrong})
     with pytest.raises(DataError, match=rf"train sample 0 of plugin data=ids .*: {next(iter(wrong))}"):
         open_split(from_object(source), source, "train", 4, 0, 8)[0]
+
+
+class Packed(Ids):
+    """It packs documents, and has a field of its own."""
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        return (*super().fields, DOCUMENTS, POSITIONS, Field("weights", "float32", ("s", 2)))
+
+
+PACKED = {
+    **GOOD,
+    "documents": np.array([0, 1, 4]),
+    "positions": np.array([0, 0, 1, 2]),
+    "weights": np.ones((4, 2), np.float32),
+}
+
+
+def test_fields_that_are_what_was_declared_pass() -> None:
+    source = Packed(PACKED)
+    assert open_split(from_object(source), source, "train", 4, 0)[0] is PACKED
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"documents": np.array([0, 3, 2, 4])},
+        {"documents": np.array([1, 4])},
+        {"documents": np.array([0, 3])},
+        {"documents": np.array([0, 4], np.int32)},
+        {"positions": np.array([0, 1, 2, 4])},
+        {"weights": np.ones((4, 3), np.float32)},
+        {"weights": [1, 2]},
+    ],
+)
+def test_a_field_that_is_not_what_was_declared_is_named(wrong: dict[str, Any]) -> None:
+    source = Packed({**PACKED, **wrong})
+    with pytest.raises(DataError, match=rf"train sample 0 of plugin data=packed .*: {next(iter(wrong))}"):
+        open_split(from_object(source), source, "train", 4, 0)[0]
 
 
 def test_a_sample_that_cannot_be_read_is_the_plugins_fault() -> None:

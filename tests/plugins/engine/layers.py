@@ -17,7 +17,7 @@ STAND_IN = Engine(engine_stand_in, engine_recipes, "2.20")
 
 def engine_layers(context: BuildContext, **options: Any) -> EngineLayers:
     """The factory for the ranks of ``context``, as the plugin makes it on a GPU."""
-    split = Split(context.groups.peers(context.topology, "tensor"), context.sequence_shards > 1)
+    split = Split(context.groups.parallel_group(context.topology, "tensor"), context.sequence_shards > 1)
     return EngineLayers(context, split, STAND_IN, Options(**options))
 
 

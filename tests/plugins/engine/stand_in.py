@@ -349,17 +349,37 @@ class DotProductAttention(_Base):
         super().__init__(tp_group, tp_size)
         self.options = options
 
-    def forward(
+    def forward(  # noqa: PLR0917  # the library's
         self,
         query_layer: Tensor,
         key_layer: Tensor,
         value_layer: Tensor,
         attention_mask: Tensor | None = None,
         qkv_format: str | None = None,
-        *,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
         attn_mask_type: str | None = None,
     ) -> Tensor:
-        """Query [s, b, n/t, d], key and value [s, b, k/t, d] -> [s, b, n/t * d]; a true value hides."""
+        """Query [s, b, n/t, d], key and value [s, b, k/t, d] -> [s, b, n/t * d]; a true value hides.
+
+        In the format thd they are [tokens, n/t, d], in sequences that begin at ``cu_seqlens_q``.
+        """
+        if qkv_format == "thd":
+            assert attn_mask_type == "padding_causal"
+            assert cu_seqlens_q is not None
+            assert cu_seqlens_q.dtype == torch.int32
+            assert cu_seqlens_kv is not None
+            assert torch.equal(cu_seqlens_q, cu_seqlens_kv)
+            sizes = cu_seqlens_q.diff().tolist()
+            assert max_seqlen_q == max_seqlen_kv
+            assert max(sizes) <= (max_seqlen_q or 0)
+            queries, keys, values = (x[:, None].split(sizes) for x in (query_layer, key_layer, value_layer))
+            parts = [part for part in zip(queries, keys, values, strict=True) if len(part[0])]
+            return torch.cat([self.forward(q, k, v, attn_mask_type="causal")[:, 0] for q, k, v in parts])
         kind, size = attn_mask_type or self.options["attn_mask_type"], self.peers.size
         assert query_layer.shape[-2:] == (self.options["num_attention_heads"] // size, self.options["kv_channels"])
         assert key_layer.shape[-2] == (self.options["num_gqa_groups"] or self.options["num_attention_heads"]) // size

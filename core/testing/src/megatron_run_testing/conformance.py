@@ -168,19 +168,20 @@ class _Network(BaseModel):
 def check(target: str, sets: Iterable[str] = ()) -> tuple[Report, ...]:
     """Run the conformance suite on ``target``: ``KIND=NAME``, the folder of a package, or a file ``./mine.py``.
 
-    A package may offer several plugins; each gets a report. ``sets`` are options, as in ``--set model.num_layers=2``,
-    for a plugin that cannot be created with its defaults. Raises :class:`RunError` if there is nothing to check.
+    A file may be named as for a run, ``KIND=./mine.py``. A package may offer several plugins; each gets a report.
+    ``sets`` are options, as in ``--set model.num_layers=2``, for a plugin that cannot be created with its defaults.
+    Raises :class:`RunError` if there is nothing to check.
     """
     findings = Findings()
     options = command_line_source(sets, (), findings).values
     findings.settle()
-    path = Path(target)
+    kind, equals, name = target.partition("=")
+    path = Path(name if equals and kind in KINDS else target)
     if target.endswith(".py"):
         if not path.is_file():
-            raise PluginError(f"the plugin file {target} cannot be read", why=f"there is no {path.resolve()}")
+            raise PluginError(f"the plugin file {path} cannot be read", why=f"there is no {path.resolve()}")
         file = path.resolve()
         return (_report(Entry("", file.stem, str(file), location=str(file)), options),)
-    kind, equals, name = target.partition("=")
     if equals:
         return (_report(choose(scan(), kind, name, f"plugins check {target}"), options),)
     if path.is_dir():

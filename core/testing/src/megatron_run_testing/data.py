@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from math import isfinite
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
-from megatron_run.contracts.data import Dataset, DataSource, Split
+from megatron_run.contracts.data import LABELS, LOSS_MASK, TOKENS, Dataset, DataSource, Field, Split
 from megatron_run_testing import Check, CheckFailed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-#: The fields of every sample and their types.
-FIELDS: Mapping[str, type[np.generic]] = {"tokens": np.int64, "labels": np.int64, "loss_mask": np.float32}
 
 #: Number of samples of each split that are checked.
 LOOK = 5
@@ -31,8 +29,9 @@ def data_checks(source: DataSource, sequence_length: int = 32, seed: int = 7) ->
     checks: dict[str, Callable[[], str | None]] = {
         "every split holds a sample": partial(_each_split, opened, _holds_a_sample),
         "samples have the fields of the contract": partial(
-            _each_split, opened, partial(_fields_fit, sequence_length=sequence_length)
+            _each_split, opened, partial(_fields_fit, fields=source.fields, sequence_length=sequence_length)
         ),
+        "documents cover their rows": partial(_each_split, opened, partial(_documents_cover, source=source)),
         "token ids lie in the vocabulary": partial(_each_split, opened, partial(_ids_fit, source=source)),
         "a sample is the same every time": partial(_samples_repeat, opened),
         "baselines are losses": lambda: _baselines_are_losses(source.baselines(sequence_length, seed, [0])),
@@ -56,18 +55,36 @@ def _holds_a_sample(split: Split, dataset: Dataset) -> None:
         raise CheckFailed(f"split {split} has {len(dataset)} samples; raise DataError when there is no data")
 
 
-def _fields_fit(split: Split, dataset: Dataset, sequence_length: int) -> None:
+def _fields_fit(split: Split, dataset: Dataset, fields: Sequence[Field], sequence_length: int) -> None:
+    shapes: dict[str, tuple[int, ...]] = {}
     for index in _looked_at(dataset):
         sample = dataset[index]
-        for name, dtype in FIELDS.items():
+        for field in (*fields, *(each for each in (TOKENS, LABELS, LOSS_MASK) if each not in fields)):
+            name = field.name
             if name not in sample:
                 raise CheckFailed(f"{split} sample {index} has no {name}, only {', '.join(sorted(sample))}")
             found = sample[name]
-            if found.shape != (sequence_length,) or found.dtype != dtype:
+            if not field.fits(found.dtype.name, found.shape, sequence_length):
+                sizes = [sequence_length if size == "s" else size for size in field.shape]
                 raise CheckFailed(
                     f"{split} sample {index}: {name} is {found.dtype} {list(found.shape)}, "
-                    f"expected {np.dtype(dtype)} [{sequence_length}]"
+                    f"expected {field.dtype} {sizes}"
                 )
+            if shapes.setdefault(name, found.shape) != found.shape:
+                raise CheckFailed(f"{split} sample {index}: {name} is {list(found.shape)}, another is {shapes[name]}")
+
+
+def _documents_cover(split: Split, dataset: Dataset, source: DataSource) -> None:
+    """Documents begin at 0, never fall, and end at s; in each, positions count from 0."""
+    names = {field.name for field in source.fields}
+    for index in _looked_at(dataset) if "documents" in names else ():
+        sample = dataset[index]
+        bounds = sample["documents"].tolist()
+        if bounds[0] != 0 or bounds[-1] != len(sample["tokens"]) or bounds != sorted(bounds):
+            raise CheckFailed(f"{split} sample {index}: documents are {bounds}, and must rise from 0 to the last token")
+        counted = [place for start, stop in pairwise(bounds) for place in range(stop - start)]
+        if "positions" in names and sample["positions"].tolist() != counted:
+            raise CheckFailed(f"{split} sample {index}: positions do not begin at 0 in each of documents {bounds}")
 
 
 def _ids_fit(split: Split, dataset: Dataset, source: DataSource) -> None:

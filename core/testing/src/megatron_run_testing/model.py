@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from megatron_run.contracts import (
     StackedLayers,
 )
 from megatron_run.contracts.actions import LayoutSpec, Place, looped_layout
+from megatron_run.contracts.data import as_fields
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing import Check, CheckFailed
@@ -102,7 +104,9 @@ CreateModel = Callable[[BuildContext, BaseModel], Model]
 
 #: (stages, chunks) in which the model is cut.
 _CUTS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))
-_FIELDS = frozenset({"tokens", "labels", "loss_mask"})
+#: The fields of data that packs documents, and their bounds in the two rows of a check: [2, c].
+_PACKED = frozenset({"tokens", "labels", "loss_mask", "positions", "documents"})
+_DOCUMENTS = ((0, 5, 6, 14, 16), (0, 16, 16, 16, 16))
 
 
 def model_checks(create: CreateModel, options: BaseModel) -> tuple[Check, ...]:
@@ -111,7 +115,7 @@ def model_checks(create: CreateModel, options: BaseModel) -> tuple[Check, ...]:
     ``options`` describe a small network with ``vocab_size`` set; it is cut into up to four chunks.
     """
     bench = _Bench(create, options)
-    checks: dict[str, Callable[[], None]] = {
+    checks: dict[str, Callable[[], str | None]] = {
         "a cut model equals the whole model": bench.cuts_agree,
         "initial weights do not depend on the layout": bench.initial_weights_agree,
         "recomputation changes no gradient": bench.recomputation_agrees,
@@ -119,6 +123,7 @@ def model_checks(create: CreateModel, options: BaseModel) -> tuple[Check, ...]:
         "masked labels have no weight": bench.mask_counts,
         "without labels it returns logits": bench.gives_logits,
         "it needs known fields only": bench.asks_known_fields,
+        "packed documents do not see each other": bench.packs,
         "tensors between chunks match boundary": bench.boundary_holds,
         "tensors between chunks match boundary under sequence parallelism": bench.boundary_splits,
         "segments cover every parameter": bench.segments_cover,
@@ -151,7 +156,7 @@ class Built:
         x, crossed = None, []
         losses: dict[str, tuple[Tensor, Tensor]] = {}
         for position, chunk in enumerate(self.chunks):
-            wanted = self.model.fields(position, self.layout)
+            wanted = _names(self.model, position, self.layout)
             given = {name: field for name, field in microbatch.fields.items() if name in wanted}
             out = chunk(x, replace(microbatch, fields=given))
             x = out.x
@@ -206,9 +211,10 @@ class _Bench:
     create: CreateModel
     options: BaseModel
 
-    def built(self, stages: int = 1, chunks: int = 1, **train: object) -> Built:
-        """A new model in training mode."""
+    def built(self, stages: int = 1, chunks: int = 1, fields: frozenset[str] = frozenset(), **train: object) -> Built:
+        """A new model in training mode, for data that has ``fields`` besides those that all have."""
         context = single_process_context(self.options, train=train)
+        context = replace(context, fields=context.fields | fields)
         built = build_model(self.create, context, self.options, stages, chunks)
         return built.train(mode=True)
 
@@ -288,10 +294,43 @@ class _Bench:
         """Fields are known; the first position takes tokens, the last one labels and loss_mask."""
         for stages, chunks in _CUTS:
             built = self.built(stages, chunks)
-            asked = [set(built.model.fields(position, built.layout)) for position in range(len(built.layout))]
-            unknown = set().union(*asked) - _FIELDS
+            asked = [_names(built.model, position, built.layout) for position in range(len(built.layout))]
+            unknown = set().union(*asked) - single_process_context(self.options).fields
             if unknown or "tokens" not in asked[0] or not {"labels", "loss_mask"} <= asked[-1]:
                 raise CheckFailed(f"{stages} stages x {chunks} chunks: fields by position are {asked}")
+
+    def packs(self) -> str:
+        """Where data packs documents, loss and gradients are those of the documents alone, in every cut."""
+        documents = torch.tensor(_DOCUMENTS)
+        microbatch = self.microbatch(train=False)
+        spans = [(row, a, b) for row, bounds in enumerate(_DOCUMENTS) for a, b in pairwise(bounds) if a < b]
+        positions = torch.stack([torch.cat([torch.arange(b - a) for a, b in pairwise(row)]) for row in _DOCUMENTS])
+        packed = replace(microbatch, fields={**microbatch.fields, "documents": documents, "positions": positions})
+        alone = self.built().train(mode=False)
+        if "documents" not in _names(self.built(fields=_PACKED).model, 0, alone.layout):
+            return "it does not ask for documents, so data that packs them is refused"
+        if self._rows_compete(alone, microbatch):
+            return "rows of one batch change each other, as where experts have a capacity: nothing to compare"
+        losses = []
+        for row, start, stop in spans:
+            fields = {name: field[row : row + 1, start:stop] for name, field in microbatch.fields.items()}
+            loss, gradients = alone.step(replace(microbatch, fields=fields))
+            losses.append(loss)
+        for stages, chunks in _CUTS:
+            found, found_gradients = self.built(stages, chunks, _PACKED).train(mode=False).step(packed)
+            cut = f"{stages} stages x {chunks} chunks, packed"
+            _equal(f"{cut}: loss", found, torch.stack(losses).sum(), 1e-9)
+            for name, gradient in gradients.items():  # they add up in the buffers of the model that reads one by one
+                _equal(f"{cut}: gradient of {name}", found_gradients[name], gradient, 1e-9)
+        return ""
+
+    def _rows_compete(self, built: Built, microbatch: Microbatch) -> bool:
+        """Whether the loss of two rows together is another than that of each alone."""
+        fields = microbatch.fields
+        rows = [fields, *({name: field[row : row + 1] for name, field in fields.items()} for row in range(2))]
+        with torch.no_grad():
+            both, *each = (built.forward(replace(microbatch, fields=row))[0].losses["lm"][0] for row in rows)
+        return not torch.allclose(both, each[0] + each[1], rtol=1e-9)
 
     def boundary_holds(self) -> None:
         """Every tensor between two positions has the shape and dtype of ``boundary``."""
@@ -342,6 +381,11 @@ class _Bench:
             raise CheckFailed(
                 f"flops_per_token is {model.flops_per_token(16)} at 16, {model.flops_per_token(32)} at 32"
             )
+
+
+def _names(model: Model, position: int, layout: tuple[Place, ...]) -> set[str]:
+    """The names of the fields that ``model`` asks for at ``position``."""
+    return {field.name for field in as_fields(model.fields(position, layout))}
 
 
 def _same_names(where: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

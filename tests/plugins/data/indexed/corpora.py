@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,18 +33,15 @@ def megatron() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it tells of Apex and Transformer Engine
         pytest.importorskip("megatron.core.datasets.helpers_cpp")
-        from megatron.core.datasets import (
-            blended_megatron_dataset_builder,
-            gpt_dataset,
-            helpers,
-            indexed_dataset,
-            utils,
+        builder, gpt, helpers, files, utils = (
+            import_module(f"megatron.core.datasets.{name}")
+            for name in ("blended_megatron_dataset_builder", "gpt_dataset", "helpers", "indexed_dataset", "utils")
         )
     return SimpleNamespace(
-        builder=blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder,
-        gpt=gpt_dataset,
+        builder=builder.BlendedMegatronDatasetBuilder,
+        gpt=gpt,
         helpers=helpers,
-        files=indexed_dataset,
+        files=files,
         split=utils.Split,
         normalize=utils.normalize,
     )
@@ -56,10 +54,14 @@ def gpt_config(oracle: Any, cache: Path, sequence_length: int, seed: int, **aske
         random_seed=seed,
         sequence_length=sequence_length,
         tokenizer=tokenizer,
-        reset_attention_mask=False,
-        create_attention_mask=False,
         path_to_cache=str(cache),
-        **{"reset_position_ids": False, "eod_mask_loss": False, **asked},
+        **{
+            "reset_position_ids": False,
+            "reset_attention_mask": False,
+            "create_attention_mask": False,
+            "eod_mask_loss": False,
+            **asked,
+        },
     )
 
 

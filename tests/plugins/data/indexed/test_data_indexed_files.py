@@ -13,6 +13,7 @@ import pytest
 
 from megatron_run.errors import DataError
 from megatron_run_data_indexed.files import CODES, Reader, Writer, dtype_for
+from tests.plugins.data.indexed.corpora import megatron
 
 HEADER = 34
 #: Three sequences of 3, 0 and 2 tokens in two documents, as `written` makes them.
@@ -21,7 +22,7 @@ LENGTHS, OFFSETS, DOCUMENTS, END = HEADER, HEADER + 12, HEADER + 36, HEADER + 60
 
 @pytest.fixture
 def oracle() -> Any:
-    return pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    return megatron().files
 
 
 def written(folder: Path) -> Path:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from megatron_run_data_indexed import IndexedOptions, megatron_run_create_data
 from megatron_run_data_indexed.files import Reader
@@ -72,6 +75,14 @@ def test_the_first_1000_samples_equal_gpt_datasets_token_for_token(tmp_path: Pat
         np.testing.assert_array_equal(validation[index]["tokens"], theirs[1][index]["tokens"])
 
 
+def within(documents: NDArray[Any], length: int) -> NDArray[np.bool_]:
+    """What may be attended to, [s, s], from the bounds of documents."""
+    allowed = np.zeros((length, length), np.bool_)
+    for first, last in pairwise(documents.tolist()):
+        allowed[first:last, first:last] = np.tri(last - first, dtype=np.bool_)
+    return allowed
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_blended_samples_masks_and_positions_equal_megatron_cores(tmp_path: Path, seed: int) -> None:
     oracle, generator = megatron(), np.random.default_rng(seed)
@@ -88,6 +99,8 @@ def test_blended_samples_masks_and_positions_equal_megatron_cores(tmp_path: Path
         blend=(prefixes, weights),
         split="70,20,10",
         reset_position_ids=True,
+        reset_attention_mask=True,
+        create_attention_mask=True,
         eod_mask_loss=True,
     )
     theirs = built(oracle, config, (samples, 5, 0 if weights is None else 5))[0]
@@ -102,6 +115,7 @@ def test_blended_samples_masks_and_positions_equal_megatron_cores(tmp_path: Path
             end_of_document=END,
             mask_end=True,
             reset_positions=True,
+            reset_attention=True,
         )
     ).stream("train", sequence_length, seed, samples)
     assert ours is not None
@@ -109,6 +123,8 @@ def test_blended_samples_masks_and_positions_equal_megatron_cores(tmp_path: Path
     for index in range(min(samples, len(theirs))):
         for name, theirs_name in named.items():
             np.testing.assert_array_equal(ours[index][name], theirs[index][theirs_name])
+        forbidden = theirs[index]["attention_mask"][0].numpy()
+        np.testing.assert_array_equal(within(ours[index]["documents"], sequence_length), ~forbidden)
 
 
 def test_after_the_samples_that_it_shuffled_the_stream_starts_again(tmp_path: Path) -> None:

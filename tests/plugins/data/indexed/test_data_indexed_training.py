@@ -39,6 +39,8 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "data.vocab_size": "20",
         "data.end_of_document": "0",
         "data.mask_end": "true",
+        "data.reset_positions": "true",
+        "data.reset_attention": "true",
         "train.steps": "4",
         "eval.interval": "2",
         "eval.batches": "1",
@@ -82,7 +84,7 @@ class StopAfter(Observer):
 
 def samples_read(values: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch, *stops: int) -> list[int]:
     """The indices of the stream that steps read, by a run that is stopped after ``stops`` and resumed each time."""
-    read, stepping = list[int](), []
+    read, stepping = list[int](), list[bool]()
     item = Samples.__getitem__
 
     def recorded(self: Samples, index: int) -> Any:

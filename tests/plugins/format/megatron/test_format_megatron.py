@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.formats.convert import write_folder
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes
-from megatron_run_format_megatron import checkpoint
+from megatron_run_format_megatron import import_checkpoint
 from tests.support.megatron_checkpoints import GPT, LENGTH, LLAMA, MIXTURE, PADDED, random_state, save_sharded
 
 STATE = random_state(GPT)
@@ -44,7 +44,7 @@ OLDER_NAMES = (
 
 def tensors(folder: Path) -> dict[str, Tensor]:
     """All that is read from ``folder``, values too."""
-    return {name: read() for name, read in checkpoint.read(folder).tensors.items()}
+    return {name: read() for name, read in import_checkpoint.read(folder).tensors.items()}
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +84,16 @@ def test_older_names_are_the_same_model(
     assert equal(tensors(tmp_path), modern)
 
 
+def test_another_head_than_the_tied_one_is_said(modern: dict[str, Tensor], tmp_path: Path) -> None:
+    words = STATE["embedding.word_embeddings.weight"]
+    padding = torch.arange(PADDED)[:, None] >= 61
+    for name, head, notes in (("same", words, 0), ("padded", words + padding, 0), ("other", words + 1, 1)):
+        write_state(tmp_path / name, {**STATE, "output_layer.weight": head})
+        assert equal(tensors(tmp_path / name), modern)
+        found = import_checkpoint.read(tmp_path / name).notes
+        assert sum("differs from the word embedding and was left out" in note for note in found) == notes, name
+
+
 def test_norms_may_be_fused_with_the_layer_after_them(modern: dict[str, Tensor], tmp_path: Path) -> None:
     fused = {
         "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -106,7 +116,7 @@ def test_experts_may_be_tensors_of_one_layer(tmp_path: Path) -> None:
     write_state(tmp_path / "alone", state, args=Namespace(**MIXTURE))
     write_state(tmp_path / "one", {names[name]: state[name] for name in state}, args=Namespace(**MIXTURE))
     assert equal(tensors(tmp_path / "one"), tensors(tmp_path / "alone"))
-    weights = checkpoint.read(tmp_path / "one")
+    weights = import_checkpoint.read(tmp_path / "one")
     assert gpt_options(weights).expert_layers == {0, 2}
     write_folder(weights, tmp_path / "ours", "theirs")
 
@@ -137,7 +147,7 @@ def test_chunks_of_layers_that_lie_one_by_one_or_stacked(modern: dict[str, Tenso
     for folder, state in ((tmp_path / "stacked", whole), (tmp_path / "alone", STATE)):
         write_distributed(folder, state)
         assert equal(tensors(folder), modern)
-        assert checkpoint.read(folder).step == 5
+        assert import_checkpoint.read(folder).step == 5
 
 
 @pytest.mark.parametrize("prefix", ["fp32_param", "param"])
@@ -147,12 +157,12 @@ def test_masters_are_taken_where_they_lie_as_the_weights_do(
     state = {name: tensor.bfloat16() for name, tensor in STATE.items()}
     write_distributed(tmp_path / "rounded", state, bf16=True)
     assert not equal(tensors(tmp_path / "rounded"), modern)
-    assert len(checkpoint.read(tmp_path / "rounded").notes) == 1
+    assert len(import_checkpoint.read(tmp_path / "rounded").notes) == 1
     state |= {f"optimizer.state.{prefix}.{name}": tensor for name, tensor in STATE.items()}
     state |= {f"optimizer.state.exp_avg.{name}": tensor * 0 for name, tensor in STATE.items()}
     write_distributed(tmp_path / "exact", state, bf16=True)
     assert equal(tensors(tmp_path / "exact"), modern)
-    assert checkpoint.read(tmp_path / "exact").notes == ()
+    assert import_checkpoint.read(tmp_path / "exact").notes == ()
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json"])
@@ -169,7 +179,7 @@ def test_a_damaged_file_is_one_line(file: str, tmp_path: Path) -> None:
 
 def test_an_import_is_a_step_of_ours(tmp_path: Path) -> None:
     save_sharded(STATE, {**GPT, "tensor_model_parallel_size": 2, "bf16": True}, tmp_path / "theirs", 3)
-    weights = checkpoint.read(tmp_path / "theirs")
+    weights = import_checkpoint.read(tmp_path / "theirs")
     manifest = write_folder(weights, tmp_path / "ours", "theirs")
     assert manifest.about.step == 3
     assert manifest.tensors.keys() == logical_shapes(gpt_options(weights), LENGTH).keys()
@@ -189,7 +199,7 @@ def test_an_import_is_a_step_of_ours(tmp_path: Path) -> None:
 def test_a_network_that_cannot_be_had_is_refused(arguments: dict[str, Any], why: str, tmp_path: Path) -> None:
     write_state(tmp_path, STATE, args=Namespace(**{**GPT, **arguments}))
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.read(tmp_path)
+        import_checkpoint.read(tmp_path)
     assert why in str(caught.value)
 
 
@@ -206,7 +216,7 @@ def test_a_network_that_cannot_be_had_is_refused(arguments: dict[str, Any], why:
 def test_arguments_that_make_no_sense_are_one_line(arguments: dict[str, Any], tmp_path: Path) -> None:
     write_state(tmp_path, STATE, args=Namespace(**{**GPT, **arguments}))
     with pytest.raises(CheckpointError, match=r"the arguments in .* are damaged") as caught:
-        write_folder(checkpoint.read(tmp_path), tmp_path / "ours", "theirs")
+        write_folder(import_checkpoint.read(tmp_path), tmp_path / "ours", "theirs")
     assert "\n" not in str(caught.value)
 
 
@@ -216,13 +226,13 @@ def test_the_table_of_learned_positions_is_the_longest_sequence(
 ) -> None:
     given = {**network, "max_position_embeddings": 2 * LENGTH}
     write_state(tmp_path, random_state(given), args=Namespace(**given))
-    assert checkpoint.read(tmp_path).sequence_length == longest
+    assert import_checkpoint.read(tmp_path).sequence_length == longest
 
 
 def test_without_a_word_on_the_vocabulary_it_is_the_embedding(tmp_path: Path) -> None:
     silent = {name: value for name, value in GPT.items() if "vocab" not in name}
     write_state(tmp_path, STATE, args=Namespace(**silent))
-    weights = checkpoint.read(tmp_path)
+    weights = import_checkpoint.read(tmp_path)
     assert weights.config["vocab_size"] == len(weights.tensors["embedding.word.weight"]()) == PADDED
     assert any("with its padding" in note for note in weights.notes)
 
@@ -233,14 +243,14 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
     step = tmp_path / "iter_0000003"
     shutil.copy(step / "mp_rank_00_000" / "model_optim_rng.pt", step / "mp_rank_01_001" / "model_optim_rng.pt")
     with pytest.raises(CheckpointError, match="do not belong together"):
-        checkpoint.read(tmp_path)
+        import_checkpoint.read(tmp_path)
     shutil.rmtree(step / "mp_rank_01_001")
     with pytest.raises(CheckpointError, match="mp_rank_01_001"):
-        checkpoint.read(tmp_path)
+        import_checkpoint.read(tmp_path)
     for left in step.glob("mp_rank_00*"):
         shutil.rmtree(left)
     with pytest.raises(CheckpointError, match="mp_rank_00"):
-        checkpoint.read(tmp_path)
+        import_checkpoint.read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +267,7 @@ def test_what_is_no_checkpoint_of_a_gpt_is_refused(more: dict[str, Any], why: st
     if "model" in more:
         write_state(tmp_path, more["model"])
     with pytest.raises(CheckpointError, match=why):
-        write_folder(checkpoint.read(tmp_path), tmp_path / "ours", "theirs")
+        write_folder(import_checkpoint.read(tmp_path), tmp_path / "ours", "theirs")
 
 
 @pytest.mark.parametrize(
@@ -268,13 +278,13 @@ def test_a_word_on_the_newest_step_that_is_wrong(word: str, why: str, tmp_path: 
     write_state(tmp_path, STATE)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(word)
     with pytest.raises(CheckpointError, match=why):
-        checkpoint.read(tmp_path)
+        import_checkpoint.read(tmp_path)
 
 
 def test_folders_are_recognised_by_their_files(tmp_path: Path) -> None:
     write_state(tmp_path, STATE)
-    assert checkpoint.is_checkpoint(tmp_path)
-    assert checkpoint.is_checkpoint(tmp_path / "iter_0000003")
-    assert not checkpoint.is_checkpoint(tmp_path / "iter_0000003" / "mp_rank_00")
+    assert import_checkpoint.is_checkpoint(tmp_path)
+    assert import_checkpoint.is_checkpoint(tmp_path / "iter_0000003")
+    assert not import_checkpoint.is_checkpoint(tmp_path / "iter_0000003" / "mp_rank_00")
     with pytest.raises(CheckpointError, match="holds no checkpoint of Megatron"):
-        checkpoint.read(tmp_path / "iter_0000003" / "mp_rank_00")
+        import_checkpoint.read(tmp_path / "iter_0000003" / "mp_rank_00")

@@ -186,11 +186,32 @@ def test_mixtures_of_experts_leave_the_bits_of_eager_ones(scope: tuple[str, ...]
         assert eager.step(number).equals(captured.step(number))
 
 
+#: Shapes that follow no routing.
+PADDED = EXPERTS.model_copy(update={**CAPACITY, "expert_pad_to_capacity": True})
+WHOLE_LAYER = ("moe_router", "moe_preprocess", "moe_dispatch", "moe_experts", "moe_combine")
+
+
+@pytest.mark.parametrize("reuse", ["per_microbatch", "per_slot"])
+def test_padded_experts_are_captured_whole_and_leave_the_bits_of_eager_ones(reuse: str) -> None:
+    eager, captured = (
+        Pipeline(OneForwardOneBackward(), 4, stages=2, model=PADDED, scope=("attn", *WHOLE_LAYER), graph_reuse=reuse)
+        for _ in range(2)
+    )
+    eager.step(1), captured.step(1)
+    sizes = captured.start_capture()
+    assert [size.regions for size in sizes] == [4, 4]  # a layer's attention and all of its experts
+    for number in (2, 3):
+        assert eager.step(number).equals(captured.step(number))
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("moe_dispatch", "the host reads how many tokens each expert gets"),
-        ("moe_experts", "its shapes follow how many tokens each expert gets"),
+        ("moe_dispatch", "the host reads how many tokens each expert gets, but for model.expert_pad_to_capacity=true"),
+        (
+            "moe_experts",
+            "its shapes follow how many tokens each expert gets, but for model.expert_pad_to_capacity=true",
+        ),
     ],
 )
 def test_what_follows_the_routing_is_refused_with_the_reason(name: str, reason: str) -> None:

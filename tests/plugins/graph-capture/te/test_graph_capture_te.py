@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -211,9 +212,13 @@ def test_a_split_backward_is_refused() -> None:
 
 
 def test_a_region_without_a_gradient_to_pass_on_is_refused() -> None:
-    pipeline = Pipeline(Sequential(), 2, make=Bench("embedding"))
+    """At the capture, where a parameter was frozen; the rest before a run."""
+    pipeline = Pipeline(Sequential(), 2, make=Bench("attn"))
+    chunk: Any = pipeline.stages[0].chunks[0]
+    for parameter in chunk.embedding.parameters():
+        parameter.requires_grad_(False)
     pipeline.step(1)
-    with pytest.raises(GraphCaptureError, match="embedding of layer -1 cannot be captured by graph-capture=te"):
+    with pytest.raises(GraphCaptureError, match="attn of layer 0 cannot be captured by graph-capture=te: nothing"):
         pipeline.start_capture()
 
 
@@ -238,6 +243,28 @@ def test_what_follows_from_the_configuration_is_refused_before_a_run(
     with pytest.raises(GraphCaptureError) as refused:
         dry_run_text(run)
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "1f1b"])
+def test_what_is_given_tokens_alone_is_refused_before_a_run(schedule: str) -> None:
+    """On every layout; what other stages learn is seen too."""
+    plugins = ("graph-capture=te,scope=embedding", f"schedule={schedule}")
+    run = resolve(Request(configs=("preset:tiny",), plugins=plugins))
+    with pytest.raises(InputError, match=r"embedding of layer -1 cannot be captured by graph-capture=te: nothing that"):
+        dry_run_text(run)
+    others = ("graph-capture=te,scope=attn,mlp,head,loss", f"schedule={schedule}")
+    dry_run_text(resolve(Request(configs=("preset:tiny",), plugins=others)))
+
+
+def test_the_help_names_segments_that_can_be_captured() -> None:
+    told = TeOptions.model_fields["scope"].description
+    assert told is not None
+    plugins = (f"graph-capture=te,scope={','.join(re.findall(r'attn|mlp|head|loss|moe_[a-z]+', told))}",)
+    padded = ("model.experts=4", "model.expert_capacity_factor=1.0", "model.expert_pad_to_capacity=true")
+    pattern = ("model.expert_layer_pattern=0,1", "model.dropout=0")
+    run = resolve(Request(configs=("preset:tiny",), sets=(*padded, *pattern), plugins=plugins))
+    assert "embedding" not in told
+    assert dry_run_json(run)["graphs_by_stage"][0]["regions"] > 1
 
 
 @pytest.mark.parametrize("sets", [(), ("parallel.sequence=true",)])

@@ -123,6 +123,19 @@ def test_parts_of_a_layer_of_experts_are_eager_ones_bit_for_bit(
         assert not any(cell.requires_grad for cell in stage.context.metrics._cells.values())
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_padded_experts_are_captured_whole_and_are_eager_ones_bit_for_bit(
+    engine: Engine, machine: Machine, stages: int
+) -> None:
+    schedule = OneForwardOneBackward() if stages > 1 else Sequential()
+    model = MOE.model_copy(update={"expert_capacity_factor": 0.75, "expert_pad_to_capacity": True})
+    layer = ("moe_router", "moe_preprocess", "moe_dispatch", "moe_experts", "moe_combine")
+    eager, captured = pair(schedule, 4, engine, "attn", *layer, model=model, stages=stages)
+    assert sum(len(stage.regions) for stage in captured.stages) == 4  # of two layers
+    for step in (2, 3):
+        assert eager.step(step).equals(captured.step(step))
+
+
 def test_a_stream_that_ranks_share_is_registered(engine: Engine, machine: Machine) -> None:
     eager, captured = pair(Sequential(), 2, engine, layers=whole_tensor_layers)
     assert all(captured.stages[0].context.rng.replicated in graph.generators for graph in machine.graphs)

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_run.contracts import EvalMetrics
+from megatron_run.contracts import Action, Bar, EvalMetrics, Timeline
 from megatron_run.contracts.actions import Op
 from megatron_run.contracts.observer import STEP_CURVES
 from megatron_run_observer_tensorboard import TensorBoard
@@ -39,13 +39,18 @@ def test_every_number_of_a_step_is_a_curve(tmp_path: Path) -> None:
     trained(tmp_path).on_train_end("finished")
     reader = read(tmp_path)
     drawn = set(reader.Tags()["scalars"])
-    assert drawn == set(STEP_CURVES) | {"model/aux", "baseline/byte_bigram"}
+    trained_curves = {name for name in STEP_CURVES if name.startswith("train/")}
+    others = {f"vitals/{name.replace('/', '_')}" for name in {*STEP_CURVES, "model/aux"} - trained_curves}
+    assert drawn == trained_curves | others | {"validation/baseline_byte_bigram"}
     points = reader.Scalars("train/loss")
     assert [(point.step, point.value, point.wall_time) for point in points] == [
         (step, 1 + step / 8, 1_700_000_000 + step) for step in range(1, 5)
     ]
-    assert [point.value for point in reader.Scalars("data/tokens")] == [512, 1024, 1536, 2048]
-    assert [(point.step, point.value) for point in reader.Scalars("baseline/byte_bigram")] == [(0, 2.5), (4, 2.5)]
+    assert [point.value for point in reader.Scalars("vitals/data_tokens")] == [512, 1024, 1536, 2048]
+    assert [(point.step, point.value) for point in reader.Scalars("validation/baseline_byte_bigram")] == [
+        (0, 2.5),
+        (4, 2.5),
+    ]
 
 
 def test_what_is_not_finite_leaves_a_gap(tmp_path: Path) -> None:
@@ -62,13 +67,22 @@ def test_evaluations_have_tags_by_split(tmp_path: Path) -> None:
     observer = trained(tmp_path)
     observer.on_eval_end(EvalMetrics(4, "validation", 1.5, 4.5, 64))
     observer.on_eval_end(EvalMetrics(4, "test", 2.5, 12.5, 64))
+    observer.on_eval_end(EvalMetrics(4, "lambada", 3.5, 33.0, 8, {"accuracy": 0.25}))
     observer.on_train_end("finished")
     reader = read(tmp_path)
-    assert [reader.Scalars(tag)[0].value for tag in ("eval/loss", "eval/perplexity", "eval_test/loss")] == [
-        1.5,
-        4.5,
-        2.5,
-    ]
+    points = {"loss": 1.5, "perplexity": 4.5}
+    assert {name: reader.Scalars(f"validation/{name}")[0].value for name in points} == points
+    assert reader.Scalars("validation_test/loss")[0].value == 2.5
+    assert reader.Scalars("validation_lambada/accuracy")[0].value == 0.25
+
+
+def test_the_training_comes_first_among_the_groups_and_then_its_evaluation(tmp_path: Path) -> None:
+    observer = trained(tmp_path)
+    observer.on_eval_end(EvalMetrics(4, "validation", 1.5, 4.5, 64))
+    observer.on_train_end("finished")
+    tags = read(tmp_path).Tags()
+    groups = sorted({tag.partition("/")[0] for tag in (*tags["scalars"], *tags["images"])})
+    assert groups == ["train", "validation", "vitals"]
 
 
 def test_every_step_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
@@ -106,7 +120,7 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
 
 def test_the_timeline_is_a_picture(tmp_path: Path) -> None:
     trained(tmp_path).on_train_end("finished")
-    (image,) = read(tmp_path).Images("pipeline/step")
+    (image,) = read(tmp_path).Images("vitals/pipeline")
     picture = Image.open(io.BytesIO(image.encoded_image_string))
     assert picture.size == (image.width, image.height)
     assert picture.tobytes() == draw(example_run(tmp_path).timeline).tobytes()
@@ -115,16 +129,41 @@ def test_the_timeline_is_a_picture(tmp_path: Path) -> None:
 def test_the_picture_shows_each_action_when_it_runs(tmp_path: Path) -> None:
     """The example: F 0-1, then B 4-6 on stage 0; F 1-2, I 2-3, W 3-4 on stage 1."""
     picture = draw(example_run(tmp_path).timeline)
-    left, unit = 100, 560 / 6
-
-    def colour(stage: int, time: float) -> Any:
-        return picture.getpixel((round(left + time * unit), 16 + 36 * stage + 8))
-
-    found = [[colour(stage, slot + 0.25) for slot in range(6)] for stage in range(2)]
+    found = [[colour_at(picture, stage, slot + 0.25, unit=320 / 6) for slot in range(6)] for stage in range(2)]
     forward, backward, inputs, weights = (COLOURS[op][0] for op in OPS)
-    wait = (238, 238, 238)
-    assert found[0] == [forward, wait, wait, wait, backward, backward]
-    assert found[1] == [wait, forward, inputs, weights, wait, wait]
+    assert found[0] == [forward, GAP, GAP, GAP, backward, backward]
+    assert found[1] == [GAP, forward, inputs, weights, GAP, GAP]
+
+
+def test_a_long_step_is_broken_into_bands_that_a_thumbnail_shows() -> None:
+    """Units 0-10 are forwards; a backward of 10-14 crosses the end of the first band of 12 units; then a gap."""
+    bars = (*(Bar(Action("F", m, 0), m, m + 1) for m in range(10)), Bar(Action("B", 0, 0), 10, 14))
+    picture = draw(Timeline((bars,), 18, 4 / 18))
+    assert picture.width == 360
+    forward, backward = COLOURS["F"][0], COLOURS["B"][0]
+    rows = [[colour_at(picture, row, slot + 0.25, unit=320 / 12) for slot in (9, 10, 11)] for row in (0,)]
+    assert rows == [[forward, backward, backward]]
+    second = [colour_at(picture, 0, slot + 0.25, unit=320 / 12, top=36) for slot in (0, 1, 2)]
+    assert second == [backward, backward, GAP]
+
+
+def test_the_picture_of_a_very_long_step_has_its_beginning_and_its_end() -> None:
+    bars = tuple(Bar(Action("F" if m < 600 else "B", m, 0), m, m + 1) for m in range(1200))
+    picture = draw(Timeline((bars,) * 8, 1200, 0.0))
+    assert picture.height < 1500
+    assert colour_at(picture, 0, 0.25, unit=320 / 12) == COLOURS["F"][0]
+    pixels = picture.crop((0, picture.height - 250, 360, picture.height - 60)).getcolors()
+    colours = {colour for _, colour in pixels or ()}
+    assert COLOURS["B"][0] in colours
+    assert COLOURS["F"][0] not in colours
+
+
+GAP = (238, 238, 238)
+
+
+def colour_at(picture: Image.Image, row: int, time: float, unit: float, top: float = 6) -> Any:
+    """The colour of ``row`` of a band that begins at ``top``, ``time`` after its beginning."""
+    return picture.getpixel((round(34 + time * unit), round(top + 20 * row + 4)))
 
 
 def test_a_folder_that_cannot_be_written_raises_at_every_event(tmp_path: Path) -> None:

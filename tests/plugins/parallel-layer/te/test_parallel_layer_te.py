@@ -220,6 +220,19 @@ def test_masks_mean_the_same_as_to_the_dense_core(name: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_packed_documents_mean_the_same_as_to_the_dense_core() -> None:
+    documents = torch.tensor([[0, 2, 3, 6, 6], [0, 6, 6, 6, 6]])
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(6, 2, n, 8, generator=generator, dtype=torch.float64) for n in (4, 2, 2))
+    found, expected = (
+        make(single_process_context()).core_attention(AttentionShape(4, 2, 8, 0), 0.0)(
+            query, key, value, None, documents
+        )
+        for make in (engine_layers, DenseLayers)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_evaluation_drops_no_attention() -> None:
     attention = engine_layers(single_process_context()).core_attention(AttentionShape(2, 2, 4, 0), 0.9)
     query = torch.randn(6, 2, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -126,6 +126,8 @@ def test_every_call_fits(engine: Engine) -> None:
     attend = inspect.signature(library.DotProductAttention.forward)
     attend.bind(library.DotProductAttention, x, x, x, attn_mask_type="causal")
     attend.bind(library.DotProductAttention, x, x, x, attention_mask=x, attn_mask_type="arbitrary")
+    lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"), x)
+    attend.bind(library.DotProductAttention, x, x, x, qkv_format="thd", attn_mask_type="padding_causal", **lengths)
     inspect.signature(library.autocast).bind(enabled=True, recipe=None, amax_reduction_group=None)
     for name in ("is_fp8_available", "is_mxfp8_available", "is_fp8_block_scaling_available"):
         inspect.signature(getattr(library, name)).bind(return_reason=True)

@@ -64,7 +64,7 @@ def share_over_data(rank: int, world: int) -> list[dict[str, Any]]:
     groups, found = create_groups(topology, timedelta(seconds=20)), []
     for sequence in (False, True):
         context = context_at(topology, groups)
-        layers = TensorLayers(context, Split(groups.peers(topology, "data"), sequence, axis="data"))
+        layers = TensorLayers(context, Split(groups.parallel_group(topology, "data"), sequence, axis="data"))
         mine = [tensor.chunk(world)[rank] if sequence else tensor for tensor in example()]
         found.append(trained(layers, context, *(tensor.clone() for tensor in mine)))
     return found

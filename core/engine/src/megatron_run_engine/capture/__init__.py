@@ -24,7 +24,15 @@ from megatron_run_engine.capture.region_capture import (
     RegionCapture,
     check_capture,
 )
-from megatron_run_engine.capture.regions import by_chunk, call, chained, check_scope, choose_regions
+from megatron_run_engine.capture.regions import (
+    STEP,
+    by_chunk,
+    call,
+    chained,
+    check_scope,
+    choose_regions,
+    every_segment,
+)
 from megatron_run_engine.capture.rules import (
     BrokenRule,
     Linted,
@@ -32,6 +40,7 @@ from megatron_run_engine.capture.rules import (
     blamed,
     kept_streams,
     lint,
+    refusing_breaks,
     run_backward,
     unwritten,
     written,
@@ -39,6 +48,7 @@ from megatron_run_engine.capture.rules import (
 )
 
 __all__ = [
+    "STEP",
     "BrokenRule",
     "CaptureOptions",
     "Hooks",
@@ -58,10 +68,12 @@ __all__ = [
     "check_capture",
     "check_scope",
     "choose_regions",
+    "every_segment",
     "kept_streams",
     "lint",
     "passes",
     "recordings",
+    "refusing_breaks",
     "run_backward",
     "shared_slots",
     "slots_by_chunk",

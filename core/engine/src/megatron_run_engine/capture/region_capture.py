@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -15,7 +15,7 @@ from megatron_run.contracts import CaptureSize, GraphCapture
 from megatron_run.errors import GraphCaptureError, InputError, plural
 from megatron_run.planning.batch_size import total_steps
 from megatron_run_engine.capture.order import OrderGuard, passes
-from megatron_run_engine.capture.regions import by_chunk, call, check_scope, choose_regions
+from megatron_run_engine.capture.regions import STEP, by_chunk, call, check_scope, choose_regions
 from megatron_run_engine.capture.rules import Linted, lint
 from megatron_run_engine.runtime.gradients import main_grad
 
@@ -139,21 +139,36 @@ class RegionCapture(GraphCapture):
 
     def capture(self, regions: Sequence[Region], actions: Sequence[Action], examples: Examples) -> CaptureSize:
         """Check every region against the rules, then record all."""
+        self.lint(regions, examples)
+        recorded = self.record(regions, actions, examples)
+        self.keep(regions, actions, examples, recorded, self._events(regions, actions, recorded))
+        return recorded.size
+
+    def lint(self, regions: Sequence[Region], examples: Examples) -> None:
+        """Check every region against the rules."""
         context = self.context
         for region in regions:
             if region not in examples:
                 raise GraphCaptureError(f"{region} has not run yet", why="what it is given is not known")
             self.linted[region] = lint(region, examples[region], context.device, context.gradients, context.rng.streams)
-        recorded = self.record(regions, actions, examples)
+
+    def keep(
+        self,
+        regions: Sequence[Region],
+        actions: Sequence[Action],
+        examples: Examples,
+        recorded: Recorded,
+        events: Iterable[Event] = (),
+    ) -> None:
+        """Keep what was ``recorded``, with the facts on which it relies; ``events`` are the replays of a step."""
         self._captured = _Captured(
             tuple(actions),
             dict(examples),
             recorded,
-            OrderGuard(self._events(regions, actions, recorded)),
+            OrderGuard(events),
             {parameter: _addresses(parameter) for parameter in _parameters(regions)},
             frozenset(parameter for parameter in _parameters(regions) if parameter.requires_grad),
         )
-        return recorded.size
 
     def mismatch(self, actions: Sequence[Action]) -> str:
         """Return what has changed since the capture: actions, shapes, addresses, or which parameters are trained."""
@@ -254,17 +269,25 @@ def _difference(examples: Sequence[Tensor], tensors: Sequence[Tensor]) -> str:
 
 
 def check_capture(
-    plugin: str, config: Config, options: CaptureOptions, *, recomputes: bool = False, default: Sequence[str] = ()
+    plugin: str,
+    config: Config,
+    options: CaptureOptions,
+    *,
+    recomputes: bool = False,
+    default: Sequence[str] = (),
+    whole_step: bool = False,
 ) -> Iterator[str]:
     """Check the configuration for a plugin called ``plugin``, as its ``check_config``.
 
     ``recomputes``: its graphs recompute segments, or its replays may run again in the backward. ``default`` is the
-    scope that it has when ``options`` has none.
+    scope that it has when ``options`` has none. ``whole_step``: it captures whole steps where the scope names them.
 
     Yields a notice if nothing would be captured. Raises :class:`InputError` for a capture that would never be replayed,
     or that would certainly fail with ``strict``.
     """
     scope = default if options.scope is None else options.scope
+    if STEP in scope:
+        _check_whole_step(plugin, config, scope, captures=whole_step)
     twice = next((name for name in scope if scope.count(name) > 1), None)
     if twice is not None:
         raise InputError(f"graph-capture.scope names {twice} twice", fix="write each name once")
@@ -280,6 +303,34 @@ def check_capture(
     if both := [name for name in scope if config.train.offloads(name)]:
         raise _in_both(plugin, "offload", config.train.offload, both, "what a graph saves stays in its memory")
     yield from _check_length(config, options)
+
+
+def _check_whole_step(plugin: str, config: Config, scope: Sequence[str], *, captures: bool) -> None:
+    """Raise :class:`InputError` for a configuration whose steps cannot be captured whole."""
+    if not captures:
+        raise InputError(
+            f"graph-capture={plugin} captures no whole steps",
+            fix=f"choose --plugin graph-capture=partial,scope={STEP}, or name segments",
+        )
+    others = [name for name in scope if name != STEP]
+    if others:
+        raise InputError(
+            f"graph-capture.scope names step, which holds everything, and {', '.join(others)}",
+            fix="leave the others out",
+        )
+    parallel = config.parallel
+    if parallel.pipeline > 1:
+        raise InputError(
+            f"graph-capture.scope=step with parallel.pipeline={parallel.pipeline}",
+            why="between the actions of a stage the host waits for messages",
+            fix="name segments, such as attn,mlp",
+        )
+    if config.train.offload != "none":
+        raise InputError(
+            f"graph-capture.scope=step with train.offload={typed(config.train.offload)}",
+            why="what a graph saves stays in its memory",
+            fix="leave one of them out",
+        )
 
 
 def _in_both(plugin: str, key: str, value: SegmentNames, names: Sequence[str], why: str) -> InputError:

@@ -33,6 +33,23 @@ def choose_regions(chunks: Sequence[Sequence[Segment]], scope: Collection[str]) 
     return tuple(found)
 
 
+#: The name in a scope that stands for the whole step.
+STEP = "step"
+
+
+def every_segment(chunks: Sequence[Sequence[Segment]]) -> tuple[Region, ...]:
+    """Return the regions of all segments, for a graph of whole steps. Raises :class:`InputError` if one cannot be."""
+    segments = [segment for chunk in chunks for segment in chunk]
+    for segment in segments:
+        if segment.why_eager or segment.draws:
+            raise InputError(
+                f"graph-capture.scope=step cannot capture segment {segment.name} of layer {segment.layer}",
+                why=segment.why_eager or "the host positions the random streams before each segment that draws",
+                fix="set model.dropout=0, or name segments" if segment.draws else "name segments, without this one",
+            )
+    return choose_regions(chunks, {segment.name for segment in segments})
+
+
 def check_scope(scope: Sequence[str], chunks: Sequence[Sequence[Segment]], context: BuildContext) -> None:
     """Raise :class:`InputError` for a name of ``scope`` that no stage's ``chunks`` publish. Collective over the world.
 

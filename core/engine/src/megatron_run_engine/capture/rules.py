@@ -54,6 +54,19 @@ def blamed(who: str, where: str) -> Iterator[None]:
         ) from broken
 
 
+@contextmanager
+def refusing_breaks() -> Iterator[None]:
+    """Turn a broken rule of a whole step, outside of its segments, into a :class:`GraphCaptureError`."""
+    try:
+        yield
+    except BrokenRule as broken:
+        raise GraphCaptureError(
+            "the step cannot be captured whole",
+            why=f"what runs between its segments {broken}",
+            fix="name segments in graph-capture.scope instead of step",
+        ) from broken
+
+
 class _NoHostReads(TorchFunctionMode):
     """Refuses methods that read a tensor's values without an operation that the dispatcher sees."""
 

@@ -47,20 +47,20 @@ class SampleStream:
         self._dataset, self._seed = dataset, seed
 
     def fields(self, positions: Iterable[int], names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
-        """Return the fields ``names`` of the samples at ``positions``, each [b, s] on ``device``.
+        """Return the fields ``names`` of the samples at ``positions``, each [b, *shape] on ``device``.
 
-        Raises :class:`DataError` if a sample lacks a field.
+        Raises :class:`DataError` if a sample lacks a field, or has it in another shape than the one before it.
         """
         indices = [sample_at(self._dataset, self._seed, position) for position in positions]
         return fields(self._dataset, indices, names, device)
 
 
 def fields(dataset: Dataset, indices: Sequence[int], names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
-    """Return the fields ``names`` of samples ``indices``, each [b, s] on ``device``.
+    """Return the fields ``names`` of samples ``indices``, each [b, *shape] on ``device``.
 
-    Raises :class:`DataError` if a sample lacks a field.
+    Raises :class:`DataError` if a sample lacks a field, or has it in another shape than the one before it.
     """
-    if not names:  # a middle pipeline stage needs no field: read no sample
+    if not names:  # a middle pipeline stage, where nothing is packed: read no sample
         return {}
     samples = [dataset[index] for index in indices]
     missing = [name for name in names if name not in samples[0]]
@@ -68,6 +68,10 @@ def fields(dataset: Dataset, indices: Sequence[int], names: Sequence[str], devic
         raise DataError(
             f"the data has no field {missing[0]!r}", why=f"its samples hold {', '.join(sorted(samples[0]))}"
         )
+    for name in names:
+        shapes = {sample[name].shape for sample in samples}
+        if len(shapes) > 1:
+            raise DataError(f"the field {name!r} is {' and '.join(map(str, sorted(shapes)))} in samples of one batch")
     stacked = {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in names}
     if device.type == "cuda":  # a copy from other memory would make the host wait for all that it has launched so far
         return {name: field.pin_memory().to(device, non_blocking=True) for name, field in stacked.items()}

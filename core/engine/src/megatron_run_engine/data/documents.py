@@ -261,7 +261,12 @@ class Shares:
         low, high = self.bounds(split)
         if cut or len(content) >= CUT_FROM:
             return content[_boundary(content, low) : _boundary(content, high)]
-        return content if low <= _place_of(content) < high else b""
+        return content if self.holds(content, split) else b""
+
+    def holds(self, content: bytes, split: Split) -> bool:
+        """Whether a document that is not cut belongs to ``split``."""
+        low, high = self.bounds(split)
+        return low <= _place_of(content) < high
 
 
 def _place_of(content: bytes) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_run.errors import DataError
+from megatron_run.registry.discover import plain_name
 
 if TYPE_CHECKING:
     import tokenizers
@@ -21,6 +22,8 @@ END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>
 
 #: The name under which a tokenizer's file is kept beside the weights that were trained with it.
 TOKENIZER = "tokenizer.json"
+#: The files beside a tokenizer's that may hold its chat template. They go where it goes.
+CHAT_TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
 
 
 class Tokenizer(ABC):
@@ -33,6 +36,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, content: bytes, source: object) -> NDArray[np.int64]:
         """Return the ids of a document without ``end_of_document``. Raises :class:`DataError` naming ``source``."""
+
+    @abstractmethod
+    def encode_places(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the ids of ``text``, and the characters at which each token starts and stops, all [n]."""
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
@@ -49,6 +56,11 @@ class ByteTokenizer(Tokenizer):
     def encode(self, content: bytes, source: object) -> NDArray[np.int64]:
         """Return the bytes as ids. Never fails."""
         return np.frombuffer(content, np.uint8).astype(np.int64)
+
+    def encode_places(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the bytes of ``text``, each at its character."""
+        starts = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
+        return self.encode(text.encode(), "the text"), starts, starts + 1
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Decode the bytes as UTF-8, with U+FFFD for invalid ones."""
@@ -82,6 +94,12 @@ class JsonTokenizer(Tokenizer):
             ) from cause
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
 
+    def encode_places(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the ids of ``text`` as :meth:`encode` does, and where their tokens lie in it."""
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        places = np.array(found.offsets, np.int64).reshape(-1, 2)
+        return np.array(found.ids, np.int64), places[:, 0], places[:, 1]
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens`` without special tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -106,11 +124,39 @@ def _read(path: Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def same_vocabulary(first: Path, second: Path) -> bool:
-    """Whether both files give every token the same id. Raises :class:`DataError` for one that cannot be read."""
-    if first.is_file() and second.is_file() and first.read_bytes() == second.read_bytes():
-        return True
-    return _read(first).get_vocab(with_added_tokens=True) == _read(second).get_vocab(with_added_tokens=True)
+def byte_tokenizer_json() -> bytes:
+    """The ids of :class:`ByteTokenizer` as a file of the `tokenizers` library, for programs that read only those.
+
+    Its tokens are GPT-2's characters for bytes: printable ones for themselves, the others from U+0100 on.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    vocabulary = {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([END_OF_DOCUMENT[0]])  # gets the next id, ByteTokenizer.end_of_document
+    return str(made.to_str(pretty=True)).encode()
+
+
+def reads_bytes(identity: Mapping[str, Any]) -> bool:
+    """Whether the data of a run, by the keys of its ``identity``, is text read byte by byte."""
+    return plain_name(str(identity.get("data.use"))) == "text" and identity.get("data.tokenizer") == "bytes"
+
+
+def same_vocabulary(first: Path | None, second: Path | None) -> bool:
+    """Whether two files, or bytes where there is None, give every token the same id. Raises :class:`DataError`."""
+    return first == second or _vocabulary(first) == _vocabulary(second)
+
+
+def _vocabulary(file: Path | None) -> Mapping[str, int]:
+    import tokenizers
+
+    opened = tokenizers.Tokenizer.from_buffer(byte_tokenizer_json()) if file is None else _read(file)
+    return opened.get_vocab(with_added_tokens=True)
 
 
 def open_tokenizer(name: str) -> Tokenizer:

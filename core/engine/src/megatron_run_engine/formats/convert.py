@@ -33,7 +33,7 @@ from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.saving import LOCK, Commit
 from megatron_run_engine.checkpoint.shard_file import NAMES, write_shard
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
-from megatron_run_engine.data.tokenizer import TOKENIZER
+from megatron_run_engine.data.tokenizer import CHAT_TEMPLATES, TOKENIZER, byte_tokenizer_json, reads_bytes
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes, names_fault
 from megatron_run_engine.run_folder.changes import digest
 
@@ -106,8 +106,9 @@ def export_model(source: Path | None, folder: Path, name: str, step: int | None 
             with checkpoints.offering_older(chosen, lambda older: f"to export step {older}: --step {older}"):
                 weights = read_step(checkpoints, chosen)
             target.write(weights, temporary)
-            if weights.tokenizer is not None:
-                _write_file(temporary / TOKENIZER, weights.tokenizer.read_bytes(), files)
+            tokenizer = _tokenizer_json(weights, checkpoints.manifest(chosen))
+            if tokenizer is not None:
+                _write_file(temporary / TOKENIZER, tokenizer, files)
             files.remove_folder(folder)
             files.rename(temporary, folder)
         except BaseException:
@@ -153,6 +154,13 @@ def _kept_tokenizer(checkpoints: Checkpoints, manifest: Manifest) -> Path | None
     return path
 
 
+def _tokenizer_json(weights: Weights, manifest: Manifest) -> bytes | None:
+    """The tokenizer's file for another program; None where none is known."""
+    if weights.tokenizer is not None:
+        return weights.tokenizer.read_bytes()
+    return byte_tokenizer_json() if reads_bytes(manifest.about.identity) else None
+
+
 def _readers(manifest: Manifest, reader: Reader, field: str) -> dict[str, ReadTensor]:
     shapes = {name: record[field].shape for name, record in manifest.tensors.items() if field in record}
     return {name: partial(reader.read, name, field, (0,) * len(shape), shape) for name, shape in shapes.items()}
@@ -172,6 +180,8 @@ def write_folder(weights: Weights, folder: Path, source: str, bad: Counter[str] 
         _write_file(folder / CONFIG, _config_text(weights, source, folder).encode(), files)
         if weights.tokenizer is not None:
             _write_file(folder / TOKENIZER, weights.tokenizer.read_bytes(), files)
+            for beside in filter(Path.is_file, map(weights.tokenizer.with_name, CHAT_TEMPLATES)):
+                _write_file(folder / beside.name, beside.read_bytes(), files)
         bad = Counter[str]() if bad is None else bad
         return _write_step(weights, Checkpoints(folder / CHECKPOINTS), identity, files, bad)
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 from megatron_run.config.request import Request
 from megatron_run.planning import resolve
 from megatron_run_engine.inference.job import open_source, resolve_run
-from megatron_run_engine.inference.model import LoadedModel
+from megatron_run_engine.inference.loaded_model import LoadedModel
+from megatron_run_engine.run_folder.folder import last_config
 
 if TYPE_CHECKING:
     from megatron_run.contracts import EvalMetrics, Observer
@@ -49,8 +50,8 @@ def record(source: Source, results: Iterable[EvalMetrics]) -> Path | None:
     Raises what they raise, and :class:`~megatron_run.errors.RunError` if one of them is not installed.
     """
     folder = source.path.parent.parent
-    config = folder / "config.yaml"
-    if not (folder / "run.json").is_file() or not config.is_file():
+    config = last_config(folder)
+    if not (folder / "run.json").is_file() or config is None:
         return None
     run = resolve(Request((str(config),)), plan_only=True)
     observers = [cast("Observer", plugin.create()) for plugin in run.plugins["observer"]]

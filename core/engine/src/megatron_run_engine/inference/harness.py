@@ -14,11 +14,11 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows
 
 from megatron_run.errors import DataError, InputError, did_you_mean
-from megatron_run_engine.inference.model import Writing
+from megatron_run_engine.inference.loaded_model import Writing
 from megatron_run_engine.runtime.generation import Score, Window, score
 
 if TYPE_CHECKING:
-    from megatron_run_engine.inference.model import LoadedModel
+    from megatron_run_engine.inference.loaded_model import LoadedModel
 
 #: Tokens that a task gets which does not say how many it wants, as for the harness's own models.
 _TOKENS = 256

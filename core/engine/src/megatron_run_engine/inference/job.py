@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_run_engine.inference.model import LoadedModel, Writing
+from megatron_run_engine.inference.loaded_model import LoadedModel, Writing
 from megatron_run_engine.inference.network import plan
 from megatron_run_engine.inference.source import find_source
 

@@ -14,6 +14,7 @@ from megatron_run.errors import CheckpointError, InputError
 from megatron_run.registry.choose_format import format_to_read
 from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.step_folder import find_step
+from megatron_run_engine.run_folder.folder import last_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +25,8 @@ ReadBox = Callable[[str, tuple[int, ...], tuple[int, ...]], "Tensor"]
 TOKENIZER = "tokenizer.json"
 #: What the model needs of a saved configuration: everything else is decided anew when it is put to use.
 _KEPT = ("model", "data")
+#: The section of the kind that a run's own layers come from.
+_LAYERS = "parallel-layer"
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def find_source(path: Path | None, step: int | None = None, *, verified: bool = 
     found["train"] = {key: config["train"][key] for key in ("sequence_length",) if key in config.get("train", {})}
     layers = _layers(checkpoints.path.parent)
     if layers is not None:
-        found["parallel_layer"] = layers
+        found[_LAYERS] = layers
     home = checkpoints.path.parent
     if "data" not in found and (home / TOKENIZER).is_file():
         found["data"] = _tokenizer(home)
@@ -112,10 +115,10 @@ def _tokenizer(folder: Path) -> dict[str, Any]:
 
 def _layers(run_folder: Path) -> dict[str, Any] | None:
     """The layers of the run at ``run_folder``, which may compute something of their own; None where nothing tells."""
-    path = run_folder / "config.yaml"
-    if not path.is_file():
+    path = last_config(run_folder)
+    if path is None:
         return None
-    node = parse(path.read_text(encoding="utf-8"), str(path)).get("parallel_layer")
+    node = parse(path.read_text(encoding="utf-8"), str(path)).get(_LAYERS)
     section = None if node is None else _plain(node)
     return section if isinstance(section, dict) else None
 

@@ -28,6 +28,7 @@ from megatron_run_engine.launch.process import (
 )
 from megatron_run_engine.launch.restarts import Restarts, resumed
 from megatron_run_engine.launch.results import RunResult
+from megatron_run_engine.launch.told import untold
 from megatron_run_engine.runtime.world import World
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ def _train_here(run: ResolvedRun) -> RunResult:
 def _start_local(run: ResolvedRun, request: Request, options: LaunchOptions) -> RunResult:
     """Start the ranks, and start them again as often as ``options`` allow and it makes sense."""
     fork = forks_ranks(run.config.run.start_method, check_local_devices(run))
-    for notice in run.notices:
+    for notice in untold(run.notices):
         options.tell(notice)
     restarts = Restarts(options.max_restarts)
     result = _attempt(run, request, options, fork=fork)

@@ -146,6 +146,21 @@ def _set_cublas(run: ResolvedRun, device: str) -> None:
         os.environ.setdefault(name, value)
 
 
+def join_world(run: ResolvedRun, world: World) -> World:
+    """``world`` with this process's device started and, of several ranks, in a process group, which may be there.
+
+    For programs whose ranks do not train. Raises :class:`megatron_run.errors.RunError` as :func:`assign_device` does.
+    """
+    import torch.distributed as dist
+
+    placed = assign_device(run, world)
+    start_device(run, placed.device)
+    if world.size > 1 and not dist.is_initialized():
+        method = "env://" if world.launcher == "torchrun" else world.init_method
+        dist.init_process_group(placed.backend, method, rank=world.rank, world_size=world.size)
+    return placed
+
+
 def start_device(run: ResolvedRun, device: str) -> None:
     """Make ``device`` current, which starts CUDA."""
     import torch

@@ -23,6 +23,7 @@ from megatron_run_engine.launch.process import assign_device, gpu_name, set_thre
 from megatron_run_engine.launch.rendezvous import PeerError, Rendezvous, attempt, check_digests, check_gpus
 from megatron_run_engine.launch.results import RankResult
 from megatron_run_engine.launch.signals import stopping_on_signals
+from megatron_run_engine.launch.told import untold
 from megatron_run_engine.launch.watchdog.page import PageWriter
 from megatron_run_engine.launch.watchdog.sidecar_client import SidecarClient
 from megatron_run_engine.run_folder import OpenedFolder, RunFolder, join_run_folder, open_run_folder
@@ -107,7 +108,7 @@ class RankWorker:
         world = self._place(rendezvous, run)
         if self.folder is None:
             if world.rank == 0:
-                for notice in run.notices:
+                for notice in untold(run.notices):
                     self._tell(notice)
             self.folder = self._find_folder(rendezvous, run)
         if self.folder is None:

@@ -8,10 +8,10 @@ Imports: contracts, errors, runtime.
 """
 
 from megatron_run_engine.nn.attention import CoreAttention, Rotary, SelfAttention
-from megatron_run_engine.nn.block import ExpertBlock, TransformerBlock
+from megatron_run_engine.nn.block import ExpertBlock, TransformerBlock, attention_fields
 from megatron_run_engine.nn.chunk import DecoderChunk, ForwardPass
 from megatron_run_engine.nn.cross_entropy import CrossEntropy, LinearCrossEntropy, cross_entropy
-from megatron_run_engine.nn.embedding import Embedding, embed
+from megatron_run_engine.nn.embedding import Embedding, embed, embedding_fields
 from megatron_run_engine.nn.linear import linear, submit_gradients
 from megatron_run_engine.nn.mlp import Mlp
 from megatron_run_engine.nn.moe.layer import RouterReports
@@ -36,9 +36,11 @@ __all__ = [
     "SelfAttention",
     "TransformerBlock",
     "TransformerSpec",
+    "attention_fields",
     "build_device",
     "cross_entropy",
     "embed",
+    "embedding_fields",
     "empty_parameter",
     "linear",
     "submit_gradients",

@@ -5,13 +5,15 @@ Legend: s sequence, b micro batch, h hidden, n heads, k key-value heads, d head 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_run.contracts import AttentionShape, LinearPart
+from megatron_run_engine.nn.packed_attention import attend_by_lengths, attend_by_spans, fused_varlen, within_documents
 from megatron_run_engine.nn.parameter import build_device
 from megatron_run_engine.runtime.recompute import recomputed
 
@@ -49,10 +51,18 @@ class SelfAttention(nn.Module):
         """
         self._core_draws = streams
 
-    def forward(self, x: Tensor, decoding: Decoding | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        decoding: Decoding | None = None,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """[s, b, h] -> [s, b, h]; between blocks s is s/t under sequence parallelism.
 
-        With ``decoding`` the keys and values of earlier columns come from this layer's :class:`KeyValueCache`.
+        With ``decoding`` the keys and values of earlier columns come from this layer's :class:`KeyValueCache`. With
+        ``documents`` [b, d], the bounds of packed documents, attention stays within them; ``positions`` [b, s] are
+        those of all ranks' tokens.
         """
         fused = self.qkv(x)  # [s, b, (n + 2k) * d / t]
         split = sum(self.features) // fused.shape[-1]  # t, read from the result: the factory decides how to split
@@ -60,17 +70,21 @@ class SelfAttention(nn.Module):
         every = fused.unflatten(-1, (-1, self.head_size))  # [s, b, (n + 2k) / t, d]
         query, key, value = every.split(heads, dim=2)
         if self.rotary is not None:  # queries and keys together: half the kernels
-            query, key = self.rotary(every[:, :, : -heads[2]], decoding).split(heads[:2], dim=2)
-        mask = None
+            query, key = self.rotary(every[:, :, : -heads[2]], decoding, positions).split(heads[:2], dim=2)
+        mask, packed = None, cast("tuple[Tensor, ...]", ())
         if decoding is not None and decoding.caches is not None:
             mask, cache = decoding.mask, decoding.caches.get(self.layer)
             if cache is None:
                 cache = decoding.caches[self.layer] = KeyValueCache(key)
             key, value = cache.extend(key, value, decoding.first)
+        elif documents is not None and getattr(self.core, "packs", False):
+            packed = (documents,)
+        elif documents is not None:
+            mask = within_documents(documents, len(query))
         if self._core_draws is None or not (self.training and torch.is_grad_enabled()):
-            attended: Tensor = self.core(query, key, value, mask)  # [s, b, n/t * d]
+            attended: Tensor = self.core(query, key, value, mask, *packed)  # [s, b, n/t * d]
         else:
-            attended = recomputed(self.core, (query, key, value), self._core_draws)
+            attended = recomputed(self.core, (query, key, value, mask, *packed), self._core_draws)
         result: Tensor = self.output(attended)  # [s, b, h]
         return result
 
@@ -113,22 +127,42 @@ class CoreAttention(nn.Module):
 
     #: It takes more keys than queries: those of earlier tokens.
     caches = True
+    #: It keeps to packed documents by itself.
+    packs = True
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.dropout = dropout
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         """Query [s, b, n, d], key and value [c, b, k, d] with c >= s -> [s, b, n*d].
 
         ``mask`` is boolean and broadcasts to [b, 1, s, c]: true where a query may attend. None means causal: the last
-        query sees all keys. A query that may attend to no key gets zeros.
+        query sees all keys. A query that may attend to no key gets zeros. ``documents`` [b, d] are the bounds of those
+        of a row, within which attention is causal; they come without a mask.
         """
         if len(key) > len(query):
             return fused_attention(query, key, value, _later_causal(query, key) if mask is None else mask, 0.0)
         dropout = self.dropout if self.training else 0.0
-        attend = matmul_attention if matmuls_are_faster(query, dropout) else fused_attention
-        return attend(query, key, value, mask, dropout)
+        if documents is None:
+            return _faster(query, key, value, mask, dropout)
+        if query.device.type == "cpu":
+            return attend_by_spans(query, key, value, documents, partial(_faster, dropout=dropout))
+        if fused_varlen(query) and not dropout:
+            return attend_by_lengths(query, key, value, documents)
+        return fused_attention(query, key, value, within_documents(documents, len(query)), dropout)
+
+
+def _faster(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    attend = matmul_attention if matmuls_are_faster(query, dropout) else fused_attention
+    return attend(query, key, value, mask, dropout)
 
 
 def _later_causal(query: Tensor, key: Tensor) -> Tensor | None:
@@ -139,6 +173,12 @@ def _later_causal(query: Tensor, key: Tensor) -> Tensor | None:
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     """PyTorch's attention, one kernel where the backend has one; arguments as in :meth:`CoreAttention.forward`."""
+    groups = query.shape[2] // key.shape[2]
+    if len(query) == 1 < groups and not dropout:
+        # Queries of one token that share keys are rows of one product: each key is read once.
+        rows = query[0].unflatten(1, (-1, groups))  # [b, k, g, d]
+        key, value = key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)  # [b, k, c, d]
+        return F.scaled_dot_product_attention(rows, key, value, attn_mask=mask).flatten(1)[None]  # [1, b, n*d]
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, n, d] -> [b, n, s, d]
     x = F.scaled_dot_product_attention(
         query,
@@ -229,10 +269,11 @@ class Rotary(nn.Module):
         self.register_buffer("cos", angles.cos().to(context.dtypes.param), persistent=False)
         self.register_buffer("sin", angles.sin().to(context.dtypes.param), persistent=False)
 
-    def forward(self, x: Tensor, decoding: Decoding | None = None) -> Tensor:
-        """Rotate queries or keys: [s, b, n, d] -> [s, b, n, d]."""
-        if decoding is not None and decoding.positions is not None:
-            places = decoding.positions.t()  # [s, b]
+    def forward(self, x: Tensor, decoding: Decoding | None = None, positions: Tensor | None = None) -> Tensor:
+        """Rotate queries or keys: [s, b, n, d] -> [s, b, n, d]; by default token i is at position i."""
+        positions = positions if decoding is None else decoding.positions
+        if positions is not None:
+            places = positions.t()  # [s, b]
             cos, sin = self.cos[places, 0], self.sin[places, 0]  # [s, b, 1, d/2]
         else:
             start = 0 if decoding is None else decoding.first

@@ -29,15 +29,18 @@ if TYPE_CHECKING:
 #: Names of tensors in a layer's environment.
 Names = tuple[str, ...]
 
-_READS_HOST = "the host reads how many tokens each expert gets"
-_FOLLOWS = "its shapes follow how many tokens each expert gets"
+_READS_HOST = "the host reads how many tokens each expert gets, but for model.expert_pad_to_capacity=true"
+_FOLLOWS = "its shapes follow how many tokens each expert gets, but for model.expert_pad_to_capacity=true"
 _RECOMPUTES_A_PART = (
     "train.recompute=core_attn recomputes a part of it, and graphs recompute whole segments, as of attn"
 )
+_PACKED = "its work follows where the documents of a packed row begin"
 
 
 class Block(nn.Module):
     """``x += dropout(attention(x))``, then ``x += dropout(feed-forward(x))``; each half begins with its norm.
+
+    The attention reads the batch fields ``reads``.
 
     The segment runner runs the segments one by one and never calls the block as a whole: before each segment it waits
     for the parameters and positions the random streams. ``reports`` names the tensors, besides ``x``, that the segments
@@ -49,22 +52,29 @@ class Block(nn.Module):
 
     reports: tuple[str, ...] = ()
 
-    def __init__(self, layers: ParallelLayers, spec: TransformerSpec, layer: int, rotary: Rotary | None) -> None:
+    def __init__(
+        self,
+        layers: ParallelLayers,
+        spec: TransformerSpec,
+        layer: int,
+        rotary: Rotary | None,
+        reads: Names = (),
+    ) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.reads = layer, reads
         self.attention = SelfAttention(layers, spec, layer, rotary)
         self.dropout = layers.dropout(spec.dropout)
         self.draws = spec.dropout > 0
-        self.why_eager = ""
+        self.why_eager = _PACKED if "documents" in reads else ""
 
     def recompute_core(self, streams: Sequence[torch.Generator]) -> None:
         """Recompute the core of the attention alone; it draws from ``streams``."""
         self.attention.recompute_core(streams if self.draws else ())
         self.why_eager = _RECOMPUTES_A_PART
 
-    def attend(self, x: Tensor, decoding: Decoding | None = None) -> Tensor:
-        """Add the attention half: [s, b, h] -> [s, b, h]."""
-        added: Tensor = self.dropout(self.attention(x, decoding))
+    def attend(self, x: Tensor, *fields: Tensor | None, decoding: Decoding | None = None) -> Tensor:
+        """Add the attention half: [s, b, h] -> [s, b, h]. ``fields`` are those that it ``reads``."""
+        added: Tensor = self.dropout(self.attention(x, decoding, **dict(zip(self.reads, fields, strict=True))))
         return x + added
 
     def segments(self) -> tuple[Segment, ...]:
@@ -75,7 +85,7 @@ class Block(nn.Module):
             self.layer,
             0,
             self.attend,
-            ("x",),
+            ("x", *self.reads),
             ("x",),
             params,
             self.why_eager,
@@ -93,8 +103,15 @@ class Block(nn.Module):
 class TransformerBlock(Block):
     """A block with one feed-forward network for all tokens."""
 
-    def __init__(self, layers: ParallelLayers, spec: TransformerSpec, layer: int, rotary: Rotary | None) -> None:
-        super().__init__(layers, spec, layer, rotary)
+    def __init__(
+        self,
+        layers: ParallelLayers,
+        spec: TransformerSpec,
+        layer: int,
+        rotary: Rotary | None,
+        reads: Names = (),
+    ) -> None:
+        super().__init__(layers, spec, layer, rotary, reads)
         self.mlp = Mlp(layers, spec, spec.ffn, norm=layers.norm(spec.norm, spec.hidden, spec.norm_eps))
 
     def feed(self, x: Tensor) -> Tensor:
@@ -111,7 +128,7 @@ class ExpertBlock(Block):
     """A block with a mixture of experts, in five segments.
 
     The cut follows what a CUDA graph can capture: only the shapes of ``moe_dispatch`` and ``moe_experts`` depend on the
-    routing, so the other three can be captured.
+    routing, so the other three can be captured, and with experts padded to their capacity all five.
     """
 
     def __init__(
@@ -122,8 +139,9 @@ class ExpertBlock(Block):
         experts: ExpertSpec,
         layer: int,
         rotary: Rotary | None,
+        reads: Names = (),
     ) -> None:
-        super().__init__(layers, spec, layer, rotary)
+        super().__init__(layers, spec, layer, rotary, reads)
         self.moe = MixtureOfExperts(context, layers, spec, experts)
         self.reports = ("spread", *experts.loss_names)
 
@@ -136,7 +154,8 @@ class ExpertBlock(Block):
         """Router, placement maps, dispatch, experts and combine."""
         moe, shared = self.moe, () if self.moe.shared is None else (self.moe.shared,)
         stream = ("y",) * len(shared)
-        maps, carried = ("weights", "order", "place"), ("routed", *moe.dispatcher.carries)
+        maps, carried = ("weights", "order", "place"), moe.dispatcher.carries
+        reads, follows = (_READS_HOST, _FOLLOWS) if moe.dispatcher.dynamic else ("", "")
         routed = ("tokens", "weights", "chosen", "load", *moe.spec.loss_names, *stream)
         placed = ("order", "place", "counts", "spread")
 
@@ -166,11 +185,9 @@ class ExpertBlock(Block):
                 moe.dispatcher.dispatch,
                 ("tokens", *maps, "counts"),
                 ("rows", *carried),
-                why=_READS_HOST,
+                why=reads,
             ),
-            segment(
-                "moe_experts", moe.compute, ("rows", "weights", *carried), ("returned",), moe.experts, why=_FOLLOWS
-            ),
+            segment("moe_experts", moe.compute, ("rows", "weights", *carried), ("returned",), moe.experts, why=follows),
             segment("moe_combine", self.combine, ("x", "returned", *maps, *stream), ("x",), *shared),
         )
 
@@ -180,14 +197,21 @@ def make_block(
 ) -> Block:
     """The block at index ``layer`` of the model: with experts where ``spec`` lists the layer, dense elsewhere."""
     block: Block
+    reads = attention_fields(context, spec)
     if spec.experts is not None and layer in spec.experts.layers:
-        block = ExpertBlock(context, layers, spec, spec.experts, layer, rotary)
+        block = ExpertBlock(context, layers, spec, spec.experts, layer, rotary, reads)
     else:
-        block = TransformerBlock(layers, spec, layer, rotary)
+        block = TransformerBlock(layers, spec, layer, rotary, reads)
     train = context.train
     if isinstance(train.recompute, tuple) and "core_attn" in train.recompute and not train.recomputes("attn"):
         block.recompute_core(context.rng.streams)
     return block
+
+
+def attention_fields(context: BuildContext, spec: TransformerSpec) -> Names:
+    """The batch fields that attention reads, out of those that the data has."""
+    wanted = ("documents", "positions") if spec.position == "rope" else ("documents",)
+    return tuple(name for name in wanted if name in context.fields)
 
 
 def parameters_of(*modules: nn.Module) -> tuple[Parameter, ...]:

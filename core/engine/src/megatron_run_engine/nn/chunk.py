@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron_run.contracts import ChunkOut, Segment
 from megatron_run_engine.nn.attention import Rotary
-from megatron_run_engine.nn.block import make_block, parameters_of
+from megatron_run_engine.nn.block import attention_fields, make_block, parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megatron_run_engine.nn.moe.layer import RouterReports
     from megatron_run_engine.nn.spec import TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime.recompute import Environment
 
 
 class ForwardPass:
@@ -98,6 +99,7 @@ class DecoderChunk(nn.Module):
             recompute, offload = train.recomputes(segment.name), train.offloads(segment.name)
             return self._forward_pass.around(replace(segment, recompute=recompute, offload=offload))
 
+        self._reads = attention_fields(context, spec)
         # Built once: graph capture recognises a segment by its identity.
         self._embedding_segments = () if embedding is None else (finish(embedding.segment()),)
         self._blocks = tuple((tuple(map(finish, block.segments())), block.reports) for block in blocks.values())
@@ -130,7 +132,9 @@ class DecoderChunk(nn.Module):
             return replace(out, losses={**out.losses, **self._routers.losses(reported)})
 
     def _run_embedding(self, microbatch: Microbatch) -> Tensor:
-        environment = {"tokens": microbatch.fields["tokens"]}
+        assert self.embedding is not None
+        tokens = microbatch.fields["tokens"]
+        environment: Environment = {"tokens": tokens, **_fields(self.embedding.reads, microbatch)}
         self._runner.run(self._embedding_segments, microbatch, environment)
         return environment["x"]
 
@@ -138,7 +142,7 @@ class DecoderChunk(nn.Module):
         self, segments: Sequence[Segment], names: Sequence[str], x: Tensor, microbatch: Microbatch
     ) -> tuple[Tensor, ...]:
         """Run one block: ``x`` for the next one, then this block's reports under ``names``."""
-        environment = {"x": x}
+        environment: Environment = {"x": x, **_fields(self._reads, microbatch)}
         self._runner.run(segments, microbatch, environment)
         return environment["x"], *(environment[name] for name in names)
 
@@ -190,6 +194,11 @@ class DecoderChunk(nn.Module):
         assert self.output is not None
         assert self.cross_entropy is not None
         return _summed(self.cross_entropy(self.final_norm(x), self.output.weight, labels), loss_mask)
+
+
+def _fields(names: Sequence[str], microbatch: Microbatch) -> dict[str, Any]:
+    """The fields ``names`` of ``microbatch``; None for those that texts do not have while they are generated."""
+    return {name: microbatch.fields.get(name) for name in names}
 
 
 def _summed(loss: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:

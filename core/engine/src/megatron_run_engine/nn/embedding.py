@@ -71,11 +71,13 @@ class Positions(nn.Module):
         self.weight = empty_parameter(context, spec.sequence_length, spec.hidden)
         self.parameter_specs = {"weight": ParameterSpec(spec.init, partial_over="tensor" if split else None)}
 
-    def forward(self, x: Tensor, decoding: Decoding | None = None) -> Tensor:
-        """Add positions: [s/t, b, h] -> [s/t, b, h]."""
-        if decoding is not None and decoding.positions is not None:
-            return x + F.embedding(decoding.positions.t(), self.weight)  # [b, s] -> [s, b, h]
+    def forward(self, x: Tensor, decoding: Decoding | None = None, positions: Tensor | None = None) -> Tensor:
+        """Add positions: [s/t, b, h] -> [s/t, b, h]. ``positions`` [b, s] are those of all ranks' tokens."""
+        positions = positions if decoding is None else decoding.positions
         first = self.shard * len(x) + (0 if decoding is None else decoding.first)
+        if positions is not None:
+            mine = positions if decoding is not None else positions[:, first : first + len(x)]
+            return x + F.embedding(mine.t(), self.weight)  # [b, s] -> [s, b, h]
         return x + self.weight[first : first + len(x), None]
 
 
@@ -89,8 +91,9 @@ class Embedding(nn.Module):
         self.position = Positions(context, spec) if spec.position == "learned" else None
         self.dropout = layers.dropout(spec.dropout)
         self.draws = spec.dropout > 0
+        self.reads = embedding_fields(context, spec)
 
-    def forward(self, tokens: Tensor, decoding: Decoding | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, *, decoding: Decoding | None = None) -> Tensor:
         """Tokens [b, s] -> [s, b, h], or [s/t, b, h] under sequence parallelism.
 
         Raises InputError when s is above the model's sequence length.
@@ -101,10 +104,16 @@ class Embedding(nn.Module):
                 fix="raise train.sequence_length",
             )
         x = self.word(tokens)
-        result: Tensor = self.dropout(x if self.position is None else self.position(x, decoding))
+        result: Tensor = self.dropout(x if self.position is None else self.position(x, decoding, positions))
         return result
 
     def segment(self) -> Segment:
         """The whole layer as one segment, layer -1 of the model."""
         read = tuple(self.parameters())
-        return Segment("embedding", -1, 0, self, ("tokens",), ("x",), read, draws=self.draws, decodes=True)
+        inputs = ("tokens", *self.reads)
+        return Segment("embedding", -1, 0, self, inputs, ("x",), read, draws=self.draws, decodes=True)
+
+
+def embedding_fields(context: BuildContext, spec: TransformerSpec) -> tuple[str, ...]:
+    """The fields that an embedding reads besides ``tokens``, out of those that the data has."""
+    return tuple({"positions"} & context.fields) if spec.position == "learned" else ()

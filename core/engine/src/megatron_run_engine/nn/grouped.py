@@ -27,15 +27,15 @@ def grouped_linear(
     rows: Tensor,
     weight: Parameter,
     bias: Parameter | None,
-    counts: Tensor,
+    counts: Tensor | int,
     gradients: GradientAccumulator,
     bias_share: float = 1.0,
 ) -> Tensor:
     """``rows @ weight[g].T + bias_share * bias[g]`` for the rows of each group g: [n, i] -> [n, o].
 
     ``weight`` [g*o, i] and ``bias`` [g*o] are the groups' matrices stacked. ``counts`` [g], int64 on the CPU, holds the
-    number of rows per group; rows are sorted by group. Weight gradients go to ``gradients``, also when there are no
-    rows at all: every gradient must arrive, or its bucket would never be complete.
+    number of rows per group, and an int is that of every group; rows are sorted by group. Weight gradients go to
+    ``gradients``, also when there are no rows: every gradient must arrive, or its bucket would never be complete.
     """
     result: Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]  # torch's
         rows, weight, bias, counts, gradients, bias_share
@@ -50,19 +50,18 @@ class _GroupedLinear(torch.autograd.Function):
         rows: Tensor,
         weight: Parameter,
         bias: Parameter | None,
-        counts: Tensor,
+        counts: Tensor | int,
         gradients: GradientAccumulator,
         bias_share: float,
     ) -> Tensor:
         ctx.save_for_backward(rows)
         # The parameters themselves, which have main_grad: saved tensors may come back as copies (see linear.py).
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
-        groups = RowGroups(counts, rows.device)
+        groups = EqualGroups(counts, len(rows)) if isinstance(counts, int) else RowGroups(counts, rows.device)
         ctx.groups, ctx.bias_share = groups, bias_share
         y = groups.multiply(rows, groups.stacked(weight).transpose(1, 2))
         if bias is not None:
-            for group, where in groups.places:
-                y[where].add_(groups.stacked(bias)[group], alpha=bias_share)
+            groups.add_biases(y, groups.stacked(bias), bias_share)
         return y
 
     @staticmethod
@@ -72,6 +71,43 @@ class _GroupedLinear(torch.autograd.Function):
             _submit(ctx.gradients, ctx.weight, ctx.bias, rows, grad, groups, ctx.bias_share)
         product = groups.multiply(grad, groups.stacked(ctx.weight)) if ctx.needs_input_grad[0] else None
         return product, None, None, None, None, None
+
+
+class EqualGroups:
+    """``rows`` rows in groups of ``size``: nothing is read from a tensor, so that a graph can hold their products."""
+
+    def __init__(self, size: int, rows: int) -> None:
+        self._size, self._groups = size, rows // size
+
+    def stacked(self, parameter: Tensor) -> Tensor:
+        """[g*o, *] -> [g, o, *]."""
+        return parameter.view(self._groups, -1, *parameter.shape[1:])
+
+    def multiply(self, rows: Tensor, matrices: Tensor) -> Tensor:
+        """Each group's rows times its matrix: rows [n, a], ``matrices`` [g, a, c] -> [n, c]."""
+        return torch.bmm(self._cut(rows), matrices).flatten(0, 1)
+
+    def add_products(self, totals: Tensor, left: Tensor, right: Tensor) -> None:
+        """``totals[g] += left[g].T @ right[g]``: [g, a, c] of left [n, a] and right [n, c]."""
+        across, right = self._cut(left).transpose(1, 2), self._cut(right)
+        if totals.dtype == left.dtype:
+            totals.baddbmm_(across, right)
+        elif _widens_batches(left.device.type, left.dtype, totals.dtype):
+            torch.ops.aten.baddbmm.dtype_out(totals, across, right, totals.dtype, out=totals)
+        else:
+            totals.add_(torch.bmm(across, right))
+
+    def add_biases(self, rows: Tensor, biases: Tensor, share: float) -> None:
+        """Add ``share`` of its group's bias [g, o] to each of ``rows`` [n, o]."""
+        self._cut(rows).add_(biases[:, None], alpha=share)
+
+    def add_sums(self, totals: Tensor, rows: Tensor, share: float) -> None:
+        """Add ``share`` of the sum of each group's ``rows`` [n, o] to ``totals`` [g, o]."""
+        totals.add_(self._cut(rows).sum(1), alpha=share)
+
+    def _cut(self, rows: Tensor) -> Tensor:
+        """[n, *] -> [g, n/g, *]."""
+        return rows.view(self._groups, self._size, *rows.shape[1:])
 
 
 class RowGroups:
@@ -111,6 +147,16 @@ class RowGroups:
         for group, where in self.places:
             add_product(totals[group], left[where].t(), right[where])
 
+    def add_biases(self, rows: Tensor, biases: Tensor, share: float) -> None:
+        """Add ``share`` of its group's bias [g, o] to each of ``rows`` [n, o]."""
+        for group, where in self.places:
+            rows[where].add_(biases[group], alpha=share)
+
+    def add_sums(self, totals: Tensor, rows: Tensor, share: float) -> None:
+        """Add ``share`` of the sum of each group's ``rows`` [n, o] to ``totals`` [g, o]."""
+        for group, where in self.places:
+            totals[group].add_(rows[where].sum(0), alpha=share)
+
     def add_grouped(self, totals: Tensor, left: Tensor, right: Tensor) -> None:
         """:meth:`add_products` in one call, over non-empty groups only.
 
@@ -139,15 +185,13 @@ def _submit(
     bias: Parameter | None,
     rows: Tensor,
     grad: Tensor,
-    groups: RowGroups,
+    groups: RowGroups | EqualGroups,
     bias_share: float,
 ) -> None:
     def compute() -> None:
         groups.add_products(groups.stacked(main_grad(weight)), grad, rows)
         if bias is not None:
-            total = groups.stacked(main_grad(bias))
-            for group, where in groups.places:
-                total[group].add_(grad[where].sum(0), alpha=bias_share)
+            groups.add_sums(groups.stacked(main_grad(bias)), grad, bias_share)
 
     gradients.submit((weight,) if bias is None else (weight, bias), compute)
 
@@ -160,6 +204,18 @@ def _onednn_product(rows: Tensor, matrix: Tensor) -> Tensor:
     """
     product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, matrix.t(), None, "none", [], "")
     return product
+
+
+@cache
+def _widens_batches(device: str, narrow: torch.dtype, wide: torch.dtype) -> bool:
+    """Whether batched products of ``narrow`` operands can be added to a ``wide`` total there, found by trying."""
+    ones = torch.ones((2, 16, 16), dtype=narrow, device=device)
+    total = torch.ones((2, 16, 16), dtype=wide, device=device)
+    try:
+        torch.ops.aten.baddbmm.dtype_out(total, ones, ones, wide, out=total)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return bool((total == 17).all())
 
 
 @cache

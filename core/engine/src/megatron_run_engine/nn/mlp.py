@@ -97,7 +97,7 @@ class Experts(nn.Module):
         self.activation = activation(spec.activation)
         self.output = layers.expert_row_linear(experts, ffn, spec.hidden, bias=spec.bias, init=spec.residual_init)
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, counts: Tensor | int) -> Tensor:
         """Rows [m, h] sorted by expert, ``counts`` per expert -> [m, h], a partial sum over tensor-parallel ranks."""
         inner = self.activation(self.input(rows, counts))  # [m, f/t]
         result: Tensor = self.output(inner, counts)

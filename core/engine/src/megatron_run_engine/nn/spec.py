@@ -20,7 +20,8 @@ class ExpertSpec:
     ``scores`` and ``pre_softmax`` set how the router turns logits into weights; ``scaling`` multiplies the weights of
     the chosen experts. ``balance`` and ``z`` are the coefficients of the auxiliary losses. An expert accepts at most
     ``capacity_factor`` times its even share of a microbatch's tokens, or all of them if it is None; ``drop`` selects
-    which tokens are dropped: those with the smallest weight, or the last. A shared expert of ``shared_ffn`` features,
+    which tokens are dropped: those with the smallest weight, or the last. With ``pad`` each expert computes as many
+    rows as it may accept, so that no shape follows the routing. A shared expert of ``shared_ffn`` features,
     if above 0, processes every token; ``shared_gate`` weighs its output.
     """
 
@@ -35,6 +36,7 @@ class ExpertSpec:
     z: float = 0.0
     capacity_factor: float | None = None
     drop: DropPolicy = "probs"
+    pad: bool = False
     shared_ffn: int = 0
     shared_gate: bool = False
     dispatch: Dispatch = "alltoall"

@@ -48,7 +48,7 @@ class FlatOptimizer(Optimizer):
         self._groups, self._topology, self._device = context.groups, context.topology, context.device
         self._main, self._options = context.dtypes.main, options
         axes: tuple[Replicas, ...] = get_args(Replicas)
-        self._peers = {axis: context.groups.peers(context.topology, axis) for axis in axes}
+        self._peers = {axis: context.groups.parallel_group(context.topology, axis) for axis in axes}
         self._sharding = {axis: sharding(peers) for axis, peers in self._peers.items()}
         self._overlap = overlap_param_gather
         self._rule = find_rule(options, self._topology.sizes.tensor)

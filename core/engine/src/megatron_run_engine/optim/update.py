@@ -1,4 +1,4 @@
-"""Applies an update rule to segments: ranges of a shard whose values have equal hyperparameters.
+"""Applies an update rule to stretches: ranges of a shard whose values have equal hyperparameters.
 
 Master weights and the rule's state are saved and loaded here too, as boxes of logical tensors.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Group(NamedTuple):
-    """Hyperparameters that values must shard to be updated together. ``by_rest``: ``UpdateRule.rest`` updates them."""
+    """Hyperparameters that values must share to be updated together. ``by_rest``: ``UpdateRule.rest`` updates them."""
 
     decays: bool
     lr_mult: float
@@ -33,7 +33,7 @@ class Group(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Segment:
+class Stretch:
     """The range ``in_bucket`` of the shard's bucket as a parameter with a gradient, as PyTorch's optimizers expect it.
 
     It is flat, or one logical tensor in its shape if the rule needs whole tensors.
@@ -45,8 +45,8 @@ class Segment:
     values: Parameter
 
     @classmethod
-    def of(cls, shard: Shard, in_bucket: range, group: Group, shape: tuple[int, ...] = (-1,)) -> Segment:
-        """The segment of ``in_bucket``; its values and gradient are views of the shard's."""
+    def of(cls, shard: Shard, in_bucket: range, group: Group, shape: tuple[int, ...] = (-1,)) -> Stretch:
+        """The stretch of ``in_bucket``; its values and gradient are views of the shard's."""
         values = Parameter(shard.masters[shard.local(in_bucket)].view(shape))
         values.grad = shard.grads[shard.local(in_bucket)].view(shape)
         return cls(shard, in_bucket, group, values)
@@ -59,7 +59,7 @@ class Update:
         self._shards, self._rule, self._options, self._device = shards, rule, options, device
         self._begun = False
         cut = self._whole_tensors if self._rule.whole else self._runs
-        self.segments = tuple(segment for shard in shards for segment in cut(shard))
+        self.stretches = tuple(stretch for shard in shards for stretch in cut(shard))
         rules = {False: self._rule, True: self._rule.rest}
         self._optimizers = [
             rule.make(groups, device)
@@ -68,7 +68,7 @@ class Update:
         ]
 
     def step(self, lr: float, weight_decay: float) -> None:
-        """Update every segment; ``weight_decay`` applies to those that decay."""
+        """Update every stretch; ``weight_decay`` applies to those that decay."""
         self._begun = True
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -86,8 +86,8 @@ class Update:
         for shard in self._shards:
             shard.grads.zero_()  # left over from the last step, perhaps not finite
         self.step(0.0, 0.0)
-        for segment in self.segments:
-            state = self._state(segment)
+        for stretch in self.stretches:
+            state = self._state(stretch)
             if "step" in state:
                 # In place: it may be a tensor, whose device and dtype the rule chose, or a number.
                 state["step"] *= 0
@@ -103,16 +103,16 @@ class Update:
         if not self._begun and self._rule.starts_at_zero:
             self.allocate_state()
 
-    def state(self, segment: Segment) -> dict[str, Any]:
-        """The rule's state of ``segment`` by field, as PyTorch holds it."""
-        return {field: value for field, value in self._state(segment).items() if value is not None}
+    def state(self, stretch: Stretch) -> dict[str, Any]:
+        """The rule's state of ``stretch`` by field, as PyTorch holds it."""
+        return {field: value for field, value in self._state(stretch).items() if value is not None}
 
-    def set_state(self, segment: Segment, field: str, value: Any) -> None:
+    def set_state(self, stretch: Stretch, field: str, value: Any) -> None:
         """Replace a number of the rule's state; tensors are written into."""
-        self._state(segment)[field] = value
+        self._state(stretch)[field] = value
 
-    def _state(self, segment: Segment) -> dict[str, Any]:
-        return next((each.state[segment.values] for each in self._optimizers if segment.values in each.state), {})
+    def _state(self, stretch: Stretch) -> dict[str, Any]:
+        return next((each.state[stretch.values] for each in self._optimizers if stretch.values in each.state), {})
 
     def state_bytes(self) -> int | None:
         """Bytes of the rule's state, on the meta device after a step; None for a rule that cannot step there."""
@@ -121,26 +121,26 @@ class Update:
                 self.allocate_state()
             except RuntimeError:  # raised by torch for a rule that reads values
                 return None
-        states = (self.state(segment).values() for segment in self.segments)
+        states = (self.state(stretch).values() for stretch in self.stretches)
         return sum(value.nbytes for values in states for value in values if isinstance(value, Tensor))
 
     def _groups(self, *, by_rest: bool) -> list[dict[str, Any]]:
-        members = [segment for segment in self.segments if segment.group.by_rest == by_rest]
+        members = [stretch for stretch in self.stretches if stretch.group.by_rest == by_rest]
         return [
-            {"params": [segment.values for segment in members if segment.group == group], "megatron_run": group}
-            for group in dict.fromkeys(segment.group for segment in members)
+            {"params": [stretch.values for stretch in members if stretch.group == group], "megatron_run": group}
+            for group in dict.fromkeys(stretch.group for stretch in members)
         ]
 
     def _group(self, info: ParamInfo, *, by_rest: bool = False) -> Group:
         return Group(info.decay, self._options.factor(info.name), by_rest)
 
-    def _runs(self, shard: Shard) -> Iterator[Segment]:
+    def _runs(self, shard: Shard) -> Iterator[Stretch]:
         """The longest ranges of one group."""
         for group, in_bucket in shard.runs(self._group, shard.updated):
-            yield Segment.of(shard, in_bucket, group)
+            yield Stretch.of(shard, in_bucket, group)
 
-    def _whole_tensors(self, shard: Shard) -> Iterator[Segment]:
-        """One segment per logical tensor; a bucket cut for whole tensors has a single owner (``build_buckets``)."""
+    def _whole_tensors(self, shard: Shard) -> Iterator[Stretch]:
+        """One stretch per logical tensor; a bucket cut for whole tensors has a single owner (``build_buckets``)."""
         if not shard.updated:
             return
         for parameter, info in shard.bucket.infos.items():
@@ -150,7 +150,7 @@ class Update:
                 by_rest = len(part.shape) != 2 or self._options.is_left_to_adamw(part.name)  # not a hidden matrix
                 group = self._group(info, by_rest=by_rest and self._rule.rest is not None)
                 in_bucket = range(start, start + len(part.local) * row)
-                yield Segment.of(shard, in_bucket, group, (len(part.local), *columns))
+                yield Stretch.of(shard, in_bucket, group, (len(part.local), *columns))
 
 
 def iter_state(update: Update) -> Iterator[StatePiece]:
@@ -160,30 +160,30 @@ def iter_state(update: Update) -> Iterator[StatePiece]:
     its initial state is not known.
     """
     update.create_initial_state()
-    for segment in update.segments:
-        shard, state = segment.shard, update.state(segment)
-        owned = range(max(segment.in_bucket.start, shard.owned.start), min(segment.in_bucket.stop, shard.owned.stop))
+    for stretch in update.stretches:
+        shard, state = stretch.shard, update.state(stretch)
+        owned = range(max(stretch.in_bucket.start, shard.owned.start), min(stretch.in_bucket.stop, shard.owned.stop))
         for piece in shard.pieces(owned):
             if not piece.info.counted:
                 continue
-            for field, flat in _by_value(segment, state).items():
-                box = flat[_within(segment, piece)].view(piece.sizes)
+            for field, flat in _by_value(stretch, state).items():
+                box = flat[_within(stretch, piece)].view(piece.sizes)
                 yield StatePiece(piece.part.name, field, piece.starts, piece.sizes, box)
             if piece.is_first:
                 # Over all ranks one piece of a logical tensor is the first, so the field is saved once.
-                for field, value in _of_the_whole(segment, state).items():
+                for field, value in _of_the_whole(stretch, state).items():
                     tensor = torch.as_tensor(value)
                     yield StatePiece(piece.part.name, field, (0,) * tensor.ndim, tuple(tensor.shape), tensor)
 
 
 def load_state(update: Update, read: ReadState) -> None:
-    """Fill master weights and state of every segment from the boxes that ``read`` looks up."""
+    """Fill master weights and state of every stretch from the boxes that ``read`` looks up."""
     update.allocate_state()
     _fill(update, read)
 
 
 def load_weights(update: Update, read: ReadState) -> None:
-    """Fill the master weights of every segment from the boxes that ``read`` looks up, and drop the rule's state."""
+    """Fill the master weights of every stretch from the boxes that ``read`` looks up, and drop the rule's state."""
     update.drop_state()
     _fill(update, read)
 
@@ -191,37 +191,37 @@ def load_weights(update: Update, read: ReadState) -> None:
 @torch.no_grad()
 def _fill(update: Update, read: ReadState) -> None:
     """Fill the master weights, and the state if the rule has any."""
-    for segment in update.segments:
-        state = update.state(segment)
-        for index, piece in enumerate(segment.shard.pieces(segment.in_bucket)):
-            for field, flat in _by_value(segment, state).items():
-                flat[_within(segment, piece)].copy_(read(piece.part.name, field, piece.starts, piece.sizes).flatten())
-            if index == 0:  # equal for all logical tensors of a segment, since they are updated together
-                _load_whole_fields(update, segment, piece.part.name, read)
+    for stretch in update.stretches:
+        state = update.state(stretch)
+        for index, piece in enumerate(stretch.shard.pieces(stretch.in_bucket)):
+            for field, flat in _by_value(stretch, state).items():
+                flat[_within(stretch, piece)].copy_(read(piece.part.name, field, piece.starts, piece.sizes).flatten())
+            if index == 0:  # equal for all logical tensors of a stretch, since they are updated together
+                _load_whole_fields(update, stretch, piece.part.name, read)
 
 
-def _load_whole_fields(update: Update, segment: Segment, name: str, read: ReadState) -> None:
-    for field, value in _of_the_whole(segment, update.state(segment)).items():
+def _load_whole_fields(update: Update, stretch: Stretch, name: str, read: ReadState) -> None:
+    for field, value in _of_the_whole(stretch, update.state(stretch)).items():
         if isinstance(value, Tensor):
             value.copy_(read(name, field, (0,) * value.ndim, tuple(value.shape)))
         else:
-            update.set_state(segment, field, type(value)(read(name, field, (), ()).item()))
+            update.set_state(stretch, field, type(value)(read(name, field, (), ()).item()))
 
 
-def _by_value(segment: Segment, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The fields with one number for each value of ``segment``, the master weights among them, flat."""
-    elementwise = {field: value for field, value in state.items() if _is_elementwise(segment, value)}
-    return {field: tensor.detach().view(-1) for field, tensor in {MASTER: segment.values, **elementwise}.items()}
+def _by_value(stretch: Stretch, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The fields with one number for each value of ``stretch``, the master weights among them, flat."""
+    elementwise = {field: value for field, value in state.items() if _is_elementwise(stretch, value)}
+    return {field: tensor.detach().view(-1) for field, tensor in {MASTER: stretch.values, **elementwise}.items()}
 
 
-def _of_the_whole(segment: Segment, state: Mapping[str, Any]) -> dict[str, Any]:
+def _of_the_whole(stretch: Stretch, state: Mapping[str, Any]) -> dict[str, Any]:
     """The other fields: counters, and tensors of any other shape."""
-    return {field: value for field, value in state.items() if not _is_elementwise(segment, value)}
+    return {field: value for field, value in state.items() if not _is_elementwise(stretch, value)}
 
 
-def _is_elementwise(segment: Segment, value: Any) -> bool:
-    return isinstance(value, Tensor) and value.shape == segment.values.shape
+def _is_elementwise(stretch: Stretch, value: Any) -> bool:
+    return isinstance(value, Tensor) and value.shape == stretch.values.shape
 
 
-def _within(segment: Segment, piece: Piece) -> slice:
-    return slice(piece.in_bucket.start - segment.in_bucket.start, piece.in_bucket.stop - segment.in_bucket.start)
+def _within(stretch: Stretch, piece: Piece) -> slice:
+    return slice(piece.in_bucket.start - stretch.in_bucket.start, piece.in_bucket.stop - stretch.in_bucket.start)

@@ -1,4 +1,4 @@
-"""Update rules by name: PyTorch's optimizers, applied to flat segments of the master weights.
+"""Update rules by name: PyTorch's optimizers, applied to flat stretches of the master weights.
 
 AdamW: Loshchilov and Hutter 2019; Adam: Kingma and Ba 2015; Muon: Jordan et al. 2024.
 """

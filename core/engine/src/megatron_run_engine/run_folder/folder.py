@@ -39,6 +39,16 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
+def last_config(folder: Path) -> Path | None:
+    """The configuration of the last attempt of the run in ``folder``, or the one beside an import; None without any.
+
+    Attempts may differ in their plugins, and in what they were allowed to change.
+    """
+    attempts = sorted(folder.glob("logs/attempt-*/config.yaml"), key=lambda path: int(path.parent.name[8:]))
+    found = [path for path in (folder / "config.yaml", *attempts) if path.is_file()]
+    return found[-1] if found else None
+
+
 @dataclass(frozen=True)
 class Status:
     """The content of ``status.json``.

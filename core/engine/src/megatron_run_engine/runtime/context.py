@@ -40,6 +40,7 @@ class BuildContext:
     ``gradients`` takes weight gradients, ``rng`` positions random streams, ``metrics`` creates meters for numbers to
     report, and ``segments`` runs the segments of layers, eagerly or from a captured graph. ``sequence_shards`` is the
     number of ranks that split the sequence between blocks: the tensor-parallel size under sequence parallelism, else 1.
+    ``fields`` are the names of the fields that the data's samples have (:meth:`megatron_run.contracts.Model.fields`).
     """
 
     topology: Topology
@@ -55,6 +56,7 @@ class BuildContext:
     segments: SegmentRunner
     log: logging.Logger
     sequence_shards: int = 1
+    fields: frozenset[str] = frozenset({"tokens", "labels", "loss_mask"})
 
     @property
     def vocab_size(self) -> int:

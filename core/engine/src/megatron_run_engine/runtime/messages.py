@@ -92,8 +92,8 @@ class Messenger:
         self._sent: dict[Message, tuple[_Transfer, ...]] = {}
 
     @property
-    def unretired(self) -> int:
-        """Number of sent messages whose tensors are still held."""
+    def held_sends(self) -> int:
+        """Number of sends not yet retired, whose tensors the messenger still holds."""
         return len(self._sent)
 
     def post(self, message: Message, boundary: Boundary, *, one_order: bool = False) -> None:

@@ -56,12 +56,12 @@ def recompute_names(
 
 
 def recomputed(
-    function: Callable[..., Tensor], tensors: Sequence[Tensor], streams: Sequence[torch.Generator]
+    function: Callable[..., Tensor], tensors: Sequence[Tensor | None], streams: Sequence[torch.Generator]
 ) -> Tensor:
     """``function(*tensors)``, computed again in the backward with the same draws from ``streams``."""
     before: list[Tensor] = []
 
-    def compute(*again: Tensor) -> Tensor:
+    def compute(*again: Tensor | None) -> Tensor:
         if not before:
             before.extend(stream.get_state() for stream in streams)
             return function(*again)

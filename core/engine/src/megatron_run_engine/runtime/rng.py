@@ -11,6 +11,8 @@ computes whole need the same mask on all of them; tensors that are split need di
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,6 +44,7 @@ class RandomStreams:
         self._seed, self._shard = seed, shard
         self.sharded = _default_generator(device)
         self.replicated = torch.Generator(device if device.type == "cuda" else "cpu")
+        self._positions = True
 
     @property
     def streams(self) -> tuple[torch.Generator, torch.Generator]:
@@ -50,9 +53,20 @@ class RandomStreams:
 
     def position(self, microbatch: Microbatch, layer: int, segment: int) -> None:
         """Seed both streams for segment ``segment`` of layer ``layer``."""
+        if not self._positions:
+            return
         place = mix(self._seed, microbatch.step, microbatch.sample0, layer, segment)
         self.sharded.manual_seed(mix(place, self._shard))
         self.replicated.manual_seed(place)
+
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Within: nothing is positioned, for a recording of what draws nothing."""
+        self._positions = False
+        try:
+            yield
+        finally:
+            self._positions = True
 
 
 def initial_generator(seed: int, name: str) -> torch.Generator:

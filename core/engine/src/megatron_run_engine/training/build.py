@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megatron_run.contracts.activity import Activity
+from megatron_run.contracts.data import DOCUMENTS, LABELS, LOSS_MASK, TOKENS, as_fields
 from megatron_run.contracts.topology import Topology
 from megatron_run.errors import InputError
 from megatron_run.pipeline.lower import lower
@@ -30,13 +31,14 @@ from megatron_run_engine.training.checked_layers import CheckedLayers
 from megatron_run_engine.training.checked_plugins import CheckedScaler
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from pydantic import BaseModel
 
     from megatron_run.contracts import (
         Chunk,
         DataSource,
+        Field,
         GraphCapture,
         Model,
         ModelOptions,
@@ -123,8 +125,9 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
     activity.enter("start", "the process groups")
     groups = create_groups(topology, timedelta(seconds=patience(run.config.run.timeout)), activity)
     activity.enter("start", "the model")
-    context = make_context(run, topology, groups, torch.device(world.device), with_vocabulary(run, data))
+    context = make_context(run, topology, groups, torch.device(world.device), with_vocabulary(run, data), data.fields)
     model, positions, chunks = build_chunks(run, context)
+    check_fields(run, model, data)
     modules = (module for chunk in chunks for _, module in chunk.named_modules())
     context.segments.keep_on_device(buffer for module in modules for buffer in module.buffers(recurse=False))
     infos = [describe_parameters(chunk, topology.tensor_rank) for chunk in chunks]
@@ -162,7 +165,7 @@ def _message_sharers(run: ResolvedRun, topology: Topology, groups: Groups) -> Pa
     """Return the ranks that each send an equal part of the same message between stages."""
     # With sequence parallelism each rank's message is already its own part of the sequence.
     parallel = run.config.parallel
-    return groups.peers(topology, "tensor") if parallel.scatter_messages and not parallel.sequence else ALONE
+    return groups.parallel_group(topology, "tensor") if parallel.scatter_messages and not parallel.sequence else ALONE
 
 
 def with_vocabulary(run: ResolvedRun, data: DataSource) -> BaseModel:
@@ -185,9 +188,14 @@ def with_vocabulary(run: ResolvedRun, data: DataSource) -> BaseModel:
 
 
 def make_context(
-    run: ResolvedRun, topology: Topology, groups: Groups, device: torch.device, model: BaseModel
+    run: ResolvedRun,
+    topology: Topology,
+    groups: Groups,
+    device: torch.device,
+    model: BaseModel,
+    fields: Iterable[Field] = (TOKENS, LABELS, LOSS_MASK),
 ) -> BuildContext:
-    """Return the context that the plugin factories of this rank receive."""
+    """Return the context that the plugin factories of this rank receive; ``fields`` are those of the data."""
     rng, metrics = RandomStreams(run.config.train.seed, device, shard=topology.tensor_rank), Metrics(device)
     return BuildContext(
         topology=topology,
@@ -203,7 +211,32 @@ def make_context(
         segments=SegmentRunner(rng, make_offload(run.config.train, device, metrics)),
         log=logging.getLogger("megatron_run"),
         sequence_shards=run.sizes.tensor if run.config.parallel.sequence else 1,
+        fields=frozenset(field.name for field in fields),
     )
+
+
+def check_fields(run: ResolvedRun, model: Model, data: DataSource) -> None:
+    """Raise :class:`InputError` where the chunks of ``model`` ask for a field that ``data`` does not have.
+
+    So too where ``data`` packs documents and a position with layers would let attention cross them.
+    """
+    found = {field.name: field for field in data.fields}
+    network, source = run.one("model"), run.one("data")
+    for position, place in enumerate(run.layout):
+        asked = as_fields(model.fields(position, run.layout))
+        for field in asked:
+            if field != found.get(field.name):
+                has = str(found.get(field.name, "")) or ", ".join(found)
+                raise InputError(
+                    f"model={network.name} needs the field {field}, and data={source.name} has {has}",
+                    fix=f"choose data that has it, or another model; {source.name} declares DataSource.fields",
+                )
+        if place.layers and DOCUMENTS in found.values() and DOCUMENTS not in asked:
+            raise InputError(
+                f"data={source.name} packs documents, and attention of model={network.name} would cross them",
+                why=f"its chunk at position {position} does not ask for the field documents",
+                fix="set data.packing to another choice, or choose a model that asks for it, as gpt does",
+            )
 
 
 def build_chunks(run: ResolvedRun, context: BuildContext) -> tuple[Model, tuple[int, ...], list[Chunk]]:

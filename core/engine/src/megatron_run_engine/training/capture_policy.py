@@ -24,22 +24,32 @@ if TYPE_CHECKING:
     from megatron_run_engine.training.build import Assembly
     from megatron_run_engine.training.numbers import Progress
     from megatron_run_engine.training.observers import Observers
+    from megatron_run_engine.training.step_runner import StepRunner
 
 
 class CapturePolicy:
     """Captures after ``capture_after`` eager steps, and again when the graphs no longer fit. Collective.
 
-    ``mismatches`` is the meter that reports a mismatch of this rank's graphs with the step's metrics.
+    ``mismatches`` is the meter that reports a mismatch of this rank's graphs with the step's metrics. ``steps`` runs
+    the steps, and captures them where they are captured whole.
     """
 
     def __init__(
-        self, run: ResolvedRun, assembly: Assembly, batches: BatchSizes, progress: Progress, mismatches: Meter
+        self,
+        run: ResolvedRun,
+        assembly: Assembly,
+        batches: BatchSizes,
+        progress: Progress,
+        mismatches: Meter,
+        steps: StepRunner,
     ) -> None:
         self._run, self._context, self._batches = run, assembly.context, batches
-        self._capture = assembly.graph_capture
+        self._capture, self._steps, self._programs = assembly.graph_capture, steps, assembly.programs
         self._regions = tuple(self._capture.regions([chunk.segments() for chunk in assembly.chunks]))
         self._eager_until = progress.step + self._capture.capture_after
-        self._replays = self._mismatch_elsewhere = False
+        #: Whether steps replay graphs.
+        self.replays = False
+        self._mismatch_elsewhere = False
         self._prepared = progress.step
         self._mismatches = mismatches
         self._context.segments.watch(self._regions)
@@ -54,14 +64,14 @@ class CapturePolicy:
             return
         step, microbatches = progress.step + 1, self._batches.microbatches(self._batches.at(progress.samples))
         actions = self._run.plans[microbatches].lists[self._context.topology.stage]
-        if self._replays:
+        if self.replays:
             self._drop_on_mismatch(step, actions)
         self._prepared = step
-        if not self._replays and step > self._eager_until:
-            observers.on_capture(self._record(step, actions))
+        if not self.replays and step > self._eager_until:
+            observers.on_capture(self._record(step, actions, microbatches))
 
     def _drop_on_mismatch(self, step: int, actions: Sequence[Action]) -> None:
-        reason = self._capture.mismatch(actions)
+        reason = self._capture.mismatch(actions) or self._steps.mismatch
         if self._mismatch_elsewhere:
             # The other rank ran the previous step eagerly. Count the eager steps from there on this rank too.
             self._drop(reason or "those of another rank no longer fit", self._prepared)
@@ -73,15 +83,19 @@ class CapturePolicy:
         """Drop the graphs and run eagerly from ``step`` on."""
         self._capture.invalidate(reason)
         self._context.segments.replay_with(None)
-        self._replays, self._eager_until = False, step + self._capture.capture_after - 1
+        self._steps.forget()
+        self.replays, self._eager_until = False, step + self._capture.capture_after - 1
 
-    def _record(self, step: int, actions: Sequence[Action]) -> CaptureMetrics:
+    def _record(self, step: int, actions: Sequence[Action], microbatches: int) -> CaptureMetrics:
         activity = self._context.groups.activity
         activity.step(step)  # a capture belongs to the step that it precedes
         activity.enter("capture")
         start = time.perf_counter()
-        size = self._capture.capture(self._regions, actions, self._context.segments.examples)
-        self._context.segments.replay_with(self._capture, str(self._run.one("graph-capture")))
-        self._replays = True
+        if self._capture.whole_step:
+            size = self._steps.capture(self._regions, actions, self._programs.training(microbatches))
+        else:
+            size = self._capture.capture(self._regions, actions, self._context.segments.examples)
+            self._context.segments.replay_with(self._capture, str(self._run.one("graph-capture")))
+        self.replays = True
         planned = self._capture.plan(self._regions, actions)
         return CaptureMetrics(step, planned, size, time.perf_counter() - start)

@@ -6,13 +6,14 @@ Layers are checked as they are made, in ``checked_layers``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from megatron_run.contracts import Scaler
+from megatron_run.contracts.data import DOCUMENTS, LABELS, LOSS_MASK, POSITIONS, TOKENS
 from megatron_run.errors import DataError, RunError
 from megatron_run.registry.loaded_plugin import in_one_line, said_type
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from megatron_run.contracts import Dataset, DataSource
+    from megatron_run.contracts import Dataset, DataSource, Field
     from megatron_run.contracts.data import Split
     from megatron_run.registry.loaded_plugin import Plugin
 
@@ -32,8 +33,8 @@ class CheckedDataset:
     """Samples of ``dataset``, which belongs to ``split`` of ``plugin``; ``vocab_size`` is its number of token ids.
 
     ``in_order``: the run reads them by ascending index; False: it shuffles.
-    Raises :class:`DataError` for a sample with a token outside the vocabulary, or with fields that are not int64 and
-    [s], and :class:`PluginError` for one that cannot be read.
+    Raises :class:`DataError` for a sample with a token outside the vocabulary, with fields that are not what ``fields``
+    declare, or with documents that do not cover its row, and :class:`PluginError` for one that cannot be read.
     """
 
     def __init__(
@@ -43,11 +44,13 @@ class CheckedDataset:
         plugin: Plugin,
         vocab_size: int,
         sequence_length: int,
+        fields: Iterable[Field] = (),
         *,
         in_order: bool = False,
     ) -> None:
         self._dataset, self._split, self._plugin = dataset, split, plugin
         self._vocab_size, self._length = vocab_size, sequence_length
+        self._fields = tuple(field for field in fields if field not in (TOKENS, LABELS, LOSS_MASK))
         self.in_order = in_order
 
     def __len__(self) -> int:
@@ -67,7 +70,22 @@ class CheckedDataset:
         for name in _IDS:
             if name in sample:
                 self._check_ids(index, name, sample[name])
+        for field in self._fields:
+            if field.name in sample:
+                self._check_field(index, field, sample[field.name])
         return sample
+
+    def _check_field(self, index: int, field: Field, found: NDArray[np.generic]) -> None:
+        if not isinstance(found, np.ndarray) or not field.fits(found.dtype.name, found.shape, self._length):
+            is_ = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else said_type(found)
+            raise self._broken(index, f"{field.name} is {is_}, and is declared as {field}")
+        if field == DOCUMENTS and not _covers(found, self._length):
+            told = f"from {found[0]} to {found[-1]}" if len(found) else "nowhere"
+            why = f"documents go {told}; they must begin with 0, never fall and end with {self._length}"
+            raise self._broken(index, why)
+        if field == POSITIONS and not 0 <= int(found.min()) <= int(found.max()) < self._length:
+            why = f"positions reach from {found.min()} to {found.max()}, and must from 0 to {self._length - 1}"
+            raise self._broken(index, why)
 
     def _check_ids(self, index: int, name: str, ids: object) -> None:
         if not isinstance(ids, np.ndarray) or ids.dtype != np.int64 or ids.shape != (self._length,):
@@ -104,7 +122,13 @@ def open_split(
     except Exception as cause:
         raise plugin.failed(f"opening split {split}", in_one_line(cause)) from cause
     in_order = ordered is not None
-    return CheckedDataset(dataset, split, plugin, source.vocab_size, sequence_length, in_order=in_order)
+    return CheckedDataset(dataset, split, plugin, source.vocab_size, sequence_length, source.fields, in_order=in_order)
+
+
+def _covers(documents: NDArray[np.generic], length: int) -> bool:
+    """Whether ``documents`` [d] begin at 0, never fall and end at ``length``."""
+    ends = len(documents) > 1 and documents[0] == 0 and documents[-1] == length
+    return bool(ends and (documents[1:] >= documents[:-1]).all())  # type: ignore[operator]  # they are int64
 
 
 class CheckedScaler(Scaler):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_run.contracts import Microbatch
+from megatron_run.contracts.data import as_fields
 from megatron_run_engine.data.batches import SampleStream, fields
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class BatchLoader:
         self._train = run.config.train
         self._device = assembly.context.device
         self._data_rank, self._data_size = assembly.context.topology.data_rank, run.sizes.data
-        wanted = [name for p in assembly.positions for name in assembly.model.fields(p, run.layout)]
+        wanted = [field.name for p in assembly.positions for field in as_fields(assembly.model.fields(p, run.layout))]
         self._names = tuple(dict.fromkeys(wanted))
 
     def training(self, dataset: Dataset, step: int, consumed: int) -> Callable[[int], Microbatch]:

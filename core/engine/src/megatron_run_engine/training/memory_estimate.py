@@ -14,7 +14,7 @@ from megatron_run.errors import InputError, RunError, advice, did_you_mean
 from megatron_run.planning.rank_grid import attribute
 from megatron_run_engine.runtime.comm import Groups
 from megatron_run_engine.runtime.parameter_init import count_parameters, describe_parameters
-from megatron_run_engine.training.build import build_chunks, make_context, with_vocabulary
+from megatron_run_engine.training.build import build_chunks, check_fields, make_context, with_vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from torch.nn import Parameter
 
-    from megatron_run.contracts import CaptureSize, Chunk, GraphCapture, Optimizer, ParamInfo
+    from megatron_run.contracts import CaptureSize, Chunk, DataSource, GraphCapture, Optimizer, ParamInfo
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.runtime.context import BuildContext
 
@@ -84,12 +84,13 @@ def model_size(run: ResolvedRun) -> ModelSize:
 
 
 def _model_size(run: ResolvedRun) -> ModelSize:
-    options = with_vocabulary(run, run.one("data").create())
+    data = cast("DataSource", run.one("data").create())
+    options = with_vocabulary(run, data)
     total, stages, padded, captures = 0, [], 0, []
     chunks: list[Chunk] = []
     everyone: list[_Built] = []  # one rank of each stage and expert-parallel index
     for stage in range(run.sizes.pipeline):
-        on_ranks = [_build(run, options, stage, expert) for expert in range(run.sizes.expert)]
+        on_ranks = [_build(run, options, data, stage, expert) for expert in range(run.sizes.expert)]
         total += count_parameters(info for rank in on_ranks for info in rank.held.values())
         context, held = on_ranks[0].context, on_ranks[0].held
         stages.append(_rank_size(held, _memory(run, on_ranks[0])))
@@ -115,12 +116,13 @@ class _Built(NamedTuple):
         return {parameter: info for described in self.infos for parameter, info in described.items()}
 
 
-def _build(run: ResolvedRun, options: BaseModel, stage: int, expert: int) -> _Built:
+def _build(run: ResolvedRun, options: BaseModel, data: DataSource, stage: int, expert: int) -> _Built:
     """Build the first tensor-parallel rank of ``stage`` that holds the experts of expert-parallel rank ``expert``."""
     first = Topology(run.sizes, 0)
     topology = Topology(run.sizes, first.rank_at(tensor=0, context=0, data=expert, stage=stage))
-    context = make_context(run, topology, Groups(), torch.device("meta"), options)
-    _, _, chunks = build_chunks(run, context)
+    context = make_context(run, topology, Groups(), torch.device("meta"), options, data.fields)
+    model, _, chunks = build_chunks(run, context)
+    check_fields(run, model, data)
     return _Built(context, chunks, [describe_parameters(chunk) for chunk in chunks])
 
 

@@ -191,4 +191,5 @@ def summarise(
         run_id=folder.run_id,
         resumed=resumed.folder,
         changes={change.key: (change.before, change.now) for change in resumed.changes},
+        data=assembly.data.summary(train.sequence_length, train.seed),
     )

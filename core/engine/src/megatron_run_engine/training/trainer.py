@@ -22,7 +22,6 @@ from megatron_run_engine.training.capture_policy import CapturePolicy
 from megatron_run_engine.training.checked_plugins import open_split
 from megatron_run_engine.training.device import make_deterministic
 from megatron_run_engine.training.evaluate import Evaluator
-from megatron_run_engine.training.generate import generate_text, why_no_text
 from megatron_run_engine.training.health.faulting import install_faults
 from megatron_run_engine.training.health.guards import Guards
 from megatron_run_engine.training.loader import BatchLoader
@@ -39,8 +38,10 @@ from megatron_run_engine.training.numbers import (
 )
 from megatron_run_engine.training.observers import Beginning, Observers, start_observers
 from megatron_run_engine.training.peak import device_peak
+from megatron_run_engine.training.sample_text import generate_text, why_no_text
 from megatron_run_engine.training.state.checkpointing import Checkpointing
 from megatron_run_engine.training.state.resuming import Resumed
+from megatron_run_engine.training.step_runner import StepRunner
 from megatron_run_engine.training.tracing import start_tracing
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ class Trainer:
         self._progress = Progress()
         self._resumed = Resumed(self._progress)
         self._losses = Losses(assembly.model, self._context.metrics)
+        self._steps = StepRunner(assembly, self._seed)
+        self._graphs: CapturePolicy | None = None
         # Both ride on the all-reduce of the metrics, so that agreeing to stop or to recapture costs no collective.
         self._stop_meter = self._context.metrics.scalar(STOP)
         self._mismatches = self._context.metrics.scalar(MISMATCH)
@@ -134,8 +137,13 @@ class Trainer:
         self._checkpoints.close()
 
     def train(self, observers: Observers) -> ExitCode:
-        """Run steps until the last one, or until a rank is asked to stop. Evaluate and save when due and at the end."""
-        graphs = CapturePolicy(self._run, self._assembly, self._batches, self._progress, self._mismatches)
+        """Run steps until the last one, or until a rank is asked to stop. Evaluate and save when due and at the end.
+
+        Called again, it goes on, with the graphs that it has.
+        """
+        graphs = self._graphs = self._graphs or CapturePolicy(
+            self._run, self._assembly, self._batches, self._progress, self._mismatches, self._steps
+        )
         tracing = start_tracing(self._run.plans, self._context, observers, self._last)
         while self._progress.step < self._last:
             graphs.prepare(self._progress, observers)
@@ -205,7 +213,7 @@ class Trainer:
             seed=partial(self._seed, microbatches),
             start_grad_sync=optimizer.start_grad_sync,
         )
-        record = self._assembly.executor.run(self._assembly.programs.training(microbatches), inputs, clock)
+        record = self._steps.run(self._assembly.programs.training(microbatches), inputs, clock)
         self._activity.enter("gradient-reduce")
         optimizer.finish_grad_sync()
         return record

@@ -4,7 +4,7 @@ Imports: errors.
 """
 
 from megatron_run.contracts.actions import Action, LayoutSpec, Place, ScheduleSpec
-from megatron_run.contracts.data import Dataset, DataSource, Split
+from megatron_run.contracts.data import Dataset, DataSource, Field, Split
 from megatron_run.contracts.format import Format, ReadTensor, TranslatedScript, Weights
 from megatron_run.contracts.graph_capture import CaptureSize, GraphCapture, Region
 from megatron_run.contracts.model import (
@@ -57,6 +57,7 @@ __all__ = [
     "Decoding",
     "DevicePeak",
     "EvalMetrics",
+    "Field",
     "Format",
     "GraphCapture",
     "Init",

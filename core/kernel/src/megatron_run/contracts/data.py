@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -15,6 +17,50 @@ if TYPE_CHECKING:
 Split = Literal["train", "validation", "test"]
 
 
+@dataclass(frozen=True)
+class Field:
+    """A field of a sample: its name, the name of its NumPy ``dtype``, and its ``shape``.
+
+    A size is a number, ``"s"`` for the sequence length, or None for one that the data chooses, the same for all samples
+    of a split, since shapes must not change while a run trains. A batch stacks samples: [b, *shape].
+    """
+
+    name: str
+    dtype: str = "int64"
+    shape: tuple[int | Literal["s"] | None, ...] = ("s",)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype} [{', '.join('?' if size is None else str(size) for size in self.shape)}]"
+
+    def fits(self, dtype: str, shape: tuple[int, ...], sequence_length: int) -> bool:
+        """Whether an array of ``dtype`` and ``shape`` is this field of a sample of ``sequence_length`` tokens."""
+        sizes = [sequence_length if size == "s" else size for size in self.shape]
+        return (
+            dtype == self.dtype
+            and len(shape) == len(sizes)
+            and all(size in (None, found) for size, found in zip(sizes, shape, strict=True))
+        )
+
+
+#: Of every sample. ``labels[i]`` is the token after ``tokens[i]``; it counts as ``loss_mask[i]`` says, 0 or 1.
+TOKENS, LABELS, LOSS_MASK = Field("tokens"), Field("labels"), Field("loss_mask", "float32")
+#: The place of each token in its document, from 0.
+POSITIONS = Field("positions")
+#: Where the documents of a row begin and end: document i is columns ``documents[i]`` to ``documents[i+1] - 1``. It
+#: begins with 0, never falls and ends with s, so padding is a document too; repeated values are documents of no tokens,
+#: which fill it up to one size. Data that has this field is attended to within documents alone, or refused.
+DOCUMENTS = Field("documents", shape=(None,))
+#: The fields that have a meaning here, by name. A model and its data may agree on others.
+FIELDS: Mapping[str, Field] = MappingProxyType(
+    {field.name: field for field in (TOKENS, LABELS, LOSS_MASK, POSITIONS, DOCUMENTS)}
+)
+
+
+def as_fields(named: Iterable[str | Field]) -> tuple[Field, ...]:
+    """``named``, where a name stands for the field of :data:`FIELDS`, or else for token ids of that name, [s]."""
+    return tuple(FIELDS.get(each, Field(each)) if isinstance(each, str) else each for each in named)
+
+
 class Dataset(Protocol):
     """An indexable set of samples of equal length, in an order that never changes."""
 
@@ -23,7 +69,7 @@ class Dataset(Protocol):
         ...
 
     def __getitem__(self, index: int) -> Mapping[str, NDArray[np.generic]]:
-        """Sample ``index``: ``tokens`` and ``labels`` int64 [s], ``loss_mask`` fp32 [s]."""
+        """Sample ``index``: ``tokens`` and ``labels`` int64 [s], ``loss_mask`` fp32 [s], what else is declared."""
         ...
 
 
@@ -52,6 +98,11 @@ class DataSource(ABC):
     def vocab_size(self) -> int:
         """Number of token ids, unpadded."""
 
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """The fields of every sample. More than the default are read by the stages whose model asks for them."""
+        return (TOKENS, LABELS, LOSS_MASK)
+
     @abstractmethod
     def dataset(self, split: Split, sequence_length: int, seed: int) -> Dataset:
         """Open ``split``, with samples of ``sequence_length`` tokens in an order that depends on ``seed``.
@@ -66,6 +117,10 @@ class DataSource(ABC):
         on with the next. ``samples`` is how many the run will read. Raises as :meth:`dataset`.
         """
         return None
+
+    def summary(self, sequence_length: int, seed: int) -> str:
+        """A line about the training split that is printed at the start of a training, empty for none."""
+        return ""
 
     def baselines(self, sequence_length: int, seed: int, samples: Sequence[int]) -> Mapping[str, float]:
         """Losses of simple models by name, in nats per token, on ``samples`` of the validation split; empty by default.

@@ -1,4 +1,4 @@
-"""The contract of kind ``format``: how models are stored elsewhere."""
+"""The contract of kind ``format``: how other programs store models."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: The abilities of a format, which it lists in ``PluginInfo.provides``: each stands for the method named beside it.
+#: What a format can do, listed in its ``PluginInfo.provides``; each needs the method named beside it.
 IMPORT = "import"  # Format.read
 EXPORT = "export"  # Format.write
 LAUNCH_SCRIPT = "launch-script"  # Format.translate_script
 FORMAT_ABILITIES = (IMPORT, EXPORT, LAUNCH_SCRIPT)
 
-#: Reads one whole tensor onto the host. The result may share memory with a file, so nobody writes into it.
+#: Reads one whole tensor into host memory. The result may be a view of a mapped file: do not write into it.
 ReadTensor = Callable[[], "Tensor"]
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The intermediate form of every conversion: a model under our names, each tensor read when it is needed.
+    """A model between two formats: its configuration, and a reader for each tensor, called when it is needed.
 
-    ``config`` is the ``model`` section of a configuration; ``use`` is ``gpt`` unless it says otherwise. ``tensors``
-    maps each logical name (``layers.0.attention.qkv.query.weight``) to what reads it in fp32. ``moments`` maps each
-    field of an update rule (``exp_avg``) to readers by the same names; empty where the optimizer's state is unknown.
-    ``step`` counts the updates so far. ``sequence_length`` is the longest sequence that the model knows, None where
-    nothing tells. ``tokenizer`` is its JSON file of the `tokenizers` library, where it is known. ``notes`` are lines
-    for the user: what the source holds and this form cannot.
+    ``config`` is the ``model`` section of a configuration, of ``model=gpt`` unless it has ``use``. ``tensors`` maps
+    each logical name (``layers.0.attention.qkv.query.weight``) to its reader, which returns fp32. ``moments`` maps each
+    field of an update rule (``exp_avg``) to readers by the same names; it is empty if the source has no optimizer
+    state. ``step`` counts the updates so far. ``sequence_length`` is the model's longest sequence, None if the source
+    does not limit it. ``tokenizer`` is the path of a ``tokenizer.json``, None if the source has none. ``notes`` are
+    lines for the user: what the conversion loses.
     """
 
     config: Mapping[str, object]
@@ -43,10 +43,10 @@ class Weights:
 
 
 class TranslatedScript(NamedTuple):
-    """A launch script of another trainer as our configuration.
+    """The configuration made from another trainer's launch script.
 
-    ``yaml`` is a configuration file that resolves. ``warnings`` has one line for each way in which its run will differ
-    from the script's.
+    ``yaml`` is the text of a configuration that resolves. ``warnings`` has one line for each difference between its run
+    and the script's.
     """
 
     yaml: str
@@ -56,13 +56,13 @@ class TranslatedScript(NamedTuple):
 class Format(ABC):
     """Reads models from folders that another program wrote, writes them for another program, or both.
 
-    A format is chosen for one conversion (``megatron-run import SOURCE FOLDER --from NAME``, ``export --to NAME``) and
-    never for a run, so it has no section in a configuration and no options. ``PluginInfo.provides`` lists what it can
-    do: ``import`` (:meth:`read`), ``export`` (:meth:`write`), ``launch-script`` (:meth:`translate_script`). It leaves
-    out the methods of what it cannot do.
+    A format serves one conversion (``megatron-run import SOURCE FOLDER --from NAME``, ``export --to NAME``), never a
+    run, so it has no configuration section and no options. ``PluginInfo.provides`` lists its abilities: ``import``
+    (:meth:`read`), ``export`` (:meth:`write`), ``launch-script`` (:meth:`translate_script`). Implement only the methods
+    of these.
 
-    The engine owns the rest: it writes the imported folder with its configuration, checks that a model ``gpt`` is
-    complete, verifies a saved step before it is exported, and lets a new folder appear only when it is whole.
+    The engine does the rest: it writes the imported folder with its configuration, checks that a ``gpt`` model is
+    complete, verifies a saved step before its export, and renames a new folder into place once it is complete.
 
     A whole working plugin, which keeps a model as a folder of NumPy arrays::
 
@@ -100,42 +100,43 @@ class Format(ABC):
         def megatron_run_create_format():
             return Arrays()
 
-    Every refusal is a :class:`megatron_run.errors.RunError`: :class:`~megatron_run.errors.CheckpointError` for a source
-    that is damaged or has no counterpart here, :class:`~megatron_run.errors.InputError` for a model that the format
-    cannot hold. It gives every reason at once.
+    Refuse with a :class:`megatron_run.errors.RunError` that lists every reason:
+    :class:`~megatron_run.errors.CheckpointError` for a source that is damaged or has no counterpart here,
+    :class:`~megatron_run.errors.InputError` for a model that the format cannot represent.
     """
 
-    #: Why reading a source executes what its files say; empty where it does not. Then only ``--trust-pickle`` reads it.
+    #: Why reading a source can execute code in its files, such as a pickle; such a source needs ``--trust-pickle``.
+    #: Empty if it executes nothing.
     executes: str = ""
 
     @property
     @abstractmethod
     def files(self) -> str:
-        """What lies in a folder of this format, for messages: ``config.json and model.safetensors``."""
+        """The files of this format, as messages name them: ``config.json and model.safetensors``."""
 
     @abstractmethod
     def recognises(self, source: Path) -> bool:
-        """Whether the files in ``source`` are of this format. Looks at names only; ``source`` may be anything."""
+        """Whether ``source``, any path, is a folder of this format. Judged by file names alone."""
 
     def read(self, source: Path) -> Weights:
-        """The model in ``source``. Headers are read now, values when a tensor is asked for.
+        """The model in ``source``. Reads headers at once, a tensor's values when its reader is called.
 
-        Raises :class:`megatron_run.errors.CheckpointError` for a source that is damaged, is of another format, or holds
-        a model that has no counterpart here. Executes nothing that the files say, unless :attr:`executes` warns of it.
+        Raises :class:`megatron_run.errors.CheckpointError` if the source is damaged, is of another format, or holds a
+        model that has no counterpart here. Executes no code from the files unless :attr:`executes` says why.
         """
         raise NotImplementedError(f"{type(self).__name__} does not provide {IMPORT!r}")
 
     def write(self, weights: Weights, folder: Path) -> None:
-        """Write the model into ``folder``, which is new and empty. Should hold few tensors in memory at once.
+        """Write the model into ``folder``, which is new and empty, with few tensors in memory at a time.
 
-        Raises :class:`megatron_run.errors.InputError` with every reason why the format cannot hold this model. Moments
-        may be left out; a weight may not.
+        Raises :class:`megatron_run.errors.InputError` with every reason why the format cannot represent this model.
+        Moments may be left out, weights may not.
         """
         raise NotImplementedError(f"{type(self).__name__} does not provide {EXPORT!r}")
 
     def translate_script(self, script: Path) -> TranslatedScript:
-        """The configuration that a launch script of the other trainer asks for. Reads the script, never runs it.
+        """The configuration equivalent to ``script``, which is read and never run. Needs no torch.
 
-        Raises :class:`megatron_run.errors.InputError` for a file that is no such script. Works without torch.
+        Raises :class:`megatron_run.errors.InputError` if ``script`` is no launch script of that trainer.
         """
         raise NotImplementedError(f"{type(self).__name__} does not provide {LAUNCH_SCRIPT!r}")

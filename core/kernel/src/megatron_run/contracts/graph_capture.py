@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -94,6 +94,11 @@ class GraphCapture(ABC):
     A capture includes weight gradients, whatever the schedule: ``W`` has nothing left to do for a captured region.
     ``context.gradients.recording`` lists the parameters whose gradients a capture produces. After each replay of a
     backward, call ``context.gradients.arrived`` with them.
+
+    With ``whole_step`` the engine calls ``capture_step`` and ``replay_step`` in the place of ``capture`` and
+    ``replay``: one graph of every forward and backward of a step, without a pipeline. ``regions`` then returns all
+    segments, none of which may draw, so that they can be checked and watched. The engine fills the step's inputs before
+    a replay, and after it reports losses and arrivals.
     """
 
     #: Number of eager steps before a capture, at least 1.
@@ -102,6 +107,8 @@ class GraphCapture(ABC):
     exact: bool = True
     #: Whether a replay may run again in the backward: so the engine then recomputes captured segments.
     reruns: bool = False
+    #: Whether steps are captured whole, instead of regions.
+    whole_step: bool = False
 
     @abstractmethod
     def regions(self, chunks: Sequence[Sequence[Segment]]) -> Sequence[Region]:
@@ -129,6 +136,23 @@ class GraphCapture(ABC):
         each step begins with ``Optimizer.zero_grad``. On failure this raises
         :class:`megatron_run.errors.PluginError`, and leaves nothing captured.
         """
+
+    def capture_step(
+        self,
+        run: Callable[[], None],
+        regions: Sequence[Region],
+        actions: Sequence[Action],
+        examples: Mapping[Region, tuple[Tensor, ...]],
+    ) -> CaptureSize:
+        """Record ``run``, which runs a step of ``actions`` on tensors that keep their addresses, and call it once.
+
+        As :meth:`capture` otherwise. ``static_bytes`` is filled in by the engine.
+        """
+        raise NotImplementedError(f"{type(self).__name__} captures no whole steps")
+
+    def replay_step(self) -> None:
+        """Replay the step that :meth:`capture_step` recorded."""
+        raise NotImplementedError(f"{type(self).__name__} captures no whole steps")
 
     @abstractmethod
     def mismatch(self, actions: Sequence[Action]) -> str:

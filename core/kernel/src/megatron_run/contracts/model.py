@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from megatron_run.contracts.actions import Place
+    from megatron_run.contracts.data import Field
     from megatron_run.contracts.parallel_layer import ParallelLayers
 
 
@@ -44,8 +45,8 @@ class Microbatch:
 
     ``index`` counts within the step (0..M-1), ``step`` counts from 1. ``sample0`` is the index of its first sample in
     the global batch; together with seed, step and layer it determines every random number. ``fields`` are the batch
-    fields that this stage needs (:meth:`Model.fields`), each [b, s]. ``train`` is false in evaluation (no dropout).
-    ``decoding`` is set while texts are generated.
+    fields that this stage needs (:meth:`Model.fields`), each [b, *shape], most of them [b, s]. ``train`` is false in
+    evaluation (no dropout). ``decoding`` is set while texts are generated, of which ``tokens`` are the only field.
     """
 
     index: int
@@ -215,8 +216,13 @@ class Model(ABC):
         """
 
     @abstractmethod
-    def fields(self, position: int, layout: tuple[Place, ...]) -> tuple[str, ...]:
-        """The batch fields that the chunk at ``position`` needs, out of ``tokens``, ``labels`` and ``loss_mask``."""
+    def fields(self, position: int, layout: tuple[Place, ...]) -> tuple[str | Field, ...]:
+        """The batch fields that the chunk at ``position`` needs.
+
+        ``context.fields`` are those that the data has, beyond ``tokens``, ``labels`` and ``loss_mask`` for instance
+        ``positions`` and ``documents``. A field that :data:`megatron_run.contracts.data.FIELDS` does not name is
+        declared as a :class:`Field`. Every rank reads its samples itself, so a chunk in the middle may ask as well.
+        """
 
     @abstractmethod
     def boundary(self, microbatch: Microbatch, micro_batch_size: int, sequence_length: int) -> Boundary:

@@ -69,6 +69,7 @@ class RunSummary:
     ``folder`` is the run folder, ``steps`` the last step, and ``first_step`` the first step of this attempt (1 unless
     resumed). ``config`` is the resolved configuration and ``plan`` the chosen plugins, both as text. ``timeline`` is
     one planned step of the pipeline; ``baselines`` are losses of simple models by name; ``peak`` is None if unknown.
+    ``data`` is what the data says of its training split, often nothing.
     ``run_id`` is the same in every attempt, and no other run has it. ``resumed`` is the folder of the saved step that
     it goes on from, None at a first step; ``changes`` are the configuration keys that differ from those with which that
     step was saved, with old and new value.
@@ -88,6 +89,7 @@ class RunSummary:
     run_id: str = ""
     resumed: Path | None = None
     changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    data: str = ""
 
 
 @dataclass(frozen=True)

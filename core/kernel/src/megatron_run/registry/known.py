@@ -61,6 +61,7 @@ KNOWN: tuple[Known, ...] = (
     Known("data", "text", builtin=True),
     Known("data", "mock", builtin=True),
     Known("data", "indexed"),
+    Known("data", "instruct"),
     Known("observer", "console", builtin=True),
     Known("observer", "jsonl", builtin=True),
     Known("observer", "tensorboard"),

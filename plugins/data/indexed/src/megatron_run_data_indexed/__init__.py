@@ -62,6 +62,9 @@ class IndexedOptions(BaseModel):
     reset_positions: bool = Field(
         False, description="count positions from 0 in each document (Megatron's --reset-position-ids)"
     )
+    reset_attention: bool = Field(
+        False, description="attend within documents alone (Megatron's --reset-attention-mask)"
+    )
 
     @field_validator("weights")
     @classmethod

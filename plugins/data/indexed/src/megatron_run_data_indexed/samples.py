@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from megatron_run.contracts.data import DOCUMENTS, LABELS, LOSS_MASK, POSITIONS, TOKENS, Field
 from megatron_run_data_indexed.blend import places_in
 from megatron_run_data_indexed.permutation import Permutation
 
@@ -134,21 +135,36 @@ class SampleForm:
 
     ``mask_end``: the loss does not count where the model has read ``end`` and must guess how an unrelated document
     begins. ``reset_positions``: samples have ``positions``, which start again at 0 after each ``end``.
+    ``reset_attention``: samples have ``documents``, the bounds of what may be attended to together.
     """
 
     end: int | None = None
     mask_end: bool = False
     reset_positions: bool = False
+    reset_attention: bool = False
+
+    @property
+    def names(self) -> tuple[Field, ...]:
+        """The fields."""
+        more = ((POSITIONS, self.reset_positions), (DOCUMENTS, self.reset_attention))
+        return (TOKENS, LABELS, LOSS_MASK, *(field for field, wanted in more if wanted))
 
     def fields(self, window: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
         """Return the fields of a sample from its tokens [s + 1]."""
         tokens, length = window[:-1], len(window) - 1
         mask = (tokens != self.end).astype(np.float32) if self.mask_end else np.ones(length, np.float32)
         made = {"tokens": tokens, "labels": window[1:], "loss_mask": mask}
+        if not (self.reset_positions or self.reset_attention):
+            return made
+        begins = 1 + np.flatnonzero(tokens[:-1] == self.end)
         if self.reset_positions:
-            columns = np.arange(length)
-            begins = np.where(np.concatenate([[True], tokens[:-1] == self.end]), columns, 0)
-            made["positions"] = columns - np.maximum.accumulate(begins)
+            starts = np.zeros(length, np.int64)
+            starts[begins] = begins
+            made["positions"] = np.arange(length) - np.maximum.accumulate(starts)
+        if self.reset_attention:
+            bounds = np.full(length + 1, length)  # as many as there may be, since shapes must not change
+            bounds[0], bounds[1 : 1 + len(begins)] = 0, begins
+            made["documents"] = bounds
         return made
 
 
@@ -162,7 +178,7 @@ class Samples:
         return self._length
 
     def __getitem__(self, index: int) -> Mapping[str, NDArray[Any]]:
-        """``tokens`` and ``labels`` int64 [s], ``loss_mask`` fp32 [s], and ``positions`` int64 [s] where they reset."""
+        """``tokens``, ``labels``, ``positions`` int64 [s], ``loss_mask`` fp32 [s], ``documents`` int64 [s + 1]."""
         return self._form.fields(self._windows[index])
 
 

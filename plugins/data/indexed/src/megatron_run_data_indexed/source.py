@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_run.contracts import Dataset, DataSource, Split
+from megatron_run.contracts.data import Field
 from megatron_run.errors import DataError, InputError, plural
 from megatron_run_data_indexed import megatron_order
 from megatron_run_data_indexed.blend import blend, normalised, places_in
@@ -62,13 +63,19 @@ class Indexed(DataSource):
     @cached_property
     def _form(self) -> SampleForm:
         options = self._options
-        if (options.mask_end or options.reset_positions) and self.end_of_text is None:
+        asked = options.mask_end, options.reset_positions, options.reset_attention
+        if any(asked) and self.end_of_text is None:
             raise InputError(
                 "the token that ends a document is not known",
-                why="data.mask_end and data.reset_positions look for it",
+                why="data.mask_end, data.reset_positions and data.reset_attention look for it",
                 fix="set data.end_of_document to its id, or data.tokenizer",
             )
-        return SampleForm(self.end_of_text, options.mask_end, options.reset_positions)
+        return SampleForm(self.end_of_text, *asked)
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """Positions and bounds of documents too, where they are reset."""
+        return self._form.names
 
     @property
     def vocab_size(self) -> int:

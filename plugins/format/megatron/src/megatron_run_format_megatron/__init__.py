@@ -1,10 +1,10 @@
 """Megatron-LM: its checkpoints are imported, its launch scripts become configurations. Nothing of either is executed.
 
-Reading order. Checkpoints: ``checkpoint`` (from a folder to ``Weights``), ``rank_files`` and ``torch_dist`` (the two
-layouts on the disk), ``tensor_names`` (from their tensors to ours), ``untrusted`` (reading pickles without executing
-them). Scripts: ``launch_script`` (the words of the training command), ``flags`` and ``flags_without_key`` (the table of
-flags), ``network``, ``vocabulary``, ``layer_kernels`` and ``run_keys`` (the keys they become), ``translate`` (the whole
-configuration, as YAML).
+Reading order. Checkpoints: ``import_checkpoint`` (from a folder to ``Weights``), ``rank_files`` and ``torch_dist`` (the
+two layouts on the disk), ``tensor_names`` (from their tensors to ours), ``untrusted`` (reading pickles without
+executing them). Scripts: ``launch_script`` (the words of the training command), ``flags`` and ``flags_without_key``
+(the table of flags), ``model_section``, ``tokenizer_flags``, ``layer_kernels`` and ``run_keys`` (the keys they become),
+``translate`` (the whole configuration, as YAML).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class MegatronLM(Format):
 
     def recognises(self, source: Path) -> bool:
         """Whether ``source`` is a folder of Megatron's checkpoints, or one of its steps."""
-        from megatron_run_format_megatron import checkpoint
+        from megatron_run_format_megatron import import_checkpoint
 
-        return checkpoint.is_checkpoint(source)
+        return import_checkpoint.is_checkpoint(source)
 
     def read(self, source: Path) -> Weights:
         """The model in a step's folder, or in the newest step of the folder of all."""
-        from megatron_run_format_megatron import checkpoint
+        from megatron_run_format_megatron import import_checkpoint
 
-        return checkpoint.read(source)
+        return import_checkpoint.read(source)
 
     def translate_script(self, script: Path) -> TranslatedScript:
         """The configuration that the flags of a launch script ask for."""

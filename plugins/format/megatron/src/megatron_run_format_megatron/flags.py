@@ -146,6 +146,7 @@ _EXPERTS = (
     key_flag("--moe-z-loss-coeff", "model.z_loss_coeff", number),
     key_flag("--moe-expert-capacity-factor", "model.expert_capacity_factor", number),
     key_flag("--moe-token-drop-policy", "model.token_drop_policy", only),
+    key_flag("--moe-pad-expert-input-to-capacity", "model.expert_pad_to_capacity", on),
     key_flag("--moe-shared-expert-intermediate-size", "model.shared_expert_ffn_size", whole),
     key_flag("--moe-shared-expert-gate", "model.shared_expert_gate", on),
     keys_flag("--moe-token-dispatcher-type", "model.token_dispatcher", only),

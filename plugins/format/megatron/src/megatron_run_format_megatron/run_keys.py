@@ -8,14 +8,14 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
-from megatron_run_format_megatron.network import (
+from megatron_run_format_megatron.model_section import (
     Arguments,
     Setting,
     default_of,
     given_keys,
     given_or_default,
 )
-from megatron_run_format_megatron.vocabulary import find_vocabulary
+from megatron_run_format_megatron.tokenizer_flags import find_vocabulary
 
 _SHAPES = {
     "constant": "constant",

@@ -38,7 +38,6 @@ class Network:
     vocab: int
     gated: bool
     experts: int
-    tied: bool
     centred: bool
 
 
@@ -168,8 +167,8 @@ def common_name(name: str) -> str:
 def our_tensors(network: Network, theirs: Mapping[str, Pieces], source: str) -> dict[str, ReadTensor]:
     """Readers of our tensors, in fp32, from those of Megatron under its names of whole models.
 
-    The output layer of a tied model, which the last stage repeats, is left out. Raises :class:`CheckpointError` naming
-    ``source`` for tensors without a counterpart.
+    A tied model has the output layer that the last stage repeats. Raises :class:`CheckpointError` naming ``source`` for
+    tensors without a counterpart.
     """
     dense, mixed = (_layer_table(gated=network.gated, experts=range(count)) for count in (0, network.experts))
     found: dict[str, ReadTensor] = {}
@@ -186,6 +185,4 @@ def our_tensors(network: Network, theirs: Mapping[str, Pieces], source: str) -> 
         raise CheckpointError(
             f"{source} holds tensors that model=gpt does not have", why=", ".join(sorted(foreign)[:3]) + rest
         )
-    if network.tied:
-        found.pop("output.weight", None)
     return found

@@ -17,7 +17,7 @@ from megatron_run_format_megatron import layer_kernels, run_keys
 from megatron_run_format_megatron.flag_kinds import Flag, Verdict, number, off, on, only, whole
 from megatron_run_format_megatron.flags import find, near
 from megatron_run_format_megatron.launch_script import Script, is_known, read_script
-from megatron_run_format_megatron.network import (
+from megatron_run_format_megatron.model_section import (
     Setting,
     default_of,
     dispatcher_faults,
@@ -27,7 +27,7 @@ from megatron_run_format_megatron.network import (
     network,
     network_faults,
 )
-from megatron_run_format_megatron.vocabulary import find_vocabulary, tokenizer_notes
+from megatron_run_format_megatron.tokenizer_flags import find_vocabulary, tokenizer_notes
 
 _TOLD = (Verdict.DIFFERS, Verdict.ABSENT, Verdict.SAME)
 _WIDTH = 40  # columns before a comment

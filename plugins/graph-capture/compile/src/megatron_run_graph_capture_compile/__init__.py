@@ -4,8 +4,8 @@ Blocks that look alike share one compilation, so start-up does not grow with the
 autograd, while its own Python runs; what is compiled are operations on tensors only. Weight gradients leave the
 compiled backward as their operands, and the accumulator multiplies them, at once or in action W.
 
-Reading order: ``capture`` (the entry points for the engine), ``tracing`` (a region as graphs), ``compiled`` (the cut
-into forward and backward, and the autograd function), ``compiler``.
+Reading order: ``capture`` (the entry points for the engine), ``graph_trace`` (a region as graphs), ``compiled`` (the
+cut into forward and backward, and the autograd function), ``compiler``.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class CompileCapture(GraphCapture):
 
     def _compile(self, region: Region, tensors: Sequence[Tensor]) -> CompiledRegion:
         from megatron_run_graph_capture_compile.compiled import CompiledRegion
-        from megatron_run_graph_capture_compile.tracing import trace
+        from megatron_run_graph_capture_compile.graph_trace import trace
 
         assert self._store is not None
         traced = trace(region, tensors, self.context)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run_engine.runtime.gradients import GradientAccumulator
-    from megatron_run_graph_capture_compile.tracing import Trace
+    from megatron_run_graph_capture_compile.graph_trace import Trace
 
 #: A compiled graph.
 Compiled = Callable[..., Sequence[Tensor]]

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_run_engine.capture import check_capture
+from megatron_run.errors import InputError
+from megatron_run_engine.capture import STEP, check_capture
 
 if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config
@@ -21,7 +22,8 @@ class PartialOptions(BaseModel):
     scope: tuple[str, ...] = Field(
         ("attn",),
         min_length=1,
-        description="segments; those of gpt: embedding, attn, mlp, moe_router, moe_preprocess, moe_combine, head, loss",
+        description="segments; those of gpt: embedding, attn, mlp, head, loss, and of experts moe_router, "
+        "moe_preprocess, moe_dispatch, moe_experts, moe_combine; or step: forward and backward of all of it as one",
     )
     graph_reuse: Literal["per_microbatch", "per_slot"] = Field(
         "per_microbatch", description="graphs per microbatch of a round, or per microbatch in flight"
@@ -36,4 +38,10 @@ class PartialOptions(BaseModel):
 
 def check_config(config: Config, options: PartialOptions) -> Iterator[str]:
     """Notice if nothing would be captured. Raises InputError for settings that exclude replay or break ``strict``."""
-    yield from check_capture("partial", config, options, recomputes=True)
+    yield from check_capture("partial", config, options, recomputes=True, whole_step=True)
+    if STEP in options.scope and options.graph_reuse == "per_slot":
+        raise InputError(
+            "graph-capture.scope=step with graph_reuse=per_slot",
+            why="a whole step is one graph, which no microbatch replays for another",
+            fix="leave one of them out",
+        )

@@ -16,14 +16,14 @@ from megatron_run_engine.capture import (
     shared_slots,
 )
 from megatron_run_graph_capture_te.callables import GraphedRegion
-from megatron_run_graph_capture_te.handover import check_order, prepare
+from megatron_run_graph_capture_te.handover import check_inputs, check_order, prepare
 from megatron_run_graph_capture_te.library import Engine, captures_of_one_thread
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-    from megatron_run.contracts import Action, Region
+    from megatron_run.contracts import Action, Region, Segment
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_graph_capture_te.options import TeOptions
 
@@ -34,6 +34,13 @@ class TeCapture(RegionCapture):
     def __init__(self, context: BuildContext, options: TeOptions, find_engine: Callable[[], Engine]) -> None:
         super().__init__(context, options)
         self._warmup, self._find_engine = options.warmup, find_engine
+
+    def regions(self, chunks: Sequence[Sequence[Segment]]) -> Sequence[Region]:
+        """Return the regions of neighbouring segments in the scope. Raises InputError for one that is unsupported."""
+        found = super().regions(chunks)
+        if self.context.topology.sizes.world == 1:  # with all chunks at hand, as also while a run is planned
+            check_inputs(found, chunks)
+        return found
 
     def plan(self, regions: Sequence[Region], actions: Sequence[Action]) -> CaptureSize:
         """The size that follows from the order of the actions. Raises GraphCaptureError for what is unsupported."""

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatron_run.errors import GraphCaptureError
+from megatron_run.errors import GraphCaptureError, InputError, RunError
 from megatron_run_engine.capture import Slots, call, shared_slots, zeros_like
 
 if TYPE_CHECKING:
-    from megatron_run.contracts import Action, Region
+    from megatron_run.contracts import Action, Region, Segment
     from megatron_run_engine.capture import Linted, Pass
 
 _INSTEAD = "choose --plugin graph-capture=partial"
@@ -163,10 +163,25 @@ def check_order(actions: Sequence[Action]) -> None:
         seen[kind, action.chunk] += 1
 
 
+def check_inputs(regions: Iterable[Region], chunks: Sequence[Sequence[Segment]]) -> None:
+    """Raise :class:`InputError` for a region that reads nothing but what no segment of all ``chunks`` differentiates.
+
+    Only tokens and the like are published by no segment. What is frozen is found at the capture.
+    """
+    learned = {name for chunk in chunks for segment in chunk if segment.differentiable for name in segment.outputs}
+    for region in regions:
+        if region.differentiable and learned.isdisjoint(region.inputs):
+            raise _without_gradient(InputError, region)
+
+
 def _check_region(region: Region, examples: Sequence[Tensor], linted: Linted) -> None:
     if linted.has_backward and not any(example.requires_grad for example in examples):
-        raise GraphCaptureError(
-            f"{region} cannot be captured by graph-capture=te",
-            why="nothing that it is given has a gradient, so that nothing would tell when its backward was replayed",
-            fix=f"leave {region.segments[0].name} out of graph-capture.scope, or {_INSTEAD}",
-        )
+        raise _without_gradient(GraphCaptureError, region)
+
+
+def _without_gradient(kind: type[RunError], region: Region) -> RunError:
+    return kind(
+        f"{region} cannot be captured by graph-capture=te",
+        why="nothing that it is given has a gradient, so that nothing would tell when its backward was replayed",
+        fix=f"leave {region.segments[0].name} out of graph-capture.scope, or {_INSTEAD}",
+    )

@@ -21,7 +21,8 @@ class TeOptions(BaseModel):
     scope: tuple[str, ...] = Field(
         ("attn",),
         min_length=1,
-        description="segments; those of gpt: embedding, attn, mlp, moe_router, moe_preprocess, moe_combine, head, loss",
+        description="segments; those of gpt: attn, mlp, head, loss, and of experts moe_router, moe_preprocess, "
+        "moe_dispatch, moe_experts, moe_combine",
     )
     capture_after: int = Field(3, ge=1, description="eager steps before the capture")
     strict: bool = Field(False, description="a mismatch raises an error instead of another capture")

@@ -33,18 +33,18 @@ class TensorBoard(Observer):
         self._file = EventFile(run.folder / "tensorboard", run.first_step)
         self._file.text("run/config", f"```yaml\n{run.config}\n```", before)
         self._file.text("run/plan", f"```\n{run.plan}\n```", before)
-        self._file.image("pipeline/step", draw(run.timeline), before)
+        self._file.image("vitals/pipeline", draw(run.timeline), before)
         for name, loss in run.baselines.items():
-            for step in (before, run.steps):  # two points: a line to compare eval/loss with
-                self._file.scalars({f"baseline/{name.replace(' ', '_')}": loss}, step)
+            for step in (before, run.steps):  # two points: a line to compare the loss with
+                self._file.scalars({f"validation/baseline_{name.replace(' ', '_')}": loss}, step)
         self._file.flush()
 
     def on_step_end(self, metrics: StepMetrics) -> None:
-        """Write every number of the step; those of ``extra`` under their own names."""
+        """Write every number of the step; those of ``extra`` by their own names under ``vitals/``."""
         self._write(metrics.curves(), metrics.step, metrics.time)
 
     def on_eval_end(self, metrics: EvalMetrics) -> None:
-        """Write ``eval/loss`` and ``eval/perplexity``; other splits have their own tags, such as ``eval_test/loss``."""
+        """Write ``validation/loss`` and ``validation/perplexity``; of other splits ``validation_test/loss``."""
         self._write(metrics.curves(), metrics.step)
 
     def on_later_eval(self, folder: Path, metrics: EvalMetrics) -> None:
@@ -52,7 +52,7 @@ class TensorBoard(Observer):
         from megatron_run_observer_tensorboard.events import EventFile
 
         file = EventFile(folder / "tensorboard")
-        file.scalars(metrics.curves(), metrics.step)
+        file.scalars(_tags(metrics.curves()), metrics.step)
         file.close()
 
     def on_sample(self, text: str) -> None:
@@ -73,7 +73,7 @@ class TensorBoard(Observer):
         self._close()
 
     def _write(self, numbers: Mapping[str, float], step: int, time: float | None = None) -> None:
-        self._opened().scalars(numbers, step, time)
+        self._opened().scalars(_tags(numbers), step, time)
         self._opened().flush()
 
     def _opened(self) -> EventFile:
@@ -85,6 +85,23 @@ class TensorBoard(Observer):
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _tags(numbers: Mapping[str, float]) -> dict[str, float]:
+    """``numbers`` by tags in the groups train, validation and vitals.
+
+    TensorBoard sorts groups by name, and opens its page with only the first two unfolded.
+    """
+    tags = {}
+    for name, number in numbers.items():
+        group, _, rest = name.partition("/")
+        if group == "train":
+            tags[name] = number
+        elif group == "eval" or group.startswith("eval_"):
+            tags[f"validation{group.removeprefix('eval')}/{rest}"] = number
+        else:
+            tags[f"vitals/{name.replace('/', '_')}"] = number
+    return tags
 
 
 def shown_by(folder: Path) -> str:

@@ -92,7 +92,7 @@ def megatron_run_plugin_info() -> PluginInfo:
 def megatron_run_create_parallel_layer(context: BuildContext, options: Options) -> ParallelLayers:
     """Make the factory for the tensor-parallel ranks of ``context``."""
     engine = find_engine(context.device)
-    split = Split(context.groups.peers(context.topology, "tensor"), context.sequence_shards > 1)
+    split = Split(context.groups.parallel_group(context.topology, "tensor"), context.sequence_shards > 1)
     if context.device.type == "cuda":
         check_gpu(engine, options)  # again for this rank's GPU: in check_device another one may have been current
     return EngineLayers(context, split, engine, options)

@@ -80,5 +80,5 @@ def megatron_run_plugin_info() -> PluginInfo:
 @hookimpl
 def megatron_run_create_parallel_layer(context: BuildContext, options: Options) -> ParallelLayers:
     """Make the factory for the tensor-parallel ranks of ``context``."""
-    peers = context.groups.peers(context.topology, "tensor")
+    peers = context.groups.parallel_group(context.topology, "tensor")
     return TensorLayers(context, Split(peers, context.sequence_shards > 1, options.overlap))

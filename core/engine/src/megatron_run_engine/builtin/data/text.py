@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import ceil, isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from megatron_run.contracts import DataSource, PluginInfo, Split
+from megatron_run.contracts.data import Field as BatchField
 from megatron_run.errors import DataError, plural
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.data.documents import (
@@ -23,6 +24,7 @@ from megatron_run_engine.data.documents import (
     pack,
     standard_library,
 )
+from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, bounds_of
 from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
@@ -60,6 +62,9 @@ class TextOptions(BaseModel):
         (), description="files, folders and patterns; empty: the sources of Python's standard library"
     )
     tokenizer: str = Field("bytes", description="bytes, or a JSON file of the `tokenizers` library")
+    packing: Literal["stream", "documents"] = Field(
+        "stream", description="stream: documents run into each other; documents: attention stays within each"
+    )
     split: Annotated[tuple[float, float, float], BeforeValidator(_numbers), AfterValidator(_shares)] = Field(
         (90, 5, 5), description="shares of train, validation and test, in any unit"
     )
@@ -82,7 +87,12 @@ class Text(DataSource):
         """The number of ids of the tokenizer; for bytes 257, one of them the end of a document."""
         return self._tokenizer.vocab_size
 
-    def dataset(self, split: Split, sequence_length: int, seed: int) -> PackedDataset:
+    @property
+    def fields(self) -> tuple[BatchField, ...]:
+        """Positions and bounds of documents too where they are packed."""
+        return PACKED_FIELDS if self._options.packing == "documents" else super().fields
+
+    def dataset(self, split: Split, sequence_length: int, seed: int) -> PackedDataset | PackedDocuments:
         """Open ``split``. ``seed`` has no effect here: the sampler shuffles.
 
         A validation or test split to which the shares give nothing is empty. Raises :class:`DataError` for a file that
@@ -90,10 +100,21 @@ class Text(DataSource):
         """
         if split not in self._streams:
             self._streams[split] = pack(self._documents(split), self._tokenizer)
-        dataset = PackedDataset(self._streams[split], sequence_length)
+        dataset = self._cut(self._streams[split], sequence_length)
         if not len(dataset) and self._shares.share(split):
             raise self._too_short(split, sequence_length)
         return dataset
+
+    def _cut(self, stream: NDArray[Any], length: int) -> PackedDataset | PackedDocuments:
+        if self._options.packing == "stream":
+            return PackedDataset(stream, length)
+        end = self._tokenizer.end_of_document
+        return PackedDocuments(stream, bounds_of(stream, end), length, padding=end)
+
+    def summary(self, sequence_length: int, seed: int) -> str:
+        """How full the rows of packed documents are."""
+        train = self.dataset("train", sequence_length, seed)
+        return str(train) if isinstance(train, PackedDocuments) else ""
 
     def _find(self) -> tuple[Document, ...]:
         return find_documents(self._options.paths) if self._options.paths else standard_library()

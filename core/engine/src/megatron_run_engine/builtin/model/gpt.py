@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_run.contracts import Boundary, Chunk, Model, ParameterSpec, PluginInfo
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.builtin.model.gpt_options import GptOptions, expert_notices
-from megatron_run_engine.nn import DecoderChunk, Embedding, RouterReports
+from megatron_run_engine.nn import DecoderChunk, Embedding, RouterReports, attention_fields, embedding_fields
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -57,9 +57,15 @@ class Gpt(Model):
         )
 
     def fields(self, position: int, layout: tuple[Place, ...]) -> tuple[str, ...]:
-        """Return ``tokens`` for the first position, ``labels`` and ``loss_mask`` for the last."""
-        first = ("tokens",) if position == 0 else ()
-        return first + (("labels", "loss_mask") if position == len(layout) - 1 else ())
+        """Return ``tokens`` for the first position, ``labels`` and ``loss_mask`` for the last.
+
+        Of packed data, every position with layers needs ``documents``, and ``positions`` go where they are encoded.
+        """
+        context, spec = self._context, self._spec
+        first = ("tokens", *embedding_fields(context, spec)) if position == 0 else ()
+        layers = attention_fields(context, spec) if layout[position].layers else ()
+        last = ("labels", "loss_mask") if position == len(layout) - 1 else ()
+        return (*first, *layers, *last)
 
     def boundary(self, microbatch: Microbatch, micro_batch_size: int, sequence_length: int) -> Boundary:
         """Return the shape of the residual stream, [s, b, h], or [s/t, b, h] with sequence parallelism."""

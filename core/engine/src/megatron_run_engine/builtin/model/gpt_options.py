@@ -138,6 +138,9 @@ class GptOptions(DecoderOptions):
     )
     shared_expert_gate: bool = Field(False, description="gate the shared expert")
     token_dispatcher: Dispatch = Field("alltoall", description="how tokens reach experts on other ranks")
+    expert_pad_to_capacity: bool = Field(
+        False, description="pad every expert's tokens to its capacity: shapes are fixed, so graphs can capture all"
+    )
 
     @field_validator("top_k")
     @classmethod
@@ -170,6 +173,15 @@ class GptOptions(DecoderOptions):
             raise ValueError(f"{why}; {_ONE_EXPERT if experts == 1 else 'set model.router_pre_softmax to true'}")
         return pre_softmax
 
+    @field_validator("expert_pad_to_capacity")
+    @classmethod
+    def _pads_to_something(cls, pad: bool, info: ValidationInfo) -> bool:
+        if pad and info.data.get("expert_capacity_factor") is None:
+            raise ValueError("there is nothing to pad to; set expert_capacity_factor, such as to 1.25")
+        if pad and info.data.get("token_dispatcher") == "allgather":
+            raise ValueError("allgather sends tokens, and what is padded are experts' rows; leave token_dispatcher out")
+        return pad
+
     @property
     def expert_keys(self) -> tuple[str, ...]:
         """The keys that are set to other values than their defaults and have no effect without experts."""
@@ -200,6 +212,7 @@ class GptOptions(DecoderOptions):
             z=self.z_loss_coeff,
             capacity_factor=self.expert_capacity_factor,
             drop=self.token_drop_policy,
+            pad=self.expert_pad_to_capacity,
             shared_ffn=self.shared_expert_ffn_size or 0,
             shared_gate=self.shared_expert_gate,
             dispatch=self.token_dispatcher,

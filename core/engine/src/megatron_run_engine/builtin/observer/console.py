@@ -126,6 +126,8 @@ class ConsoleObserver(Observer):
         ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
         say(self._console, f"{run.parameters:,} parameters on {ranks}, steps {run.first_step} to {run.steps}")
         say(self._console, f"run folder {run.folder}")
+        if run.data:
+            say(self._console, run.data)
         if run.resumed:
             say(self._console, f"resumed from {run.resumed}")
         if run.peak:

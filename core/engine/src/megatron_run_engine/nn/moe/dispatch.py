@@ -2,9 +2,11 @@
 
 Each of the p expert-parallel ranks holds e/p experts and its own tokens. A dispatcher gives this rank the rows for its
 experts, sorted by expert, and later returns the results to the tokens' ranks (Lepikhin et al. 2020, "GShard", section
-3.2). Only here does the host read how tokens were routed: it needs the sizes of the messages and of the products.
+3.2). Only here does the host read how tokens were routed: it needs the sizes of the messages and of the products. With
+experts padded to their capacity it need not.
 
-Legend: n tokens, h hidden, e experts, k experts of a token, p expert-parallel ranks, m rows of this rank's experts.
+Legend: n tokens, h hidden, e experts, k experts of a token, p expert-parallel ranks, m rows of this rank's experts, s
+slots of all experts.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_run_engine.nn.moe.placement import add_rows, combine_rows, copy_rows, pad_rows
+from megatron_run_engine.nn.moe.placement import add_rows, combine_rows, copy_rows, copy_to_slots, pad_rows
 from megatron_run_engine.nn.parallel.mappings import gather_sequence, scatter_sequence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from megatron_run_engine.nn.spec import Dispatch
+    from megatron_run_engine.nn.spec import Dispatch, ExpertSpec
     from megatron_run_engine.runtime.comm import ParallelGroup
 
 
@@ -33,8 +35,10 @@ class Dispatcher(ABC):
     ``routed`` [p, e], int64 on the CPU, is the number of tokens that each rank sends to each expert.
     """
 
-    #: Names of further tensors that :meth:`dispatch` returns and :meth:`collect` takes, after rows and ``routed``.
-    carries: tuple[str, ...] = ()
+    #: Names of further tensors that :meth:`dispatch` returns and :meth:`collect` takes, after the rows.
+    carries: tuple[str, ...] = ("routed",)
+    #: Whether shapes follow the routing, which the host then reads.
+    dynamic = True
 
     def __init__(self, peers: ParallelGroup, experts: int) -> None:
         self.peers = peers
@@ -45,10 +49,10 @@ class Dispatcher(ABC):
     def dispatch(
         self, tokens: Tensor, weights: Tensor, order: Tensor, place: Tensor, counts: Tensor
     ) -> tuple[Tensor, ...]:
-        """Tokens [n, h] and weights [n, k] -> rows [m, h], ``routed``, and the tensors named in :attr:`carries`."""
+        """Tokens [n, h] and weights [n, k] -> rows [m, h], and the tensors named in :attr:`carries`."""
 
     @abstractmethod
-    def collect(self, results: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
+    def collect(self, results: Tensor, weights: Tensor, *carried: Tensor) -> Tensor:
         """Return the experts' results [m, h] to the tokens' ranks, as :meth:`combine` takes them.
 
         The shape of the result follows from ``weights`` alone, not from the routing.
@@ -58,9 +62,9 @@ class Dispatcher(ABC):
     def combine(self, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
         """Each token's weighted sum over its experts, [n, h]."""
 
-    def count(self, routed: Tensor) -> Tensor:
-        """Number of rows of each of this rank's experts, [e/p], int64 on the CPU."""
-        return self._to_this_rank(routed).sum(0)
+    def count(self, rows: Tensor, *carried: Tensor) -> Tensor | int:
+        """Number of ``rows`` of each of this rank's experts: [e/p], int64 on the CPU, or an int that is each one's."""
+        return self._to_this_rank(carried[0]).sum(0)
 
     def _to_this_rank(self, routed: Tensor) -> Tensor:
         """[p, e] -> [p, e/p]: the tokens that come to this rank."""
@@ -83,8 +87,9 @@ class AllToAll(Dispatcher):
         rows = _exchange(copy_rows(tokens, order, place, sum(send)), self.peers, send, receive)
         return _transpose_blocks(rows, self._to_this_rank(routed)), routed
 
-    def collect(self, results: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
+    def collect(self, results: Tensor, weights: Tensor, *carried: Tensor) -> Tensor:
         """Send rows back: [m, h] -> [n*k, h] in this rank's ``order``, zeros for dropped assignments."""
+        (routed,) = carried
         send, receive = self._split_sizes(routed)
         rows = _exchange(_transpose_blocks(results, self._to_this_rank(routed).t()), self.peers, receive, send)
         return pad_rows(rows, weights.numel())
@@ -99,13 +104,46 @@ class AllToAll(Dispatcher):
         return sent.tolist(), self._to_this_rank(routed).sum(1).tolist()
 
 
+class Padded(Dispatcher):
+    """Each expert gets its slots from every rank, filled or not, in two all-to-alls of equal parts.
+
+    Of a padded placement; shapes follow from the number of its slots alone.
+    """
+
+    carries = ()
+    dynamic = False
+
+    def dispatch(
+        self, tokens: Tensor, weights: Tensor, order: Tensor, place: Tensor, counts: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Send every expert's slots to its rank: [s, h], sorted there by expert, then by rank."""
+        rows = self._exchange(copy_to_slots(tokens, order, place))
+        return (_transpose_equal_blocks(rows, self.peers.size, len(self.held)),)
+
+    def collect(self, results: Tensor, weights: Tensor, *carried: Tensor) -> Tensor:
+        """Send the slots back: [s, h] in this rank's ``order``."""
+        return self._exchange(_transpose_equal_blocks(results, len(self.held), self.peers.size))
+
+    def combine(self, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
+        """Sum the rows in each token's slots: [s, h] -> [n, h]."""
+        return combine_rows(returned, weights, order, place, slots=True)
+
+    def count(self, rows: Tensor, *carried: Tensor) -> int:
+        """The slots of an expert, those of all ranks."""
+        return len(rows) // len(self.held)
+
+    def _exchange(self, rows: Tensor) -> Tensor:
+        parts = [len(rows) // self.peers.size] * self.peers.size
+        return _exchange(rows, self.peers, parts, parts)
+
+
 class AllGather(Dispatcher):
     """Every rank gathers all tokens and sums over its own experts; a reduce-scatter completes the sums.
 
     Messages are few and large, and their sizes do not depend on the routing.
     """
 
-    carries = ("row_origin", "row_weights")
+    carries = ("routed", "row_origin", "row_weights")
 
     def dispatch(
         self, tokens: Tensor, weights: Tensor, order: Tensor, place: Tensor, counts: Tensor
@@ -118,9 +156,9 @@ class AllGather(Dispatcher):
         row_weights = gather_sequence(weights, self.peers).flatten().index_select(0, assignments)
         return rows, routed, origin, row_weights
 
-    def collect(self, results: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
+    def collect(self, results: Tensor, weights: Tensor, *carried: Tensor) -> Tensor:
         """Weighted sums over this rank's experts, rounded to the type of ``results``, then over ranks: -> [n, h]."""
-        origin, row_weights = carried
+        _, origin, row_weights = carried
         sums = add_rows(results, row_weights, origin, self.peers.size * len(weights))
         return scatter_sequence(sums, self.peers)
 
@@ -141,8 +179,14 @@ class AllGather(Dispatcher):
         return torch.cat(parts)
 
 
-#: Dispatchers by the name that the configuration uses.
+#: Dispatchers of what is not padded, by the name that the configuration uses.
 DISPATCHERS: Mapping[Dispatch, type[Dispatcher]] = {"alltoall": AllToAll, "allgather": AllGather}
+
+
+def make_dispatcher(spec: ExpertSpec, peers: ParallelGroup) -> Dispatcher:
+    """The dispatcher that ``spec`` asks for."""
+    kind = Padded if spec.pad else DISPATCHERS[spec.dispatch]
+    return kind(peers, spec.count)
 
 
 def _transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
@@ -155,6 +199,13 @@ def _transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
         return rows
     blocks = rows.split(sizes.flatten().tolist())
     return torch.cat([blocks[inner * i + j] for j, i in product(range(inner), range(outer))])
+
+
+def _transpose_equal_blocks(rows: Tensor, outer: int, inner: int) -> Tensor:
+    """:func:`_transpose_blocks` of blocks of one size."""
+    if outer == 1 or inner == 1:
+        return rows
+    return rows.view(outer, inner, -1, rows.shape[-1]).transpose(0, 1).reshape(rows.shape)
 
 
 def _exchange(rows: Tensor, peers: ParallelGroup, send: Sequence[int], receive: Sequence[int]) -> Tensor:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from megatron_run.contracts import ParameterSpec
 from megatron_run_engine.nn.linear import linear
 from megatron_run_engine.nn.mlp import Experts, Mlp
-from megatron_run_engine.nn.moe.dispatch import DISPATCHERS
-from megatron_run_engine.nn.moe.placement import place_all, place_within_capacity, spread
+from megatron_run_engine.nn.moe.dispatch import make_dispatcher
+from megatron_run_engine.nn.moe.placement import padded, place_all, place_within_capacity, spread
 from megatron_run_engine.nn.moe.router import Router, balance_loss, choose, load_of, z_loss
 from megatron_run_engine.nn.parameter import empty_parameter
 
@@ -79,8 +79,8 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.spec, self._enter, self._leave = experts, layers.enter_region, layers.leave_region
         self._parts_of_a_loss = context.topology.sizes.tensor
-        peers = context.groups.peers(context.topology, "expert")
-        self.dispatcher = DISPATCHERS[experts.dispatch](peers, experts.count)
+        peers = context.groups.parallel_group(context.topology, "expert")
+        self.dispatcher = make_dispatcher(experts, peers)
         self.norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
         self.router = Router(context, spec, experts.count)
         self.experts = Experts(layers, spec, self.dispatcher.held, experts.ffn)
@@ -109,12 +109,23 @@ class MixtureOfExperts(nn.Module):
             placement = place_all(chosen, load)
         else:
             placement = place_within_capacity(chosen, weights, load, self.spec)
+        if self.spec.pad:
+            placement = padded(placement, self._slots(chosen, load, decoding))
         return *placement, spread(load, placement.counts)
 
-    def compute(self, rows: Tensor, weights: Tensor, routed: Tensor, *carried: Tensor) -> Tensor:
+    def _slots(self, chosen: Tensor, load: Tensor, decoding: Decoding | None) -> int:
+        """Slots of an expert: its capacity or, where nothing is dropped, as many as the fullest one of any rank fills.
+
+        Generation may read them on the host: it is never captured.
+        """
+        if decoding is None:
+            return self.spec.capacity(len(chosen))
+        return int(self.dispatcher.peers.gather(load.max()[None]).max())
+
+    def compute(self, rows: Tensor, weights: Tensor, *carried: Tensor) -> Tensor:
         """Apply the experts to their rows [m, h] and return the results to the tokens' ranks."""
-        results = self.experts(rows, self.dispatcher.count(routed))
-        return self.dispatcher.collect(results, weights, routed, *carried)
+        results = self.experts(rows, self.dispatcher.count(rows, *carried))
+        return self.dispatcher.collect(results, weights, *carried)
 
     def combine(
         self, batch: int, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor, *y: Tensor

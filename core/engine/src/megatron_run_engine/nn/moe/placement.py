@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 class Placement(NamedTuple):
     """``order`` [n*k] sorts assignments by expert, dropped ones last; ``place`` [n*k] is its inverse permutation.
 
-    ``counts`` [e] is the number of assignments that each expert accepts. All are int64.
+    ``counts`` [e] is the number of assignments that each expert accepts. All are int64. In a padded placement every
+    expert has as many slots, s of them together: ``order`` [s] names the assignment in each, n*k where it is empty, and
+    ``place`` [n*k] the slot of each assignment, s where it was dropped.
     """
 
     order: Tensor
@@ -48,6 +50,18 @@ def place_within_capacity(chosen: Tensor, weights: Tensor, load: Tensor, spec: E
     key = torch.where(rank < capacity, sorted_experts, len(load))  # the dropped go behind the last expert
     order = by_expert[key.argsort(stable=True)]
     return Placement(order, _inverse(order), load.clamp(max=capacity))
+
+
+def padded(placement: Placement, capacity: int) -> Placement:
+    """``placement`` with ``capacity`` slots for each expert, none of which accepts more: shapes without a routing."""
+    order, _, counts = placement
+    ranks = torch.arange(capacity, device=order.device)
+    sources = (counts.cumsum(0) - counts)[:, None] + ranks  # [e, capacity]: places in order
+    filled = order[sources.clamp(max=len(order) - 1)]
+    slots = torch.where(ranks < counts[:, None], filled, len(order)).flatten()
+    place = slots.new_full((len(order) + 1,), len(slots))  # the last one takes what the empty slots write
+    place.scatter_(0, slots, torch.arange(len(slots), device=order.device))
+    return Placement(slots, place[:-1].clone(), counts)
 
 
 def spread(load: Tensor, counts: Tensor) -> Tensor:
@@ -85,14 +99,23 @@ def copy_rows(tokens: Tensor, order: Tensor, place: Tensor, kept: int) -> Tensor
     return rows
 
 
+def copy_to_slots(tokens: Tensor, order: Tensor, place: Tensor) -> Tensor:
+    """One row per slot of a padded placement, zeros in empty ones: tokens [n, h] -> [s, h]."""
+    rows: Tensor = _CopyToSlots.apply(tokens, order, place)  # type: ignore[no-untyped-call]  # torch's
+    return rows
+
+
 def pad_rows(rows: Tensor, total: int) -> Tensor:
     """Zeros for dropped assignments: [m, h] -> [n*k, h], a shape that does not depend on the routing."""
     return rows if len(rows) == total else F.pad(rows, (0, 0, 0, total - len(rows)))
 
 
-def combine_rows(rows: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
-    """Each token's weighted sum of its k rows: rows [n*k, h] in ``order``, weights [n, k] -> [n, h]."""
-    sums: Tensor = _Combine.apply(rows, weights, order, place)  # type: ignore[no-untyped-call]  # torch's
+def combine_rows(rows: Tensor, weights: Tensor, order: Tensor, place: Tensor, *, slots: bool = False) -> Tensor:
+    """Each token's weighted sum of its k rows: rows [n*k, h] in ``order``, weights [n, k] -> [n, h].
+
+    With ``slots`` the rows [s, h] are those of a padded placement.
+    """
+    sums: Tensor = _Combine.apply(rows, weights, order, place, slots)  # type: ignore[no-untyped-call]  # torch's
     return sums
 
 
@@ -120,19 +143,37 @@ class _Copy(torch.autograd.Function):
         return copies.view(ctx.tokens, -1, copies.shape[1]).sum(1), None, None, None
 
 
-class _Combine(torch.autograd.Function):
+class _CopyToSlots(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights, order, place)
-        return torch.bmm(weights.to(rows.dtype)[:, None], _by_token(rows, place, weights))[:, 0]
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.tokens = len(tokens)
+        return _rows_or_zeros(tokens, order // (len(place) // len(tokens)))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (place,), (grad,) = ctx.saved_tensors, grads
+        return _rows_or_zeros(grad, place).view(ctx.tokens, -1, grad.shape[1]).sum(1), None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, place: Tensor, slots: bool) -> Tensor:
+        ctx.save_for_backward(rows, weights, order, place)
+        ctx.slots = slots
+        return torch.bmm(weights.to(rows.dtype)[:, None], _by_token(rows, place, weights, slots=slots))[:, 0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         (rows, weights, order, place), (grad,) = ctx.saved_tensors, grads
-        grad_weights = torch.bmm(_by_token(rows, place, weights), grad[:, :, None])[:, :, 0]  # [n, k]
-        grad_rows = grad.index_select(0, order // weights.shape[1])  # [n, h] -> [n*k, h], a copy
-        grad_rows *= weights.flatten()[order].to(rows.dtype)[:, None]
-        return grad_rows, grad_weights.to(weights.dtype), None, None
+        by_token = _by_token(rows, place, weights, slots=ctx.slots)
+        grad_weights = torch.bmm(by_token, grad[:, :, None])[:, :, 0]  # [n, k]
+        tokens = order // weights.shape[1]
+        # [n, h] -> [n*k, h] or [s, h], a copy
+        grad_rows = _rows_or_zeros(grad, tokens) if ctx.slots else grad.index_select(0, tokens)
+        assigned = order.clamp(max=weights.numel() - 1) if ctx.slots else order
+        grad_rows *= weights.flatten()[assigned].to(rows.dtype)[:, None]
+        return grad_rows, grad_weights.to(weights.dtype), None, None, None
 
 
 class _Add(torch.autograd.Function):
@@ -152,6 +193,13 @@ class _Add(torch.autograd.Function):
         return grad_rows, grad_weights.to(weights.dtype), None, None
 
 
-def _by_token(rows: Tensor, place: Tensor, weights: Tensor) -> Tensor:
-    """[n*k, h] -> [n, k, h]."""
-    return rows.index_select(0, place).view(*weights.shape, -1)
+def _by_token(rows: Tensor, place: Tensor, weights: Tensor, *, slots: bool) -> Tensor:
+    """[n*k, h] or, in ``slots``, [s, h] -> [n, k, h]."""
+    taken = _rows_or_zeros(rows, place) if slots else rows.index_select(0, place)
+    return taken.view(*weights.shape, -1)
+
+
+def _rows_or_zeros(rows: Tensor, index: Tensor) -> Tensor:
+    """``rows`` [m, h] at ``index``, a copy; zeros where it is m."""
+    beyond = (index == len(rows))[:, None]
+    return rows.index_select(0, index.clamp(max=len(rows) - 1)).masked_fill_(beyond, 0)

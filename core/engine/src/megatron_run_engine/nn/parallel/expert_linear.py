@@ -49,7 +49,7 @@ class ExpertColumnLinear(nn.Module):
             "bias": ParameterSpec(Init("zeros"), tuple(_per_expert(experts, biases, rows)), replicas="expert_data"),
         }
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, counts: Tensor | int) -> Tensor:
         """[n, i] -> [n, o/t]."""
         return grouped_linear(rows, self.weight, self.bias, counts, self.gradients)
 
@@ -78,7 +78,7 @@ class ExpertRowLinear(nn.Module):
             ),
         }
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, counts: Tensor | int) -> Tensor:
         """[n, i/t] -> [n, o]."""
         return grouped_linear(rows, self.weight, self.bias, counts, self.gradients, self.bias_share)
 

@@ -53,7 +53,7 @@ class Groups:
         """The group of ``scope``, or None if it is this rank alone."""
         return self.world if scope == "world" else self.by_axis.get(scope)
 
-    def peers(self, topology: Topology, axis: Axis) -> ParallelGroup:
+    def parallel_group(self, topology: Topology, axis: Axis) -> ParallelGroup:
         """The ranks along ``axis`` with this one, as an argument for layers that are split over them."""
         members = topology.peers(axis)
         return ParallelGroup(members.index(topology.rank), len(members), self.by_axis.get(axis), axis, self.activity)

@@ -70,7 +70,7 @@ class Network:
             return None
         context, here = self.context, record.logits[0]  # [s, b, p/t]
         if context.topology.sizes.tensor > 1:
-            peers = context.groups.peers(context.topology, "tensor")
+            peers = context.groups.parallel_group(context.topology, "tensor")
             here = peers.gather(here.movedim(-1, 0)).movedim(0, -1)  # parts are joined along the first dimension
         return here[..., : context.vocab_size].float()
 

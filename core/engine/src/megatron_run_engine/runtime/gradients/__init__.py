@@ -31,7 +31,21 @@ arrival is known to be the last, so ``start_grad_sync`` and ``finish_grad_sync``
 """
 
 from megatron_run_engine.runtime.gradients.accumulator import GradientAccumulator
-from megatron_run_engine.runtime.gradients.buckets import DEFAULT_CAPACITY, Bucket, build_buckets, main_grad
+from megatron_run_engine.runtime.gradients.buckets import (
+    DEFAULT_CAPACITY,
+    Bucket,
+    build_buckets,
+    main_grad,
+    own_main_grad,
+)
 from megatron_run_engine.runtime.gradients.reducer import BucketReducer
 
-__all__ = ["DEFAULT_CAPACITY", "Bucket", "BucketReducer", "GradientAccumulator", "build_buckets", "main_grad"]
+__all__ = [
+    "DEFAULT_CAPACITY",
+    "Bucket",
+    "BucketReducer",
+    "GradientAccumulator",
+    "build_buckets",
+    "main_grad",
+    "own_main_grad",
+]

@@ -34,6 +34,12 @@ def main_grad(parameter: Tensor) -> Tensor:
     return grad
 
 
+def own_main_grad(parameter: Tensor) -> None:
+    """Give ``parameter`` a ``main_grad`` of its own, in fp32, unless it has one: where no bucket is reduced."""
+    if not hasattr(parameter, _ATTRIBUTE):
+        setattr(parameter, _ATTRIBUTE, torch.zeros_like(parameter, dtype=torch.float32))
+
+
 @dataclass(frozen=True, eq=False)
 class Bucket:
     """Gradients that are reduced together.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import shutil
 import time
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +23,7 @@ from megatron_run_engine.checkpoint.collectives import WorldRanks
 from megatron_run_engine.checkpoint.manifest import About, DataRecord, TokenizerRecord
 from megatron_run_engine.checkpoint.saving import Retention, Saver
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
-from megatron_run_engine.data.tokenizer import TOKENIZER
+from megatron_run_engine.data.tokenizer import CHAT_TEMPLATES, TOKENIZER
 from megatron_run_engine.run_folder.changes import digest, identity
 from megatron_run_engine.runtime.comm import create_aside, patience
 from megatron_run_engine.training.numbers import Progress
@@ -30,7 +32,6 @@ from megatron_run_engine.training.state.resuming import Resumed, choose_on_rank0
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from megatron_run.contracts import Dataset
     from megatron_run.planning import ResolvedRun
@@ -221,7 +222,10 @@ class Checkpointing:
 
 
 def keep_tokenizer(file: Path | None, folder: RunFolder) -> TokenizerRecord | None:
-    """Return the record of a tokenizer's ``file``. Rank 0 copies it into the run folder: it belongs to the weights."""
+    """Return the record of a tokenizer's ``file``. Rank 0 copies it into the run folder: it belongs to the weights.
+
+    Its chat template comes with it, so that a model that was tuned on conversations can be tuned on more of them.
+    """
     if file is None:
         return None
     content = file.read_bytes()
@@ -229,6 +233,9 @@ def keep_tokenizer(file: Path | None, folder: RunFolder) -> TokenizerRecord | No
         temporary = folder.path / f".{TOKENIZER}.part"
         temporary.write_bytes(content)
         temporary.replace(folder.path / TOKENIZER)
+        for beside in filter(Path.is_file, map(file.with_name, CHAT_TEMPLATES)):
+            if beside.parent.resolve() != folder.path.resolve():
+                shutil.copyfile(beside, folder.path / beside.name)
     return TokenizerRecord(name=str(file), sha256=hashlib.sha256(content).hexdigest())
 
 

@@ -13,7 +13,7 @@ from megatron_run.registry.discover import plain_name
 from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0
 from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
-from megatron_run_engine.data.tokenizer import TOKENIZER, same_vocabulary
+from megatron_run_engine.data.tokenizer import TOKENIZER, reads_bytes, same_vocabulary
 from megatron_run_engine.run_folder.changes import FREE_OF_MODEL, allows_other_data, identity
 from megatron_run_engine.training.state.resuming import Resumed, accept, load, resume, verify_share
 
@@ -71,16 +71,20 @@ def check_tokenizer(run: ResolvedRun, checkpoints: Checkpoints, step: int) -> No
 
     Raises :class:`DataError` that names both tokenizers, unless ``--allow-change`` names the data.
     """
-    kept, record = checkpoints.path.parent / TOKENIZER, checkpoints.manifest(step).about.tokenizer
-    if record is None or not kept.is_file() or allows_other_data(run.request, ()):
+    file, about = checkpoints.path.parent / TOKENIZER, checkpoints.manifest(step).about
+    kept = file if about.tokenizer is not None and file.is_file() else None
+    if (kept is None and not reads_bytes(about.identity)) or allows_other_data(run.request, ()):
         return
-    file = cast("DataSource", run.one("data").create()).tokenizer_file
-    if file is None or not same_vocabulary(kept, file):
+    now = cast("DataSource", run.one("data").create()).tokenizer_file
+    known = now is not None or reads_bytes(identity(run))
+    if not known or not same_vocabulary(kept, now):
         name = run.config.data.options.get("tokenizer", run.one("data"))
+        trained = "bytes" if about.tokenizer is None else about.tokenizer.name
         raise DataError(
             f"the data has another tokenizer than the weights in {checkpoints.folder(step)}",
-            why=f"they were trained with {record.name}, the data has {file or name}",
-            fix=f"--set data.tokenizer={kept}, or to train with another vocabulary: --allow-change data.tokenizer",
+            why=f"they were trained with {trained}, the data has {now or name}",
+            fix=f"--set data.tokenizer={kept or trained}, or to train with another vocabulary: "
+            "--allow-change data.tokenizer",
         )
 
 

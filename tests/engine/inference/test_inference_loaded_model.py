@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,10 +14,11 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from megatron_run import RunError, load, load_config
-from megatron_run.contracts import Decoding, Observer
+from megatron_run.contracts import Decoding, EvalMetrics, Observer
 from megatron_run_engine import train
 from megatron_run_engine.formats.convert import import_model
 from megatron_run_engine.inference import LoadedModel
+from megatron_run_engine.inference.evaluation import record
 from megatron_run_engine.runtime.generation import Generation, Sampling, TextTokens
 from tests.support.small_models import GPT2, LENGTH, LLAMA, saved_network
 
@@ -82,6 +84,24 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     saved_network(folder, {"gpt2": GPT2, "llama": LLAMA, "experts": EXPERTS}[request.param])
     loaded: LoadedModel = load(folder)
     return loaded
+
+
+def test_updates_by_hand_are_those_of_torch(pair: tuple[Any, Path]) -> None:
+    theirs, folder = copy.deepcopy(pair[0]).eval(), pair[1]
+    model, tokens = load(folder), table(3, 9)
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.0)
+    for _ in range(3):
+        loss = theirs(tokens, labels=tokens).loss
+        assert abs(model.step(tokens, lr=1e-2) - float(loss)) < 1e-4
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        assert torch.allclose(model(tokens), theirs(tokens).logits, atol=2e-3)
+    with pytest.raises(RunError, match="rows of equally many tokens"):
+        model.step([[1, 2, 3], [1, 2]])
+    with pytest.raises(RunError, match="weights are bf16"):
+        load(folder, sets={"train.precision": "bf16"}).step(tokens)
 
 
 @torch.no_grad()
@@ -233,6 +253,21 @@ def test_what_cannot_be_written_is_refused(
     assert str(error.value).startswith(said)
 
 
+def test_a_run_is_taken_as_its_last_attempt_left_it(tmp_path: Path) -> None:
+    def goes_on(steps: int, plugins: list[str], observers: str) -> None:
+        sets = {"run.folder": tmp_path / "run", "run.threads": 1, "train.steps": steps, "train.lr_warmup": 0}
+        chosen = {"observer.use": observers, "eval.interval": 0, "eval.sample": 0, "parallel.tensor": 1}
+        train(load_config("preset:tiny", sets={**sets, **chosen}, plugins=plugins), extend=steps > 1)
+
+    goes_on(1, [], "console")
+    assert load(tmp_path / "run").run.one("parallel-layer").name == "dense"
+    goes_on(2, ["parallel-layer=tensor"], "jsonl")
+    model = load(tmp_path / "run")
+    assert (model.source.step, model.run.one("parallel-layer").name) == (2, "tensor")
+    assert record(model.source, [EvalMetrics(2, "lambada", 1.5, 4.5, 8)]) == tmp_path / "run"
+    assert '"lambada"' in (tmp_path / "run" / "eval.jsonl").read_text()
+
+
 def test_folders_without_a_model_or_with_another_one_are_refused(bytes_model: LoadedModel, tmp_path: Path) -> None:
     for path, said in (
         (tmp_path / "none", f"no checkpoints in {tmp_path / 'none'}"),
@@ -246,7 +281,7 @@ def test_folders_without_a_model_or_with_another_one_are_refused(bytes_model: Lo
         RunError, match=r"the weights in .* are of another model: .* is \[257, 32\] there, \[257, 48\] here"
     ):
         load(run, sets={"model.hidden_size": 48})
-    with pytest.raises(RunError, match="this process cannot be 2 ranks"):
+    with pytest.raises(RunError, match="one process cannot be 2 ranks; start the program with torchrun"):
         load(run, sets={"parallel.data": 2})
     shutil.copytree(run, tmp_path / "copy")
     (shard,) = (tmp_path / "copy" / "checkpoints" / "step40").glob("*.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,10 @@ from megatron_run.config.request import Request
 from megatron_run.errors import DataError, InputError
 from megatron_run_engine.inference.network import build_network, plan
 from megatron_run_engine.inference.source import find_source
-from megatron_run_engine.inference.text import Completion, TextStream
+from megatron_run_engine.inference.stepping import Stepper
+from megatron_run_engine.inference.text_stream import Completion, TextStream
+from megatron_run_engine.launch.environments import find_world
+from megatron_run_engine.launch.process import join_world
 from megatron_run_engine.runtime.generation import Generation, Sampling, TextTokens
 from megatron_run_engine.runtime.world import World
 from megatron_run_engine.training.tasks import Reader, TaskResult, make_work, run_task
@@ -82,20 +86,22 @@ def load(
     """Load a model in this process: of a run folder, a saved step, an imported folder, or one of another program.
 
     None is the latest run; ``step`` is one of its steps, by default the newest. ``device`` is ``auto``, ``cpu`` or
-    ``cuda``. ``sets`` change configuration keys, as ``{"train.precision": "bf16"}``. Raises
+    ``cuda``. ``sets`` change configuration keys, as ``{"train.precision": "bf16"}``. In a program that torchrun or srun
+    has started, this process is one rank of the model: every rank calls this and the model's methods alike. Raises
     :class:`~megatron_run.errors.RunError`.
     """
+    world = find_world(os.environ)
     source = find_source(None if path is None else Path(path).expanduser(), step)
     words = () if isinstance(sets, Mapping) else tuple(sets)
     values = {"run.device": device, **(sets if isinstance(sets, Mapping) else {})}
-    run = plan(source, Request(sets=words, values=values))
-    if run.sizes.world > 1:
+    run = plan(source, Request(sets=words, values=values, nproc=None if world is None else world.size))
+    if world is None and run.sizes.world > 1:
         raise InputError(
-            f"this process cannot be {run.sizes.world} ranks", fix="megatron-run generate starts them: add --nproc"
+            f"one process cannot be {run.sizes.world} ranks",
+            fix=f"start the program with torchrun --nproc-per-node {run.sizes.world}; or use megatron-run generate or "
+            "eval, which start them",
         )
-    setting = run.config.run.device
-    cuda = setting == "cuda" or (setting == "auto" and torch.cuda.is_available())
-    return LoadedModel(run, source, World(device="cuda:0" if cuda else "cpu"))
+    return LoadedModel(run, source, join_world(run, World() if world is None else world))
 
 
 class LoadedModel:
@@ -111,6 +117,7 @@ class LoadedModel:
     def __init__(self, run: ResolvedRun, source: Source, world: World, **building: Any) -> None:
         self.run, self.source = run, source
         self.network, self.data = build_network(run, source, world, **building)
+        self._stepper: Stepper | None = None
 
     def __repr__(self) -> str:
         return f"LoadedModel({str(self.source.path)!r}, vocabulary={self.vocab_size}, positions={self.positions})"
@@ -126,16 +133,19 @@ class LoadedModel:
         return self.network.positions
 
     def __call__(self, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
-        """Logits after each of ``tokens`` [b, s]: fp32 [b, s, v]. Raises :class:`InputError` for ids that are none."""
+        """Logits after each of ``tokens`` [b, s]: fp32 [b, s, v], the same on every rank.
+
+        Raises :class:`InputError` for ids that are none.
+        """
         table = torch.as_tensor(tokens, dtype=torch.int64, device=self.network.context.device)
         if table.ndim != 2 or not table.numel():
             raise InputError(f"tokens of shape {list(table.shape)}: [texts, tokens] is expected")
         for row in table.tolist():
             check_tokens(self, row)
         logits = self.network.logits(table)
-        if logits is None:
-            raise InputError("this rank has no logits", why="the last stage of the pipeline has them")
-        return logits.transpose(0, 1)
+        if logits is None:  # another stage has them
+            logits = torch.empty(*table.T.shape, self.vocab_size, device=table.device)
+        return self.network.share(logits.contiguous()).transpose(0, 1)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``. Raises :class:`DataError` without a tokenizer."""
@@ -169,6 +179,26 @@ class LoadedModel:
         reader = Reader(self.data, self.positions, seed, self.vocab_size, has_samples=samples)
         works = [make_work(task, reader, stride) for task in tasks]  # all mistakes come before the first takes its time
         return [run_task(*work, self.network, batch) for work in works]
+
+    def step(self, batch: Tensor | Sequence[Prompt], *, lr: float = 1e-4) -> float:
+        """Change the weights by one update of AdamW on ``batch``, texts or rows of token ids, all of one length.
+
+        Returns the loss before it, in nats per token. Each token but a row's first is predicted, without dropout. The
+        first call makes moments, which the next ones go on with. Raises :class:`InputError` for rows that cannot be
+        read and for a model that several ranks share.
+        """
+        rows = batch.tolist() if isinstance(batch, torch.Tensor) else [self._tokens(each) for each in batch]
+        if len({len(row) for row in rows}) != 1 or len(rows[0]) < 2:
+            raise InputError("a batch is rows of equally many tokens, at least two", fix="cut them to one length")
+        for row in rows:
+            check_tokens(self, row[:-1])
+            check_tokens(self, row[1:])
+        if self._stepper is None:
+            self._stepper = Stepper(self.network, self.run)
+        return self._stepper.step(torch.tensor(rows, device=self.network.context.device), lr)
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        return self.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
         """Yield the continuation of one prompt piece by piece, as it comes; ``options`` are those of :meth:`generate`.
@@ -219,7 +249,7 @@ class _Text:
     """One text at work: its tokens, what of them is text, and when it ends."""
 
     def __init__(self, model: LoadedModel, prompt: Prompt, sample: int, writing: Writing) -> None:
-        tokens = model.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        tokens = model._tokens(prompt)
         end = None if model.data is None else model.data.end_of_text
         if not tokens and end is not None:
             tokens = [end]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
 
 from megatron_run.contracts import Weights
 from megatron_run.errors import CheckpointError, InputError
-from megatron_run_format_megatron.network import (
+from megatron_run_format_megatron.model_section import (
     Setting,
     experts,
     is_rotated,
@@ -16,11 +20,15 @@ from megatron_run_format_megatron.network import (
 )
 from megatron_run_format_megatron.rank_files import Found, count_of, is_sharded, read_shards
 from megatron_run_format_megatron.tensor_names import Network, our_tensors
+from megatron_run_format_megatron.tokenizer_flags import WITH_PADDING, find_vocabulary
 from megatron_run_format_megatron.torch_dist import is_distributed, read_distributed
-from megatron_run_format_megatron.vocabulary import WITH_PADDING, find_vocabulary
+
+if TYPE_CHECKING:
+    from megatron_run.contracts import ReadTensor
 
 #: The file that names the newest step.
 LATEST = "latest_checkpointed_iteration.txt"
+_WORD, _HEAD = "embedding.word.weight", "output.weight"
 _STEP = re.compile(r"[0-9]{1,18}")
 
 
@@ -46,13 +54,15 @@ def read(source: Path) -> Weights:
         raise CheckpointError(f"the arguments in {source} are damaged", why=str(error)) from error
     if reasons:
         raise CheckpointError(f"{source} cannot be imported", why="; ".join(reasons))
+    tensors = our_tensors(layout, found.tensors, str(source))
+    head = None if found.arguments.get("untie_embeddings_and_output_weights") else tensors.pop(_HEAD, None)
     longest = found.arguments.get("max_position_embeddings" if not is_rotated(found.arguments) else "seq_length")
     return Weights(
         config={setting.key.removeprefix("model."): setting.value for setting in settings},
-        tensors=our_tensors(layout, found.tensors, str(source)),
+        tensors=tensors,
         step=found.step,
         sequence_length=longest if isinstance(longest, int) else None,
-        notes=tuple(_notes(found, vocabulary)),
+        notes=(*_notes(found, vocabulary), *_other_head(head, tensors)),
     )
 
 
@@ -93,7 +103,6 @@ def _layout(found: Found, vocabulary: int) -> Network:
         vocab=vocabulary,
         gated=bool(given("swiglu")),
         experts=count_of(found.arguments, "num_experts"),
-        tied=not given("untie_embeddings_and_output_weights"),
         centred=bool(given("apply_layernorm_1p")),
     )
 
@@ -107,3 +116,10 @@ def _notes(found: Found, vocabulary: Setting) -> list[str]:
     if precision and not found.masters:
         notes.append(f"weights are those of the {precision} model: the optimizer's fp32 values are not taken")
     return notes
+
+
+def _other_head(head: ReadTensor | None, tensors: Mapping[str, ReadTensor]) -> Iterator[str]:
+    """A note where a tied model has an output layer of other values than the word embedding; it is left out."""
+    if head is not None and _WORD in tensors and not torch.equal(head(), tensors[_WORD]()):
+        what = "the output layer differs from the word embedding and was left out, since the arguments say tied"
+        yield f"{what} (untie_embeddings_and_output_weights is not set)"

@@ -1,0 +1,234 @@
+"""data=instruct: conversations as JSON lines, through a chat template, packed; loss on responses only.
+
+Reading order: ``conversations`` (lines), ``template`` (texts and where their responses are), here tokens and samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import numpy as np
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from megatron_run.contracts import DataSource, PluginInfo, Split
+from megatron_run.contracts.data import Field as BatchField
+from megatron_run.errors import DataError, plural
+from megatron_run.hookspecs import hookimpl
+from megatron_run_data_instruct.conversations import Line, conversation, lines_of
+from megatron_run_data_instruct.template import ChatTemplate, NoConversation, find_template
+from megatron_run_engine.data.documents import Shares, find_documents, require_within
+from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, best_fit, one_a_row
+from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from megatron_run.contracts.schema import Config
+
+
+def _one_or_many(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+def _numbers(value: object) -> object:
+    return tuple(value.split(",")) if isinstance(value, str) else value
+
+
+def _shares(value: tuple[float, float, float]) -> tuple[float, float, float]:
+    if not all(isfinite(share) and share >= 0 for share in value) or not value[0]:
+        raise ValueError("data.split is three shares, as 90,5,5 for train, validation and test; train is above 0")
+    return value
+
+
+class InstructOptions(BaseModel):
+    """The keys of section ``data`` when it uses instruct."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    paths: Annotated[tuple[str, ...], BeforeValidator(_one_or_many)] = Field(
+        (), description="JSON lines of conversations: files, folders and patterns; needed"
+    )
+    tokenizer: str = Field("bytes", description="bytes, or a JSON file of the `tokenizers` library")
+    template: str = Field(
+        "auto", description="file of a Jinja chat template; auto: the tokenizer's, else lines of Role: text"
+    )
+    packing: Literal["documents", "none"] = Field(
+        "documents", description="documents: conversations share rows unseen by each other; none: one a row, padded"
+    )
+    malformed: Literal["refuse", "skip"] = Field("refuse", description="a line that is no conversation")
+    split: Annotated[tuple[float, float, float], BeforeValidator(_numbers), AfterValidator(_shares)] = Field(
+        (90, 5, 5), description="shares of train, validation and test, in any unit"
+    )
+
+
+@dataclass
+class _Read:
+    """The conversations of a split as tokens, ``counts`` true for those of responses; and what was left out."""
+
+    tokens: list[NDArray[np.int64]] = field(default_factory=list)
+    counts: list[NDArray[np.bool_]] = field(default_factory=list)
+    malformed: int = 0
+
+
+class Instruct(DataSource):
+    """Conversations from files. A split is read and tokenised when it is first opened, and then kept."""
+
+    def __init__(self, options: InstructOptions) -> None:
+        self._options, self._shares = options, Shares(*options.split)
+        self._read: dict[Split, _Read] = {}
+        self._summaries: dict[int, str] = {}
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return open_tokenizer(self._options.tokenizer)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return find_template(self._options.template, self.tokenizer_file)
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids of the tokenizer."""
+        return self._tokenizer.vocab_size
+
+    @property
+    def fields(self) -> tuple[BatchField, ...]:
+        """Positions and bounds of conversations too where they are packed."""
+        return PACKED_FIELDS if self._options.packing == "documents" else super().fields
+
+    def dataset(self, split: Split, sequence_length: int, seed: int) -> PackedDocuments:
+        """Open ``split``. ``seed`` has no effect here: the sampler shuffles rows.
+
+        Raises :class:`DataError` for a file that cannot be read, a malformed line unless they are skipped, and a split
+        with a share of the data but no conversation.
+        """
+        if split not in self._read:
+            self._read[split] = self._encoded(split)
+        read = self._read[split]
+        tokens = [each[: sequence_length + 1] for each in read.tokens]
+        counts = [each[: sequence_length + 1] for each in read.counts]
+        kept = [number for number, each in enumerate(counts) if each[1:].any()]
+        sizes = [len(tokens[number]) for number in kept]
+        dataset = PackedDocuments(
+            np.concatenate([np.empty(0, np.int64), *(tokens[number] for number in kept)]),
+            np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))).astype(np.int64),
+            sequence_length,
+            padding=self._tokenizer.end_of_document,
+            counts=np.concatenate([np.empty(0, np.bool_), *(counts[number] for number in kept)]),
+            fit=best_fit if self._options.packing == "documents" else one_a_row,
+        )
+        if not len(dataset) and self._shares.share(split):
+            raise self._empty(split, len(read.tokens))
+        if split == "train":
+            cut = sum(len(read.tokens[number]) > sequence_length + 1 for number in kept)
+            told = _told(dataset, cut, len(read.tokens) - len(kept), read.malformed)
+            plain = "; without a chat template, turns are lines of Role: text" * self._template.plain
+            self._summaries[sequence_length] = told + plain
+        return dataset
+
+    def summary(self, sequence_length: int, seed: int) -> str:
+        """How full the rows are, and how many conversations are cut short or left out."""
+        if sequence_length not in self._summaries:
+            self.dataset("train", sequence_length, seed)
+        return self._summaries[sequence_length]
+
+    def _encoded(self, split: Split) -> _Read:
+        read = _Read()
+        for line in lines_of(find_documents(self._options.paths)):
+            if not self._shares.holds(line.content, split):
+                continue
+            try:
+                tokens, counts = self._encode_line(line)
+            except NoConversation as cause:
+                if self._options.malformed == "refuse":
+                    raise DataError(
+                        f"{line} is no conversation to learn from",
+                        why=str(cause),
+                        origin="data.paths",
+                        fix="correct the line, or set data.malformed=skip to leave such lines out",
+                    ) from cause
+                read.malformed += 1
+                continue
+            read.tokens.append(tokens)
+            read.counts.append(counts)
+        return read
+
+    def _encode_line(self, line: Line) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """The tokens of a conversation, and which of them are of responses. Raises :class:`NoConversation`."""
+        text, spans = self._template.render(conversation(line.content))
+        tokens, starts, stops = self._tokenizer.encode_places(text)
+        require_within(tokens, self.vocab_size, line)
+        counts = np.zeros(len(tokens), np.bool_)
+        for start, stop in spans:
+            counts |= (starts < stop) & (stops > start)
+        if self._template.plain:  # it names no token that ends a text
+            last = bool(spans) and spans[-1][1] == len(text)
+            tokens, counts = np.append(tokens, self._tokenizer.end_of_document), np.append(counts, last)
+        return tokens, counts
+
+    def _empty(self, split: Split, read: int) -> DataError:
+        if read:
+            why = f"none of its {plural(read, 'conversation')} comes to a response within train.sequence_length tokens"
+            return DataError(f"the {split} split is empty", why=why, fix="raise train.sequence_length")
+        return DataError(
+            f"the {split} split holds no conversation",
+            why=f"its share is {self._shares.share(split):.0%}, and each line's own text says where it belongs",
+            origin="data.paths and data.split",
+            fix=f"name more conversations, or give {split} another share: data.split=100,0,0 trains on all of them",
+        )
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The file that ``data.tokenizer`` names, None for bytes."""
+        name = self._options.tokenizer
+        return None if name == "bytes" else Path(name).expanduser()
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Return the token ids of ``text``."""
+        tokens: list[int] = self._tokenizer.encode(text.encode(), "the prompt").tolist()
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of ``tokens``."""
+        return self._tokenizer.decode(tokens)
+
+    @property
+    def end_of_text(self) -> int:
+        """The token that ends a text."""
+        return self._tokenizer.end_of_document
+
+
+def _told(dataset: PackedDocuments, cut: int, silent: int, malformed: int) -> str:
+    told = str(dataset).replace("document", "conversation", 1)
+    if cut:
+        told += f"; {cut} longer than a row lost their end"
+    if silent:
+        told += f"; {silent} whose response begins beyond a row left out"
+    return told + (f"; {plural(malformed, 'malformed line')} left out" if malformed else "")
+
+
+def check_config(config: Config, options: InstructOptions) -> Iterator[str]:  # noqa: ARG001  # the contract's
+    """A notice where nothing is kept for validation."""
+    if not options.split[1]:
+        yield "data.split gives validation nothing: nothing is evaluated"
+
+
+@hookimpl
+def megatron_run_plugin_info() -> PluginInfo:
+    """Plugin instruct of kind data."""
+    return PluginInfo("data", "instruct", options=InstructOptions, check_config=check_config)
+
+
+@hookimpl
+def megatron_run_create_data(options: InstructOptions) -> DataSource:
+    """Make the source. No file is read yet."""
+    if not options.paths:
+        raise DataError(
+            "data=instruct has no conversations of its own", origin="data.paths", fix="add --set data.paths=chats.jsonl"
+        )
+    return Instruct(options)

@@ -1,0 +1,159 @@
+"""Steps that are captured whole: bit for bit those of the executor, and refused where the host must act within."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+from torch import Tensor
+
+from megatron_run.config.request import Request
+from megatron_run.errors import GraphCaptureError, InputError, Problems
+from megatron_run.planning import resolve
+from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
+from megatron_run_engine.runtime.execute import Executor, StepRecord
+from megatron_run_engine.training.trainer import Trainer
+from tests.support.training import Seen, train_here, train_many
+
+LITTLE = (
+    "train.sequence_length=16",
+    "train.steps=4",
+    "eval.batches=1",
+    "eval.interval=3",
+    "model.num_layers=2",
+    "model.dropout=0",
+)
+PADDED = ("model.experts=4", "model.top_k=2", "model.expert_capacity_factor=1.0", "model.expert_pad_to_capacity=true")
+GROWING = ("train.steps=5", "train.ramp_up.start=4", "train.ramp_up.increment=4", "train.ramp_up.samples=8")
+STEP = "graph-capture=partial,scope=step"
+#: Name -> (plugins, settings).
+ALONE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "overflow": (
+        ("scaler=dynamic",),
+        ("train.precision=fp16", "scaler.initial_loss_scale=2097152", "scaler.hysteresis=1"),
+    ),
+    "padded experts in bf16": ((), (*PADDED, "train.precision=bf16", "train.loss_mean=token")),
+    "recomputed, in chunks": (("optimizer=zero1",), ("train.recompute=full", "model.loss_chunks=2")),
+    "a growing batch": ((), GROWING),
+}
+RANKS = {
+    "data": (
+        ("optimizer=zero1",),
+        ("parallel.data=2", "optimizer.overlap_param_gather=true", "optimizer.bucket_size=2000"),
+    ),
+    "padded experts": ((), ("parallel.expert=2", *PADDED)),
+    "tensor": (("parallel-layer=tensor",), ("parallel.tensor=2", "parallel.sequence=true")),
+}
+
+
+def request(plugins: tuple[str, ...], sets: tuple[str, ...], *more: str, nproc: int = 1) -> Request:
+    chosen = {each.partition("=")[0]: each for each in (*LITTLE, *sets)}  # the last one counts
+    return Request(configs=("preset:tiny",), sets=tuple(chosen.values()), plugins=(*plugins, *more), nproc=nproc)
+
+
+def both(world: int, plugins: tuple[str, ...], sets: tuple[str, ...]) -> list[Request]:
+    return [request(plugins, sets, *more, nproc=world) for more in ((), (STEP,))]
+
+
+def expect_same(eager: list[Seen], captured: list[Seen]) -> None:
+    assert len(eager[0].losses) >= 4
+    for mine, other in zip(captured, eager, strict=True):
+        assert mine.losses == pytest.approx(other.losses, rel=0, abs=0, nan_ok=True)
+        assert mine.norms == pytest.approx(other.norms, rel=0, abs=0, nan_ok=True)
+        assert (mine.validation, mine.weights) == (other.validation, other.weights)
+        assert mine.captured
+        for said in mine.captured:
+            assert (said.captured.regions, said.captured.graphs, said.captured.slots) == (1, 1, 0)
+            assert said.captured.static_bytes
+            assert said.captured.pool_bytes
+
+
+@pytest.mark.multiproc
+def test_whole_steps_leave_the_bits_of_the_executor() -> None:
+    """Losses, norms, evaluations between them, and the weights in the end."""
+    found = train_many(1, [each for case in ALONE.values() for each in both(1, *case)])
+    for eager, captured in zip(found[::2], found[1::2], strict=True):
+        expect_same(eager, captured)
+    assert any(map(math.isnan, found[0][0].norms)), "no step overflowed"
+    assert len(found[-1][0].captured) > 1, "another number of microbatches is captured again"
+
+
+@pytest.mark.multiproc
+def test_ranks_reduce_what_a_whole_step_has_added_up() -> None:
+    """Buckets leave after the replay; a tensor rank's collectives lie within."""
+    found = train_many(2, [each for case in RANKS.values() for each in both(2, *case)])
+    for eager, captured in zip(found[::2], found[1::2], strict=True):
+        expect_same(eager, captured)
+
+
+def test_the_executor_runs_no_more_once_a_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, run = list[bool](), Executor.run
+
+    def counted(self: Executor, *arguments: object) -> object:
+        calls.append(True)
+        return run(self, *arguments)  # type: ignore[arg-type]  # as they come
+
+    monkeypatch.setattr(Executor, "run", counted)
+    train_here(0, 1, request((), ("eval.interval=0",), STEP).to_json())
+    evaluation = 1
+    assert len(calls) == 1 + 1 + evaluation  # the eager step, the recording
+
+
+def test_a_step_that_is_timed_runs_action_by_action(monkeypatch: pytest.MonkeyPatch) -> None:
+    eager = train_here(0, 1, request((), ()).to_json())
+    records, accumulate = list[StepRecord](), Trainer._accumulate
+
+    def timed(self: Trainer, microbatches: int, clock: object) -> StepRecord:
+        odd = self._progress.step % 2
+        records.append(accumulate(self, microbatches, time.perf_counter if odd else None))
+        return records[-1]
+
+    monkeypatch.setattr(Trainer, "_accumulate", timed)
+    captured = train_here(0, 1, request((), (), STEP).to_json())
+    assert (captured.losses, captured.weights) == (eager.losses, eager.weights)
+    assert [bool(record.times) for record in records] == [False, True, False, True]
+    assert len({len(record.executed) for record in records}) == 1
+
+
+@pytest.mark.parametrize(
+    ("plugins", "sets", "message"),
+    [
+        (("schedule=1f1b",), ("parallel.pipeline=2",), r"scope=step with parallel.pipeline=2: between the actions of"),
+        ((), ("model.dropout=0.1",), r"cannot capture segment embedding of layer -1: the host positions the random"),
+        ((), PADDED[:2], r"cannot capture segment moe_dispatch of layer 0: the host reads how many tokens each expert"),
+        ((), ("train.offload=mlp",), r"scope=step with train.offload=mlp: what a graph saves stays"),
+        ((), ("train.recompute=core_attn",), r"cannot capture segment attn of layer 0: train.recompute=core_attn"),
+        (
+            ("graph-capture=partial,scope=step,graph_reuse=per_slot",),
+            (),
+            "scope=step with graph_reuse=per_slot: a whole step is one",
+        ),
+        (("graph-capture=partial,scope=step,attn",), (), r"scope names step, which holds everything, and attn; leave"),
+        (("graph-capture=te,scope=step",), (), "graph-capture=te captures no whole steps; choose --plugin"),
+        (("graph-capture=compile,scope=step",), (), "graph-capture=compile captures no whole steps; choose --plugin"),
+    ],
+)
+def test_what_the_host_must_do_within_a_step_is_refused_before_a_run(
+    plugins: tuple[str, ...], sets: tuple[str, ...], message: str
+) -> None:
+    capture = () if plugins[:1] and plugins[0].startswith("graph-capture") else (STEP,)
+    with pytest.raises((InputError, Problems), match=message):
+        dry_run_text(resolve(request(plugins, sets, *capture, nproc=2 if "schedule=1f1b" in plugins else 1)))
+
+
+def test_a_dry_run_plans_one_graph() -> None:
+    run = resolve(request((), (), STEP))
+    assert dry_run_json(run)["graphs_by_stage"] == [{"regions": 1, "graphs": 1, "slots": 0}]
+
+
+def test_what_is_read_on_the_host_between_segments_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No segment can be named: here it is the gradient with which a loss starts its backward."""
+    seed = Trainer._seed
+
+    def reads(self: Trainer, microbatches: int, name: str, weight: Tensor) -> Tensor:
+        return seed(self, microbatches, name, weight.clamp(min=weight.item()))
+
+    monkeypatch.setattr(Trainer, "_seed", reads)
+    with pytest.raises(GraphCaptureError, match=r"between its segments reads a tensor on the host: Tensor\.item"):
+        train_here(0, 1, request((), (), STEP).to_json())
