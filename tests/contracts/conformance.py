@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from megatron_run.registry.discover import scan
 from megatron_run.registry.load import load
@@ -32,9 +35,23 @@ def installed_plugins() -> Iterator[tuple[str, Plugin]]:
     """Every installed plugin of every kind with its options, under the name to show."""
     for entry in scan().entries:
         plugin, base = load(entry, "the conformance suite"), {**SMALL.get(entry.kind, {}), **SMALL.get(str(entry), {})}
+        if str(plugin) == "data=indexed":
+            base = {"paths": str(_small_dataset()), "vocab_size": 61, "split": "8,1,1"}
         for name, variant in {"": {}, **VARIANTS.get(str(plugin), {})}.items():
             options = plugin.options_model.model_validate({**base, **variant})
             yield f"{plugin}{name and ' as ' + name}", plugin.with_options(options)
+
+
+@cache
+def _small_dataset() -> Path:
+    """A dataset for data=indexed, which has none of its own. It is gone when the process ends."""
+    from tests.plugins.data.indexed.corpora import corpus
+
+    _FOLDERS.append(TemporaryDirectory())
+    return Path(corpus(Path(_FOLDERS[0].name) / "small", seed=1, documents=100, longest=61, vocabulary=61))
+
+
+_FOLDERS: list[TemporaryDirectory[str]] = []
 
 
 def failures(checks: Iterable[Check]) -> dict[str, str]:

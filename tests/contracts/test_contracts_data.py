@@ -73,6 +73,31 @@ class Overflowing(Counting):
         return [8]
 
 
+class Ordered(Counting):
+    """Has an order of its own, which ends with the epoch."""
+
+    def stream(self, split: Split, sequence_length: int, seed: int, samples: int) -> Dataset:
+        return self.dataset(split, sequence_length, seed)
+
+
+class Endless(list[Mapping[str, Any]]):
+    """Goes on after its end."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index % len(self))
+
+
+class Adrift(Counting):
+    """Its order is another one each time that it is opened."""
+
+    opened = 0
+
+    def stream(self, split: Split, sequence_length: int, seed: int, samples: int) -> Dataset:
+        self.opened += 1
+        tokens = np.full(sequence_length, self.opened % 8)
+        return Endless({**self.sample(sequence_length), "tokens": tokens} for _ in range(3))
+
+
 def test_a_source_that_conforms_passes_every_check() -> None:
     assert failures(data_checks(Counting())) == {}
 
@@ -87,6 +112,8 @@ def test_a_source_that_conforms_passes_every_check() -> None:
         (BeyondVocabulary(), "token ids lie in the vocabulary", "reach from 0 to 7, the vocabulary from 0 to 6"),
         (Restless(), "a sample is the same every time", "differs in labels"),
         (NegativeBaseline(), "baselines are losses", "'nonsense' is -1.0"),
+        (Adrift(), "an order of its own goes on after an epoch", "of the stream differs in tokens"),
+        (Ordered(), "an order of its own goes on after an epoch", "has no next epoch"),
         (OneWay(), "text can be encoded and decoded", "decode of them gives None"),
         (Overflowing(), "text can be encoded and decoded", "encode gives [8]"),
     ],

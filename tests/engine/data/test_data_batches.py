@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -42,3 +44,14 @@ def test_a_stream_follows_the_sampler_over_the_end_of_an_epoch() -> None:
     stream = SampleStream(DATASET, seed=11)
     found = stream.fields(range(3, 9), ("tokens",), CPU)["tokens"][:, 0].tolist()
     assert found == [sample_index(5, 11, position) for position in range(3, 9)]
+
+
+class Ordered(list[Any]):
+    """Samples in the order of the run."""
+
+    in_order = True
+
+
+def test_data_with_an_order_of_its_own_is_read_by_position() -> None:
+    found = SampleStream(Ordered(DATASET), seed=11).fields([3, 0, 4], ("tokens",), CPU)["tokens"]
+    assert found.tolist() == [DATASET[index]["tokens"].tolist() for index in (3, 0, 4)]

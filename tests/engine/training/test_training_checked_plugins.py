@@ -46,7 +46,7 @@ GOOD = {"tokens": np.arange(4), "labels": np.arange(4) + 46, "loss_mask": np.one
 
 def test_a_sample_that_keeps_the_contract_passes_unchanged() -> None:
     source = Ids(GOOD)
-    assert open_split(from_object(source), source, "train", 4, 0)[0] is GOOD
+    assert open_split(from_object(source), source, "train", 4, 0, 8)[0] is GOOD
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_sample_that_keeps_the_contract_passes_unchanged() -> None:
 def test_a_sample_that_breaks_the_contract_is_named(wrong: dict[str, Any]) -> None:
     source = Ids({**GOOD, **wrong})
     with pytest.raises(DataError, match=rf"train sample 0 of plugin data=ids .*: {next(iter(wrong))}"):
-        open_split(from_object(source), source, "train", 4, 0)[0]
+        open_split(from_object(source), source, "train", 4, 0, 8)[0]
 
 
 class Packed(Ids):
@@ -107,7 +107,7 @@ def test_a_field_that_is_not_what_was_declared_is_named(wrong: dict[str, Any]) -
 def test_a_sample_that_cannot_be_read_is_the_plugins_fault() -> None:
     source = Ids(GOOD)
     with pytest.raises(PluginError, match=r"data=ids .* validation sample 3 failed: IndexError"):
-        open_split(from_object(source), source, "validation", 4, 0)[3]
+        open_split(from_object(source), source, "validation", 4, 0, 8)[3]
 
 
 class Doubling(Scaler):

@@ -69,8 +69,8 @@ def test_a_known_package_is_answered_with_its_install_line() -> None:
 
 
 def test_a_planned_package_promises_no_installation() -> None:
-    message = refusal(Catalog((BUILT_IN,)), "indexed", kind="data")
-    assert "megatron-run-data-indexed is planned, not yet released" in message
+    message = refusal(Catalog((BUILT_IN,)), "bert", kind="model")
+    assert "megatron-run-model-bert is planned, not yet released" in message
     assert "pip install" not in message
 
 

@@ -34,6 +34,7 @@ def data_checks(source: DataSource, sequence_length: int = 32, seed: int = 7) ->
         "documents cover their rows": partial(_each_split, opened, partial(_documents_cover, source=source)),
         "token ids lie in the vocabulary": partial(_each_split, opened, partial(_ids_fit, source=source)),
         "a sample is the same every time": partial(_samples_repeat, opened),
+        "an order of its own goes on after an epoch": partial(_order_goes_on, source, sequence_length, seed),
         "baselines are losses": lambda: _baselines_are_losses(source.baselines(sequence_length, seed, [0])),
         "text can be encoded and decoded": lambda: _text_returns(source),
     }
@@ -111,6 +112,24 @@ def _samples_repeat(opened: Callable[[Split], Dataset]) -> None:
             changed = [name for name, value in before[index].items() if not np.array_equal(value, after[name])]
             if changed:
                 raise CheckFailed(f"{split} sample {index} differs in {changed[0]} when it is asked for again")
+
+
+def _order_goes_on(source: DataSource, sequence_length: int, seed: int) -> str:
+    """Read the stream of a source with an order of its own across the end of an epoch, forwards and backwards."""
+    for split in get_args(Split):
+        first, again = (source.stream(split, sequence_length, seed, 4 * LOOK) for _ in range(2))
+        if first is None or again is None:
+            return "the trainer shuffles"
+        indices = [*_looked_at(first), len(first), len(first) + 1]
+        try:
+            before = {index: _copied(first[index]) for index in indices}
+        except IndexError as cause:
+            raise CheckFailed(f"{split} stream of {len(first)} samples has no next epoch: {cause}") from cause
+        for index in reversed(indices):
+            changed = [name for name, value in before[index].items() if not np.array_equal(value, again[index][name])]
+            if changed:
+                raise CheckFailed(f"{split} sample {index} of the stream differs in {changed[0]} when it is read again")
+    return ""
 
 
 def _copied(sample: Mapping[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:

@@ -35,21 +35,24 @@ def sample_index(length: int, seed: int, position: int) -> int:
     return int(epoch_order(length, seed, epoch)[offset])
 
 
+def sample_at(dataset: Dataset, seed: int, position: int) -> int:
+    """Return the index of the sample at ``position`` of the run: itself if ``dataset.in_order`` is true."""
+    return position if getattr(dataset, "in_order", False) else sample_index(len(dataset), seed, position)
+
+
 class SampleStream:
-    """An endless shuffled stream over a dataset, read by position. ``seed`` fixes the order of every epoch."""
+    """An endless stream over a dataset, read by position. ``seed`` shuffles every epoch of data without an order."""
 
     def __init__(self, dataset: Dataset, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
-        self._length = len(dataset)
 
     def fields(self, positions: Iterable[int], names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
         """Return the fields ``names`` of the samples at ``positions``, each [b, *shape] on ``device``.
 
         Raises :class:`DataError` if a sample lacks a field, or has it in another shape than the one before it.
         """
-        return fields(
-            self._dataset, [sample_index(self._length, self._seed, position) for position in positions], names, device
-        )
+        indices = [sample_at(self._dataset, self._seed, position) for position in positions]
+        return fields(self._dataset, indices, names, device)
 
 
 def fields(dataset: Dataset, indices: Sequence[int], names: Sequence[str], device: torch.device) -> dict[str, Tensor]:

@@ -32,6 +32,7 @@ _IDS = ("tokens", "labels")
 class CheckedDataset:
     """Samples of ``dataset``, which belongs to ``split`` of ``plugin``; ``vocab_size`` is its number of token ids.
 
+    ``in_order``: the run reads them by ascending index; False: it shuffles.
     Raises :class:`DataError` for a sample with a token outside the vocabulary, with fields that are not what ``fields``
     declare, or with documents that do not cover its row, and :class:`PluginError` for one that cannot be read.
     """
@@ -44,10 +45,13 @@ class CheckedDataset:
         vocab_size: int,
         sequence_length: int,
         fields: Iterable[Field] = (),
+        *,
+        in_order: bool = False,
     ) -> None:
         self._dataset, self._split, self._plugin = dataset, split, plugin
         self._vocab_size, self._length = vocab_size, sequence_length
         self._fields = tuple(field for field in fields if field not in (TOKENS, LABELS, LOSS_MASK))
+        self.in_order = in_order
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -102,16 +106,23 @@ class CheckedDataset:
         )
 
 
-def open_split(plugin: Plugin, source: DataSource, split: Split, sequence_length: int, seed: int) -> CheckedDataset:
-    """Open ``split`` of the data ``source`` that ``plugin`` made. Raises what :class:`CheckedDataset` does."""
+def open_split(
+    plugin: Plugin, source: DataSource, split: Split, sequence_length: int, seed: int, samples: int
+) -> CheckedDataset:
+    """Open ``split`` of the data ``source`` that ``plugin`` made, of which the run reads ``samples`` samples.
+
+    They come in the order of the source, if it has one. Raises what :class:`CheckedDataset` does.
+    """
     try:
-        dataset = source.dataset(split, sequence_length, seed)
+        ordered = source.stream(split, sequence_length, seed, samples)
+        dataset = source.dataset(split, sequence_length, seed) if ordered is None else ordered
         len(dataset)
     except RunError:
         raise
     except Exception as cause:
         raise plugin.failed(f"opening split {split}", in_one_line(cause)) from cause
-    return CheckedDataset(dataset, split, plugin, source.vocab_size, sequence_length, source.fields)
+    in_order = ordered is not None
+    return CheckedDataset(dataset, split, plugin, source.vocab_size, sequence_length, source.fields, in_order=in_order)
 
 
 def _covers(documents: NDArray[np.generic], length: int) -> bool:

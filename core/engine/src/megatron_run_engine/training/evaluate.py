@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron_run.contracts import EvalMetrics
 from megatron_run.errors import DataError
-from megatron_run_engine.data.batches import sample_index
+from megatron_run_engine.data.batches import sample_at
 from megatron_run_engine.runtime.execute import StepInputs
 from megatron_run_engine.runtime.generation import Network
 from megatron_run_engine.runtime.metrics import Metrics
@@ -40,7 +40,7 @@ class Evaluator:
         self._per_batch = train.global_batch_size // self._per_microbatch
         batches = min(len(dataset) // train.global_batch_size, run.config.eval.batches)
         drawn = range(batches * train.global_batch_size or len(dataset))
-        self.samples = [sample_index(len(dataset), train.seed, position) for position in drawn]
+        self.samples = [sample_at(dataset, train.seed, position) for position in drawn]
         self._microbatches = -(-len(drawn) // self._per_microbatch)
 
         reader = Reader(assembly.data, train.sequence_length, train.seed, assembly.context.vocab_size)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_run.errors import ExitCode
-from megatron_run.planning.batch_size import BatchSizes, run_length
+from megatron_run.planning.batch_size import BatchSizes, run_length, total_samples
 from megatron_run.planning.learning_rate import LearningRate, WeightDecay
 from megatron_run_engine.runtime.execute import StepInputs
 from megatron_run_engine.training.build import Assembly, build
@@ -103,8 +103,9 @@ class Trainer:
         )
         self._loader = BatchLoader(run, assembly)
         opened = partial(open_split, run.one("data"), assembly.data)
-        self._dataset = opened("train", train.sequence_length, train.seed)
-        validation = opened("validation", train.sequence_length, train.seed)
+        self._dataset = opened("train", train.sequence_length, train.seed, total_samples(train))
+        held_out = run.config.eval.batches * train.global_batch_size
+        validation = opened("validation", train.sequence_length, train.seed, held_out)
         self._evaluator = Evaluator(run, assembly, self._loader, validation)
         self._checkpoints = Checkpointing(run, assembly, folder, self._dataset)
         self._guards = Guards(run, assembly, self._losses, self._last)

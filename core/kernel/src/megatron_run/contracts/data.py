@@ -110,6 +110,14 @@ class DataSource(ABC):
         Raises :class:`megatron_run.errors.DataError` with file and offset if the data cannot be read.
         """
 
+    def stream(self, split: Split, sequence_length: int, seed: int, samples: int) -> Dataset | None:
+        """Open ``split`` in an order of its own, or return None: then the trainer shuffles :meth:`dataset` each epoch.
+
+        The sample at index i is the i-th that the run reads; the length is that of one epoch, and indices beyond it go
+        on with the next. ``samples`` is how many the run will read. Raises as :meth:`dataset`.
+        """
+        return None
+
     def summary(self, sequence_length: int, seed: int) -> str:
         """A line about the training split that is printed at the start of a training, empty for none."""
         return ""

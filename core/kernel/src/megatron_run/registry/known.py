@@ -60,7 +60,7 @@ KNOWN: tuple[Known, ...] = (
     Known("model", "bert", planned=True),
     Known("data", "text", builtin=True),
     Known("data", "mock", builtin=True),
-    Known("data", "indexed", planned=True),
+    Known("data", "indexed"),
     Known("data", "instruct"),
     Known("observer", "console", builtin=True),
     Known("observer", "jsonl", builtin=True),

@@ -1,0 +1,108 @@
+"""Arrays that are computed once and then memory-mapped by every rank, in a folder keyed by what they were made from.
+
+``<cache>/<key>/<name>.npy``. One process builds, under a lock that dies with it; the others wait and map. The folder
+gets its name when its files are on disk, so a killed or concurrent build, or a file system without locks, leaves a
+whole folder or none.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_run.errors import DataError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Arrays = Mapping[str, NDArray[Any]]
+
+#: Part of every key: raise it when what is computed changes.
+_VERSION = 1
+
+
+def default_folder() -> Path:
+    """Return the user's cache folder for indices, as the XDG base directory specification has it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-run" / "indexed"
+
+
+def key(*parts: object) -> str:
+    """Return the key of ``parts``: numbers, texts and arrays, which count with their contents."""
+    total = sha256(repr(_VERSION).encode())
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            total.update(repr((part.dtype.str, part.shape)).encode())
+            total.update(np.ascontiguousarray(part).data)
+        else:
+            total.update(repr(part).encode())
+    return total.hexdigest()[:32]
+
+
+def cached(folder: Path, name: str, arrays: Sequence[str], build: Callable[[], Sequence[NDArray[Any]]]) -> Arrays:
+    """Return the ``arrays`` of the entry ``name``, read-only and mapped, built by ``build`` if it is not there.
+
+    Raises :class:`DataError` for a folder in which nothing can be written or read.
+    """
+    entry = folder / name
+    try:
+        if (found := _mapped(entry, arrays)) is not None:
+            return found
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / f"{name}.lock"):
+            if (found := _mapped(entry, arrays)) is not None:
+                return found  # another rank has built it meanwhile
+            shutil.rmtree(entry, ignore_errors=True)
+            _write(entry, dict(zip(arrays, build(), strict=True)))
+        made = _mapped(entry, arrays)
+    except OSError as cause:
+        why = f"{cause.strerror or cause}: {cause.filename or entry}"
+        raise DataError("the sample order cannot be cached", why=why, fix="set data.cache to another folder") from cause
+    if made is None:
+        raise DataError(f"{entry} is damaged", fix="remove it, or set data.cache to another folder")
+    return made
+
+
+def _mapped(entry: Path, names: Sequence[str]) -> Arrays | None:
+    """Return the arrays of ``entry``, None if one is missing or was cut short."""
+    try:
+        paths = {name: entry / f"{name}.npy" for name in names}
+        return {name: np.asarray(np.load(path, mmap_mode="r", allow_pickle=False)) for name, path in paths.items()}
+    except (FileNotFoundError, ValueError, EOFError):
+        return None
+
+
+def _write(entry: Path, arrays: Arrays) -> None:
+    """Write ``arrays`` beside ``entry``, and give them its name when they are on disk."""
+    part = Path(mkdtemp(prefix=f"{entry.name}.", suffix=".tmp", dir=entry.parent))
+    try:
+        for name, array in arrays.items():
+            with (part / f"{name}.npy").open("wb") as file:
+                np.save(file, array, allow_pickle=False)
+                file.flush()
+                os.fsync(file.fileno())
+        part.chmod(0o755)  # mkdtemp lets nobody else read, and others may share the cache
+        try:
+            part.rename(entry)
+        except OSError:
+            if not entry.is_dir():  # else, without locks, another rank was first
+                raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock ``path``; without it, where the file system has none."""
+    with path.open("w") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,188 @@
+"""Samples cut from token streams, and the orders in which a run reads them.
+
+s is the sequence length. A sample reads s + 1 tokens: its labels are its tokens one later. Neighbours in a stream share
+a token, so that every token but the first is a label once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from megatron_run.contracts.data import DOCUMENTS, LABELS, LOSS_MASK, POSITIONS, TOKENS, Field
+from megatron_run_data_indexed.blend import places_in
+from megatron_run_data_indexed.permutation import Permutation
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from megatron_run_data_indexed.files import Reader
+    from megatron_run_data_indexed.megatron_order import GPTIndex
+
+
+class Windows(Protocol):
+    """Samples as tokens. ``len`` is the number before one is repeated; what is read by ascending index has no end."""
+
+    def __len__(self) -> int:
+        """Number of different samples."""
+        ...
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        """The tokens of sample ``index`` and the one that follows, [s + 1]."""
+        ...
+
+
+class Part:
+    """A part of a dataset in the order of its file: the sequences from ``first`` to ``last`` - 1 as one stream."""
+
+    def __init__(self, reader: Reader, first: int, last: int, sequence_length: int) -> None:
+        begin, end = (reader.token_at(sequence) for sequence in (first, last))
+        self._tokens, self._length = reader.tokens[begin:end], sequence_length
+
+    def __len__(self) -> int:
+        return max(0, (len(self._tokens) - 1) // self._length)
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        start = index * self._length
+        return self._tokens[start : start + self._length + 1].astype(np.int64)
+
+
+class Joined:
+    """Samples of several datasets, one after the other."""
+
+    def __init__(self, parts: Sequence[Windows]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        if index < 0 or part == len(self._parts):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self._parts[part][index - int(self._ends[part]) + len(self._parts[part])]
+
+
+class Shuffled:
+    """All samples of ``base`` in each epoch, in an order that ``key`` and the epoch determine, without end."""
+
+    def __init__(self, base: Windows, *key: int) -> None:
+        self._base, self._key, self._length = base, key, len(base)
+        self._epoch, self._order = -1, Permutation(1)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        epoch, place = divmod(index, self._length)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, Permutation(self._length, *self._key, epoch)
+        return self._base[self._order[place]]
+
+
+class GPTSamples:
+    """Samples as megatron-core's GPTDataset reads them; where they end, they start again."""
+
+    def __init__(self, reader: Reader, index: GPTIndex, sequence_length: int) -> None:
+        self._reader, self._index, self._length = reader, index, sequence_length
+
+    def __len__(self) -> int:
+        return len(self._index.shuffle)
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        sample = int(self._index.shuffle[index % len(self)])
+        (place, begin), (last, end) = self._index.samples[sample : sample + 2].tolist()
+        parts = [self._reader[sequence] for sequence in self._index.documents[place : last + 1].tolist()]
+        if len(parts) == 1:
+            return parts[0][begin : end + 1].astype(np.int64)
+        parts[0], parts[-1] = parts[0][begin:], parts[-1][: end + 1]
+        return np.concatenate(parts).astype(np.int64)
+
+
+class Blend:
+    """Samples of several endless datasets: sample i comes from dataset ``choices[i]``, and from each in its order.
+
+    Where the choices end, they start again, and every dataset goes on.
+    """
+
+    def __init__(self, datasets: Sequence[Windows], choices: NDArray[np.int16], places: NDArray[np.int64]) -> None:
+        self._datasets, self._choices, self._places = datasets, choices, places
+        self._counts: list[int] = np.bincount(choices, minlength=len(datasets)).tolist()
+
+    def __len__(self) -> int:
+        """Number of samples before any dataset repeats one."""
+        return min(self._first_repeat(number) for number, count in enumerate(self._counts) if count)
+
+    def _first_repeat(self, number: int) -> int:
+        rounds, more = divmod(len(self._datasets[number]), int(self._counts[number]))
+        return rounds * len(self._choices) + int(np.flatnonzero(self._choices == number)[more])
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        rounds, place = divmod(index, len(self._choices))
+        number = int(self._choices[place])
+        return self._datasets[number][rounds * self._counts[number] + int(self._places[place])]
+
+
+@dataclass(frozen=True)
+class SampleForm:
+    """Which fields samples have. ``end`` is the token that ends a document.
+
+    ``mask_end``: the loss does not count where the model has read ``end`` and must guess how an unrelated document
+    begins. ``reset_positions``: samples have ``positions``, which start again at 0 after each ``end``.
+    ``reset_attention``: samples have ``documents``, the bounds of what may be attended to together.
+    """
+
+    end: int | None = None
+    mask_end: bool = False
+    reset_positions: bool = False
+    reset_attention: bool = False
+
+    @property
+    def names(self) -> tuple[Field, ...]:
+        """The fields."""
+        more = ((POSITIONS, self.reset_positions), (DOCUMENTS, self.reset_attention))
+        return (TOKENS, LABELS, LOSS_MASK, *(field for field, wanted in more if wanted))
+
+    def fields(self, window: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
+        """Return the fields of a sample from its tokens [s + 1]."""
+        tokens, length = window[:-1], len(window) - 1
+        mask = (tokens != self.end).astype(np.float32) if self.mask_end else np.ones(length, np.float32)
+        made = {"tokens": tokens, "labels": window[1:], "loss_mask": mask}
+        if not (self.reset_positions or self.reset_attention):
+            return made
+        begins = 1 + np.flatnonzero(tokens[:-1] == self.end)
+        if self.reset_positions:
+            starts = np.zeros(length, np.int64)
+            starts[begins] = begins
+            made["positions"] = np.arange(length) - np.maximum.accumulate(starts)
+        if self.reset_attention:
+            bounds = np.full(length + 1, length)  # as many as there may be, since shapes must not change
+            bounds[0], bounds[1 : 1 + len(begins)] = 0, begins
+            made["documents"] = bounds
+        return made
+
+
+class Samples:
+    """A dataset of the contract: ``windows`` with their fields."""
+
+    def __init__(self, windows: Windows, form: SampleForm) -> None:
+        self._windows, self._form, self._length = windows, form, len(windows)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Mapping[str, NDArray[Any]]:
+        """``tokens``, ``labels``, ``positions`` int64 [s], ``loss_mask`` fp32 [s], ``documents`` int64 [s + 1]."""
+        return self._form.fields(self._windows[index])
+
+
+def blend_of(datasets: Iterable[Windows], choices: NDArray[np.int16]) -> Blend:
+    """Return the blend of ``datasets`` by ``choices``, whose places are counted here."""
+    parts = tuple(datasets)
+    return Blend(parts, choices, places_in(choices, len(parts)))

@@ -1,0 +1,227 @@
+"""The source of samples: which files, which part of them, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_run.contracts import Dataset, DataSource, Split
+from megatron_run.contracts.data import Field
+from megatron_run.errors import DataError, InputError, plural
+from megatron_run_data_indexed import megatron_order
+from megatron_run_data_indexed.blend import blend, normalised, places_in
+from megatron_run_data_indexed.cache import cached, default_folder, key
+from megatron_run_data_indexed.files import Reader
+from megatron_run_data_indexed.samples import (
+    Blend,
+    GPTSamples,
+    Joined,
+    Part,
+    SampleForm,
+    Samples,
+    Shuffled,
+    Windows,
+    blend_of,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from megatron_run_data_indexed import IndexedOptions
+    from megatron_run_engine.data.tokenizer import Tokenizer
+
+_PLACE: Mapping[Split, int] = MappingProxyType({"train": 0, "validation": 1, "test": 2})
+
+#: Samples after which the choices of a weighted blend start again under ``order=permuted``, which keeps no index file:
+#: the shares are exact to one sample in as many. Up to here they are megatron-core's.
+PERIOD = 2**16
+
+
+class Indexed(DataSource):
+    """Datasets in .bin and .idx files. They are opened, and checked, when a split is first opened."""
+
+    def __init__(self, options: IndexedOptions) -> None:
+        self._options = options
+
+    @cached_property
+    def _readers(self) -> tuple[Reader, ...]:
+        return tuple(_opened(path) for path in self._options.paths)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        if self._options.tokenizer is None:
+            return None
+        from megatron_run_engine.data.tokenizer import open_tokenizer
+
+        return open_tokenizer(self._options.tokenizer)
+
+    @cached_property
+    def _form(self) -> SampleForm:
+        options = self._options
+        asked = options.mask_end, options.reset_positions, options.reset_attention
+        if any(asked) and self.end_of_text is None:
+            raise InputError(
+                "the token that ends a document is not known",
+                why="data.mask_end, data.reset_positions and data.reset_attention look for it",
+                fix="set data.end_of_document to its id, or data.tokenizer",
+            )
+        return SampleForm(self.end_of_text, *asked)
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """Positions and bounds of documents too, where they are reset."""
+        return self._form.names
+
+    @property
+    def vocab_size(self) -> int:
+        """``data.vocab_size``, or the number of ids of the tokenizer. Raises :class:`InputError` without either."""
+        if self._options.vocab_size is not None:
+            return self._options.vocab_size
+        if self._tokenizer is not None:
+            return self._tokenizer.vocab_size
+        raise InputError(
+            "the vocabulary of the data is not known",
+            why=".bin and .idx files hold token ids, and do not say of how many",
+            fix="set data.tokenizer to the tokenizer that made them, or data.vocab_size",
+        )
+
+    def dataset(self, split: Split, sequence_length: int, seed: int) -> Dataset:
+        """Open ``split`` in the order of the files. Raises :class:`DataError` as :meth:`stream`."""
+        return Samples(Joined(self._parts(split, sequence_length)), self._form)
+
+    def stream(self, split: Split, sequence_length: int, seed: int, samples: int) -> Dataset:
+        """Open ``split`` in the order of ``data.order``.
+
+        A validation or test split to which ``data.split`` gives nothing is empty. Raises :class:`DataError` for files
+        that are missing or damaged, and for a split that is too short for one sample.
+        """
+        parts = self._parts(split, sequence_length)
+        if not any(len(part) for part in parts):
+            return Samples(Joined(parts), self._form)
+        if self._options.order == "megatron":
+            windows = self._as_megatron(parts, split, sequence_length, seed, samples)
+        else:
+            windows = self._permuted(parts, seed, _PLACE[split])
+        return Samples(windows, self._form)
+
+    def _bounds(self, reader: Reader, split: Split) -> tuple[int, int]:
+        """Return the sequences of ``split``. megatron-core counts sequences, so a document may end within a split."""
+        if self._options.order == "megatron":
+            return megatron_order.split_bounds(self._options.split, len(reader))[_PLACE[split]]
+        first, last = megatron_order.split_bounds(self._options.split, len(reader.documents) - 1)[_PLACE[split]]
+        return int(reader.documents[first]), int(reader.documents[last])
+
+    def _parts(self, split: Split, sequence_length: int) -> list[Part]:
+        parts = [Part(reader, *self._bounds(reader, split), sequence_length) for reader in self._readers]
+        share = self._options.split[_PLACE[split]] / sum(self._options.split)
+        short = [number for number, part in enumerate(parts) if not len(part)]
+        if share and short and (self._options.weights or len(short) == len(parts)):
+            raise self._too_short(split, share, short[0], sequence_length)
+        return parts
+
+    def _too_short(self, split: Split, share: float, number: int, sequence_length: int) -> DataError:
+        reader = self._readers[number]
+        first, last = self._bounds(reader, split)
+        tokens = reader.token_at(last) - reader.token_at(first)
+        ways = [f"give {split} a larger share with data.split"]
+        if tokens > 1:
+            ways.append(f"lower train.sequence_length to {tokens - 1}")
+        return DataError(
+            f"the {split} split of {self._options.paths[number]} is too short for one sample",
+            why=f"{share:.1%} of {plural(len(reader.documents) - 1, 'document')} came to {plural(tokens, 'token')}, "
+            f"and a sample needs {sequence_length + 1}",
+            origin="data.paths and data.split",
+            fix=", or ".join(ways),
+        )
+
+    def _permuted(self, parts: Sequence[Part], seed: int, place: int) -> Windows:
+        if not self._options.weights:
+            return Shuffled(Joined(parts), seed, place)
+        choices = blend(self._options.weights, PERIOD)
+        rare = np.flatnonzero(np.bincount(choices, minlength=len(parts)) == 0)
+        if rare.size:
+            raise InputError(
+                f"data.weights gives {self._options.paths[rare[0]]} less than one sample in {PERIOD}",
+                fix="raise its weight, leave it out, or set data.order=megatron",
+            )
+        return blend_of((Shuffled(part, seed, place, number) for number, part in enumerate(parts)), choices)
+
+    def _as_megatron(
+        self, parts: Sequence[Part], split: Split, sequence_length: int, seed: int, samples: int
+    ) -> Windows:
+        """Return what megatron-core reads. Held-out splits are read once, however many samples are asked for."""
+        train, weights = split == "train", self._options.weights
+        if train:
+            samples = self._options.samples or samples
+        opened = partial(self._gpt, split, sequence_length, seed)
+        if len(self._readers) == 1:
+            return opened(self._readers[0], samples if train else None)
+        if weights:
+            size, each = megatron_order.samples_of_each(weights, samples)
+            datasets = [opened(reader, one if train else None) for reader, one in zip(self._readers, each, strict=True)]
+            return self._blended(datasets, normalised(weights).tolist(), size)  # and once more there, as theirs
+        held = [opened(reader, None) for reader, part in zip(self._readers, parts, strict=True) if len(part)]
+        sizes = [len(dataset) for dataset in held]
+        return self._blended(held, sizes, min(samples, sum(sizes)))
+
+    def _gpt(self, split: Split, sequence_length: int, seed: int, reader: Reader, samples: int | None) -> GPTSamples:
+        first, last = bounds = self._bounds(reader, split)
+        made_from = (reader.lengths[first:last], bounds, sequence_length, samples, seed)
+        build = partial(megatron_order.build, reader.lengths, bounds, sequence_length, samples, seed)
+        arrays = cached(self._folder, f"gpt-{key(*made_from)}", megatron_order.GPTIndex._fields, build)
+        return GPTSamples(reader, megatron_order.GPTIndex(**arrays), sequence_length)
+
+    def _blended(self, datasets: Sequence[Windows], weights: Sequence[float], size: int) -> Blend:
+        def build() -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+            choices = blend(weights, size)
+            return choices, places_in(choices, len(datasets))
+
+        arrays = cached(self._folder, f"blend-{key(list(weights), size)}", ("choices", "places"), build)
+        return Blend(datasets, arrays["choices"], arrays["places"])
+
+    @property
+    def _folder(self) -> Path:
+        return default_folder() if self._options.cache is None else Path(self._options.cache).expanduser()
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The file that ``data.tokenizer`` names, None without one."""
+        name = self._options.tokenizer
+        return None if name in (None, "bytes") else Path(str(name)).expanduser()
+
+    def encode(self, text: str) -> Sequence[int] | None:
+        """Return the token ids of ``text``; None without a tokenizer."""
+        return None if self._tokenizer is None else self._tokenizer.encode(text.encode(), "the prompt").tolist()
+
+    def decode(self, tokens: Sequence[int]) -> str | None:
+        """Return the text of ``tokens``; None without a tokenizer."""
+        return None if self._tokenizer is None else self._tokenizer.decode(tokens)
+
+    @property
+    def end_of_text(self) -> int | None:
+        """``data.end_of_document``, or the tokenizer's."""
+        if self._options.end_of_document is not None:
+            return self._options.end_of_document
+        return None if self._tokenizer is None else self._tokenizer.end_of_document
+
+
+def _opened(path: str) -> Reader:
+    """Open the dataset ``path``: a prefix, or the name of one of its two files."""
+    prefix = Path(path).expanduser()
+    if prefix.suffix in (".bin", ".idx"):
+        prefix = prefix.with_suffix("")
+    try:
+        reader = Reader(prefix)
+    except DataError as error:
+        error.origin = error.origin or "data.paths"
+        raise
+    if reader.dtype.kind == "f":
+        raise DataError(
+            f"{reader.path} holds {reader.dtype.name}, and token ids are whole numbers", origin="data.paths"
+        )
+    return reader

@@ -1,0 +1,190 @@
+"""The source: splits, orders, fields, and what it says where something is missing."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from megatron_run.contracts import DataSource, Split
+from megatron_run.errors import DataError, InputError
+from megatron_run_data_indexed import IndexedOptions, megatron_run_create_data
+from megatron_run_data_indexed.files import MAGIC, Reader
+from megatron_run_data_indexed.permutation import Permutation
+from megatron_run_testing.data import data_checks
+from tests.contracts.conformance import failures
+from tests.plugins.data.indexed.corpora import END, corpus
+
+#: Tokens of a sample.
+S = 8
+
+
+def source(*prefixes: str, **options: Any) -> DataSource:
+    return megatron_run_create_data(IndexedOptions.model_validate({"paths": prefixes, "vocab_size": 20, **options}))
+
+
+def read(opened: DataSource, split: Split, count: int, seed: int = 1) -> list[tuple[int, ...]]:
+    """The first samples of a split in the order of the run."""
+    stream = opened.stream(split, S, seed, count)
+    assert stream is not None
+    return [tuple(stream[index]["tokens"].tolist()) for index in range(count)]
+
+
+@pytest.mark.parametrize("order", ["permuted", "megatron"])
+def test_it_conforms_in_either_order(tmp_path: Path, order: str) -> None:
+    prefixes = [corpus(tmp_path / name, seed, 200) for seed, name in enumerate("ab")]
+    options = {"order": order, "split": "8,1,1", **({"cache": str(tmp_path)} if order == "megatron" else {})}
+    for weights in ((), (3.0, 1.0)):
+        assert failures(data_checks(source(*prefixes, weights=weights, **options))) == {}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 17, 1000, 2**12 + 1])
+def test_a_permutation_has_every_number_once(n: int) -> None:
+    found = Permutation(n, 7, 0).at(np.arange(n))
+    assert sorted(found.tolist()) == list(range(n))
+    one_by_one = Permutation(n, 7, 0)
+    assert [one_by_one[place] for place in reversed(range(n))] == found.tolist()[::-1]
+    if n > 100:
+        assert not np.array_equal(found, Permutation(n, 8, 0).at(np.arange(n)))
+        assert not np.array_equal(found, Permutation(n, 7, 1).at(np.arange(n)))
+        assert abs(np.corrcoef(found, np.arange(n))[0, 1]) < 0.1
+
+
+def test_a_permutation_puts_a_number_everywhere_equally_often() -> None:
+    keys = 4000
+    places = np.bincount([int(np.argmin(Permutation(8, 7, key).at(np.arange(8)))) for key in range(keys)], minlength=8)
+    assert ((places - keys / 8) ** 2 / (keys / 8)).sum() < 24.3  # chi-squared, 7 degrees of freedom: one in a thousand
+
+
+def test_a_permutation_is_the_same_for_ever() -> None:
+    assert Permutation(10, 1234, 0).at(np.arange(10)).tolist() == [0, 5, 8, 1, 3, 6, 7, 9, 2, 4]
+
+
+def test_an_epoch_reads_every_sample_once_and_the_next_in_another_order(tmp_path: Path) -> None:
+    prefixes = [corpus(tmp_path / name, seed, 60, vocabulary=60_000) for seed, name in enumerate("ab")]
+    opened = source(*prefixes, vocab_size=60_000)
+    stream, dataset = opened.stream("train", S, 1, 1), opened.dataset("train", S, 1)
+    assert stream is not None
+    length = len(stream)
+    expected = sorted(tuple(dataset[index]["tokens"].tolist()) for index in range(len(dataset)))
+    epochs = read(opened, "train", 2 * length)
+    assert sorted(epochs[:length]) == sorted(epochs[length:]) == expected
+    assert epochs[:length] != epochs[length:]
+    assert epochs[:length] != read(opened, "train", length, seed=2)
+
+
+def test_splits_share_no_document_and_hold_all(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "a", 1, 100, longest=8, shortest=8, vocabulary=60_000)  # documents of one sample's size
+    opened = source(prefix, vocab_size=60_000, split="70,20,10")
+    tokens = []
+    for split, share in (("train", 70), ("validation", 20), ("test", 10)):
+        dataset = opened.dataset(split, 1, 0)  # type: ignore[arg-type]
+        assert len(dataset) == 8 * share - 1
+        tokens += [int(dataset[index]["tokens"][0]) for index in range(len(dataset))] + [
+            int(dataset[-1 + len(dataset)]["labels"][0])
+        ]
+    assert tokens == Reader(prefix).tokens.tolist()
+
+
+def test_a_weighted_blend_keeps_its_shares_and_repeats_nothing_before_its_length(tmp_path: Path) -> None:
+    prefixes = [corpus(tmp_path / name, seed, 200, vocabulary=60_000) for seed, name in enumerate("ab")]
+    opened = source(*prefixes, weights="3,1", vocab_size=60_000)
+    stream = opened.stream("train", S, 1, 1)
+    assert stream is not None
+    samples = read(opened, "train", len(stream) + 1)
+    firsts = set(read(source(prefixes[0], vocab_size=60_000), "train", 200))
+    assert len(set(samples[:-1])) == len(samples) - 1
+    assert len(set(samples)) == len(samples) - 1  # the next one is a repetition
+    whole = source(prefixes[0], vocab_size=60_000).dataset("train", S, 1)
+    mine = {tuple(whole[index]["tokens"].tolist()) for index in range(len(whole))}
+    assert sum(sample in mine for sample in samples[:100]) == 75
+    assert firsts <= mine
+
+
+def test_the_token_after_an_end_of_document_does_not_count_and_positions_start_again(tmp_path: Path) -> None:
+    dataset = source(
+        corpus(tmp_path / "a", 1, 50, vocabulary=4), end_of_document=END, mask_end=True, reset_positions=True
+    ).dataset("train", 64, 1)
+    sample = dataset[0]
+    position = 0
+    for column, token in enumerate(sample["tokens"].tolist()):
+        assert sample["positions"][column] == position
+        assert sample["loss_mask"][column] == (token != END)
+        position = 0 if token == END else position + 1
+    assert (sample["tokens"] == END).any()
+
+
+def test_documents_of_several_sequences_are_split_whole(tmp_path: Path) -> None:
+    from megatron_run_data_indexed.files import Writer
+
+    with Writer(tmp_path / "a", np.uint16) as writer:
+        for document in range(10):
+            for _ in range(3):
+                writer.add([document] * 10)
+            writer.end_document()
+    opened = source(str(tmp_path / "a"), split="5,3,2")
+    assert set(opened.dataset("validation", S, 1)[0]["tokens"].tolist()) == {5}
+    assert len(opened.dataset("validation", 1, 1)) == 89
+
+
+def test_a_billion_tokens_are_opened_and_read_without_their_memory(tmp_path: Path) -> None:
+    documents, length = 100_000, 10_000
+    with (tmp_path / "a.bin").open("wb") as file:
+        file.truncate(2 * documents * length)  # sparse
+    with (tmp_path / "a.idx").open("wb") as file:
+        file.write(struct.pack("<9sQBQQ", MAGIC, 1, 8, documents, documents + 1))
+        file.write(np.full(documents, length, "<i4").tobytes())
+        file.write((np.arange(documents, dtype="<i8") * 2 * length).tobytes())
+        file.write(np.arange(documents + 1, dtype="<i8").tobytes())
+    before = resident()
+    stream = source(str(tmp_path / "a")).stream("train", 1024, 1, 10**6)
+    assert stream is not None
+    for index in range(50):
+        assert stream[index * 10_007]["tokens"].shape == (1024,)
+    assert len(stream) > 900_000
+    assert resident() - before < 32 * 2**20
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_a_split_without_a_sample_is_one_line_with_ways_out(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "a", 1, 10, longest=9, shortest=9)
+    with pytest.raises(DataError, match=r"validation split .* 9 tokens, and a sample needs 17") as raised:
+        source(prefix, split="8,1,1").stream("validation", 16, 1, 1)
+    assert "train.sequence_length to 8" in str(raised.value)
+    assert len(source(prefix, split="8,1,1").dataset("validation", 8, 1)) == 1
+    assert len(source(prefix, split="9,0,1").stream("validation", 8, 1, 1) or ()) == 0
+
+
+@pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
+def test_a_dataset_is_named_by_its_prefix_or_either_file(tmp_path: Path, suffix: str) -> None:
+    prefix = corpus(tmp_path / "a.b", 1, 50)
+    assert len(source(prefix + suffix).dataset("train", S, 1)) > 10
+
+
+def test_what_is_missing_is_one_line_that_says_what_to_set(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "a", 1, 50)
+    with pytest.raises(DataError, match=r"none\.idx does not exist.*data\.paths"):
+        source(str(tmp_path / "none")).dataset("train", S, 1)
+    with pytest.raises(InputError, match=r"data\.vocab_size"):
+        _ = source(prefix, vocab_size=None).vocab_size
+    with pytest.raises(InputError, match=r"data\.end_of_document"):
+        source(prefix, mask_end=True).dataset("train", S, 1)
+    with pytest.raises(ValidationError, match="3 numbers for 1"):
+        source(prefix, weights="1,2,3")
+    with pytest.raises(InputError, match="less than one sample"):
+        source(prefix, prefix, prefix, weights="1,1e-9,1e-9").stream("train", S, 1, 1)
+
+
+def test_a_tokenizer_gives_vocabulary_end_and_text(tmp_path: Path) -> None:
+    opened = source(corpus(tmp_path / "a", 1, 50), vocab_size=None, tokenizer="bytes")
+    assert (opened.vocab_size, opened.end_of_text) == (257, 256)
+    assert opened.decode(opened.encode("text") or ()) == "text"
+    assert source(corpus(tmp_path / "b", 1, 50)).encode("text") is None
