@@ -45,7 +45,8 @@ def stepper(dataset: PackedDocuments, names: tuple[str, ...]) -> Callable[[int],
     options = GptOptions(num_layers=4, hidden_size=256, num_heads=8, vocab_size=VOCAB, dropout=0.0)
     train = {"sequence_length": LENGTH, "micro_batch_size": ROWS, "global_batch_size": ROWS}
     context = single_process_context(options, dtype=torch.float32, train=train)
-    built = build_model(Gpt, replace(context, fields=frozenset(names)), options).train(mode=True)
+    context = replace(context, fields=frozenset(names))
+    built = build_model(lambda context, _: Gpt(context, options), context, options).train(mode=True)
 
     def step(number: int) -> float:
         rows = [(number * ROWS + row) % len(dataset) for row in range(ROWS)]

@@ -32,7 +32,7 @@ def can_add(total: Tensor, left: Tensor, right: Tensor) -> bool:
     types = (total.dtype, left.dtype, right.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
     if not types or total.device.type != "cpu" or total.stride(-1) != 1 or _gemm() is None:
         return False
-    return max(*total.shape, left.shape[1], *total.stride(), *left.stride(), *right.stride()) <= _LARGEST
+    return bool(max(*total.shape, left.shape[1], *total.stride(), *left.stride(), *right.stride()) <= _LARGEST)
 
 
 def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
