@@ -139,7 +139,7 @@ class Text(DataSource):
             return len(documents) == 1
         contents = [document.read() for document in documents]
         wanted: tuple[Split, ...] = ("train", "validation")
-        return len(documents) == 1 or any(
+        return any(
             self._shares.share(split) and not any(self._shares.portion(content, split) for content in contents)
             for split in wanted
         )
