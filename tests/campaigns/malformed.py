@@ -64,6 +64,8 @@ def inputs(folder: Path) -> Iterator[Input]:
         yield Input((*words.split(), "--dry-run"), 2)
     for command in ("list", "verify", "inspect"):
         yield Input(("checkpoint", command, "nowhere"), 5)
+    for words, code in WITHOUT_A_MODEL.items():
+        yield Input(tuple(words.split()), code)
     yield from _run_folders(folder)
 
 
@@ -93,6 +95,22 @@ LARGE = (
     ),
     ("model.experts", "1e12"),
 )
+
+
+#: What is asked of models, steps and plugins that are not there, and values that no generation has.
+WITHOUT_A_MODEL = {
+    "generate nowhere x": 5,
+    "eval nowhere --task perplexity=x": 5,
+    "eval overlap nowhere x": 5,
+    "finetune nowhere --data x": 5,
+    "export nowhere out --to huggingface": 5,
+    "import nowhere out": 5,
+    "plugins check data=nowhere": 3,
+    "plugins check data=./nowhere.py": 3,
+    "generate nowhere x --top-p 2": 2,
+    "generate nowhere x --temperature nan": 2,
+    "generate nowhere x --num 100000000000000": 2,
+}
 
 
 def _outside(bounds: str) -> Iterator[str]:

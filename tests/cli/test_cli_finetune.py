@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,27 @@ def test_a_model_goes_there_and_back_with_its_tokenizer(
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     assert run("finetune", "tuned", "--data", texts, *sets("run.folder=more", *SMALL)) == 0
     assert run(*words, "--quiet") == 0  # finished: what was imported is there
+
+
+def test_a_model_is_tuned_on_conversations_with_the_template_beside_its_tokenizer(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Output
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model, "chat")
+    template = "{% for m in messages %}{{ m.role == 'user' and 'the' or 'dog' }} {{ m.content }}\n{% endfor %}"
+    Path("chat/chat_template.jinja").write_text(template)
+    chats = [{"prompt": "fox " * (n % 5 + 1), "response": "dog"} for n in range(30)]
+    Path("chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    words = ("--plugin", "data=instruct", *sets(*SMALL, "eval.sample=4"))
+    assert run("finetune", "chat", *words) == 2
+    assert "add --data" in capfd.readouterr().err
+    assert run("finetune", "chat", "--data", "chats.jsonl", *words, *sets("run.folder=tuned")) == 0
+    said = capfd.readouterr()
+    assert " conversations in " in said.out
+    assert "lines of Role" not in said.out
+    assert Path("tuned/chat_template.jinja").read_text() == template
+    assert run("finetune", "tuned", *words, *sets("data.paths=chats.jsonl", "run.folder=more")) == 0
+    assert "lines of Role" not in capfd.readouterr().out
 
 
 def test_an_import_names_its_weights_and_its_tokenizer(model: Path, texts: Path, tmp_path: Path) -> None:

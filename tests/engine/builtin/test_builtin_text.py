@@ -17,6 +17,8 @@ from megatron_run.contracts import DataSource, Split
 from megatron_run.errors import DataError
 from megatron_run_engine.builtin.data.text import TextOptions, megatron_run_create_data
 from megatron_run_engine.data.documents import PackedDataset
+from megatron_run_engine.data.packing import PackedDocuments
+from megatron_run_testing.data import data_checks
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 
@@ -54,6 +56,19 @@ def test_splits_are_disjoint_and_complete(tmp_path: Path) -> None:
     assert set.union(*found) == {path.read_text() for path in tmp_path.iterdir()}
 
 
+def test_packed_documents_conform_and_hold_every_label_once(tmp_path: Path) -> None:
+    source = text(corpus(tmp_path), split="60,20,20", packing="documents")
+    for check in data_checks(source):
+        check.run()
+    dataset = source.dataset("train", 32, 0)
+    assert isinstance(dataset, PackedDocuments)
+    labels = np.concatenate([dataset.pairs([index])[1] for index in range(len(dataset))])
+    whole = [document.encode() for document in documents(text(tmp_path, split="60,20,20"), "train")]
+    assert sorted(labels.tolist()) == sorted([*b"".join(document[1:] for document in whole), *[256] * len(whole)])
+    assert source.summary(32, 0) == str(dataset)
+    assert f"{len(whole)} documents in {len(dataset)} rows of 32 tokens, " in str(dataset)
+
+
 def test_a_new_file_moves_no_other(tmp_path: Path) -> None:
     before = {split: documents(text(corpus(tmp_path), split="60,20,20"), split) for split in SPLITS}
     (tmp_path / "000-new.txt").write_text("a new document")
@@ -68,10 +83,18 @@ def test_a_document_that_is_alone_is_cut(tmp_path: Path) -> None:
     assert [len(next(iter(documents(source, split)))) for split in SPLITS] == [800, 100, 100]
 
 
+def test_few_documents_are_cut_where_validation_would_get_none(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text(f"{number}" * 1000)
+    sizes = {split: [len(piece) for piece in documents(text(tmp_path), split)] for split in SPLITS}
+    assert sizes == {"train": [900] * 3, "validation": [50] * 3, "test": [50] * 3}
+    assert [len(piece) for piece in documents(text(tmp_path, split="100,0,0"), "train")] == [1000] * 3
+
+
 def test_a_split_too_short_for_a_sample_says_what_to_do(tmp_path: Path) -> None:
     source = text(corpus(tmp_path, count=3), split="99,0.1,0.9")
     message = (
-        r"the validation split is too short .*: 0% of 3 documents came to 0 tokens, .* needs 65; .* a larger share"
+        r"the validation split is too short .*: 0% of 3 documents came to 0 tokens, and a sample needs 65 .*; name more"
     )
     with pytest.raises(DataError, match=message):
         source.dataset("validation", 64, 0)

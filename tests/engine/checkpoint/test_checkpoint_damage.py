@@ -9,6 +9,7 @@ import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,12 +52,26 @@ def test_a_thousand_flipped_bytes_are_found_each_by_the_name_of_its_file(saved: 
     saved.verify(2)
 
 
-def test_a_step_without_the_fast_hash_is_verified_by_its_sha_256(saved: Checkpoints) -> None:
-    forge(saved, lambda content: content["files"][SHARD].pop("xxh3"))
+def drop_fast_hash(content: dict[str, Any]) -> None:
+    del content["files"][SHARD]["xxh3"]
+
+
+def test_a_step_of_version_1_has_no_fast_hash_and_is_verified_by_its_sha_256(saved: Checkpoints) -> None:
+    assert saved.manifest(2).version == 2
+    forge(saved, drop_fast_hash)
+    assert "has no XXH3" in refused(saved)
+    forge(saved, lambda content: content.update(version=1))
     manifest, file = saved.manifest(2), saved.folder(2) / SHARD
     verify_files(saved.folder(2), manifest, manifest.files, fast=True)
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     assert "SHA-256" in refused(saved, fast=True)
+
+
+def test_a_step_of_a_later_version_is_answered_with_what_to_do(saved: Checkpoints) -> None:
+    forge(saved, lambda content: content.update(version=3, unknown={}))
+    message = refused(saved)
+    assert "its version is 3" in message
+    assert message.endswith("upgrade megatron-run")
 
 
 @pytest.mark.parametrize("name", [SHARD, MANIFEST])
@@ -168,7 +183,7 @@ def test_a_path_in_a_manifest_is_refused(saved: Checkpoints, name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda content: content.update(version=2), "version"),
+        (lambda content: content.update(version=0), "version"),
         (lambda content: content.update(more=1), "more"),
         (lambda content: content.pop("about"), "about"),
         (lambda content: content["about"].update(step="2"), "about.step"),

@@ -92,7 +92,7 @@ def test_updates_by_hand_are_those_of_torch(pair: tuple[Any, Path]) -> None:
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.0)
     for _ in range(3):
         loss = theirs(tokens, labels=tokens).loss
-        assert abs(model.step(tokens, lr=1e-2) - float(loss)) < 1e-4
+        assert abs(model.step(tokens, lr=1e-2) - float(loss.detach())) < 1e-4
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -240,6 +240,8 @@ def test_a_stop_token_and_the_end_of_a_text_end_it(bytes_model: LoadedModel) -> 
         (["a"], {"num": 0}, "num=0: it must be at least 1"),
         (["a"], {"max_new_tokens": 0}, "max_new_tokens=0: it must be at least 1"),
         (["a"], {"stop": ["a", ""]}, "a stop string is empty"),
+        (["a"], {"num": 10**14}, "num=100000000000000: it must be at most 65536"),
+        (["a"], {"stop_tokens": [1, 257]}, "token 257 is outside the model's vocabulary of 257"),
     ],
 )
 def test_what_cannot_be_written_is_refused(

@@ -14,14 +14,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from megatron_run.config.request import Request
 from megatron_run_engine.launch import fork_server
+from megatron_run_engine.launch.rank import Job
 from tests.engine.launch import stand_in_rank
 
 _, PIDS, HOW, *TOLD, JOB, CONTROL = sys.argv
 
 
-def preload(_request: Request) -> None:
+def preload(_job: Job, _size: int) -> None:
     import numpy.random  # noqa: F401  # has a generator that is seeded when it is imported
 
     if HOW == "thread":
@@ -31,7 +31,7 @@ def preload(_request: Request) -> None:
         time.sleep(60)
 
 
-def be_stand_in(job: Path) -> int:
+def be_stand_in(job: Path, _run: None) -> int:
     stand_in_rank.RANK = int(os.environ["RANK"])
     sys.argv[1:] = [PIDS, *TOLD, str(job)]
     stand_in_rank.main()

@@ -111,22 +111,35 @@ def test_ranks_are_started_anew_when_an_import_has_started_a_thread(launcher: La
     assert [launcher.log(rank) for rank in range(2)] == [f"rank {rank} prints\n" for rank in range(2)]
 
 
-def test_ranks_of_several_threads_are_forked_too(tmp_path: Path) -> None:
-    """No import of a run leaves a thread, and what torch's libraries are told stays as it was."""
+def test_ranks_of_several_threads_are_forked_once_all_that_they_need_is_imported(tmp_path: Path) -> None:
+    """No import of a run leaves a thread, what torch's libraries are told stays, and no rank imports torch's compiler.
+
+    torch imports it when the first optimizer is made, and when deterministic kernels are selected.
+    """
     code = """
-import os
+import os, sys
+from pathlib import Path
 from megatron_run.config.request import Request
 from megatron_run_engine.launch.fork_server import can_fork, preload
+from megatron_run_engine.launch.rank import Job
 before = dict(os.environ)
-preload(Request(configs=("preset:tiny",), nproc=2))
+assert preload(Job(Request(configs=("preset:tiny",)), Path("run"), 1, "", 0), 2) is not None
+os.environ.pop("TORCHINDUCTOR_CACHE_DIR")  # which torch's compiler sets in every process
 assert os.environ == before
 print(can_fork())
+import torch
+from megatron_run_engine.launch import worker
+loaded = set(sys.modules)
+torch.use_deterministic_algorithms(True)
+torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+print(*(set(sys.modules) - loaded))
 """
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
-    environment.pop("OPENBLAS_NUM_THREADS", None)
+    for name in ("OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR"):
+        environment.pop(name, None)
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=50)
-    assert (done.stdout, done.stderr) == ("True\n", "")
+    assert (done.stdout, done.stderr) == ("True\n\n", "")
 
 
 class Gone:

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from torch.nn import Parameter
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_run_engine.nn import grouped
 from megatron_run_engine.nn.grouped import EqualGroups, RowGroups, _has_onednn, _takes_grouped, grouped_linear
 from megatron_run_engine.runtime.gradients import GradientAccumulator, main_grad
 
-#: Some without rows, the last all alike, which are told by one number; sizes that one call takes, and sizes that it does not.
+#: Some without rows, the last all alike, which are told by one number; sizes that one call takes, and others.
 COUNTS, SIZES = ([3, 0, 5, 1], [0, 0, 0, 0], [9, 0, 0, 0], [4, 4, 4, 4]), ((8, 16), (5, 7))
 
 CPU = torch.device("cpu")
@@ -109,3 +110,43 @@ def test_products_of_groups_of_one_size_are_added_to_a_wider_total() -> None:
     EqualGroups(4, 8).add_products(totals, left, right)
     expected = 1 + left.float().view(2, 4, 3).transpose(1, 2) @ right.float().view(2, 4, 5)
     torch.testing.assert_close(totals, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("widens", [True, False])
+def test_a_device_that_widens_adds_each_groups_16_bit_product_in_its_kernel(
+    widens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call for all groups would round the products before it adds them; its types are equal elsewhere."""
+    monkeypatch.setattr(grouped, "can_widen", lambda *_: widens)
+    monkeypatch.setattr(grouped, "_takes_grouped", lambda *_: True)
+    calls: list[str] = []
+    monkeypatch.setattr(grouped, "add_product", lambda *_: calls.append("a group"))
+    monkeypatch.setattr(RowGroups, "add_grouped", lambda *_: calls.append("all"))
+    groups, totals = RowGroups(torch.tensor([2, 0, 3]), CPU), torch.zeros(3, 8, 4, device="meta")
+    left, right = (torch.zeros(5, size, dtype=torch.bfloat16, device="meta") for size in (8, 4))
+    groups.add_products(totals, left, right)
+    assert calls == (["a group", "a group"] if widens else ["all"])
+    calls.clear()
+    groups.add_products(totals.bfloat16(), left, right)
+    assert calls == ["all"]
+
+
+def test_biases_take_as_many_kernels_for_many_groups_as_for_few() -> None:
+    def kernels(groups: int) -> int:
+        weight, bias = parameter(groups * 6, 4), parameter(groups * 6)
+        rows = torch.randn(groups * 2, 4, dtype=torch.float64, requires_grad=True)
+        counts = torch.full((groups,), 2)
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            grouped_linear(rows, weight, bias, counts, GradientAccumulator()).sum().backward()
+        return sum(event.name in ("aten::add_", "aten::sum", "aten::addmm_") for event in profiled.events())
+
+    products = 1  # of a group's weight gradient, by addmm_
+    assert kernels(9) - kernels(2) == 7 * products
+
+
+def test_sums_of_a_groups_rows_are_those_of_fp32_in_16_bits() -> None:
+    rows = torch.randn(512, 6).bfloat16()
+    totals = torch.ones(3, 6)
+    RowGroups(torch.tensor([500, 0, 12]), CPU).add_sums(totals, rows, 0.5)
+    exact = torch.stack([rows[:500].double().sum(0), torch.zeros(6).double(), rows[500:].double().sum(0)])
+    torch.testing.assert_close(totals.double(), 1 + 0.5 * exact, rtol=0, atol=1e-4)

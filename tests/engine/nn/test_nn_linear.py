@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.library import Library
 from torch.nn import Parameter
 
+from megatron_run_engine.nn import wide_product
 from megatron_run_engine.nn.linear import _widens, add_product, linear
+from megatron_run_engine.nn.wide_product import _gemm
 from megatron_run_engine.runtime.gradients import GradientAccumulator, main_grad
 
 
@@ -122,8 +124,14 @@ def error_of_sums(dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize(("dtype", "rounded"), [(torch.bfloat16, 1e-3), (torch.float16, 1e-4)])
 def test_a_device_that_widens_adds_16_bit_products_without_rounding_them(
-    dtype: torch.dtype, rounded: float, request: pytest.FixtureRequest
+    dtype: torch.dtype, rounded: float, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(wide_product, "_gemm", lambda: None)  # as on a CPU without AMX
     assert error_of_sums(dtype) > rounded
     request.getfixturevalue("_device_that_widens")
     assert error_of_sums(dtype) < 1e-6
+
+
+@pytest.mark.skipif(_gemm() is None, reason="a CPU without AMX")
+def test_a_cpu_with_amx_adds_bf16_products_without_rounding_them() -> None:
+    assert error_of_sums(torch.bfloat16) < 1e-6

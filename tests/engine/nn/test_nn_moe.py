@@ -114,7 +114,7 @@ def test_padded_experts_drop_no_token_of_a_text(capacity: float) -> None:
     """In generation every expert has as many slots as the fullest one needs."""
     example = replace(example_microbatch(61), train=False, decoding=Decoding())
     example = replace(example, fields={"tokens": example.fields["tokens"]})
-    variants = ({}, {"expert_capacity_factor": capacity, "expert_pad_to_capacity": True})
+    variants: tuple[dict[str, Any], ...] = ({}, {"expert_capacity_factor": capacity, "expert_pad_to_capacity": True})
     found = []
     for variant in variants:
         _, _, built = moe(variant)

@@ -71,3 +71,9 @@ def test_a_gradient_after_the_last_is_an_error_that_names_the_parameter() -> Non
         gradients.submit((parameter,), lambda: None)
     with pytest.raises(PluginError, match=r"layers\.0\.weight arrived after its bucket was sent"):
         gradients.submit((parameter,), lambda: None)
+
+
+def test_a_parameter_that_the_model_has_frozen_is_refused() -> None:
+    frozen = Parameter(torch.zeros(3), requires_grad=False)
+    with pytest.raises(PluginError, match=r"froze its parameter embedding\.weight.*register_buffer"):
+        GradientAccumulator().adopt(frozen, "embedding.weight")

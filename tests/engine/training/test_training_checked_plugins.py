@@ -83,7 +83,7 @@ PACKED = {
 
 def test_fields_that_are_what_was_declared_pass() -> None:
     source = Packed(PACKED)
-    assert open_split(from_object(source), source, "train", 4, 0)[0] is PACKED
+    assert open_split(from_object(source), source, "train", 4, 0, 1)[0] is PACKED
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_fields_that_are_what_was_declared_pass() -> None:
 def test_a_field_that_is_not_what_was_declared_is_named(wrong: dict[str, Any]) -> None:
     source = Packed({**PACKED, **wrong})
     with pytest.raises(DataError, match=rf"train sample 0 of plugin data=packed .*: {next(iter(wrong))}"):
-        open_split(from_object(source), source, "train", 4, 0)[0]
+        open_split(from_object(source), source, "train", 4, 0, 1)[0]
 
 
 def test_a_sample_that_cannot_be_read_is_the_plugins_fault() -> None:

@@ -182,6 +182,18 @@ def test_ways_to_split_experts_that_work_with_everything_else(
     assert code == ExitCode.INPUT
 
 
+def test_a_batch_that_does_not_divide_over_the_ranks_that_experts_ask_for() -> None:
+    """Nobody gave a number of ranks, so the key that did is named."""
+    sets = ["model.experts=6", "parallel.expert=6", "train.global_batch_size=8", "train.micro_batch_size=1"]
+    line, code = mistake(sets=sets, nproc=None)
+    assert "data parallel is 6 for parallel.expert=6 (from" in line
+    assert "--set parallel.expert" in line
+    assert "or lower parallel.expert" in line
+    assert code == ExitCode.INPUT
+    line, _ = mistake(sets=sets, nproc=6)  # these ranks the user asked for
+    assert "parallel.expert" not in line
+
+
 def test_experts_and_ranks_that_nothing_divides_are_told_with_the_batch() -> None:
     experts, batch = mistakes(sets=["model.experts=4", "parallel.expert=2"], nproc=3)
     assert str(experts) == (

@@ -47,13 +47,13 @@ def test_the_users_counts_are_in_model_order() -> None:
 
 def test_one_stage_by_hand() -> None:
     (only,) = planned(1, 2).lists
-    assert " ".join(map(str, only)) == "F0.0 F0.1 I0.1 W0.1 I0.0 W0.0 F1.0 F1.1 I1.1 I1.0 W1.0 W1.1"
+    assert " ".join(map(str, only)) == "F0.0 F0.1 I0.1 W0.1 F1.0 I0.0 W0.0 F1.1 I1.1 W1.1 I1.0 W1.0"
 
 
 def test_two_stages_by_hand() -> None:
     first, last = planned(2, 2).lists
-    assert " ".join(map(str, first)) == "F0.0 F1.0 F0.1 I0.1 F1.1 I1.1 I0.0 W0.0 W0.1 I1.0 W1.0 W1.1"
-    assert " ".join(map(str, last)) == "F0.0 F0.1 F1.0 F1.1 I0.1 I0.0 I1.1 W0.0 I1.0 W1.0 W0.1 W1.1"
+    assert " ".join(map(str, first)) == "F0.0 F1.0 F0.1 I0.1 W0.1 F1.1 I1.1 W1.1 I0.0 W0.0 I1.0 W1.0"
+    assert " ".join(map(str, last)) == "F0.0 F0.1 F1.0 F1.1 I0.1 W0.1 I0.0 I1.1 I1.0 W0.0 W1.0 W1.1"
 
 
 def test_every_chunk_takes_its_microbatches_in_order() -> None:
@@ -95,6 +95,29 @@ def test_operations_of_unequal_cost_cost_little() -> None:
     for stages, microbatches, over in ((2, 8, 0.03), (3, 6, 0.08), (4, 8, 0.1), (4, 16, 0.05)):
         step = timeline(planned(stages, microbatches), costs).makespan
         assert step <= (1 + over) * 2 * microbatches * sum(costs.values())
+
+
+def test_chunks_of_unequal_size_cost_little() -> None:
+    """The head weighs two layers, and the first stage has it: so its chunks hold one layer each, the other's two."""
+    layout = ZeroBubbleV().layout(LayoutSpec(2, 2, 6, counts=(1, 2, 2, 1)))
+    asked = ScheduleSpec(layout, 2, 2, 8)
+    lists = ZeroBubbleV().actions(asked)
+    weights = {0: (1, 3), 1: (2, 2)}  # of chunk 0 and 1, by stage
+    done: dict[tuple[str, int, int], float] = {}  # by operation, microbatch, position
+    now, following = [0.0, 0.0], [0, 0]
+    while any(following[stage] < len(lists[stage]) for stage in (0, 1)):
+        for stage in (0, 1):
+            while following[stage] < len(lists[stage]):
+                op, microbatch, chunk = lists[stage][following[stage]]
+                position = 3 - stage if chunk else stage
+                awaited = ("F", microbatch, position - 1) if op == "F" else ("I", microbatch, position + 1)
+                awaited = ("F", microbatch, 3) if awaited[2] > 3 else awaited
+                if op != "W" and awaited[2] >= 0 and awaited not in done:
+                    break
+                start = now[stage] if op == "W" else max(now[stage], done.get(awaited, 0.0))
+                now[stage] = done[op, microbatch, position] = start + weights[stage][chunk]
+                following[stage] += 1
+    assert max(now) <= 1.06 * 8 * 3 * 4
 
 
 def test_large_shapes_are_planned_at_once() -> None:

@@ -59,7 +59,7 @@ class Record(BaseModel):
 
 
 class FileRecord(Record):
-    """One shard: its length in bytes, its SHA-256 and its 128-bit XXH3, which early steps lack."""
+    """One shard: its length in bytes, its SHA-256 and its 128-bit XXH3, which steps of version 1 may lack."""
 
     bytes: Count
     sha256: Sha256
@@ -141,16 +141,21 @@ class About(Record):
 
 
 class Manifest(Record):
-    """A saved step: its ``files`` by name, and the fields of its logical ``tensors`` by tensor and field name."""
+    """A saved step: its ``files`` by name, and the fields of its logical ``tensors`` by tensor and field name.
 
-    version: Literal[1] = 1
+    Version 1 had no XXH3, and software of its time refuses one: so a step with them is of version 2.
+    """
+
+    version: Literal[1, 2] = 2
     about: About
     files: Mapping[FileName, FileRecord]
     tensors: Mapping[str, Mapping[str, FieldRecord]]
 
     @model_validator(mode="after")
     def _is_complete(self) -> Manifest:
-        """Check that every logical tensor has master weights, and that pieces cover each field exactly once."""
+        """Check that hashes are there, that tensors have master weights, and that pieces cover fields exactly once."""
+        if unhashed := sorted(name for name, file in self.files.items() if file.xxh3 is None and self.version > 1):
+            raise ValueError(f"{unhashed[0]} has no XXH3")
         for name, fields in self.tensors.items():
             if MASTER not in fields:
                 raise ValueError(f"{name} has no field {MASTER}")
@@ -171,6 +176,9 @@ class Manifest(Record):
         """Return the content of the file: JSON whose last member is the SHA-256 of the part before it."""
         body = json.dumps(self.model_dump(mode="json"), allow_nan=False).encode()
         return _HEAD + body + _JOINT + hashlib.sha256(body).hexdigest().encode() + _END
+
+
+_NEWEST: int = Manifest.model_fields["version"].default
 
 
 def make_manifest(about: About, files: Mapping[str, Any], tensors: Mapping[str, Any]) -> Manifest:
@@ -203,7 +211,24 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate_json(body)
     except ValidationError as error:
+        version = _version_of(body)
+        if version > _NEWEST:
+            raise CheckpointError(
+                f"{path} is of a newer format",
+                why=f"its version is {version}, and the newest that this megatron-run reads is {_NEWEST}",
+                fix="upgrade megatron-run",
+            ) from error
         raise CheckpointError(f"{path} cannot be used", why=_first_fault(error)) from error
+
+
+def _version_of(body: bytes) -> int:
+    """The version in a manifest that may be none: 0 where there is no number."""
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError):
+        return 0
+    version = content.get("version") if isinstance(content, dict) else None
+    return version if isinstance(version, int) else 0
 
 
 def _first_fault(error: ValidationError) -> str:

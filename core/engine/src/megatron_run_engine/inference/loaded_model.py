@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int]
 
 
+#: The most texts for a prompt: all of them are written in one batch.
+MOST = 2**16
+
+
 @dataclass(frozen=True)
 class Writing:
     """How texts are continued: the options of :meth:`LoadedModel.generate`.
@@ -61,6 +65,8 @@ class Writing:
         for name, value in (("max_new_tokens", self.max_new_tokens), ("num", self.num)):
             if value < 1:
                 raise InputError(f"{name}={value}: it must be at least 1")
+        if self.num > MOST:
+            raise InputError(f"num={self.num}: it must be at most {MOST}", fix="write more with another seed")
         if "" in self.stops:
             raise InputError("a stop string is empty: every text would end at once")
         _ = self.sampling  # checks its values
@@ -229,6 +235,7 @@ class Page:
     """The texts that continue ``prompts``, ``writing.num`` each, while a model writes them."""
 
     def __init__(self, model: LoadedModel, prompts: Sequence[Prompt], writing: Writing) -> None:
+        check_vocabulary(model, writing.stop_tokens)
         self._texts = [_Text(model, prompt, sample, writing) for prompt in prompts for sample in range(writing.num)]
         rows = [text.row for text in self._texts]
         self._generation = Generation(model.network, rows, writing.sampling, cache=writing.cache)
@@ -298,5 +305,10 @@ def check_tokens(model: LoadedModel, tokens: Sequence[int]) -> None:
     if len(tokens) > model.positions:
         why = f"{len(tokens)} tokens, and the model has {model.positions} positions"
         raise InputError("a prompt is too long", why=why, fix="shorten it")
+    check_vocabulary(model, tokens)
+
+
+def check_vocabulary(model: LoadedModel, tokens: Sequence[int]) -> None:
+    """Raise :class:`InputError` unless all ``tokens`` are ids of ``model``."""
     if wrong := [token for token in tokens if not 0 <= token < model.vocab_size]:
         raise InputError(f"token {wrong[0]} is outside the model's vocabulary of {model.vocab_size}")

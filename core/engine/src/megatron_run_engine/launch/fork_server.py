@@ -1,6 +1,6 @@
 """Forks the ranks of one host from a process that has imported everything, so that they share one import.
 
-Imports are two seconds of processor time, most of a rank's start. The server is a fresh process, because OpenMP, glibc
+Imports are four seconds of processor time, most of a rank's start. The server is a fresh process, because OpenMP, glibc
 and torch read their variables when they are loaded. It imports torch and the chosen plugins, forks while it has one
 thread, and tells the launcher what becomes of the ranks, as it is their parent. When the launcher is gone it kills
 them, also those that hang or are stopped and cannot end by themselves.
@@ -22,13 +22,15 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from megatron_run.config.request import Request
 from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, main
 from megatron_run_engine.launch.start import RankProcess, RankStart, SpawnedRank, spawn
+
+if TYPE_CHECKING:
+    from megatron_run.planning import ResolvedRun
 
 #: What the server runs, with the job's path and its end of the socket as the last arguments.
 _PROGRAM = (sys.executable, "-m", "megatron_run_engine.launch.fork_server")
@@ -151,13 +153,15 @@ def serve(job: Path, control: socket.socket) -> None:
     """Import, start the ranks, and report their ends until the launcher has closed its end of ``control``."""
     with control.makefile("rb") as file:
         starts = _decode(file.readline())
-    preload(replace(Job.read(job).request, nproc=len(starts)))
+    run = preload(Job.read(job), len(starts))
     wakeup, bell = socket.socketpair()
     for each in (wakeup, bell):
         each.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, without which no byte is written to the bell
     signal.set_wakeup_fd(bell.fileno())
-    begin = _fork if can_fork() else _spawn  # a lock that another thread holds during a fork is never released
+    begin = (
+        partial(_fork, run) if can_fork() else _spawn
+    )  # a lock that another thread holds during a fork is never released
     processes = []
     for rank, start in enumerate(starts):
         processes.append(begin(job, start, (control, wakeup, bell)))
@@ -165,12 +169,12 @@ def serve(job: Path, control: socket.socket) -> None:
     _report(control, wakeup, processes)
 
 
-def _fork(job: Path, start: RankStart, private: Sequence[socket.socket]) -> int:
+def _fork(run: ResolvedRun | None, job: Path, start: RankStart, private: Sequence[socket.socket]) -> int:
     process = os.fork()
     if process == 0:
         for each in private:
             each.close()
-        become_rank(job, start)
+        become_rank(job, start, run)
     return process
 
 
@@ -198,16 +202,24 @@ def _report(control: socket.socket, wakeup: socket.socket, processes: Sequence[i
         os.waitpid(process, 0)
 
 
-def preload(request: Request) -> None:
-    """Import what every rank of ``request`` will. What is wrong with it each rank finds by itself, and says so."""
-    from megatron_run.planning import resolve
+def preload(job: Job, size: int) -> ResolvedRun | None:
+    """Import what every one of ``size`` ranks will, and resolve the run that all of them would resolve alike.
 
+    None if something is wrong with it: each rank finds that by itself, and says so.
+    """
+    run = None
     _import_numpy()
     with suppress(Exception):
-        resolve(request)
+        from megatron_run_engine.launch import worker  # noqa: F401  # all that trains
+
+        run = job.resolve_run(size)
+        # torch's compiler is two seconds of imports: torch's optimizers import most of it when the first is made, and
+        # its choice of deterministic kernels the rest.
+        import torch._inductor  # noqa: F401
     sys.stdout.flush()
     sys.stderr.flush()
     gc.freeze()  # the ranks do not write to the pages of what is here by looking for garbage in it
+    return run
 
 
 def _import_numpy() -> None:
@@ -231,8 +243,11 @@ def can_fork() -> bool:
     return len(list(Path("/proc/self/task").iterdir())) == 1 and not torch.cuda.is_initialized()
 
 
-def become_rank(job: Path, start: RankStart) -> NoReturn:
-    """Be what ``python -m megatron_run_engine.launch.rank JOB`` would be, in a process that was just forked."""
+def become_rank(job: Path, start: RankStart, run: ResolvedRun | None = None) -> NoReturn:
+    """Be what ``python -m megatron_run_engine.launch.rank JOB`` would be, in a process that was just forked.
+
+    It need not resolve the ``run`` that is given.
+    """
     try:
         os.setsid()  # a process group of its own, which is killed with all that the rank has started
         signal.set_wakeup_fd(-1)  # the bell is the server's: the rank has closed its copy
@@ -245,7 +260,7 @@ def become_rank(job: Path, start: RankStart) -> NoReturn:
         sys.argv[1:] = [str(job)]
         if "numpy.random" in sys.modules:  # Python's own generator is seeded anew by a fork, and torch's by the run
             sys.modules["numpy.random"].seed()
-        status = main(job)
+        status = main(job, run)
     except BaseException:
         traceback.print_exc()
         status = 1

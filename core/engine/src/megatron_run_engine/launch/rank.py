@@ -12,11 +12,14 @@ import signal
 import sys
 import threading
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_run.config.request import Request
 from megatron_run_engine.launch.task import Task
+
+if TYPE_CHECKING:
+    from megatron_run.planning import ResolvedRun
 
 #: What each rank runs, with the job's path as its last argument.
 RANK_PROGRAM = (sys.executable, "-m", "megatron_run_engine.launch.rank")
@@ -39,6 +42,13 @@ class Job:
     debug: bool = False
     task: Task | None = None
 
+    def resolve_run(self, size: int) -> ResolvedRun:
+        """The run of ``size`` ranks, the same on every rank. Raises what is wrong with it."""
+        from megatron_run.planning import resolve
+
+        make = resolve if self.task is None else self.task.resolve_run
+        return make(replace(self.request, nproc=size))
+
     def write(self, path: Path) -> None:
         """Write the job where a rank will :meth:`read` it."""
         task = None if self.task is None else asdict(self.task)
@@ -60,24 +70,24 @@ def page_path(job: Path, rank: int) -> Path:
     return job.with_name(f"page-{rank}")
 
 
-def main(path: Path) -> int:
-    """Run the rank that the environment names for the job at ``path``; its exit code."""
+def main(path: Path, run: ResolvedRun | None = None) -> int:
+    """Run the rank that the environment names for the job at ``path``, whose ``run`` may be known; its exit code."""
     # No traceback when Ctrl-C comes before the training, which handles it, or after.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     job = Job.read(path)
     hold_lifeline(job.lifeline)
 
-    from megatron_run.planning import resolve
     from megatron_run_engine.launch.environments import local_world
     from megatron_run_engine.launch.worker import RankWorker
     from megatron_run_engine.run_folder import RunFolder
 
     world = local_world(os.environ, job.init_method)
     folder = RunFolder(job.folder, job.attempt, world.rank)
-    request = replace(job.request, nproc=world.size)
-    page = page_path(path, world.rank)
-    resolve_run, work = (resolve, None) if job.task is None else (job.task.resolve_run, job.task.work)
-    make = partial(resolve_run, request)
+    page, work = page_path(path, world.rank), None if job.task is None else job.task.work
+
+    def make() -> ResolvedRun:
+        return job.resolve_run(world.size) if run is None else run
+
     result = RankWorker(make, world, print, folder=folder, page=page, debug=job.debug, work=work).run()
     if result.failed:
         result.write(path)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_run_engine.nn.linear import add_product
+from megatron_run_engine.nn.linear import add_product, can_widen
 from megatron_run_engine.runtime.gradients import main_grad
 
 if TYPE_CHECKING:
@@ -94,6 +94,9 @@ class EqualGroups:
             totals.baddbmm_(across, right)
         elif _widens_batches(left.device.type, left.dtype, totals.dtype):
             torch.ops.aten.baddbmm.dtype_out(totals, across, right, totals.dtype, out=totals)
+        elif left.device.type == "cpu":  # whose batched products take as long as one by one
+            for total, one, other in zip(totals, across, right, strict=True):
+                add_product(total, one, other)
         else:
             totals.add_(torch.bmm(across, right))
 
@@ -140,8 +143,13 @@ class RowGroups:
         return product
 
     def add_products(self, totals: Tensor, left: Tensor, right: Tensor) -> None:
-        """``totals[g] += left[g].T @ right[g]`` over the rows of each group: [g, a, c] of left [n, a], right [n, c]."""
-        if left.device.type != "cpu" and _takes_grouped(left, right):  # a CPU adds each product in place
+        """``totals[g] += left[g].T @ right[g]`` over the rows of each group: [g, a, c] of left [n, a], right [n, c].
+
+        A product a group is added in its kernel, which one call for all cannot do: it would round 16-bit products
+        before they are added to wider totals. So it serves types that are equal, and devices that cannot widen either.
+        """
+        by_group = left.device.type == "cpu" or (totals.dtype != left.dtype and can_widen(left, totals.dtype))
+        if not by_group and _takes_grouped(left, right):
             self.add_grouped(totals, left, right)
             return
         for group, where in self.places:
@@ -149,20 +157,14 @@ class RowGroups:
 
     def add_biases(self, rows: Tensor, biases: Tensor, share: float) -> None:
         """Add ``share`` of its group's bias [g, o] to each of ``rows`` [n, o]."""
-        for group, where in self.places:
-            rows[where].add_(biases[group], alpha=share)
-
-    def add_sums(self, totals: Tensor, rows: Tensor, share: float) -> None:
-        """Add ``share`` of the sum of each group's ``rows`` [n, o] to ``totals`` [g, o]."""
-        for group, where in self.places:
-            totals[group].add_(rows[where].sum(0), alpha=share)
+        rows.add_(biases.index_select(0, self.of_rows), alpha=share)
 
     def add_grouped(self, totals: Tensor, left: Tensor, right: Tensor) -> None:
         """:meth:`add_products` in one call, over non-empty groups only.
 
         For an empty group some devices return values other than zero.
         """
-        ends = self._on_device([where.stop for _, where in self.places])
+        ends = self._on_device(torch.tensor([where.stop for _, where in self.places]))
         products = torch._grouped_mm(left.t(), right, offs=ends)  # [groups with rows, a, c]
         if len(products) == len(totals):
             totals.add_(products)
@@ -170,13 +172,29 @@ class RowGroups:
         for (group, _), product in zip(self.places, products, strict=True):
             totals[group].add_(product)
 
+    def add_sums(self, totals: Tensor, rows: Tensor, share: float) -> None:
+        """Add ``share`` of the sum of each group's ``rows`` [n, o] to ``totals`` [g, o].
+
+        One product with a matrix of zeros and ones, in the type of the totals: two kernels a group would take longer
+        than the group's own product.
+        """
+        groups = torch.arange(len(totals), device=self._device)
+        member = (groups[:, None] == self.of_rows).to(totals.dtype)  # [g, n]
+        totals.addmm_(member, rows.to(totals.dtype), alpha=share)
+
+    @cached_property
+    def of_rows(self) -> Tensor:
+        """The group of each row, int32 [n] on the device."""
+        counts = torch.tensor([end - start for start, end in pairwise(self._ends)])
+        return self._on_device(torch.arange(len(counts)).repeat_interleave(counts))
+
     @cached_property
     def _all_ends(self) -> Tensor:
         """End of each group, int32 [g] on the device: uploaded once for forward and backward."""
-        return self._on_device(self._ends[1:])
+        return self._on_device(torch.tensor(self._ends[1:]))
 
-    def _on_device(self, ends: list[int]) -> Tensor:
-        return torch.tensor(ends, dtype=torch.int32).to(self._device, non_blocking=True)
+    def _on_device(self, numbers: Tensor) -> Tensor:
+        return numbers.to(torch.int32).to(self._device, non_blocking=True)
 
 
 def _submit(

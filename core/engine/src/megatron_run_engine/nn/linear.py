@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_run_engine.nn.wide_product import add_wide_product, can_add
 from megatron_run_engine.runtime.gradients import main_grad
 
 if TYPE_CHECKING:
@@ -69,16 +70,23 @@ def submit_gradients(
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """``total += left @ right``, in one kernel where all types are equal or the device can widen.
 
-    A GPU adds the fp32 sums of 16-bit operands to an fp32 total, as Megatron-LM's fused gradient accumulation does. A
-    CPU has no such product: there the product is rounded to 16 bits first, a relative error of 2e-3 in bf16. To widen
-    the operands instead would be exact, and took 2.5 to 4 times as long where a CPU has 16-bit products.
+    A GPU adds the fp32 sums of 16-bit operands to an fp32 total, as Megatron-LM's fused gradient accumulation does; so
+    does a CPU with AMX, in bf16. Elsewhere the product is rounded to 16 bits first, a relative error of 2e-3 in bf16:
+    to widen the operands instead would be exact, and took 2.5 to 4 times as long where a CPU has 16-bit products.
     """
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    elif _widens(left.device.type, left.dtype, total.dtype):
+    elif can_widen(left, total.dtype):
         torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
+    elif can_add(total, left, right):
+        add_wide_product(total, left, right)
     else:
         total.add_(left @ right)
+
+
+def can_widen(operand: Tensor, wide: torch.dtype) -> bool:
+    """Whether torch adds a product of such operands to a ``wide`` total on their device."""
+    return _widens(operand.device.type, operand.dtype, wide)
 
 
 @cache

@@ -142,11 +142,12 @@ class BatchSizes:
     """The batch of every step as this many data-parallel ranks share it.
 
     Raises :class:`InputError` when a global batch, at any point of a ramp-up, does not divide into micro batches over
-    the data-parallel ranks.
+    the data-parallel ranks. ``follows_from`` is the key and value that demand so many of these, where no number of
+    ranks was asked for.
     """
 
-    def __init__(self, train: TrainSection, data_parallel: int) -> None:
-        self._train, self._data_parallel = train, data_parallel
+    def __init__(self, train: TrainSection, data_parallel: int, follows_from: str = "") -> None:
+        self._train, self._data_parallel, self._follows_from = train, data_parallel, follows_from
         self._ramp = BatchRamp.from_config(train)
         self._unit = train.micro_batch_size * data_parallel
         self._require_divisible("train.global_batch_size", train.global_batch_size)
@@ -157,10 +158,13 @@ class BatchSizes:
     def _require_divisible(self, key: str, value: int) -> None:
         if value % self._unit == 0:
             return
+        source = self._follows_from
         raise InputError(
             f"{key}={value} is not a multiple of micro batch x data parallel",
-            why=f"{self._train.micro_batch_size} x {self._data_parallel} = {self._unit}",
-            fix=f"set {key} to {nearest_multiples(value, self._unit)}",
+            why=f"{self._train.micro_batch_size} x {self._data_parallel} = {self._unit}"
+            + (f", where data parallel is {self._data_parallel} for {source}" if source else ""),
+            fix=f"set {key} to {nearest_multiples(value, self._unit)}"
+            + (f", or lower {source.partition('=')[0]}" if source else ""),
         )
 
     def at(self, consumed: int) -> int:

@@ -26,8 +26,10 @@ Answer = TypeVar("Answer")
 MAX_MICROBATCHES, MAX_LAYERS = 100_000, 100_000
 
 
-def microbatch_counts(train: TrainSection, data_parallel: int) -> tuple[int, ...]:
+def microbatch_counts(train: TrainSection, data_parallel: int, follows_from: str = "") -> tuple[int, ...]:
     """Every number of microbatches that occurs in the run; also validates batch sizes, learning rate and decay.
+
+    ``follows_from`` is that of :class:`BatchSizes`.
 
     Raises :class:`~megatron_run.errors.InputError` when a global batch does not divide or a rate cannot be followed.
     """
@@ -38,7 +40,7 @@ def microbatch_counts(train: TrainSection, data_parallel: int) -> tuple[int, ...
             why=f"every action of a step is planned, for at most {MAX_MICROBATCHES} microbatches",
             fix="lower it, or raise train.micro_batch_size or parallel.data",
         )
-    counts = BatchSizes(train, data_parallel).all_microbatches()
+    counts = BatchSizes(train, data_parallel, follows_from).all_microbatches()
     if sum(counts) > 10 * MAX_MICROBATCHES:
         raise InputError(
             f"train.ramp_up has {len(counts)} sizes of the batch",

@@ -43,6 +43,11 @@ def infer_sizes(parallel: ParallelSection, nproc: int | None) -> Sizes:
     return Sizes(tensor=tensor, pipeline=pipeline, data=world // unit, expert=parallel.expert)
 
 
+def source_of_data(parallel: ParallelSection, nproc: int | None) -> str:
+    """The key and value from which :func:`infer_sizes` takes the data axis, where no number of ranks is given."""
+    return f"parallel.expert={parallel.expert}" if nproc is parallel.data is None and parallel.expert > 1 else ""
+
+
 def idle_keys(parallel: ParallelSection) -> list[str]:
     """A notice for every key that was asked for and changes nothing in this topology."""
     notices = []

@@ -37,7 +37,14 @@ from megatron_run.errors import Findings, RunError
 from megatron_run.pipeline.plan import Plan
 from megatron_run.planning.choosing import apply_suggestions, choose_plugins, kind_section, with_options
 from megatron_run.planning.plans import layers_of, microbatch_counts, plan_run
-from megatron_run.planning.rank_grid import ExpertSplit, attribute, experts_of, idle_keys, infer_sizes
+from megatron_run.planning.rank_grid import (
+    ExpertSplit,
+    attribute,
+    experts_of,
+    idle_keys,
+    infer_sizes,
+    source_of_data,
+)
 from megatron_run.planning.run import ResolvedRun
 from megatron_run.registry.compatibility import mismatches, misstacked, unserved
 from megatron_run.registry.discover import Catalog, scan
@@ -111,7 +118,7 @@ class _Resolver:
         sizes = self._sizes(parallel, train, plugins)
         self._check_faults(sizes)
         fits = self._fits(parallel, train, plugins, catalog)
-        counts = self._counts(train, sizes)
+        counts = self._counts(train, parallel, sizes)
         layout, plans = self._plans(plugins, parallel if fits else None, counts)
         origins = _origins(merged)
         self._settle(origins)  # here, since a plugin is only asked about a configuration without known faults
@@ -205,10 +212,12 @@ class _Resolver:
             self._findings.add(problem)
         return not problems
 
-    def _counts(self, train: TrainSection | None, sizes: Sizes | None) -> tuple[int, ...]:
-        if train is not None and sizes is not None:
+    def _counts(
+        self, train: TrainSection | None, parallel: ParallelSection | None, sizes: Sizes | None
+    ) -> tuple[int, ...]:
+        if train is not None and parallel is not None and sizes is not None:
             with self._findings.collect():
-                return microbatch_counts(train, sizes.data)
+                return microbatch_counts(train, sizes.data, source_of_data(parallel, self._request.nproc))
         return ()
 
     def _plans(

@@ -4,8 +4,14 @@ Chunk 0 goes down the stages, chunk 1 comes back up: with P stages, position k i
 ``P+k`` is chunk 1 of stage ``P-1-k``. The last stage hands its output to itself, and the first input gradients are made
 where the forwards begin.
 
-The action lists come from a list scheduler. Every operation takes one tick, and at each tick every stage runs the
-first ready operation of a list of preferences. The scheduler runs with each of two habits; the shorter step wins:
+Three ways lead to action lists, and the shortest step wins, counted in ticks of one operation each:
+
+- **cycle**: on every stage ``F I W`` of chunk 0 and ``F I W`` of chunk 1 by turns, between a warm-up and a cool-down
+  whose lengths follow from the stage (:func:`_cycle`). It is taken on a tie: its order does not depend on how long an
+  operation takes, so that it waits least when chunks hold unequal numbers of layers, or the head.
+
+The other two come from a list scheduler. At each tick every stage runs the first ready operation of a list of
+preferences, in one of two habits:
 
 - **prompt**: while a stage has forwards left, a weight gradient directly follows its input gradient. Otherwise forwards
   come first, of chunk 1 before chunk 0; then I and W of chunk 0; then I and W of chunk 1.
@@ -16,21 +22,21 @@ The resulting phases: **warm-up**, forwards only, until the first microbatch is 
 an input gradient and a weight gradient by turns, of alternating chunks; **cool-down**, input gradients, with weight
 gradients in every gap.
 
-If both are equally short, prompt is taken: when operations take unequal times, a late weight gradient delays every
-later operation of its stage, as the tests measure.
-
 **Memory**: a stage holds a chunk-microbatch from its forward to its weight gradient, at most ``2P`` at once. A chunk is
-half of a stage, so that is the memory of 1F1B's first stage, on every stage. One place is reserved for chunk 1, so that
-the oldest microbatch can always advance: the scheduler cannot deadlock.
+half of a stage, so that is the memory of 1F1B's first stage, on every stage. The list scheduler reserves one place for
+chunk 1, so that the oldest microbatch can always advance: it cannot deadlock.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple, cast
 
 from megatron_run.contracts import Schedule
 from megatron_run.contracts.actions import Action, LayoutSpec, Op, Place, ScheduleSpec, split_layers
 from megatron_run.errors import ScheduleError
+from megatron_run.pipeline.simulate import simulate
 
 
 class _Habit(NamedTuple):
@@ -58,9 +64,12 @@ class ZeroBubbleV(Schedule):
         return tuple(Place(*where, layers) for where, layers in zip(down + up, split_layers(spec), strict=True))
 
     def actions(self, spec: ScheduleSpec) -> list[list[Action]]:
-        """The lists of the better habit; raises :class:`ScheduleError` unless there are two chunks."""
+        """The lists of the shortest step; raises :class:`ScheduleError` unless there are two chunks."""
         _check_chunks(spec.chunks)
-        steps = [_Run(spec.stages, spec.microbatches, habit).to_the_end() for habit in _HABITS]
+        lists = [_cycle(stage, spec.stages, spec.microbatches) for stage in range(spec.stages)]
+        ends = simulate(spec.layout, spec.microbatches, lists, dict.fromkeys("FIW", 1.0)).ends
+        steps = [_Step(int(max(end[-1] for end in ends)), lists)]
+        steps += [_Run(spec.stages, spec.microbatches, habit).to_the_end() for habit in _HABITS]
         return min(steps, key=lambda step: step.ticks).lists
 
 
@@ -69,6 +78,32 @@ class _Step(NamedTuple):
 
     ticks: int
     lists: list[list[Action]]
+
+
+def _cycle(stage: int, stages: int, microbatches: int) -> list[Action]:
+    """The fixed order of ``stage``: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory".
+
+    With ``below`` stages under this one, the first microbatch comes back up after ``2 * below`` forwards. A stage with
+    ``stage`` stages above it puts off as many pairs of weight gradients at the end: these wait for its input gradients.
+    """
+    below = stages - 1 - stage
+    turns = [
+        *[("F", 0)] * (2 * below + 1),
+        *[("F", 1), ("F", 0)] * stage,
+        *[("FIW", 1)] * (below + 1),
+        *[("FIW", 0), ("FIW", 1)] * (microbatches - stages),
+        *[("I", 0), ("I", 1)] * stage,
+        *[("IW", 0)] * microbatches,
+        *[("W", 1)] * microbatches,
+    ]
+    actions: list[Action] = []
+    done: Counter[tuple[Op, int]] = Counter()
+    for ops, chunk in turns:
+        for op in cast("Iterable[Op]", ops):
+            if done[op, chunk] < microbatches:  # else there is nothing left to do in this turn
+                actions.append(Action(op, done[op, chunk], chunk))
+                done[op, chunk] += 1
+    return actions
 
 
 class _Run:

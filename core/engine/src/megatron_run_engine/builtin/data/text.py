@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 BIGRAM_TOKENS = 2**24
 
 
+#: Of so many documents some go to each split, by the common shares.
+FEW = 100
+
+
 def _one_or_many(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
@@ -120,31 +124,44 @@ class Text(DataSource):
         return find_documents(self._options.paths) if self._options.paths else standard_library()
 
     def _documents(self, split: Split) -> list[tuple[object, bytes]]:
-        """Return (path, content) of the parts in ``split``. A single document is cut whatever its size."""
-        documents = self._find()
+        """Return (path, content) of the parts in ``split``."""
         portions = (
-            (document.path, self._shares.portion(document.read(), split, cut=len(documents) == 1))
-            for document in documents
+            (document.path, self._shares.portion(document.read(), split, cut=self._cuts_all))
+            for document in self._find()
         )
         return [(path, content) for path, content in portions if content]
+
+    @cached_property
+    def _cuts_all(self) -> bool:
+        """Whether documents are cut whatever their size: one, or so few that training or validation gets none."""
+        documents = self._find()
+        if len(documents) >= FEW or any(document.path.stat().st_size >= CUT_FROM for document in documents):
+            return len(documents) == 1
+        contents = [document.read() for document in documents]
+        wanted: tuple[Split, ...] = ("train", "validation")
+        return len(documents) == 1 or any(
+            self._shares.share(split) and not any(self._shares.portion(content, split) for content in contents)
+            for split in wanted
+        )
 
     def _too_short(self, split: Split, sequence_length: int) -> DataError:
         """The error of a ``split`` without a sample, with every way out that leads to one."""
         share, documents, tokens = self._shares.share(split), len(self._find()), len(self._streams[split])
         ways = ["name more text"]
-        if documents > 1:
+        if not self._cuts_all:
             ways.append("join it into one file, which is cut")
-        needed = (sequence_length + 2) * share / max(tokens, 1)  # of the text, which a single document's split tells
-        if documents == 1 and needed < 0.95:
+        needed = (sequence_length + 2) * share / max(tokens, 1)  # of the text, where it is cut by shares
+        if self._cuts_all and needed < 0.95:
             ways.append(f"give {split} {ceil(100 * needed)}% of it with data.split")
-        elif documents > 1 and share < 0.5:
+        elif not self._cuts_all and share < 0.5:
             ways.append(f"give {split} a larger share with data.split")
         if tokens > 1:
             ways.append(f"lower train.sequence_length to {tokens - 1}")
         return DataError(
             f"the {split} split is too short for one sample",
             why=f"{share:.0%} of {plural(documents, 'document')} came to {tokens} tokens, and a sample needs "
-            f"{sequence_length + 1}; files below {CUT_FROM // 1024} KiB go to one split whole",
+            f"{sequence_length + 1}"
+            + ("" if self._cuts_all else f"; files below {CUT_FROM // 1024} KiB go to one split whole"),
             origin="data.paths and data.split",
             fix=", or ".join(ways),
         )

@@ -45,7 +45,16 @@ class GradientAccumulator:
         self._recorded: list[Parameter] | None = None
 
     def adopt(self, parameter: Parameter, name: str) -> None:
-        """Watch ``parameter``: each gradient that autograd puts into ``.grad`` is added to ``main_grad``."""
+        """Watch ``parameter``: each gradient that autograd puts into ``.grad`` is added to ``main_grad``.
+
+        Raises :class:`PluginError` for one that is frozen already.
+        """
+        if not parameter.requires_grad:
+            raise PluginError(
+                f"the model froze its parameter {name}",
+                why="weight decay would change it though it gets no gradient",
+                fix="make what is not trained a buffer (register_buffer), or leave requires_grad as it is",
+            )
         if parameter not in self._names:  # a parameter shared by two chunks gets one hook
             self._names[parameter] = name
             parameter.register_post_accumulate_grad_hook(self._move_grad)
