@@ -82,11 +82,12 @@ def _shuffled_documents(
     first: int, last: int, epochs: int, state: np.random.RandomState, *, apart: bool
 ) -> NDArray[np.int32]:
     """Return the sequences of every epoch, shuffled over all epochs, or over all but the last and then the last."""
-    once = np.arange(first, last, dtype=np.int32)
-    parts = [np.tile(once, epochs - 1), once] if apart else [np.tile(once, epochs)]
-    for part in parts:
-        state.shuffle(part)
-    return np.concatenate(parts)
+    documents = np.tile(np.arange(first, last, dtype=np.int32), epochs)
+    whole = len(documents) - (last - first) if apart else len(documents)
+    state.shuffle(documents[:whole])
+    if apart:
+        state.shuffle(documents[whole:])
+    return documents
 
 
 def _sample_starts(
@@ -97,8 +98,10 @@ def _sample_starts(
     np.cumsum(lengths.copy().take(documents), out=bounds[1:])  # a copy, since mapped ones are not aligned
     number = (tokens - 1) // sequence_length + 1
     # Sample i lies in the sequence before which as many end at or below i * s: counting is faster than searching.
-    ended = np.bincount((bounds[1:] + (sequence_length - 1)) // sequence_length, minlength=number)
-    places = np.cumsum(ended[:number])
+    samples_ended = bounds[1:] + (sequence_length - 1)
+    samples_ended //= sequence_length
+    places = np.bincount(samples_ended, minlength=number)[:number]
+    np.cumsum(places, out=places)
     places[0] = 0  # though sequences without a token may come first
     samples = np.empty((number, 2), np.int32 if len(documents) <= np.iinfo(np.int32).max else np.int64)
     samples[:, 0] = places

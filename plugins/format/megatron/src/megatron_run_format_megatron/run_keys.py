@@ -213,9 +213,9 @@ def count_chunks(arguments: Arguments) -> int:
 
 
 def data(arguments: Arguments) -> Iterator[Setting]:
-    """The section ``data``: always mock data, because nothing reads indexed datasets yet."""
+    """The section ``data``: always mock data, because a launch script does not say what made its tokens."""
     asked = arguments.get("mock_data")
-    why = "--mock-data" if asked else "NOT YOUR DATA: indexed datasets are not read yet; data=text reads text"
+    why = "--mock-data" if asked else "NOT YOUR DATA: name your datasets with data=indexed; data=text reads text"
     yield Setting("data.use", "mock", why)
     vocabulary = find_vocabulary(arguments)
     if vocabulary is not None:

@@ -240,7 +240,7 @@ def _conflicts(arguments: dict[str, Any]) -> Iterator[tuple[Verdict, Note]]:
         yield Verdict.ABSENT, Note(f"--recompute-modules {' '.join(unknown)}", text)
     if arguments.get("data_path"):
         words = " ".join(arguments["data_path"])
-        text = "indexed datasets are not read yet: the data is mock, to measure with"
+        text = "name your datasets with data=indexed: the data is mock, to measure with"
         yield Verdict.DIFFERS, Note(f"--data-path {words}", text)
 
 
