@@ -5,6 +5,7 @@ The digest of a plugin's source code, by which ranks detect that they run differ
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -213,11 +214,18 @@ def _digest(package: ModuleType) -> str:
     if not hasattr(package, "__path__"):
         return sha256(_bytes_of(package)).hexdigest()
     total = sha256()
-    for folder in map(Path, package.__path__):
-        for file in sorted(folder.rglob("*.py")):
-            code = file.read_bytes()
-            total.update(f"{file.relative_to(folder).as_posix()} {len(code)}\n".encode() + code)
+    for folder in package.__path__:
+        for parts in sorted(_python_files(folder)):
+            code = Path(folder, *parts).read_bytes()
+            total.update(f"{'/'.join(parts)} {len(code)}\n".encode() + code)
     return total.hexdigest()
+
+
+def _python_files(folder: str) -> Iterator[tuple[str, ...]]:
+    """The Python files below ``folder``, each as the names that lead to it: quicker than by rglob."""
+    for place, _, names in os.walk(folder):
+        inner = place[len(folder) :].split(os.sep)[1:]
+        yield from ((*inner, name) for name in names if name.endswith(".py"))
 
 
 def _outermost_package(module: ModuleType) -> ModuleType:
