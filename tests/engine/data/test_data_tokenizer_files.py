@@ -21,6 +21,7 @@ SENTENCES = [
     "def f(x):\n    return  x ** 2\t# squares\n\n\nNext paragraph",
     "the The THE dogs jumped; foxes are jumping  over   spaces ",
 ]
+WORDS = "the quick brown fox jump over lazy dog do it a naive cafe e ' 1 2 3 , 日 本"
 TRICKY = [*SENTENCES, "", " ", "<|endoftext|> is text here", "[SEP] and [MASK] too", "unseen: ẞ𝄞\u200b\x07 end"]
 
 
@@ -70,7 +71,7 @@ def test_gpt2s_two_files_are_read_as_transformers_reads_them(made: Path, tmp_pat
 @pytest.mark.parametrize("told", [True, False])
 def test_a_wordpiece_vocabulary_is_read_as_transformers_reads_it(tmp_path: Path, lower: bool, told: bool) -> None:
     """Without ``tokenizer_config.json`` the case follows from the vocabulary."""
-    words = list(["the", "quick", "brown", "fox", "jump", "over", "lazy", "dog", "do", "it", "a", "naive", "cafe", "e", "'", "1", "2", "3", ",", "日", "本"])
+    words = WORDS.split()
     words += ["##s", "##ed", "##ing", "##2", "##3"]
     words += [] if lower else ["The", "THE", "naïve"]
     vocabulary = tmp_path / "vocab.txt"
