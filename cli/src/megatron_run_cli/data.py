@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from megatron_run.errors import DataError, ExitCode, PluginError
+from megatron_run.errors import DataError, PluginError
 from megatron_run_cli.grammar import debug_option, json_option
 from megatron_run_cli.output import print_json, print_table, tell
 
@@ -120,7 +120,7 @@ def prepare(  # noqa: PLR0913  # one argument an option
 
 
 def _unescaped(separator: str | None) -> bytes | None:
-    """The bytes of what was typed, in which ``\\n`` and ``\\t`` stand for a line's end and a tabulator."""
+    """The bytes of what was typed, in which backslash n and t stand for a line's end and a tabulator."""
     if separator is None:
         return None
     if not separator:
@@ -197,3 +197,79 @@ def cache(*, prune: bool, days: float | None, as_json: bool) -> None:
 
 def _age(days: float) -> str:
     return f"{days:.0f} days ago" if days >= 2 else f"{days * 24:.0f} h ago" if days * 24 >= 1 else "now"
+
+
+_PREFIX = click.argument("prefix", type=_PATH)
+
+
+@data.command()
+@_PREFIX
+@click.option("--samples", type=click.IntRange(min=0), default=0, metavar="N", help="Show N documents as text.")
+@click.option("--tokenizer", metavar="NAME", help=f"{_TOKENIZER[:-1]} [default: what PREFIX.json names].")
+@click.option("--check", "whole", is_flag=True, help="Read every token; code 5 if one is outside the vocabulary.")
+@json_option
+@debug_option
+def inspect(prefix: Path, *, samples: int, tokenizer: str | None, whole: bool, as_json: bool) -> None:
+    """Show what the dataset PREFIX (.bin and .idx) holds; damage is told with file and byte."""
+    with _indexed():
+        from megatron_run_data_indexed.files import Reader
+        from megatron_run_data_indexed.preparation import inspect as inspection
+    reader = Reader(prefix)
+    summary = inspection.summarise(reader, prefix)
+    opened = inspection.tokenizer_of(prefix, tokenizer) if samples or whole else None
+    if samples and opened is None:
+        raise click.UsageError(f"--samples needs --tokenizer: {prefix}.json does not name one")
+    shown = inspection.samples(reader, opened, samples) if opened else []
+    ids = inspection.check(reader, prefix, opened.vocab_size if opened else None) if whole else None
+    if as_json:
+        print_json({**vars(summary), "ids": ids, "samples": [{"document": n, "text": text} for n, text, _ in shown]})
+        return
+    print_table(
+        [
+            ("documents", f"{summary.documents:,} of {summary.sequences:,} sequences"),
+            ("tokens", f"{summary.tokens:,} as {summary.dtype}, {summary.size / 1e6:,.1f} MB"),
+            (
+                "lengths",
+                f"{summary.shortest:,} to {summary.longest:,}, mean {summary.mean:,.1f}, median {summary.median:,}",
+            ),
+            *([("ids", f"{ids[0]:,} to {ids[1]:,}, every token read")] if ids else []),
+        ]
+    )
+    print_table([("tokens", "documents", ""), *inspection.plot(summary.bins)])
+    for number, text, cut in shown:
+        click.echo(f"document {number}: {text!r}{' ...' if cut else ''}")
+
+
+@data.command()
+@click.argument("source", type=_PATH)
+@click.argument("target", type=_PATH)
+@click.option("--tokenizer", metavar="NAME", help=f"{_TOKENIZER[:-1]} [default: what SOURCE.json names].")
+@click.option("--tokens", is_flag=True, help="Write token ids instead of text.")
+@click.option("--key", metavar="KEY", help="Key or column [default: tokens for ids, text for text].")
+@click.option("--overwrite", is_flag=True, help="Replace TARGET.")
+@json_option
+@debug_option
+def convert(
+    source: Path, target: Path, *, tokenizer: str | None, tokens: bool, key: str | None, overwrite: bool, as_json: bool
+) -> None:
+    """Write a dataset as JSON lines or Parquet, or make one of token ids in such a file.
+
+    One of SOURCE and TARGET is a dataset's prefix, the other ends in .jsonl, .jsonl.gz or .parquet.
+    """
+    with _indexed():
+        from megatron_run_data_indexed.preparation import convert as conversion
+        from megatron_run_data_indexed.preparation.inspect import tokenizer_of
+    if source.name.endswith(conversion.ENDINGS):
+        documents, count = conversion.import_(source, target, key or "tokens", overwrite=overwrite)
+        done = {"documents": documents, "tokens": count}
+    else:
+        if target.exists() and not overwrite:
+            raise click.UsageError(f"{target} exists: choose another TARGET, or add --overwrite")
+        opened = None if tokens else tokenizer_of(source, tokenizer)
+        if not tokens and opened is None:
+            raise click.UsageError(f"text needs --tokenizer, as {source}.json does not name one; or add --tokens")
+        done = {"documents": conversion.export(source, target, opened, key or ("tokens" if tokens else "text"))}
+    if as_json:
+        print_json(done)
+    else:
+        click.echo(f"{target}: {', '.join(f'{count:,} {name}' for name, count in done.items())}")

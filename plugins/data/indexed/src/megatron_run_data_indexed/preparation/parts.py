@@ -37,11 +37,11 @@ class Account:
     kept: bool = False
 
 
-def write_part(path: Path, tokens: NDArray[Any], lengths: NDArray[np.int32], account: Account) -> None:
-    """Write a part. Raises :class:`OSError`."""
+def write_part(path: Path, plan: int, tokens: NDArray[Any], lengths: NDArray[np.int32], account: Account) -> None:
+    """Write a part of the preparation ``plan``, a number of 64 bits. Raises :class:`OSError`."""
     record = json.dumps(asdict(account)).encode()
     body = (tokens.data, lengths.astype("<i4").data, record, struct.pack("<Q", len(record)))
-    told = xxhash.xxh3_64()
+    told = xxhash.xxh3_64(seed=plan)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     with temporary.open("wb") as file:
         for piece in body:
@@ -52,8 +52,8 @@ def write_part(path: Path, tokens: NDArray[Any], lengths: NDArray[np.int32], acc
     temporary.replace(path)
 
 
-def read_part(path: Path, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.int32], Account] | None:
-    """Map a part: (tokens, lengths, account). None if there is none, or it is not what was written."""
+def read_part(path: Path, plan: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.int32], Account] | None:
+    """Map a part: (tokens, lengths, account). None if there is none of ``plan``, or it is damaged."""
     try:
         with path.open("rb") as file:
             content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -62,7 +62,7 @@ def read_part(path: Path, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[n
     if len(content) < _END.size:
         return None
     length, told, magic = _END.unpack(content[-_END.size :])
-    if magic != _MAGIC or xxhash.xxh3_64_intdigest(content[:-16]) != told:
+    if magic != _MAGIC or xxhash.xxh3_64_intdigest(content[:-16], seed=plan) != told:
         return None
     account = json.loads(bytes(content[-_END.size - length : -_END.size]))
     account["faults"] = tuple((number, why) for number, why in account["faults"])

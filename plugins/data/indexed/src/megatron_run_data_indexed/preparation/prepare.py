@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from megatron_run.errors import DataError, InputError
-from megatron_run_data_indexed.files import Writer, dtype_for, index_path, tokens_path
+from megatron_run_data_indexed.files import Writer, dtype_for, index_path
 from megatron_run_data_indexed.preparation.inputs import Block, Input, blocks
 from megatron_run_data_indexed.preparation.parts import Account, read_part, write_part
 from megatron_run_data_indexed.preparation.records import Reading, Record, read_records
@@ -34,6 +35,7 @@ SMALLEST, LARGEST, PARTS = 2**20, 2**26, 4096
 _BATCH = 2**18
 #: Blocks that a dry run tokenises.
 _SAMPLED = 8
+_PLAN = "plan.json"
 _UNITS = {"jsonl": "line", "text": "document", "parquet": "row"}
 
 
@@ -99,21 +101,21 @@ def prepare(
     tokenizer = open_tokenizer(job.tokenizer)
     end = end_token(tokenizer, job.end)
     dtype = dtype_for(tokenizer.vocab_size)
-    with _disk(job), _held(job, tokenizer, end, overwrite=overwrite):
+    with _disk(job), _held(job, tokenizer, end, overwrite=overwrite) as plan:
 
         def work(block: Block) -> None:
             with _disk(job):
                 path = _part(job, block.number)
-                found = read_part(path, dtype)
+                found = read_part(path, plan, dtype)
                 if found is None or not _as_asked(found[2], job.reading):
-                    write_part(path, *tokenised(block, job.reading, tokenizer, end, dtype))
+                    write_part(path, plan, *tokenised(block, job.reading, tokenizer, end, dtype))
 
         totals = Totals()
         count = 0
         with Workers(job.workers, work) as workers:
             lines = _Lines(job.reading, tell)
             for block in workers.map(job.blocks()):
-                account = _read(job, block.number, dtype)[2]
+                account = _read(job, block.number, plan, dtype)[2]
                 lines.count(block, account)
                 totals.add(block, account)
                 progress(totals)
@@ -122,10 +124,10 @@ def prepare(
             raise DataError("there is no document", why=f"{totals.empty} were empty, {totals.malformed} malformed")
         with Writer(job.prefix, dtype) as writer:
             for number in range(count):
-                tokens, lengths, _ = _read(job, number, dtype)
+                tokens, lengths, _ = _read(job, number, plan, dtype)
                 writer.add_documents(tokens, lengths)
         _write_about(job, tokenizer, end, totals)
-        shutil.rmtree(job.folder)
+        (job.folder / _PLAN).unlink()  # from here on the folder is a leftover
     return totals
 
 
@@ -243,8 +245,8 @@ def _part(job: Preparation, number: int) -> Path:
     return job.folder / f"{number:08}.part"
 
 
-def _read(job: Preparation, number: int, dtype: np.dtype[Any]) -> tuple[Any, Any, Account]:
-    found = read_part(_part(job, number), dtype)
+def _read(job: Preparation, number: int, plan: int, dtype: np.dtype[Any]) -> tuple[Any, Any, Account]:
+    found = read_part(_part(job, number), plan, dtype)
     if found is None:
         raise DataError(f"{_part(job, number)} was damaged meanwhile", fix="run the same command again")
     return found
@@ -265,14 +267,11 @@ def _disk(job: Preparation) -> Iterator[None]:
 
 
 @contextmanager
-def _held(job: Preparation, tokenizer: Tokenizer, end: int | None, *, overwrite: bool) -> Iterator[None]:
-    """Begin or go on with the folder of ``job``, alone. One of another plan is refused, or emptied by ``overwrite``."""
-    if (
-        not overwrite
-        and not job.folder.is_dir()
-        and (index_path(job.prefix).exists() or tokens_path(job.prefix).exists())
-    ):
-        raise InputError(f"the dataset {job.prefix} exists", fix="choose another --out, or add --overwrite")
+def _held(job: Preparation, tokenizer: Tokenizer, end: int | None, *, overwrite: bool) -> Iterator[int]:
+    """Begin or go on with the folder of ``job``, alone; yield the hash of its plan, which marks its parts.
+
+    A folder of another plan is refused, or emptied by ``overwrite``.
+    """
     plan = {
         "inputs": [[str(each.path.absolute()), each.format, each.size, each.changed] for each in job.inputs],
         "tokenizer": tokenizer.identity,
@@ -281,31 +280,42 @@ def _held(job: Preparation, tokenizer: Tokenizer, end: int | None, *, overwrite:
         "separator": job.reading.separator.decode("utf-8", "replace") if job.reading.separator else None,
     }
     job.folder.mkdir(parents=True, exist_ok=True)
-    with (job.folder / "lock").open("w", encoding="utf-8") as lock:
+    with (job.folder / "lock").open("w", encoding="utf-8") as lock, _removed_unless_begun(job.folder):
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as cause:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # workers that outlive a killed program do not hold it
+        except (BlockingIOError, PermissionError) as cause:
             raise InputError(f"{job.prefix} is being prepared by another process") from cause
-        file = job.folder / "plan.json"
+        file = job.folder / _PLAN
         old = _json(file)
-        if overwrite and old != plan:
-            for left in job.folder.glob("*.part"):
-                left.unlink()
-            old = None
-        if old is not None and old != plan:
+        if old is None and not overwrite and index_path(job.prefix).exists():
+            raise InputError(f"the dataset {job.prefix} exists", fix="choose another --out, or add --overwrite")
+        if old not in (None, plan) and not overwrite:
             differing = ", ".join(key for key in plan if old.get(key) != plan[key])
             raise InputError(
                 f"{job.folder} holds an unfinished preparation of something else",
                 why=f"{differing} changed",
                 fix="repeat the command that began it, or begin anew with --overwrite",
             )
+        if old != plan:
+            for left in job.folder.glob("*.part"):
+                left.unlink()
         for left in job.folder.glob("*.tmp"):
             left.unlink()
-        if old is None:
+        if old != plan:
             temporary = file.with_suffix(".tmp")
             temporary.write_text(json.dumps(plan), encoding="utf-8")
             temporary.replace(file)
+        yield xxhash.xxh3_64_intdigest(json.dumps(plan).encode())
+
+
+@contextmanager
+def _removed_unless_begun(folder: Path) -> Iterator[None]:
+    """Remove ``folder`` at the end where it has no plan: the dataset is whole, or nothing was begun."""
+    try:
         yield
+    finally:
+        if not (folder / _PLAN).exists():
+            shutil.rmtree(folder, ignore_errors=True)  # a worker that outlived a killed program may still write
 
 
 def _json(file: Path) -> dict[str, Any] | None:

@@ -45,12 +45,17 @@ def read_records(block: Block, reading: Reading) -> Iterator[Record]:
     """
     if block.source.format == "parquet":
         return _rows(block, reading.key)
-    content = _content(block)
     if block.source.format == "jsonl":
-        lines = content.split(b"\n")
-        return (_json(line, reading.key) for line in (lines if lines[-1] else lines[:-1]))
+        return (_json(line, reading.key) for line in lines(block))
+    content = _content(block)
     separator = separator_of(block.source, reading.separator)
     return map(_text, [content] if separator is None else content.split(separator))
+
+
+def lines(block: Block) -> list[bytes]:
+    """Return the lines of ``block``, empty ones among them, without their ends."""
+    found = _content(block).split(b"\n")
+    return found if found[-1] else found[:-1]
 
 
 def texts(inputs: Sequence[Input], reading: Reading) -> Iterator[str]:
