@@ -42,7 +42,7 @@ def _indexed() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name != "megatron_run_data_indexed":
+        if (error.name or "").partition(".")[0] != "megatron_run_data_indexed":
             raise
         raise PluginError("this command needs data=indexed", fix="pip install megatron-run-data-indexed") from error
 
