@@ -252,13 +252,15 @@ def test_a_killed_writer_leaves_no_harm(corpus: Path, counted: Counted, cache: P
     child = os.fork()
     if not child:
 
-        def stop(*_: object) -> Iterator[Any]:
+        def stop(*_: object, **__: object) -> Iterator[Any]:
             os.kill(os.getpid(), signal.SIGKILL)
             yield
 
-        setattr(token_cache, "split_streams" if moment == "tokenising" else "_pieces", stop)
-        streams(corpus, counted)
-        os._exit(1)
+        try:
+            setattr(token_cache, "split_streams" if moment == "tokenising" else "_pieces", stop)
+            streams(corpus, counted)
+        finally:
+            os._exit(1)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     assert list(cache.glob("*.tmp"))
     assert same(streams(corpus, counted), corpus)

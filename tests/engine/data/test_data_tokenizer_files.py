@@ -111,6 +111,11 @@ def test_a_sentencepiece_model_gives_its_librarys_ids(tmp_path: Path, kind: str,
     ours = open_tokenizer(str(tmp_path if name == "tokenizer.model" else path))
     assert ids(path, TRICKY) == [model.encode(text) for text in TRICKY]
     assert (ours.vocab_size, ours.end_of_document) == (model.get_piece_size(), model.eos_id())
+    text = TRICKY[1]
+    found, starts, stops = ours.encode_places(text)
+    assert found.tolist() == model.encode(text)
+    assert (starts[1:] <= stops[:-1]).all() if len(starts) else False
+    assert (starts[0], stops[-1]) == (0, len(text))
     assert ours.decode([*model.encode("the quick fox"), ours.end_of_document]) == "the quick fox"
 
 
