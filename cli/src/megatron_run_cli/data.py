@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from megatron_run.errors import DataError, PluginError
 from megatron_run_cli.grammar import debug_option, json_option
 from megatron_run_cli.output import print_json, print_table, tell
-
-if TYPE_CHECKING:
-    from megatron_run_data_indexed.preparation.prepare import Totals
 
 _PATH = click.Path(path_type=Path)
 _INPUTS = click.argument("names", nargs=-1, required=True, metavar="INPUT...")
@@ -29,6 +27,14 @@ _KEY = click.option(
 _SEPARATOR = click.option(
     "--separator", metavar="TEXT", help=r"What ends a document of a text, as '\n\n' [default: a file is one document]."
 )
+_MALFORMED = click.option(
+    "--malformed",
+    type=click.Choice(["refuse", "skip", "keep"]),
+    default="refuse",
+    show_default=True,
+    help="End at the first malformed record, leave them out, or keep what is there as text.",
+)
+_WORKERS = click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes [default: one a core].")
 
 
 @click.group()
@@ -54,17 +60,11 @@ def _indexed() -> Iterator[None]:
 @_KEY
 @_SEPARATOR
 @_FORM
-@click.option(
-    "--malformed",
-    type=click.Choice(["refuse", "skip", "keep"]),
-    default="refuse",
-    show_default=True,
-    help="End at the first malformed record, leave them out, or keep what is there as text.",
-)
+@_MALFORMED
 @click.option(
     "--end-of-document", "end", metavar="TOKEN", help="The token after each document, or none [the tokenizer's own]."
 )
-@click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes [default: one a core].")
+@_WORKERS
 @click.option("--overwrite", is_flag=True, help="Replace a dataset, or an unfinished one of other inputs.")
 @click.option("--dry-run", is_flag=True, help="Tokenise a sample, and tell what all of it would come to.")
 @json_option
@@ -96,14 +96,16 @@ def prepare(  # noqa: PLR0913  # one argument an option
     inputs, left_out = find_inputs(names, form)
     if left_out:
         tell(f"{left_out} files of other endings are left out")
-    cores = workers or len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+    cores = workers or _cores()
     reading = Reading(key, _unescaped(separator), malformed)
     job = preparation.Preparation(tuple(inputs), out, tokenizer, reading, end, cores)
     if dry_run:
         totals = preparation.estimate(job)
     else:
         with _bar(job.size) as progress:
-            totals = preparation.prepare(job, overwrite=overwrite, tell=tell, progress=progress)
+            totals = preparation.prepare(
+                job, overwrite=overwrite, tell=tell, progress=lambda made: progress(made.size, made.tokens)
+            )
     if as_json:
         print_json({**vars(totals), "files": len(inputs), "prefix": str(out), "dry_run": dry_run})
         return
@@ -119,6 +121,11 @@ def prepare(  # noqa: PLR0913  # one argument an option
         click.echo(f"train: megatron-run --plugin data=indexed,paths={out},tokenizer={tokenizer}")
 
 
+def _cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _unescaped(separator: str | None) -> bytes | None:
     """The bytes of what was typed, in which backslash n and t stand for a line's end and a tabulator."""
     if separator is None:
@@ -129,8 +136,8 @@ def _unescaped(separator: str | None) -> bytes | None:
 
 
 @contextmanager
-def _bar(size: int) -> Iterator[Callable[[Totals], None]]:
-    """A bar on standard error with rate and time left, where somebody watches; nothing else."""
+def _bar(size: int) -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error with rate and time left, where somebody watches. It is told bytes and tokens."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -144,7 +151,97 @@ def _bar(size: int) -> Iterator[Callable[[Totals], None]]:
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=size, tokens=0)
-        yield lambda totals: bar.update(task, completed=totals.size, tokens=totals.tokens)
+        yield lambda done, tokens: bar.update(task, completed=done, tokens=tokens)
+
+
+@data.command()
+@_INPUTS
+@click.option("--out", required=True, type=_PATH, metavar="FILE", help="The .jsonl to write, also .gz or .zst.")
+@click.option("--tokenizer", required=True, metavar="NAME", help=f"What counts tokens: {_TOKENIZER}")
+@click.option(
+    "--min-tokens", type=click.IntRange(min=0), default=128, show_default=True, metavar="N", help="Remove shorter ones."
+)
+@click.option("--max-tokens", type=click.IntRange(min=1), metavar="N", help="Remove longer ones.")
+@click.option("--language", "languages", multiple=True, metavar="CODE", help="Keep only this one, as en; repeatable.")
+@click.option(
+    "--similarity",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.7,
+    show_default=True,
+    metavar="S",
+    help="Remove what is so similar to an earlier one (Jaccard).",
+)
+@click.option("--keep-duplicates", is_flag=True, help="Compare none.")
+@click.option("--test", "tests", multiple=True, metavar="INPUT", help="Remove what shares words with it; repeatable.")
+@click.option(
+    "--ngram", type=click.IntRange(min=1), default=8, show_default=True, metavar="N", help="Words of an n-gram."
+)
+@click.option(
+    "--shared", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="How many n-grams."
+)
+@_KEY
+@_SEPARATOR
+@_FORM
+@_MALFORMED
+@_WORKERS
+@click.option("--overwrite", is_flag=True, help="Replace FILE.")
+@json_option
+@debug_option
+def clean(  # noqa: PLR0913  # one argument an option
+    names: tuple[str, ...],
+    *,
+    out: Path,
+    tokenizer: str,
+    min_tokens: int,
+    max_tokens: int | None,
+    languages: tuple[str, ...],
+    similarity: float,
+    keep_duplicates: bool,
+    tests: tuple[str, ...],
+    ngram: int,
+    shared: int,
+    key: str,
+    separator: str | None,
+    form: Any,
+    malformed: Any,
+    workers: int | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Write those documents of INPUTs that are worth training on, and beside them why each other one is not.
+
+    A document goes that is too short, in another language, holds words of a test set, or is nearly equal to an earlier
+    one: the rules of the Megatron-LM paper. INPUTs are as `data prepare` reads them.
+    """
+    with _indexed():
+        from megatron_run_data_indexed.preparation import clean as cleaning
+        from megatron_run_data_indexed.preparation.inputs import find_inputs
+        from megatron_run_data_indexed.preparation.records import Reading
+        from megatron_run_data_indexed.preparation.rules import Rules
+    inputs, left_out = find_inputs(names, form)
+    if left_out:
+        tell(f"{left_out} files of other endings are left out")
+    rules = Rules(min_tokens, max_tokens, frozenset(languages), shared, ngram, None if keep_duplicates else similarity)
+    job = cleaning.Cleaning(
+        tuple(inputs),
+        out,
+        tokenizer,
+        rules,
+        Reading(key, _unescaped(separator), malformed),
+        tuple(find_inputs(tests, form)[0]),
+        workers or _cores(),
+    )
+    with _bar(job.size) as bar:
+        report = cleaning.clean(job, overwrite=overwrite, progress=lambda made: bar(made.size, made.kept.tokens))
+    if as_json:
+        print_json({**asdict(report), "out": str(out), "why": str(job.removed)})
+        return
+    rows = [(rule, f"{tally.documents:,}", f"{tally.tokens:,}") for rule, tally in sorted(report.removed.items())]
+    rows.append(("kept", f"{report.kept.documents:,}", f"{report.kept.tokens:,}"))
+    print_table([("", "documents", "tokens"), *rows])
+    click.echo(
+        f"{out}; why the others went: {job.removed}; {report.malformed:,} malformed, {report.empty:,} empty records"
+    )
 
 
 @data.command("train-tokenizer")

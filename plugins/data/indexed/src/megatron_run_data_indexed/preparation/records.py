@@ -32,10 +32,14 @@ class Reading:
 
 @dataclass(frozen=True)
 class Record:
-    """One record: its ``text``, which is empty if there is none, or why it is malformed, and what then is there."""
+    """One record: its ``text``, which is empty if there is none, or why it is malformed, and what then is there.
+
+    ``line`` is the JSON object it is a part of, if it is.
+    """
 
     text: bytes
     fault: str = ""
+    line: bytes = b""
 
 
 def read_records(block: Block, reading: Reading) -> Iterator[Record]:
@@ -100,7 +104,7 @@ def _json(line: bytes, key: str) -> Record:
         text = record[key]
         if not isinstance(text, str):
             return Record(line, f"key {key!r} holds a JSON {_names(text)}, not text")
-        return Record(text.encode("utf-8"))
+        return Record(text.encode("utf-8"), line=line)
     except UnicodeDecodeError as cause:
         return Record(_repaired(line), f"not UTF-8 at its byte {cause.start}")
     except UnicodeEncodeError:
