@@ -160,9 +160,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_places(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the ids of ``text`` as :meth:`encode` does, and where their tokens lie in it."""
-        pieces = self._model.encode(text, out_type="immutable_proto").pieces
-        found = np.array([(piece.id, piece.begin, piece.end) for piece in pieces], np.int64).reshape(-1, 3)
-        return found[:, 0], found[:, 1], found[:, 2]
+        found = self._model.encode_as_offset_mapping(text)
+        places = np.array(found["offsets"], np.int64).reshape(-1, 2)
+        return np.array(found["ids"], np.int64), places[:, 0], places[:, 1]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens``; control symbols have none."""
