@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megatron_run.errors import DataError, InputError, RunError
@@ -403,16 +402,3 @@ def test_two_preparations_of_one_name_do_not_meet(tmp_path: Path) -> None:
     prepare(asked, tell=print, progress=again)
     assert ended == [5]
     assert texts_of(tmp_path / "out") == TEXTS
-
-
-def test_the_separator_of_documents_is_found_wherever_blocks_are_cut(tmp_path: Path) -> None:
-    generator = np.random.default_rng(0)
-    for size in (5, 17, 64):
-        texts = ["".join(generator.choice(list("ab<"), generator.integers(1, 40))) for _ in range(80)]
-        path = tmp_path / "a.txt"
-        path.write_text("<end>".join(texts))
-        (found,), _ = find_inputs([str(path)])
-        cuts = list(inputs.blocks([found], b"<end>", size))
-        content = path.read_bytes()
-        assert b"".join(content[cut.start : cut.stop] for cut in cuts) == content
-        assert all(content[: cut.stop].endswith(b"<end>") for cut in cuts[:-1])
