@@ -28,7 +28,6 @@ BLOCK = 700
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many blocks of little text."""
     monkeypatch.setattr(preparation, "SMALLEST", BLOCK)
     monkeypatch.setattr(preparation, "LARGEST", BLOCK)
     monkeypatch.setattr(inputs, "_CHUNK", 256)
@@ -236,9 +235,6 @@ def test_a_dry_run_writes_nothing_and_comes_near(tmp_path: Path) -> None:
     assert guess.tokens == pytest.approx(totals.tokens, rel=0.1)
 
 
-# Kills
-
-
 def child(work: Callable[[], object]) -> int:
     """Run ``work`` in a process of its own; what it ended with, negative for a signal."""
     process = os.fork()
@@ -307,7 +303,6 @@ def test_a_preparation_may_be_killed_at_every_change_of_the_disk(tmp_path: Path)
 
 
 def test_finished_parts_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but one of them, which is damaged."""
     asked = job(tmp_path, lines(tmp_path / "a.jsonl"))
     assert killed_in_writer(asked) == -signal.SIGKILL
     parts = sorted(asked.folder.glob("*.part"))
