@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megatron_run.errors import DataError, InputError, RunError
@@ -29,7 +28,6 @@ BLOCK = 700
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many blocks of little text."""
     monkeypatch.setattr(preparation, "SMALLEST", BLOCK)
     monkeypatch.setattr(preparation, "LARGEST", BLOCK)
     monkeypatch.setattr(inputs, "_CHUNK", 256)
@@ -237,9 +235,6 @@ def test_a_dry_run_writes_nothing_and_comes_near(tmp_path: Path) -> None:
     assert guess.tokens == pytest.approx(totals.tokens, rel=0.1)
 
 
-# Kills
-
-
 def child(work: Callable[[], object]) -> int:
     """Run ``work`` in a process of its own; what it ended with, negative for a signal."""
     process = os.fork()
@@ -308,7 +303,6 @@ def test_a_preparation_may_be_killed_at_every_change_of_the_disk(tmp_path: Path)
 
 
 def test_finished_parts_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but one of them, which is damaged."""
     asked = job(tmp_path, lines(tmp_path / "a.jsonl"))
     assert killed_in_writer(asked) == -signal.SIGKILL
     parts = sorted(asked.folder.glob("*.part"))
@@ -403,16 +397,3 @@ def test_two_preparations_of_one_name_do_not_meet(tmp_path: Path) -> None:
     prepare(asked, tell=print, progress=again)
     assert ended == [5]
     assert texts_of(tmp_path / "out") == TEXTS
-
-
-def test_the_separator_of_documents_is_found_wherever_blocks_are_cut(tmp_path: Path) -> None:
-    generator = np.random.default_rng(0)
-    for size in (5, 17, 64):
-        texts = ["".join(generator.choice(list("ab<"), generator.integers(1, 40))) for _ in range(80)]
-        path = tmp_path / "a.txt"
-        path.write_text("<end>".join(texts))
-        (found,), _ = find_inputs([str(path)])
-        cuts = list(inputs.blocks([found], b"<end>", size))
-        content = path.read_bytes()
-        assert b"".join(content[cut.start : cut.stop] for cut in cuts) == content
-        assert all(content[: cut.stop].endswith(b"<end>") for cut in cuts[:-1])
