@@ -66,7 +66,7 @@ te: te-env
 	.te-env/bin/python -m pytest -q -m te $(shell grep -rl --include='test_*.py' 'mark\.te\b' tests)
 # Every schedule in every shape and variant, and every split, where `test` runs each two choices together once: an hour.
 grid: $(DEV)
-	$(PY) -m tests.integration.whole_grid
+	WHOLE_PRODUCT=1 $(PY) -m tests.integration.whole_grid
 	WHOLE_PRODUCT=1 $(PY) -m pytest -q $(PRODUCTS)
 # Captured graphs in every arrangement of ranks and every way, where `test` runs a selection: minutes.
 graph-grid: $(DEV)

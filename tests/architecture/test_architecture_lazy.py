@@ -68,6 +68,6 @@ def test_listing_plugins_loads_nothing_heavy_and_no_plugin() -> None:
     assert not loaded & {plugin.package for plugin in PLUGINS}
 
 
-@pytest.mark.parametrize("library", sorted(HEAVY - {"tensorboard"}))
+@pytest.mark.parametrize("library", sorted(HEAVY - {"tensorboard", "torch"}))  # these two take seconds
 def test_a_heavy_import_would_be_seen(library: str) -> None:
     assert library in loaded_by(f"import {library}")

@@ -25,6 +25,9 @@ ENGINE_FILES = (
 )
 PAGE = ROOT / "docs" / "without-torch.md"
 
+#: Builds and installs packages. `make test` has the commands without the engine (tests/cli), and what each imports.
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Scratch:

@@ -91,7 +91,7 @@ def test_a_new_package_can_be_published_and_found(tmp_path: Path) -> None:
     assert publish["steps"][-1]["uses"].startswith("pypa/gh-action-pypi-publish@")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_new_package_builds_with_its_metadata(tmp_path: Path) -> None:
     package = write_package("observer", "best", tmp_path / "made", NOTHING)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation"]

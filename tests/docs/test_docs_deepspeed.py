@@ -45,7 +45,8 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     found: list[Row] = []
-    for line in (line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")):
+    tables = PAGE.read_text(encoding="utf-8").partition("\n## Keys of a ds_config.json with")[2]
+    for line in (line for line in tables.splitlines() if line.startswith("| `")):
         if mapped := MAPPED_ROW.match(line):
             found.append(Row(mapped["key"], json.loads(mapped["value"]), mapped["set"], mapped["note"] or ""))
         else:

@@ -58,6 +58,7 @@ if step ours "$OURS $*"; then
   for member; do pip install --no-deps --no-build-isolation -e "./$member"; done
   done_ ours "$OURS $*"
 fi
-# torch first: it loads the libraries of CUDA, which Transformer Engine looks for.
-"$environment/bin/python" -c 'import torch, transformer_engine, transformer_engine.pytorch
+# torch first: it loads the libraries of CUDA, which Transformer Engine looks for. With the paths of its build it would take
+# those of a system to be there, and load no more.
+env -u CUDA_HOME -u CUDNN_PATH "$environment/bin/python" -c 'import torch, transformer_engine, transformer_engine.pytorch
 print("Transformer Engine", transformer_engine.__version__, "with torch", torch.__version__)'

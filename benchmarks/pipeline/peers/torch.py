@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, schedules
 
 from megatron_run.contracts import Microbatch
 
 if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
     from benchmarks.pipeline.model import Stage
     from megatron_run_engine.nn import DecoderChunk
     from megatron_run_engine.runtime.gradients import GradientAccumulator
@@ -74,6 +75,8 @@ class TorchStep:
     """A step of ``stage`` by torch's schedule ``name``; with ``keep_outputs`` it returns the logits of all samples."""
 
     def __init__(self, stage: Stage, name: str, *, keep_outputs: bool = False) -> None:
+        from torch.distributed.pipelining import schedules  # which loads the compiler
+
         self._stage, self._keep = stage, keep_outputs
         self._split = SplitBackward(stage.gradients) if name in SPLITTING else None
         count = len(stage.layout)
@@ -96,6 +99,8 @@ class TorchStep:
 
     def _piece(self, chunk: DecoderChunk, position: int) -> PipelineStage:
         """The stage object of one chunk. With examples torch need not run the chunk to learn its shapes."""
+        from torch.distributed.pipelining import PipelineStage
+
         tokens, count = self._stage.tokens[: self._stage.shape.micro_batch], len(self._stage.layout)
         x = torch.empty(self._stage.boundary.resolve(), requires_grad=True)
         logits = torch.empty(*x.shape[:2], self._stage.shape.vocab, requires_grad=True)

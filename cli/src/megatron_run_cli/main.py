@@ -14,6 +14,7 @@ from megatron_run import __version__
 from megatron_run.errors import EngineMissingError, ExitCode, RunError, check_engine
 from megatron_run_cli.checkpoint import checkpoint, export, import_
 from megatron_run_cli.config import config
+from megatron_run_cli.data import data
 from megatron_run_cli.doctor import doctor
 from megatron_run_cli.grammar import Program, option_meant
 from megatron_run_cli.inference.evaluate import evaluate
@@ -36,7 +37,20 @@ def program() -> None:
     """  # noqa: D301  # click wants the character, not its name
 
 
-for _command in (train, finetune, config, plugins, schedule, checkpoint, import_, export, generate, evaluate, doctor):
+for _command in (
+    train,
+    finetune,
+    config,
+    plugins,
+    schedule,
+    checkpoint,
+    import_,
+    export,
+    data,
+    generate,
+    evaluate,
+    doctor,
+):
     program.add_command(_command)
 
 

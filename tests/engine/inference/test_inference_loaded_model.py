@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from megatron_run import RunError, load, load_config
 from megatron_run.contracts import Decoding, EvalMetrics, Observer
@@ -23,26 +21,30 @@ from megatron_run_engine.runtime.generation import Generation, Sampling, TextTok
 from tests.support.small_models import GPT2, LENGTH, LLAMA, saved_network
 
 EXPERTS = {**LLAMA, "experts": 4, "expert_capacity_factor": 0.25}
-THEIRS: Mapping[str, Any] = {
-    "gpt2": GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=24, n_head=3, vocab_size=61, n_positions=LENGTH)),
-    "llama": LlamaForCausalLM(
-        LlamaConfig(
-            num_hidden_layers=2,
-            hidden_size=24,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            intermediate_size=40,
-            vocab_size=61,
-            max_position_embeddings=LENGTH,
-        )
-    ),
-}
 
 
-@pytest.fixture(scope="module", params=sorted(THEIRS))
+def theirs(family: str) -> Any:
+    """A small model of transformers, which is loaded here: every worker reads this file, and one runs it."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    if family == "gpt2":
+        return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=24, n_head=3, vocab_size=61, n_positions=LENGTH))
+    config = LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=24,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        intermediate_size=40,
+        vocab_size=61,
+        max_position_embeddings=LENGTH,
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A model of transformers with weights that matter, and the folder that holds it."""
-    model, folder = THEIRS[request.param].eval(), tmp_path_factory.mktemp(request.param)
+    model, folder = theirs(request.param).eval(), tmp_path_factory.mktemp(request.param)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for weight in model.parameters():

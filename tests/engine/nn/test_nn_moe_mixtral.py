@@ -12,9 +12,6 @@ from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_testing.build_contexts import prepare, single_process_context
 
-mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
-configuration = pytest.importorskip("transformers.models.mixtral.configuration_mixtral")
-
 HIDDEN, FFN, EXPERTS, LENGTH, BATCH = 24, 40, 8, 16, 2
 
 
@@ -52,6 +49,8 @@ def run(moe: Any, x: Tensor) -> Tensor:
 
 
 def theirs(moe: Any) -> Any:
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    configuration = pytest.importorskip("transformers.models.mixtral.configuration_mixtral")
     config = configuration.MixtralConfig(
         hidden_size=HIDDEN, intermediate_size=FFN, num_local_experts=EXPERTS, num_experts_per_tok=2
     )

@@ -8,12 +8,6 @@ from math import inf
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from megatron_run.errors import InputError
 from megatron_run_engine.runtime.generation import Sampling, choose_tokens
@@ -46,6 +40,13 @@ def often(sampling: Sampling, text: list[int]) -> Tensor:
     ids=str,
 )
 def test_tokens_are_drawn_from_what_transformers_processors_leave(sampling: Sampling) -> None:
+    from transformers import (
+        RepetitionPenaltyLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
     text = [3, 7, 7, 11, 20]
     scores = logits()[None]
     ids = torch.tensor([text])

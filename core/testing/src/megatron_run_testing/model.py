@@ -104,8 +104,9 @@ CreateModel = Callable[[BuildContext, BaseModel], Model]
 
 #: (stages, chunks) in which the model is cut.
 _CUTS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))
-#: The fields of data that packs documents, and their bounds in the two rows of a check: [2, c].
-_PACKED = frozenset({"tokens", "labels", "loss_mask", "positions", "documents"})
+#: The fields of all data, those of data that packs documents, and their bounds in two rows: [2, c].
+_PLAIN = frozenset({"tokens", "labels", "loss_mask"})
+_PACKED = _PLAIN | {"positions", "documents"}
 _DOCUMENTS = ((0, 5, 6, 14, 16), (0, 16, 16, 16, 16))
 
 
@@ -211,10 +212,9 @@ class _Bench:
     create: CreateModel
     options: BaseModel
 
-    def built(self, stages: int = 1, chunks: int = 1, fields: frozenset[str] = frozenset(), **train: object) -> Built:
-        """A new model in training mode, for data that has ``fields`` besides those that all have."""
-        context = single_process_context(self.options, train=train)
-        context = replace(context, fields=context.fields | fields)
+    def built(self, stages: int = 1, chunks: int = 1, fields: frozenset[str] = _PLAIN, **train: object) -> Built:
+        """A new model in training mode, for data that has ``fields``."""
+        context = replace(single_process_context(self.options, train=train), fields=fields)
         built = build_model(self.create, context, self.options, stages, chunks)
         return built.train(mode=True)
 
@@ -295,42 +295,41 @@ class _Bench:
         for stages, chunks in _CUTS:
             built = self.built(stages, chunks)
             asked = [_names(built.model, position, built.layout) for position in range(len(built.layout))]
-            unknown = set().union(*asked) - single_process_context(self.options).fields
+            unknown = set().union(*asked) - _PLAIN
             if unknown or "tokens" not in asked[0] or not {"labels", "loss_mask"} <= asked[-1]:
                 raise CheckFailed(f"{stages} stages x {chunks} chunks: fields by position are {asked}")
 
     def packs(self) -> str:
         """Where data packs documents, loss and gradients are those of the documents alone, in every cut."""
-        documents = torch.tensor(_DOCUMENTS)
         microbatch = self.microbatch(train=False)
+        device = microbatch.fields["tokens"].device
         spans = [(row, a, b) for row, bounds in enumerate(_DOCUMENTS) for a, b in pairwise(bounds) if a < b]
         positions = torch.stack([torch.cat([torch.arange(b - a) for a, b in pairwise(row)]) for row in _DOCUMENTS])
-        packed = replace(microbatch, fields={**microbatch.fields, "documents": documents, "positions": positions})
+        borders = {"documents": torch.tensor(_DOCUMENTS, device=device), "positions": positions.to(device)}
+        packed = replace(microbatch, fields={**microbatch.fields, **borders})
         alone = self.built().train(mode=False)
         if "documents" not in _names(self.built(fields=_PACKED).model, 0, alone.layout):
             return "it does not ask for documents, so data that packs them is refused"
         if self._rows_compete(alone, microbatch):
-            return "rows of one batch change each other, as where experts have a capacity: nothing to compare"
-        losses = []
-        for row, start, stop in spans:
+            return "rows of one batch change each other, as where experts have a capacity"
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for row, start, stop in spans:  # gradients add up in the buffers of the model
             fields = {name: field[row : row + 1, start:stop] for name, field in microbatch.fields.items()}
             loss, gradients = alone.step(replace(microbatch, fields=fields))
-            losses.append(loss)
+            total += loss
         for stages, chunks in _CUTS:
             found, found_gradients = self.built(stages, chunks, _PACKED).train(mode=False).step(packed)
             cut = f"{stages} stages x {chunks} chunks, packed"
-            _equal(f"{cut}: loss", found, torch.stack(losses).sum(), 1e-9)
-            for name, gradient in gradients.items():  # they add up in the buffers of the model that reads one by one
+            _equal(f"{cut}: loss", found, total, 1e-9)
+            for name, gradient in gradients.items():
                 _equal(f"{cut}: gradient of {name}", found_gradients[name], gradient, 1e-9)
         return ""
 
     def _rows_compete(self, built: Built, microbatch: Microbatch) -> bool:
         """Whether the loss of two rows together is another than that of each alone."""
-        fields = microbatch.fields
-        rows = [fields, *({name: field[row : row + 1] for name, field in fields.items()} for row in range(2))]
-        with torch.no_grad():
-            both, *each = (built.forward(replace(microbatch, fields=row))[0].losses["lm"][0] for row in rows)
-        return not torch.allclose(both, each[0] + each[1], rtol=1e-9)
+        rows = ({name: x[part] for name, x in microbatch.fields.items()} for part in (slice(2), slice(1), slice(1, 2)))
+        both, a, b = (built.forward(replace(microbatch, fields=row))[0].losses["lm"][0] for row in rows)
+        return not torch.allclose(both, a + b, rtol=1e-9)
 
     def boundary_holds(self) -> None:
         """Every tensor between two positions has the shape and dtype of ``boundary``."""

@@ -12,7 +12,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from megatron_run.errors import RunError
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
@@ -49,29 +48,35 @@ SMALL_LLAMA = {
     "vocab_size": 61,
     "max_position_embeddings": LENGTH,
 }
-THEIRS = {
-    "gpt2": (GPT2LMHeadModel, GPT2Config(**SMALL_GPT2)),
-    "gpt2 untied, gelu": (
-        GPT2LMHeadModel,
-        GPT2Config(**SMALL_GPT2, tie_word_embeddings=False, activation_function="gelu", n_inner=40),
-    ),
-    "llama": (LlamaForCausalLM, LlamaConfig(**SMALL_LLAMA)),
-    "llama with biases, tied": (
-        LlamaForCausalLM,
-        LlamaConfig(
-            **SMALL_LLAMA,
-            attention_bias=True,
-            mlp_bias=True,
-            tie_word_embeddings=True,
-            rms_norm_eps=1e-3,
-            rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-        ),
-    ),
+THEIRS: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": SMALL_GPT2,
+    "gpt2 untied, gelu": {
+        **SMALL_GPT2,
+        "tie_word_embeddings": False,
+        "activation_function": "gelu",
+        "n_inner": 40,
+    },
+    "llama": SMALL_LLAMA,
+    "llama with biases, tied": {
+        **SMALL_LLAMA,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
 }
 
 
 def tokens() -> Tensor:
     return torch.randint(61, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+
+
+def their_model(folder: Path, **options: Any) -> Any:
+    """What transformers loads from ``folder``. It is loaded where it is used: every worker reads this file."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
 def their_logits(model: Any) -> Tensor:
@@ -98,9 +103,11 @@ def assert_same_logits(found: Tensor, expected: Tensor) -> None:
 
 def theirs(folder: Path, case: str, **more: Any) -> Any:
     """A model of transformers with random weights that make every path matter, saved in ``folder``."""
-    kind, config = THEIRS[case]
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(2)
-    model = kind(config)
+    options, gpt2 = THEIRS[case], case.startswith("gpt2")
+    model: Any = GPT2LMHeadModel(GPT2Config(**options)) if gpt2 else LlamaForCausalLM(LlamaConfig(**options))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -112,7 +119,7 @@ def theirs(folder: Path, case: str, **more: Any) -> Any:
 def test_transformers_loads_what_was_exported_and_computes_the_same(case: str, tmp_path: Path) -> None:
     built, options = saved_network(tmp_path / "run", OURS[case])
     convert.export_model(tmp_path / "run", tmp_path / "hf", "huggingface")
-    model, said = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    model, said = their_model(tmp_path / "hf", output_loading_info=True)
     assert not any(said.values()), "nothing is missing, left over or of another shape"
     assert model.dtype == torch.float32
     assert_same_logits(their_logits(model), logits_of(built, tokens(), 61))
@@ -152,7 +159,7 @@ def test_an_export_of_several_files_is_read_by_both(tmp_path: Path, monkeypatch:
     assert {name: shard for shard, held in found.items() for name in held} == index["weight_map"]
     assert index["metadata"]["total_size"] == sum(t.nbytes for held in found.values() for t in held.values())
     expected = logits_of(built, tokens(), 61)
-    assert_same_logits(their_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "hf")), expected)
+    assert_same_logits(their_logits(their_model(tmp_path / "hf")), expected)
     convert.import_model(tmp_path / "hf", tmp_path / "back")
     assert torch.equal(our_logits(tmp_path / "back"), expected), "there and back no bit has changed"
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import stat
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils import cpp_extension
 
 from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run_graph_capture_partial import native
 from megatron_run_graph_capture_partial.executors import in_python, out_form
 from megatron_run_graph_capture_partial.selection import find_executor
 from tests.plugins.graph_bench import Pipeline
+from tests.support.processes import alive, wait_until
 
 LOG = logging.getLogger("megatron_run")
 
@@ -42,20 +46,20 @@ def test_the_native_executor_leaves_the_bits_of_eager_steps() -> None:
 
 
 class Compiler:
-    """In the place of torch's ``load``: takes a while, and fails where ``error`` is given."""
+    """In the compiler's place: takes a while, and fails where ``error`` is given."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self._error = error
         self.folders: list[Path] = []
 
-    def __call__(self, name: str, sources: list[str], *, build_directory: str, **_: Any) -> None:
-        folder = Path(build_directory)
+    def __call__(self, library: Path) -> None:
+        folder = library.parent
         self.folders.append(folder)
         (folder / "lock").touch()
         time.sleep(0.1)
         if self._error is not None:
             raise self._error
-        (folder / f"{name}.so").write_text(build_directory)
+        library.write_text(str(folder))
         (folder / "lock").unlink()
 
 
@@ -69,7 +73,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_one_rank_compiles_and_the_others_wait_for_its_result(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = Compiler()
-    monkeypatch.setattr(cpp_extension, "load", compiler)
+    monkeypatch.setattr(native, "_call_compiler", compiler)
     with ThreadPoolExecutor(3) as ranks:
         assert all(ranks.map(lambda _: native.build(LOG, no_heartbeat), range(3)))
     assert len(compiler.folders) == 1
@@ -83,13 +87,13 @@ def test_one_rank_compiles_and_the_others_wait_for_its_result(kept: Path, monkey
 def test_a_compilation_that_does_not_end_leaves_nothing_to_wait_for(
     error: BaseException, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpp_extension, "load", Compiler(error))
+    monkeypatch.setattr(native, "_call_compiler", Compiler(error))
     with pytest.raises(type(error)):
         native.build(LOG, no_heartbeat)
     assert not [path for path in kept.iterdir() if path.is_dir()]
     killed = native._home().with_suffix(".killed.tmp")
     killed.mkdir()
-    monkeypatch.setattr(cpp_extension, "load", Compiler())
+    monkeypatch.setattr(native, "_call_compiler", Compiler())
     native.build(LOG, no_heartbeat)
     assert [path for path in kept.iterdir() if path.is_dir()] == [native._home()]
 
@@ -98,7 +102,7 @@ def test_a_rank_that_compiles_says_so_and_gives_signs_of_life(
     kept: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     beats: list[int] = []
-    monkeypatch.setattr(cpp_extension, "load", Compiler())
+    monkeypatch.setattr(native, "_call_compiler", Compiler())
     monkeypatch.setattr(native, "_BEAT", 0.01)
     with caplog.at_level(logging.WARNING):
         native.build(LOG, lambda: beats.append(len(caplog.messages)))
@@ -107,6 +111,26 @@ def test_a_rank_that_compiles_says_so_and_gives_signs_of_life(
     told = len(beats)
     native.build(LOG, lambda: beats.append(1))
     assert (len(beats), len(caplog.messages)) == (told, 1)
+
+
+@pytest.mark.multiproc
+def test_the_compiler_ends_with_the_rank_that_called_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank is ended by a signal to its process group, as at a second Ctrl-C."""
+    compiler, called = tmp_path / "compiler", tmp_path / "called"
+    compiler.write_text(f"#!/bin/sh\necho $$ > {called}.new\nmv {called}.new {called}\nexec sleep 300\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    code = f"from pathlib import Path; from {native.__name__} import _call_compiler; _call_compiler(Path('x.so'))"
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as rank:
+        wait_until(called.exists, 50)
+        os.killpg(rank.pid, signal.SIGKILL)
+    wait_until(lambda: not alive(int(called.read_text())))
+
+
+def test_what_the_compiler_says_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "sh -c 'echo no such header >&2; exit 3'")
+    with pytest.raises(RuntimeError, match="ended with 3: no such header"):
+        native._call_compiler(tmp_path / "x.so")
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o720])

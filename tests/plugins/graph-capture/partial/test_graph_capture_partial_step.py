@@ -129,7 +129,7 @@ def test_a_step_that_is_timed_runs_action_by_action(monkeypatch: pytest.MonkeyPa
             (),
             "scope=step with graph_reuse=per_slot: a whole step is one",
         ),
-        (("graph-capture=partial,scope=step,attn",), (), r"scope names step, which holds everything, and attn; leave"),
+        (("graph-capture=partial,scope=step,attn",), (), r"scope names step, which holds everything, and attn \(from"),
         (("graph-capture=te,scope=step",), (), "graph-capture=te captures no whole steps; choose --plugin"),
         (("graph-capture=compile,scope=step",), (), "graph-capture=compile captures no whole steps; choose --plugin"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import pytest
 
@@ -16,17 +17,22 @@ from megatron_run_observer_mlflow import MLflow, Options
 from megatron_run_testing.observer import example_run, example_step, observer_checks
 from tests.contracts.conformance import failures
 
-mlflow = pytest.importorskip("mlflow")
-
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """MLflow's store of files: the only one that needs neither a server nor a database."""
+    pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     return (tmp_path / "store").as_uri()
+
+
+def client_of(store: str) -> Any:
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(store)
 
 
 def test_it_passes_its_kinds_suite(store: str) -> None:
@@ -42,7 +48,7 @@ def test_two_attempts_are_one_run_with_every_number(store: str, tmp_path: Path) 
         observer.on_eval_end(EvalMetrics(steps[-1], "validation", 2.5, 12.5, 64))
         observer.on_sample("once upon a time")
         observer.on_train_end(reason)
-    client = mlflow.tracking.MlflowClient(store)
+    client = client_of(store)
     (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
     assert (run.info.run_name, run.info.status) == ("third try", "FINISHED")
     assert run.data.params["parameters"] == "1000"
@@ -57,7 +63,7 @@ def test_a_run_that_fails_is_marked_as_failed(store: str, tmp_path: Path) -> Non
     observer = MLflow(Options(uri=store))
     observer.on_train_start(example_run(tmp_path))
     observer.on_error(RuntimeError("a rank died"))
-    client = mlflow.tracking.MlflowClient(store)
+    client = client_of(store)
     (run,) = client.search_runs([client.get_experiment_by_name("megatron-run").experiment_id])
     assert run.info.status == "FAILED"
 

@@ -18,8 +18,6 @@ from megatron_run_observer_wandb import Options, WeightsAndBiases
 from megatron_run_testing.observer import example_run, example_step, observer_checks
 from tests.contracts.conformance import failures
 
-wandb = pytest.importorskip("wandb")
-
 #: Bytes of a block of LevelDB's log.
 BLOCK = 32768
 
@@ -31,6 +29,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # where a key would be
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from glob import glob, has_magic
 from hashlib import sha256
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,7 +45,7 @@ class Document:
         try:
             return self.path.read_bytes()
         except OSError as cause:
-            raise _unreadable(self.path, cause) from cause
+            raise unreadable(self.path, cause) from cause
 
 
 def find_documents(names: Sequence[str]) -> tuple[Document, ...]:
@@ -118,7 +117,7 @@ def _walk(folder: Path, without: frozenset[str]) -> Iterator[Path]:
     without |= {"__pycache__"}
 
     def fail(cause: OSError) -> None:
-        raise _unreadable(Path(cause.filename), cause) from cause
+        raise unreadable(Path(cause.filename), cause) from cause
 
     seen: set[Path] = set()  # a link may lead to a folder around it, or to one that is walked anyway
     for parent, folders, files in os.walk(folder, onerror=fail, followlinks=True):
@@ -142,11 +141,12 @@ def _holds_text(path: Path) -> bool:
         with path.open("rb") as file:
             start = file.read(_PROBE)
     except OSError as cause:
-        raise _unreadable(path, cause) from cause
+        raise unreadable(path, cause) from cause
     return bool(start) and b"\0" not in start
 
 
-def _unreadable(path: Path, cause: OSError) -> DataError:
+def unreadable(path: Path, cause: OSError) -> DataError:
+    """The error of a file of text that cannot be read."""
     return DataError(f"{path} cannot be read", why=cause.strerror or str(cause), origin="data.paths")
 
 
@@ -175,23 +175,49 @@ def _belongs(path: Path) -> bool:
     return path.suffix == ".py" and not path.parts[0].startswith(("_sysconfigdata", "config-"))
 
 
-def pack(documents: Iterable[tuple[object, bytes]], tokenizer: Tokenizer) -> NDArray[Any]:
+#: Bytes of text that are tokenised at once, so that memory does not grow with the text.
+BATCH = 2**24
+
+
+def split_streams(
+    contents: Iterable[tuple[Path, bytes]], tokenizer: Tokenizer, shares: Shares, *, cut: bool = False
+) -> Iterator[tuple[Split, NDArray[Any]]]:
+    """Yield the token streams of all splits piece by piece, from one reading of the documents (path, content).
+
+    ``cut``: documents are, whatever their size. Raises :class:`DataError` as :func:`pack` does.
+    """
+    waiting: dict[Split, list[tuple[object, bytes]]] = {split: [] for split in SPLITS}
+    size = 0
+    for path, content in contents:
+        for split, portion in shares.portions(content, cut=cut):
+            waiting[split].append((path, portion))
+        size += len(content)
+        if size >= BATCH:
+            yield from ((split, pack(parts, tokenizer)) for split, parts in waiting.items() if parts)
+            waiting, size = {split: [] for split in SPLITS}, 0
+    yield from ((split, pack(parts, tokenizer)) for split, parts in waiting.items() if parts)
+
+
+def token_type(tokenizer: Tokenizer) -> np.dtype[Any]:
+    """The smallest unsigned type that holds the vocabulary."""
+    return np.min_scalar_type(tokenizer.vocab_size - 1)
+
+
+def pack(documents: Sequence[tuple[object, bytes]], tokenizer: Tokenizer) -> NDArray[Any]:
     """Return the token ids of the documents ``(source, content)``, [n], with an end-of-document token after each.
 
-    The ids have the smallest unsigned type that holds the vocabulary. Raises :class:`DataError` naming the source and
-    offset of an id outside the vocabulary.
+    Raises :class:`DataError` naming the source and offset of an id outside the vocabulary.
     """
-    end = np.array([tokenizer.end_of_document])
-    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    dtype = token_type(tokenizer)
+    end = np.array([tokenizer.end_of_document], dtype)
     parts = [np.empty(0, dtype)]
-    for source, content in documents:
-        tokens = tokenizer.encode(content, source)
+    for (source, _), tokens in zip(documents, tokenizer.encode_batch(documents), strict=True):
         require_within(tokens, tokenizer.vocab_size, source)
-        parts.append(np.concatenate([tokens, end]).astype(dtype))
+        parts += [tokens.astype(dtype), end]
     return np.concatenate(parts)
 
 
-def require_within(tokens: NDArray[np.int64], vocab_size: int, source: object) -> None:
+def require_within(tokens: NDArray[np.integer[Any]], vocab_size: int, source: object) -> None:
     """Raise :class:`DataError` naming ``source`` and offset of the first id outside ``0..vocab_size-1``."""
     outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
     if outside.size:
@@ -234,7 +260,8 @@ class PackedDataset:
 #: A document of at least this many bytes is cut into the shares of all splits. A smaller one goes to one split whole.
 CUT_FROM = 256 * 1024
 
-_PLACE: Mapping[Split, int] = MappingProxyType({"train": 0, "validation": 1, "test": 2})
+#: In the order of their shares.
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 @dataclass(frozen=True)
@@ -248,7 +275,7 @@ class Shares:
     def bounds(self, split: Split) -> tuple[float, float]:
         """Return the part of [0, 1) that ``split`` covers."""
         shares = (self.train, self.validation, self.test)
-        total, place = sum(shares), _PLACE[split]
+        total, place = sum(shares), SPLITS.index(split)
         return sum(shares[:place]) / total, sum(shares[: place + 1]) / total
 
     def share(self, split: Split) -> float:
@@ -256,17 +283,20 @@ class Shares:
         low, high = self.bounds(split)
         return high - low
 
-    def portion(self, content: bytes, split: Split, *, cut: bool = False) -> bytes:
-        """Return the part of a document in ``split``: all, nothing, or a share if it is cut (see ``CUT_FROM``)."""
-        low, high = self.bounds(split)
-        if cut or len(content) >= CUT_FROM:
-            return content[_boundary(content, low) : _boundary(content, high)]
-        return content if self.holds(content, split) else b""
-
     def holds(self, content: bytes, split: Split) -> bool:
         """Whether a document that is not cut belongs to ``split``."""
         low, high = self.bounds(split)
         return low <= _place_of(content) < high
+
+    def portions(self, content: bytes, *, cut: bool = False) -> Iterator[tuple[Split, bytes]]:
+        """Yield the parts of a document: all of it for one split, or each split's share if it is cut (``CUT_FROM``)."""
+        cut = cut or len(content) >= CUT_FROM
+        place = 0.0 if cut else _place_of(content)
+        for split in SPLITS:
+            low, high = self.bounds(split)
+            part = content[_boundary(content, low) : _boundary(content, high)] if cut else content
+            if part and (cut or low <= place < high):
+                yield split, part
 
 
 def _place_of(content: bytes) -> float:

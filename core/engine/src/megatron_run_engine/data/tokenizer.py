@@ -1,9 +1,12 @@
-"""Tokenizers: bytes, or a tokenizer that the `tokenizers` library has saved as JSON."""
+"""Tokenizers: bytes, those of the `tokenizers` library, and SentencePiece's."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +14,17 @@ import numpy as np
 
 from megatron_run.errors import DataError
 from megatron_run.registry.discover import plain_name
+from megatron_run_engine.data.tokenizer_files import SENTENCEPIECE, find_file, read_tokenizer
+from megatron_run_engine.data.user_cache import replacing, user_cache
 
 if TYPE_CHECKING:
-    import tokenizers
     from numpy.typing import NDArray
 
 #: Names of the end-of-document token, in the order in which they are tried.
-END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
-
+END_OF_DOCUMENT = (
+    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]"),
+    *("<\uff5cend\u2581of\u2581sentence\uff5c>", "[SEP]"),  # DeepSeek's, BERT's
+)
 
 #: The name under which a tokenizer's file is kept beside the weights that were trained with it.
 TOKENIZER = "tokenizer.json"
@@ -27,15 +33,27 @@ CHAT_TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
 
 
 class Tokenizer(ABC):
-    """Turns documents into ids in ``0..vocab_size-1``, one of which is ``end_of_document``. ``unit`` names a token."""
+    """Turns documents into ids in ``0..vocab_size-1``, one of which is ``end_of_document``. ``unit`` names a token.
+
+    Tokenizers with one ``identity`` give every text the same ids.
+    """
 
     unit: str
     vocab_size: int
     end_of_document: int
 
+    @property
     @abstractmethod
-    def encode(self, content: bytes, source: object) -> NDArray[np.int64]:
+    def identity(self) -> str:
+        """What it is, in one line: library, version and hash; or ``bytes``."""
+
+    @abstractmethod
+    def encode(self, content: bytes, source: object) -> NDArray[np.integer[Any]]:
         """Return the ids of a document without ``end_of_document``. Raises :class:`DataError` naming ``source``."""
+
+    def encode_batch(self, documents: Sequence[tuple[object, bytes]]) -> Sequence[NDArray[np.integer[Any]]]:
+        """Return the ids of each (source, content) as :meth:`encode` does; a library may use several cores."""
+        return [self.encode(content, source) for source, content in documents]
 
     @abstractmethod
     def encode_places(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -53,14 +71,19 @@ class ByteTokenizer(Tokenizer):
     vocab_size = 257
     end_of_document = 256
 
-    def encode(self, content: bytes, source: object) -> NDArray[np.int64]:
+    @property
+    def identity(self) -> str:
+        """Always the same."""
+        return "bytes"
+
+    def encode(self, content: bytes, source: object) -> NDArray[np.integer[Any]]:
         """Return the bytes as ids. Never fails."""
-        return np.frombuffer(content, np.uint8).astype(np.int64)
+        return np.frombuffer(content, np.uint8)
 
     def encode_places(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the bytes of ``text``, each at its character."""
         starts = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
-        return self.encode(text.encode(), "the text"), starts, starts + 1
+        return self.encode(text.encode(), "the text").astype(np.int64), starts, starts + 1
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Decode the bytes as UTF-8, with U+FFFD for invalid ones."""
@@ -68,7 +91,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer of the `tokenizers` library, read from its JSON file.
+    """A tokenizer of the `tokenizers` library: its JSON file, or another form that :func:`read_tokenizer` reads.
 
     ``end_of_document`` is the first of ``END_OF_DOCUMENT`` in the vocabulary, or an additional id if there is none.
     Raises :class:`DataError` if the file is missing or broken.
@@ -77,22 +100,27 @@ class JsonTokenizer(Tokenizer):
     unit = "token"
 
     def __init__(self, path: Path) -> None:
-        self._tokenizer = _read(path)
+        self._tokenizer = read_tokenizer(path)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         known = [vocabulary[name] for name in END_OF_DOCUMENT if name in vocabulary]
         highest = max(vocabulary.values(), default=-1)  # ids may have gaps, so their number is not enough
         self.end_of_document = known[0] if known else highest + 1
         self.vocab_size = max(highest, self.end_of_document) + 1
 
-    def encode(self, content: bytes, source: object) -> NDArray[np.int64]:
+    @cached_property
+    def identity(self) -> str:
+        """Library, version, and the hash of the whole tokenizer."""
+        return _identity(self._tokenizer.to_str().encode(), "tokenizers")
+
+    def encode(self, content: bytes, source: object) -> NDArray[np.integer[Any]]:
         """Return the ids of a UTF-8 document, without the special tokens that a template would add, such as [CLS]."""
-        try:
-            text = content.decode("utf-8")
-        except UnicodeDecodeError as cause:
-            raise DataError(
-                f"{source} is not UTF-8 at byte {cause.start}", fix="convert it, or set data.tokenizer to bytes"
-            ) from cause
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+        return np.array(self._tokenizer.encode(_text(content, source), add_special_tokens=False).ids, np.int64)
+
+    def encode_batch(self, documents: Sequence[tuple[object, bytes]]) -> Sequence[NDArray[np.integer[Any]]]:
+        """Return the ids of each (source, content), by as many threads as the library takes."""
+        texts = [_text(content, source) for source, content in documents]
+        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # fast: no offsets
+        return [np.array(each.ids, np.int64) for each in encoded]
 
     def encode_places(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the ids of ``text`` as :meth:`encode` does, and where their tokens lie in it."""
@@ -105,23 +133,69 @@ class JsonTokenizer(Tokenizer):
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
-def _read(path: Path) -> tokenizers.Tokenizer:
-    import tokenizers
+class SentencePieceTokenizer(Tokenizer):
+    """A model of the `sentencepiece` library, which gives the ids: its conversion to `tokenizers` is not always exact.
 
-    if not path.is_file():
-        raise DataError(
-            f"tokenizer file {path} does not exist",
-            origin="data.tokenizer",
-            fix="name the tokenizer.json of the `tokenizers` library, or say bytes",
-        )
+    Text never stands for a control symbol, so ``</s>`` in it is five characters. ``end_of_document`` is the model's end
+    of sentence, or an additional id. Raises :class:`DataError` if the library or the file is missing, or it is broken.
+    """
+
+    unit = "token"
+
+    def __init__(self, path: Path) -> None:
+        self._model = _sentencepiece(path)
+        self._path = path
+        pieces = self._model.get_piece_size()
+        self.end_of_document = self._model.eos_id() if self._model.eos_id() >= 0 else pieces
+        self.vocab_size = max(pieces, self.end_of_document + 1)
+
+    @cached_property
+    def identity(self) -> str:
+        """Library, version, and the hash of the model's file."""
+        return _identity(self._path.read_bytes(), "sentencepiece")
+
+    def encode(self, content: bytes, source: object) -> NDArray[np.integer[Any]]:
+        """Return the ids of a UTF-8 document, without a begin or an end of sentence."""
+        return np.array(self._model.encode(_text(content, source)), np.int64)
+
+    def encode_places(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the ids of ``text`` as :meth:`encode` does, and where their tokens lie in it."""
+        found = self._model.encode_as_offset_mapping(text)
+        places = np.array(found["offsets"], np.int64).reshape(-1, 2)
+        return np.array(found["ids"], np.int64), places[:, 0], places[:, 1]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of ``tokens``; control symbols have none."""
+        return str(self._model.decode([token for token in tokens if token < self._model.get_piece_size()]))
+
+
+def _text(content: bytes, source: object) -> str:
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as cause:  # the library raises a bare Exception
+        return content.decode("utf-8")
+    except UnicodeDecodeError as cause:
+        raise DataError(
+            f"{source} is not UTF-8 at byte {cause.start}", fix="convert it, or set data.tokenizer to bytes"
+        ) from cause
+
+
+def _identity(content: bytes, library: str) -> str:
+    return f"{library} {version(library)} {sha256(content).hexdigest()[:32]}"
+
+
+def _sentencepiece(path: Path) -> Any:
+    try:
+        from sentencepiece import SentencePieceProcessor
+    except ModuleNotFoundError as cause:
+        raise DataError(
+            f"tokenizer {path} needs the library sentencepiece",
+            origin="data.tokenizer",
+            fix="pip install 'megatron-run-engine[sentencepiece]'",
+        ) from cause
+    try:
+        return SentencePieceProcessor(model_file=str(path))
+    except (RuntimeError, OSError) as cause:
         why = " ".join(str(cause).split())
         raise DataError(f"tokenizer file {path} is broken", why=why, origin="data.tokenizer") from cause
-    tokenizer.no_truncation()  # a file may carry limits that would drop the rest of every document
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def byte_tokenizer_json() -> bytes:
@@ -155,10 +229,33 @@ def same_vocabulary(first: Path | None, second: Path | None) -> bool:
 def _vocabulary(file: Path | None) -> Mapping[str, int]:
     import tokenizers
 
-    opened = tokenizers.Tokenizer.from_buffer(byte_tokenizer_json()) if file is None else _read(file)
+    opened = tokenizers.Tokenizer.from_buffer(byte_tokenizer_json()) if file is None else read_tokenizer(file)
     return opened.get_vocab(with_added_tokens=True)
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """Open the tokenizer ``bytes``, or the one in the file ``name``."""
-    return ByteTokenizer() if name == "bytes" else JsonTokenizer(Path(name).expanduser())
+    """Open the tokenizer ``bytes``, or the one in the file or folder ``name`` (see :func:`find_file`)."""
+    if name == "bytes":
+        return ByteTokenizer()
+    path = find_file(Path(name).expanduser())
+    return SentencePieceTokenizer(path) if path.suffix == SENTENCEPIECE else JsonTokenizer(path)
+
+
+def json_file(name: str) -> Path | None:
+    """Return the JSON file of the tokenizer ``name``: a conversion in the user's cache where it has another form.
+
+    None for bytes and for SentencePiece, which have no such form, and without a cache.
+    """
+    path = None if name == "bytes" else find_file(Path(name).expanduser())
+    if path is None or path.suffix == SENTENCEPIECE:
+        return None
+    if not path.name.endswith((".txt", "vocab.json")):
+        return path
+    content = read_tokenizer(path).to_str()
+    try:
+        converted = user_cache("tokenizers") / f"{sha256(content.encode()).hexdigest()[:32]}.json"
+        with replacing(converted) as file:
+            file.write(content.encode())
+    except OSError:
+        return None
+    return converted

@@ -6,7 +6,7 @@ Legend: s sequence, b micro batch, n heads, k key-value heads, d head size, c bo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from inspect import signature
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -63,9 +63,12 @@ def _spans(bounds: list[int]) -> Iterator[list[int]]:
 
 def _mask(bounds: list[int], device: torch.device) -> Tensor | None:
     """The mask [r, r] of the span with ``bounds``; None for one document."""
-    if len(bounds) == 2:
-        return None
-    return within_documents(torch.tensor([bounds], device=device) - bounds[0], bounds[-1] - bounds[0])[0, 0]
+    return None if len(bounds) == 2 else _made_mask(tuple(bound - bounds[0] for bound in bounds), device)
+
+
+@lru_cache(maxsize=1024)  # 16 MB: every layer, and the backward that recomputes it, ask for those of the same rows
+def _made_mask(bounds: tuple[int, ...], device: torch.device) -> Tensor:
+    return within_documents(torch.tensor([bounds], device=device), bounds[-1])[0, 0]
 
 
 def fused_varlen(query: Tensor) -> bool:

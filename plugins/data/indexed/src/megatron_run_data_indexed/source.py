@@ -190,9 +190,12 @@ class Indexed(DataSource):
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The file that ``data.tokenizer`` names, None without one."""
-        name = self._options.tokenizer
-        return None if name in (None, "bytes") else Path(str(name)).expanduser()
+        """The JSON file of ``data.tokenizer``, None without one."""
+        if self._options.tokenizer is None:
+            return None
+        from megatron_run_engine.data.tokenizer import json_file
+
+        return json_file(self._options.tokenizer)
 
     def encode(self, text: str) -> Sequence[int] | None:
         """Return the token ids of ``text``; None without a tokenizer."""

@@ -23,7 +23,7 @@ from megatron_run_data_instruct.conversations import Line, conversation, lines_o
 from megatron_run_data_instruct.template import ChatTemplate, NoConversation, find_template
 from megatron_run_engine.data.documents import Shares, find_documents, require_within
 from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, best_fit, one_a_row
-from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
+from megatron_run_engine.data.tokenizer import Tokenizer, json_file, open_tokenizer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -53,7 +53,9 @@ class InstructOptions(BaseModel):
     paths: Annotated[tuple[str, ...], BeforeValidator(_one_or_many)] = Field(
         (), description="JSON lines of conversations: files, folders and patterns; needed"
     )
-    tokenizer: str = Field("bytes", description="bytes, or a JSON file of the `tokenizers` library")
+    tokenizer: str = Field(
+        "bytes", description="bytes, or a file or folder: tokenizer.json, vocab.json, vocab.txt, .model"
+    )
     template: str = Field(
         "auto", description="file of a Jinja chat template; auto: the tokenizer's, else lines of Role: text"
     )
@@ -184,9 +186,8 @@ class Instruct(DataSource):
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The file that ``data.tokenizer`` names, None for bytes."""
-        name = self._options.tokenizer
-        return None if name == "bytes" else Path(name).expanduser()
+        """The JSON file of ``data.tokenizer``, None for bytes and SentencePiece."""
+        return json_file(self._options.tokenizer)
 
     def encode(self, text: str) -> Sequence[int]:
         """Return the token ids of ``text``."""

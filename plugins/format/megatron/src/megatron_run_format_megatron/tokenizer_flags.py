@@ -80,7 +80,7 @@ def tokenizer_notes(arguments: Arguments) -> Iterator[tuple[str, str]]:
     if file is not None:
         yield flags, f"data=text reads it: data.tokenizer={file}"
     else:
-        yield flags, "data=text reads a tokenizer.json of the `tokenizers` library, no other form: data.tokenizer"
+        yield flags, "data=text reads tokenizer.json, vocab.json, vocab.txt and .model files: data.tokenizer"
     if find_vocabulary(arguments) is None:
         why = "the number of its ids is in its files, which are not here"
         yield flags, f"set model.vocab_size and data.vocab_size: {why}"

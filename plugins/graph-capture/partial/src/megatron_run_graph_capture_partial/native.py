@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import shutil
 import stat
+import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,6 +32,7 @@ from megatron_run_graph_capture_partial.tape import Executor, Operation
 if TYPE_CHECKING:
     import logging
 
+_LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 _SOURCE = Path(__file__).with_name("native.cpp")
 #: Seconds between two heartbeats of a rank that compiles or waits, and after which a compiler is taken to hang.
 _BEAT, _LONGEST = 1.0, 900.0
@@ -88,8 +92,6 @@ def _load(home: Path) -> Any:
 
 def _compile(home: Path) -> None:
     """Compile the extension and keep it at ``home``, unless another process does so first."""
-    from torch.utils.cpp_extension import load
-
     with _locked(home.with_suffix(".lock")):
         if home.is_dir():
             return
@@ -98,9 +100,28 @@ def _compile(home: Path) -> None:
         with TemporaryDirectory(prefix=f"{home.name}.", suffix=".tmp", dir=home.parent) as private:
             folder = Path(private) / "build"
             folder.mkdir()
-            load("megatron_run_tape", [str(_SOURCE)], extra_cflags=["-O2"], build_directory=str(folder), verbose=False)
+            _call_compiler(folder / "megatron_run_tape.so")
             with suppress(OSError):  # where files cannot be locked, another process was first
                 folder.rename(home)
+
+
+def _call_compiler(library: Path) -> None:
+    """Make ``library`` of the source. Raises :class:`RuntimeError` with what the compiler said.
+
+    ``torch.utils.cpp_extension.load`` calls it through ninja, which gives it a process group of its own: there it would
+    outlive this rank, which is ended with its group.
+    """
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    headers = [f"-isystem{path}" for path in (*include_paths(), sysconfig.get_path("include"))]
+    defined = [f"-DTORCH_EXTENSION_NAME={library.stem}", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+    linked = [*(f"-L{path}" for path in library_paths()), *(f"-l{name}" for name in _LIBRARIES)]
+    late = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []  # Python's own symbols
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    words = [*compiler, "-shared", "-fPIC", "-O2", "-std=c++20", *defined, *headers, str(_SOURCE), "-o", str(library)]
+    done = subprocess.run([*words, *linked, *late], capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(compiler)} ended with {done.returncode}: {done.stderr.strip()}")
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import ceil, isfinite
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -21,13 +20,14 @@ from megatron_run_engine.data.documents import (
     PackedDataset,
     Shares,
     find_documents,
-    pack,
     standard_library,
 )
 from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, bounds_of
-from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
+from megatron_run_engine.data.token_cache import open_streams
+from megatron_run_engine.data.tokenizer import Tokenizer, json_file, open_tokenizer
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from typing import Any
 
     from numpy.typing import NDArray
@@ -65,7 +65,9 @@ class TextOptions(BaseModel):
     paths: Annotated[tuple[str, ...], BeforeValidator(_one_or_many)] = Field(
         (), description="files, folders and patterns; empty: the sources of Python's standard library"
     )
-    tokenizer: str = Field("bytes", description="bytes, or a JSON file of the `tokenizers` library")
+    tokenizer: str = Field(
+        "bytes", description="bytes, or a file or folder: tokenizer.json, vocab.json, vocab.txt, .model"
+    )
     packing: Literal["stream", "documents"] = Field(
         "stream", description="stream: documents run into each other; documents: attention stays within each"
     )
@@ -75,16 +77,19 @@ class TextOptions(BaseModel):
 
 
 class Text(DataSource):
-    """Documents from files. A split is read, cut and tokenised when it is first opened, and then kept."""
+    """Documents from files. All splits are tokenised, or found in the cache, when one is first opened."""
 
     def __init__(self, options: TextOptions) -> None:
         self._options = options
         self._shares = Shares(*options.split)
-        self._streams: dict[Split, NDArray[Any]] = {}
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         return open_tokenizer(self._options.tokenizer)
+
+    @cached_property
+    def _streams(self) -> Mapping[Split, NDArray[Any]]:
+        return open_streams(self._texts, self._tokenizer, self._shares, cut=self._cuts_all)
 
     @property
     def vocab_size(self) -> int:
@@ -102,8 +107,6 @@ class Text(DataSource):
         A validation or test split to which the shares give nothing is empty. Raises :class:`DataError` for a file that
         is missing, empty, unreadable or no text for the tokenizer, and for a split that is too short for one sample.
         """
-        if split not in self._streams:
-            self._streams[split] = pack(self._documents(split), self._tokenizer)
         dataset = self._cut(self._streams[split], sequence_length)
         if not len(dataset) and self._shares.share(split):
             raise self._too_short(split, sequence_length)
@@ -120,33 +123,26 @@ class Text(DataSource):
         train = self.dataset("train", sequence_length, seed)
         return str(train) if isinstance(train, PackedDocuments) else ""
 
-    def _find(self) -> tuple[Document, ...]:
+    @cached_property
+    def _texts(self) -> tuple[Document, ...]:
         return find_documents(self._options.paths) if self._options.paths else standard_library()
-
-    def _documents(self, split: Split) -> list[tuple[object, bytes]]:
-        """Return (path, content) of the parts in ``split``."""
-        portions = (
-            (document.path, self._shares.portion(document.read(), split, cut=self._cuts_all))
-            for document in self._find()
-        )
-        return [(path, content) for path, content in portions if content]
 
     @cached_property
     def _cuts_all(self) -> bool:
         """Whether documents are cut whatever their size: one, or so few that training or validation gets none."""
-        documents = self._find()
+        documents = self._texts
         if len(documents) >= FEW or any(document.path.stat().st_size >= CUT_FROM for document in documents):
             return len(documents) == 1
         contents = [document.read() for document in documents]
         wanted: tuple[Split, ...] = ("train", "validation")
-        return len(documents) == 1 or any(
-            self._shares.share(split) and not any(self._shares.portion(content, split) for content in contents)
+        return any(
+            self._shares.share(split) and not any(self._shares.holds(content, split) for content in contents)
             for split in wanted
         )
 
     def _too_short(self, split: Split, sequence_length: int) -> DataError:
         """The error of a ``split`` without a sample, with every way out that leads to one."""
-        share, documents, tokens = self._shares.share(split), len(self._find()), len(self._streams[split])
+        share, documents, tokens = self._shares.share(split), len(self._texts), len(self._streams[split])
         ways = ["name more text"]
         if not self._cuts_all:
             ways.append("join it into one file, which is cut")
@@ -181,9 +177,8 @@ class Text(DataSource):
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The file that ``data.tokenizer`` names, None for bytes."""
-        name = self._options.tokenizer
-        return None if name == "bytes" else Path(name).expanduser()
+        """The JSON file of ``data.tokenizer``, None for bytes and SentencePiece."""
+        return json_file(self._options.tokenizer)
 
     def encode(self, text: str) -> Sequence[int]:
         """Return the token ids of ``text``."""

@@ -1,0 +1,372 @@
+"""``megatron-run data``: from texts to datasets, what is in them, and the cache of tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from megatron_run.errors import DataError, PluginError
+from megatron_run_cli.grammar import debug_option, json_option
+from megatron_run_cli.output import print_json, print_table, tell
+
+_PATH = click.Path(path_type=Path)
+_INPUTS = click.argument("names", nargs=-1, required=True, metavar="INPUT...")
+_TOKENIZER = "bytes, or a file or folder: tokenizer.json, vocab.json, vocab.txt, .model."
+_FORM = click.option(
+    "--format", "form", type=click.Choice(["jsonl", "text", "parquet"]), help="What INPUTs hold [default: by ending]."
+)
+_KEY = click.option(
+    "--json-key", "key", default="text", show_default=True, metavar="KEY", help="Key or column of text."
+)
+_SEPARATOR = click.option(
+    "--separator", metavar="TEXT", help=r"What ends a document of a text, as '\n\n' [default: a file is one document]."
+)
+_MALFORMED = click.option(
+    "--malformed",
+    type=click.Choice(["refuse", "skip", "keep"]),
+    default="refuse",
+    show_default=True,
+    help="End at the first malformed record, leave them out, or keep what is there as text.",
+)
+_WORKERS = click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes [default: one a core].")
+
+
+@click.group()
+def data() -> None:
+    """Prepare, inspect and convert datasets; train tokenizers."""
+
+
+@contextmanager
+def _indexed() -> Iterator[None]:
+    """Say which package is missing where these commands need it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "megatron_run_data_indexed":
+            raise
+        raise PluginError("this command needs data=indexed", fix="pip install megatron-run-data-indexed") from error
+
+
+@data.command()
+@_INPUTS
+@click.option("--out", required=True, type=_PATH, metavar="PREFIX", help="Write PREFIX.bin, PREFIX.idx, PREFIX.json.")
+@click.option("--tokenizer", required=True, metavar="NAME", help=_TOKENIZER)
+@_KEY
+@_SEPARATOR
+@_FORM
+@_MALFORMED
+@click.option(
+    "--end-of-document", "end", metavar="TOKEN", help="The token after each document, or none [the tokenizer's own]."
+)
+@_WORKERS
+@click.option("--overwrite", is_flag=True, help="Replace a dataset, or an unfinished one of other inputs.")
+@click.option("--dry-run", is_flag=True, help="Tokenise a sample, and tell what all of it would come to.")
+@json_option
+@debug_option
+def prepare(  # noqa: PLR0913  # one argument an option
+    names: tuple[str, ...],
+    *,
+    out: Path,
+    tokenizer: str,
+    key: str,
+    separator: str | None,
+    form: Any,
+    malformed: Any,
+    end: str | None,
+    workers: int | None,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Tokenise INPUTs into the dataset PREFIX, which --plugin data=indexed trains on.
+
+    INPUT is a file, a folder or a pattern: JSON lines (.jsonl), text (.txt, .md), each also .gz or .zst, and .parquet.
+    Killed at any moment, the same command goes on where it stopped.
+    """
+    with _indexed():
+        from megatron_run_data_indexed.preparation import prepare as preparation
+        from megatron_run_data_indexed.preparation.inputs import find_inputs
+        from megatron_run_data_indexed.preparation.records import Reading
+    inputs, left_out = find_inputs(names, form)
+    if left_out:
+        tell(f"{left_out} files of other endings are left out")
+    cores = workers or _cores()
+    reading = Reading(key, _unescaped(separator), malformed)
+    job = preparation.Preparation(tuple(inputs), out, tokenizer, reading, end, cores)
+    if dry_run:
+        totals = preparation.estimate(job)
+    else:
+        with _bar(job.size) as progress:
+            totals = preparation.prepare(
+                job, overwrite=overwrite, tell=tell, progress=lambda made: progress(made.size, made.tokens)
+            )
+    if as_json:
+        print_json({**vars(totals), "files": len(inputs), "prefix": str(out), "dry_run": dry_run})
+        return
+    about = "about " if dry_run else ""
+    click.echo(
+        f"{out}: {about}{totals.tokens:,} tokens in {about}{totals.documents:,} documents of {len(inputs):,} files; "
+        f"{totals.empty:,} empty and {totals.malformed:,} malformed records"
+    )
+    if dry_run:
+        size = preparation.bytes_needed(job, totals)
+        click.echo(f"about {totals.seconds / cores:,.0f} s with {cores} processes, and {size / 1e6:,.1f} MB on disk")
+    else:
+        click.echo(f"train: megatron-run --plugin data=indexed,paths={out},tokenizer={tokenizer}")
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _unescaped(separator: str | None) -> bytes | None:
+    """The bytes of what was typed, in which backslash n and t stand for a line's end and a tabulator."""
+    if separator is None:
+        return None
+    if not separator:
+        raise click.UsageError("--separator is empty")
+    return separator.replace("\\n", "\n").replace("\\t", "\t").encode()
+
+
+@contextmanager
+def _bar(size: int) -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error with rate and time left, where somebody watches. It is told bytes and tokens."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TextColumn("{task.fields[tokens]:,} tokens"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=size, tokens=0)
+        yield lambda done, tokens: bar.update(task, completed=done, tokens=tokens)
+
+
+@data.command()
+@_INPUTS
+@click.option("--out", required=True, type=_PATH, metavar="FILE", help="The .jsonl to write, also .gz or .zst.")
+@click.option("--tokenizer", required=True, metavar="NAME", help=f"What counts tokens: {_TOKENIZER}")
+@click.option(
+    "--min-tokens", type=click.IntRange(min=0), default=128, show_default=True, metavar="N", help="Remove shorter ones."
+)
+@click.option("--max-tokens", type=click.IntRange(min=1), metavar="N", help="Remove longer ones.")
+@click.option("--language", "languages", multiple=True, metavar="CODE", help="Keep only this one, as en; repeatable.")
+@click.option(
+    "--similarity",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.7,
+    show_default=True,
+    metavar="S",
+    help="Remove what is so similar to an earlier one (Jaccard).",
+)
+@click.option("--keep-duplicates", is_flag=True, help="Compare none.")
+@click.option("--test", "tests", multiple=True, metavar="INPUT", help="Remove what shares words with it; repeatable.")
+@click.option(
+    "--ngram", type=click.IntRange(min=1), default=8, show_default=True, metavar="N", help="Words of an n-gram."
+)
+@click.option(
+    "--shared", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="How many n-grams."
+)
+@_KEY
+@_SEPARATOR
+@_FORM
+@_MALFORMED
+@_WORKERS
+@click.option("--overwrite", is_flag=True, help="Replace FILE.")
+@json_option
+@debug_option
+def clean(  # noqa: PLR0913  # one argument an option
+    names: tuple[str, ...],
+    *,
+    out: Path,
+    tokenizer: str,
+    min_tokens: int,
+    max_tokens: int | None,
+    languages: tuple[str, ...],
+    similarity: float,
+    keep_duplicates: bool,
+    tests: tuple[str, ...],
+    ngram: int,
+    shared: int,
+    key: str,
+    separator: str | None,
+    form: Any,
+    malformed: Any,
+    workers: int | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Write those documents of INPUTs that are worth training on, and beside them why each other one is not.
+
+    A document goes that is too short, in another language, holds words of a test set, or is nearly equal to an earlier
+    one: the rules of the Megatron-LM paper. INPUTs are as `data prepare` reads them.
+    """
+    with _indexed():
+        from megatron_run_data_indexed.preparation import clean as cleaning
+        from megatron_run_data_indexed.preparation.inputs import find_inputs
+        from megatron_run_data_indexed.preparation.records import Reading
+        from megatron_run_data_indexed.preparation.rules import Rules
+    inputs, left_out = find_inputs(names, form)
+    if left_out:
+        tell(f"{left_out} files of other endings are left out")
+    rules = Rules(min_tokens, max_tokens, frozenset(languages), shared, ngram, None if keep_duplicates else similarity)
+    job = cleaning.Cleaning(
+        tuple(inputs),
+        out,
+        tokenizer,
+        rules,
+        Reading(key, _unescaped(separator), malformed),
+        tuple(find_inputs(tests, form)[0]),
+        workers or _cores(),
+    )
+    with _bar(job.size) as bar:
+        report = cleaning.clean(job, overwrite=overwrite, progress=lambda made: bar(made.size, made.kept.tokens))
+    if as_json:
+        print_json({**asdict(report), "out": str(out), "why": str(job.removed)})
+        return
+    rows = [(rule, f"{tally.documents:,}", f"{tally.tokens:,}") for rule, tally in sorted(report.removed.items())]
+    rows.append(("kept", f"{report.kept.documents:,}", f"{report.kept.tokens:,}"))
+    print_table([("", "documents", "tokens"), *rows])
+    click.echo(
+        f"{out}; why the others went: {job.removed}; {report.malformed:,} malformed, {report.empty:,} empty records"
+    )
+
+
+@data.command("train-tokenizer")
+@_INPUTS
+@click.option("--vocab-size", required=True, type=click.IntRange(min=1), metavar="N", help="The most ids.")
+@click.option("--kind", type=click.Choice(["bpe", "wordpiece", "unigram"]), default="bpe", show_default=True)
+@click.option("--out", required=True, type=_PATH, metavar="FILE", help="The tokenizer.json to write.")
+@_KEY
+@_SEPARATOR
+@_FORM
+@debug_option
+def train_tokenizer_(
+    names: tuple[str, ...], *, vocab_size: int, kind: str, out: Path, key: str, separator: str | None, form: Any
+) -> None:
+    """Train a tokenizer on INPUTs, which `data prepare` describes, and write it as JSON."""
+    with _indexed():
+        from megatron_run_data_indexed.preparation.inputs import find_inputs
+        from megatron_run_data_indexed.preparation.records import Reading, texts
+    from megatron_run_engine.data.train_tokenizer import train_tokenizer
+
+    inputs, _ = find_inputs(names, form)
+    size = train_tokenizer(texts(inputs, Reading(key, _unescaped(separator), "skip")), kind, vocab_size, out)
+    click.echo(f"{out}: {kind}, {size:,} ids")
+
+
+@data.command()
+@click.option("--prune", is_flag=True, help="Remove what no run has opened for --days.")
+@click.option("--days", type=click.FloatRange(min=0), metavar="N", help="With --prune [default: 30]; 0 for all.")
+@json_option
+@debug_option
+def cache(*, prune: bool, days: float | None, as_json: bool) -> None:
+    """List the tokens that data=text keeps for later starts; --prune removes old ones."""
+    from megatron_run_engine.data.token_cache import KEPT_DAYS, entries, remove_old
+
+    if days is not None and not prune:
+        raise click.UsageError("--days goes with --prune")
+    try:
+        removed = remove_old(KEPT_DAYS if days is None else days) if prune else []
+        kept = entries()
+    except OSError as cause:
+        raise DataError("the cache cannot be read", why=str(cause)) from cause
+    if as_json:
+        print_json({"entries": kept, "removed": removed})
+        return
+    if prune:
+        click.echo(f"removed {len(removed)}, {sum(entry.size for entry in removed) / 1e6:,.1f} MB")
+    rows = [(f"{each.size / 1e6:,.1f} MB", _age(each.days), each.tokenizer, each.text) for each in kept]
+    print_table([("size", "last used", "tokenizer", "text"), *rows] if rows else [("nothing is kept",)])
+
+
+def _age(days: float) -> str:
+    return f"{days:.0f} days ago" if days >= 2 else f"{days * 24:.0f} h ago" if days * 24 >= 1 else "now"
+
+
+_PREFIX = click.argument("prefix", type=_PATH)
+
+
+@data.command()
+@_PREFIX
+@click.option("--samples", type=click.IntRange(min=0), default=0, metavar="N", help="Show N documents as text.")
+@click.option("--tokenizer", metavar="NAME", help=f"{_TOKENIZER[:-1]} [default: what PREFIX.json names].")
+@click.option("--check", "whole", is_flag=True, help="Read every token; code 5 if one is outside the vocabulary.")
+@json_option
+@debug_option
+def inspect(prefix: Path, *, samples: int, tokenizer: str | None, whole: bool, as_json: bool) -> None:
+    """Show what the dataset PREFIX (.bin and .idx) holds; damage is told with file and byte."""
+    with _indexed():
+        from megatron_run_data_indexed.files import Reader
+        from megatron_run_data_indexed.preparation import inspect as inspection
+    reader = Reader(prefix)
+    summary = inspection.summarise(reader, prefix)
+    opened = inspection.tokenizer_of(prefix, tokenizer) if samples or whole else None
+    if samples and opened is None:
+        raise click.UsageError(f"--samples needs --tokenizer: {prefix}.json does not name one")
+    shown = inspection.samples(reader, opened, samples) if opened else []
+    ids = inspection.check(reader, prefix, opened.vocab_size if opened else None) if whole else None
+    if as_json:
+        print_json({**vars(summary), "ids": ids, "samples": [{"document": n, "text": text} for n, text, _ in shown]})
+        return
+    print_table(
+        [
+            ("documents", f"{summary.documents:,} of {summary.sequences:,} sequences"),
+            ("tokens", f"{summary.tokens:,} as {summary.dtype}, {summary.size / 1e6:,.1f} MB"),
+            (
+                "lengths",
+                f"{summary.shortest:,} to {summary.longest:,}, mean {summary.mean:,.1f}, median {summary.median:,}",
+            ),
+            *([("ids", f"{ids[0]:,} to {ids[1]:,}, every token read")] if ids else []),
+        ]
+    )
+    print_table([("tokens", "documents", ""), *inspection.plot(summary.bins)])
+    for number, text, cut in shown:
+        click.echo(f"document {number}: {text!r}{' ...' if cut else ''}")
+
+
+@data.command()
+@click.argument("source", type=_PATH)
+@click.argument("target", type=_PATH)
+@click.option("--tokenizer", metavar="NAME", help=f"{_TOKENIZER[:-1]} [default: what SOURCE.json names].")
+@click.option("--tokens", is_flag=True, help="Write token ids instead of text.")
+@click.option("--key", metavar="KEY", help="Key or column [default: tokens for ids, text for text].")
+@click.option("--overwrite", is_flag=True, help="Replace TARGET.")
+@json_option
+@debug_option
+def convert(
+    source: Path, target: Path, *, tokenizer: str | None, tokens: bool, key: str | None, overwrite: bool, as_json: bool
+) -> None:
+    """Write a dataset as JSON lines or Parquet, or make one of token ids in such a file.
+
+    One of SOURCE and TARGET is a dataset's prefix, the other ends in .jsonl, .jsonl.gz or .parquet.
+    """
+    with _indexed():
+        from megatron_run_data_indexed.preparation import convert as conversion
+        from megatron_run_data_indexed.preparation.inspect import tokenizer_of
+    if source.name.endswith(conversion.ENDINGS):
+        documents, count = conversion.import_(source, target, key or "tokens", overwrite=overwrite)
+        done = {"documents": documents, "tokens": count}
+    else:
+        if target.exists() and not overwrite:
+            raise click.UsageError(f"{target} exists: choose another TARGET, or add --overwrite")
+        opened = None if tokens else tokenizer_of(source, tokenizer)
+        if not tokens and opened is None:
+            raise click.UsageError(f"text needs --tokenizer, as {source}.json does not name one; or add --tokens")
+        done = {"documents": conversion.export(source, target, opened, key or ("tokens" if tokens else "text"))}
+    if as_json:
+        print_json(done)
+    else:
+        click.echo(f"{target}: {', '.join(f'{count:,} {name}' for name, count in done.items())}")

@@ -1,0 +1,126 @@
+"""The forms in which tokenizers are kept, as tokenizers of the `tokenizers` library.
+
+| form | read as |
+|---|---|
+| ``*.json`` | what the library has saved |
+| ``vocab.json`` beside ``merges.txt`` | GPT-2's byte-level BPE |
+| ``vocab.txt`` | BERT's WordPiece |
+| ``*.model`` | SentencePiece, which its own library reads |
+| a folder | the first of ``FILES`` that it holds |
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_run.errors import DataError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+#: The files of a folder of Hugging Face's, in the order in which they are tried.
+FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+#: How a SentencePiece model's name ends.
+SENTENCEPIECE = ".model"
+#: Special tokens of BPE vocabularies, GPT-2's one and RoBERTa's, and those of BERT.
+_END, _BPE = "<|endoftext|>", ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
+_BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def find_file(path: Path) -> Path:
+    """Return the file that ``path`` stands for: itself, or the tokenizer of a folder. ``merges.txt`` is its vocabulary.
+
+    Raises :class:`DataError` if there is none.
+    """
+    if path.is_dir():
+        for name in FILES:
+            if (path / name).is_file():
+                return path / name
+        raise _fault(f"folder {path} holds no tokenizer", fix=f"it would be one of {', '.join(FILES)}")
+    if path.name.endswith("merges.txt"):
+        path = path.with_name(f"{path.name.removesuffix('merges.txt')}vocab.json")
+    if not path.is_file():
+        raise _fault(
+            f"tokenizer file {path} does not exist",
+            fix="name a tokenizer.json, a folder, vocab.json, vocab.txt or a .model file, or say bytes",
+        )
+    return path
+
+
+def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    """Read a tokenizer, without the limits of length that its file may carry. Raises :class:`DataError`."""
+    import tokenizers
+
+    path = find_file(path)
+    try:
+        if path.name.endswith("vocab.json"):
+            tokenizer = _gpt2(path)
+        elif path.suffix == ".txt":
+            tokenizer = _bert(path)
+        else:
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except DataError:
+        raise
+    except Exception as cause:  # the library raises a bare Exception
+        raise _fault(f"tokenizer file {path} is broken", why=" ".join(str(cause).split())) from cause
+    tokenizer.no_truncation()  # they would drop the rest of every document
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _gpt2(vocabulary: Path) -> tokenizers.Tokenizer:
+    """Byte-level BPE (Radford et al. 2019, section 2.2) of ``vocab.json`` and the ``merges.txt`` beside it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    merges = vocabulary.with_name(f"{vocabulary.name.removesuffix('vocab.json')}merges.txt")
+    if not merges.is_file():
+        raise _fault(f"tokenizer file {vocabulary} has no {merges.name} beside it")
+    tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = (_END,) if tokenizer.token_to_id(_END) is not None else _BPE
+    tokenizer.add_special_tokens([token for token in special if tokenizer.token_to_id(token) is not None])
+    return tokenizer
+
+
+def _bert(vocabulary: Path) -> tokenizers.Tokenizer:
+    """WordPiece (Devlin et al. 2019) of ``vocab.txt``, one token a line.
+
+    ``tokenizer_config.json`` beside it says whether text is put in lower case; without it, text is where no token of
+    the vocabulary has a capital.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    model = models.WordPiece.from_file(str(vocabulary), unk_token="[UNK]", max_input_chars_per_word=100)
+    tokenizer = Tokenizer(model)
+    tokens = tokenizer.get_vocab()
+    if "[UNK]" not in tokens:
+        raise _fault(f"tokenizer file {vocabulary} is broken", why="it has no [UNK], as a WordPiece vocabulary has")
+    lower = not any(token != token.lower() for token in tokens if not token.startswith("["))
+    options: dict[str, Any] = {"do_lower_case": lower, **_options(vocabulary.with_name("tokenizer_config.json"))}
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        lowercase=bool(options["do_lower_case"]),
+        strip_accents=options.get("strip_accents"),
+        handle_chinese_chars=options.get("tokenize_chinese_chars", True),
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens([token for token in _BERT if token in tokens])
+    return tokenizer
+
+
+def _options(path: Path) -> dict[str, Any]:
+    """What a ``tokenizer_config.json`` says, nothing without one."""
+    if not path.is_file():
+        return {}
+    try:
+        options = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as cause:
+        raise _fault(f"{path} is broken", why=str(cause)) from cause
+    return options if isinstance(options, dict) else {}
+
+
+def _fault(what: str, *, why: str = "", fix: str = "") -> DataError:
+    return DataError(what, why=why, origin="data.tokenizer", fix=fix)

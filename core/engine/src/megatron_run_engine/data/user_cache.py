@@ -1,0 +1,60 @@
+"""The folder in which this user's machine keeps what can be made again, and how a file is written there.
+
+Many processes may start at once, and any of them may be killed: one writes under a lock that the kernel lifts when its
+holder dies, into a temporary file that is renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+
+def user_cache(name: str) -> Path:
+    """Return the folder ``name`` of this user's cache: ``$XDG_CACHE_HOME/megatron-run``, else in ``~/.cache``.
+
+    It is made if it does not exist. Raises :class:`OSError` if it cannot be, or if anybody else may write there.
+    """
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        root = (named if named.is_absolute() else Path.home() / ".cache") / "megatron-run"
+    except RuntimeError as cause:  # an account without a home
+        raise FileNotFoundError(f"{cause} Set XDG_CACHE_HOME.") from cause
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = root.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{root} is no folder of this user alone: chmod go-w it, or set XDG_CACHE_HOME")
+    folder = root / name
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock ``path``, which other processes of this machine wait for. Raises :class:`OSError` without it."""
+    with path.open("w", encoding="utf-8") as file:
+        with suppress(OSError):  # a file system without locks: several processes write, and one result is kept
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file that becomes ``path`` at the end, and is removed if that fails.
+
+    Temporary files of writers that were killed are removed too; call it where ``path`` has one writer at a time.
+    """
+    for left in path.parent.glob(f"{path.name}.*.tmp"):
+        left.unlink(missing_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb+") as file:
+            yield file
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,162 @@
+"""From texts to the texts that are worth training on, as JSON lines, and why the others are not among them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from megatron_run.errors import DataError, InputError
+from megatron_run_data_indexed.preparation.inputs import Input, blocks, missing
+from megatron_run_data_indexed.preparation.records import Reading, read_records, texts
+from megatron_run_data_indexed.preparation.rules import Examiner, Rules, judge, ngrams_of
+from megatron_run_engine.data.tokenizer import open_tokenizer
+
+#: Bytes read at once.
+_BLOCK = 2**22
+
+
+@dataclass
+class Tally:
+    """Documents and their tokens."""
+
+    documents: int = 0
+    tokens: int = 0
+
+    def add(self, tokens: int) -> None:
+        """Count a document."""
+        self.documents += 1
+        self.tokens += tokens
+
+
+@dataclass
+class Report:
+    """What stayed, what went by each rule, and how many records were malformed or empty. ``size``: bytes read."""
+
+    kept: Tally = field(default_factory=Tally)
+    removed: dict[str, Tally] = field(default_factory=dict)
+    malformed: int = 0
+    empty: int = 0
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class Cleaning:
+    """What is asked for: ``inputs`` into ``out`` by ``rules``; ``tests`` are what no document may hold parts of."""
+
+    inputs: tuple[Input, ...]
+    out: Path
+    tokenizer: str
+    rules: Rules = field(default_factory=Rules)
+    reading: Reading = field(default_factory=Reading)
+    tests: tuple[Input, ...] = ()
+    workers: int = 1
+
+    @property
+    def size(self) -> int:
+        """Bytes of all inputs."""
+        return sum(source.size for source in self.inputs)
+
+    @property
+    def removed(self) -> Path:
+        """Where a line for each document that went tells its name, the rule, why, and its tokens."""
+        return self.out.with_name(f"{self.out.name.partition('.')[0]}.removed.jsonl")
+
+
+class _Document(NamedTuple):
+    name: str
+    text: str
+    line: bytes
+
+
+def clean(job: Cleaning, *, overwrite: bool = False, progress: Callable[[Report], None]) -> Report:
+    """Write the documents of ``job`` that stay, each as the JSON object that it was, or as one with the key ``text``.
+
+    Both files appear when they are whole. Raises :class:`DataError` for what cannot be read or written, and for the
+    first malformed record if these are refused; :class:`InputError` for a file that exists, and a missing library.
+    """
+    for path in (job.out, job.removed):
+        if any(source.path.resolve() == path.resolve() for source in (*job.inputs, *job.tests)):
+            raise InputError(f"{path} is an input too", fix="name another --out")
+        if path.exists() and not overwrite:
+            raise InputError(f"{path} exists", fix="name another --out, or add --overwrite")
+    report = Report()
+    tests = ngrams_of(texts(job.tests, Reading(job.reading.key, job.reading.separator, "skip")), job.rules.ngram)
+    examiner = partial(_examiner, job.rules, job.tokenizer, tests)
+    with _written(job.out) as out, _written(job.removed) as removed:
+        for document, verdict in judge(_documents(job, report, progress), job.rules, examiner, job.workers):
+            if verdict.rule:
+                report.removed.setdefault(verdict.rule, Tally()).add(verdict.tokens)
+                removed.write(_json({"name": document.name, **verdict._asdict()}))
+            else:
+                report.kept.add(verdict.tokens)
+                out.write(document.line + b"\n" if document.line else _json({"text": document.text}))
+    return report
+
+
+def _examiner(rules: Rules, tokenizer: str, tests: frozenset[str]) -> Examiner:
+    opened = open_tokenizer(tokenizer)
+
+    def count(documents: Sequence[str]) -> Sequence[int]:
+        return [len(tokens) for tokens in opened.encode_batch([("", text.encode()) for text in documents])]
+
+    return Examiner(rules, count, tests)
+
+
+def _documents(job: Cleaning, report: Report, progress: Callable[[Report], None]) -> Iterator[_Document]:
+    """Every document of the inputs, with the number of its record in its file, from 1 on."""
+    source, number = None, 0
+    for block in blocks(job.inputs, job.reading.separator, _BLOCK):
+        if block.source is not source:
+            source, number = block.source, 0
+        for record in read_records(block, job.reading):
+            number += 1
+            name = f"{block.source.path}:{number}"
+            if record.fault:
+                report.malformed += 1
+                if job.reading.malformed == "refuse":
+                    raise DataError(f"{name} is malformed", why=record.fault, fix="mend it, or add --malformed skip")
+            if record.text and (not record.fault or job.reading.malformed == "keep"):
+                yield _Document(name, record.text.decode("utf-8"), record.line)
+            elif not record.fault:
+                report.empty += 1
+        report.size += block.consumed
+        progress(report)
+
+
+def _json(record: Mapping[str, object]) -> bytes:
+    return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[IO[bytes]]:
+    """A file that gets its name when it is whole, compressed as its name says. Raises :class:`DataError`."""
+    hidden = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with ExitStack() as stack:
+            plain = stack.enter_context(hidden.open("wb"))
+            yield stack.enter_context(_compressed(path, plain))
+        hidden.replace(path)
+    except OSError as cause:
+        raise DataError(f"{path} cannot be written", why=cause.strerror or str(cause)) from cause
+    finally:
+        hidden.unlink(missing_ok=True)
+
+
+def _compressed(path: Path, file: IO[bytes]) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return gzip.GzipFile("", "wb", fileobj=file, mtime=0)  # type: ignore[return-value]  # it writes: enough here
+    if path.suffix == ".zst":
+        try:
+            import zstandard
+        except ModuleNotFoundError as cause:
+            raise missing(f"{path} needs the library zstandard", "zst") from cause
+        writer: IO[bytes] = zstandard.ZstdCompressor().stream_writer(file, closefd=False)
+        return writer
+    return file

@@ -1,0 +1,116 @@
+"""Indexed datasets from and to JSON lines and Parquet: a record for each document, its tokens or its text."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_run.errors import DataError, InputError
+from megatron_run_data_indexed.files import Reader, Writer, dtype_for, index_path
+from megatron_run_data_indexed.preparation.inputs import blocks, find_inputs, missing, open_parquet
+from megatron_run_data_indexed.preparation.inspect import document
+from megatron_run_data_indexed.preparation.records import lines
+from megatron_run_engine.data.tokenizer import Tokenizer
+from megatron_run_engine.data.user_cache import replacing
+
+#: Documents that are in memory at once.
+_ROWS = 1024
+_BLOCK = 2**22
+ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
+
+
+def export(prefix: Path, target: Path, tokenizer: Tokenizer | None, key: str) -> int:
+    """Write the documents of a dataset to ``target``; return how many.
+
+    With a ``tokenizer`` key ``key`` holds their text without the end of a document, else their token ids. A document
+    of several sequences is one record. Raises :class:`DataError` as :class:`Reader`, and without space.
+    """
+    if not target.name.endswith(ENDINGS):
+        raise InputError(f"{target} does not say its format", why=f"names end in {', '.join(ENDINGS)}")
+    reader = Reader(prefix)
+    count = len(reader.documents) - 1
+    values = (_value(document(reader, number), tokenizer) for number in range(count))
+    try:
+        with replacing(target) as file:
+            if target.suffix == ".parquet":
+                _write_parquet(file, values, key, text=tokenizer is not None)
+                return count
+            packed = gzip.GzipFile("", "wb", fileobj=file, mtime=0) if target.suffix == ".gz" else nullcontext(file)
+            with packed as lines_of:
+                for value in values:
+                    lines_of.write(json.dumps({key: value}, ensure_ascii=False).encode() + b"\n")
+    except OSError as cause:
+        raise DataError(f"{target} cannot be written", why=cause.strerror or str(cause)) from cause
+    return count
+
+
+def _value(tokens: Any, tokenizer: Tokenizer | None) -> Any:
+    return tokens.tolist() if tokenizer is None else tokenizer.decode(tokens.tolist())
+
+
+def _write_parquet(file: Any, values: Iterator[Any], key: str, *, text: bool) -> None:
+    try:
+        import pyarrow as arrow
+        from pyarrow.parquet import ParquetWriter
+    except ModuleNotFoundError as cause:
+        raise missing("Parquet needs the library pyarrow", "parquet") from cause
+    schema = arrow.schema([(key, arrow.string() if text else arrow.list_(arrow.int64()))])
+    with ParquetWriter(file, schema) as writer:
+        while rows := list(islice(values, _ROWS)):
+            writer.write_table(arrow.table({key: rows}, schema))
+
+
+def import_(source: Path, prefix: Path, key: str, *, overwrite: bool = False) -> tuple[int, int]:
+    """Make a dataset of the token ids in ``source``, a list in each record; return its (documents, tokens).
+
+    The type of the tokens follows from the largest id, so ``source`` is read twice. Raises :class:`DataError` for a
+    record without such a list, with file and line; :class:`InputError` if the dataset exists.
+    """
+    if index_path(prefix).exists() and not overwrite:
+        raise InputError(f"the dataset {prefix} exists", fix="choose another name, or add --overwrite")
+    largest = max((int(each.max(initial=0)) for each in _token_lists(source, key)), default=0)
+    documents = tokens = 0
+    with Writer(prefix, dtype_for(largest + 1)) as writer:
+        for each in _token_lists(source, key):
+            writer.add_documents(each, [len(each)])
+            documents, tokens = documents + 1, tokens + len(each)
+    return documents, tokens
+
+
+def _token_lists(source: Path, key: str) -> Iterator[Any]:
+    for number, value in enumerate(_values(source, key), start=1):
+        tokens = np.asarray(value) if isinstance(value, list) else None
+        whole = tokens is not None and tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not len(tokens))
+        if tokens is None or not whole or tokens.min(initial=0) < 0:
+            raise DataError(
+                f"{source}, record {number} has no list of token ids under {key!r}",
+                fix="name it with --key; text becomes a dataset with megatron-run data prepare",
+            )
+        yield tokens.astype(np.int64)
+
+
+def _values(source: Path, key: str) -> Iterable[Any]:
+    (found,), _ = find_inputs([str(source)])
+    if found.format == "parquet":
+        file = open_parquet(source)
+        if key not in file.schema_arrow.names:
+            raise DataError(
+                f"{source} has no column {key!r}", fix=f"--key is one of {', '.join(file.schema_arrow.names)}"
+            )
+        return (value for batch in file.iter_batches(_ROWS, columns=[key]) for value in batch.column(0).to_pylist())
+    return (_field(line, key) for block in blocks([found], None, _BLOCK) for line in lines(block) if line.strip())
+
+
+def _field(line: bytes, key: str) -> Any:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record.get(key) if isinstance(record, dict) else None

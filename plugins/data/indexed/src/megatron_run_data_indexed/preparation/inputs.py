@@ -1,0 +1,261 @@
+"""The files of a preparation, and the blocks into which they are cut.
+
+A block is what one process reads at a time: lines of a plain file, which that process seeks itself; unpacked lines of a
+compressed one, which only one process can unpack; or a row group of a Parquet file. Where blocks begin and end follows
+from the files alone, so that a later start finds the same ones.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from glob import glob, has_magic
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Literal
+
+from megatron_run.errors import DataError, InputError, did_you_mean
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
+Format = Literal["jsonl", "text", "parquet"]
+Compression = Literal["", "gz", "zst"]
+
+#: The formats by the end of a name, without the end of a compressed file.
+ENDINGS: dict[str, Format] = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
+    **dict.fromkeys((".txt", ".text", ".md"), "text"),
+    ".parquet": "parquet",
+}
+_COMPRESSED: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
+#: How files begin that hold something else than their name says.
+_FOREIGN = {
+    b"\x1f\x8b": "compressed by gzip: name it .gz",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: name it .zst",
+    b"PK\x03\x04": "a zip archive: unpack it",
+    b"PAR1": "a Parquet file: name it .parquet",
+    b"Salted__": "encrypted: decrypt it",
+    b"-----BEGIN PGP": "encrypted: decrypt it",
+    b"age-encryption.org": "encrypted: decrypt it",
+}
+_MAGIC: dict[str, bytes] = {"gz": b"\x1f\x8b", "zst": b"\x28\xb5\x2f\xfd"}
+_PROBE = 8192
+_CHUNK = 2**20
+
+
+@dataclass(frozen=True)
+class Input:
+    """A file: what it holds, and how it is compressed. ``size`` in bytes and ``changed`` in nanoseconds identify it."""
+
+    path: Path
+    format: Format
+    compression: Compression
+    size: int
+    changed: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Bytes ``start`` to ``stop`` of a file, or ``content`` unpacked from them; of Parquet, row group ``start``."""
+
+    number: int
+    source: Input
+    start: int
+    stop: int
+    content: bytes | None = None
+
+    @property
+    def consumed(self) -> int:
+        """Bytes of the file for which this block stands."""
+        if self.source.format == "parquet":
+            return self.source.size // max(self.stop, 1)  # one of `stop` row groups
+        return self.stop - self.start
+
+
+def find_inputs(names: Sequence[str], form: Format | None = None) -> tuple[list[Input], int]:
+    """Return the inputs of ``names``, in their order and sorted within a folder, and how many files were left out.
+
+    A name is a file, a pattern, or a folder, of which files with a known ending count, hidden ones excepted.
+    Raises :class:`DataError` for a name that matches nothing, and for a file that is empty, unreadable or something
+    else than its name says; :class:`InputError` for an ending that tells nothing, unless ``form`` says what it is.
+    """
+    found: dict[Path, Input] = {}
+    left_out = 0
+    for name in names:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            paths = [Path(folder, file) for folder, _, files in os.walk(path) for file in files]
+            visible = [each for each in paths if not any(part.startswith(".") for part in each.relative_to(path).parts)]
+            known = [each for each in visible if form or _kind(each)[0]]
+            left_out += len(visible) - len(known)
+            if not known:
+                raise DataError(f"folder {path} holds no file to prepare", why=f"names end in {', '.join(ENDINGS)}")
+        elif not path.exists() and has_magic(name):
+            known = [Path(match) for match in glob(str(path), recursive=True) if Path(match).is_file()]  # noqa: PTH207
+            if not known:
+                raise DataError(f"{name} matches no file")
+        else:
+            known = [path]
+        for each in sorted(known, key=lambda path: path.parts):
+            found.setdefault(each.resolve(), _input(each, form))
+    return list(found.values()), left_out
+
+
+def _kind(path: Path) -> tuple[Format | None, Compression]:
+    compression = _COMPRESSED.get(path.suffix.lower(), "")
+    inner = Path(path.stem) if compression else path
+    return ENDINGS.get(inner.suffix.lower()), compression
+
+
+def _input(path: Path, form: Format | None) -> Input:
+    known, compression = _kind(path)
+    if (form or known) is None:
+        raise InputError(
+            f"{path} does not say what it holds", why=f"names end in {', '.join(ENDINGS)}", fix="add --format"
+        )
+    try:
+        status = path.stat()
+        with path.open("rb") as file:
+            start = file.read(_PROBE)
+    except FileNotFoundError as cause:
+        near = sorted(os.listdir(path.parent)) if path.parent.is_dir() else []  # noqa: PTH208  # names are enough
+        raise DataError(f"{path} does not exist", fix=did_you_mean(path.name, near)) from cause
+    except OSError as cause:
+        raise DataError(f"{path} cannot be read", why=cause.strerror or str(cause)) from cause
+    source = Input(path, form or known or "text", compression, status.st_size, status.st_mtime_ns)
+    _check_start(source, start)
+    return source
+
+
+def _check_start(source: Input, start: bytes) -> None:
+    """Check that a file begins as its name says."""
+    if not start:
+        raise DataError(f"{source.path} is empty")
+    if source.compression:
+        if not start.startswith(_MAGIC[source.compression]):
+            raise DataError(f"{source.path} is no .{source.compression} file", why="it begins otherwise")
+        return
+    if source.format == "parquet":
+        if start[:4] == b"PARE":
+            raise DataError(f"{source.path} is encrypted", why="its footer is", fix="decrypt it")
+        if start[:4] != b"PAR1":
+            raise DataError(f"{source.path} is no Parquet file", why="it begins otherwise")
+        return
+    for magic, what in _FOREIGN.items():
+        if start.startswith(magic):
+            raise DataError(f"{source.path} is no {source.format} file", why=f"it is {what}")
+    if b"\0" in start:
+        raise DataError(
+            f"{source.path} is no text",
+            why=f"a NUL is among its first {_PROBE} bytes: it is binary, compressed, encrypted or UTF-16",
+        )
+
+
+def separator_of(source: Input, separator: bytes | None) -> bytes | None:
+    """What ends a record of ``source``: a line's end, or what ends a text's documents, None for one in each file."""
+    return b"\n" if source.format == "jsonl" else separator
+
+
+def blocks(inputs: Sequence[Input], separator: bytes | None, size: int) -> Iterator[Block]:
+    """Yield the blocks of all ``inputs`` in order, each of about ``size`` bytes. ``separator`` ends documents of texts.
+
+    Raises :class:`DataError` for a file that ends too early or cannot be unpacked.
+    """
+    number = 0
+    for source in inputs:
+        if source.format == "parquet":
+            groups = open_parquet(source.path).num_row_groups
+            cuts: Iterator[tuple[int, int, bytes | None]] = ((group, groups, None) for group in range(groups))
+        elif source.compression:
+            cuts = _unpacked(source, separator_of(source, separator), size)
+        else:
+            cuts = ((start, stop, None) for start, stop in _ranges(source, separator_of(source, separator), size))
+        for start, stop, content in cuts:
+            yield Block(number, source, start, stop, content)
+            number += 1
+
+
+def _ranges(source: Input, separator: bytes | None, size: int) -> Iterator[tuple[int, int]]:
+    """The byte ranges of a plain file, each but the last ending with a ``separator``."""
+    if separator is None:
+        yield 0, source.size
+        return
+    start = 0
+    with source.path.open("rb") as file:
+        while start < source.size:
+            stop = source.size if start + size >= source.size else _after(file, separator, start + size, source.size)
+            yield start, stop
+            start = stop
+
+
+def _after(file: BinaryIO, separator: bytes, place: int, end: int) -> int:
+    """The offset after the first ``separator`` that ends at ``place`` or later; ``end`` if there is none."""
+    place = max(0, place - len(separator))
+    while place < end:
+        file.seek(place)
+        chunk = file.read(_CHUNK)
+        found = chunk.find(separator)
+        if found >= 0:
+            return place + found + len(separator)
+        if len(chunk) < len(separator):
+            break
+        place += len(chunk) - len(separator) + 1
+    return end
+
+
+def _unpacked(source: Input, separator: bytes | None, size: int) -> Iterator[tuple[int, int, bytes]]:
+    """The contents of a compressed file in pieces that end with a ``separator``, and the bytes that each came from."""
+    waiting, start = bytearray(), 0
+    with source.path.open("rb") as packed, _opened(source, packed) as file:
+        while chunk := _read(source, file, _CHUNK if separator else -1):
+            waiting += chunk
+            if separator is None or len(waiting) < size:
+                continue
+            cut = waiting.rfind(separator, max(0, len(waiting) - len(chunk) - len(separator)))
+            if cut >= 0:
+                cut += len(separator)
+                place = min(packed.tell(), source.size)
+                yield start, place, bytes(waiting[:cut])
+                start = place
+                del waiting[:cut]
+    if waiting:
+        yield start, source.size, bytes(waiting)
+
+
+def _opened(source: Input, packed: BinaryIO) -> BinaryIO:
+    if source.compression == "gz":
+        return gzip.GzipFile(fileobj=packed, mode="rb")  # type: ignore[return-value]  # it reads, which is enough here
+    try:
+        import zstandard
+    except ModuleNotFoundError as cause:
+        raise missing(f"{source.path} needs the library zstandard", "zst") from cause
+    reader: BinaryIO = zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True, closefd=False)
+    return reader
+
+
+def _read(source: Input, file: BinaryIO, size: int) -> bytes:
+    try:
+        return file.read(size)
+    except (EOFError, OSError) as cause:
+        raise DataError(f"{source.path} cannot be unpacked", why=" ".join(str(cause).split())) from cause
+    except Exception as cause:  # zlib's and zstd's own errors
+        raise DataError(f"{source.path} is damaged", why=" ".join(str(cause).split())) from cause
+
+
+def open_parquet(path: Path) -> ParquetFile:
+    """Open a Parquet file. Raises :class:`DataError` if it is damaged or the library is missing."""
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ModuleNotFoundError as cause:
+        raise missing(f"{path} needs the library pyarrow", "parquet") from cause
+    try:
+        return ParquetFile(path)
+    except (OSError, ValueError) as cause:
+        raise DataError(f"{path} is damaged", why=str(cause).splitlines()[0]) from cause
+
+
+def missing(what: str, extra: str) -> DataError:
+    """The error of a library that ``extra`` brings."""
+    return DataError(what, fix=f"pip install 'megatron-run-data-indexed[{extra}]'")

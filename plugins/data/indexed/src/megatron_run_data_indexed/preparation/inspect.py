@@ -1,0 +1,122 @@
+"""What an indexed dataset holds: counts, lengths, samples as text; and a check that reads all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_run.errors import DataError
+from megatron_run_data_indexed.files import Reader, tokens_path
+from megatron_run_data_indexed.preparation.prepare import read_about
+from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
+
+#: Documents whose lengths are computed at once.
+_BLOCK = 2**20
+#: Tokens of a sample that are shown.
+SHOWN = 100
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Counts of a dataset, and its lengths in tokens a document.
+
+    ``bins``: (first length, last length, documents) for each power of two between the shortest and the longest.
+    """
+
+    documents: int
+    sequences: int
+    tokens: int
+    dtype: str
+    size: int
+    shortest: int
+    median: int
+    longest: int
+    bins: tuple[tuple[int, int, int], ...]
+
+    @property
+    def mean(self) -> float:
+        """Tokens a document."""
+        return self.tokens / max(self.documents, 1)
+
+
+def summarise(reader: Reader, prefix: str | Path) -> Summary:
+    """Summarise a dataset from its index; the tokens are not read."""
+    lengths = document_lengths(reader)
+    powers = np.frexp(lengths.astype(np.float64))[1]  # a length of 2^(p-1) to 2^p - 1 has the power p, and 0 has 0
+    counts = np.bincount(powers) if lengths.size else np.array([], np.int64)
+    known = np.flatnonzero(counts)
+    span = range(known[0], known[-1] + 1) if known.size else range(0)
+    bins = tuple((2**power // 2, max(2**power - 1, 0), int(counts[power])) for power in span)
+    return Summary(
+        len(reader.documents) - 1,
+        len(reader),
+        int(reader.lengths.sum(dtype=np.int64)),
+        reader.dtype.name,
+        tokens_path(prefix).stat().st_size + reader.path.stat().st_size,
+        int(lengths.min(initial=lengths[0] if lengths.size else 0)),
+        int(np.median(lengths)) if lengths.size else 0,
+        int(lengths.max(initial=0)),
+        bins,
+    )
+
+
+def document_lengths(reader: Reader) -> NDArray[np.int64]:
+    """Tokens of each document, [documents]."""
+    starts = np.append(reader.offsets, len(reader.tokens) * reader.dtype.itemsize) // reader.dtype.itemsize
+    lengths: NDArray[np.int64] = np.diff(starts[reader.documents])
+    return lengths
+
+
+def document(reader: Reader, number: int) -> NDArray[np.generic]:
+    """The tokens of a document, its sequences one after the other."""
+    first, last = (int(place) for place in reader.documents[number : number + 2])
+    return np.concatenate([reader[sequence] for sequence in range(first, last)]) if last > first else reader.tokens[:0]
+
+
+def samples(reader: Reader, tokenizer: Tokenizer, count: int) -> list[tuple[int, str, bool]]:
+    """Return ``count`` documents spread over the dataset: number, text of the first ``SHOWN`` tokens, whether cut."""
+    documents = len(reader.documents) - 1
+    found = []
+    for number in sorted({round(place) for place in np.linspace(0, documents - 1, min(count, documents))}):
+        tokens = document(reader, number)
+        found.append((number, tokenizer.decode(tokens[:SHOWN].tolist()), len(tokens) > SHOWN))
+    return found
+
+
+def check(reader: Reader, prefix: str | Path, vocab_size: int | None) -> tuple[int, int]:
+    """Read every token; return the smallest and the largest id.
+
+    Raises :class:`DataError`, with file and byte offset, for an id that is negative or not below ``vocab_size``.
+    """
+    low, high = 0, 0
+    for start in range(0, len(reader.tokens), _BLOCK):
+        tokens = reader.tokens[start : start + _BLOCK]
+        wrong = tokens < 0 if vocab_size is None else (tokens < 0) | (tokens >= vocab_size)
+        if wrong.any():
+            place = start + int(np.flatnonzero(wrong)[0])
+            raise DataError(
+                f"{tokens_path(prefix)} holds id {reader.tokens[place]} at byte {place * reader.dtype.itemsize}",
+                why="ids are not negative" if vocab_size is None else f"the vocabulary has {vocab_size} ids",
+                fix="name the tokenizer that made it, or prepare it again",
+            )
+        low, high = (min(low, int(tokens.min())) if start else int(tokens.min())), max(high, int(tokens.max()))
+    return low, high
+
+
+def tokenizer_of(prefix: str | Path, name: str | None) -> Tokenizer | None:
+    """Open the tokenizer ``name``, by default the one that ``<prefix>.json`` names; None if nothing names one."""
+    named = name or read_about(prefix).get("tokenizer")
+    return open_tokenizer(str(named)) if named else None
+
+
+def plot(bins: Sequence[tuple[int, int, int]], width: int = 40) -> list[tuple[str, str, str]]:
+    """Return a row for each bin: lengths, documents, and a bar of at most ``width``."""
+    most = max((count for _, _, count in bins), default=0)
+    return [
+        (f"{first:,}-{last:,}", f"{count:,}", "#" * max(round(width * count / most), int(count > 0)))
+        for first, last, count in bins
+    ]

@@ -1,0 +1,143 @@
+"""The documents of a block, and the records that are none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_run.errors import DataError, did_you_mean
+from megatron_run_data_indexed.preparation.inputs import Block, Input, blocks, open_parquet, separator_of
+
+Policy = Literal["refuse", "skip", "keep"]
+#: Rows of a Parquet file that are in memory at once.
+_ROWS = 1024
+#: Bytes read at once for the training of a tokenizer.
+_BLOCK = 2**22
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How records are read: ``key`` of a JSON object or column, ``separator`` after each document of a text.
+
+    Of malformed records the first ends the preparation (``refuse``), all are left out (``skip``), or what is there
+    becomes a document (``keep``), with U+FFFD for bytes that are not UTF-8.
+    """
+
+    key: str = "text"
+    separator: bytes | None = None
+    malformed: Policy = "refuse"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record: its ``text``, which is empty if there is none, or why it is malformed, and what then is there.
+
+    ``line`` is the JSON object it is a part of, if it is.
+    """
+
+    text: bytes
+    fault: str = ""
+    line: bytes = b""
+
+
+def read_records(block: Block, reading: Reading) -> Iterator[Record]:
+    """Yield the records of ``block`` in order, one for each line, document or row.
+
+    Raises :class:`DataError` for a file that cannot be read or lacks the column.
+    """
+    if block.source.format == "parquet":
+        return _rows(block, reading.key)
+    if block.source.format == "jsonl":
+        return (_json(line, reading.key) for line in lines(block))
+    content = _content(block)
+    separator = separator_of(block.source, reading.separator)
+    return map(_text, [content] if separator is None else content.split(separator))
+
+
+def lines(block: Block) -> list[bytes]:
+    """Return the lines of ``block``, empty ones among them, without their ends."""
+    found = _content(block).split(b"\n")
+    return found if found[-1] else found[:-1]
+
+
+def texts(inputs: Sequence[Input], reading: Reading) -> Iterator[str]:
+    """Yield the documents of ``inputs``, malformed records left out. Raises as :func:`read_records`."""
+    for block in blocks(inputs, reading.separator, _BLOCK):
+        yield from (each.text.decode("utf-8") for each in read_records(block, reading) if each.text and not each.fault)
+
+
+def _content(block: Block) -> bytes:
+    if block.content is not None:
+        return block.content
+    try:
+        with block.source.path.open("rb") as file:
+            file.seek(block.start)
+            content = file.read(block.stop - block.start)
+    except OSError as cause:
+        raise DataError(f"{block.source.path} cannot be read", why=cause.strerror or str(cause)) from cause
+    if len(content) != block.stop - block.start:
+        raise DataError(f"{block.source.path} has become shorter", fix="begin anew with --overwrite")
+    return content
+
+
+def _text(content: bytes) -> Record:
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError as cause:
+        return Record(_repaired(content), f"not UTF-8 at its byte {cause.start}")
+    return Record(content)
+
+
+def _json(line: bytes, key: str) -> Record:
+    line = line.strip()
+    if not line:
+        return Record(b"")
+    try:
+        record = json.loads(line.decode("utf-8"))
+        if not isinstance(record, dict):
+            return Record(line, f"a JSON {_names(record)}, not an object")
+        if key not in record:
+            fix = did_you_mean(key, list(record)) or f"--json-key is one of {', '.join(map(str, record)) or 'none'}"
+            return Record(line, f"no key {key!r}; {fix}")
+        text = record[key]
+        if not isinstance(text, str):
+            return Record(line, f"key {key!r} holds a JSON {_names(text)}, not text")
+        return Record(text.encode("utf-8"), line=line)
+    except UnicodeDecodeError as cause:
+        return Record(_repaired(line), f"not UTF-8 at its byte {cause.start}")
+    except UnicodeEncodeError:
+        return Record(text.encode("utf-8", "replace"), "half of a surrogate pair, which is no character")
+    except ValueError as cause:
+        return Record(line, f"no JSON: {cause}")
+    except RecursionError:
+        return Record(line, "JSON that is nested too deep")
+
+
+def _rows(block: Block, key: str) -> Iterator[Record]:
+    file = open_parquet(block.source.path)
+    names = file.schema_arrow.names
+    if key not in names:
+        fix = did_you_mean(key, names) or f"--json-key is one of {', '.join(names)}"
+        raise DataError(f"{block.source.path} has no column {key!r}", fix=fix)
+    try:
+        for batch in file.iter_batches(_ROWS, row_groups=[block.start], columns=[key]):
+            for value in batch.column(0).to_pylist():
+                if isinstance(value, bytes):
+                    yield _text(value)
+                elif isinstance(value, str):
+                    yield Record(value.encode("utf-8"))
+                else:
+                    yield Record(b"", f"column {key!r} holds a {_names(value)}, not text")
+    except (OSError, ValueError) as cause:
+        raise DataError(f"{block.source.path} is damaged", why=str(cause).splitlines()[0]) from cause
+
+
+def _names(value: object) -> str:
+    kinds = {type(None): "null", list: "array", dict: "object", str: "string", bool: "boolean"}
+    return kinds.get(type(value), "number")
+
+
+def _repaired(content: bytes) -> bytes:
+    return content.decode("utf-8", "replace").encode("utf-8")

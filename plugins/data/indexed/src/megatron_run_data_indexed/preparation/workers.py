@@ -1,0 +1,103 @@
+"""Processes that work on items, with the results in the order of the items.
+
+Each holds one end of a pipe. When the program is killed, the pipe closes, and they end; when one of them is killed, the
+program notices at once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from megatron_run.errors import DataError
+
+Item = TypeVar("Item")
+#: Items that a process has at most: one at work, one that waits.
+DEPTH = 2
+
+
+class Workers(Generic[Item]):
+    """``count`` processes that call ``work`` with items, forked, so that they share what is loaded already.
+
+    Use it as a context manager: it ends them. ``work`` returns nothing: an item's result is a file, so that no pipe
+    ever fills in both directions.
+    """
+
+    def __init__(self, count: int, work: Callable[[Item], None]) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipes: list[Connection[Any, Any]] = []
+        self._processes = []
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            self._pipes.append(ours)
+            process = context.Process(target=_serve, args=(theirs, tuple(self._pipes), work), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+
+    def map(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Yield each item, in order, when its work is done; no more than ``DEPTH`` a process are read ahead.
+
+        Raises the :class:`DataError` of the first item that fails, and one if a process is killed.
+        """
+        waiting: deque[tuple[int, Item]] = deque()
+        for number, item in enumerate(items):
+            if len(waiting) == DEPTH * len(self._pipes):
+                yield self._done(*waiting.popleft())
+            place = number % len(self._pipes)
+            with suppress(BrokenPipeError, ConnectionResetError):  # told when its answer is missing
+                self._pipes[place].send(item)
+            waiting.append((place, item))
+        while waiting:
+            yield self._done(*waiting.popleft())
+
+    def _done(self, place: int, item: Item) -> Item:
+        try:
+            error = self._pipes[place].recv()
+        except (EOFError, ConnectionResetError) as cause:
+            process = self._processes[place]
+            process.join()
+            raise DataError(
+                f"process {process.pid} of this preparation has ended with code {process.exitcode}",
+                why="the system kills one when memory runs out" if process.exitcode == -signal.SIGKILL else "",
+                fix="run the same command again, with fewer --workers: it goes on where it stopped",
+            ) from cause
+        if error is not None:
+            raise DataError(error[0], why=error[1], origin=error[2], fix=error[3])
+        return item
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            if kind is not None:
+                process.terminate()
+            process.join()
+
+
+def _serve(pipe: Connection[Any, Any], others: Iterable[Connection[Any, Any]], work: Callable[[Item], None]) -> None:
+    """Work on what comes until the other end closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program hears it, and closes the pipe
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores are taken by these processes
+    for other in others:  # inherited ends of the program's: as long as one is open, the pipe does not close
+        other.close()
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            item: Item = pipe.recv()
+            try:
+                work(item)
+                answer = None
+            except DataError as error:
+                answer = (error.what, error.why, error.origin, error.fix)
+            pipe.send(answer)
