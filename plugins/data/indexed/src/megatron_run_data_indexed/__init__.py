@@ -3,79 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import isfinite
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from typing import TYPE_CHECKING
 
 from megatron_run.contracts import DataSource, PluginInfo
 from megatron_run.errors import InputError
 from megatron_run.hookspecs import hookimpl
+from megatron_run_data_indexed.options import IndexedOptions
 
 if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config
 
-
-def _one_or_many(value: object) -> object:
-    return tuple(value.split(",")) if isinstance(value, str) else value
-
-
-def _shares(value: tuple[float, float, float]) -> tuple[float, float, float]:
-    if not all(isfinite(share) and share >= 0 for share in value) or not value[0]:
-        raise ValueError("data.split is three shares, as 969,30,1 for train, validation and test; train is above 0")
-    return value
-
-
-class IndexedOptions(BaseModel):
-    """The keys of section ``data`` when it uses indexed."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    paths: Annotated[tuple[str, ...], BeforeValidator(_one_or_many)] = Field(
-        min_length=1, description="datasets, each the prefix of a .bin and .idx pair"
-    )
-    weights: Annotated[tuple[float, ...], BeforeValidator(_one_or_many)] = Field(
-        (), description="share of the samples that each of data.paths gives, in any unit; empty: as long as it is"
-    )
-    split: Annotated[tuple[float, float, float], BeforeValidator(_one_or_many), AfterValidator(_shares)] = Field(
-        (969, 30, 1), description="shares of train, validation and test, in any unit, by document"
-    )
-    order: Literal["permuted", "megatron"] = Field(
-        "permuted", description="permuted: computed, without index files; megatron: that of megatron-core's GPTDataset"
-    )
-    samples: int | None = Field(
-        None, ge=1, description="with order=megatron, the samples over which it shuffles; empty: those of the run"
-    )
-    cache: str | None = Field(
-        None, description="folder of order=megatron's index files; empty: megatron-run/indexed in the user's cache"
-    )
-    tokenizer: str | None = Field(
-        None, description="what made the tokens: bytes, or a JSON file of the `tokenizers` library"
-    )
-    vocab_size: int | None = Field(None, ge=2, description="token ids; empty: those of data.tokenizer")
-    end_of_document: int | None = Field(
-        None, ge=0, description="token that ends a document; empty: that of data.tokenizer"
-    )
-    mask_end: bool = Field(
-        False, description="leave the token after an end of document out of the loss (Megatron's --eod-mask-loss)"
-    )
-    reset_positions: bool = Field(
-        False, description="count positions from 0 in each document (Megatron's --reset-position-ids)"
-    )
-    reset_attention: bool = Field(
-        False, description="attend within documents alone (Megatron's --reset-attention-mask)"
-    )
-
-    @field_validator("weights")
-    @classmethod
-    def _one_a_dataset(cls, weights: tuple[float, ...], info: ValidationInfo) -> tuple[float, ...]:
-        paths = info.data.get("paths", ())
-        if weights and len(weights) != len(paths):
-            raise ValueError(f"data.weights has {len(weights)} numbers for {len(paths)} of data.paths")
-        if not all(isfinite(weight) and weight > 0 for weight in weights):
-            raise ValueError("data.weights are above 0")
-        return weights
-
+__all__ = ["IndexedOptions", "megatron_run_create_data", "megatron_run_plugin_info"]
 
 #: Seeds of NumPy's RandomState, which shuffles for megatron-core, lie below.
 _SEEDS = 2**32

@@ -75,7 +75,7 @@ def _mapped(entry: Path, names: Sequence[str]) -> Arrays | None:
     """Return the arrays of ``entry``, None if one is missing or was cut short."""
     try:
         paths = {name: entry / f"{name}.npy" for name in names}
-        return {name: np.asarray(np.load(path, mmap_mode="r", allow_pickle=False)) for name, path in paths.items()}
+        return {name: np.asarray(np.load(path, mmap_mode="r")) for name, path in paths.items()}
     except (FileNotFoundError, ValueError, EOFError):
         return None
 
@@ -86,7 +86,7 @@ def _write(entry: Path, arrays: Arrays) -> None:
     try:
         for name, array in arrays.items():
             with (part / f"{name}.npy").open("wb") as file:
-                np.save(file, array, allow_pickle=False)
+                np.save(file, array)
                 file.flush()
                 os.fsync(file.fileno())
         part.chmod(0o755)  # mkdtemp lets nobody else read, and others may share the cache

@@ -32,7 +32,7 @@ from megatron_run_data_indexed.samples import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from megatron_run_data_indexed import IndexedOptions
+    from megatron_run_data_indexed.options import IndexedOptions
     from megatron_run_engine.data.tokenizer import Tokenizer
 
 _PLACE: Mapping[Split, int] = MappingProxyType({"train": 0, "validation": 1, "test": 2})
