@@ -12,7 +12,7 @@ import pytest
 
 from megatron_run.contracts.plugin import KINDS
 from megatron_run.registry.discover import Catalog, scan
-from megatron_run_cli import doctor
+from megatron_run_cli.commands import doctor
 from megatron_run_cli.main import main
 
 Output = pytest.CaptureFixture[str]

@@ -9,7 +9,7 @@ import click
 import pytest
 from ruamel.yaml import YAML
 
-from megatron_run_cli.train import train
+from megatron_run_cli.commands.train import train
 from tests.support.checkout import ROOT
 
 JOBS = ROOT / "docs" / "jobs"

@@ -12,17 +12,17 @@ import click
 
 from megatron_run import __version__
 from megatron_run.errors import EngineMissingError, ExitCode, RunError, check_engine
-from megatron_run_cli.checkpoint import checkpoint, export, import_
-from megatron_run_cli.config import config
-from megatron_run_cli.data import data
-from megatron_run_cli.doctor import doctor
+from megatron_run_cli.commands.checkpoint import checkpoint, export, import_
+from megatron_run_cli.commands.config import config
+from megatron_run_cli.commands.data import data
+from megatron_run_cli.commands.doctor import doctor
+from megatron_run_cli.commands.evaluate import evaluate
+from megatron_run_cli.commands.generate import generate
+from megatron_run_cli.commands.plugins import plugins
+from megatron_run_cli.commands.schedule import schedule
+from megatron_run_cli.commands.train import finetune, train
 from megatron_run_cli.grammar import Program, option_meant
-from megatron_run_cli.inference.evaluate import evaluate
-from megatron_run_cli.inference.generate import generate
 from megatron_run_cli.output import tell_error
-from megatron_run_cli.plugins import plugins
-from megatron_run_cli.schedule import schedule
-from megatron_run_cli.train import finetune, train
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]}, subcommand_metavar="[COMMAND] ...")

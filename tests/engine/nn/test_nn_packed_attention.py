@@ -89,7 +89,9 @@ def older(query: Tensor, key: Tensor, value: Tensor, a: Tensor, b: Tensor, c: in
 
 
 @pytest.mark.parametrize(
-    "way", [by_the_core, by_the_mask, by_the_kernel, partial(by_the_kernel, kernel=older)], ids=str
+    "way",
+    [by_the_core, by_the_mask, by_the_kernel, partial(by_the_kernel, kernel=older)],
+    ids=["core", "mask", "kernel", "older kernel"],
 )
 def test_values_and_gradients_are_those_of_the_documents_alone(way: Any) -> None:
     weight = torch.linspace(-1, 1, 300 * 3 * 32, dtype=torch.float64).view(300, 3, 32).sin()

@@ -164,17 +164,16 @@ def _examined(
             yield first, result.result()
 
 
-#: The examiner of this worker process.
-_here: Examiner
+#: What this worker process keeps between its tasks: its examiner.
+_KEPT: dict[str, Examiner] = {}
 
 
 def _start_worker(examiner: Callable[[], Examiner]) -> None:
-    global _here  # noqa: PLW0603  # an initializer of a pool has no other place for what it makes
-    _here = examiner()
+    _KEPT["examiner"] = examiner()
 
 
 def _examine_here(texts: Sequence[str]) -> list[Features]:
-    return _here.examine(texts)
+    return _KEPT["examiner"].examine(texts)
 
 
 def _language(text: str) -> str:

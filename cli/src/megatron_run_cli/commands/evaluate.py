@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megatron_run.errors import InputError
+from megatron_run_cli.commands.generate import load_here
 from megatron_run_cli.grammar import DefaultGroup, debug_option, json_option, rank_options
-from megatron_run_cli.inference.generate import load_here
 from megatron_run_cli.output import print_json, print_table, tell
 
 if TYPE_CHECKING:
