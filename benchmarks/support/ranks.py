@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_run_engine.launch.process import KEEP_FREED
+from megatron_run_engine.training.process import KEEP_FREED
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {

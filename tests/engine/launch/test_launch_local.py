@@ -17,7 +17,7 @@ import pytest
 
 from megatron_run.errors import ExitCode
 from megatron_run_engine.launch.local import terminal_writer
-from megatron_run_engine.launch.process import rank_environment
+from megatron_run_engine.training.process import rank_environment
 from tests.engine.launch.launcher import Launcher, no_process_left
 from tests.support.processes import alive, process_ids, wait_until
 

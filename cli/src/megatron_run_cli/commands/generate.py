@@ -115,8 +115,8 @@ def generate(
 def load_here(run: ResolvedRun, source: Source) -> LoadedModel:
     """The model of ``source`` in this process."""
     from megatron_run_engine.inference import LoadedModel
-    from megatron_run_engine.launch.process import assign_device, start_device
     from megatron_run_engine.runtime.world import World
+    from megatron_run_engine.training.process import assign_device, start_device
 
     world = assign_device(run, World())
     start_device(run, world.device)

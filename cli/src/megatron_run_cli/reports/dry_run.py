@@ -86,7 +86,7 @@ def _model_size(run: ResolvedRun) -> ModelSize:
 
 def _machine_notices(run: ResolvedRun) -> list[str]:
     """Why this machine could not train the run, if it could not."""
-    from megatron_run_engine.launch.process import check_local_devices
+    from megatron_run_engine.training.process import check_local_devices
 
     try:
         check_local_devices(run)

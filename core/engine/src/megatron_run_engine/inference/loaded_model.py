@@ -16,10 +16,10 @@ from megatron_run_engine.inference.network import build_network, plan
 from megatron_run_engine.inference.source import find_source
 from megatron_run_engine.inference.stepping import Stepper
 from megatron_run_engine.inference.text_stream import Completion, TextStream
-from megatron_run_engine.launch.environments import find_world
-from megatron_run_engine.launch.process import join_world
 from megatron_run_engine.runtime.generation import Generation, Sampling, TextTokens
 from megatron_run_engine.runtime.world import World
+from megatron_run_engine.training.environments import find_world
+from megatron_run_engine.training.process import join_world
 from megatron_run_engine.training.tasks import Reader, TaskResult, make_work, run_task
 
 if TYPE_CHECKING:

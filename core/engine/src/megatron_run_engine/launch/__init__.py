@@ -10,8 +10,8 @@ Imports: checkpoint, config, contracts, errors, planning, run_folder, runtime, t
 from __future__ import annotations
 
 from megatron_run_engine.launch.api import FailedRunError, LaunchOptions, launch, run_task, train
-from megatron_run_engine.launch.environments import LaunchMode
 from megatron_run_engine.launch.results import RunResult
 from megatron_run_engine.launch.task import Task
+from megatron_run_engine.training.environments import LaunchMode
 
 __all__ = ["FailedRunError", "LaunchMode", "LaunchOptions", "RunResult", "Task", "launch", "run_task", "train"]

@@ -16,9 +16,13 @@ from typing import TYPE_CHECKING
 
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, InputError, RunError
-from megatron_run_engine.launch.environments import LaunchMode, find_world
 from megatron_run_engine.launch.failures import exit_code, how_to_resume, interrupted, last_line, last_saved
-from megatron_run_engine.launch.process import (
+from megatron_run_engine.launch.restarts import Restarts, resumed
+from megatron_run_engine.launch.results import RunResult
+from megatron_run_engine.launch.told import untold
+from megatron_run_engine.runtime.world import World
+from megatron_run_engine.training.environments import LaunchMode, find_world
+from megatron_run_engine.training.process import (
     assign_device,
     borrowed_process,
     check_local_devices,
@@ -26,10 +30,6 @@ from megatron_run_engine.launch.process import (
     quiet_torch,
     threads_per_rank,
 )
-from megatron_run_engine.launch.restarts import Restarts, resumed
-from megatron_run_engine.launch.results import RunResult
-from megatron_run_engine.launch.told import untold
-from megatron_run_engine.runtime.world import World
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun

@@ -23,7 +23,6 @@ from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, RankLostError
 from megatron_run_engine.launch.failures import count_warnings, describe, first_cause
 from megatron_run_engine.launch.fork_server import forked_ranks
-from megatron_run_engine.launch.process import available_cores, rank_environment
 from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, page_path
 from megatron_run_engine.launch.results import RankResult, RunResult
 from megatron_run_engine.launch.signals import AFTER_THE_STEP, SAVING, caught_signals
@@ -32,6 +31,7 @@ from megatron_run_engine.launch.task import Task
 from megatron_run_engine.launch.watchdog.monitor import Watchdog
 from megatron_run_engine.launch.watchdog.page import Page
 from megatron_run_engine.run_folder import RunFolder
+from megatron_run_engine.training.process import available_cores, rank_environment
 
 #: Seconds that the other ranks get to end by themselves once one has failed: all are gone within 5.
 GRACE = 4.0

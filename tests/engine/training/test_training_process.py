@@ -14,7 +14,8 @@ import torch
 
 from megatron_run.errors import InputError
 from megatron_run.planning import ResolvedRun, load_config
-from megatron_run_engine.launch.process import (
+from megatron_run_engine.runtime.world import World
+from megatron_run_engine.training.process import (
     KEEP_FREED,
     SPIN_BRIEFLY,
     Setting,
@@ -31,7 +32,6 @@ from megatron_run_engine.launch.process import (
     start_device,
     threads_per_rank,
 )
-from megatron_run_engine.runtime.world import World
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -144,7 +144,7 @@ def test_torchs_warnings_about_peers_are_kept_back_unless_told_otherwise() -> No
 def test_freed_memory_is_kept_unless_the_allocator_was_told_otherwise(
     told: dict[str, str], kept: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_run_engine.launch.process._has_glibc", lambda: True)
+    monkeypatch.setattr("megatron_run_engine.training.process._has_glibc", lambda: True)
     assert rank_environment(told, 1, 1, 1).get("GLIBC_TUNABLES") == kept
 
 
