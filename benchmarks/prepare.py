@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from benchmarks.support.command import run
 from benchmarks.support.report import table
@@ -81,6 +80,8 @@ def _encode(line: str) -> list[int]:
 
 def megatron(corpus: Path, tokenizer: Path, out: Path) -> int:
     """A pool that encodes a document a call; the builder of megatron-core."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
     builder, tokens = IndexedDatasetBuilder(f"{out}.bin", dtype=np.uint16), 0
     with multiprocessing.Pool(WORKERS, _start, (tokenizer,)) as pool, corpus.open(encoding="utf-8") as file:
         for ids in pool.imap(_encode, file, 32):

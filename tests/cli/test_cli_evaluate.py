@@ -81,7 +81,7 @@ def test_the_numbers_are_kept_with_the_run(run: Path, alone: list[dict[str, Any]
         "extra": alone[1]["metrics"],
     }
     curves = EventAccumulator(str(run / "tensorboard")).Reload()
-    assert curves.Scalars("eval_lambada/accuracy")[0].step == 3
+    assert curves.Scalars("validation_lambada/accuracy")[0].step == 3
     assert curves.Scalars("train/loss") == before
     assert [point.step for point in before] == [1, 2, 3]
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Timer
@@ -82,15 +83,18 @@ class Walker:
         before, press, _ = step.output.partition(_PRESSED)
         waits_for = Shown(step.command, _settled(before)) if press else None
         printed = ""
-        with subprocess.Popen(
-            ["sh", "-c", step.command],
-            cwd=self.folder,
-            env=self._environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as process:
+        with (
+            _heard(),
+            subprocess.Popen(
+                ["sh", "-c", step.command],
+                cwd=self.folder,
+                env=self._environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            ) as process,
+        ):
             stuck = Timer(_LIMIT, os.killpg, (process.pid, signal.SIGKILL))
             stuck.start()
             try:
@@ -103,6 +107,16 @@ class Walker:
             finally:
                 stuck.cancel()
         return printed
+
+
+@contextmanager
+def _heard() -> Iterator[None]:
+    """What starts meanwhile hears SIGINT, which it would ignore if these tests were started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _script(file: Path, line: str) -> None:

@@ -139,7 +139,7 @@ def test_options_without_a_default_are_asked_for() -> None:
     ("target", "code", "message"),
     [
         ("schedule", ExitCode.INPUT, "'schedule' is nothing to check; give KIND=NAME of an installed plugin"),
-        ("./nowhere.py", ExitCode.PLUGIN, "the plugin file ./nowhere.py cannot be read: there is no "),
+        ("./nowhere.py", ExitCode.PLUGIN, "the plugin file nowhere.py cannot be read: there is no "),
         ("schedule=nothing", ExitCode.PLUGIN, "no installed plugin is schedule=nothing (from plugins check"),
         ("empty", ExitCode.INPUT, "empty/pyproject.toml cannot be read: "),
         ("plain", ExitCode.INPUT, "plain/pyproject.toml offers no plugin; add its entry point"),

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from megatron_run.contracts import Action, ScheduleSpec
 from megatron_run_engine.builtin.model.gpt import GptOptions
 from megatron_run_engine.runtime.gradients import GradientAccumulator
 from megatron_run_schedule_zero_bubble.v import ZeroBubbleV
@@ -17,9 +18,17 @@ TIED = GptOptions(num_layers=4, hidden_size=16, num_heads=2, vocab_size=32, drop
 SCOPE = ("embedding", "attn", "mlp", "head", "loss")
 
 
+class FirstChunkFirst(ZeroBubbleV):
+    """ZB-V, but the W of the last microbatch come by chunk, where its I came the other way."""
+
+    def actions(self, spec: ScheduleSpec) -> list[list[Action]]:
+        (*before, i1, w1, i0, w0), *others = super().actions(spec)
+        return [[*before, i1, i0, w0, w1], *others]
+
+
 def pipelines(model: GptOptions) -> tuple[Pipeline, Pipeline]:
     """Two equal ones, of which the second has captured after a step."""
-    eager, captured = (Pipeline(ZeroBubbleV(), 4, stages=1, chunks=2, model=model, scope=SCOPE) for _ in range(2))
+    eager, captured = (Pipeline(FirstChunkFirst(), 4, stages=1, chunks=2, model=model, scope=SCOPE) for _ in range(2))
     assert eager.step(1).equals(captured.step(1))
     captured.start_capture()
     return eager, captured
