@@ -22,6 +22,7 @@ ENGINE_FILES = (
     "deepspeed",
     "transformers",
     "megatron",
+    "py3langid",
 )
 PAGE = ROOT / "docs" / "without-torch.md"
 
