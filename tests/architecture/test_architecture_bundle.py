@@ -32,7 +32,8 @@ def install(bundle: Path, target: Path, **variables: str) -> subprocess.Complete
 
 
 def run_there(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    inner = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PIP_NO_INDEX": "1"}
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # of xdist too
+    inner = {**outer, "CUDA_VISIBLE_DEVICES": "", "PIP_NO_INDEX": "1"}
     return subprocess.run(command, cwd=folder, env=inner, capture_output=True, text=True, timeout=200, check=False)
 
 

@@ -50,6 +50,7 @@ def _only_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # imports of torch's compiler
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("device", [CPU, CUDA])
 @pytest.mark.parametrize("name", PLUGINS)
