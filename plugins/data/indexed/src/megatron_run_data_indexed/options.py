@@ -5,17 +5,9 @@ from __future__ import annotations
 from math import isfinite
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-
-def _one_or_many(value: object) -> object:
-    return tuple(value.split(",")) if isinstance(value, str) else value
-
-
-def _shares(value: tuple[float, float, float]) -> tuple[float, float, float]:
-    if not all(isfinite(share) and share >= 0 for share in value) or not value[0]:
-        raise ValueError("data.split is three shares, as 969,30,1 for train, validation and test; train is above 0")
-    return value
+from megatron_run_engine.data.option_types import AT_COMMAS, SplitShares
 
 
 class IndexedOptions(BaseModel):
@@ -23,13 +15,13 @@ class IndexedOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    paths: Annotated[tuple[str, ...], BeforeValidator(_one_or_many)] = Field(
+    paths: Annotated[tuple[str, ...], AT_COMMAS] = Field(
         min_length=1, description="datasets, each the prefix of a .bin and .idx pair"
     )
-    weights: Annotated[tuple[float, ...], BeforeValidator(_one_or_many)] = Field(
+    weights: Annotated[tuple[float, ...], AT_COMMAS] = Field(
         (), description="share of the samples that each of data.paths gives, in any unit; empty: as long as it is"
     )
-    split: Annotated[tuple[float, float, float], BeforeValidator(_one_or_many), AfterValidator(_shares)] = Field(
+    split: SplitShares = Field(
         (969, 30, 1), description="shares of train, validation and test, in any unit, by document"
     )
     order: Literal["permuted", "megatron"] = Field(

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import DataSource, PluginInfo, Split
 from megatron_run.contracts.data import Field as BatchField
@@ -22,6 +21,7 @@ from megatron_run.hookspecs import hookimpl
 from megatron_run_data_instruct.conversations import Line, conversation, lines_of
 from megatron_run_data_instruct.template import ChatTemplate, NoConversation, find_template
 from megatron_run_engine.data.documents import Shares, find_documents, require_within
+from megatron_run_engine.data.option_types import Paths, SplitShares
 from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, best_fit, one_a_row
 from megatron_run_engine.data.tokenizer import Tokenizer, json_file, open_tokenizer
 
@@ -31,28 +31,12 @@ if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config
 
 
-def _one_or_many(value: object) -> object:
-    return (value,) if isinstance(value, str) else value
-
-
-def _numbers(value: object) -> object:
-    return tuple(value.split(",")) if isinstance(value, str) else value
-
-
-def _shares(value: tuple[float, float, float]) -> tuple[float, float, float]:
-    if not all(isfinite(share) and share >= 0 for share in value) or not value[0]:
-        raise ValueError("data.split is three shares, as 90,5,5 for train, validation and test; train is above 0")
-    return value
-
-
 class InstructOptions(BaseModel):
     """The keys of section ``data`` when it uses instruct."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    paths: Annotated[tuple[str, ...], BeforeValidator(_one_or_many)] = Field(
-        (), description="JSON lines of conversations: files, folders and patterns; needed"
-    )
+    paths: Paths = Field((), description="JSON lines of conversations: files, folders and patterns; needed")
     tokenizer: str = Field(
         "bytes", description="bytes, or a file or folder: tokenizer.json, vocab.json, vocab.txt, .model"
     )
@@ -63,9 +47,7 @@ class InstructOptions(BaseModel):
         "documents", description="documents: conversations share rows unseen by each other; none: one a row, padded"
     )
     malformed: Literal["refuse", "skip"] = Field("refuse", description="a line that is no conversation")
-    split: Annotated[tuple[float, float, float], BeforeValidator(_numbers), AfterValidator(_shares)] = Field(
-        (90, 5, 5), description="shares of train, validation and test, in any unit"
-    )
+    split: SplitShares = Field((90, 5, 5), description="shares of train, validation and test, in any unit")
 
 
 @dataclass

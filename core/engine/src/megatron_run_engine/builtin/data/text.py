@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from math import ceil, isfinite
-from typing import TYPE_CHECKING, Annotated, Literal
+from math import ceil
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import DataSource, PluginInfo, Split
 from megatron_run.contracts.data import Field as BatchField
@@ -22,6 +22,7 @@ from megatron_run_engine.data.documents import (
     find_documents,
     standard_library,
 )
+from megatron_run_engine.data.option_types import Paths, SplitShares
 from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, bounds_of
 from megatron_run_engine.data.token_cache import open_streams
 from megatron_run_engine.data.tokenizer import Tokenizer, json_file, open_tokenizer
@@ -43,37 +44,19 @@ BIGRAM_TOKENS = 2**24
 FEW = 100
 
 
-def _one_or_many(value: object) -> object:
-    return (value,) if isinstance(value, str) else value
-
-
-def _numbers(value: object) -> object:
-    return tuple(value.split(",")) if isinstance(value, str) else value
-
-
-def _shares(value: tuple[float, float, float]) -> tuple[float, float, float]:
-    if not all(isfinite(share) and share >= 0 for share in value) or not value[0]:
-        raise ValueError("data.split is three shares, as 90,5,5 for train, validation and test; train is above 0")
-    return value
-
-
 class TextOptions(BaseModel):
     """The keys of section ``data`` when it uses text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    paths: Annotated[tuple[str, ...], BeforeValidator(_one_or_many)] = Field(
-        (), description="files, folders and patterns; empty: the sources of Python's standard library"
-    )
+    paths: Paths = Field((), description="files, folders and patterns; empty: the sources of Python's standard library")
     tokenizer: str = Field(
         "bytes", description="bytes, or a file or folder: tokenizer.json, vocab.json, vocab.txt, .model"
     )
     packing: Literal["stream", "documents"] = Field(
         "stream", description="stream: documents run into each other; documents: attention stays within each"
     )
-    split: Annotated[tuple[float, float, float], BeforeValidator(_numbers), AfterValidator(_shares)] = Field(
-        (90, 5, 5), description="shares of train, validation and test, in any unit"
-    )
+    split: SplitShares = Field((90, 5, 5), description="shares of train, validation and test, in any unit")
 
 
 class Text(DataSource):

@@ -1,0 +1,26 @@
+"""The types of options that several sources of data have, and plugins may use."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator
+
+
+def _at_commas(value: object) -> object:
+    return tuple(value.split(",")) if isinstance(value, str) else value
+
+
+def _shares(value: tuple[float, float, float]) -> tuple[float, float, float]:
+    if not all(isfinite(share) and share >= 0 for share in value) or not value[0]:
+        raise ValueError("data.split is three shares, as 90,5,5 for train, validation and test; train is above 0")
+    return value
+
+
+#: A list that the command line writes with commas.
+AT_COMMAS = BeforeValidator(_at_commas)
+#: Files, folders and patterns; one may be written alone. It is not cut at commas, which names may have.
+Paths = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+#: How much of the data train, validation and test get, in any unit.
+SplitShares = Annotated[tuple[float, float, float], AT_COMMAS, AfterValidator(_shares)]
