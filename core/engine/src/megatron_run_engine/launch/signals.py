@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType, MappingProxyType
+from typing import Self
 
 from megatron_run.errors import ExitCode
 from megatron_run_engine.runtime.world import StopRequest
@@ -39,7 +42,7 @@ def stopping_on_signals(stop: StopRequest, *, tells: bool = False, borrowed: boo
     the first one is answered on standard error.
     """
 
-    def handle(number: int, _frame: FrameType | None) -> None:
+    def answer(number: int) -> None:
         code = AFTER_THE_STEP[signal.Signals(number)]
         if stop.stop(code):
             if tells and code is ExitCode.SIGINT:
@@ -50,8 +53,66 @@ def stopping_on_signals(stop: StopRequest, *, tells: bool = False, borrowed: boo
         else:
             os._exit(code)  # no exception: the step that is under way may be waiting in C and never see it
 
-    with _handling(handle, tuple(AFTER_THE_STEP)):
+    numbers = tuple(AFTER_THE_STEP)
+    if borrowed or threading.current_thread() is not threading.main_thread():
+        with _handling(lambda number, _: answer(number), numbers):
+            yield
+        return
+    with _Ears(answer) as ears, _handling(ears.handle, numbers):
         yield
+
+
+class _Ears:
+    """Has each signal answered once: by the main thread, or by another while the main one waits in C.
+
+    Python runs handlers between two instructions of the main thread, which may wait for a message of another rank as
+    long as a step takes. ``signal.set_wakeup_fd`` tells of a signal at once.
+    """
+
+    #: Seconds that the main thread has before the other one answers.
+    GRACE = 0.2
+
+    def __init__(self, answer: Callable[[int], None]) -> None:
+        self._answer = answer
+        self._lock = threading.RLock()  # a handler may interrupt a handler
+        self._handled: set[int] = set()  # by the main thread, since the other one looked
+        self._owed: set[int] = set()  # answered already; the main thread still hears of them
+
+    def __enter__(self) -> Self:
+        self._ear, self._bell = socket.socketpair()
+        self._bell.setblocking(False)
+        self._before = signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._before)
+        self._bell.close()  # ends the thread
+        self._thread.join()
+        self._ear.close()
+
+    def handle(self, number: int, _frame: FrameType | None) -> None:
+        """The handler of the main thread."""
+        with self._lock:
+            owed = number in self._owed
+            self._owed.discard(number)
+            if not owed:
+                self._handled.add(number)
+        if not owed:
+            self._answer(number)
+
+    def _listen(self) -> None:
+        while heard := self._ear.recv(64):
+            time.sleep(self.GRACE)
+            with self._lock:
+                with suppress(BlockingIOError):  # what came meanwhile: of all that is handled the bell has rung
+                    heard += self._ear.recv(64, socket.MSG_DONTWAIT)
+                unanswered = set(heard) & set(AFTER_THE_STEP) - self._handled
+                self._handled.clear()
+                self._owed |= unanswered
+            for number in unanswered:
+                self._answer(number)
 
 
 @contextmanager
