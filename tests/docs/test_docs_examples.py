@@ -77,3 +77,18 @@ def test_all_that_a_run_chooses_train_together(tmp_path: Path) -> None:
     loss, _, step = best.splitlines()[-1].partition(" at step ")
     assert float(loss) < 0.1
     assert step in ("30", "60"), "both are near zero by then, and rounding says which is nearer"
+
+
+@pytest.mark.nightly
+def test_columns_of_the_datasets_library_conform_and_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    datasets = pytest.importorskip("datasets")
+    texts = [f"line {number} of a table, which is text" for number in range(300)]
+    rows = datasets.Dataset.from_dict({"text": texts, "other": range(300)})
+    splits = dict.fromkeys(("train", "validation", "test"), rows)
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "table")
+    plugin, path = f"data={EXAMPLES / 'hugging_face_data.py'}", f"data.path={tmp_path / 'table'}"
+    (report,) = check(plugin, [path])
+    assert report.passed, [f"{result.name}: {result.message}" for result in report.results if not result.passed]
+    sets = (path, "train.steps=2", "train.sequence_length=16", f"run.folder={tmp_path / 'run'}")
+    assert train(resolve(Request(configs=("preset:tiny",), sets=sets, plugins=(plugin,)))).code is ExitCode.DONE

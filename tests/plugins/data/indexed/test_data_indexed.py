@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from megatron_run import load_config
 from megatron_run.contracts import DataSource, Split
-from megatron_run.errors import DataError, InputError
+from megatron_run.errors import DataError, InputError, Problems
 from megatron_run_data_indexed import IndexedOptions, megatron_run_create_data
 from megatron_run_data_indexed.files import MAGIC, Reader
 from megatron_run_data_indexed.permutation import Permutation
@@ -34,10 +35,10 @@ def read(opened: DataSource, split: Split, count: int, seed: int = 1) -> list[tu
     return [tuple(stream[index]["tokens"].tolist()) for index in range(count)]
 
 
-@pytest.mark.parametrize("order", ["permuted", "megatron"])
-def test_it_conforms_in_either_order(tmp_path: Path, order: str) -> None:
+@pytest.mark.parametrize("asked", [{}, {"order": "megatron"}, {"packing": "documents"}], ids=str)
+def test_it_conforms_in_either_order_and_packed(tmp_path: Path, asked: dict[str, str]) -> None:
     prefixes = [corpus(tmp_path / name, seed, 200) for seed, name in enumerate("ab")]
-    options = {"order": order, "split": "8,1,1", **({"cache": str(tmp_path)} if order == "megatron" else {})}
+    options = {"split": "8,1,1", **asked, **({"cache": str(tmp_path)} if "order" in asked else {})}
     for weights in ((), (3.0, 1.0)):
         assert failures(data_checks(source(*prefixes, weights=weights, **options))) == {}
 
@@ -118,6 +119,25 @@ def test_the_token_after_an_end_of_document_does_not_count_and_positions_start_a
     assert (sample["tokens"] == END).any()
 
 
+def test_packed_rows_hold_every_label_once_and_join_no_documents(tmp_path: Path) -> None:
+    prefixes = [corpus(tmp_path / name, seed, 60, longest=30) for seed, name in enumerate("ab")]
+    expected: list[tuple[int, int]] = []
+    for prefix in prefixes:
+        reader = Reader(prefix)
+        for sequence in range(len(reader)):  # a document each
+            expected += zip(reader[sequence][:-1].tolist(), reader[sequence][1:].tolist(), strict=True)
+    opened = source(*prefixes, packing="documents", split="1,0,0")
+    rows = opened.stream("train", S, 5, 10)
+    assert rows is not None
+    found = [row for index in range(len(rows)) for row in [rows[index]]]
+    pairs = [tuple(row[name][np.flatnonzero(row["loss_mask"])] for name in ("tokens", "labels")) for row in found]
+    assert sorted(pair for tokens, labels in pairs for pair in zip(tokens, labels, strict=True)) == sorted(expected)
+    assert len({row["documents"].shape for row in found}) == 1  # of both datasets
+    assert len(found) * S < 1.1 * len(expected)
+    assert [f"{prefix}: " in opened.summary(S, 5) for prefix in prefixes] == [True, True]
+    assert source(prefixes[0]).summary(S, 5) == ""
+
+
 def test_documents_of_several_sequences_are_split_whole(tmp_path: Path) -> None:
     from megatron_run_data_indexed.files import Writer
 
@@ -129,6 +149,8 @@ def test_documents_of_several_sequences_are_split_whole(tmp_path: Path) -> None:
     opened = source(str(tmp_path / "a"), split="5,3,2")
     assert set(opened.dataset("validation", S, 1)[0]["tokens"].tolist()) == {5}
     assert len(opened.dataset("validation", 1, 1)) == 89
+    packed = source(str(tmp_path / "a"), split="5,3,2", packing="documents").dataset("validation", 1, 1)
+    assert len(packed) == 3 * 29
 
 
 def test_a_billion_tokens_are_opened_and_read_without_their_memory(tmp_path: Path) -> None:
@@ -181,6 +203,13 @@ def test_what_is_missing_is_one_line_that_says_what_to_set(tmp_path: Path) -> No
         source(prefix, weights="1,2,3")
     with pytest.raises(InputError, match="less than one sample"):
         source(prefix, prefix, prefix, weights="1,1e-9,1e-9").stream("train", S, 1, 1)
+
+
+@pytest.mark.parametrize("other", [{"order": "megatron"}, {"mask_end": True}, {"reset_attention": True}], ids=str)
+def test_packed_documents_are_not_joined_or_reordered(other: dict[str, Any]) -> None:
+    asked = {"use": "indexed", "paths": ["a"], "vocab_size": 20, "packing": "documents", **other}
+    with pytest.raises(Problems, match=rf"data\.{next(iter(other))}"):
+        load_config("preset:tiny", sets={f"data.{name}": value for name, value in asked.items()})
 
 
 def test_a_tokenizer_gives_vocabulary_end_and_text(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -118,8 +117,9 @@ def test_a_gpt_script_resolves_to_the_run_that_it_describes() -> None:
     assert (run.config.parallel_layer.use, run.config.schedule.use) == (("tensor",), "1f1b")
     assert run.config.eval.batches == 10
     assert run.config.checkpoint.interval.steps(1000, 32) == 100
-    told = {note.flag for note in found.notes[Verdict.DIFFERS]}
-    assert told == {"--split 949,50,1", "--data-path /data/text"}
+    assert not found.notes[Verdict.DIFFERS]
+    data = run.config.data
+    assert (data.use, data.options["paths"], data.options["split"]) == ("indexed", ["/data/text"], [949, 50, 1])
     assert [note.flag for note in found.open] == ["--save $1", "--vocab-file vocab.json --merge-file merges.txt"]
     assert found.start.endswith("megatron-run FILE --nproc 4")
     assert {note.flag for note in found.notes[Verdict.SAME]} >= {"--load $1", "--attention-backend auto"}
@@ -351,19 +351,6 @@ def test_every_flag_is_a_key_or_is_listed_in_the_file_and_on_standard_error(scri
         named = re.compile(rf"{re.escape(flag)}(?![\w-])")
         assert named.search(text), flag
         assert named.search(keys) or named.search(said), flag
-
-
-def test_a_tokenizer_that_is_here_counts_its_ids_and_is_named_for_text(tmp_path: Path) -> None:
-    content = {"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": [{"id": 9, "content": "</s>"}]}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    found = flags_of(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}")
-    assert (key(found, "model.vocab_size"), key(found, "data.vocab_size")) == (10, 10)
-    (warning,) = found.warnings
-    assert warning.endswith(f"data.tokenizer={tmp_path / 'tokenizer.json'}")
-    (tmp_path / "tokenizer.json").write_text("[]")
-    assert (
-        key(flags_of(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}"), "model.vocab_size") is None
-    )
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ class PackedDocuments:
         self._rows = fit(self._sizes, length)
         self.documents, self.cut = len(labels), int((pieces > 1).sum())
         #: How many documents a row holds at most, padding among them. Shapes must not change.
-        self._most = int(np.diff(self._rows.bounds).max(initial=0)) + 1
+        self.most = int(np.diff(self._rows.bounds).max(initial=0)) + 1
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -146,7 +146,7 @@ class PackedDocuments:
             documents.append(stop)
             start = stop
         positions[start:] = np.arange(self._length - start)
-        documents += [self._length] * (self._most + 1 - len(documents))
+        documents += [self._length] * (self.most + 1 - len(documents))
         return {
             "tokens": tokens,
             "labels": labels,
@@ -165,6 +165,13 @@ class PackedDocuments:
         counts = np.concatenate([row["loss_mask"] for row in rows]) > 0
         tokens, labels = (np.concatenate([row[name] for row in rows])[counts] for name in ("tokens", "labels"))
         return tokens.astype(np.int64), labels.astype(np.int64)
+
+
+def same_shape(datasets: Sequence[PackedDocuments]) -> None:
+    """Give the rows of ``datasets``, which may share a batch, ``documents`` of one length."""
+    most = max(dataset.most for dataset in datasets)
+    for dataset in datasets:
+        dataset.most = most
 
 
 def bounds_of(stream: NDArray[Any], end: int) -> NDArray[np.int64]:

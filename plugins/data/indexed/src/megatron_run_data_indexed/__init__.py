@@ -29,6 +29,14 @@ def check_config(config: Config, options: IndexedOptions) -> Iterator[str]:
     for name in ("samples", "cache"):
         if getattr(options, name) is not None and options.order != "megatron":
             raise InputError(f"data.{name} is for data.order=megatron", fix=f"set that too, or drop data.{name}")
+    if options.packing == "documents":
+        joins = [name for name in ("mask_end", "reset_positions", "reset_attention") if getattr(options, name)]
+        for name in [*joins, *(["order=megatron"] if options.order == "megatron" else [])]:
+            raise InputError(
+                f"data.packing=documents does not go with data.{name}",
+                why="that is for documents that run into each other",
+                fix="drop one of the two",
+            )
     if options.order == "megatron" and config.train.seed >= _SEEDS:
         raise InputError(
             f"train.seed={config.train.seed} is too large for data.order=megatron",

@@ -242,6 +242,13 @@ class Reader:
         """Return where ``sequence`` begins in ``tokens``; for n, where the last one ends."""
         return int(self.offsets[sequence]) // self.dtype.itemsize if sequence < len(self) else len(self.tokens)
 
+    def token_bounds(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where each of ``sequences`` [n], which may be len(self), begins in ``tokens``, int64 [n]."""
+        begins = np.full(len(sequences), len(self.tokens), np.int64)
+        inside = sequences < len(self)
+        begins[inside] = self.offsets[sequences[inside]] // self.dtype.itemsize
+        return begins
+
     def _fault(self, at: int, why: str, fix: str = "write it again from its source") -> DataError:
         return DataError(f"{self.path} is damaged at byte {at}", why=why, fix=fix)
 

@@ -33,6 +33,9 @@ class IndexedOptions(BaseModel):
     cache: str | None = Field(
         None, description="folder of order=megatron's index files; empty: megatron-run/indexed in the user's cache"
     )
+    packing: Literal["stream", "documents"] = Field(
+        "stream", description="stream: documents run into each other; documents: attention stays within each"
+    )
     tokenizer: str | None = Field(
         None, description="what made the tokens: bytes, or a JSON file of the `tokenizers` library"
     )

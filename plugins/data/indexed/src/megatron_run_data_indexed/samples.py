@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -23,16 +23,24 @@ if TYPE_CHECKING:
     from megatron_run_data_indexed.megatron_order import GPTIndex
 
 
-class Windows(Protocol):
-    """Samples as tokens. ``len`` is the number before one is repeated; what is read by ascending index has no end."""
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Ordered(Protocol[T_co]):
+    """Samples in an order. ``len`` is the number before one is repeated; what is read by ascending index has no end."""
 
     def __len__(self) -> int:
         """Number of different samples."""
         ...
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """The tokens of sample ``index`` and the one that follows, [s + 1]."""
+    def __getitem__(self, index: int) -> T_co:
+        """Sample ``index``."""
         ...
+
+
+if TYPE_CHECKING:
+    #: Samples as the tokens of each and the one that follows, [s + 1].
+    Windows = Ordered[NDArray[np.int64]]
 
 
 class Part:
@@ -52,34 +60,34 @@ class Part:
         return self._tokens[start : start + self._length + 1].astype(np.int64)
 
 
-class Joined:
+class Joined(Generic[T_co]):
     """Samples of several datasets, one after the other."""
 
-    def __init__(self, parts: Sequence[Windows]) -> None:
+    def __init__(self, parts: Sequence[Ordered[T_co]]) -> None:
         self._parts = parts
         self._ends = np.cumsum([len(part) for part in parts])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
+    def __getitem__(self, index: int) -> T_co:
         part = int(np.searchsorted(self._ends, index, side="right"))
         if index < 0 or part == len(self._parts):
             raise IndexError(f"sample {index} of {len(self)}")
         return self._parts[part][index - int(self._ends[part]) + len(self._parts[part])]
 
 
-class Shuffled:
+class Shuffled(Generic[T_co]):
     """All samples of ``base`` in each epoch, in an order that ``key`` and the epoch determine, without end."""
 
-    def __init__(self, base: Windows, *key: int) -> None:
+    def __init__(self, base: Ordered[T_co], *key: int) -> None:
         self._base, self._key, self._length = base, key, len(base)
         self._epoch, self._order = -1, Permutation(1)
 
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
+    def __getitem__(self, index: int) -> T_co:
         epoch, place = divmod(index, self._length)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, Permutation(self._length, *self._key, epoch)
@@ -105,13 +113,15 @@ class GPTSamples:
         return np.concatenate(parts).astype(np.int64)
 
 
-class Blend:
+class Blend(Generic[T_co]):
     """Samples of several endless datasets: sample i comes from dataset ``choices[i]``, and from each in its order.
 
     Where the choices end, they start again, and every dataset goes on.
     """
 
-    def __init__(self, datasets: Sequence[Windows], choices: NDArray[np.int16], places: NDArray[np.int64]) -> None:
+    def __init__(
+        self, datasets: Sequence[Ordered[T_co]], choices: NDArray[np.int16], places: NDArray[np.int64]
+    ) -> None:
         self._datasets, self._choices, self._places = datasets, choices, places
         self._counts: list[int] = np.bincount(choices, minlength=len(datasets)).tolist()
 
@@ -123,7 +133,7 @@ class Blend:
         rounds, more = divmod(len(self._datasets[number]), int(self._counts[number]))
         return rounds * len(self._choices) + int(np.flatnonzero(self._choices == number)[more])
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
+    def __getitem__(self, index: int) -> T_co:
         rounds, place = divmod(index, len(self._choices))
         number = int(self._choices[place])
         return self._datasets[number][rounds * self._counts[number] + int(self._places[place])]
@@ -182,7 +192,7 @@ class Samples:
         return self._form.fields(self._windows[index])
 
 
-def blend_of(datasets: Iterable[Windows], choices: NDArray[np.int16]) -> Blend:
+def blend_of(datasets: Iterable[Ordered[T_co]], choices: NDArray[np.int16]) -> Blend[T_co]:
     """Return the blend of ``datasets`` by ``choices``, whose places are counted here."""
     parts = tuple(datasets)
     return Blend(parts, choices, places_in(choices, len(parts)))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,18 +21,20 @@ from megatron_run_data_indexed.samples import (
     Blend,
     GPTSamples,
     Joined,
+    Ordered,
     Part,
     SampleForm,
     Samples,
     Shuffled,
-    Windows,
     blend_of,
 )
+from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, same_shape
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from megatron_run_data_indexed.options import IndexedOptions
+    from megatron_run_data_indexed.samples import Windows
     from megatron_run_engine.data.tokenizer import Tokenizer
 
 _PLACE: Mapping[Split, int] = MappingProxyType({"train": 0, "validation": 1, "test": 2})
@@ -47,6 +49,7 @@ class Indexed(DataSource):
 
     def __init__(self, options: IndexedOptions) -> None:
         self._options = options
+        self._packs = options.packing == "documents"
 
     @cached_property
     def _readers(self) -> tuple[Reader, ...]:
@@ -74,8 +77,8 @@ class Indexed(DataSource):
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """Positions and bounds of documents too, where they are reset."""
-        return self._form.names
+        """Positions and bounds of documents too, where they are packed or reset."""
+        return PACKED_FIELDS if self._packs else self._form.names
 
     @property
     def vocab_size(self) -> int:
@@ -92,7 +95,17 @@ class Indexed(DataSource):
 
     def dataset(self, split: Split, sequence_length: int, seed: int) -> Dataset:
         """Open ``split`` in the order of the files. Raises :class:`DataError` as :meth:`stream`."""
-        return Samples(Joined(self._parts(split, sequence_length)), self._form)
+        return self._with_fields(Joined(self._parts(split, sequence_length)))
+
+    def _with_fields(self, ordered: Ordered[Any]) -> Dataset:
+        return ordered if self._packs else Samples(ordered, self._form)  # packed rows have them
+
+    def summary(self, sequence_length: int, seed: int) -> str:
+        """How full the rows of packed documents are."""
+        if not self._packs:
+            return ""
+        parts = zip(self._options.paths, self._parts("train", sequence_length), strict=True)
+        return "; ".join(f"{path}: {part}" for path, part in parts)
 
     def stream(self, split: Split, sequence_length: int, seed: int, samples: int) -> Dataset:
         """Open ``split`` in the order of ``data.order``.
@@ -102,12 +115,13 @@ class Indexed(DataSource):
         """
         parts = self._parts(split, sequence_length)
         if not any(len(part) for part in parts):
-            return Samples(Joined(parts), self._form)
+            return self._with_fields(Joined(parts))
+        windows: Ordered[Any]
         if self._options.order == "megatron":
             windows = self._as_megatron(parts, split, sequence_length, seed, samples)
         else:
             windows = self._permuted(parts, seed, _PLACE[split])
-        return Samples(windows, self._form)
+        return self._with_fields(windows)
 
     def _bounds(self, reader: Reader, split: Split) -> tuple[int, int]:
         """Return the sequences of ``split``. megatron-core counts sequences, so a document may end within a split."""
@@ -116,30 +130,43 @@ class Indexed(DataSource):
         first, last = megatron_order.split_bounds(self._options.split, len(reader.documents) - 1)[_PLACE[split]]
         return int(reader.documents[first]), int(reader.documents[last])
 
-    def _parts(self, split: Split, sequence_length: int) -> list[Part]:
-        parts = [Part(reader, *self._bounds(reader, split), sequence_length) for reader in self._readers]
+    def _parts(self, split: Split, sequence_length: int) -> Sequence[Ordered[Any]]:
+        """Return the samples of every dataset, in the order of its file or as they were packed."""
+        parts: Sequence[Part | PackedDocuments]
+        if self._packs:
+            parts = packed = [self._packed(reader, split, sequence_length) for reader in self._readers]
+            same_shape(packed)
+        else:
+            parts = [Part(reader, *self._bounds(reader, split), sequence_length) for reader in self._readers]
         share = self._options.split[_PLACE[split]] / sum(self._options.split)
         short = [number for number, part in enumerate(parts) if not len(part)]
         if share and short and (self._options.weights or len(short) == len(parts)):
             raise self._too_short(split, share, short[0], sequence_length)
         return parts
 
+    def _packed(self, reader: Reader, split: Split, sequence_length: int) -> PackedDocuments:
+        first, last = megatron_order.split_bounds(self._options.split, len(reader.documents) - 1)[_PLACE[split]]
+        bounds = reader.token_bounds(reader.documents[first : last + 1])
+        padding = self.end_of_text or 0  # no label, and a document by itself
+        return PackedDocuments(reader.tokens, bounds, sequence_length, padding=padding)
+
     def _too_short(self, split: Split, share: float, number: int, sequence_length: int) -> DataError:
         reader = self._readers[number]
         first, last = self._bounds(reader, split)
         tokens = reader.token_at(last) - reader.token_at(first)
+        needed = "a document needs 2" if self._packs else f"a sample needs {sequence_length + 1}"
         ways = [f"give {split} a larger share with data.split"]
-        if tokens > 1:
+        if tokens > 1 and not self._packs:
             ways.append(f"lower train.sequence_length to {tokens - 1}")
         return DataError(
             f"the {split} split of {self._options.paths[number]} is too short for one sample",
             why=f"{share:.1%} of {plural(len(reader.documents) - 1, 'document')} came to {plural(tokens, 'token')}, "
-            f"and a sample needs {sequence_length + 1}",
+            f"and {needed}",
             origin="data.paths and data.split",
             fix=", or ".join(ways),
         )
 
-    def _permuted(self, parts: Sequence[Part], seed: int, place: int) -> Windows:
+    def _permuted(self, parts: Sequence[Ordered[Any]], seed: int, place: int) -> Ordered[Any]:
         if not self._options.weights:
             return Shuffled(Joined(parts), seed, place)
         choices = blend(self._options.weights, PERIOD)
@@ -152,7 +179,7 @@ class Indexed(DataSource):
         return blend_of((Shuffled(part, seed, place, number) for number, part in enumerate(parts)), choices)
 
     def _as_megatron(
-        self, parts: Sequence[Part], split: Split, sequence_length: int, seed: int, samples: int
+        self, parts: Sequence[Ordered[Any]], split: Split, sequence_length: int, seed: int, samples: int
     ) -> Windows:
         """Return what megatron-core reads. Held-out splits are read once, however many samples are asked for."""
         train, weights = split == "train", self._options.weights
@@ -176,7 +203,7 @@ class Indexed(DataSource):
         arrays = cached(self._folder, f"gpt-{key(*made_from)}", megatron_order.GPTIndex._fields, build)
         return GPTSamples(reader, megatron_order.GPTIndex(**arrays), sequence_length)
 
-    def _blended(self, datasets: Sequence[Windows], weights: Sequence[float], size: int) -> Blend:
+    def _blended(self, datasets: Sequence[Windows], weights: Sequence[float], size: int) -> Windows:
         def build() -> tuple[NDArray[np.int16], NDArray[np.int64]]:
             choices = blend(weights, size)
             return choices, places_in(choices, len(datasets))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 Read = Callable[[Sequence[str]], object]
+_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+")
 
 
 class Verdict(Enum):
@@ -50,6 +52,14 @@ def off(words: Sequence[str]) -> bool:
 def wholes(words: Sequence[str]) -> list[int]:
     """Any number of integers. Raises ValueError."""
     return [int(word) for word in words]
+
+
+def shares(words: Sequence[str]) -> list[float]:
+    """Shares of train, validation and test: the first three numbers, whatever stands between. Raises ValueError."""
+    found = [float(share) for share in _NUMBER.findall(" ".join(words))]
+    if not found or not found[0]:
+        raise ValueError("it takes shares of train, validation and test, as 969,30,1")
+    return [*found, 0.0, 0.0][:3]
 
 
 @dataclass(frozen=True)

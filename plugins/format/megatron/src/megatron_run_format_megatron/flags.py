@@ -17,6 +17,7 @@ from megatron_run_format_megatron.flag_kinds import (
     off,
     on,
     only,
+    shares,
     whole,
     wholes,
 )
@@ -105,7 +106,12 @@ _PLUGINS = (
     keys_flag("--grad-reduce-in-bf16", "optimizer.grad_dtype", on),
     key_flag("--ddp-bucket-size", "optimizer.bucket_size", whole),
     keys_flag("--mock-data", "data.use", on),
-    keys_flag("--data-path", "data", list),
+    keys_flag("--data-path", "data.paths, data.weights", list),
+    keys_flag("--split", "data.split", shares),
+    keys_flag("--data-cache-path", "data.cache", only),
+    keys_flag("--reset-position-ids", "data.reset_positions", on),
+    keys_flag("--reset-attention-mask", "data.reset_attention", on),
+    keys_flag("--eod-mask-loss", "data.mask_end", on),
 )
 _LAYERS = (
     keys_flag("--transformer-impl", "parallel-layer.use", only),

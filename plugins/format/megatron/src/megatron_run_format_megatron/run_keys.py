@@ -1,4 +1,4 @@
-"""Every section but ``model`` that Megatron's arguments describe: training, parallel sizes, data, saving."""
+"""Every section but ``model`` and ``data`` that Megatron's arguments describe: training, parallel sizes, saving."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from megatron_run_format_megatron.model_section import (
     given_keys,
     given_or_default,
 )
-from megatron_run_format_megatron.tokenizer_flags import find_vocabulary
 
 _SHAPES = {
     "constant": "constant",
@@ -210,16 +209,6 @@ def count_chunks(arguments: Arguments) -> int:
     each = given("num_layers_per_virtual_pipeline_stage")
     layers = given("num_layers")
     return layers // (pipeline * each) if each and layers and pipeline > 1 and layers % (pipeline * each) == 0 else 1
-
-
-def data(arguments: Arguments) -> Iterator[Setting]:
-    """The section ``data``: always mock data, because a launch script does not say what made its tokens."""
-    asked = arguments.get("mock_data")
-    why = "--mock-data" if asked else "NOT YOUR DATA: name your datasets with data=indexed; data=text reads text"
-    yield Setting("data.use", "mock", why)
-    vocabulary = find_vocabulary(arguments)
-    if vocabulary is not None:
-        yield vocabulary._replace(key="data.vocab_size")
 
 
 def run(arguments: Arguments) -> Iterator[Setting]:

@@ -43,6 +43,17 @@ def find_vocabulary(arguments: Arguments) -> Setting | None:
     return Setting(key, _SIZES[kind], f"{asked}: Llama 2's") if kind in _SIZES else None
 
 
+def last_token(arguments: Arguments) -> Setting | None:
+    """The token that ends a document, where the flags tell: GPT-2's last id, or the id after those of the numbers."""
+    vocabulary = find_vocabulary(arguments)
+    told = arguments.get("tokenizer_type") in _NUMBERS or (
+        vocabulary is not None and vocabulary.why.endswith("GPT-2's")
+    )
+    if vocabulary is None or not told or vocabulary.why == WITH_PADDING:
+        return None
+    return vocabulary._replace(value=vocabulary.value - 1)
+
+
 def tokenizer_file(arguments: Arguments) -> Path | None:
     """The file of the `tokenizers` library that ``--tokenizer-model`` names, itself or by its folder, if it is here."""
     named = arguments.get("tokenizer_model")
@@ -78,9 +89,9 @@ def tokenizer_notes(arguments: Arguments) -> Iterator[tuple[str, str]]:
     flags = " ".join([*([f"--tokenizer-type {kind}"] if kind else []), *named, *tiktoken])
     file = tokenizer_file(arguments)
     if file is not None:
-        yield flags, f"data=text reads it: data.tokenizer={file}"
+        yield flags, f"read by data.tokenizer={file}"
     else:
-        yield flags, "data=text reads tokenizer.json, vocab.json, vocab.txt and .model files: data.tokenizer"
+        yield flags, "data.tokenizer takes tokenizer.json, vocab.json, vocab.txt and .model files"
     if find_vocabulary(arguments) is None:
         why = "the number of its ids is in its files, which are not here"
         yield flags, f"set model.vocab_size and data.vocab_size: {why}"

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from megatron_run.config.yaml import flow
 from megatron_run.errors import InputError, plural
 from megatron_run_format_megatron import layer_kernels, run_keys
+from megatron_run_format_megatron.data_section import data
 from megatron_run_format_megatron.flag_kinds import Flag, Verdict, number, off, on, only, whole
 from megatron_run_format_megatron.flags import find, near
 from megatron_run_format_megatron.launch_script import Script, is_known, read_script
@@ -35,9 +36,18 @@ _WIDTH = 40  # columns before a comment
 _ON_ONE, _MACHINES = ("nproc-per-node", "ntasks-per-node", "num-gpus"), ("nnodes", "nodes", "num-nodes")
 #: How many values a flag takes, where that is fixed.
 _VALUES: Mapping[object, int] = MappingProxyType({on: 0, off: 0, only: 1, whole: 1, number: 1})
+_MOCK = "mock data has no documents: set it with data=indexed"
 #: Why a flag decides nothing, where that is not plain.
 _IDLE: Mapping[str, str] = MappingProxyType(
-    {"--sequence-parallel": "there is one tensor-parallel rank, so nothing to split: Megatron clears it too"}
+    {
+        "--sequence-parallel": "there is one tensor-parallel rank, so nothing to split: Megatron clears it too",
+        "--data-path": "--mock-data comes before it",
+        "--split": _MOCK,
+        "--data-cache-path": _MOCK,
+        "--reset-position-ids": _MOCK,
+        "--reset-attention-mask": _MOCK,
+        "--eod-mask-loss": _MOCK,
+    }
 )
 _UNREAD = "only a shell knows which flags these are"
 #: The program whose flags these are.
@@ -125,7 +135,7 @@ def translate(text: str, name: str) -> Translation:
         layer_kernels.capture(arguments),
         run_keys.scaler(arguments),
         run_keys.optimizer(arguments),
-        run_keys.data(arguments),
+        data(arguments),
         run_keys.run(arguments),
     )
     found.settings = _once(chain.from_iterable(parts))
@@ -238,10 +248,6 @@ def _conflicts(arguments: dict[str, Any]) -> Iterator[tuple[Verdict, Note]]:
     if unknown:
         text = "no segment of that name: train.recompute takes attn, core_attn, mlp and the segments of experts"
         yield Verdict.ABSENT, Note(f"--recompute-modules {' '.join(unknown)}", text)
-    if arguments.get("data_path"):
-        words = " ".join(arguments["data_path"])
-        text = "name your datasets with data=indexed: the data is mock, to measure with"
-        yield Verdict.DIFFERS, Note(f"--data-path {words}", text)
 
 
 def _launch(script: Script, found: Translation) -> int:
