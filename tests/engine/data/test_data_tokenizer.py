@@ -14,6 +14,7 @@ from megatron_run_engine.data.tokenizer import (
     JsonTokenizer,
     byte_tokenizer_json,
     open_tokenizer,
+    reads_bytes,
     same_vocabulary,
 )
 
@@ -52,6 +53,12 @@ def test_bytes_as_a_file_have_the_same_ids_and_the_same_vocabulary(tmp_path: Pat
     assert all(written.decode([byte]) == known.decode([byte]) for byte in range(256))
     assert same_vocabulary(path, None)
     assert not same_vocabulary(None, words(tmp_path))
+
+
+@pytest.mark.parametrize("use", ["text", "indexed"])
+def test_a_run_on_bytes_is_known_whatever_its_data(use: str) -> None:
+    assert reads_bytes({"data.use": use, "data.tokenizer": "bytes"})
+    assert not reads_bytes({"data.use": use, "data.tokenizer": "bytes.json"})
 
 
 def test_a_file_is_read_and_its_limits_are_lifted(tmp_path: Path) -> None:

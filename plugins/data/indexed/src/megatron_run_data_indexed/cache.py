@@ -7,11 +7,9 @@ whole folder or none.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_run.errors import DataError
+from megatron_run_engine.data.user_cache import locked, user_cache
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,11 +27,6 @@ if TYPE_CHECKING:
 
 #: Part of every key: raise it when what is computed changes.
 _VERSION = 1
-
-
-def default_folder() -> Path:
-    """Return the user's cache folder for indices, as the XDG base directory specification has it."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-run" / "indexed"
 
 
 def key(*parts: object) -> str:
@@ -47,17 +41,22 @@ def key(*parts: object) -> str:
     return total.hexdigest()[:32]
 
 
-def cached(folder: Path, name: str, arrays: Sequence[str], build: Callable[[], Sequence[NDArray[Any]]]) -> Arrays:
+def cached(
+    folder: Path | None, name: str, arrays: Sequence[str], build: Callable[[], Sequence[NDArray[Any]]]
+) -> Arrays:
     """Return the ``arrays`` of the entry ``name``, read-only and mapped, built by ``build`` if it is not there.
 
-    Raises :class:`DataError` for a folder in which nothing can be written or read.
+    The ``folder`` None is one in the user's cache. Raises :class:`DataError` for a folder in which nothing can be
+    written or read.
     """
-    entry = folder / name
+    entry = Path(name)
     try:
+        folder = user_cache("indexed") if folder is None else folder
+        entry = folder / name
         if (found := _mapped(entry, arrays)) is not None:
             return found
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f"{name}.lock"):
+        with locked(folder / f"{name}.lock"):
             if (found := _mapped(entry, arrays)) is not None:
                 return found  # another rank has built it meanwhile
             shutil.rmtree(entry, ignore_errors=True)
@@ -97,12 +96,3 @@ def _write(entry: Path, arrays: Arrays) -> None:
                 raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock ``path``; without it, where the file system has none."""
-    with path.open("w") as file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -15,7 +15,7 @@ from megatron_run.contracts.data import Field
 from megatron_run.errors import DataError, InputError, plural
 from megatron_run_data_indexed import megatron_order
 from megatron_run_data_indexed.blend import blend, normalised, places_in
-from megatron_run_data_indexed.cache import cached, default_folder, key
+from megatron_run_data_indexed.cache import cached, key
 from megatron_run_data_indexed.files import Reader
 from megatron_run_data_indexed.samples import (
     Blend,
@@ -212,8 +212,8 @@ class Indexed(DataSource):
         return Blend(datasets, arrays["choices"], arrays["places"])
 
     @property
-    def _folder(self) -> Path:
-        return default_folder() if self._options.cache is None else Path(self._options.cache).expanduser()
+    def _folder(self) -> Path | None:
+        return None if self._options.cache is None else Path(self._options.cache).expanduser()
 
     @property
     def tokenizer_file(self) -> Path | None:
