@@ -241,4 +241,4 @@ def _outermost_package(module: ModuleType) -> ModuleType:
 def _bytes_of(module: ModuleType) -> bytes:
     """The module's file; its name where there is no file, as in a notebook."""
     file = getattr(module, "__file__", None)
-    return Path(file).read_bytes() if file else module.__name__.encode()
+    return Path(file).read_bytes() if file and Path(file).is_file() else module.__name__.encode()  # of a prompt
