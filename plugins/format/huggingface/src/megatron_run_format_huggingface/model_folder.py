@@ -23,9 +23,7 @@ from megatron_run_engine.formats.gpt_tensors import (
     names_fault,
     shapes_fault,
 )
-from megatron_run_format_huggingface.family import HEAD
-from megatron_run_format_huggingface.gpt2 import GPT2
-from megatron_run_format_huggingface.llama import LLAMA
+from megatron_run_format_huggingface.families import FAMILIES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,9 +134,9 @@ def _size(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-#: The families that have a counterpart here, by ``model_type``. An export takes the first that fits the model.
-FAMILIES = {family.model_type: family for family in (GPT2, LLAMA)}
 CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
+#: So many families are named where none fits.
+_NEAREST = 3
 #: The word embedding in our names.
 WORD = "embedding.word.weight"
 #: Types of unquantised weights.
@@ -161,15 +159,16 @@ def read(source: Path) -> Weights:
     config = read_json(source / CONFIG)
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
-        kind, known = config.get("model_type"), " and ".join(FAMILIES)
+        kind, known = config.get("model_type"), ", ".join(FAMILIES)
         raise CheckpointError(f"{source} holds a model of type {kind!r}", why=f"only {known} have counterparts here")
     config = {**family.defaults, **config}
     options, longest = _model(source, family, config)
     tensors = Tensors(source)
     described = gpt_options(Weights(options, {}, sequence_length=longest))
-    shapes, rows = logical_shapes(described, longest), family.rows(described)
+    shapes = logical_shapes(described, longest)
+    rows = family.rows(described, shapes)
     # The output layer of a tied model follows from the word embedding.
-    left_out = {HEAD} if described.tie_embeddings else set()
+    left_out = {f"{family.head}.weight"} if described.tie_embeddings else set()
     names = [name for name in tensors.entries if name not in left_out and not _BUFFERS.fullmatch(name)]
     full_names = {name.removeprefix(family.prefix): name for name in names}
     found = {name: tensors.entries[full].shape for name, full in full_names.items()}
@@ -196,16 +195,18 @@ def write(weights: Weights, folder: Path) -> None:
     """
     options = gpt_options(weights)
     family = _family_for(options)
-    fault = names_fault(weights.tensors, logical_shapes(options, weights.sequence_length))
-    if fault:
+    shapes = logical_shapes(options, weights.sequence_length)
+    if fault := names_fault(weights.tensors, shapes):
         raise InputError("the model has no counterpart at Hugging Face", why=fault)
-    rows, files = family.rows(options), FileSystem()
-    names = {row.theirs: row.theirs if row.theirs == HEAD else family.prefix + row.theirs for row in rows}
+    rows, files = family.rows(options, shapes), FileSystem()
+    head = f"{family.head}.weight"
+    names = {row.theirs: row.theirs if row.theirs == head else family.prefix + row.theirs for row in rows}
     tensors = ((names[row.theirs], partial(row.pack, weights.tensors)) for row in rows)
     write_tensor_files(folder, tensors, files, SHARD)
     config = {
         "model_type": family.model_type,
-        **family.config(options, longest_sequence(options, weights.sequence_length)),
+        **family.config(options),
+        family.positions: longest_sequence(options, weights.sequence_length),
         "dtype": "float32",
         "torch_dtype": "float32",  # the key's name in older versions
         "bos_token_id": None,  # the tokenizer is unknown, and the family's default belongs to another one
@@ -247,10 +248,12 @@ def _other_head(tensors: Tensors, left_out: set[str], family: Family, rows: list
 
 
 def _family_for(options: GptOptions) -> Family:
+    """The first family that fits. Raises :class:`InputError` with what the nearest ones differ in."""
     mismatches = {name: family.mismatches(options) for name, family in FAMILIES.items()}
     fitting = next((name for name, reasons in mismatches.items() if not reasons), None)
     if fitting is None:
-        why = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in mismatches.items())
+        nearest = sorted(mismatches, key=lambda name: len(mismatches[name]))[:_NEAREST]
+        why = "; ".join(f"{name}: {', '.join(mismatches[name])}" for name in nearest)
         raise InputError(
             "the model has no counterpart at Hugging Face", why=f"no {why}", fix="--to distributed writes any model"
         )
