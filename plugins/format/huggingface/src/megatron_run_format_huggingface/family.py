@@ -170,11 +170,12 @@ class Family(NamedTuple):
         config = {**self.defaults, **self.config(options)}
         # Not validated: it is compared, be it possible or not.
         mine, its = options.explicit(), GptOptions.model_construct(**self.model(config)).explicit()
-        return [
+        differ = [
             f"model.{key}={_word(value)} (it has {_word(its[key])})"
             for key, value in mine.items()
             if key not in TRAINING and not _same(value, its[key])
         ]
+        return differ + self.unsupported(config)
 
     def notes(self, config: Config) -> list[str]:
         """Lines for the user about what an import changes without changing a logit."""

@@ -19,51 +19,48 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def rope(
-    theta: float = 10000.0, fraction: float = 1.0, theta_key: str = "rope_theta", kinds: Sequence[str] = ()
+    theta: float = 10000.0,
+    fraction: float = 1.0,
+    theta_key: str = "rope_theta",
+    fraction_key: str = "partial_rotary_factor",
+    kinds: Sequence[str] = ("default", *_SCALING),
 ) -> Section:
-    """Rotary positions with these defaults; ``kinds`` are the scalings that the family has, by default all of ours."""
-    known = kinds or ("default", *_SCALING)
+    """Rotary positions with these defaults, and these keys beside them; ``kinds`` are the scalings of the family."""
 
-    def unsupported(config: Config) -> list[str]:
-        found = said(config, theta, fraction, theta_key)
-        lengths = (None, True) if found["rope_type"] == "yarn" else (found.get("truncate"),)
-        return must_be(found, {"rope_type": tuple(known), "truncate": lengths})
+    def found_in(config: Config) -> dict[str, Any]:
+        inner = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        beside = {"rope_theta": config.get(theta_key), "partial_rotary_factor": config.get(fraction_key)}
+        usual = {"rope_theta": theta, "partial_rotary_factor": fraction}
+        return rotation({**usual, **{key: value for key, value in beside.items() if value is not None}, **inner})
 
     def write(options: Config) -> dict[str, Any]:
         found = written(options)
-        # Older versions of transformers look beside it.
-        return {theta_key: found["rope_theta"], "rope_parameters": found, **_beside(options, fraction)}
+        beside = {theta_key: options["rope_theta"]}  # where older versions of transformers look
+        if (fraction, options["rope_fraction"]) != (1, 1):
+            beside[fraction_key] = found["partial_rotary_factor"] = options["rope_fraction"]
+        return {**beside, "rope_parameters": found}
 
-    return Section(lambda config: scaled(said(config, theta, fraction, theta_key), config), write, unsupported)
-
-
-def _beside(options: Config, fraction: float) -> dict[str, Any]:
-    return {} if fraction == 1 == options["rope_fraction"] else {"partial_rotary_factor": options["rope_fraction"]}
-
-
-def said(config: Config, theta: float, fraction: float, theta_key: str = "rope_theta") -> dict[str, Any]:
-    """What ``config`` says of rotations; it may stand in three places, by the version of transformers."""
-    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    shares = (
-        found.get("partial_rotary_factor"),
-        config.get("partial_rotary_factor"),
-        config.get("rotary_pct"),
-        fraction,
+    return Section(
+        lambda config: scaled(found_in(config), config), write, lambda config: unscalable(found_in(config), kinds)
     )
-    return {
-        "rope_theta": config.get(theta_key) or config.get("rope_theta") or theta,
-        **found,
-        "rope_type": found.get("rope_type", found.get("type", "default")),
-        "partial_rotary_factor": next(share for share in shares if share is not None),
-    }
+
+
+def rotation(found: Config) -> dict[str, Any]:
+    """What a ``rope_parameters`` says, ``rope_type`` under its name of today."""
+    return {**found, "rope_type": found.get("rope_type", found.get("type", "default"))}
+
+
+def unscalable(found: Config, kinds: Sequence[str] = ("default", *_SCALING)) -> list[str]:
+    """Every reason why the :func:`rotation` in ``found`` has no counterpart."""
+    return must_be(found, {"rope_type": tuple(kinds), "truncate": (None, True)})
 
 
 def scaled(found: Config, config: Config) -> dict[str, Any]:
-    """Our options of the rotations that :func:`said` has ``found``."""
+    """Our options of the :func:`rotation` in ``found``; ``config`` has the lengths that it leaves out."""
     ours = {
         "position": "rope",
         "rope_theta": found["rope_theta"],
-        "rope_fraction": float(found["partial_rotary_factor"]),
+        "rope_fraction": float(found.get("partial_rotary_factor", 1.0)),
     }
     kind = found["rope_type"]
     if kind == "default":
@@ -92,8 +89,7 @@ def written(options: Config) -> dict[str, Any]:
     """Their ``rope_parameters`` of our explicit options."""
     kind = options["rope_scaling"]
     found = {"rope_type": kind or "default", "rope_theta": options["rope_theta"]}
-    found |= dict(zip(_SCALING.get(kind or "", ()), (options[key] for key in _OURS), strict=False))
-    return found if options["rope_fraction"] == 1 else {**found, "partial_rotary_factor": options["rope_fraction"]}
+    return found | dict(zip(_SCALING.get(kind or "", ()), (options[key] for key in _OURS), strict=False))
 
 
 def windows(usual: Callable[[Config, int], bool], switch: Mapping[bool, Mapping[str, Any]] | None = None) -> Section:

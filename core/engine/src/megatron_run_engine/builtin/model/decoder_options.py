@@ -214,6 +214,8 @@ class DecoderOptions(BaseModel):
                 "rope_high_freq": scaling.high,
                 "rope_attention_factor": scaling.attention_factor,
             }
+        elif found["window_rope_theta"] is None:
+            found["window_rope_theta"] = self.rope_theta
         unused = set[str]()
         if self.position != "rope":
             unused |= {key for key in found if key.startswith("rope_")} | {"window_rope_theta"}
