@@ -103,9 +103,8 @@ class FullQkNorms(nn.Module):
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Query [s, b, n/t, d] and key [s, b, k/t, d] -> the same, each normalised over the heads of all ranks."""
         wide = [_widened(each.flatten(2)) for each in (query, key)]  # [s, b, n/t * d]
-        squares = torch.stack([each.square().sum(-1) for each in wide], dim=-1)  # [s, b, 2]
-        means = self._total(squares) / squares.new_tensor(self.features)
-        scales = (means + self.eps).rsqrt().split(1, dim=-1)  # each [s, b, 1]
+        squares = [each.square().sum(-1) / size for each, size in zip(wide, self.features, strict=True)]
+        scales = (self._total(torch.stack(squares, dim=-1)) + self.eps).rsqrt().split(1, dim=-1)  # each [s, b, 1]
         weights = [_widened(each) + self.plus_one for each in (self.query, self.key)]
         query, key = (
             (each * scale * weight).to(like.dtype).view_as(like)
