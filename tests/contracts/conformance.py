@@ -11,6 +11,7 @@ from megatron_run.registry.discover import scan
 from megatron_run.registry.load import load
 from megatron_run.registry.loaded_plugin import Plugin
 from megatron_run_testing import Check, CheckFailed
+from tests.support.decoders import DECODERS
 
 Options = Mapping[str, object]
 
@@ -24,6 +25,7 @@ VARIANTS: Mapping[str, Mapping[str, Options]] = {
     "model=gpt": {
         "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "bias": False},
         "untied, three layers": {"tie_embeddings": False, "num_layers": 3},
+        **DECODERS,
     },
     "optimizer=zero1": {"of whole matrices": {"rule": "muon"}},
     "parallel-layer=tensor": {"without overlap": {"overlap": False}},

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_run.contracts import AttentionShape, Init, ParallelLayers, StackedLayers
+from megatron_run.contracts import AttentionShape, Init, NormKind, ParallelLayers, StackedLayers
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing.parallel_layer import parallel_layer_checks
@@ -21,7 +21,7 @@ from tests.support.tensor_layers import tensor_layers
 
 
 class WrongEps(StackedLayers):
-    def norm(self, kind: Literal["layernorm", "rmsnorm"], size: int, eps: float = 1e-5) -> nn.Module:
+    def norm(self, kind: NormKind, size: int, eps: float = 1e-5) -> nn.Module:
         return self.base.norm(kind, size, 1e-3)
 
 

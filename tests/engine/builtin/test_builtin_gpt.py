@@ -17,6 +17,7 @@ from megatron_run_engine.runtime.parameter_init import count_parameters, describ
 from megatron_run_testing.build_contexts import example_microbatch, logical_values, prepare, single_process_context
 from megatron_run_testing.model import Built, build_model
 from tests.support import plain_gpt
+from tests.support.decoders import DECODERS
 
 GPT2 = {"num_layers": 2, "hidden_size": 24, "num_heads": 4, "vocab_size": 61}
 LLAMA = {
@@ -34,6 +35,7 @@ VARIANTS = {
     "llama": LLAMA,
     "tanh": {"activation": "gelu_tanh"},
     "one kv head, tied rope": {"num_kv_heads": 1, "position": "rope"},
+    **{name: {**options, "num_layers": 3} for name, options in DECODERS.items()},
 }
 #: The reference has no dropout; a standard deviation of 0.3 makes every path matter.
 EXACT = {"dropout": 0.0, "init_std": 0.3}

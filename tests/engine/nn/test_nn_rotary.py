@@ -3,7 +3,7 @@
 import torch
 
 from megatron_run_engine.builtin.model.gpt import GptOptions
-from megatron_run_engine.nn.attention import Rotary
+from megatron_run_engine.nn.rotary import Rotary
 from megatron_run_testing.build_contexts import single_process_context
 from tests.support import plain_gpt
 

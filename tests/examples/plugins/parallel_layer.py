@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
-from megatron_run.contracts import Init, ParallelLayers, ParameterSpec, PluginInfo, StackedLayers
+from megatron_run.contracts import Init, NormKind, ParallelLayers, ParameterSpec, PluginInfo, StackedLayers
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.nn import empty_parameter
 from megatron_run_engine.runtime.context import BuildContext
@@ -34,7 +32,7 @@ class PreciseNorms(StackedLayers):
         super().__init__(base)
         self._context = context
 
-    def norm(self, kind: Literal["layernorm", "rmsnorm"], size: int, eps: float = 1e-5) -> nn.Module:
+    def norm(self, kind: NormKind, size: int, eps: float = 1e-5) -> nn.Module:
         return PreciseRmsNorm(self._context, size, eps) if kind == "rmsnorm" else self.base.norm(kind, size, eps)
 
 

@@ -187,9 +187,7 @@ def _comes_back(made: Format, written: _Written) -> None:
     for field, readers in found.moments.items():
         wanted = {name: read() for name, read in given.moments.get(field, {}).items()}
         _check_tensors(readers, wanted, f"{field} of ")
-    options, expected = (gpt_options(each).model_dump(mode="json") for each in (found, given))
-    for each in (options, expected):
-        each["num_kv_heads"] = each["num_kv_heads"] or each["num_heads"]
+    options, expected = (gpt_options(each).explicit() for each in (found, given))
     changed = [key for key in expected if key not in _LOST and options[key] != expected[key]]
     if changed:
         key = changed[0]

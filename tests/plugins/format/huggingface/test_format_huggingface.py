@@ -212,18 +212,19 @@ def edit(folder: Path, **changes: Any) -> dict[str, Any]:
     [
         ("gpt2", {"activation_function": "relu"}, ["activation_function='relu'"]),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "add_cross_attention": True}, ["inverse", "cross"]),
-        ("gpt2", {"model_type": "opt"}, ["type 'opt'", "gpt2 and llama"]),
+        ("gpt2", {"model_type": "opt"}, ["type 'opt'", "gpt2, llama"]),
         ("gpt2", {"n_layer": 3}, ["it lacks h.2."]),
         ("gpt2", {"n_positions": 8}, ["wpe.weight is [16, 24] there and [8, 24] here"]),
         ("gpt2", {"n_head": "many"}, ["num_heads"]),
         ("gpt2", {"tie_word_embeddings": False}, ["it lacks lm_head.weight"]),
         ("llama", {"num_hidden_layers": 1}, ["it also has layers.1."]),
-        ("llama", {"head_dim": 8, "hidden_act": "gelu"}, ["head_dim=8 (only None or 4)", "hidden_act='gelu'"]),
+        ("llama", {"head_dim": 8, "hidden_act": "gelu"}, ["hidden_act='gelu' (only 'silu')"]),
+        ("llama", {"head_dim": 8}, ["q_proj.weight is [24, 24] there and [48, 24] here"]),
         ("llama", {"mlp_bias": True}, ["mlp_bias=True"]),
         ("llama", {"quantization_config": {"bits": 4}}, ["quantised"]),
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ["rope_type='llama3'"]),
-        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, ["rope_type='linear'"]),
-        ("llama", {"num_attention_heads": 0}, ["ZeroDivisionError"]),
+        ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 8.0}}, ["rope_type='longrope'"]),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2}}, ["rope_type='dynamic'"]),
+        ("llama", {"num_attention_heads": 0}, ["num_heads"]),
     ],
 )
 def test_what_has_no_counterpart_is_refused_with_every_reason(
@@ -241,11 +242,11 @@ def test_what_has_no_counterpart_is_refused_with_every_reason(
 @pytest.mark.parametrize(
     ("changes", "reasons"),
     [
-        ({"position": "rope"}, ["gpt2: model.position=rope (it has learned)", "llama: model.norm=layernorm"]),
-        ({"norm": "rmsnorm"}, ["gpt2: model.norm=rmsnorm", "llama: model.position=learned", "model.activation=gelu"]),
+        ({"qk_norm": "head"}, ["gpt2: model.qk_norm=head (it has none)", "starcoder2: model.position=learned"]),
+        ({"norm": "rmsnorm"}, ["gpt2: model.norm=rmsnorm (it has layernorm)"]),
         ({"bias": False}, ["model.bias=false (it has true)"]),
         ({"num_kv_heads": 1}, ["model.num_kv_heads=1"]),
-        ({"experts": 2}, ["gpt2: model.experts=2 (it has 0)", "llama: model.position=learned"]),
+        ({"experts": 2}, ["gpt2: model.experts=2 (it has 0)"]),
     ],
 )
 def test_a_model_between_the_families_is_not_exported(

@@ -121,6 +121,8 @@ def export_model(source: Path | None, folder: Path, name: str, step: int | None 
 
 #: The configuration's name in an imported folder, as in a run folder.
 CONFIG = "config.yaml"
+#: The folder of files that travel unread.
+SOURCE = "source"
 #: Bytes of one file, and so about the memory that an import takes. A larger tensor has a file of its own.
 PART = 2 << 30
 _MODEL, _WORD = "model.", "embedding.word.weight"
@@ -143,6 +145,7 @@ def read_step(checkpoints: Checkpoints, step: int) -> Weights:
         sequence_length=identity.get("train.sequence_length"),
         moments=readers,
         tokenizer=_kept_tokenizer(checkpoints, manifest),
+        files={path.name: path for path in (checkpoints.path.parent / SOURCE).glob("*") if path.is_file()},
     )
 
 
@@ -182,6 +185,10 @@ def write_folder(weights: Weights, folder: Path, source: str, bad: Counter[str] 
             _write_file(folder / TOKENIZER, weights.tokenizer.read_bytes(), files)
             for beside in filter(Path.is_file, map(weights.tokenizer.with_name, CHAT_TEMPLATES)):
                 _write_file(folder / beside.name, beside.read_bytes(), files)
+        if weights.files:
+            files.make_folder(folder / SOURCE)
+        for name, path in weights.files.items():
+            _write_file(folder / SOURCE / name, path.read_bytes(), files)
         bad = Counter[str]() if bad is None else bad
         return _write_step(weights, Checkpoints(folder / CHECKPOINTS), identity, files, bad)
 

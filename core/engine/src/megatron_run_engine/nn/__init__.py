@@ -7,7 +7,7 @@ of experts).
 Imports: contracts, errors, runtime.
 """
 
-from megatron_run_engine.nn.attention import CoreAttention, Rotary, SelfAttention
+from megatron_run_engine.nn.attention import CoreAttention, SelfAttention
 from megatron_run_engine.nn.block import ExpertBlock, TransformerBlock, attention_fields
 from megatron_run_engine.nn.chunk import DecoderChunk, ForwardPass
 from megatron_run_engine.nn.cross_entropy import CrossEntropy, LinearCrossEntropy, cross_entropy
@@ -15,8 +15,9 @@ from megatron_run_engine.nn.embedding import Embedding, embed, embedding_fields
 from megatron_run_engine.nn.linear import linear, submit_gradients
 from megatron_run_engine.nn.mlp import Mlp
 from megatron_run_engine.nn.moe.layer import RouterReports
-from megatron_run_engine.nn.norm import LayerNorm, RmsNorm
+from megatron_run_engine.nn.norm import LayerNorm, RmsNorm, make_norm
 from megatron_run_engine.nn.parameter import build_device, empty_parameter
+from megatron_run_engine.nn.rotary import Rotary
 from megatron_run_engine.nn.spec import ExpertSpec, TransformerSpec
 
 __all__ = [
@@ -43,5 +44,6 @@ __all__ = [
     "embedding_fields",
     "empty_parameter",
     "linear",
+    "make_norm",
     "submit_gradients",
 ]

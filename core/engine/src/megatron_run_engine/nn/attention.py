@@ -6,21 +6,24 @@ Legend: s sequence, b micro batch, h hidden, n heads, k key-value heads, d head 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_run.contracts import AttentionShape, LinearPart
+from megatron_run.contracts.parallel_layer import VARIANTS
+from megatron_run.errors import InputError
+from megatron_run_engine.nn.norm import norm_of, qk_norms
 from megatron_run_engine.nn.packed_attention import attend_by_lengths, attend_by_spans, fused_varlen, within_documents
-from megatron_run_engine.nn.parameter import build_device
 from megatron_run_engine.runtime.recompute import recomputed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from megatron_run.contracts import Decoding, ParallelLayers
+    from megatron_run_engine.nn.rotary import Rotary
     from megatron_run_engine.nn.spec import TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext
 
@@ -28,17 +31,30 @@ if TYPE_CHECKING:
 class SelfAttention(nn.Module):
     """Norm, fused query-key-value projection, attention core and output projection."""
 
-    def __init__(self, layers: ParallelLayers, spec: TransformerSpec, layer: int, rotary: Rotary | None) -> None:
+    def __init__(
+        self,
+        context: BuildContext,
+        layers: ParallelLayers,
+        spec: TransformerSpec,
+        layer: int,
+        rotary: Rotary | None,
+    ) -> None:
         super().__init__()
         self.head_size, self.layer = spec.head_size, layer
         width, kv_width = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
         parts = (LinearPart("query", width), LinearPart("key", kv_width), LinearPart("value", kv_width))
         self.features = [part.features for part in parts]
-        shape = AttentionShape(spec.heads, spec.kv_heads, spec.head_size, layer)
+        window = spec.window_of(layer)
+        shape = AttentionShape(
+            spec.heads, spec.kv_heads, spec.head_size, layer, scale=spec.scale, window=window, softcap=spec.softcap
+        )
         # Built before qkv: a factory that cannot split the heads then reports heads, not features of the projection.
         self.core = layers.core_attention(shape, spec.dropout)
-        norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
-        self.qkv = layers.column_linear(spec.hidden, parts, bias=spec.bias, init=spec.init, norm=norm)
+        _check_variants(shape, self.core)
+        norm = None if spec.norm_placement == "post" else norm_of(layers, spec)
+        bias = spec.bias if spec.qkv_bias is None else spec.qkv_bias
+        self.qkv = layers.column_linear(spec.hidden, parts, bias=bias, init=spec.init, norm=norm)
+        self.qk_norm = qk_norms(context, layers, spec)
         self.rotary = rotary
         self.output = layers.row_linear(width, spec.hidden, bias=spec.bias, init=spec.residual_init)
         self._core_draws: Sequence[torch.Generator] | None = None
@@ -69,8 +85,11 @@ class SelfAttention(nn.Module):
         heads = [features // split // self.head_size for features in self.features]
         every = fused.unflatten(-1, (-1, self.head_size))  # [s, b, (n + 2k) / t, d]
         query, key, value = every.split(heads, dim=2)
+        if self.qk_norm is not None:
+            query, key = self.qk_norm(query, key)
         if self.rotary is not None:  # queries and keys together: half the kernels
-            query, key = self.rotary(every[:, :, : -heads[2]], decoding, positions).split(heads[:2], dim=2)
+            both = every[:, :, : -heads[2]] if self.qk_norm is None else torch.cat((query, key), dim=2)
+            query, key = self.rotary(both, decoding, positions).split(heads[:2], dim=2)
         mask, packed = None, cast("tuple[Tensor, ...]", ())
         if decoding is not None and decoding.caches is not None:
             mask, cache = decoding.mask, decoding.caches.get(self.layer)
@@ -87,6 +106,16 @@ class SelfAttention(nn.Module):
             attended = recomputed(self.core, (query, key, value, mask, *packed), self._core_draws)
         result: Tensor = self.output(attended)  # [s, b, h]
         return result
+
+
+def _check_variants(shape: AttentionShape, core: nn.Module) -> None:
+    """Raise :class:`InputError` unless ``core`` names each of the variants that ``shape`` asks for."""
+    lacking = sorted(shape.variants - getattr(core, "variants", frozenset()))
+    if lacking:
+        raise InputError(
+            f"the attention of these parallel layers has no {' and no '.join(VARIANTS[name] for name in lacking)}",
+            fix="choose --plugin parallel-layer=tensor, or dense on one rank",
+        )
 
 
 class KeyValueCache:
@@ -122,6 +151,17 @@ class KeyValueCache:
 BLOCK = 128
 
 
+class Variant(NamedTuple):
+    """What differs from softmax(q k^T / sqrt(d)) v: the fields of :class:`AttentionShape` with these names."""
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+
+
+PLAIN = Variant()
+
+
 class CoreAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v by the faster of two implementations; dropout acts on the probabilities."""
 
@@ -129,10 +169,17 @@ class CoreAttention(nn.Module):
     caches = True
     #: It keeps to packed documents by itself.
     packs = True
+    #: It computes whatever a shape asks for.
+    variants = frozenset(VARIANTS)
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, variant: Variant = PLAIN) -> None:
         super().__init__()
-        self.dropout = dropout
+        self.dropout, self.variant = dropout, variant
+
+    @classmethod
+    def of(cls, shape: AttentionShape, dropout: float) -> CoreAttention:
+        """That of a layer of this ``shape``."""
+        return cls(dropout, Variant(shape.scale, shape.window, shape.softcap))
 
     def forward(
         self,
@@ -148,21 +195,31 @@ class CoreAttention(nn.Module):
         query sees all keys. A query that may attend to no key gets zeros. ``documents`` [b, d] are the bounds of those
         of a row, within which attention is causal; they come without a mask.
         """
+        variant = self.variant
         if len(key) > len(query):
-            return fused_attention(query, key, value, _later_causal(query, key) if mask is None else mask, 0.0)
+            mask = _later_causal(query, key) if mask is None else mask
+            return _attention(variant)(query, key, value, mask, 0.0, variant)
         dropout = self.dropout if self.training else 0.0
         if documents is None:
-            return _faster(query, key, value, mask, dropout)
+            return _faster(query, key, value, mask, dropout, variant)
         if query.device.type == "cpu":
-            return attend_by_spans(query, key, value, documents, partial(_faster, dropout=dropout))
-        if fused_varlen(query) and not dropout:
-            return attend_by_lengths(query, key, value, documents)
-        return fused_attention(query, key, value, within_documents(documents, len(query)), dropout)
+            return attend_by_spans(query, key, value, documents, partial(_faster, dropout=dropout, variant=variant))
+        if fused_varlen(query, variant.window) and not dropout and variant.softcap is None:
+            return attend_by_lengths(query, key, value, documents, variant.scale, variant.window)
+        mask = within_documents(documents, len(query))
+        return _attention(variant)(query, key, value, mask, dropout, variant)
 
 
-def _faster(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-    attend = matmul_attention if matmuls_are_faster(query, dropout) else fused_attention
-    return attend(query, key, value, mask, dropout)
+def _faster(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, variant: Variant = PLAIN
+) -> Tensor:
+    attend = matmul_attention if matmuls_are_faster(query, dropout) else _attention(variant)
+    return attend(query, key, value, mask, dropout, variant)
+
+
+def _attention(variant: Variant) -> Callable[..., Tensor]:
+    """PyTorch's attention, unless scores are capped, which it does not do."""
+    return fused_attention if variant.softcap is None else matmul_attention
 
 
 def _later_causal(query: Tensor, key: Tensor) -> Tensor | None:
@@ -171,14 +228,27 @@ def _later_causal(query: Tensor, key: Tensor) -> Tensor | None:
     return None if s == 1 else torch.ones(s, c, dtype=torch.bool, device=query.device).tril(c - s)
 
 
-def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+def _within_window(query: Tensor, key: Tensor, mask: Tensor | None, window: int | None) -> Tensor | None:
+    """``mask``, or the causal one [s, c] for None, without the keys that lie before a query's ``window``."""
+    s, c = len(query), len(key)
+    if window is None or window >= c:
+        return mask
+    band = torch.ones(s, c, dtype=torch.bool, device=query.device).triu_(c - s - window + 1)
+    return band.tril_(c - s) if mask is None else mask & band
+
+
+def fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, variant: Variant = PLAIN
+) -> Tensor:
     """PyTorch's attention, one kernel where the backend has one; arguments as in :meth:`CoreAttention.forward`."""
     groups = query.shape[2] // key.shape[2]
+    mask = _within_window(query, key, mask, variant.window)
     if len(query) == 1 < groups and not dropout:
         # Queries of one token that share keys are rows of one product: each key is read once.
         rows = query[0].unflatten(1, (-1, groups))  # [b, k, g, d]
         key, value = key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)  # [b, k, c, d]
-        return F.scaled_dot_product_attention(rows, key, value, attn_mask=mask).flatten(1)[None]  # [1, b, n*d]
+        x = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=variant.scale)
+        return x.flatten(1)[None]  # [1, b, n*d]
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, n, d] -> [b, n, s, d]
     x = F.scaled_dot_product_attention(
         query,
@@ -187,39 +257,44 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
         attn_mask=mask,
         dropout_p=dropout,
         is_causal=mask is None and query.shape[2] == key.shape[2],
+        scale=variant.scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return x.permute(2, 0, 1, 3).flatten(2)  # [b, n, s, d] -> [s, b, n, d] -> [s, b, n*d]
 
 
-def matmul_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+def matmul_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, variant: Variant = PLAIN
+) -> Tensor:
     """Two batched matrix products with a softmax between them; arguments as in :meth:`CoreAttention.forward`.
 
     The query heads that share a key-value head become rows of one product. Under the causal mask, each block of queries
-    is multiplied only with the keys up to the block's end. Scores of 16-bit operands are rounded to 16 bits, as in
-    Megatron-LM; the softmax computes in fp32.
+    is multiplied only with the keys up to the block's end, from where its first window begins. Scores of 16-bit
+    operands are rounded to 16 bits, as in Megatron-LM; the softmax computes in fp32.
     """
-    (s, b, n, d), k = query.shape, key.shape[2]
+    (s, b, n, d), (c, k) = query.shape, (len(key), key.shape[2])
     queries = query.permute(1, 2, 0, 3).reshape(b * k, n // k, s, d)  # [s, b, n, d] -> [b*k, g, s, d]
-    keys, values = (x.permute(1, 2, 0, 3).reshape(b * k, s, d) for x in (key, value))  # [s, b, k, d] -> [b*k, s, d]
-    if mask is None:
-        stops = [(start, min(start + BLOCK, s)) for start in range(0, s, BLOCK)]
-        blocks = [
-            _attend(
-                queries[:, :, start:stop], keys[:, :stop], values[:, :stop], _causal_bias(query, start, stop), dropout
+    keys, values = (x.permute(1, 2, 0, 3).reshape(b * k, c, d) for x in (key, value))  # [c, b, k, d] -> [b*k, c, d]
+    if mask is None and s == c:
+        blocks = []
+        for start in range(0, s, BLOCK):
+            stop, first = min(start + BLOCK, s), max(0, start + 1 - (variant.window or s))
+            bias = _causal_bias(query, start, stop, first, variant.window)
+            blocks.append(
+                _attend(queries[:, :, start:stop], keys[:, first:stop], values[:, first:stop], bias, dropout, variant)
             )
-            for start, stop in stops
-        ]
         x = torch.cat(blocks, dim=2).view(b, n, s, d)
     else:
-        hidden = ~mask.expand(b, 1, s, s)
-        bias = query.new_zeros(hidden.shape).masked_fill_(hidden, torch.finfo(query.dtype).min)  # [b, 1, s, s]
-        x = _attend(queries, keys, values, bias.expand(b, k, s, s).reshape(b * k, 1, s, s), dropout).view(b, n, s, d)
+        seen = _within_window(query, key, mask, variant.window)
+        hidden = query.new_zeros(b, 1, s, c, dtype=torch.bool) if seen is None else ~seen.expand(b, 1, s, c)
+        bias = query.new_zeros(hidden.shape).masked_fill_(hidden, torch.finfo(query.dtype).min)  # [b, 1, s, c]
+        bias = bias.expand(b, k, s, c).reshape(b * k, 1, s, c)
+        x = _attend(queries, keys, values, bias, dropout, variant).view(b, n, s, d)
         x = x.masked_fill(hidden.all(-1, keepdim=True), 0.0)  # [b, 1, s, 1]: queries that may attend to no key
     return x.permute(2, 0, 1, 3).flatten(2)  # [b, n, s, d] -> [s, b, n, d] -> [s, b, n*d]
 
 
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor, dropout: float) -> Tensor:
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor, dropout: float, variant: Variant) -> Tensor:
     """Queries [b*k, g, r, d], keys and values [b*k, c, d] -> [b*k, g, r, d].
 
     ``bias`` [b*k or 1, 1, r, c] is added to the scores: 0 for visible keys, the most negative finite number for hidden
@@ -227,14 +302,21 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor, dropout
     """
     batch, groups, rows, d = queries.shape
     bias = bias.expand(-1, groups, -1, -1).flatten(1, 2)
-    scores = torch.baddbmm(bias, queries.flatten(1, 2), keys.transpose(1, 2), alpha=d**-0.5)  # [b*k, g*r, c]
+    scale, cap = d**-0.5 if variant.scale is None else variant.scale, variant.softcap
+    queries, across = queries.flatten(1, 2), keys.transpose(1, 2)
+    if cap is None:
+        scores = torch.baddbmm(bias, queries, across, alpha=scale)  # [b*k, g*r, c]
+    else:
+        scores = bias + cap * torch.tanh(torch.bmm(queries, across) * (scale / cap))
     probabilities = F.dropout(scores.softmax(-1), dropout)
     return torch.bmm(probabilities, values).view(batch, groups, rows, d)
 
 
-def _causal_bias(query: Tensor, start: int, stop: int) -> Tensor:
-    """Bias for queries ``start`` to ``stop`` - 1 and the keys before ``stop``: [1, 1, r, c]."""
-    return query.new_full((1, 1, stop - start, stop), torch.finfo(query.dtype).min).triu_(start + 1)
+def _causal_bias(query: Tensor, start: int, stop: int, first: int = 0, window: int | None = None) -> Tensor:
+    """Bias for queries ``start`` to ``stop`` - 1 and the keys ``first`` to ``stop`` - 1: [1, 1, r, c]."""
+    hidden = query.new_full((1, 1, stop - start, stop - first), torch.finfo(query.dtype).min)
+    later = hidden.triu(start - first + 1)
+    return later if window is None else later + hidden.tril(start - first - window)
 
 
 def matmuls_are_faster(query: Tensor, dropout: float) -> bool:
@@ -248,35 +330,3 @@ def matmuls_are_faster(query: Tensor, dropout: float) -> bool:
     """
     fast = query.device.type == "cpu" and query.dtype in (torch.float32, torch.bfloat16)
     return fast and (dropout > 0 or len(query) <= 8 * query.shape[-1])
-
-
-class Rotary(nn.Module):
-    """Rotary embedding: rotates the features of position ``i`` by ``i * theta^(-2j/d)``; layers share one table.
-
-    (Su et al. 2021, "RoFormer".) Feature j is paired with feature j + d/2, as in GPT-NeoX and Llama.
-    """
-
-    cos: Tensor  # [s, 1, 1, d/2]
-    sin: Tensor  # [s, 1, 1, d/2]
-
-    def __init__(self, context: BuildContext, spec: TransformerSpec) -> None:
-        super().__init__()
-        device = build_device(context)
-        # float64: at long positions fp32 angles lose the digits that distinguish neighbours.
-        exponents = torch.arange(0, spec.head_size, 2, dtype=torch.float64, device=device) / spec.head_size
-        positions = torch.arange(spec.sequence_length, dtype=torch.float64, device=device)
-        angles = torch.outer(positions, spec.rope_theta**-exponents)[:, None, None, :]
-        self.register_buffer("cos", angles.cos().to(context.dtypes.param), persistent=False)
-        self.register_buffer("sin", angles.sin().to(context.dtypes.param), persistent=False)
-
-    def forward(self, x: Tensor, decoding: Decoding | None = None, positions: Tensor | None = None) -> Tensor:
-        """Rotate queries or keys: [s, b, n, d] -> [s, b, n, d]; by default token i is at position i."""
-        positions = positions if decoding is None else decoding.positions
-        if positions is not None:
-            places = positions.t()  # [s, b]
-            cos, sin = self.cos[places, 0], self.sin[places, 0]  # [s, b, 1, d/2]
-        else:
-            start = 0 if decoding is None else decoding.first
-            cos, sin = self.cos[start : start + len(x)], self.sin[start : start + len(x)]
-        first, second = x.chunk(2, dim=-1)  # each [s, b, n, d/2]
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,4 +1,4 @@
-"""Pre-norm transformer blocks: attention, then a feed-forward network or a mixture of experts.
+"""Transformer blocks: attention, then a feed-forward network or a mixture of experts, and norms around them.
 
 Legend: s sequence (s/t under sequence parallelism), b micro batch, h hidden.
 """
@@ -14,6 +14,7 @@ from megatron_run.contracts import Segment
 from megatron_run_engine.nn.attention import SelfAttention
 from megatron_run_engine.nn.mlp import Mlp
 from megatron_run_engine.nn.moe.layer import MixtureOfExperts
+from megatron_run_engine.nn.norm import norm_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import Decoding, ParallelLayers
-    from megatron_run_engine.nn.attention import Rotary
+    from megatron_run_engine.nn.rotary import Rotary
     from megatron_run_engine.nn.spec import ExpertSpec, TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext
 
@@ -38,9 +39,11 @@ _PACKED = "its work follows where the documents of a packed row begin"
 
 
 class Block(nn.Module):
-    """``x += dropout(attention(x))``, then ``x += dropout(feed-forward(x))``; each half begins with its norm.
+    """``x += dropout(attention(x))``, then ``x += dropout(feed-forward(x))``.
 
-    The attention reads the batch fields ``reads``.
+    Each half begins with its norm, ends with one before it is added (``norm_placement=post``), or both (``sandwich``).
+    With a parallel residual both halves read the same x, and what the attention adds waits in ``added``. The attention
+    reads the batch fields ``reads``.
 
     The segment runner runs the segments one by one and never calls the block as a whole: before each segment it waits
     for the parameters and positions the random streams. ``reports`` names the tensors, besides ``x``, that the segments
@@ -54,6 +57,7 @@ class Block(nn.Module):
 
     def __init__(
         self,
+        context: BuildContext,
         layers: ParallelLayers,
         spec: TransformerSpec,
         layer: int,
@@ -62,8 +66,12 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.layer, self.reads = layer, reads
-        self.attention = SelfAttention(layers, spec, layer, rotary)
+        self.attention = SelfAttention(context, layers, spec, layer, rotary)
+        ends = spec.norm_placement != "pre"
+        self.attention_post_norm = norm_of(layers, spec) if ends else None
+        self.feed_post_norm = norm_of(layers, spec) if ends else None
         self.dropout = layers.dropout(spec.dropout)
+        self.scale, self.parallel = spec.residual_scale, spec.parallel_residual
         self.draws = spec.dropout > 0
         self.why_eager = _PACKED if "documents" in reads else ""
 
@@ -73,20 +81,29 @@ class Block(nn.Module):
         self.why_eager = _RECOMPUTES_A_PART
 
     def attend(self, x: Tensor, *fields: Tensor | None, decoding: Decoding | None = None) -> Tensor:
-        """Add the attention half: [s, b, h] -> [s, b, h]. ``fields`` are those that it ``reads``."""
-        added: Tensor = self.dropout(self.attention(x, decoding, **dict(zip(self.reads, fields, strict=True))))
-        return x + added
+        """Add the attention half: [s, b, h] -> [s, b, h]. ``fields`` are those that it ``reads``.
+
+        With a parallel residual the result is what is to be added.
+        """
+        found = self.attention(x, decoding, **dict(zip(self.reads, fields, strict=True)))
+        added = self.addition(found, self.attention_post_norm)
+        return added if self.parallel else x + added
+
+    def addition(self, found: Tensor, norm: nn.Module | None) -> Tensor:
+        """What a half adds to the residual stream, from what it ``found``: [s, b, h] -> [s, b, h]."""
+        added: Tensor = self.dropout(found if norm is None else norm(found))
+        return added if self.scale == 1 else added * self.scale
 
     def segments(self) -> tuple[Segment, ...]:
         """Both halves, in order."""
-        params, draws = parameters_of(self.attention), self.draws
+        params, draws = parameters_of(self.attention, self.attention_post_norm), self.draws
         attend = Segment(
             "attn",
             self.layer,
             0,
             self.attend,
             ("x", *self.reads),
-            ("x",),
+            ("added" if self.parallel else "x",),
             params,
             self.why_eager,
             draws,
@@ -105,23 +122,26 @@ class TransformerBlock(Block):
 
     def __init__(
         self,
+        context: BuildContext,
         layers: ParallelLayers,
         spec: TransformerSpec,
         layer: int,
         rotary: Rotary | None,
         reads: Names = (),
     ) -> None:
-        super().__init__(layers, spec, layer, rotary, reads)
-        self.mlp = Mlp(layers, spec, spec.ffn, norm=layers.norm(spec.norm, spec.hidden, spec.norm_eps))
+        super().__init__(context, layers, spec, layer, rotary, reads)
+        norm = None if spec.norm_placement == "post" else norm_of(layers, spec)
+        self.mlp = Mlp(layers, spec, spec.ffn, norm=norm)
 
-    def feed(self, x: Tensor) -> Tensor:
-        """Add the feed-forward half: [s, b, h] -> [s, b, h]."""
-        added: Tensor = self.dropout(self.mlp(x))
-        return x + added
+    def feed(self, x: Tensor, *attended: Tensor) -> Tensor:
+        """Add the feed-forward half, and what the attention ``attended`` beside it: [s, b, h] -> [s, b, h]."""
+        added = self.addition(self.mlp(x), self.feed_post_norm)
+        return sum(attended, x) + added
 
     def feed_segments(self) -> tuple[Segment, ...]:
         """One segment, "mlp"."""
-        return (Segment("mlp", self.layer, 1, self.feed, ("x",), ("x",), parameters_of(self.mlp), draws=self.draws),)
+        inputs, params = ("x", "added") if self.parallel else ("x",), parameters_of(self.mlp, self.feed_post_norm)
+        return (Segment("mlp", self.layer, 1, self.feed, inputs, ("x",), params, draws=self.draws),)
 
 
 class ExpertBlock(Block):
@@ -141,14 +161,14 @@ class ExpertBlock(Block):
         rotary: Rotary | None,
         reads: Names = (),
     ) -> None:
-        super().__init__(layers, spec, layer, rotary, reads)
+        super().__init__(context, layers, spec, layer, rotary, reads)
         self.moe = MixtureOfExperts(context, layers, spec, experts)
         self.reports = ("spread", *experts.loss_names)
 
     def combine(self, x: Tensor, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor, *y: Tensor) -> Tensor:
         """Add the feed-forward half: [s, b, h] -> [s, b, h]."""
-        added: Tensor = self.dropout(self.moe.combine(x.shape[1], returned, weights, order, place, *y))
-        return x + added
+        found = self.moe.combine(x.shape[1], returned, weights, order, place, *y)
+        return x + self.addition(found, self.feed_post_norm)
 
     def feed_segments(self) -> tuple[Segment, ...]:
         """Router, placement maps, dispatch, experts and combine."""
@@ -160,7 +180,7 @@ class ExpertBlock(Block):
         placed = ("order", "place", "counts", "spread")
 
         def segment(
-            name: str, fn: Callable[..., object], inputs: Names, outputs: Names, *read: nn.Module, why: str = ""
+            name: str, fn: Callable[..., object], inputs: Names, outputs: Names, *read: nn.Module | None, why: str = ""
         ) -> Segment:
             index = ("moe_router", "moe_preprocess", "moe_dispatch", "moe_experts", "moe_combine").index(name) + 1
             return Segment(
@@ -188,7 +208,9 @@ class ExpertBlock(Block):
                 why=reads,
             ),
             segment("moe_experts", moe.compute, ("rows", "weights", *carried), ("returned",), moe.experts, why=follows),
-            segment("moe_combine", self.combine, ("x", "returned", *maps, *stream), ("x",), *shared),
+            segment(
+                "moe_combine", self.combine, ("x", "returned", *maps, *stream), ("x",), *shared, self.feed_post_norm
+            ),
         )
 
 
@@ -201,7 +223,7 @@ def make_block(
     if spec.experts is not None and layer in spec.experts.layers:
         block = ExpertBlock(context, layers, spec, spec.experts, layer, rotary, reads)
     else:
-        block = TransformerBlock(layers, spec, layer, rotary, reads)
+        block = TransformerBlock(context, layers, spec, layer, rotary, reads)
     train = context.train
     if isinstance(train.recompute, tuple) and "core_attn" in train.recompute and not train.recomputes("attn"):
         block.recompute_core(context.rng.streams)
@@ -214,6 +236,6 @@ def attention_fields(context: BuildContext, spec: TransformerSpec) -> Names:
     return tuple(name for name in wanted if name in context.fields)
 
 
-def parameters_of(*modules: nn.Module) -> tuple[Parameter, ...]:
-    """All parameters of ``modules``, in order."""
-    return tuple(parameter for module in modules for parameter in module.parameters())
+def parameters_of(*modules: nn.Module | None) -> tuple[Parameter, ...]:
+    """All parameters of those ``modules`` that there are, in order."""
+    return tuple(parameter for module in modules if module is not None for parameter in module.parameters())

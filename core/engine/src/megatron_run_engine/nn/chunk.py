@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron_run.contracts import ChunkOut, Segment
-from megatron_run_engine.nn.attention import Rotary
 from megatron_run_engine.nn.block import attention_fields, make_block, parameters_of
+from megatron_run_engine.nn.norm import norm_of
+from megatron_run_engine.nn.rotary import rotaries
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,11 +85,11 @@ class DecoderChunk(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding = embedding
-        rotary = Rotary(context, spec) if spec.position == "rope" and indices else None
-        blocks = {index: make_block(context, layers, spec, index, rotary) for index in indices}
+        rotary = rotaries(context, spec, indices)
+        blocks = {index: make_block(context, layers, spec, index, rotary.get(index)) for index in indices}
         self.layers = nn.ModuleDict({str(index): block for index, block in blocks.items()})
-        self.final_norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps) if output is not None else None
-        self.output = output
+        self.final_norm = norm_of(layers, spec) if output is not None else None
+        self.output, self.logits_scale, self.logits_softcap = output, spec.logits_scale, spec.logits_softcap
         self.cross_entropy = self._make_loss(layers, spec) if output is not None else None
 
         #: Whether every layer here can keep what it needs of earlier tokens (:class:`megatron_run.contracts.Decoding`).
@@ -177,8 +179,13 @@ class DecoderChunk(nn.Module):
         """[s, b, h] -> [s, b, p/t]."""
         assert self.final_norm is not None
         assert self.output is not None
-        logits: Tensor = self.output(self.final_norm(x))
-        return logits
+        logits: Tensor = self.output(self._scaled(self.final_norm(x)))
+        cap = self.logits_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        """What the output layer reads: logits are linear in it, and it is smaller than they are."""
+        return x if self.logits_scale == 1 else x * self.logits_scale
 
     def _loss(self, logits: Tensor, labels: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [s, b, p/t], labels and mask [b, s] -> (summed loss, number of tokens), scalars.
@@ -193,7 +200,8 @@ class DecoderChunk(nn.Module):
         assert self.final_norm is not None
         assert self.output is not None
         assert self.cross_entropy is not None
-        return _summed(self.cross_entropy(self.final_norm(x), self.output.weight, labels), loss_mask)
+        x = self._scaled(self.final_norm(x))
+        return _summed(self.cross_entropy(x, self.output.weight, labels), loss_mask)
 
 
 def _fields(names: Sequence[str], microbatch: Microbatch) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class Embedding(nn.Module):
 
     def __init__(self, context: BuildContext, spec: TransformerSpec, layers: ParallelLayers) -> None:
         super().__init__()
-        self.longest = spec.sequence_length
+        self.longest, self.scale = spec.sequence_length, spec.embedding_scale
         self.word = layers.vocab_embedding(spec.vocab, spec.hidden, init=spec.init)
         self.position = Positions(context, spec) if spec.position == "learned" else None
         self.dropout = layers.dropout(spec.dropout)
@@ -104,6 +104,7 @@ class Embedding(nn.Module):
                 fix="raise train.sequence_length",
             )
         x = self.word(tokens)
+        x = x if self.scale == 1 else x * self.scale
         result: Tensor = self.dropout(x if self.position is None else self.position(x, decoding, positions))
         return result
 

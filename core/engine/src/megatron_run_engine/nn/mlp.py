@@ -1,10 +1,14 @@
-"""The feed-forward half of a block: GeLU (Hendrycks and Gimpel 2016) or SwiGLU (Shazeer 2020).
+"""The feed-forward half of a block.
+
+Its activation is GeLU (Hendrycks and Gimpel 2016), squared ReLU (So et al. 2021), or a gated linear unit with SiLU or
+GeLU on its gate (Shazeer 2020).
 
 Legend: s sequence, b micro batch, h hidden, f feed-forward size, t tensor-parallel size.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_run.contracts import LinearPart
+from megatron_run_engine.nn.spec import GATED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Mlp(nn.Module):
-    """``output(activation(input(x)))``; with SwiGLU the input layer computes gate and up in one product."""
+    """``output(activation(input(x)))``; with a gate the input layer computes gate and up in one product."""
 
     def __init__(
         self,
@@ -45,17 +50,26 @@ class Mlp(nn.Module):
 
 def input_parts(name: Activation, ffn: int, key: str) -> tuple[LinearPart, ...]:
     """The input layer's matrices, ``ffn`` features each; errors name the configuration ``key`` that sets them."""
-    names = ("gate", "up") if name == "swiglu" else ("up",)
+    names = ("gate", "up") if name in GATED else ("up",)
     return tuple(LinearPart(part, ffn, key) for part in names)
 
 
 def activation(name: Activation) -> Callable[[Tensor], Tensor]:
-    """The function between the two layers; SwiGLU halves the number of features."""
+    """The function between the two layers; a gated one halves the number of features."""
     if name == "swiglu":
         return swiglu
-    if name == "gelu_tanh":
-        return lambda x: F.gelu(x, approximate="tanh")
-    return F.gelu
+    if name == "relu_squared":
+        return lambda x: F.relu(x).square()
+    approximate = "tanh" if name.endswith("_tanh") else "none"
+    if name in GATED:
+        return partial(geglu, approximate=approximate)
+    return F.gelu if approximate == "none" else partial(F.gelu, approximate=approximate)
+
+
+def geglu(x: Tensor, approximate: str = "none") -> Tensor:
+    """``gelu(gate) * up``: [*, 2f] holding gate then up -> [*, f]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate=approximate) * up
 
 
 def swiglu(x: Tensor) -> Tensor:

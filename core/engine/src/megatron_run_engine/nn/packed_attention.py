@@ -71,12 +71,21 @@ def _made_mask(bounds: tuple[int, ...], device: torch.device) -> Tensor:
     return within_documents(torch.tensor([bounds], device=device), bounds[-1])[0, 0]
 
 
-def fused_varlen(query: Tensor) -> bool:
-    """Whether :func:`attend_by_lengths` has a kernel for queries of this type, without dropout."""
-    return query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16) and _varlen() is not None
+def fused_varlen(query: Tensor, window: int | None = None) -> bool:
+    """Whether :func:`attend_by_lengths` has a kernel for queries of this type and this window, without dropout."""
+    kernel, halved = _varlen(), query.dtype in (torch.float16, torch.bfloat16)
+    windows = window is None or (kernel is not None and "window_size" in kernel.parameters)
+    return query.device.type == "cuda" and halved and kernel is not None and windows
 
 
-def attend_by_lengths(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+def attend_by_lengths(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
     """As :func:`attend_by_spans`, in one kernel that skips other documents; nothing is read by the host."""
     kernel = _varlen()
     assert kernel is not None
@@ -86,7 +95,9 @@ def attend_by_lengths(query: Tensor, key: Tensor, value: Tensor, documents: Tens
         flat[1:] = [x.repeat_interleave(n // k, dim=1) for x in flat[1:]]
         k = n
     options: dict[str, Any] = {"enable_gqa": True} if k != n else {}
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in kernel.parameters else {"is_causal": True}
+    options |= {} if scale is None else {"scale": scale}
+    sides = (-1 if window is None else window - 1, 0)
+    causal: dict[str, Any] = {"window_size": sides} if "window_size" in kernel.parameters else {"is_causal": True}
     lengths = cumulative_lengths(documents, s)
     x: Tensor = kernel.call(*flat, lengths, lengths, s, s, **causal, **options)  # [b*s, n, d]
     return x.reshape(b, s, -1).transpose(0, 1)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_run.contracts import Init
+from megatron_run.contracts import Init, NormKind
 
 Scores = Literal["softmax", "sigmoid"]
 DropPolicy = Literal["probs", "position"]
@@ -61,8 +61,30 @@ class ExpertSpec:
 
 
 Position = Literal["learned", "rope"]
-Norm = Literal["layernorm", "rmsnorm"]
-Activation = Literal["gelu", "gelu_tanh", "swiglu"]
+Norm = NormKind
+NormPlacement = Literal["pre", "post", "sandwich"]
+QkNorm = Literal["none", "head", "full"]
+Activation = Literal["gelu", "gelu_tanh", "relu_squared", "swiglu", "geglu", "geglu_tanh"]
+#: Activations that multiply a second product: their input layer has a gate.
+GATED = frozenset({"swiglu", "geglu", "geglu_tanh"})
+RopeScalingKind = Literal["linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotation frequencies change for sequences ``factor`` times as long as the ``original`` ones.
+
+    Below ``low`` turns over the original length a pair of features turns ``factor`` times slower, above ``high`` turns
+    as before, and between them by a ramp (:mod:`megatron_run_engine.nn.rotary`). ``attention_factor`` multiplies
+    queries and keys.
+    """
+
+    kind: RopeScalingKind
+    factor: float
+    original: int
+    low: float
+    high: float
+    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -73,6 +95,11 @@ class TransformerSpec:
     attention probabilities and on what each half of a block adds to the residual stream; ``label_smoothing`` acts on
     the training loss, which makes its logits in ``loss_chunks`` pieces. The layers listed in ``experts`` have experts
     instead of one feed-forward network.
+
+    A head has ``head_features``, by default hidden / heads, of which the first ``rotated_features`` rotate in the
+    layers of ``rotated_layers``. Queries in ``window_layers`` see the last ``window`` tokens, themselves included, and
+    rotate by ``window_rope_theta``, unscaled, where it is given. ``scale`` multiplies the products of query and key,
+    by default 1/sqrt(head size). A soft-cap c makes c * tanh(x / c) of x.
     """
 
     layers: int
@@ -82,12 +109,29 @@ class TransformerSpec:
     ffn: int
     vocab: int
     sequence_length: int
+    head_features: int | None = None
     position: Position = "learned"
     rope_theta: float = 10000.0
+    rope_fraction: float = 1.0
+    rope_scaling: RopeScaling | None = None
+    rotated_layers: frozenset[int] | None = None
+    window: int | None = None
+    window_layers: frozenset[int] = frozenset()
+    window_rope_theta: float | None = None
+    qk_norm: QkNorm = "none"
+    scale: float | None = None
+    softcap: float | None = None
     norm: Norm = "layernorm"
     norm_eps: float = 1e-5
+    norm_placement: NormPlacement = "pre"
     activation: Activation = "gelu"
     bias: bool = True
+    qkv_bias: bool | None = None
+    parallel_residual: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_softcap: float | None = None
     dropout: float = 0.1
     init_std: float = 0.02
     label_smoothing: float = 0.0
@@ -97,7 +141,20 @@ class TransformerSpec:
     @property
     def head_size(self) -> int:
         """Features of one attention head."""
-        return self.hidden // self.heads
+        return self.head_features or self.hidden // self.heads
+
+    @property
+    def rotated_features(self) -> int:
+        """Features of a head that rotate: an even number."""
+        return int(self.head_size * self.rope_fraction) // 2 * 2
+
+    def rotates(self, layer: int) -> bool:
+        """Whether queries and keys of ``layer`` rotate."""
+        return self.position == "rope" and (self.rotated_layers is None or layer in self.rotated_layers)
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens a query of ``layer`` sees; None for all."""
+        return self.window if layer in self.window_layers else None
 
     @property
     def init(self) -> Init:
@@ -121,7 +178,7 @@ class TransformerSpec:
             mixed = len(self.experts.layers)
             features += mixed * (self.experts.ffn_features - self.ffn)
             others = mixed * (self.experts.count + self.experts.shared_gate)
-        mlps = features * (3 if self.activation == "swiglu" else 2)
+        mlps = features * (3 if self.activation in GATED else 2)
         return self.hidden * (self.layers * attention + mlps + others + self.vocab)
 
     @property

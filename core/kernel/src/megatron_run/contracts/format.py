@@ -29,8 +29,9 @@ class Weights:
     each logical name (``layers.0.attention.qkv.query.weight``) to its reader, which returns fp32. ``moments`` maps each
     field of an update rule (``exp_avg``) to readers by the same names; it is empty if the source has no optimizer
     state. ``step`` counts the updates so far. ``sequence_length`` is the model's longest sequence, None if the source
-    does not limit it. ``tokenizer`` is the path of a ``tokenizer.json``, None if the source has none. ``notes`` are
-    lines for the user: what the conversion loses.
+    does not limit it. ``tokenizer`` is the path of a ``tokenizer.json``, None if the source has none. ``files`` are
+    other small files of the source by name: an import keeps them unread, and an export of the same weights hands them
+    to its format. ``notes`` are lines for the user: what the conversion loses.
     """
 
     config: Mapping[str, object]
@@ -40,6 +41,7 @@ class Weights:
     moments: Mapping[str, Mapping[str, ReadTensor]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     tokenizer: Path | None = None
+    files: Mapping[str, Path] = field(default_factory=dict)
 
 
 class TranslatedScript(NamedTuple):

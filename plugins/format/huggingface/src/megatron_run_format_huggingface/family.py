@@ -1,35 +1,80 @@
-"""How a family of Hugging Face models is described: its configuration, and its tensors as made from ours.
+"""How a family of Hugging Face models is described: one table, read both ways.
 
-Legend: o outputs, i inputs of a matrix.
+A family is a :class:`Family` in a file of its own, listed in ``families``. The table says
+
+- ``keys``: which of our ``model`` options is which key of their ``config.json``, one to one;
+- ``fixed``: the options that all models of the family share, which no key of theirs says;
+- ``only``: keys of theirs whose other values have no counterpart here; an export writes the first value,
+  unless it is None;
+- ``sections``: what is not one to one, each a pair of functions (``sections`` has those that families share:
+  rotations, windows by layer, an activation's name);
+- ``tensors``: the name of each of their modules, and ours: ``{layer}`` and ``{expert}`` stand for numbers. Which of
+  them have a weight and a bias follows from our model. :class:`Fused` says how several of ours make one of theirs.
+
+All else follows. An import reads the options from the keys, an export writes the keys from the options; both refuse
+with the reason. An option that a family says nothing about has its default in every model of it, so that a model with
+another value is refused by its name, also when the option is younger than the family.
+
+Legend: o outputs, i inputs of a matrix, n heads, d head size.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from megatron_run_engine.formats.gpt_tensors import GptOptions
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_run.contracts import ReadTensor
-    from megatron_run_engine.formats.gpt_tensors import GptOptions, Shape
+    from megatron_run_engine.formats.gpt_tensors import Shape
 
-#: A ``config.json``.
+#: A ``config.json``, with the family's defaults; or our options as :meth:`GptOptions.explicit` gives them.
 Config = Mapping[str, Any]
+
+#: Options that change no logit: those of training, and how the work is done.
+TRAINING = frozenset(
+    {
+        "dropout",
+        "init_std",
+        "label_smoothing",
+        "loss_chunks",
+        "aux_loss_coeff",
+        "z_loss_coeff",
+        "token_dispatcher",
+        "expert_pad_to_capacity",
+    }
+)
+#: Options that are equal for the same model up to rounding: square roots were taken on the way.
+_ROUNDED = 1e-6
+_PARTS = ("weight", "bias")
+
+
+class Fused(NamedTuple):
+    """Modules of ``ours`` that are one of theirs, stacked by rows; then transposed.
+
+    Ours are [o, i], as in torch's Linear; ``transposed`` ones are [i, o], as in GPT-2's Conv1D. With ``by_head`` the
+    rows of the first head of each come first, then those of the second: [n, parts, d].
+    """
+
+    ours: tuple[str, ...]
+    transposed: bool = False
+    by_head: bool = False
 
 
 class Row(NamedTuple):
-    """One tensor of ``theirs``, made from those of ``ours``: stacked by rows, then transposed.
-
-    Ours are [o, i], as in torch's Linear; ``transposed`` ones are [i, o], as in GPT-2's Conv1D.
-    """
+    """One tensor of ``theirs``, made from those of ``ours`` as :class:`Fused` says; ``heads`` is n or 1."""
 
     theirs: str
     ours: tuple[str, ...]
     transposed: bool = False
+    heads: int = 1
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
         """The shape of their tensor, from the shapes of ours."""
@@ -38,57 +83,124 @@ class Row(NamedTuple):
 
     def pack(self, tensors: Mapping[str, ReadTensor]) -> Tensor:
         """Their tensor, from ours."""
-        read = [tensors[name]() for name in self.ours]
-        stacked = torch.cat(read) if len(read) > 1 else read[0]
+        read = [tensors[name]().unflatten(0, (self.heads, -1)) for name in self.ours]  # each [n, d, ...]
+        stacked = (torch.cat(read, dim=1) if len(read) > 1 else read[0]).flatten(0, 1)
         return stacked.t() if self.transposed else stacked
 
     def unpack(self, read: ReadTensor, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, ReadTensor]]:
         """Readers of our tensors, in fp32, out of theirs, which ``read`` gives."""
         start = 0
         for name in self.ours:
-            stop = start + shapes[name][0]
+            stop = start + shapes[name][0] // self.heads
             yield name, partial(self._rows, read, start, stop)
             start = stop
 
     def _rows(self, read: ReadTensor, start: int, stop: int) -> Tensor:
         theirs = read()
-        return (theirs.t() if self.transposed else theirs)[start:stop].float()
+        rows: Tensor = (theirs.t() if self.transposed else theirs).unflatten(0, (self.heads, -1))
+        return rows[:, start:stop].flatten(0, 1).float()
+
+
+def _nothing(_: Config) -> list[str]:
+    return []
+
+
+class Section(NamedTuple):
+    """Options that are not one key each.
+
+    ``read`` gives ours of a ``config.json``, ``write`` theirs of our explicit options, whatever these are: what
+    ``read`` makes of them is compared. ``unsupported`` gives every reason why a ``config.json`` has no counterpart.
+    """
+
+    read: Callable[[Config], dict[str, Any]]
+    write: Callable[[Config], dict[str, Any]]
+    unsupported: Callable[[Config], list[str]] = _nothing
 
 
 class Family(NamedTuple):
-    """One family, by its ``model_type``.
+    """One family, by its ``model_type``; the module's docstring says what the tables hold.
 
-    Export: ``mismatches`` gives every reason why a model of ours is not of this family; where there is none,
-    ``config`` gives its ``config.json``. Import: ``unsupported`` gives every reason why a ``config.json`` has no
-    counterpart; where there is none, ``model`` gives our ``model`` section. ``positions`` is the key of the longest
-    sequence, ``defaults`` are the values of keys that ``config.json`` leaves out, ``notes`` tell the user about
-    differences that change no logit. ``rows`` are the tensors, by names without the ``prefix`` that the body of a whole
-    model has.
+    ``architecture`` is the class in ``transformers``; ``positions`` is the key of the longest sequence; ``defaults``
+    are the values of keys that ``config.json`` leaves out. ``dropouts`` are the keys of rates: several cover what
+    ``model.dropout`` acts on, a single one covers attention alone. Names in ``tensors`` lack the ``prefix`` that the
+    body of a whole model has; ``head`` is the output layer, which a tied model leaves out.
     """
 
     model_type: str
-    prefix: str
+    architecture: str
     defaults: Config
-    mismatches: Callable[[GptOptions], list[str]]
-    config: Callable[[GptOptions, int], dict[str, Any]]
-    unsupported: Callable[[Config], list[str]]
-    model: Callable[[Config], dict[str, Any]]
-    positions: str
-    rows: Callable[[GptOptions], list[Row]]
-    notes: Callable[[Config], list[str]]
+    keys: Mapping[str, str]
+    fixed: Mapping[str, Any]
+    only: Mapping[str, tuple[Any, ...]]
+    sections: tuple[Section, ...]
+    tensors: Mapping[str, str | Fused]
+    dropouts: tuple[str, ...] = ("attention_dropout",)
+    positions: str = "max_position_embeddings"
+    prefix: str = "model."
+    head: str = "lm_head"
 
+    def unsupported(self, config: Config) -> list[str]:
+        """Every reason why a model with this ``config.json`` has no counterpart here."""
+        return must_be(config, self.only) + [why for section in self.sections for why in section.unsupported(config)]
 
-#: The output layer of an untied model.
-HEAD = "lm_head.weight"
+    def model(self, config: Config) -> dict[str, Any]:
+        """Our ``model`` section. ``config`` has the family's defaults."""
+        said = {ours: config[theirs] for ours, theirs in self.keys.items()}
+        found = {**self.fixed, **{key: value for key, value in said.items() if value is not None}}
+        for section in self.sections:
+            found |= section.read(config)
+        rates = {config[key] for key in self.dropouts}
+        return {**found, "dropout": config[self.dropouts[0]] if len(self.dropouts) > 1 or rates == {0.0} else 0.0}
 
+    def config(self, options: GptOptions) -> dict[str, Any]:
+        """Their ``config.json`` of our ``options``; it describes another model where there are :meth:`mismatches`."""
+        explicit = options.explicit()
+        only = {key: values[0] for key, values in self.only.items() if values[0] is not None}
+        found = {"architectures": [self.architecture], **only}
+        found |= {theirs: explicit[ours] for ours, theirs in self.keys.items()}
+        for section in self.sections:
+            found |= section.write(explicit)
+        return {**found, **dict.fromkeys(self.dropouts, options.dropout)}
 
-def needs(options: GptOptions, wanted: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    """``position=rope (it has learned)`` for each option whose value is not among those ``wanted``."""
-    return [
-        f"model.{key}={_word(getattr(options, key))} (it has {' or '.join(map(_word, values))})"
-        for key, values in wanted.items()
-        if getattr(options, key) not in values
-    ]
+    def mismatches(self, options: GptOptions) -> list[str]:
+        """Every option in which a model of this family differs from ``options``: ``norm=layernorm (it has rmsnorm)``.
+
+        The family's ``config.json`` of the options is read again: what does not come back, it cannot hold.
+        """
+        config = {**self.defaults, **self.config(options)}
+        # Not validated: it is compared, be it possible or not.
+        mine, its = options.explicit(), GptOptions.model_construct(**self.model(config)).explicit()
+        differ = [
+            f"model.{key}={_word(value)} (it has {_word(its[key])})"
+            for key, value in mine.items()
+            if key not in TRAINING and not _same(value, its[key])
+        ]
+        return differ + self.unsupported(config)
+
+    def notes(self, config: Config) -> list[str]:
+        """Lines for the user about what an import changes without changing a logit."""
+        rates = {key: config[key] for key in self.dropouts}
+        said = ", ".join(f"{key}={rate}" for key, rate in rates.items())
+        if len(rates) == 1 and any(rates.values()):
+            return [f"{said} was left out: model.dropout, here 0.0, acts on more than attention"]
+        if len(set(rates.values())) > 1:
+            return [f"the source has {said}, and model.dropout is one rate: {config[self.dropouts[0]]} was taken"]
+        return []
+
+    def rows(self, options: GptOptions, shapes: Mapping[str, Shape]) -> list[Row]:
+        """Their tensors for our model, whose tensors have these ``shapes``."""
+        found = []
+        for theirs, ours in self.tensors.items():
+            made = Fused((ours,)) if isinstance(ours, str) else ours
+            heads = options.num_heads if made.by_head else 1
+            for layer in range(options.num_layers if "{layer}" in theirs else 1):
+                for expert in range(options.experts if "{expert}" in theirs else 1):
+                    for part in _PARTS:
+                        names = tuple(f"{name.format(layer=layer, expert=expert)}.{part}" for name in made.ours)
+                        if names[0] in shapes:
+                            full = f"{theirs.format(layer=layer, expert=expert)}.{part}"
+                            found.append(Row(full, names, made.transposed, heads))
+        return found
 
 
 def must_be(config: Config, wanted: Mapping[str, tuple[Any, ...]]) -> list[str]:
@@ -100,5 +212,11 @@ def must_be(config: Config, wanted: Mapping[str, tuple[Any, ...]]) -> list[str]:
     ]
 
 
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, float) and isinstance(other, float | int):
+        return math.isclose(one, other, rel_tol=_ROUNDED)
+    return one == other
+
+
 def _word(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -23,9 +23,7 @@ from megatron_run_engine.formats.gpt_tensors import (
     names_fault,
     shapes_fault,
 )
-from megatron_run_format_huggingface.family import HEAD
-from megatron_run_format_huggingface.gpt2 import GPT2
-from megatron_run_format_huggingface.llama import LLAMA
+from megatron_run_format_huggingface.families import FAMILIES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,9 +134,14 @@ def _size(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-#: The families that have a counterpart here, by ``model_type``. An export takes the first that fits the model.
-FAMILIES = {family.model_type: family for family in (GPT2, LLAMA)}
 CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
+#: Files beside it that come back as they were: what begins and ends a text, how it is generated.
+_TRAVEL = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+#: Keys of ``config.json`` that its export takes over from the source.
+_TAKEN_OVER = ("bos_token_id", "eos_token_id", "pad_token_id")
+_HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+#: So many families are named where none fits.
+_NEAREST = 3
 #: The word embedding in our names.
 WORD = "embedding.word.weight"
 #: Types of unquantised weights.
@@ -161,15 +164,16 @@ def read(source: Path) -> Weights:
     config = read_json(source / CONFIG)
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
-        kind, known = config.get("model_type"), " and ".join(FAMILIES)
+        kind, known = config.get("model_type"), ", ".join(FAMILIES)
         raise CheckpointError(f"{source} holds a model of type {kind!r}", why=f"only {known} have counterparts here")
     config = {**family.defaults, **config}
     options, longest = _model(source, family, config)
     tensors = Tensors(source)
     described = gpt_options(Weights(options, {}, sequence_length=longest))
-    shapes, rows = logical_shapes(described, longest), family.rows(described)
+    shapes = logical_shapes(described, longest)
+    rows = family.rows(described, shapes)
     # The output layer of a tied model follows from the word embedding.
-    left_out = {HEAD} if described.tie_embeddings else set()
+    left_out = {f"{family.head}.weight"} if described.tie_embeddings else set()
     names = [name for name in tensors.entries if name not in left_out and not _BUFFERS.fullmatch(name)]
     full_names = {name.removeprefix(family.prefix): name for name in names}
     found = {name: tensors.entries[full].shape for name, full in full_names.items()}
@@ -186,33 +190,49 @@ def read(source: Path) -> Weights:
         sequence_length=longest,
         notes=(*family.notes(config), *_other_head(tensors, left_out, family, rows)),
         tokenizer=tokenizer if tokenizer.is_file() else None,
+        files={name: source / name for name in (CONFIG, *_TRAVEL) if (source / name).is_file()},
     )
 
 
 def write(weights: Weights, folder: Path) -> None:
-    """Write ``config.json`` and the weights, in fp32, into ``folder``.
+    """Write ``config.json`` and the weights into ``folder``, in fp32.
 
-    Raises :class:`InputError` with every reason why none of the families can hold the model.
+    What was imported and is exported as it was keeps its family, its 16-bit type where no value is rounded, and its
+    files. Raises :class:`InputError` with every reason why none of the families can hold the model.
     """
     options = gpt_options(weights)
-    family = _family_for(options)
-    fault = names_fault(weights.tensors, logical_shapes(options, weights.sequence_length))
-    if fault:
+    came_as = read_json(weights.files[CONFIG]) if CONFIG in weights.files else {}
+    family = _family_for(options, str(came_as.get("model_type")))
+    half = str(came_as.get("dtype") or came_as.get("torch_dtype"))
+    shapes = logical_shapes(options, weights.sequence_length)
+    if fault := names_fault(weights.tensors, shapes):
         raise InputError("the model has no counterpart at Hugging Face", why=fault)
-    rows, files = family.rows(options), FileSystem()
-    names = {row.theirs: row.theirs if row.theirs == HEAD else family.prefix + row.theirs for row in rows}
-    tensors = ((names[row.theirs], partial(row.pack, weights.tensors)) for row in rows)
+    rows, files = family.rows(options, shapes), FileSystem()
+    head = f"{family.head}.weight"
+    names = {row.theirs: row.theirs if row.theirs == head else family.prefix + row.theirs for row in rows}
+    tensors = ((names[row.theirs], partial(_packed, row, weights.tensors, _HALVES.get(half))) for row in rows)
     write_tensor_files(folder, tensors, files, SHARD)
     config = {
         "model_type": family.model_type,
-        **family.config(options, longest_sequence(options, weights.sequence_length)),
-        "dtype": "float32",
-        "torch_dtype": "float32",  # the key's name in older versions
-        "bos_token_id": None,  # the tokenizer is unknown, and the family's default belongs to another one
-        "eos_token_id": None,
+        **family.config(options),
+        family.positions: longest_sequence(options, weights.sequence_length),
+        "dtype": half if half in _HALVES else "float32",
+        "torch_dtype": half if half in _HALVES else "float32",  # the key's name in older versions
+        # None without a source: the tokenizer is unknown, and the family's default belongs to another one.
+        **{key: came_as.get(key) for key in _TAKEN_OVER},
     }
     write_json(folder / CONFIG, config, files)
+    for name in _TRAVEL:
+        if name in weights.files:
+            write_json(folder / name, read_json(weights.files[name]), files)
     files.sync_folder(folder)
+
+
+def _packed(row: Row, tensors: Mapping[str, ReadTensor], half: torch.dtype | None) -> Tensor:
+    """Their tensor, in the type ``half`` if that rounds nothing."""
+    packed = row.pack(tensors)
+    narrow = packed if half is None else packed.to(half)
+    return narrow if torch.equal(narrow.to(packed.dtype), packed) else packed
 
 
 def _model(source: Path, family: Family, config: Config) -> tuple[dict[str, object], int]:
@@ -246,11 +266,18 @@ def _other_head(tensors: Tensors, left_out: set[str], family: Family, rows: list
     return ()
 
 
-def _family_for(options: GptOptions) -> Family:
+def _family_for(options: GptOptions, first: str = "") -> Family:
+    """The family called ``first`` if it fits, else the first that does.
+
+    Raises :class:`InputError` with what the nearest ones differ in.
+    """
+    if first in FAMILIES and not FAMILIES[first].mismatches(options):
+        return FAMILIES[first]
     mismatches = {name: family.mismatches(options) for name, family in FAMILIES.items()}
     fitting = next((name for name, reasons in mismatches.items() if not reasons), None)
     if fitting is None:
-        why = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in mismatches.items())
+        nearest = sorted(mismatches, key=lambda name: len(mismatches[name]))[:_NEAREST]
+        why = "; ".join(f"{name}: {', '.join(mismatches[name])}" for name in nearest)
         raise InputError(
             "the model has no counterpart at Hugging Face", why=f"no {why}", fix="--to distributed writes any model"
         )

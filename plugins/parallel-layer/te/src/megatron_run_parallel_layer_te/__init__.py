@@ -11,7 +11,7 @@ Reading order: ``library`` (finding it), ``shapes`` (planning without it), ``opt
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,7 +29,7 @@ from megatron_run_parallel_layer_te.tools import Tools
 if TYPE_CHECKING:
     from torch import nn
 
-    from megatron_run.contracts import AttentionShape, Init, LinearPart
+    from megatron_run.contracts import AttentionShape, Init, LinearPart, NormKind
     from megatron_run_engine.runtime.context import BuildContext
 
 
@@ -56,7 +56,7 @@ class EngineLayers(SplitLayers):
         """A linear layer whose input features are split."""
         return RowLinear(self._tools, inputs, outputs, bias=bias, init=init)
 
-    def norm(self, kind: Literal["layernorm", "rmsnorm"], size: int, eps: float = 1e-5) -> nn.Module:
+    def norm(self, kind: NormKind, size: int, eps: float = 1e-5) -> nn.Module:
         """A norm, replicated on every rank."""
         return Norm(self._tools, kind, size, eps)
 

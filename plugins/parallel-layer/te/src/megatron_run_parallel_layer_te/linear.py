@@ -100,6 +100,7 @@ def _column(tools: Tools, inputs: int, outputs: int, norm: nn.Module | None, arg
     library = tools.engine.pytorch
     if not isinstance(norm, Norm):
         return library.Linear(inputs, outputs, **arguments)
-    module = library.LayerNormLinear(inputs, outputs, eps=norm.eps, normalization=norm.normalization, **arguments)
+    arguments |= {"eps": norm.eps, "normalization": norm.normalization, **norm.form}
+    module = library.LayerNormLinear(inputs, outputs, **arguments)
     norm.fuse_into(module)
     return module

@@ -5,13 +5,14 @@ Legend: h features.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from megatron_run.contracts import Init, ParameterSpec
 
 if TYPE_CHECKING:
+    from megatron_run.contracts import NormKind
     from megatron_run_parallel_layer_te.tools import Tools
 
 
@@ -21,15 +22,17 @@ class Norm(nn.Module):
     Fused into a product it computes nothing, and only gives the product's norm parameters their names.
     """
 
-    def __init__(self, tools: Tools, kind: Literal["layernorm", "rmsnorm"], size: int, eps: float) -> None:
+    def __init__(self, tools: Tools, kind: NormKind, size: int, eps: float) -> None:
         super().__init__()
-        self.normalization, self.eps = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[kind], eps
+        self.normalization, self.eps = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[kind.removesuffix("_1p")], eps
+        #: What the library's norms take besides, alone or fused.
+        self.form = {"zero_centered_gamma": True} if kind.endswith("_1p") else {}
         make = getattr(tools.engine.pytorch, self.normalization)
-        module = make(size, eps=eps, dtype=tools.context.dtypes.param, device=tools.device)
-        self._hold(module.weight, module.bias if kind == "layernorm" else None)
+        module = make(size, eps=eps, dtype=tools.context.dtypes.param, device=tools.device, **self.form)
+        self._hold(module.weight, module.bias if self.normalization == "LayerNorm" else None)
         self.module: nn.Module | None = module
         self.parameter_specs = {
-            "weight": tools.split.whole(ParameterSpec(Init("ones"))),
+            "weight": tools.split.whole(ParameterSpec(Init("zeros" if self.form else "ones"))),
             "bias": tools.split.whole(ParameterSpec(Init("zeros"))),
         }
 

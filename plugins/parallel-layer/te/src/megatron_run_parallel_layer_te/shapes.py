@@ -58,7 +58,7 @@ class LayerNormLinear(Linear):
 class RMSNorm(nn.Module):
     """``weight`` over the last dimension."""
 
-    def __init__(self, size: int, *, eps: float, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, size: int, *, dtype: torch.dtype, device: str, **_: object) -> None:
         super().__init__()
         self.weight = _parameter(size, dtype=dtype, device=device)
 
@@ -66,8 +66,8 @@ class RMSNorm(nn.Module):
 class LayerNorm(RMSNorm):
     """``weight`` and ``bias`` over the last dimension."""
 
-    def __init__(self, size: int, *, eps: float, dtype: torch.dtype, device: str) -> None:
-        super().__init__(size, eps=eps, dtype=dtype, device=device)
+    def __init__(self, size: int, *, dtype: torch.dtype, device: str, **others: object) -> None:
+        super().__init__(size, dtype=dtype, device=device, **others)
         self.bias = _parameter(size, dtype=dtype, device=device)
 
 

@@ -9,19 +9,19 @@ The building blocks are the engine's, in ``megatron_run_engine.nn.parallel``; ``
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from megatron_run.contracts import ParallelLayers, PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.nn import CoreAttention, LayerNorm, RmsNorm
+from megatron_run_engine.nn import CoreAttention, make_norm
 from megatron_run_engine.nn.parallel import Split, SplitLayers
 from megatron_run_parallel_layer_tensor.linear import ColumnLinear, RowLinear
 
 if TYPE_CHECKING:
-    from megatron_run.contracts import AttentionShape, Init, LinearPart
+    from megatron_run.contracts import AttentionShape, Init, LinearPart, NormKind
     from megatron_run_engine.runtime.context import BuildContext
 
 
@@ -52,17 +52,16 @@ class TensorLayers(SplitLayers):
         """A linear layer whose input features are split."""
         return RowLinear(self.context, self.split, inputs, outputs, bias=bias, init=init)
 
-    def norm(self, kind: Literal["layernorm", "rmsnorm"], size: int, eps: float = 1e-5) -> nn.Module:
+    def norm(self, kind: NormKind, size: int, eps: float = 1e-5) -> nn.Module:
         """A norm, replicated. Under sequence parallelism a rank sees s/t tokens, so its gradients are partial."""
-        norm: Any = (LayerNorm if kind == "layernorm" else RmsNorm)(self.context, size, eps)
+        norm = make_norm(self.context, kind, size, eps)
         norm.parameter_specs = {name: self.split.whole(spec) for name, spec in norm.parameter_specs.items()}
-        made: nn.Module = norm
-        return made
+        return norm
 
     def core_attention(self, shape: AttentionShape, dropout: float) -> nn.Module:
         """Attention of this rank's query heads and the key-value heads that they share."""
         self.check_heads(shape)
-        return CoreAttention(dropout)
+        return CoreAttention.of(shape, dropout)
 
 
 @hookimpl

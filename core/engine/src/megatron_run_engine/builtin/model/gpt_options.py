@@ -1,109 +1,20 @@
-"""The options of model ``gpt``: a decoder's, and those of a mixture of experts."""
+"""The options of model ``gpt``: a decoder's (``decoder_options``), and those of a mixture of experts."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-from megatron_run.errors import nearest_divisors, nearest_multiples, plural
+from megatron_run.errors import plural
+from megatron_run_engine.builtin.model.decoder_options import DecoderOptions
 from megatron_run_engine.nn import ExpertSpec, TransformerSpec
-from megatron_run_engine.nn.spec import Activation, Dispatch, DropPolicy, Norm, Position, Scores
+from megatron_run_engine.nn.spec import Dispatch, DropPolicy, Scores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from megatron_run.contracts.schema import Config
-
-
-class DecoderOptions(BaseModel):
-    """Options of a decoder; the defaults are GPT-2's."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    num_layers: int = Field(ge=1, description="transformer layers")
-    hidden_size: int = Field(ge=1, description="width of the residual stream")
-    num_heads: int = Field(ge=1, description="attention heads")
-    num_kv_heads: int | None = Field(None, ge=1, description="key-value heads; unset: num_heads")
-    ffn_size: int | None = Field(None, ge=1, description="width of the feed-forward layer; unset: 4 x hidden")
-    vocab_size: int | None = Field(None, ge=1, description="unpadded token ids; unset: the data's")
-    position: Position = Field("learned", description="learned: a vector per position; rope: rotary")
-    rope_theta: float = Field(10000.0, gt=0, description="base of the rotation angles")
-    norm: Norm = Field("layernorm", description="normalisation before attention, feed-forward and output")
-    norm_eps: float = Field(1e-5, gt=0, description="added to the variance")
-    activation: Activation = Field("gelu", description="of the feed-forward layer; gelu_tanh: GPT-2's approximation")
-    bias: bool = Field(True, description="biases in linear layers")
-    tie_embeddings: bool = Field(True, description="output layer and embedding share weights")
-    dropout: float = Field(0.1, ge=0, lt=1, description="on embedding, attention and residual connections")
-    init_std: float = Field(0.02, gt=0, description="of initial matrices; times 1/sqrt(2 x layers) in residual outputs")
-    label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the training loss spread over all tokens")
-    loss_chunks: int = Field(
-        1,
-        ge=1,
-        description="pieces of a microbatch for which logits are made one at a time; 1: logits of all tokens",
-    )
-
-    @field_validator("num_heads")
-    @classmethod
-    def _heads_divide_hidden(cls, heads: int, info: ValidationInfo) -> int:
-        hidden = info.data.get("hidden_size")
-        if hidden is not None and hidden % heads:
-            raise ValueError(
-                f"hidden_size {hidden} does not divide over {heads} heads: {hidden} / {heads} = {hidden / heads:g}; "
-                f"set num_heads to {nearest_divisors(hidden, heads)}, "
-                f"or hidden_size to {nearest_multiples(hidden, heads)}"
-            )
-        return heads
-
-    @field_validator("num_kv_heads")
-    @classmethod
-    def _kv_heads_divide_heads(cls, kv_heads: int | None, info: ValidationInfo) -> int | None:
-        heads = info.data.get("num_heads")
-        if kv_heads is not None and heads is not None and heads % kv_heads:
-            raise ValueError(
-                f"{heads} heads do not share {kv_heads} key-value heads evenly: {heads} / {kv_heads} = "
-                f"{heads / kv_heads:g}; set num_kv_heads to {nearest_divisors(heads, kv_heads)}"
-            )
-        return kv_heads
-
-    @field_validator("position")
-    @classmethod
-    def _rope_rotates_pairs(cls, position: Position, info: ValidationInfo) -> Position:
-        hidden, heads = info.data.get("hidden_size"), info.data.get("num_heads")
-        if position == "rope" and hidden is not None and heads is not None and hidden // heads % 2:
-            raise ValueError(
-                f"rope rotates pairs of features and the head size is odd: {hidden} / {heads} = {hidden // heads}; "
-                f"set hidden_size to {nearest_multiples(hidden, 2 * heads)}"
-            )
-        return position
-
-    def dense_spec(self, sequence_length: int, experts: ExpertSpec | None) -> TransformerSpec:
-        """Return the network that these options describe, with ``experts`` if given.
-
-        Raises ValueError while ``vocab_size`` is unset.
-        """
-        if self.vocab_size is None:
-            raise ValueError("vocab_size is unset: fill it in from the data first")
-        return TransformerSpec(
-            layers=self.num_layers,
-            hidden=self.hidden_size,
-            heads=self.num_heads,
-            kv_heads=self.num_kv_heads or self.num_heads,
-            ffn=self.ffn_size or 4 * self.hidden_size,
-            vocab=self.vocab_size,
-            sequence_length=sequence_length,
-            position=self.position,
-            rope_theta=self.rope_theta,
-            norm=self.norm,
-            norm_eps=self.norm_eps,
-            activation=self.activation,
-            bias=self.bias,
-            dropout=self.dropout,
-            init_std=self.init_std,
-            label_smoothing=self.label_smoothing,
-            loss_chunks=self.loss_chunks,
-            experts=experts,
-        )
 
 
 #: Advice against a mixture of one expert.
@@ -141,6 +52,15 @@ class GptOptions(DecoderOptions):
     expert_pad_to_capacity: bool = Field(
         False, description="pad every expert's tokens to its capacity: shapes are fixed, so graphs can capture all"
     )
+
+    @field_validator("experts")
+    @classmethod
+    def _fits_the_residual(cls, experts: int, info: ValidationInfo) -> int:
+        if experts and info.data.get("parallel_residual"):
+            raise ValueError("parallel_residual=true is for layers without experts; set experts=0")
+        if experts and info.data.get("norm_placement") == "post":
+            raise ValueError("norm_placement=post is for layers without experts, whose norm comes first; set it to pre")
+        return experts
 
     @field_validator("top_k")
     @classmethod
@@ -193,6 +113,17 @@ class GptOptions(DecoderOptions):
         """The indices of the layers that have experts."""
         pattern: tuple[int, ...] = self.expert_layer_pattern or (1, *(0,) * (self.expert_layer_freq - 1))
         return frozenset(layer for layer in range(self.num_layers) if pattern[layer % len(pattern)])
+
+    def explicit(self) -> dict[str, Any]:
+        """As :meth:`DecoderOptions.explicit`; ``expert_layer_pattern`` has a number for each layer."""
+        found = super().explicit()
+        if not self.experts:
+            return found | {name: GptOptions.model_fields[name].default for name in self.expert_keys}
+        return found | {
+            "expert_layer_freq": 1,
+            "expert_layer_pattern": tuple(int(layer in self.expert_layers) for layer in range(self.num_layers)),
+            "expert_ffn_size": self.expert_ffn_size or found["ffn_size"],
+        }
 
     def spec(self, sequence_length: int) -> TransformerSpec:
         """Return the network that these options describe. Raises ValueError while ``vocab_size`` is unset."""

@@ -6,7 +6,7 @@ Legend: s sequence, b micro batch, h hidden, n heads, k key-value heads, d head 
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -15,12 +15,11 @@ from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.nn import (
     CoreAttention,
     CrossEntropy,
-    LayerNorm,
     LinearCrossEntropy,
-    RmsNorm,
     embed,
     empty_parameter,
     linear,
+    make_norm,
 )
 from megatron_run_engine.nn.parallel import ExpertColumnLinear, ExpertRowLinear, Split, rows_of_a_rank, vocabulary_spec
 from megatron_run_engine.runtime.comm import ALONE
@@ -28,7 +27,7 @@ from megatron_run_engine.runtime.comm import ALONE
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
-    from megatron_run.contracts import AttentionShape, LinearPart
+    from megatron_run.contracts import AttentionShape, LinearPart, NormKind
     from megatron_run_engine.runtime.context import BuildContext
 
 
@@ -145,9 +144,9 @@ class DenseLayers(ParallelLayers):
         """Make a linear layer with all input features of each expert."""
         return ExpertRowLinear(self._context, Split(ALONE), experts, inputs, outputs, bias=bias, init=init)
 
-    def norm(self, kind: Literal["layernorm", "rmsnorm"], size: int, eps: float = 1e-5) -> nn.Module:
+    def norm(self, kind: NormKind, size: int, eps: float = 1e-5) -> nn.Module:
         """Make a norm over the last dimension."""
-        return (LayerNorm if kind == "layernorm" else RmsNorm)(self._context, size, eps)
+        return make_norm(self._context, kind, size, eps)
 
     def dropout(self, p: float) -> nn.Module:
         """Make a dropout that draws from the device's default generator, which is positioned before each segment."""
@@ -155,7 +154,7 @@ class DenseLayers(ParallelLayers):
 
     def core_attention(self, shape: AttentionShape, dropout: float) -> nn.Module:
         """Make the attention of all heads."""
-        return CoreAttention(dropout)
+        return CoreAttention.of(shape, dropout)
 
     def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
         """Make a cross-entropy over the whole vocabulary."""

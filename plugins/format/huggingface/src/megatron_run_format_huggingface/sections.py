@@ -1,0 +1,132 @@
+"""Sections of tables that several families share: rotations, windows by layer, an activation's name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron_run_format_huggingface.family import Config, Section, must_be
+
+#: Theirs of the rotations: what stretches, and the names of its numbers; ours have the same order.
+_SCALING = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_slow", "beta_fast", "attention_factor"),
+}
+_OURS = ("rope_factor", "rope_original_length", "rope_low_freq", "rope_high_freq", "rope_attention_factor")
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def rope(
+    theta: float = 10000.0,
+    fraction: float = 1.0,
+    theta_key: str = "rope_theta",
+    fraction_key: str = "partial_rotary_factor",
+    kinds: Sequence[str] = ("default", *_SCALING),
+) -> Section:
+    """Rotary positions with these defaults, and these keys beside them; ``kinds`` are the scalings of the family."""
+
+    def found_in(config: Config) -> dict[str, Any]:
+        inner = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        beside = {"rope_theta": config.get(theta_key), "partial_rotary_factor": config.get(fraction_key)}
+        usual = {"rope_theta": theta, "partial_rotary_factor": fraction}
+        return rotation({**usual, **{key: value for key, value in beside.items() if value is not None}, **inner})
+
+    def write(options: Config) -> dict[str, Any]:
+        found = written(options)
+        beside = {theta_key: options["rope_theta"]}  # where older versions of transformers look
+        if (fraction, options["rope_fraction"]) != (1, 1):
+            beside[fraction_key] = found["partial_rotary_factor"] = options["rope_fraction"]
+        return {**beside, "rope_parameters": found}
+
+    return Section(
+        lambda config: scaled(found_in(config), config), write, lambda config: unscalable(found_in(config), kinds)
+    )
+
+
+def rotation(found: Config) -> dict[str, Any]:
+    """What a ``rope_parameters`` says, ``rope_type`` under its name of today."""
+    return {**found, "rope_type": found.get("rope_type", found.get("type", "default"))}
+
+
+def unscalable(found: Config, kinds: Sequence[str] = ("default", *_SCALING)) -> list[str]:
+    """Every reason why the :func:`rotation` in ``found`` has no counterpart."""
+    return must_be(found, {"rope_type": tuple(kinds), "truncate": (None, True)})
+
+
+def scaled(found: Config, config: Config) -> dict[str, Any]:
+    """Our options of the :func:`rotation` in ``found``; ``config`` has the lengths that it leaves out."""
+    ours = {
+        "position": "rope",
+        "rope_theta": found["rope_theta"],
+        "rope_fraction": float(found.get("partial_rotary_factor", 1.0)),
+    }
+    kind = found["rope_type"]
+    if kind == "default":
+        return ours
+    numbers = {"original_max_position_embeddings": config.get("max_position_embeddings"), **found}
+    if config.get("original_max_position_embeddings"):  # where Phi-3 has it
+        numbers["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    values = dict(zip(_OURS, (numbers.get(key) for key in _SCALING.get(kind, ())), strict=False))
+    if kind == "yarn":
+        values["rope_factor"] = (
+            values["rope_factor"] or numbers["max_position_embeddings"] / values["rope_original_length"]
+        )
+        values["rope_attention_factor"] = values["rope_attention_factor"] or _yarn_size(numbers, values["rope_factor"])
+    return {**ours, "rope_scaling": kind, **{key: value for key, value in values.items() if value is not None}}
+
+
+def _yarn_size(numbers: Config, factor: Any) -> float:
+    """The factor on queries and keys, where ``attention_factor`` does not say it."""
+    every, some = numbers.get("mscale_all_dim"), numbers.get("mscale")
+    if every and some:
+        return float((0.1 * some * math.log(factor) + 1) / (0.1 * every * math.log(factor) + 1))
+    return 0.1 * math.log(factor) + 1
+
+
+def written(options: Config) -> dict[str, Any]:
+    """Their ``rope_parameters`` of our explicit options."""
+    kind = options["rope_scaling"]
+    found = {"rope_type": kind or "default", "rope_theta": options["rope_theta"]}
+    return found | dict(zip(_SCALING.get(kind or "", ()), (options[key] for key in _OURS), strict=False))
+
+
+def windows(usual: Callable[[Config, int], bool], switch: Mapping[bool, Mapping[str, Any]] | None = None) -> Section:
+    """Windows by layer: ``layer_types``, or where they are missing those that ``usual(config, layer)`` says.
+
+    ``switch`` are the keys that a model with a window has besides, and those of one without.
+    """
+
+    def types(config: Config) -> list[bool]:
+        kinds = config.get("layer_types")
+        layers = range(config["num_hidden_layers"])
+        return [usual(config, layer) for layer in layers] if kinds is None else [kind == SLIDING for kind in kinds]
+
+    def read(config: Config) -> dict[str, Any]:
+        off = switch is not None and not config.get("use_sliding_window", False)
+        window, pattern = config.get("sliding_window"), types(config)
+        if off or window is None or not any(pattern):
+            return {}
+        return {"attention_window": window, "window_pattern": tuple(map(int, pattern))}
+
+    def write(options: Config) -> dict[str, Any]:
+        pattern, window = options["window_pattern"], options["attention_window"]
+        found = {"sliding_window": window, "layer_types": [SLIDING if each else FULL for each in pattern]}
+        return found | dict(switch[window is not None] if switch else {})
+
+    def unsupported(config: Config) -> list[str]:
+        kinds = config.get("layer_types") or []
+        return [f"layer_types has {kind!r} (only {SLIDING!r} or {FULL!r})" for kind in {*kinds} - {SLIDING, FULL}]
+
+    return Section(read, write, unsupported)
+
+
+def activation(key: str, names: Mapping[str, str]) -> Section:
+    """Our activation by their name, which their ``key`` holds; of several names for one, an export takes the first."""
+    theirs = {ours: name for name, ours in reversed(tuple(names.items()))}
+    return Section(
+        lambda config: {"activation": names[config[key]]},
+        lambda options: {key: theirs.get(options["activation"], next(iter(names)))},
+        lambda config: must_be(config, {key: tuple(names)}),
+    )

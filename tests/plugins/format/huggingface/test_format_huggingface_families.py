@@ -1,0 +1,283 @@
+"""Every family of Hugging Face: random models of ``transformers`` come in, compute the same, and go out bit by bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_run.contracts import Microbatch
+from megatron_run.errors import RunError
+from megatron_run_engine.checkpoint.step_folder import Checkpoints
+from megatron_run_engine.formats import convert
+from megatron_run_engine.formats.convert import read_step
+from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes
+from megatron_run_format_huggingface import model_folder
+from megatron_run_format_huggingface.families import FAMILIES
+from megatron_run_testing.model import Built
+from tests.support.small_models import LENGTH, fill, logits_of, network, options_of
+
+VOCAB = 61
+SMALL: Mapping[str, Any] = {
+    "num_hidden_layers": 3,
+    "hidden_size": 24,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": LENGTH,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "low_freq_factor": 0.5,
+    "high_freq_factor": 2.0,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 4,
+    "beta_fast": 2.0,
+}
+
+
+class Case(NamedTuple):
+    """A family and what its small model has besides :data:`SMALL`; ``needs`` are model options that it must have."""
+
+    family: str
+    config: Mapping[str, Any]
+    needs: Mapping[str, Any] = {}
+
+
+CASES: Mapping[str, Case] = {
+    "llama 3": Case("llama", {"rope_parameters": LLAMA3, "head_dim": 8}, {"rope_scaling": "llama3", "head_size": 8}),
+    "llama, stretched": Case(
+        "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}}, {"rope_factor": 3.0}
+    ),
+    "llama, yarn": Case("llama", {"rope_parameters": YARN}, {"rope_scaling": "yarn"}),
+    "mistral": Case("mistral", {"sliding_window": 5}, {"attention_window": 5}),
+    "qwen2": Case("qwen2", {}, {"qkv_bias": True}),
+    "qwen2, windows": Case(
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2, "tie_word_embeddings": True},
+        {"window_pattern": (0, 0, 1)},
+    ),
+    "qwen3": Case("qwen3", {"head_dim": 8}, {"qk_norm": "head", "head_size": 8}),
+    "gemma2": Case(
+        "gemma2",
+        {
+            "head_dim": 8,
+            "sliding_window": 4,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 3,
+        },
+        {"window_pattern": (1, 0, 1), "logits_softcap": 3.0, "attention_softcap": 2.0, "norm": "rmsnorm_1p"},
+    ),
+    "gemma3": Case(
+        "gemma3_text",
+        {
+            "head_dim": 8,
+            "sliding_window": 4,
+            "query_pre_attn_scalar": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+            },
+        },
+        {"window_rope_theta": 30.0, "rope_theta": 100.0, "rope_factor": 2.0, "qk_norm": "head"},
+    ),
+    "phi3": Case(
+        "phi3",
+        {"sliding_window": 5, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        {"rope_fraction": 0.5},
+    ),
+    "olmo2": Case("olmo2", {"rms_norm_eps": 1e-3}, {"qk_norm": "full", "norm_placement": "post"}),
+    "gpt_neox": Case("gpt_neox", {"rotary_pct": 0.5}, {"parallel_residual": True, "rope_fraction": 0.5}),
+    "gpt_neox, one after the other": Case(
+        "gpt_neox",
+        {"use_parallel_residual": False, "hidden_act": "gelu_new", "rotary_pct": 1.0},
+        {"rope_fraction": 1.0},
+    ),
+    "starcoder2": Case("starcoder2", {"sliding_window": 5}, {"tie_embeddings": True, "bias": True}),
+}
+
+
+def theirs(case: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """A random model of transformers in which every path matters, saved in ``folder`` in this type."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    torch.manual_seed(2)
+    config = CONFIG_MAPPING[CASES[case].family](**{**SMALL, **CASES[case].config})
+    config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.to(dtype).save_pretrained(folder)
+    return model.float().eval()
+
+
+def batch() -> dict[str, Tensor]:
+    tokens, labels = torch.randint(VOCAB, (2, 2, LENGTH), generator=torch.Generator().manual_seed(5))
+    return {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(2, LENGTH)}
+
+
+def imported(folder: Path) -> Built:
+    """The network in an imported folder, with its weights."""
+    checkpoints = Checkpoints(folder / "checkpoints")
+    weights = read_step(checkpoints, checkpoints.steps()[-1])
+    built = network(gpt_options(weights))
+    fill(built, {name: read() for name, read in weights.tensors.items()})
+    return built
+
+
+def their_gradients(model: Any, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of the summed loss, by the names in their files."""
+    logits = model(fields["tokens"]).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), fields["labels"].flatten(), reduction="sum").backward()
+    # In memory GPT-NeoX's output layer has the name that others have in their files too.
+    named = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {"embed_out.weight": named.get("lm_head.weight"), **named}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_are_transformers_and_weights_come_back_bit_by_bit(case: str, tmp_path: Path) -> None:
+    model, fields, family = theirs(case, tmp_path / "hf"), batch(), FAMILIES[CASES[case].family]
+    done = convert.import_model(tmp_path / "hf", tmp_path / "ours")
+    assert (done.notes, done.parameters) == ((), model.num_parameters())
+    built = imported(tmp_path / "ours")
+    with torch.no_grad():
+        expected = model(fields["tokens"]).logits
+    assert expected.std() > 0.1, "logits near zero would not tell"
+    torch.testing.assert_close(logits_of(built, fields["tokens"], VOCAB), expected, rtol=1e-5, atol=1e-5)
+
+    _, gradients = built.train(mode=True).step(Microbatch(0, 1, 0, fields))
+    weights = read_step(Checkpoints(tmp_path / "ours" / "checkpoints"), 0)
+    described = gpt_options(weights)
+    explicit = described.explicit()
+    assert {key: explicit[key] for key in CASES[case].needs} == CASES[case].needs
+    rows = family.rows(described, logical_shapes(described, LENGTH))
+    readers = {name: partial(Tensor.clone, gradient) for name, gradient in gradients.items()}
+    of_theirs = their_gradients(model, fields)
+    head = f"{family.head}.weight"
+    for row in rows:
+        wanted = of_theirs[row.theirs if row.theirs == head else family.prefix + row.theirs]
+        assert wanted.any(), f"{row.theirs} has no gradient: the test would not see an error in it"
+        scale = float(wanted.abs().max())
+        torch.testing.assert_close(row.pack(readers), wanted, rtol=1e-5, atol=1e-5 * max(scale, 1.0), msg=row.theirs)
+
+    convert.export_model(tmp_path / "ours", tmp_path / "again", "huggingface")
+    before, after = (load_file(tmp_path / name / model_folder.SINGLE) for name in ("hf", "again"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items()), "no bit is lost on the way"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_we_export_transformers_loads_whole_and_computes_the_same(case: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    theirs(case, tmp_path / "hf")
+    convert.import_model(tmp_path / "hf", tmp_path / "ours")
+    convert.export_model(tmp_path / "ours", tmp_path / "again", "huggingface")
+    model, said = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "again", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(said.values()), "nothing is missing, left over or of another shape"
+    assert model.config.model_type == CASES[case].family
+    with torch.no_grad():
+        found = model.eval()(batch()["tokens"]).logits
+    expected = logits_of(imported(tmp_path / "ours"), batch()["tokens"], VOCAB)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_came_in_sixteen_bits_goes_out_in_them_with_its_files(tmp_path: Path) -> None:
+    model = theirs("mistral", tmp_path / "hf", torch.bfloat16)
+    said = {"eos_token_id": [7, 9], "temperature": 0.6, "do_sample": True}
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(said))
+    convert.import_model(tmp_path / "hf", tmp_path / "ours")
+    convert.export_model(tmp_path / "ours", tmp_path / "again", "huggingface")
+    before, after = (load_file(tmp_path / name / model_folder.SINGLE) for name in ("hf", "again"))
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert json.loads((tmp_path / "again" / "generation_config.json").read_text()) == said
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert (config["dtype"], config["eos_token_id"]) == ("bfloat16", model.config.eos_token_id)
+
+
+def test_weights_that_sixteen_bits_cannot_hold_stay_as_they_are(tmp_path: Path) -> None:
+    theirs("mistral", tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": "bfloat16"}))
+    convert.import_model(tmp_path / "hf", tmp_path / "ours")
+    convert.export_model(tmp_path / "ours", tmp_path / "again", "huggingface")
+    before, after = (load_file(tmp_path / name / model_folder.SINGLE) for name in ("hf", "again"))
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+#: A change of a model of ours, the family that is nearest, and what it is refused for.
+BETWEEN = (
+    ("llama 3", {"attention_softcap": 5.0}, "llama: model.attention_softcap=5.0 (it has unset)"),
+    ("mistral", {"window_pattern": (1, 0, 1)}, "mistral: model.window_pattern=(1, 0, 1) (it has (1, 1, 1))"),
+    ("qwen3", {"qk_norm": "full"}, "qwen3: model.qk_norm=full (it has head)"),
+    ("gemma2", {"embedding_scale": 2.0}, "gemma2: model.embedding_scale=2.0 (it has 4.898979485566356)"),
+    ("gemma3", {"window_rope_theta": None}, "gemma3_text: model.window_rope_theta=unset (it has 100.0)"),
+    ("phi3", {"rope_scaling": "linear", "rope_factor": 2.0}, "phi3: rope_type='linear' (only 'default')"),
+    ("olmo2", {"norm_placement": "sandwich"}, "olmo2: model.norm_placement=sandwich (it has post)"),
+    ("gpt_neox", {"qkv_bias": False}, "gpt_neox: model.qkv_bias=false (it has true)"),
+    ("starcoder2", {"residual_scale": 0.5}, "starcoder2: model.residual_scale=0.5 (it has 1.0)"),
+)
+
+
+@pytest.mark.parametrize(("case", "changes", "reason"), BETWEEN)
+def test_a_model_close_to_a_family_is_refused_with_the_option_that_differs(
+    case: str, changes: Mapping[str, Any], reason: str
+) -> None:
+    family = FAMILIES[CASES[case].family]
+    config = {**family.defaults, **SMALL, **CASES[case].config}
+    near = family.model({**config, "hidden_act": config.get("hidden_act", "silu")})
+    assert family.mismatches(options_of(near)) == []
+    reasons = family.mismatches(options_of({**near, **changes}))
+    assert any(reason.removeprefix(f"{family.model_type}: ") in each for each in reasons)
+
+
+#: A change of a ``config.json`` that no option of ours says.
+FOREIGN = (
+    ("qwen3", {"attention_bias": True}, "attention_bias=True (only False)"),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
+    ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "'longrope'"),
+    ("llama, yarn", {"rope_parameters": {**YARN, "truncate": False}}, "truncate=False"),
+    ("gpt_neox", {"attention_bias": False}, "attention_bias=False"),
+    ("starcoder2", {"hidden_act": "relu"}, "hidden_act='relu'"),
+    ("olmo2", {"attention_bias": True}, "attention_bias=True"),
+    ("mistral", {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
+)
+
+
+@pytest.mark.parametrize(("case", "changes", "reason"), FOREIGN)
+def test_a_config_close_to_a_family_is_refused_with_the_key_that_differs(
+    case: str, changes: Mapping[str, Any], reason: str, tmp_path: Path
+) -> None:
+    family = FAMILIES[CASES[case].family]
+    config = {"model_type": family.model_type, **SMALL, **CASES[case].config, **changes}
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RunError) as refused:
+        convert.import_model(tmp_path / "hf", tmp_path / "ours", "huggingface")
+    assert reason in str(refused.value)
+    assert "\n" not in str(refused.value)
