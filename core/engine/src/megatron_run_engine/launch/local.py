@@ -30,7 +30,7 @@ from megatron_run_engine.launch.start import RankProcess, RankStart, spawned_ran
 from megatron_run_engine.launch.task import Task
 from megatron_run_engine.launch.watchdog.monitor import Watchdog
 from megatron_run_engine.launch.watchdog.page import Page
-from megatron_run_engine.run_folder import RunFolder
+from megatron_run_engine.run_folder import RunFolder, open_log
 from megatron_run_engine.training.process import available_cores, rank_environment
 
 #: Seconds that the other ranks get to end by themselves once one has failed: all are gone within 5.
@@ -111,7 +111,7 @@ class _Ranks:
             common = rank_environment(plan.environment, plan.threads, plan.size, available_cores())
             starts = [RankStart(self._variables(rank), plan.folder.log(rank)) for rank in range(plan.size)]
             for start in starts:
-                start.log.touch()  # the relay opens it at once, and a rank that never came has an empty one
+                os.close(open_log(start.log))  # the relay opens it at once, and a rank that never came has an empty one
             with (
                 forked_ranks(self._job, lifeline, common, starts)
                 if plan.fork
@@ -225,7 +225,7 @@ def _run_result(plan: LocalPlan, ranks: _Ranks, signals: Sequence[int]) -> RunRe
         return ended(cause.code, f"rank {cause.rank} was stopped by {cause.code.name}")
     for result in results:  # a rank does not print its message: what rank 0 prints is shown, and so is the run's line
         if result.reported:
-            with suppress(OSError), result.log.open("a", encoding="utf-8") as log_file:
+            with suppress(OSError), os.fdopen(open_log(result.log), "a", encoding="utf-8") as log_file:
                 log_file.write(f"megatron-run: {result.message}\n")
     return ended(cause.code, describe(cause, results))
 
@@ -259,7 +259,7 @@ class Relay:
 
     def _run(self) -> None:
         try:
-            with self._log.open("rb") as log:
+            with os.fdopen(open_log(self._log, os.O_RDONLY), "rb") as log:
                 while not self._ended.is_set():
                     self._copy(log.read())
                     self._ended.wait(_RELAY)

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from megatron_run_engine.run_folder.folder import open_log
+
 
 class RankStart(NamedTuple):
     """What one rank has for itself: variables besides those of all ranks, and the log for its descriptors 1 and 2."""
@@ -51,7 +53,7 @@ class SpawnedRank(subprocess.Popen[bytes]):
 
 def spawn(words: Sequence[str], environment: Mapping[str, str], log: Path, inherited: Sequence[int]) -> SpawnedRank:
     """Start ``words`` as the leader of a process group, so that Ctrl-C at the terminal reaches only the launcher."""
-    with log.open("ab") as file:
+    with os.fdopen(open_log(log), "ab") as file:
         return SpawnedRank(
             words,
             stdin=subprocess.DEVNULL,

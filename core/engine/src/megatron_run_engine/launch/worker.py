@@ -25,7 +25,7 @@ from megatron_run_engine.launch.signals import stopping_on_signals
 from megatron_run_engine.launch.told import untold
 from megatron_run_engine.launch.watchdog.page import PageWriter
 from megatron_run_engine.launch.watchdog.sidecar_client import SidecarClient
-from megatron_run_engine.run_folder import OpenedFolder, RunFolder, join_run_folder, open_run_folder
+from megatron_run_engine.run_folder import OpenedFolder, RunFolder, join_run_folder, open_log, open_run_folder
 from megatron_run_engine.runtime.comm import patience
 from megatron_run_engine.runtime.world import StopRequest, World
 from megatron_run_engine.training.process import assign_device, gpu_name, set_threads, start_device
@@ -214,7 +214,7 @@ def redirect_output(log: Path) -> None:
     """Make ``log`` this process's descriptors 1 and 2."""
     sys.stdout.flush()
     sys.stderr.flush()
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = open_log(log)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import platform
+import re
 import secrets
 import subprocess
 import sys
@@ -24,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 from megatron_run.errors import InputError
 from megatron_run.planning.describe import run_record
 from megatron_run.planning.run import to_yaml
+from megatron_run.safe_folder import SafeFolder
 from megatron_run_engine.run_folder.changes import LENGTH, Change, check_names, digest, find_changes, identity, refuse
-from megatron_run_engine.run_folder.folder import RunFolder, read_json, write_json
+from megatron_run_engine.run_folder.folder import RunFolder, is_run_id
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
@@ -52,7 +54,7 @@ class FolderLock:
 
     def _acquire(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        handle = os.open(self._path, flags, 0o644)
+        handle = os.open(self._path, flags | os.O_NONBLOCK, 0o644)
         try:
             self._lock(handle)
         except BaseException:
@@ -98,7 +100,7 @@ class FolderLock:
         os.close(handle)
 
     def _in_use(self, holder: Path, fix: str) -> InputError:
-        who = holder.read_text(encoding="utf-8", errors="replace").strip() or "another process"
+        who = SafeFolder(holder.parent).read(holder.name).decode(errors="replace").strip() or "another process"
         return InputError(f"run folder {self._path.parent} is in use", why=f"{who} writes into it", fix=fix)
 
 
@@ -108,8 +110,8 @@ def _process_name() -> bytes:
 
 #: Seconds within which a network file system shows a new file on other hosts.
 VISIBLE_WITHIN = 10.0
-#: Files that a folder may hold before its first attempt.
-_LOCK_FILES = frozenset({".lock", ".lock-exclusive"})
+#: Files that a folder may hold before it has a ``run.json``: locks, and what a killed job had of that file.
+_BEFORE = re.compile(r"\.lock(-exclusive)?|\.run\.json\.\d+")
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def join_run_folder(path: Path, attempt: int, run_id: str, rank: int, wait: floa
 
 
 def _shows(path: Path, attempt: int, run_id: str) -> bool:
-    record = read_json(path / "run.json")
+    record = SafeFolder(path).read_json("run.json")
     return record is not None and record.get("id") == run_id and len(record["attempts"]) >= attempt
 
 
@@ -188,7 +190,7 @@ def _chosen_folder(wanted: Path) -> Path:
         raise _refusal(path, "it is a file")
     path.mkdir(parents=True, exist_ok=True)
     entries = {entry.name for entry in path.iterdir()}
-    if entries - _LOCK_FILES and "run.json" not in entries:
+    if "run.json" not in entries and not all(map(_BEFORE.fullmatch, entries)):
         raise _refusal(path, "it holds other files and no run.json")
     return path
 
@@ -209,9 +211,11 @@ def _refusal(path: Path, why: str) -> InputError:
 
 def _enter(path: Path, lock: FolderLock, run: ResolvedRun, arguments: Sequence[str]) -> OpenedFolder:
     keys = identity(run)
-    record = read_json(path / "run.json")
-    if record is None:
-        record = _first_record(path, keys)
+    files = SafeFolder(path)
+    record = _read_record(path)
+    if record is None:  # nothing was trained: not yet, or by a job that was killed before the last line below
+        record = {"v": 1, "id": secrets.token_hex(16), "digest": digest(keys), "identity": keys, "attempts": []}
+        files.write_json("run.json", record)  # before any other file, which alone would make it no run folder
     changed = _check_same_run(path, record, keys, run)
     before = RunFolder(path, max(1, len(record["attempts"])))
     status = before.read_status()
@@ -219,25 +223,33 @@ def _enter(path: Path, lock: FolderLock, run: ResolvedRun, arguments: Sequence[s
     if finished and LENGTH.isdisjoint(change.key for change in changed):
         return OpenedFolder(before, lock, record["id"], finished=True)
     folder = RunFolder(path, len(record["attempts"]) + 1)
-    if (path / "logs").is_symlink():
-        raise _refusal(path, "its logs are a symbolic link")
     # A job that was killed before the last line below left this folder, and is no attempt. The lock is held: whatever
     # lies there is nobody's.
-    folder.logs.mkdir(parents=True, exist_ok=True)
+    files.make(str(folder.logs.relative_to(path)))
     write_records(folder, run)
     folder.start()
     # Last, and in one rename: other ranks take the attempt for open as soon as run.json has it.
     record["attempts"].append(attempt_record(folder.attempt, run, arguments, changed))
     if changed:
         record |= {"digest": digest(keys), "identity": keys}
-    write_json(path / "run.json", record)
+    files.write_json("run.json", record)
     return OpenedFolder(folder, lock, record["id"])
 
 
-def _first_record(path: Path, keys: dict[str, Any]) -> dict[str, Any]:
-    if (path / "run.json").exists():
-        raise _refusal(path, "its run.json cannot be read")
-    return {"v": 1, "id": secrets.token_hex(16), "digest": digest(keys), "identity": keys, "attempts": []}
+def _read_record(path: Path) -> dict[str, Any] | None:
+    """The content of ``run.json``, None before the first attempt. Raises :class:`InputError` for what no run writes."""
+    record = SafeFolder(path).read_json("run.json")
+    if record is None:
+        if os.path.lexists(path / "run.json"):
+            raise _refusal(path, "its run.json cannot be read")
+        return None
+    attempts = record.get("attempts")
+    sound = isinstance(attempts, list) and all(
+        isinstance(each, dict) and isinstance(each.get("changes", {}), dict) for each in attempts
+    )
+    if not (sound and is_run_id(record.get("id")) and isinstance(record.get("identity", {}), dict)):
+        raise _refusal(path, "its run.json is not what a run writes")
+    return record if attempts else None
 
 
 def _check_same_run(path: Path, record: dict[str, Any], keys: dict[str, Any], run: ResolvedRun) -> tuple[Change, ...]:
@@ -271,9 +283,9 @@ _RECORDED = (
 
 def write_records(folder: RunFolder, run: ResolvedRun) -> None:
     """Write ``config.yaml``, ``plan.json`` and ``environment.json`` of this attempt."""
-    folder.records.joinpath("config.yaml").write_text(to_yaml(run), encoding="utf-8")
-    write_json(folder.records / "plan.json", plan_record(run))
-    write_json(folder.records / "environment.json", environment_record())
+    folder.write_record("config.yaml", to_yaml(run))
+    folder.write_record("plan.json", plan_record(run))
+    folder.write_record("environment.json", environment_record())
 
 
 def plan_record(run: ResolvedRun) -> dict[str, Any]:
