@@ -13,8 +13,9 @@ import re
 import secrets
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
@@ -325,16 +326,42 @@ def attempt_record(
 
 
 def git_record() -> dict[str, Any] | None:
-    """Return the commit of the current folder, and whether tracked files differ from it; None outside a repository."""
-    commit = _git("rev-parse", "HEAD")
-    if commit is None or commit.returncode:
+    """Return the commit of the current folder, and whether tracked files differ from it; None outside a repository.
+
+    The comparison is made from a repository of our own, which borrows the objects and the index of that one: its
+    configuration may name programs (filters, ``core.fsmonitor``), and git would run them.
+    """
+    found = _git({}, "rev-parse", "HEAD", "--show-toplevel", "--git-path", "objects", "--git-path", "index")
+    if found is None or found.returncode:
         return None
-    changed = _git("diff", "--quiet", "HEAD")
-    return {"commit": commit.stdout.strip(), "changed": None if changed is None else bool(changed.returncode)}
+    commit, tree, objects, index = found.stdout.splitlines()
+    with tempfile.TemporaryDirectory(prefix="megatron-run-git-") as ours:
+        for folder in ("refs", "objects"):
+            Path(ours, folder).mkdir()
+        Path(ours, "HEAD").write_text(f"{commit}\n", encoding="ascii")
+        Path(ours, "config").write_text("[core]\n\trepositoryformatversion = 0\n", encoding="ascii")
+        borrowed = {
+            "GIT_DIR": ours,
+            "GIT_WORK_TREE": tree,
+            "GIT_OBJECT_DIRECTORY": os.path.abspath(objects),  # noqa: PTH100  # a link may lead to a shared store
+            "GIT_INDEX_FILE": os.path.abspath(index),  # noqa: PTH100
+            "GIT_CONFIG_GLOBAL": os.devnull,
+            "GIT_CONFIG_NOSYSTEM": "1",
+            "GIT_OPTIONAL_LOCKS": "0",  # the index is read and not refreshed
+        }
+        changed = _git(
+            borrowed, "diff", "--quiet", "--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty", "HEAD"
+        )
+    known = changed is not None and changed.returncode in (0, 1)
+    return {"commit": commit, "changed": bool(changed.returncode) if changed is not None and known else None}
 
 
-def _git(*arguments: str) -> subprocess.CompletedProcess[str] | None:
+def _git(variables: Mapping[str, str], *arguments: str) -> subprocess.CompletedProcess[str] | None:
+    # What git's own variables say (GIT_EXTERNAL_DIFF, GIT_CONFIG_COUNT) is the user's, and of another command.
+    plain = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
     try:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, timeout=5)
+        return subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, check=False, timeout=5, env={**plain, **variables}
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
