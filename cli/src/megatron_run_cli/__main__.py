@@ -6,6 +6,9 @@ import os
 import sys
 from contextlib import suppress
 
+if __name__ == "__main__" and not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:  # noqa: PTH109  # as -m has it
+    del sys.path[0]  # a torch.py that lies in the current folder is not torch
+
 from megatron_run_cli.main import main
 
 

@@ -21,8 +21,9 @@ from megatron_run_engine.launch.task import Task
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
 
-#: What each rank runs, with the job's path as its last argument.
-RANK_PROGRAM = (sys.executable, "-m", "megatron_run_engine.launch.rank")
+#: What each rank runs, with the job's path as its last argument. With -P no module lying in the current folder is taken
+#: for one of Python's or torch's.
+RANK_PROGRAM = (sys.executable, "-P", "-m", "megatron_run_engine.launch.rank")
 
 
 @dataclass(frozen=True)

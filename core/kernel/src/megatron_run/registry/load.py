@@ -205,8 +205,13 @@ def _file_as_plugin(path: Path) -> tuple[object, ModuleType]:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Run the file as a module of its own name, so that two files of one name do not collide."""
+    """Run the file as a module of its own name, so that two files of one name do not collide.
+
+    It may import its neighbours, which hide no module that is installed: their folder comes last in the search.
+    """
     source = path.read_bytes()
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
     name = f"megatron_run_file_{sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
     loader = SourceFileLoader(name, str(path))
     spec = spec_from_loader(name, loader)

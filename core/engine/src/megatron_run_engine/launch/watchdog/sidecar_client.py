@@ -21,7 +21,7 @@ from megatron_run_engine.launch.watchdog.sidecar import Orders
 from megatron_run_engine.run_folder import RunFolder
 from megatron_run_engine.runtime.world import World
 
-_PROGRAM = (sys.executable, "-m", "megatron_run_engine.launch.watchdog.sidecar")
+_PROGRAM = (sys.executable, "-P", "-m", "megatron_run_engine.launch.watchdog.sidecar")
 
 
 class SidecarClient:
