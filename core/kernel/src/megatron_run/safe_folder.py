@@ -72,6 +72,11 @@ class SafeFolder:
         """Write ``content`` as the file ``name``, atomically; what JSON does not know becomes text."""
         self.replace(name, (json.dumps(content, indent=2, default=str) + "\n").encode())
 
+    def remove(self, name: str) -> None:
+        """Remove the file or link ``name``, if it is there."""
+        with suppress(FileNotFoundError), self._parent(name) as (folder, last):
+            os.unlink(last, dir_fd=folder)
+
     def make(self, name: str) -> Path:
         """Create the folder ``name``, and those that it lies in, where they are missing; its path."""
         parts = PurePosixPath(name).parts

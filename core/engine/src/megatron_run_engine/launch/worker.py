@@ -122,7 +122,9 @@ class RankWorker:
             self._sidecar = sidecar = SidecarClient(world, self.folder, timeout, self._terminal)
             started = attempt(lambda: sidecar.start_hub() if world.rank == 0 else {})
             hub = rendezvous.agree("watchdog", started, lambda address: address).first
-            sidecar.start(hub["hub"], hub["token"], activity)
+            rendezvous.agree("sidecar", attempt(lambda: sidecar.start(hub["hub"], activity)))
+            if world.rank == 0:
+                sidecar.forget_secret()
         if world.size > 1:
             dist.init_process_group(
                 backend=world.backend,
