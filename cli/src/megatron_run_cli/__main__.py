@@ -20,7 +20,7 @@ def program() -> None:
     """
     code = main()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads any more
+        with suppress(OSError, ValueError):  # nobody reads any more, or a plugin has closed it
             stream.flush()
     if "torch.distributed" in sys.modules:
         os._exit(code)

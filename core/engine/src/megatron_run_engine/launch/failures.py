@@ -152,6 +152,8 @@ def _reason(cause: RankResult) -> str:
     if cause.status < 0:
         known = {number.value: number.name for number in signal.Signals}
         return f"a rank was killed by {known.get(-cause.status, f'signal {-cause.status}')}{where}"
+    if cause.deserted:
+        return f"a rank ended before the training did, with exit code 0 and without a word{where}"
     if cause.reported:
         return cause.message
     line = last_log_line(cause.log)

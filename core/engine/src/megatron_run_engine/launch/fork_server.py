@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, main
+from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, flush_output, main
 from megatron_run_engine.launch.start import RankProcess, RankStart, SpawnedRank, spawn
 from megatron_run_engine.run_folder.folder import open_log
 
@@ -263,10 +263,10 @@ def become_rank(job: Path, start: RankStart, run: ResolvedRun | None = None) -> 
             sys.modules["numpy.random"].seed()
         status = main(job, run)
     except BaseException:
-        traceback.print_exc()
+        with suppress(ValueError):  # it may have closed its output
+            traceback.print_exc()
         status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     os._exit(status)
 
 

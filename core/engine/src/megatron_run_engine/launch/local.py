@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,9 +23,9 @@ from megatron_run.errors import ExitCode, RankLostError
 from megatron_run_engine.launch.failures import count_warnings, describe, first_cause
 from megatron_run_engine.launch.fork_server import forked_ranks
 from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, page_path
-from megatron_run_engine.launch.results import RankResult, RunResult
+from megatron_run_engine.launch.results import RankResult, RunResult, has_reported
 from megatron_run_engine.launch.signals import AFTER_THE_STEP, SAVING, caught_signals
-from megatron_run_engine.launch.start import RankProcess, RankStart, spawned_ranks
+from megatron_run_engine.launch.start import RankProcess, RankStart, scratch_folder, spawned_ranks
 from megatron_run_engine.launch.task import Task
 from megatron_run_engine.launch.watchdog.monitor import Watchdog
 from megatron_run_engine.launch.watchdog.page import Page
@@ -71,7 +70,7 @@ class LocalPlan:
 def run_local(plan: LocalPlan) -> RunResult:
     """Start the ranks, wait for them all, and return how the run ended. Signals are forwarded meanwhile."""
     with ExitStack() as cleanup:
-        scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="megatron-run-")))
+        scratch = cleanup.enter_context(scratch_folder())
         signals = cleanup.enter_context(caught_signals(*AFTER_THE_STEP))
         ranks = _Ranks(plan, scratch)
         cleanup.enter_context(ranks.started())
@@ -96,6 +95,7 @@ class _Ranks:
         self._watchdog = Watchdog([page_path(self._job, rank) for rank in range(plan.size)], plan.timeout)
         self._order: dict[int, int] = {}  # rank -> how many had ended before it
         self._killed: set[int] = set()
+        self._deserted: set[int] = set()
         self.verdict: RankLostError | None = None
 
     @contextmanager
@@ -150,7 +150,9 @@ class _Ranks:
                 else:
                     deadline = time.monotonic()
             # With a deadline the watchdog is not asked: ranks that wait for a failed one would look as if they hung.
-            elif deadline == inf and any(process.returncode not in _IN_ORDER for process in self._processes):
+            elif deadline == inf and (
+                self._deserted or any(process.returncode not in _IN_ORDER for process in self._processes)
+            ):
                 deadline = time.monotonic() + self._plan.grace
             elif deadline == inf:
                 self.verdict = self._watchdog.look(ended=self._order)
@@ -166,6 +168,8 @@ class _Ranks:
             if rank not in self._order and process.poll() is not None:
                 self._order[rank] = len(self._order)
                 process.kill_group()
+                if process.returncode == 0 and self._watchdog.page(rank) and not has_reported(self._job, rank):
+                    self._deserted.add(rank)
         return bool(self._running())
 
     def _running(self) -> list[RankProcess]:
@@ -187,6 +191,7 @@ class _Ranks:
                 RankResult.read(self._job, rank, process.wait()),
                 order=self._order.get(rank, len(self._order)),
                 killed=rank in self._killed,
+                deserted=rank in self._deserted,
                 log=self._plan.folder.log(rank),
                 place=page.place if page is not None else "",
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from megatron_run.contracts.activity import Activity
 from megatron_run.errors import CheckpointError, ExitCode, RankLostError
 from megatron_run.planning.run import digest
 from megatron_run_engine.launch.failures import classify, exit_code, last_line
+from megatron_run_engine.launch.rank import flush_output
 from megatron_run_engine.launch.rendezvous import PeerError, Rendezvous, attempt, check_digests, check_gpus
 from megatron_run_engine.launch.results import RankResult
 from megatron_run_engine.launch.signals import stopping_on_signals
@@ -214,8 +214,7 @@ def train_in_folder(run: ResolvedRun, world: World, folder: RunFolder, activity:
 
 def redirect_output(log: Path) -> None:
     """Make ``log`` this process's descriptors 1 and 2."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     descriptor = open_log(log)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
