@@ -6,6 +6,9 @@ import os
 import sys
 from contextlib import suppress
 
+if __name__ == "__main__" and not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:  # noqa: PTH109  # as -m has it
+    del sys.path[0]  # a torch.py that lies in the current folder is not torch
+
 from megatron_run_cli.main import main
 
 
@@ -17,7 +20,7 @@ def program() -> None:
     """
     code = main()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads any more
+        with suppress(OSError, ValueError):  # nobody reads any more, or a plugin has closed it
             stream.flush()
     if "torch.distributed" in sys.modules:
         os._exit(code)

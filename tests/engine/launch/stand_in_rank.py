@@ -5,6 +5,7 @@ Writes its process id into the folder PIDS, then does what its rank is told.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
@@ -93,7 +94,7 @@ def warn() -> None:
 
 def on_signals(action: signal.Handlers | None, seconds: str = "") -> None:
     """Ignore the signals, or obey them after so many seconds."""
-    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 75)):
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 75)):
         signal.signal(number, action or partial(obey, code, float(seconds or 0)))
 
 
@@ -112,7 +113,7 @@ def have_a_child(folder: Path, code: str) -> None:
 
 
 def keep_page(job: Path, rest: str) -> None:
-    """``slow`` for three seconds, ``wait`` in a collective of two ranks, ``stop`` by a signal, ``kill`` or ``hang``."""
+    """``slow`` for three seconds, ``wait`` in a collective, ``stop`` by a signal, ``kill``, ``hang`` or ``desert``."""
     activity = Activity()
     activity.members["world"] = (0, 1)
     PageWriter(page_path(job, RANK), activity)
@@ -128,6 +129,8 @@ def keep_page(job: Path, rest: str) -> None:
         for count in range(60):
             activity.enter("forward", f"F{count}.0")
             time.sleep(0.05)
+        RankResult(RANK, 0).write(job)
+    if rest in ("slow", "desert"):
         os._exit(0)
 
 
@@ -151,6 +154,7 @@ def main() -> None:
         "warn": warn,
         "talk": talk,
         "wait": lambda: None,
+        "lock": lambda: ctypes.PyDLL(None).sleep(60),  # unlike CDLL, it keeps the interpreter lock
         "page": lambda: keep_page(Path(job), rest),
     }
     actions[word]()

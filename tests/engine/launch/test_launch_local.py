@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ import pytest
 
 from megatron_run.errors import ExitCode
 from megatron_run_engine.launch.local import terminal_writer
+from megatron_run_engine.launch.start import scratch_folder
+from megatron_run_engine.launch.watchdog.monitor import is_stopped
 from megatron_run_engine.training.process import rank_environment
 from tests.engine.launch.launcher import Launcher, no_process_left
 from tests.support.processes import alive, process_ids, wait_until
@@ -148,7 +151,8 @@ def test_a_hanging_rank_is_killed_and_named_when_others_lost_it(launcher: Launch
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, ExitCode.SIGTERM), (signal.SIGUSR1, ExitCode.TIME_LIMIT)]
+    ("number", "code"),
+    [(signal.SIGTERM, ExitCode.SIGTERM), (signal.SIGUSR1, ExitCode.TIME_LIMIT), (signal.SIGHUP, ExitCode.SIGTERM)],
 )
 def test_a_polite_signal_is_forwarded_and_has_its_code(
     launcher: Launcher, number: signal.Signals, code: ExitCode
@@ -167,6 +171,14 @@ def test_after_a_polite_signal_ranks_get_as_long_as_their_step_takes(
     sender = send_when(launcher.ready, number)
     launcher("*:polite 3.0", grace=0.2)
     sender.join()
+    assert [launcher.log(rank) for rank in range(2)] == ["the step is done\n"] * 2
+
+
+def test_a_terminal_that_hangs_up_twice_lets_the_step_finish(launcher: Launcher) -> None:
+    sender = send_when(launcher.ready, signal.SIGHUP, signal.SIGHUP)
+    result = launcher("*:polite 1.5")
+    sender.join()
+    assert result.code == ExitCode.SIGTERM
     assert [launcher.log(rank) for rank in range(2)] == ["the step is done\n"] * 2
 
 
@@ -223,6 +235,52 @@ Launcher(Path({str(tmp_path)!r}))("*:parent")
         process.kill()
         process.wait()
     wait_until(lambda: not any(alive(each) for each in process_ids(pids)), seconds=5)
+
+
+def test_a_rank_that_leaves_with_code_0_before_the_others_is_named(launcher: Launcher) -> None:
+    result = launcher("0:page wait", "1:page desert", timeout=30.0)
+    assert result.code == ExitCode.RANK_LOST
+    assert result.message.startswith("a rank ended before the training did, with exit code 0 and without a word")
+    assert "in backward B0.0 of step 3" in result.message
+    assert f"rank 1, log: {launcher.folder.log(1)}" in result.message
+
+
+def test_no_rank_outlives_a_killed_launcher_not_even_one_that_cannot_run(tmp_path: Path) -> None:
+    """One is stopped, and one keeps the interpreter lock in C."""
+    code = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from pathlib import Path
+from tests.engine.launch.launcher import Launcher
+Launcher(Path({str(tmp_path)!r}))("0:page stop", "1:lock")
+"""
+    process = subprocess.Popen([sys.executable, "-c", code])
+    pids = tmp_path / "pids"
+    try:
+        wait_until(lambda: len(process_ids(pids)) == 2)
+        wait_until(lambda: is_stopped(process_ids(pids)[0]) or is_stopped(process_ids(pids)[1]))
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: not any(alive(each) for each in process_ids(pids)), seconds=5)
+
+
+def test_scratch_folders_of_killed_launchers_are_removed_and_those_of_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed = os.fork()
+    if killed == 0:
+        held = scratch_folder()  # a name, so that it is not collected
+        held.__enter__()
+        os._exit(9)
+    os.waitpid(killed, 0)
+    (left,) = tmp_path.glob("megatron-run-*")
+    (tmp_path / "megatron-run-other").mkdir()  # a sidecar's, which has no such lock
+    with scratch_folder() as first, scratch_folder() as second:
+        assert not left.exists()
+        assert first.is_dir()
+        assert second.is_dir()
+    assert [each.name for each in tmp_path.iterdir()] == ["megatron-run-other"]
 
 
 @pytest.mark.parametrize(("state", "what"), [("hang", "hangs"), ("stop", "is stopped by a signal (SIGSTOP)")])

@@ -9,13 +9,14 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
 from megatron_run.errors import CheckpointError, ExitCode, InputError
 from megatron_run.planning import ResolvedRun, load_config
 from megatron_run.planning.run import digest
+from megatron_run.safe_folder import SafeFolder
 from megatron_run_engine.run_folder import FolderLock, OpenedFolder, RunFolder, join_run_folder, open_run_folder
 
 
@@ -170,7 +171,7 @@ def test_logs_that_are_a_link_are_refused(tmp_path: Path) -> None:
     opened(tiny(tmp_path / "run"))
     (tmp_path / "run" / "logs").rename(tmp_path / "moved")
     (tmp_path / "run" / "logs").symlink_to(tmp_path / "moved")
-    with pytest.raises(InputError, match="its logs are a symbolic link"):
+    with pytest.raises(InputError, match=r"it is a symbolic link: .*logs"):
         open_run_folder(tiny(tmp_path / "run"))
 
 
@@ -178,11 +179,11 @@ def test_logs_that_are_a_link_are_refused(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, text: str
 ) -> None:
-    def refuse(path: Path, *arguments: Any, **options: Any) -> int:
-        raise OSError(number, os.strerror(number), str(path))
+    def refuse(folder: SafeFolder, name: str, mode: int = 0) -> BinaryIO:
+        raise OSError(number, os.strerror(number), str(folder.path / name))
 
     run = tiny(tmp_path)
-    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(SafeFolder, "create", refuse)
     with pytest.raises(InputError) as caught:
         open_run_folder(run)
     assert str(caught.value).startswith(f"run folder {tmp_path} cannot be used: {text}")

@@ -30,9 +30,14 @@ def show(
 ) -> None:
     """Print the resolved configuration with origins."""
     from megatron_run.planning import resolve
+    from megatron_run.registry.load import no_files_run
     from megatron_run_cli.reports import config_report
 
-    run = resolve(request, plan_only=True)
+    with no_files_run():
+        run = resolve(request, plan_only=True)
+    for plugin in run.unloaded:
+        if plugin.entry is not None and plugin.entry.file:
+            tell(f"{plugin} is a file, which was not run: its options are as they were written")
     if as_json:
         print_json(config_report.show_json(run))
     else:
@@ -52,9 +57,11 @@ def explain(
     With a CONFIG or options it also shows the value there.
     """
     from megatron_run.planning import resolve
+    from megatron_run.registry.load import no_files_run
     from megatron_run_cli.reports import keys
 
-    run = resolve(request, plan_only=True) if request.configs or request.plugins or request.sets else None
+    with no_files_run():
+        run = resolve(request, plan_only=True) if request.configs or request.plugins or request.sets else None
     click.echo(keys.explain(key, run))
 
 

@@ -93,10 +93,12 @@ def why(
     """Show which plugin of KIND a run would choose, and why."""
     from megatron_run.contracts.plugin import check_run_kind
     from megatron_run.planning import resolve
+    from megatron_run.registry.load import no_files_run
     from megatron_run_cli.reports.listing import why as explain
 
     kind = check_run_kind(kind, "plugins why")
-    run = resolve(request, plan_only=True)
+    with no_files_run():
+        run = resolve(request, plan_only=True)
     candidates = explain(kind, run.plugins[kind])
     if as_json:
         print_json(candidates)

@@ -3,37 +3,46 @@
 from __future__ import annotations
 
 import base64
+import os
 import resource
 import select
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from megatron_run.contracts.activity import Activity
-from megatron_run_engine.launch.watchdog.hub import GRACE, Connection, Hub
+from megatron_run_engine.launch.watchdog import hub as hub_module
+from megatron_run_engine.launch.watchdog.connection import Connection, join_hub
+from megatron_run_engine.launch.watchdog.hub import GRACE, Hub
 from megatron_run_engine.launch.watchdog.page import PageWriter
 from tests.support.processes import wait_until
 
-LIMIT, TOKEN = 5.0, "word"
+LIMIT, SECRET = 5.0, "of this run alone"
 
 
 class Site:
     """A hub of three ranks, and a connection for the sidecar of each."""
 
     def __init__(self, folder: Path) -> None:
-        self.hub = Hub(3, LIMIT, TOKEN, "127.0.0.1")
+        self.hub = Hub(3, LIMIT, SECRET, "127.0.0.1")
         self.hub.start()
         self.sidecars = [self.connect(rank) for rank in range(3)]
         self.folder = folder
         wait_until(lambda: set(self.hub._connections.values()) == {0, 1, 2})
 
-    def connect(self, rank: int, token: str = TOKEN) -> Connection:
+    def connect(self, rank: int) -> Connection:
         connection = Connection(socket.create_connection(("127.0.0.1", self.hub.port)))
-        connection.send(rank=rank, token=token)
+        assert join_hub(connection, rank, SECRET, 10.0)
         return connection
+
+    def stranger(self) -> Connection:
+        """Somebody who has come, and was greeted."""
+        return Connection(socket.create_connection(("127.0.0.1", self.hub.port)))
 
     def report(self, rank: int, quiet: float, *, inside: bool, stopped: float = 0.0) -> None:
         """Rank ``rank`` is silent, in a collective of all three or computing."""
@@ -136,13 +145,13 @@ def test_a_hub_that_ends_says_good_bye_so_that_nobody_takes_it_for_dead(site: Si
 def test_a_hub_of_more_ranks_than_select_can_count_tells_the_first_why_the_last_ended() -> None:
     size, (soft, hard) = 1100, resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * size + 200), hard))
-    hub = Hub(size, LIMIT, TOKEN, "127.0.0.1")
+    hub = Hub(size, LIMIT, SECRET, "127.0.0.1")
     hub.start()
     sidecars: list[Connection] = []
     try:
         for rank in range(size):
             sidecars.append(Connection(socket.create_connection(("127.0.0.1", hub.port))))
-            sidecars[-1].send(rank=rank, token=TOKEN)
+            assert join_hub(sidecars[-1], rank, SECRET, 30.0)
         wait_until(lambda: set(hub._connections.values()) == set(range(size)), seconds=60.0)
         sidecars[-1].send(over=4)
         assert select.select([sidecars[0]], [], [], 30.0)[0]
@@ -154,16 +163,137 @@ def test_a_hub_of_more_ranks_than_select_can_count_tells_the_first_why_the_last_
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("guess", ["guess", "wörd", "\ud800"])
-def test_who_does_not_know_the_word_is_sent_away_and_garbage_is_nothing(site: Site, guess: str) -> None:
-    stranger = site.connect(1, token=guess)
+def gone(connection: Connection, seconds: float = 3.0) -> bool:
+    """Whether the hub has closed the connection, after what it had said."""
+    while connection.open and select.select([connection], [], [], seconds)[0]:
+        list(connection.receive())
+    return not connection.open
+
+
+@pytest.mark.parametrize("secret", ["", "guess", "wörd", "\ud7ff"])
+def test_who_does_not_know_the_secret_is_sent_away_and_ends_nothing(site: Site, secret: str) -> None:
+    stranger = site.stranger()
+    assert not join_hub(stranger, 1, secret, 3.0)
     stranger.send(over=1)
-    assert select.select([stranger], [], [], 3.0)[0]
-    assert list(stranger.receive()) == []
-    assert not stranger.open
+    assert gone(stranger)
     stranger.close()
+    assert site.told(0, 0.3) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"rank": 1, "token": "of this run alone"}\n',
+        b'{"over": 1}\n',
+        b'{"rank": true, "proof": 1}\n',
+        b'{"rank": 7, "word": "", "proof": ""}\n',
+        b'{"rank": 1e999}\n',
+        b"x" * 5000,
+        b"[" * 400 + b"\n{}\n",
+    ],
+)
+def test_what_a_stranger_says_instead_of_a_proof_sends_it_away(site: Site, line: bytes) -> None:
+    stranger = site.stranger()
+    stranger._socket.sendall(line)
+    assert gone(stranger)
+    stranger.close()
+    assert site.told(0, 0.3) == []
+
+
+def test_a_proof_that_was_overheard_is_good_for_nothing(site: Site) -> None:
+    """The same words in another connection, and the hub's own proof handed back to it."""
+    between, ours = site.stranger(), site.stranger()
+    (greeting,) = hear(between)
+    heard: list[dict[str, Any]] = []
+    relay, end = socket.socketpair()
+    with relay, end:
+        sidecar = threading.Thread(target=join_hub, args=(Connection(end), 1, SECRET, 3.0))
+        sidecar.start()
+        Connection(relay).send(**greeting)
+        heard += hear(Connection(relay))
+        sidecar.join()
+    (other,) = hear(ours)
+    assert other != greeting
+    ours.send(**heard[0])
+    assert gone(ours)
+    between.send(**heard[0])
+    (answer,) = hear(between)
+    last = site.stranger()
+    hear(last)
+    last.send(**{**heard[0], **answer})
+    assert gone(last)
+    for each in (between, ours, last):
+        each.close()
+
+
+def hear(connection: Connection) -> list[dict[str, Any]]:
+    assert select.select([connection], [], [], 3.0)[0]
+    return [dict(message) for message in connection.receive()]
+
+
+def test_a_sidecar_does_not_obey_who_only_listens_where_the_hub_should(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        connection = Connection(socket.create_connection(impostor.getsockname()))
+        theirs, _ = impostor.accept()
+        theirs.sendall(b'{"word": "x"}\n{"end": "now", "rank": 0, "grace": 0, "speak": true}\n')
+        assert not join_hub(connection, 0, SECRET, 3.0)
+        connection.close()
+        theirs.close()
+
+
+def test_garbage_of_a_sidecar_is_nothing(site: Site) -> None:
     site.sidecars[2].send()
-    site.sidecars[2]._socket.sendall(b"\xff{]\n[1]\n")
+    site.sidecars[2]._socket.sendall(b'\xff{]\n[1]\n{"quiet": 1}\n{"quiet": 1, "stopped": 0, "page": 3}\n')
     assert site.told(0, 0.3) == []
     site.sidecars[2].send(over=3)
     assert site.told(0)[0]["rank"] == 2
+
+
+def test_strangers_are_few_the_oldest_leaves_first_and_the_ranks_are_heard(tmp_path: Path) -> None:
+    with mock.patch.object(hub_module, "_STRANGERS", 8):
+        site = Site(tmp_path)
+    strangers = [site.stranger() for _ in range(40)]
+    try:
+        assert all(gone(each) for each in strangers[:32])
+        wait_until(lambda: len(site.hub._strangers) == 8)
+        site.sidecars[0].send(over=4)
+        assert site.told(2)[0]["rank"] == 0
+    finally:
+        site.hub.finish(2.0)
+        for each in (*strangers, *site.sidecars):
+            each.close()
+
+
+def test_who_says_nothing_is_sent_away_after_a_while(tmp_path: Path) -> None:
+    with mock.patch.object(hub_module, "_GREETED_WITHIN", 0.3):
+        site = Site(tmp_path)
+        stranger = site.stranger()
+        assert gone(stranger)
+        site.hub.finish(2.0)
+    for each in (stranger, *site.sidecars):
+        each.close()
+
+
+def test_without_room_for_a_file_strangers_leave_and_the_ranks_are_heard(site: Site) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    strangers = [socket.socket() for _ in range(40)]
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))  # noqa: PTH208
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 5, limits[1]))
+        for each in strangers:
+            each.connect(("127.0.0.1", site.hub.port))
+        site.sidecars[0].send(over=4)
+        assert site.told(2)[0]["rank"] == 0
+        assert not site.hub.failure
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for each in strangers:
+            each.close()
+
+
+def test_a_hub_that_fails_says_so_and_ends_nobody(site: Site) -> None:
+    with mock.patch.object(hub_module, "judge", side_effect=ArithmeticError("of its own")):
+        site.report(1, LIMIT, inside=False)
+        assert site.told(0) == [{"bye": True}]
+    wait_until(lambda: bool(site.hub.failure))
+    assert site.hub.failure == "ArithmeticError: of its own"

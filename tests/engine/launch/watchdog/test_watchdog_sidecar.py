@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_run_engine.launch.watchdog.sidecar_client import own_address
 from tests.support.processes import alive, process_ids, wait_until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(60)]
@@ -61,6 +63,31 @@ def test_a_rank_that_holds_the_interpreter_lock_is_killed_and_its_status_says_wh
 def test_a_rank_whose_hub_dies_ends_by_itself_with_the_code_of_a_lost_rank(tmp_path: Path) -> None:
     code, said, status = ended(tmp_path, "hubless")
     assert (code, said, status["exit_code"]) == (4, "", None)
+
+
+def test_a_rank_does_not_obey_a_hub_that_cannot_prove_itself_and_says_so(tmp_path: Path) -> None:
+    code, said, status = ended(tmp_path, "impostor")
+    assert (code, status["exit_code"]) == (0, None)
+    assert said.startswith("megatron-run: rank 1 is not compared with the others: who listens at 127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("found", "address"),
+    [(["127.0.0.1"], "127.0.0.1"), (["127.0.0.1", "127.0.0.2"], ""), (["203.0.113.9"], ""), ([], "")],
+)
+def test_the_hub_listens_where_the_job_is_known_to_reach_this_host(
+    monkeypatch: pytest.MonkeyPatch, found: list[str], address: str
+) -> None:
+    """One address, which is this host's own; a loopback address is of no use to other hosts."""
+
+    def getaddrinfo(*_: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+        if not found:
+            raise socket.gaierror
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (each, 0)) for each in found]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    assert own_address("first-host", loopback=True) == address
+    assert own_address("first-host") == ""
 
 
 def test_a_rank_that_ends_by_itself_takes_its_sidecar_with_it_and_keeps_its_status(tmp_path: Path) -> None:

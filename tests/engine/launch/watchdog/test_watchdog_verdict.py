@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise, product
+from unittest import mock
 
 import pytest
 
 from megatron_run.errors import ExitCode
 from megatron_run_engine.launch.watchdog.page import Entered, Page
-from megatron_run_engine.launch.watchdog.verdict import BEGINNING, RankState, judge
+from megatron_run_engine.launch.watchdog.verdict import BEGINNING, RankState, _WaitGraph, judge
 
 LIMIT = 10.0
-ALL = (0, 1, 2, 3)
+ALL = range(4)
 SUM = "all-reduce"
 
 
@@ -229,3 +230,23 @@ def test_every_state_of_three_ranks_ends_in_a_name_or_in_patience() -> None:
                 assert found is None
             if min(quiet) >= LIMIT:
                 assert found is not None
+
+
+@pytest.mark.parametrize("late", [[5], [*range(500)]], ids=["one", "many"])
+def test_of_a_thousand_ranks_each_is_looked_at_a_few_times(late: list[int]) -> None:
+    """And not once for each that waits: a hub of thousands would be busy for minutes."""
+    size, looks = 1000, 0
+    look = _WaitGraph._entered
+
+    def counted(waits: _WaitGraph, rank: int, scope: str) -> Entered:
+        nonlocal looks
+        looks += 1
+        return look(waits, rank, scope)
+
+    waiting = page(inside=("world", 7), entered=entered({"world": 7}), members={"world": range(size)})
+    ranks = [RankState(waiting, LIMIT)] * size
+    for each in late:
+        ranks[each] = computing(LIMIT + 0.5, world=6)
+    with mock.patch.object(_WaitGraph, "_entered", counted):
+        assert named(*ranks) == late[0]
+    assert looks < 4 * size

@@ -169,7 +169,7 @@ def colour_at(picture: Image.Image, row: int, time: float, unit: float, top: flo
 def test_a_folder_that_cannot_be_written_raises_at_every_event(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("in the way")
     observer = TensorBoard()
-    with pytest.raises(FileExistsError):
+    with pytest.raises(NotADirectoryError):
         observer.on_train_start(example_run(tmp_path))
     with pytest.raises(RuntimeError, match="not open"):
         observer.on_step_end(example_step(1))

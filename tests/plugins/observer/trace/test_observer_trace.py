@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
@@ -15,6 +15,7 @@ from megatron_run.errors import ExitCode, RunError
 from megatron_run.pipeline.timeline import timeline
 from megatron_run.pipeline.trace_events import Event, trace_events
 from megatron_run.planning import load_config, resolve
+from megatron_run.safe_folder import SafeFolder
 from megatron_run_engine.training.observers import Observers
 from megatron_run_observer_trace import Options, Trace, step_document
 from megatron_run_testing.observer import example_run, example_trace
@@ -174,11 +175,14 @@ def test_a_later_attempt_leaves_the_files_of_the_first_alone(tmp_path: Path) -> 
 
 
 def test_a_full_disk_leaves_no_half_of_a_file(tmp_path: Path) -> None:
-    def half(path: Path, text: str, **_: object) -> int:
-        path.write_bytes(text[: len(text) // 2].encode())
+    create = SafeFolder.create
+
+    def half(files: SafeFolder, name: str) -> NoReturn:
+        with create(files, name) as file:
+            file.write(b"{")
         raise OSError("no space left on device")
 
-    with mock.patch.object(Path, "write_text", half), pytest.raises(OSError, match="no space left"):
+    with mock.patch.object(SafeFolder, "create", half), pytest.raises(OSError, match="no space left"):
         traced(tmp_path, "5").on_trace(example_trace(5))
     assert names(tmp_path / "trace") == []
 

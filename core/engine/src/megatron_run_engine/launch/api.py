@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, InputError, RunError
 from megatron_run_engine.launch.failures import exit_code, how_to_resume, interrupted, last_line, last_saved
+from megatron_run_engine.launch.rank import flush_output
 from megatron_run_engine.launch.restarts import Restarts, resumed
 from megatron_run_engine.launch.results import RunResult
 from megatron_run_engine.launch.told import untold
@@ -353,8 +354,7 @@ def _kept_descriptors(*descriptors: int) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         for copy, descriptor in zip(copies, descriptors, strict=True):
             os.dup2(copy, descriptor)
             os.close(copy)

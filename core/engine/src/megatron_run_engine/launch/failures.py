@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import traceback
@@ -27,6 +28,7 @@ from shlex import quote
 from megatron_run.errors import ExitCode, OutOfMemoryError, RankLostError, RunError
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
 from megatron_run_engine.launch.results import RankResult
+from megatron_run_engine.run_folder.folder import open_log
 
 #: What gloo, NCCL and the store say when a peer is gone or silent. gloo throws plain RuntimeErrors.
 _CONNECTION = re.compile(
@@ -150,6 +152,8 @@ def _reason(cause: RankResult) -> str:
     if cause.status < 0:
         known = {number.value: number.name for number in signal.Signals}
         return f"a rank was killed by {known.get(-cause.status, f'signal {-cause.status}')}{where}"
+    if cause.deserted:
+        return f"a rank ended before the training did, with exit code 0 and without a word{where}"
     if cause.reported:
         return cause.message
     line = last_log_line(cause.log)
@@ -159,7 +163,7 @@ def _reason(cause: RankResult) -> str:
 def last_log_line(log: Path, window: int = 8192) -> str:
     """The last line of ``log`` that is not empty, as far as its last ``window`` bytes tell."""
     try:
-        with log.open("rb") as file:
+        with os.fdopen(open_log(log, os.O_RDONLY), "rb") as file:
             file.seek(max(0, file.seek(0, 2) - window))
             text = file.read().decode(errors="replace")
     except OSError:
@@ -171,7 +175,7 @@ def last_log_line(log: Path, window: int = 8192) -> str:
 def count_warnings(log: Path) -> tuple[int, str]:
     """How many lines of ``log`` are warnings, and the first of them."""
     try:
-        with log.open(encoding="utf-8", errors="replace") as lines:
+        with os.fdopen(open_log(log, os.O_RDONLY), encoding="utf-8", errors="replace") as lines:
             found = [line.strip() for line in lines if "Warning:" in line or line.startswith(("WARNING", "warning:"))]
     except OSError:
         return 0, ""

@@ -26,14 +26,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, main
+from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, flush_output, main
 from megatron_run_engine.launch.start import RankProcess, RankStart, SpawnedRank, spawn
+from megatron_run_engine.run_folder.folder import open_log
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
 
 #: What the server runs, with the job's path and its end of the socket as the last arguments.
-_PROGRAM = (sys.executable, "-m", "megatron_run_engine.launch.fork_server")
+_PROGRAM = (sys.executable, "-P", "-m", "megatron_run_engine.launch.fork_server")
 #: Seconds until a server that does not answer is killed, and its ranks with it.
 _PATIENCE = 5.0
 
@@ -252,7 +253,7 @@ def become_rank(job: Path, start: RankStart, run: ResolvedRun | None = None) -> 
         os.setsid()  # a process group of its own, which is killed with all that the rank has started
         signal.set_wakeup_fd(-1)  # the bell is the server's: the rank has closed its copy
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        log = os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = open_log(start.log)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
@@ -262,10 +263,10 @@ def become_rank(job: Path, start: RankStart, run: ResolvedRun | None = None) -> 
             sys.modules["numpy.random"].seed()
         status = main(job, run)
     except BaseException:
-        traceback.print_exc()
+        with suppress(ValueError):  # it may have closed its output
+            traceback.print_exc()
         status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     os._exit(status)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,13 +23,13 @@ from megatron_run.errors import ExitCode, RankLostError
 from megatron_run_engine.launch.failures import count_warnings, describe, first_cause
 from megatron_run_engine.launch.fork_server import forked_ranks
 from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, page_path
-from megatron_run_engine.launch.results import RankResult, RunResult
+from megatron_run_engine.launch.results import RankResult, RunResult, has_reported
 from megatron_run_engine.launch.signals import AFTER_THE_STEP, SAVING, caught_signals
-from megatron_run_engine.launch.start import RankProcess, RankStart, spawned_ranks
+from megatron_run_engine.launch.start import RankProcess, RankStart, scratch_folder, spawned_ranks
 from megatron_run_engine.launch.task import Task
 from megatron_run_engine.launch.watchdog.monitor import Watchdog
 from megatron_run_engine.launch.watchdog.page import Page
-from megatron_run_engine.run_folder import RunFolder
+from megatron_run_engine.run_folder import RunFolder, open_log
 from megatron_run_engine.training.process import available_cores, rank_environment
 
 #: Seconds that the other ranks get to end by themselves once one has failed: all are gone within 5.
@@ -71,7 +70,7 @@ class LocalPlan:
 def run_local(plan: LocalPlan) -> RunResult:
     """Start the ranks, wait for them all, and return how the run ended. Signals are forwarded meanwhile."""
     with ExitStack() as cleanup:
-        scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="megatron-run-")))
+        scratch = cleanup.enter_context(scratch_folder())
         signals = cleanup.enter_context(caught_signals(*AFTER_THE_STEP))
         ranks = _Ranks(plan, scratch)
         cleanup.enter_context(ranks.started())
@@ -96,6 +95,7 @@ class _Ranks:
         self._watchdog = Watchdog([page_path(self._job, rank) for rank in range(plan.size)], plan.timeout)
         self._order: dict[int, int] = {}  # rank -> how many had ended before it
         self._killed: set[int] = set()
+        self._deserted: set[int] = set()
         self.verdict: RankLostError | None = None
 
     @contextmanager
@@ -111,7 +111,7 @@ class _Ranks:
             common = rank_environment(plan.environment, plan.threads, plan.size, available_cores())
             starts = [RankStart(self._variables(rank), plan.folder.log(rank)) for rank in range(plan.size)]
             for start in starts:
-                start.log.touch()  # the relay opens it at once, and a rank that never came has an empty one
+                os.close(open_log(start.log))  # the relay opens it at once, and a rank that never came has an empty one
             with (
                 forked_ranks(self._job, lifeline, common, starts)
                 if plan.fork
@@ -150,7 +150,9 @@ class _Ranks:
                 else:
                     deadline = time.monotonic()
             # With a deadline the watchdog is not asked: ranks that wait for a failed one would look as if they hung.
-            elif deadline == inf and any(process.returncode not in _IN_ORDER for process in self._processes):
+            elif deadline == inf and (
+                self._deserted or any(process.returncode not in _IN_ORDER for process in self._processes)
+            ):
                 deadline = time.monotonic() + self._plan.grace
             elif deadline == inf:
                 self.verdict = self._watchdog.look(ended=self._order)
@@ -166,6 +168,8 @@ class _Ranks:
             if rank not in self._order and process.poll() is not None:
                 self._order[rank] = len(self._order)
                 process.kill_group()
+                if process.returncode == 0 and self._watchdog.page(rank) and not has_reported(self._job, rank):
+                    self._deserted.add(rank)
         return bool(self._running())
 
     def _running(self) -> list[RankProcess]:
@@ -187,6 +191,7 @@ class _Ranks:
                 RankResult.read(self._job, rank, process.wait()),
                 order=self._order.get(rank, len(self._order)),
                 killed=rank in self._killed,
+                deserted=rank in self._deserted,
                 log=self._plan.folder.log(rank),
                 place=page.place if page is not None else "",
             )
@@ -225,7 +230,7 @@ def _run_result(plan: LocalPlan, ranks: _Ranks, signals: Sequence[int]) -> RunRe
         return ended(cause.code, f"rank {cause.rank} was stopped by {cause.code.name}")
     for result in results:  # a rank does not print its message: what rank 0 prints is shown, and so is the run's line
         if result.reported:
-            with suppress(OSError), result.log.open("a", encoding="utf-8") as log_file:
+            with suppress(OSError), os.fdopen(open_log(result.log), "a", encoding="utf-8") as log_file:
                 log_file.write(f"megatron-run: {result.message}\n")
     return ended(cause.code, describe(cause, results))
 
@@ -259,7 +264,7 @@ class Relay:
 
     def _run(self) -> None:
         try:
-            with self._log.open("rb") as log:
+            with os.fdopen(open_log(self._log, os.O_RDONLY), "rb") as log:
                 while not self._ended.is_set():
                     self._copy(log.read())
                     self._ended.wait(_RELAY)

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +22,9 @@ from megatron_run_engine.launch.task import Task
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
 
-#: What each rank runs, with the job's path as its last argument.
-RANK_PROGRAM = (sys.executable, "-m", "megatron_run_engine.launch.rank")
+#: What each rank runs, with the job's path as its last argument. With -P no module lying in the current folder is taken
+#: for one of Python's or torch's.
+RANK_PROGRAM = (sys.executable, "-P", "-m", "megatron_run_engine.launch.rank")
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,23 @@ def main(path: Path, run: ResolvedRun | None = None) -> int:
         return job.resolve_run(world.size) if run is None else run
 
     result = RankWorker(make, world, print, folder=folder, page=page, debug=job.debug, work=work).run()
-    if result.failed:
-        result.write(path)
+    result.write(path)  # also of one that ended well: a plugin may have called os._exit(0)
     return result.status
 
 
+def flush_output() -> None:
+    """Write what is printed and not yet written, if anybody still takes it: a plugin may have closed its output."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
 def hold_lifeline(descriptor: int) -> None:
-    """Kill this process and its children as soon as nobody holds the other end of the pipe."""
+    """Kill this process and its children as soon as nobody holds the other end of the pipe.
+
+    A thread does that, which cannot where this process is stopped or keeps the interpreter lock in C: who started it
+    has another process that can (``start``, ``fork_server``).
+    """
 
     def wait() -> None:
         while os.read(descriptor, 1):
@@ -107,6 +119,5 @@ def hold_lifeline(descriptor: int) -> None:
 
 if __name__ == "__main__":
     status = main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     os._exit(status)  # skip finalizers: they may wait for a communicator whose peer is gone

@@ -22,6 +22,7 @@ class RankResult:
     only because another rank did, rank ``lost`` where it knows which.
 
     The launcher adds: ``reported``, false when the rank left no result; ``order``, in which ranks were seen to end;
+    ``deserted``, when it began and ended with status 0 but without a report, as a plugin's ``os._exit(0)`` does;
     ``killed``, by the launcher, because another rank had failed; its ``log``; and ``place``, its last known activity.
     """
 
@@ -33,18 +34,19 @@ class RankResult:
     reported: bool = True
     order: int = 0
     killed: bool = False
+    deserted: bool = False
     log: Path = Path()
     place: str = ""
 
     @property
     def failed(self) -> bool:
         """Whether it ended with anything but success."""
-        return self.status != 0
+        return self.status != 0 or self.deserted
 
     @property
     def code(self) -> ExitCode:
         """The documented exit code: a signal is a lost rank, an unknown status a bug."""
-        if self.status < 0:
+        if self.status < 0 or self.deserted:
             return ExitCode.RANK_LOST
         try:
             return ExitCode(self.status)
@@ -61,7 +63,7 @@ class RankResult:
 
     @classmethod
     def read(cls, job: Path, rank: int, status: int) -> RankResult:
-        """The result of ``rank``, whose process has ended with ``status``.
+        """The result of ``rank``, whose process has ended with ``status``; it has left a report, or none.
 
         A rank that left none but ends with the code of a lost rank is secondary: by that code it reports another rank.
         """
@@ -69,6 +71,11 @@ class RankResult:
             return cls(rank, status, **json.loads(_path(job, rank).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return cls(rank, status, secondary=status == ExitCode.RANK_LOST, reported=False)
+
+
+def has_reported(job: Path, rank: int) -> bool:
+    """Whether ``rank`` has left its result."""
+    return _path(job, rank).exists()
 
 
 def _path(job: Path, rank: int) -> Path:

@@ -16,9 +16,15 @@ from typing import Self
 from megatron_run.errors import ExitCode
 from megatron_run_engine.runtime.world import StopRequest
 
-#: Signals that end a run after its step, with the exit code. Schedulers announce a time limit by SIGUSR1.
+#: Signals that end a run after its step, with the exit code. Schedulers announce a time limit by SIGUSR1; SIGHUP comes,
+#: often twice, from a terminal that is closed.
 AFTER_THE_STEP: Mapping[signal.Signals, ExitCode] = MappingProxyType(
-    {signal.SIGINT: ExitCode.SIGINT, signal.SIGTERM: ExitCode.SIGTERM, signal.SIGUSR1: ExitCode.TIME_LIMIT}
+    {
+        signal.SIGINT: ExitCode.SIGINT,
+        signal.SIGTERM: ExitCode.SIGTERM,
+        signal.SIGHUP: ExitCode.SIGTERM,
+        signal.SIGUSR1: ExitCode.TIME_LIMIT,
+    }
 )
 #: What a person at the terminal reads after the first Ctrl-C.
 SAVING = "Ctrl-C: this step is finished and saved; a second one leaves at once"
@@ -30,7 +36,12 @@ _Handler = Callable[[int, FrameType | None], object]
 def caught_signals(*numbers: signal.Signals) -> Iterator[Sequence[int]]:
     """The signals that arrive inside the block, in order. Python allows handlers in the main thread only."""
     caught: list[int] = []
-    with _handling(lambda number, _: caught.append(number), numbers):
+
+    def catch(number: int, _frame: FrameType | None) -> None:
+        if number != signal.SIGHUP or not caught:  # the terminal says it twice; nobody types it for want of patience
+            caught.append(number)
+
+    with _handling(catch, numbers):
         yield caught
 
 
@@ -50,7 +61,7 @@ def stopping_on_signals(stop: StopRequest, *, tells: bool = False, borrowed: boo
                     print(f"\n{SAVING}", file=sys.stderr, flush=True)  # noqa: T201
         elif borrowed and code is ExitCode.SIGINT:
             raise KeyboardInterrupt
-        else:
+        elif number != signal.SIGHUP:
             os._exit(code)  # no exception: the step that is under way may be waiting in C and never see it
 
     numbers = tuple(AFTER_THE_STEP)
@@ -120,7 +131,9 @@ def _handling(handler: _Handler, numbers: Sequence[signal.Signals]) -> Iterator[
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in numbers}
+    hung_up = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup, which means it
+    wanted = [number for number in numbers if not (hung_up and number == signal.SIGHUP)]
+    before = {number: signal.signal(number, handler) for number in wanted}
     try:
         yield
     finally:

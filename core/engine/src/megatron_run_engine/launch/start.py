@@ -5,13 +5,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
+
+from megatron_run.safe_folder import SafeFolder
+from megatron_run_engine.run_folder.folder import open_log
 
 
 class RankStart(NamedTuple):
@@ -51,7 +58,7 @@ class SpawnedRank(subprocess.Popen[bytes]):
 
 def spawn(words: Sequence[str], environment: Mapping[str, str], log: Path, inherited: Sequence[int]) -> SpawnedRank:
     """Start ``words`` as the leader of a process group, so that Ctrl-C at the terminal reaches only the launcher."""
-    with log.open("ab") as file:
+    with os.fdopen(open_log(log), "ab") as file:
         return SpawnedRank(
             words,
             stdin=subprocess.DEVNULL,
@@ -63,18 +70,90 @@ def spawn(words: Sequence[str], environment: Mapping[str, str], log: Path, inher
         )
 
 
+#: What the names of launchers' passing folders begin with, and the file in each that its launcher has locked.
+_SCRATCH, _LOCK = "megatron-run-", ".launcher"
+#: Kills the process groups of which it was told, once who told it is gone without a last word.
+_GUARD = """
+import os, signal, sys
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_IGN)
+*groups, last = (sys.stdin.read() or "done").split()
+for group in groups + [last] if last != "done" else ():
+    try:
+        os.killpg(int(group), signal.SIGKILL)
+    except OSError:
+        pass
+"""
+
+
+@contextmanager
+def _guard() -> Iterator[Callable[[int], None]]:
+    """A process that kills the groups it is told of if this one dies within the block, however it dies.
+
+    The kernel's parent-death signal would not do: it kills a rank before that can end what it has started itself.
+    """
+    guard = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _GUARD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert guard.stdin is not None
+    pipe = guard.stdin
+
+    def tell(word: object) -> None:
+        with suppress(OSError):  # somebody has killed it: then the ranks' own lifelines must do
+            pipe.write(f"{word}\n".encode())
+            pipe.flush()
+
+    try:
+        yield tell
+    finally:
+        tell("done")
+        with suppress(OSError):
+            pipe.close()
+        guard.wait()
+
+
 @contextmanager
 def spawned_ranks(
     program: Sequence[str], job: Path, lifeline: int, environment: Mapping[str, str], starts: Sequence[RankStart]
 ) -> Iterator[Sequence[RankProcess]]:
     """One process of ``program`` for each of ``starts``. None is left running when the block ends."""
     ranks: list[SpawnedRank] = []
-    try:
-        for variables, log in starts:
-            ranks.append(spawn([*program, str(job)], {**environment, **variables}, log, (lifeline,)))
-        yield ranks
-    finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill_group()
-                rank.wait()
+    with _guard() as tell:
+        try:
+            for variables, log in starts:
+                ranks.append(spawn([*program, str(job)], {**environment, **variables}, log, (lifeline,)))
+                tell(ranks[-1].pid)
+            yield ranks
+        finally:
+            for rank in ranks:
+                if rank.poll() is None:
+                    rank.kill_group()
+                    rank.wait()
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A passing folder of this launcher. Those of launchers that were killed are removed first.
+
+    A launcher holds a lock in its folder, which the operating system releases when it dies.
+    """
+    for lock in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*/{_LOCK}"):
+        with suppress(OSError):  # somebody else's, or another launcher has just removed it
+            handle = SafeFolder(lock.parent).open(_LOCK, os.O_RDWR)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(handle).st_uid == os.geteuid() and not lock.parent.is_symlink():
+                    shutil.rmtree(lock.parent)
+            finally:
+                os.close(handle)
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH) as folder:
+        handle = os.open(Path(folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield Path(folder)
+        finally:
+            os.close(handle)

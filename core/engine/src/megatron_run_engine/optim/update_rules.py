@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from megatron_run.errors import InputError, advice, did_you_mean
 from megatron_run.registry.choose import is_file
-from megatron_run.registry.load import import_file
+from megatron_run.registry.load import FileNotRunError, import_file
 from megatron_run.registry.loaded_plugin import in_one_line
 from megatron_run_engine.runtime.gradients import DEFAULT_CAPACITY
 
@@ -149,7 +149,10 @@ class UpdateRule:
 
 def check_update(config: Config, options: UpdateOptions) -> Iterator[str]:
     """For ``PluginInfo.check_config``: raise as :func:`find_rule` does, and report options without effect."""
-    find_rule(options, config.parallel.tensor)
+    try:
+        find_rule(options, config.parallel.tensor)
+    except FileNotRunError:
+        yield f"optimizer.rule={options.rule} is a file, and no file is run here: it is not checked"
     for option, rules in _READ_BY.items():
         if option in options.model_fields_set and options.rule not in rules:
             yield f"optimizer.{option} does nothing with rule={options.rule}: it is for {', '.join(rules)}"
@@ -227,6 +230,8 @@ def _module(name: str, place: str) -> ModuleType:
         if not is_file(place):
             return import_module(place)
         return import_file(Path(place).expanduser().resolve())
+    except FileNotRunError:
+        raise
     except FileNotFoundError as error:
         raise InputError(
             f"optimizer.rule={name}: there is no file {error.filename}", fix="write ./FILE.py:CLASS"

@@ -3,12 +3,12 @@
 ``open_run_folder`` creates, joins or refuses a folder and takes its lock. ``RunFolder`` knows the paths and maintains
 ``status.json``. ``History`` reads the numbers that a run has left.
 
-Imports: checkpoint, config, errors, planning.
+Imports: checkpoint, config, errors, planning, safe_folder.
 """
 
 from __future__ import annotations
 
-from megatron_run_engine.run_folder.folder import RunFolder
+from megatron_run_engine.run_folder.folder import RunFolder, open_log
 from megatron_run_engine.run_folder.history import History
 from megatron_run_engine.run_folder.opening import FolderLock, OpenedFolder, join_run_folder, open_run_folder
 
@@ -18,5 +18,6 @@ __all__ = [
     "OpenedFolder",
     "RunFolder",
     "join_run_folder",
+    "open_log",
     "open_run_folder",
 ]

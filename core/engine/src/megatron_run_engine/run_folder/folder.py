@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_run.errors import CheckpointError, ExitCode
+from megatron_run.safe_folder import SafeFolder
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS
 
 State = Literal["starting", "running", "finished", "stopped", "failed"]
@@ -20,23 +20,9 @@ State = Literal["starting", "running", "finished", "stopped", "failed"]
 HEARTBEAT = 1.0
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace ``path`` atomically, so that a reader never sees half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the mapping in ``path``, or None if it cannot be read."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
+def is_run_id(word: object) -> bool:
+    """Whether ``word`` is the identifier of a run, which becomes a part of folders' names."""
+    return isinstance(word, str) and re.fullmatch("[0-9a-f]{32}", word) is not None
 
 
 def last_config(folder: Path) -> Path | None:
@@ -44,9 +30,16 @@ def last_config(folder: Path) -> Path | None:
 
     Attempts may differ in their plugins, and in what they were allowed to change.
     """
-    attempts = sorted(folder.glob("logs/attempt-*/config.yaml"), key=lambda path: int(path.parent.name[8:]))
-    found = [path for path in (folder / "config.yaml", *attempts) if path.is_file()]
+    attempts = [path for path in folder.glob("logs/attempt-*/config.yaml") if path.parent.name[8:].isdecimal()]
+    attempts.sort(key=lambda path: int(path.parent.name[8:]))
+    paths = (folder / "config.yaml", *attempts)
+    found = [path for path in paths if path.is_file() and not (path.is_symlink() or path.parent.is_symlink())]
     return found[-1] if found else None
+
+
+def open_log(log: Path, flags: int = os.O_WRONLY | os.O_APPEND | os.O_CREAT) -> int:
+    """Open what :meth:`RunFolder.log` names, by a descriptor of the run folder. Raises OSError where a link lies."""
+    return SafeFolder(log.parents[2]).open("/".join(log.parts[-3:]), flags)
 
 
 @dataclass(frozen=True)
@@ -73,6 +66,7 @@ class RunFolder:
         self.path = path
         self.attempt = attempt
         self.rank = rank
+        self.files = SafeFolder(path)
         self._beat = 0.0
         self._step = 0
 
@@ -96,23 +90,29 @@ class RunFolder:
     @property
     def run_id(self) -> str:
         """The run's identifier in ``run.json``, 32 hexadecimal digits; ``unnamed`` without that file."""
-        record = read_json(self.path / "run.json") or {}
-        return str(record.get("id", "unnamed"))
+        record = self.files.read_json("run.json") or {}
+        return str(record["id"]) if is_run_id(record.get("id")) else "unnamed"
 
     @property
     def changed_keys(self) -> frozenset[str]:
         """The configuration keys that any attempt was allowed to change."""
-        attempts = (read_json(self.path / "run.json") or {}).get("attempts", [])
+        attempts = (self.files.read_json("run.json") or {}).get("attempts", [])
         return frozenset(key for attempt in attempts for key in attempt.get("changes", {}))
 
-    @property
-    def records(self) -> Path:
-        """The folder of this attempt's description: the run folder for the first attempt, else that of its logs."""
-        return self.path if self.attempt == 1 else self.logs
+    def write_record(self, name: str, content: Any) -> None:
+        """Write a part of this attempt's description: in the run folder for the first one, else in that of its logs.
+
+        ``content`` is text, or what becomes JSON.
+        """
+        where = name if self.attempt == 1 else f"{self.logs.relative_to(self.path)}/{name}"
+        if isinstance(content, str):
+            self.files.replace(where, content.encode())
+        else:
+            self.files.write_json(where, content)
 
     def read_status(self) -> Status | None:
         """Return the content of ``status.json``, or None if it cannot be read."""
-        content = read_json(self.path / "status.json")
+        content = self.files.read_json("status.json")
         try:
             return Status(**content) if content else None
         except TypeError:
@@ -154,4 +154,4 @@ class RunFolder:
 
     def _write(self, status: Status) -> None:
         if self.rank == 0:
-            write_json(self.path / "status.json", asdict(status))
+            self.files.write_json("status.json", asdict(status))

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_run.errors import InputError
+from megatron_run.safe_folder import SafeFolder
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
 
+#: The most bytes of numbers that are read: those of millions of steps.
+LARGEST = 1 << 32
 #: A column: one value for each row, None where a row has none.
 Columns = dict[str, list[Any]]
 
@@ -60,7 +63,13 @@ class History:
 
 
 def _columns(path: Path) -> Columns:
-    read = map(_row, path.read_text("utf-8").splitlines()) if path.is_file() else ()
+    try:
+        content = SafeFolder(path.parent).read(path.name, limit=LARGEST)
+    except FileNotFoundError:
+        content = b""
+    except OSError as error:
+        raise InputError(f"{path} cannot be read", why=error.strerror or str(error)) from error
+    read = map(_row, content.decode().splitlines())
     rows = {row["step"]: row for row in read if "changes" not in row}  # a changed configuration is no step
     ordered = [rows[step] for step in sorted(rows)]
     names = dict.fromkeys(name for row in ordered for name in row)

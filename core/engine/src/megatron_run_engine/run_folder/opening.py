@@ -9,11 +9,13 @@ import errno
 import fcntl
 import os
 import platform
+import re
 import secrets
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
@@ -24,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 from megatron_run.errors import InputError
 from megatron_run.planning.describe import run_record
 from megatron_run.planning.run import to_yaml
+from megatron_run.safe_folder import SafeFolder
 from megatron_run_engine.run_folder.changes import LENGTH, Change, check_names, digest, find_changes, identity, refuse
-from megatron_run_engine.run_folder.folder import RunFolder, read_json, write_json
+from megatron_run_engine.run_folder.folder import RunFolder, is_run_id
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
@@ -52,7 +55,7 @@ class FolderLock:
 
     def _acquire(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        handle = os.open(self._path, flags, 0o644)
+        handle = os.open(self._path, flags | os.O_NONBLOCK, 0o644)
         try:
             self._lock(handle)
         except BaseException:
@@ -98,7 +101,7 @@ class FolderLock:
         os.close(handle)
 
     def _in_use(self, holder: Path, fix: str) -> InputError:
-        who = holder.read_text(encoding="utf-8", errors="replace").strip() or "another process"
+        who = SafeFolder(holder.parent).read(holder.name).decode(errors="replace").strip() or "another process"
         return InputError(f"run folder {self._path.parent} is in use", why=f"{who} writes into it", fix=fix)
 
 
@@ -108,8 +111,8 @@ def _process_name() -> bytes:
 
 #: Seconds within which a network file system shows a new file on other hosts.
 VISIBLE_WITHIN = 10.0
-#: Files that a folder may hold before its first attempt.
-_LOCK_FILES = frozenset({".lock", ".lock-exclusive"})
+#: Files that a folder may hold before it has a ``run.json``: locks, and what a killed job had of that file.
+_BEFORE = re.compile(r"\.lock(-exclusive)?|\.run\.json\.\d+")
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ def join_run_folder(path: Path, attempt: int, run_id: str, rank: int, wait: floa
 
 
 def _shows(path: Path, attempt: int, run_id: str) -> bool:
-    record = read_json(path / "run.json")
+    record = SafeFolder(path).read_json("run.json")
     return record is not None and record.get("id") == run_id and len(record["attempts"]) >= attempt
 
 
@@ -188,7 +191,7 @@ def _chosen_folder(wanted: Path) -> Path:
         raise _refusal(path, "it is a file")
     path.mkdir(parents=True, exist_ok=True)
     entries = {entry.name for entry in path.iterdir()}
-    if entries - _LOCK_FILES and "run.json" not in entries:
+    if "run.json" not in entries and not all(map(_BEFORE.fullmatch, entries)):
         raise _refusal(path, "it holds other files and no run.json")
     return path
 
@@ -209,9 +212,11 @@ def _refusal(path: Path, why: str) -> InputError:
 
 def _enter(path: Path, lock: FolderLock, run: ResolvedRun, arguments: Sequence[str]) -> OpenedFolder:
     keys = identity(run)
-    record = read_json(path / "run.json")
-    if record is None:
-        record = _first_record(path, keys)
+    files = SafeFolder(path)
+    record = _read_record(path)
+    if record is None:  # nothing was trained: not yet, or by a job that was killed before the last line below
+        record = {"v": 1, "id": secrets.token_hex(16), "digest": digest(keys), "identity": keys, "attempts": []}
+        files.write_json("run.json", record)  # before any other file, which alone would make it no run folder
     changed = _check_same_run(path, record, keys, run)
     before = RunFolder(path, max(1, len(record["attempts"])))
     status = before.read_status()
@@ -219,25 +224,33 @@ def _enter(path: Path, lock: FolderLock, run: ResolvedRun, arguments: Sequence[s
     if finished and LENGTH.isdisjoint(change.key for change in changed):
         return OpenedFolder(before, lock, record["id"], finished=True)
     folder = RunFolder(path, len(record["attempts"]) + 1)
-    if (path / "logs").is_symlink():
-        raise _refusal(path, "its logs are a symbolic link")
     # A job that was killed before the last line below left this folder, and is no attempt. The lock is held: whatever
     # lies there is nobody's.
-    folder.logs.mkdir(parents=True, exist_ok=True)
+    files.make(str(folder.logs.relative_to(path)))
     write_records(folder, run)
     folder.start()
     # Last, and in one rename: other ranks take the attempt for open as soon as run.json has it.
     record["attempts"].append(attempt_record(folder.attempt, run, arguments, changed))
     if changed:
         record |= {"digest": digest(keys), "identity": keys}
-    write_json(path / "run.json", record)
+    files.write_json("run.json", record)
     return OpenedFolder(folder, lock, record["id"])
 
 
-def _first_record(path: Path, keys: dict[str, Any]) -> dict[str, Any]:
-    if (path / "run.json").exists():
-        raise _refusal(path, "its run.json cannot be read")
-    return {"v": 1, "id": secrets.token_hex(16), "digest": digest(keys), "identity": keys, "attempts": []}
+def _read_record(path: Path) -> dict[str, Any] | None:
+    """The content of ``run.json``, None before the first attempt. Raises :class:`InputError` for what no run writes."""
+    record = SafeFolder(path).read_json("run.json")
+    if record is None:
+        if os.path.lexists(path / "run.json"):
+            raise _refusal(path, "its run.json cannot be read")
+        return None
+    attempts = record.get("attempts")
+    sound = isinstance(attempts, list) and all(
+        isinstance(each, dict) and isinstance(each.get("changes", {}), dict) for each in attempts
+    )
+    if not (sound and is_run_id(record.get("id")) and isinstance(record.get("identity", {}), dict)):
+        raise _refusal(path, "its run.json is not what a run writes")
+    return record if attempts else None
 
 
 def _check_same_run(path: Path, record: dict[str, Any], keys: dict[str, Any], run: ResolvedRun) -> tuple[Change, ...]:
@@ -271,9 +284,9 @@ _RECORDED = (
 
 def write_records(folder: RunFolder, run: ResolvedRun) -> None:
     """Write ``config.yaml``, ``plan.json`` and ``environment.json`` of this attempt."""
-    folder.records.joinpath("config.yaml").write_text(to_yaml(run), encoding="utf-8")
-    write_json(folder.records / "plan.json", plan_record(run))
-    write_json(folder.records / "environment.json", environment_record())
+    folder.write_record("config.yaml", to_yaml(run))
+    folder.write_record("plan.json", plan_record(run))
+    folder.write_record("environment.json", environment_record())
 
 
 def plan_record(run: ResolvedRun) -> dict[str, Any]:
@@ -313,16 +326,42 @@ def attempt_record(
 
 
 def git_record() -> dict[str, Any] | None:
-    """Return the commit of the current folder, and whether tracked files differ from it; None outside a repository."""
-    commit = _git("rev-parse", "HEAD")
-    if commit is None or commit.returncode:
+    """Return the commit of the current folder, and whether tracked files differ from it; None outside a repository.
+
+    The comparison is made from a repository of our own, which borrows the objects and the index of that one: its
+    configuration may name programs (filters, ``core.fsmonitor``), and git would run them.
+    """
+    found = _git({}, "rev-parse", "HEAD", "--show-toplevel", "--git-path", "objects", "--git-path", "index")
+    if found is None or found.returncode:
         return None
-    changed = _git("diff", "--quiet", "HEAD")
-    return {"commit": commit.stdout.strip(), "changed": None if changed is None else bool(changed.returncode)}
+    commit, tree, objects, index = found.stdout.splitlines()
+    with tempfile.TemporaryDirectory(prefix="megatron-run-git-") as ours:
+        for folder in ("refs", "objects"):
+            Path(ours, folder).mkdir()
+        Path(ours, "HEAD").write_text(f"{commit}\n", encoding="ascii")
+        Path(ours, "config").write_text("[core]\n\trepositoryformatversion = 0\n", encoding="ascii")
+        borrowed = {
+            "GIT_DIR": ours,
+            "GIT_WORK_TREE": tree,
+            "GIT_OBJECT_DIRECTORY": os.path.abspath(objects),  # noqa: PTH100  # a link may lead to a shared store
+            "GIT_INDEX_FILE": os.path.abspath(index),  # noqa: PTH100
+            "GIT_CONFIG_GLOBAL": os.devnull,
+            "GIT_CONFIG_NOSYSTEM": "1",
+            "GIT_OPTIONAL_LOCKS": "0",  # the index is read and not refreshed
+        }
+        changed = _git(
+            borrowed, "diff", "--quiet", "--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty", "HEAD"
+        )
+    known = changed is not None and changed.returncode in (0, 1)
+    return {"commit": commit, "changed": bool(changed.returncode) if changed is not None and known else None}
 
 
-def _git(*arguments: str) -> subprocess.CompletedProcess[str] | None:
+def _git(variables: Mapping[str, str], *arguments: str) -> subprocess.CompletedProcess[str] | None:
+    # What git's own variables say (GIT_EXTERNAL_DIFF, GIT_CONFIG_COUNT) is the user's, and of another command.
+    plain = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
     try:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, timeout=5)
+        return subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, check=False, timeout=5, env={**plain, **variables}
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -14,7 +14,6 @@ from megatron_run.contracts.topology import Replicas
 from megatron_run.pipeline.timeline import timeline
 from megatron_run.planning.describe import describe
 from megatron_run.planning.run import to_yaml
-from megatron_run_engine.run_folder.folder import write_json
 from megatron_run_engine.runtime.parameter_init import count_parameters
 
 if TYPE_CHECKING:
@@ -141,7 +140,7 @@ def start_observers(run: ResolvedRun, assembly: Assembly, folder: RunFolder, beg
     if assembly.context.topology.rank:
         return Observers([], assembly.context.log)
     record = device_record(assembly.context.device, run.config.train.precision, beginning.peak)
-    write_json(folder.records / "device.json", record)
+    folder.write_record("device.json", record)
     made = [(plugin.name, cast("Observer", plugin.create())) for plugin in run.plugins["observer"]]
     observers = Observers(made, assembly.context.log)
     observers.on_train_start(summarise(run, assembly, folder, parameters, beginning))

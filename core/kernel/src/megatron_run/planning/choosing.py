@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ from megatron_run.errors import EngineMissingError, Findings, InputError, Plugin
 from megatron_run.registry.choose import choose
 from megatron_run.registry.discover import Catalog, Entry, SourceDigests
 from megatron_run.registry.known import known_plugin
-from megatron_run.registry.load import from_object, load
+from megatron_run.registry.load import FileNotRunError, from_object, load
 from megatron_run.registry.loaded_plugin import Plugin, UncheckedOptions, unloaded
 
 #: Kinds to which a plugin handed in from Python is added instead of replacing what was chosen.
@@ -45,7 +46,7 @@ def choose_plugins(
     """The plugins of ``kinds``, which are all that a run chooses unless said, loaded.
 
     A kind with a problem is left out, and the problem is in ``findings``. With ``plan_only`` a plugin that cannot be
-    loaded because there is no engine is represented by a stand-in, unless it is the schedule.
+    loaded because there is no engine is represented by a stand-in, unless it is the schedule; so is a file not run.
     """
     given = _given(objects, findings)
     digests = SourceDigests()
@@ -94,9 +95,12 @@ def _load(
     entry: Entry | None = None
     try:
         entry = choose(catalog, kind, choice.word, str(choice.origin))
+        if entry.file and (whose := whose_file(choice.origin, entry.file)):
+            notices.append(f"{kind}={entry.name} is code that runs: {entry.file}, {whose}; named at {choice.origin}")
         return load(entry, str(choice.origin), digests)
     except PluginError as error:
-        if plan_only and isinstance(error, EngineMissingError) and kind != "schedule":
+        absent = plan_only and isinstance(error, EngineMissingError) and kind != "schedule"
+        if absent or isinstance(error, FileNotRunError):
             return unloaded(kind, plugin_name(choice.word), str(choice.origin), entry, error)
         if kind == "observer" and choice.origin == DEFAULT:
             others = ",".join(word for word in DEFAULT_PLUGINS[kind] if word != choice.word)
@@ -107,6 +111,23 @@ def _load(
             error.why = error.why or _saved_with(merged, kind, choice.word)
             findings.add(error)
     return None
+
+
+def whose_file(origin: Origin, file: Path) -> str:
+    """Why the plugin ``file`` that a configuration names may not be the user's own; empty when it is.
+
+    What the user types, or writes into a configuration of theirs, is their own choice.
+    """
+    config = Path(origin.place.rpartition(" line ")[0]) if origin.source == "file" else None
+    if config is not None:
+        beside = config.absolute().parent
+        if any((folder / "run.json").exists() for folder in (beside, beside.parent.parent)):  # or logs/attempt-001/
+            return "chosen by a run folder"
+    for path in filter(None, (config, file)):
+        with suppress(OSError):
+            if path.stat().st_uid != os.geteuid():
+                return f"and {path} belongs to another user"
+    return ""
 
 
 def _saved_with(merged: ConfigSource, kind: str, word: str) -> str:

@@ -155,7 +155,11 @@ class _Resolver:
         plugins = {}
         for kind, many in chosen.items():
             plugins[kind] = with_options(kind, many, merged, catalog, self._findings, self._notices)
-        if lacking := [str(plugin) for many in plugins.values() for plugin in many if not plugin.loaded]:
+        unloaded = [plugin for many in plugins.values() for plugin in many if not plugin.loaded]
+        files = [str(plugin) for plugin in unloaded if plugin.entry is not None and plugin.entry.file]
+        if files:
+            self._notices.append(f"{', '.join(files)} is a file, and no file is run here: options are not checked")
+        if lacking := [str(plugin) for plugin in unloaded if str(plugin) not in files]:
             self._notices.append(f"{', '.join(lacking)} cannot be loaded without the engine: options are not checked")
         return merged, plugins
 
@@ -225,7 +229,7 @@ class _Resolver:
     ) -> tuple[tuple[Place, ...], dict[int, Plan]]:
         """Where layers live, and a proven plan for each of ``counts``; empty when what they need is wrong."""
         schedule, model = (_ready(plugins.get(kind, ())) for kind in ("schedule", "model"))
-        if parallel and schedule and model:
+        if parallel and schedule and model and schedule.loaded:
             with self._findings.collect():
                 return plan_run(schedule, layers_of(model), parallel, counts)
         return (), {}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from hashlib import sha256
 from importlib.machinery import SourceFileLoader
@@ -49,7 +52,7 @@ def load(entry: Entry, origin: str, digests: SourceDigests | None = None) -> Plu
     """
     try:
         holder, module = _file_as_plugin(entry.file) if entry.file else _import_installed(entry)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, FileNotRunError):
         raise
     except BaseException as cause:
         what = f"plugin {entry} of {entry.source} cannot be imported"
@@ -204,9 +207,34 @@ def _file_as_plugin(path: Path) -> tuple[object, ModuleType]:
     return module, module
 
 
+class FileNotRunError(PluginError):
+    """A configuration names a Python file, and who reads it wants none to be run."""
+
+
+_RUN: ContextVar[bool] = ContextVar("files_are_run", default=True)
+
+
+@contextmanager
+def no_files_run() -> Iterator[None]:
+    """Within the block, in this thread, :func:`import_file` raises :class:`FileNotRunError` and runs nothing."""
+    before = _RUN.set(False)
+    try:
+        yield
+    finally:
+        _RUN.reset(before)
+
+
 def import_file(path: Path) -> ModuleType:
-    """Run the file as a module of its own name, so that two files of one name do not collide."""
+    """Run the file as a module of its own name, so that two files of one name do not collide.
+
+    It may import its neighbours, which hide no module that is installed: their folder comes last in the search.
+    Every file that a configuration names is run here, and not within :func:`no_files_run`.
+    """
+    if not _RUN.get():
+        raise FileNotRunError(f"the file {path} is not run", why="this command reads a configuration and runs nothing")
     source = path.read_bytes()
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
     name = f"megatron_run_file_{sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
     loader = SourceFileLoader(name, str(path))
     spec = spec_from_loader(name, loader)

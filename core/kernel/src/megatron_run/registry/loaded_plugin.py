@@ -23,7 +23,7 @@ from megatron_run.contracts import (
     Schedule,
 )
 from megatron_run.contracts.plugin import KINDS, RUN_KINDS, PluginInfo
-from megatron_run.errors import EngineMissingError, PluginError, RunError, check_engine, did_you_mean
+from megatron_run.errors import PluginError, RunError, check_engine, did_you_mean
 from megatron_run.registry.known import known_plugin
 
 if TYPE_CHECKING:
@@ -191,8 +191,8 @@ class Plugin:
             raise PluginError(f"plugin {self} cannot be made without the options {missing}") from cause
 
 
-def unloaded(kind: str, name: str, origin: str, entry: Entry | None, missing: EngineMissingError) -> Plugin:
-    """A stand-in for ``kind=name``, which cannot be loaded without the engine: sufficient to plan, not to train.
+def unloaded(kind: str, name: str, origin: str, entry: Entry | None, missing: PluginError) -> Plugin:
+    """A stand-in for ``kind=name``, not loaded for want of the engine or as it must not run: nothing to train with.
 
     It provides what the kernel knows the plugin to provide, keeps its options unchecked, and raises ``missing`` when
     its object is asked for. ``entry`` is None for a plugin that is not installed either.
@@ -212,6 +212,7 @@ def unloaded(kind: str, name: str, origin: str, entry: Entry | None, missing: En
         digest="",
         location=entry.location if entry else "not installed",
         factory=refuse,
+        entry=entry,
     )
 
 

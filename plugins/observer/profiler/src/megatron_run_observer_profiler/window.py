@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from megatron_run.safe_folder import SafeFolder
 
 #: Rows of the table: what a person reads before opening the trace.
 ROWS = 40
@@ -44,14 +46,19 @@ class Window:
         if self._ranges is not None:
             self._ranges.__exit__(None, None, None)
             torch.cuda.profiler.stop()
-        folder.mkdir(exist_ok=True)
-        if self._profile is not None:
-            self._profile.stop()
-            self._profile.export_chrome_trace(str(folder / f"{name}.json"))
-            (folder / f"{name}.txt").write_text(_table(self._profile), encoding="utf-8")
-        if self._memory:
-            torch.cuda.memory._dump_snapshot(str(folder / f"{name}-memory.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
+        files, place = SafeFolder(folder.parent), folder.name
+        files.make(place)
+        with TemporaryDirectory(prefix="megatron-run-profile-") as scratch:  # torch writes to paths, over any link
+            if self._profile is not None:
+                self._profile.stop()
+                self._profile.export_chrome_trace(f"{scratch}/{name}.json")
+                Path(scratch, f"{name}.txt").write_text(_table(self._profile), encoding="utf-8")
+            if self._memory:
+                torch.cuda.memory._dump_snapshot(f"{scratch}/{name}-memory.pickle")
+                torch.cuda.memory._record_memory_history(enabled=None)
+            for written in sorted(Path(scratch).iterdir()):
+                with written.open("rb") as source, files.create(f"{place}/{written.name}") as target:
+                    shutil.copyfileobj(source, target)
 
 
 def _table(profile: Any) -> str:

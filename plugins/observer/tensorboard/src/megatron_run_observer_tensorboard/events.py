@@ -14,6 +14,8 @@ from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_p
 from tensorboard.plugins.text import metadata as text_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from megatron_run.safe_folder import SafeFolder
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -27,10 +29,11 @@ class EventFile:
     """
 
     def __init__(self, folder: Path, first_step: int | None = None) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        files = SafeFolder(folder.parent)
+        files.make(folder.name)
         now = clock.time()
         name = f"events.out.tfevents.{now:017.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._records = RecordWriter((folder / name).open("xb"))
+        self._records = RecordWriter(files.create(f"{folder.name}/{name}"))
         self.last_step = 0 if first_step is None else first_step - 1
         self._write(event_pb2.Event(wall_time=now, file_version="brain.Event:2"))
         if first_step is not None:

@@ -12,6 +12,7 @@ from megatron_run.contracts.observer import read_steps, steps_of, steps_text
 from megatron_run.errors import InputError
 from megatron_run.hookspecs import hookimpl
 from megatron_run.pipeline.trace_events import trace_document, trace_events
+from megatron_run.safe_folder import SafeFolder
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -110,15 +111,11 @@ def trace_path(run: RunSummary, step: int) -> Path:
 
 def write_new(path: Path, text: str) -> None:
     """Write a file atomically. Raises FileExistsError instead of replacing one."""
-    path.parent.mkdir(exist_ok=True)
+    files = SafeFolder(path.parent.parent)
+    files.make(path.parent.name)
     if path.exists():
         raise FileExistsError(f"{path} exists already")
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.rename(path)
-    finally:
-        part.unlink(missing_ok=True)
+    files.replace(f"{path.parent.name}/{path.name}", text.encode())
 
 
 @hookimpl

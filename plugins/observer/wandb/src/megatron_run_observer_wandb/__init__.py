@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import EvalMetrics, Observer, PluginInfo, RunSummary, StepMetrics
 from megatron_run.hookspecs import hookimpl
+from megatron_run.safe_folder import SafeFolder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,6 +73,7 @@ class WeightsAndBiases(Observer):
             symlink=False,  # a run folder holds no links
             silent=True,
         )
+        SafeFolder(run.folder).make("wandb")  # where it writes; raises OSError for a link that lies there
         leave, report = sys.exit, sys.excepthook
         opened = wandb.init(
             project=self._options.project,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from megatron_run.contracts import EvalMetrics, Observer, PluginInfo, RunSummary, StepMetrics
 from megatron_run.hookspecs import hookimpl
+from megatron_run.safe_folder import SafeFolder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,10 +76,8 @@ class LineFile:
     """A file of JSON lines. Each is handed to the operating system before ``append`` returns."""
 
     def __init__(self, path: Path) -> None:
-        self._file: BinaryIO = path.open("ab+")
-        self._file.seek(0)
-        whole = self._file.read().rfind(b"\n") + 1  # a killed run may have left half a line: cut it off
-        self._file.truncate(whole)
+        self._file: BinaryIO = SafeFolder(path.parent).append(path.name)
+        self._file.truncate(_whole_lines(self._file))  # a killed run may have left half a line: cut it off
 
     def append(self, record: dict[str, Any]) -> None:
         """Append ``record`` as one line of strict JSON. Numbers that are not finite become null."""
@@ -87,6 +87,19 @@ class LineFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _whole_lines(file: BinaryIO, block: int = 1 << 16) -> int:
+    """The bytes of ``file`` up to its last newline, found from the end."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        start = max(0, end - block)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
 
 
 def _finite(value: Any) -> Any:

@@ -2,9 +2,9 @@
 
 It lives in the sidecar of rank 0, and not in rank 0, which may be the one that hangs. Messages are JSON, a line each.
 
-A sidecar sends ``rank`` and ``token`` first. Then, every half second, ``quiet`` and ``stopped``, for how long its rank
-has been silent or stopped, with the rank's ``page`` when it is silent and the page was not sent yet; and at the end
-``over``, the exit code with which its rank ended by itself, or ``gone``, in what it died.
+A sidecar proves first that it is one (``connection``). Then it sends, every half second, ``quiet`` and ``stopped``, for
+how long its rank has been silent or stopped, with the rank's ``page`` when it is silent and the page was not sent yet;
+and at the end ``over``, the exit code with which its rank ended by itself, or ``gone``, in what it died.
 
 The hub sends ``end``: end your rank after ``grace`` seconds because of ``rank``, for this reason, which your rank
 prints when ``speak``; ``hush``: nobody prints it, for the rank that failed has explained itself; and ``bye`` before it
@@ -14,18 +14,18 @@ ends, so that no sidecar takes that for the death of rank 0's host.
 from __future__ import annotations
 
 import base64
-import json
+import resource
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from hmac import compare_digest
 from typing import Any
 
 from megatron_run.errors import ExitCode, RankLostError
+from megatron_run_engine.launch.watchdog.connection import Connection, Stranger
 from megatron_run_engine.launch.watchdog.monitor import INTERVAL, LONGEST
 from megatron_run_engine.launch.watchdog.page import Page
 from megatron_run_engine.launch.watchdog.verdict import RankState, UnblockedTimer, judge
@@ -34,66 +34,35 @@ from megatron_run_engine.launch.watchdog.verdict import RankState, UnblockedTime
 GRACE = 3.5
 #: Ends that do not trouble the other ranks.
 _IN_ORDER = (ExitCode.DONE, ExitCode.TIME_LIMIT, ExitCode.SIGINT, ExitCode.SIGTERM)
-#: Seconds that a write may wait for the other side.
-_SEND_TIMEOUT = 1.0
-#: No message of ours is longer: a page has 8 KiB.
-_LONGEST_LINE = 1 << 16
-
-
-class Connection:
-    """One end of a connection between a sidecar and the hub. ``open`` turns false when the other end is gone."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(_SEND_TIMEOUT)
-        self._socket, self._rest, self.open = connection, b"", True
-
-    def fileno(self) -> int:
-        """For a selector."""
-        return self._socket.fileno()
-
-    def send(self, **message: Any) -> None:
-        """Send a message; to an end that is gone it is lost."""
-        try:
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            self.open = False
-
-    def receive(self) -> Iterator[Mapping[str, Any]]:
-        """The messages that have arrived, once a selector reports the connection as readable."""
-        try:
-            data = self._socket.recv(_LONGEST_LINE)
-        except OSError:
-            data = b""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        self.open = self.open and bool(data) and len(self._rest) <= _LONGEST_LINE
-        for line in lines:
-            with suppress(ValueError):
-                message = json.loads(line)
-                if isinstance(message, dict):
-                    yield message
-
-    def close(self) -> None:
-        """Close this end. A selector must have forgotten it before."""
-        self.open = False
-        self._socket.close()
+#: Seconds that who connects has to prove itself.
+_GREETED_WITHIN = 10.0
+#: Strangers that are heard at once, unless there are more ranks, and open files besides connections.
+_STRANGERS, _OTHER_FILES = 256, 64
+#: Connections that are taken between two looks at the ranks.
+_AT_ONCE = 256
 
 
 class Hub:
     """Judges ``size`` ranks by what their sidecars report; a rank hangs after ``timeout`` seconds.
 
-    It listens at ``address``, on every interface when that is empty, and accepts only sidecars that know ``token``.
+    It listens at ``address``, on every interface when that is empty, and listens to sidecars that know ``secret``. The
+    number of strangers is limited, and the oldest leaves first. ``failure`` says why the hub itself has failed: then it
+    has sent everybody ``bye``, and nobody compares the ranks any more.
     """
 
-    def __init__(self, size: int, timeout: float, token: str, address: str) -> None:
-        self._timeout, self._token, self._looked = timeout, token, time.monotonic()
+    def __init__(self, size: int, timeout: float, secret: str, address: str) -> None:
+        self._timeout, self._secret, self._looked = timeout, secret, time.monotonic()
         self._server = socket.create_server((address, 0), backlog=size)
+        self._server.setblocking(False)
         self._selector = selectors.DefaultSelector()  # select() knows no descriptor above 1,023
         self._selector.register(self._server, selectors.EVENT_READ)
         self._states, self._unblocked = [RankState(None) for _ in range(size)], UnblockedTimer(timeout, size)
-        self._connections: dict[Connection, int | None] = {}  # the rank, None before it has identified itself
+        self._connections: dict[Connection, int] = {}  # of the ranks
+        self._strangers: dict[Connection, Stranger] = {}  # the oldest first
+        self._most_strangers = min(max(_STRANGERS, size), max(16, _open_files() - size - _OTHER_FILES))
         self._verdict: dict[str, Any] = {}
         self._provisional, self._ending = False, 0.0
-        self._closing = False
+        self._closing, self.failure = False, ""
         self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
 
     @property
@@ -112,24 +81,69 @@ class Hub:
         self._thread.join(within)
 
     def _run(self) -> None:
-        while True:
-            closing = self._closing  # read before the poll, so that what has arrived by then is read too
-            ready = [key.data for key, _ in self._selector.select(0.0 if closing else INTERVAL)]
-            for connection in ready:
-                if connection is not None:
-                    self._receive(connection)
-                else:
-                    fresh = Connection(self._server.accept()[0])
-                    self._connections[fresh] = None
-                    self._selector.register(fresh, selectors.EVENT_READ, fresh)
-            self._judge()
-            if closing and not any(ready):
-                break
-        for connection in self._connections:
+        try:
+            self._serve()
+        except Exception as error:  # whatever it is: a hub that is dead in silence leaves a hang to nobody
+            self.failure = f"{type(error).__name__}: {error}"
+        for connection in (*self._connections, *self._strangers):
             connection.send(bye=True)
             connection.close()
         self._selector.close()
         self._server.close()
+
+    def _serve(self) -> None:
+        while True:
+            closing = self._closing  # read before the poll, so that what has arrived by then is read too
+            ready = [key.data for key, _ in self._selector.select(0.0 if closing else INTERVAL)]
+            for connection in ready:
+                if connection is None:
+                    self._accept()
+                elif connection in self._connections:
+                    self._receive(connection)
+                elif connection in self._strangers:  # else it was sent away a moment ago
+                    self._identify(connection)
+            self._send_away()
+            self._judge()
+            if closing and not any(ready):
+                break
+
+    def _accept(self) -> None:
+        """Greet who waits, and make room for them."""
+        for _ in range(_AT_ONCE):
+            try:
+                fresh = Connection(self._server.accept()[0])
+            except BlockingIOError:
+                return
+            except OSError:  # there is no room for another file, or who came has left
+                self._forget(next(iter(self._strangers), None))
+                time.sleep(INTERVAL / 10)  # who waits is there at the next look again
+                return
+            self._strangers[fresh] = Stranger(fresh)
+            self._selector.register(fresh, selectors.EVENT_READ, fresh)
+            if len(self._strangers) > self._most_strangers:
+                self._forget(next(iter(self._strangers)))
+
+    def _send_away(self) -> None:
+        """Close the connections of those who have said nothing for too long."""
+        late = time.monotonic() - _GREETED_WITHIN
+        while self._strangers and next(iter(self._strangers.values())).since < late:
+            self._forget(next(iter(self._strangers)))
+
+    def _forget(self, connection: Connection | None) -> None:
+        if connection is not None:
+            self._selector.unregister(connection)
+            self._strangers.pop(connection, None)
+            connection.close()
+
+    def _identify(self, connection: Connection) -> None:
+        rank = self._strangers[connection].identify(connection, self._secret, range(len(self._states)))
+        if rank is not None:
+            del self._strangers[connection]
+            self._connections[connection] = rank
+            if self._verdict:  # it comes too late
+                connection.send(**self._verdict, speak=False)
+        elif not connection.open:
+            self._forget(connection)
 
     def _judge(self) -> None:
         passed = time.monotonic() - self._looked
@@ -143,24 +157,14 @@ class Hub:
             self._end_all(error, 0.0)
 
     def _receive(self, connection: Connection) -> None:
+        rank = self._connections[connection]
         for message in connection.receive():
-            rank = self._connections[connection]
-            if rank is not None:
+            with suppress(ValueError, LookupError, TypeError):  # what no sidecar of ours says is nothing
                 self._note(rank, message)
-                continue
-            claimed, token = message.get("rank"), str(message.get("token"))
-            known = compare_digest(token.encode(errors="replace"), self._token.encode())
-            if not known or claimed not in range(len(self._states)):
-                connection.open = False
-                break
-            self._connections[connection] = claimed
-            if self._verdict:  # it comes too late
-                connection.send(**self._verdict, speak=False)
         if not connection.open:
-            self._selector.unregister(connection)
-            rank = self._connections.pop(connection)
-            connection.close()
-            if rank is not None and not self._states[rank].ended:
+            del self._connections[connection]
+            self._forget(connection)
+            if not self._states[rank].ended:
                 self._lost(rank, "its sidecar is gone, and so may be its host")
 
     def _note(self, rank: int, message: Mapping[str, Any]) -> None:
@@ -192,8 +196,17 @@ class Hub:
         if self._verdict:
             return
         self._verdict, self._ending = {"end": str(error), "rank": error.rank, "grace": grace}, time.monotonic()
-        known = {rank: connection for connection, rank in self._connections.items() if rank is not None}
+        known = {rank: connection for connection, rank in self._connections.items()}
         innocent = [rank for rank in known if rank != error.rank and not self._states[rank].ended]
         speaker = min(innocent, default=error.rank)
         for rank, connection in known.items():
             connection.send(**self._verdict, speak=rank == speaker)
+
+
+def _open_files() -> int:
+    """How many files this process may have open: as many as it may allow itself."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS has a lower limit than the one that it tells
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return soft if soft != resource.RLIM_INFINITY else 1 << 20

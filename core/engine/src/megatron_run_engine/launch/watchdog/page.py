@@ -61,7 +61,7 @@ class Page:
     peer: int | None = None
     inside: tuple[str, int] | None = None
     entered: Mapping[str, Entered] = field(default_factory=dict)
-    members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    members: Mapping[str, range] = field(default_factory=dict)
 
     @property
     def place(self) -> str:
@@ -183,14 +183,14 @@ def _packed(ranks: tuple[int, ...]) -> list[int]:
     return [span.start, span.stop, span.step] if tuple(span) == ranks else []
 
 
-def _members(content: bytes) -> dict[str, tuple[int, ...]]:
+def _members(content: bytes) -> dict[str, range]:
     (length,) = _LENGTH.unpack_from(content, _MEMBERS)
     start = _MEMBERS + _LENGTH.size
     try:
         packed = json.loads(content[start : start + length] or b"{}")
     except ValueError:  # torn
         return {}
-    return {scope: tuple(range(*span)) for scope, span in packed.items() if span}
+    return {scope: range(*span) for scope, span in packed.items() if span}
 
 
 def _text(field_: bytes) -> str:

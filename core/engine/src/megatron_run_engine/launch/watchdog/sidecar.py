@@ -25,7 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_run_engine.launch.watchdog.hub import Connection, Hub
+from megatron_run_engine.launch.watchdog.connection import Connection, join_hub
+from megatron_run_engine.launch.watchdog.hub import Hub
 from megatron_run_engine.launch.watchdog.monitor import INTERVAL, LONGEST, RankMonitor
 
 #: Seconds between two reports, and of silence after which a rank's page is sent: until then nobody needs it.
@@ -49,7 +50,7 @@ class Orders:
     process: int
     page: str
     timeout: float
-    token: str
+    secret: str
     folder: str
     attempt: int
     hub: str = ""
@@ -68,7 +69,7 @@ class Sidecar:
         self._monitor = RankMonitor(Path(orders.page))
         self._hub: Hub | None = None
         if not orders.hub:
-            self._hub = Hub(orders.size, orders.timeout, orders.token, orders.listen)
+            self._hub = Hub(orders.size, orders.timeout, orders.secret, orders.listen)
             self._hub.start()
             tell_rank(hub=self._hub.port)
         self._selector = selectors.DefaultSelector()
@@ -76,7 +77,7 @@ class Sidecar:
         self._connection = self._reach_hub()
         self._sent, self._reported = 0, 0.0
         self._due: list[tuple[float, Callable[[], None]]] = []  # what to do to the rank, and when
-        self._message, self._hushed = "", False
+        self._message, self._hushed, self._told = "", False, False
 
     def run(self) -> None:
         """Watch until the rank is gone, or has announced that it ends by itself."""
@@ -90,6 +91,9 @@ class Sidecar:
                 return
             if self._connection is not None and self._connection in ready.values():
                 self._obey(self._connection)
+            if self._hub is not None and self._hub.failure and not self._told:
+                self._told = True
+                self._tell_blind(f"the hub has failed: {self._hub.failure}")
             now = time.monotonic()
             self._monitor.look(min(now - last, LONGEST))
             last = now
@@ -105,11 +109,18 @@ class Sidecar:
         at = (host, int(port)) if self._hub is None else (self._orders.listen or "127.0.0.1", self._hub.port)
         try:
             connection = Connection(socket.create_connection(at, timeout=_REACH_WITHIN))
-        except OSError:
+        except OSError as error:
+            self._tell_blind(f"the hub at {at[0]}:{at[1]} cannot be reached: {error.strerror or error}")
             return None
-        connection.send(rank=self._orders.rank, token=self._orders.token)
+        if not join_hub(connection, self._orders.rank, self._orders.secret, _REACH_WITHIN):
+            self._tell_blind(f"who listens at {at[0]}:{at[1]} is not the hub of this run")
+            connection.close()
+            return None
         self._selector.register(connection, selectors.EVENT_READ, connection)
         return connection
+
+    def _tell_blind(self, why: str) -> None:
+        tell_rank(note=f"rank {self._orders.rank} is not compared with the others: {why}; a hang may go unnoticed")
 
     def _disconnect(self) -> None:
         if self._connection is not None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,9 +21,10 @@ from megatron_run.errors import CheckpointError, ExitCode
 from megatron_run_engine.launch.watchdog.page import PageWriter
 from megatron_run_engine.launch.watchdog.sidecar import Orders
 from megatron_run_engine.run_folder import RunFolder
+from megatron_run_engine.run_folder.opening import VISIBLE_WITHIN
 from megatron_run_engine.runtime.world import World
 
-_PROGRAM = (sys.executable, "-m", "megatron_run_engine.launch.watchdog.sidecar")
+_PROGRAM = (sys.executable, "-P", "-m", "megatron_run_engine.launch.watchdog.sidecar")
 
 
 class SidecarClient:
@@ -39,19 +42,49 @@ class SidecarClient:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start_hub(self) -> dict[str, str]:
-        """Start the sidecar of rank 0, which keeps the hub: the arguments ``hub`` and ``token`` of :meth:`start`."""
-        token = secrets.token_hex(16)
-        here = self._world.local_size == self._world.size
-        output = self._launch(token=token, listen="127.0.0.1" if here else "")
-        host = "127.0.0.1" if here else self._world.init_method.removeprefix("tcp://").rpartition(":")[0]
-        return {"hub": f"{host}:{json.loads(output.readline())['hub']}", "token": token}
+        """Start the sidecar of rank 0, which keeps the hub: where it listens, as the argument ``hub`` of :meth:`start`.
 
-    def start(self, hub: str, token: str, activity: Activity) -> None:
-        """Start this rank's sidecar, unless it keeps the hub and runs, and show it ``activity``."""
+        The secret by which hub and sidecars know each other is handed down by a file in the run folder, which only this
+        user may read: the rendezvous would tell it to whoever asks.
+        """
+        secret = secrets.token_hex(32)
+        files = self._run_folder.files
+        files.remove(self._secret_file)  # of a job that was killed
+        with files.create(self._secret_file, mode=0o600) as file:
+            file.write(secret.encode())
+        here = self._world.local_size == self._world.size
+        host = self._world.init_method.removeprefix("tcp://").rpartition(":")[0]
+        address = "127.0.0.1" if here else own_address(host)
+        output = self._launch(secret=secret, listen=address)
+        return {"hub": f"{address or host}:{json.loads(output.readline())['hub']}"}
+
+    def start(self, hub: str, activity: Activity, visible_within: float = VISIBLE_WITHIN) -> None:
+        """Start this rank's sidecar, unless it keeps the hub and runs, and show it ``activity``.
+
+        Raises OSError when the secret is not there after ``visible_within`` seconds, which a network file system needs.
+        """
         if self._process is None:
-            self._launch(hub=hub, token=token)
+            self._launch(hub=hub, secret=self._read_secret(time.monotonic() + visible_within))
         PageWriter(self._page, activity, ahead=self._world.device != "cpu")
         threading.Thread(target=self._listen, name="sidecar", daemon=True).start()
+
+    def forget_secret(self) -> None:
+        """Remove the secret, once every rank has it."""
+        with suppress(OSError):
+            self._run_folder.files.remove(self._secret_file)
+
+    @property
+    def _secret_file(self) -> str:
+        return f"{self._run_folder.logs.relative_to(self._run_folder.path)}/.hub"
+
+    def _read_secret(self, deadline: float) -> str:
+        while True:
+            try:
+                return self._run_folder.files.read(self._secret_file, limit=1024).decode()
+            except FileNotFoundError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.1)
 
     def close(self, code: ExitCode) -> None:
         """This rank ends by itself with ``code``."""
@@ -93,7 +126,12 @@ class SidecarClient:
         assert self._process is not None
         assert self._process.stdout is not None
         for text in self._process.stdout:
-            self._end(json.loads(text))
+            order = json.loads(text)
+            if "note" in order:
+                with suppress(OSError):  # to the terminal from one rank, from the others to their logs
+                    os.write(2 if self._world.rank else self._terminal, f"megatron-run: {order['note']}\n".encode())
+            else:
+                self._end(order)
 
     def _end(self, order: Mapping[str, Any]) -> None:
         line = f"{order['end']} (log: {self._run_folder.log(order['rank'])})"
@@ -104,3 +142,18 @@ class SidecarClient:
             if order["speak"]:
                 os.write(self._terminal, f"megatron-run: {line}\n".encode())
         os._exit(ExitCode.RANK_LOST)  # no exception: the main thread may hang in C
+
+
+def own_address(host: str, *, loopback: bool = False) -> str:
+    """The one address by which the network knows this ``host``; empty when there is none, or several.
+
+    Many hosts know themselves by a loopback address, where nobody else would find them: it counts with ``loopback``.
+    """
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_STREAM)}
+        (address,) = found
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+    except (OSError, ValueError):
+        return ""
+    return "" if address.startswith("127.") and not loopback else address

@@ -9,7 +9,7 @@ progress, nothing is wrong: that one is slow.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -44,7 +44,7 @@ def judge(ranks: Sequence[RankState], timeout: float) -> RankLostError | None:
     stuck = waits.stuck()
     if not stuck:
         return None
-    roots = {rank for each in stuck for rank in waits.roots(each)}
+    roots = waits.roots(stuck)
     guilty = [rank for rank in roots if waits.holds_up(rank)]  # the other roots make progress
     if guilty:
         return waits.clash(guilty) or waits.hung(max(sorted(guilty), key=waits.suspicion))
@@ -72,6 +72,8 @@ class _WaitGraph:
     def __init__(self, ranks: Sequence[RankState], timeout: float) -> None:
         self._ranks, self._timeout = ranks, timeout
         self._pages = [state.page or _UNKNOWN for state in ranks]
+        self._late: dict[tuple[str, range, int], tuple[list[int], frozenset[int]]] = {}
+        self._unborn = [rank for rank, state in enumerate(ranks) if state.page is None]
         self.awaited = [self._waits_for(rank) for rank in range(len(ranks))]
 
     def is_stuck(self, rank: int) -> bool:
@@ -84,16 +86,24 @@ class _WaitGraph:
     def stuck(self) -> list[int]:
         return [rank for rank in range(len(self._ranks)) if self.is_stuck(rank)]
 
-    def roots(self, rank: int) -> set[int]:
-        """The ranks at the ends of the chains of waiting ranks that start at ``rank``; none where these are circles."""
-        found, followed, todo = set(), {rank}, [rank]
+    def roots(self, stuck: Sequence[int]) -> set[int]:
+        """The ranks at the ends of the chains of waiting ranks that start at ``stuck``; none in circles."""
+        reached = self._reached(stuck, through=self.is_stuck)
+        return {rank for rank in reached if not self.awaited[rank] or not self.is_stuck(rank)}
+
+    def _reached(self, starts: Sequence[int], through: Callable[[int], bool] = lambda _: True) -> set[int]:
+        """``starts`` and the ranks that they wait for, directly or through others of which ``through`` is true.
+
+        Ranks that wait in one collective share a list, which is followed once.
+        """
+        found, followed, todo = set(starts), set(), [*starts]
         while todo:
             here = todo.pop()
-            if not self.awaited[here] or not self.is_stuck(here):
-                found.add(here)
-                continue
-            todo += [each for each in self.awaited[here] if each not in followed]
-            followed.update(self.awaited[here])
+            if through(here) and id(self.awaited[here]) not in followed:
+                followed.add(id(self.awaited[here]))
+                fresh = [each for each in self.awaited[here] if each not in found]
+                found.update(fresh)
+                todo += fresh
         return found
 
     def holds_up(self, rank: int) -> bool:
@@ -153,17 +163,8 @@ class _WaitGraph:
 
     def _circle(self, start: int) -> set[int]:
         """The ranks that ``start`` waits for, directly or through others, and that wait for themselves that way."""
-
-        def reached(rank: int) -> set[int]:
-            found: set[int] = set()
-            todo = [rank]
-            while todo:
-                fresh = [each for each in self.awaited[todo.pop()] if each not in found]
-                found.update(fresh)
-                todo += fresh
-            return found
-
-        return {rank for rank in reached(start) if rank in reached(rank)}
+        reached = self._reached(self.awaited[start])
+        return {rank for rank in reached if rank in self._reached(self.awaited[rank])}
 
     def _waits_for(self, rank: int) -> list[int]:
         """The ranks without which ``rank`` cannot go on. A stopped rank waits for none: it could not go on anyway."""
@@ -175,7 +176,7 @@ class _WaitGraph:
         if page.inside is not None:
             return self._behind(rank, *page.inside)
         if page.phase == "start":
-            return [other for other, each in enumerate(self._ranks) if each.page is None]
+            return self._unborn
         if page.ahead:
             behind = (self._behind(rank, scope, last.number) for scope, last in page.entered.items())
             return sorted({other for several in behind for other in several})
@@ -183,9 +184,15 @@ class _WaitGraph:
 
     def _behind(self, rank: int, scope: str, number: int) -> list[int]:
         """The other ranks of ``scope`` that have not entered its collective ``number``, or are stopped in it."""
-        members = self._pages[rank].members.get(scope, ())
-        others = [each for each in members if each != rank and each < len(self._ranks)]
-        return [each for each in others if self._entered(each, scope).number < number or self._ranks[each].stopped]
+        members = self._pages[rank].members.get(scope, range(0))
+        if (scope, members, number) not in self._late:  # the same for all that wait there: thousands, over the world
+            ranks, size = self._ranks, len(self._ranks)
+            late = [
+                at for at in members if at < size and (self._entered(at, scope).number < number or ranks[at].stopped)
+            ]
+            self._late[scope, members, number] = late, frozenset(late)
+        late, known = self._late[scope, members, number]
+        return [each for each in late if each != rank] if rank in known else late
 
     def _entered(self, rank: int, scope: str) -> Entered:
         return self._pages[rank].entered.get(scope, _NONE)

@@ -1,0 +1,136 @@
+"""The files of a folder that somebody else may have prepared: a run folder that was unpacked, copied or lent.
+
+Everything that a run reads and writes in its folder goes through here, observers included.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+#: The most bytes that are read of one file, unless a caller knows better: far more than any record of a run has.
+LONGEST = 1 << 26
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class SafeFolder:
+    """The folder ``path``, below which no link is followed and nothing is opened but regular files.
+
+    A name is relative, as ``logs/attempt-001/rank-00000.log``. Its folders are opened one inside the other, each by the
+    descriptor of the one before it, so that what was looked at is what is used. ``path`` itself may lead over links:
+    its user chose it. Raises OSError; ELOOP for a link, EINVAL for what is no file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self, name: str, limit: int = LONGEST) -> bytes:
+        """Return the content of the file ``name``. Raises OSError (EFBIG) for more than ``limit`` bytes."""
+        with os.fdopen(self.open(name, os.O_RDONLY), "rb") as file:
+            if os.fstat(file.fileno()).st_size > limit:
+                raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(self.path / name))
+            return file.read(limit)
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """Return the mapping in the file ``name``, or None if it cannot be read."""
+        try:
+            content = json.loads(self.read(name))
+        except (OSError, ValueError, RecursionError):
+            return None
+        return content if isinstance(content, dict) else None
+
+    def append(self, name: str) -> BinaryIO:
+        """Open the file ``name`` for appending and reading, created if it is missing."""
+        return os.fdopen(self.open(name, os.O_RDWR | os.O_APPEND | os.O_CREAT), "ab+")
+
+    def create(self, name: str, mode: int = 0o644) -> BinaryIO:
+        """Create the file ``name`` for writing. Raises FileExistsError if there is anything of that name."""
+        return os.fdopen(self.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb")
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Write the file ``name`` atomically, so that no reader sees half of it."""
+        with self._parent(name) as (folder, last):
+            self._refuse_link(folder, last, name)
+            temporary = f".{last}.{os.getpid()}"
+            with suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=folder)  # of a killed process of this number
+            try:
+                with self.create(str(PurePosixPath(name).with_name(temporary))) as file:
+                    file.write(content)
+                os.replace(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary, dir_fd=folder)
+
+    def write_json(self, name: str, content: Any) -> None:
+        """Write ``content`` as the file ``name``, atomically; what JSON does not know becomes text."""
+        self.replace(name, (json.dumps(content, indent=2, default=str) + "\n").encode())
+
+    def remove(self, name: str) -> None:
+        """Remove the file or link ``name``, if it is there."""
+        with suppress(FileNotFoundError), self._parent(name) as (folder, last):
+            os.unlink(last, dir_fd=folder)
+
+    def make(self, name: str) -> Path:
+        """Create the folder ``name``, and those that it lies in, where they are missing; its path."""
+        parts = PurePosixPath(name).parts
+        for count in range(1, len(parts) + 1):
+            part = "/".join(parts[:count])
+            with self._parent(part) as (folder, last):
+                with suppress(FileExistsError):
+                    os.mkdir(last, dir_fd=folder)
+                os.close(self._enter(folder, last, part))
+        return self.path / name
+
+    def open(self, name: str, flags: int, mode: int = 0o644) -> int:
+        """Open the regular file ``name`` with ``flags`` of ``os.open``: its descriptor, which no child inherits."""
+        with self._parent(name) as (folder, last):
+            try:  # O_NONBLOCK: a FIFO must not keep us waiting for whoever is at its other end
+                handle = os.open(last, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=folder)
+            except OSError as error:
+                raise self._named(error, name) from None
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise OSError(errno.EINVAL, "it is not a file", str(self.path / name))
+        return handle
+
+    @contextmanager
+    def _parent(self, name: str) -> Iterator[tuple[int, str]]:
+        """A descriptor of the folder in which ``name`` lies, and the last part of the name."""
+        path = PurePosixPath(name)
+        if path.is_absolute() or not path.parts or ".." in path.parts:
+            raise OSError(errno.EINVAL, "it lies outside of its folder", name)
+        *folders, last = path.parts
+        handle = os.open(self.path, _FOLDER)
+        try:
+            for count, part in enumerate(folders, 1):
+                inner = self._enter(handle, part, "/".join(folders[:count]))
+                os.close(handle)
+                handle = inner
+            yield handle, last
+        finally:
+            os.close(handle)
+
+    def _enter(self, folder: int, part: str, name: str) -> int:
+        try:
+            return os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+        except OSError as error:
+            if error.errno == errno.ENOTDIR:
+                self._refuse_link(folder, part, name)
+            raise self._named(error, name) from None
+
+    def _refuse_link(self, folder: int, part: str, name: str) -> None:
+        with suppress(FileNotFoundError):
+            if stat.S_ISLNK(os.stat(part, dir_fd=folder, follow_symlinks=False).st_mode):
+                raise self._named(OSError(errno.ELOOP, ""), name)
+
+    def _named(self, error: OSError, name: str) -> OSError:
+        """``error`` with the whole path, and in plain words where it was a link."""
+        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        return OSError(error.errno, why, str(self.path / name))

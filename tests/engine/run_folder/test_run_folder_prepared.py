@@ -1,0 +1,194 @@
+"""Run folders that were prepared: by somebody else, who wants a run to write elsewhere, or by a job that was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_run.errors import InputError
+from megatron_run.planning import ResolvedRun, load_config
+from megatron_run_engine.builtin.observer.jsonl import LineFile
+from megatron_run_engine.launch.worker import redirect_output
+from megatron_run_engine.run_folder import History, RunFolder, open_run_folder
+from megatron_run_observer_tensorboard.events import EventFile
+from megatron_run_observer_trace import trace_path, write_new
+
+
+def tiny(path: Path, **sets: Any) -> ResolvedRun:
+    return load_config("preset:tiny", sets={"run.folder": path, **sets})
+
+
+@pytest.fixture(autouse=True)
+def _quick_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What describes the machine takes long to find out, and says nothing here."""
+    for name in ("environment_record", "git_record"):
+        monkeypatch.setattr(f"megatron_run_engine.run_folder.opening.{name}", dict)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run folder after its first attempt."""
+    open_run_folder(tiny(tmp_path / "run")).lock.release()
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def precious(tmp_path: Path) -> Path:
+    """A file of the user's, whose last line is not ended."""
+    folder = tmp_path / "home"
+    folder.mkdir()
+    (folder / "notes").write_bytes(b"mine\nhalf a line")
+    return folder
+
+
+def untouched(home: Path) -> bool:
+    return {path.name: path.read_bytes() for path in home.iterdir()} == {"notes": b"mine\nhalf a line"}
+
+
+@pytest.mark.parametrize("name", ["logs/attempt-002/config.yaml", "logs/attempt-002/plan.json", "status.json"])
+def test_records_are_not_written_over_a_link(run: Path, precious: Path, name: str) -> None:
+    (run / name).parent.mkdir(parents=True, exist_ok=True)
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(precious / "notes")
+    with pytest.raises(InputError, match=r"it is a symbolic link: .*" + Path(name).name):
+        open_run_folder(tiny(run))
+    assert untouched(precious)
+
+
+@pytest.mark.parametrize("name", ["logs", "logs/attempt-002"])
+@pytest.mark.parametrize("target", ["home", "home/absent"])
+def test_a_folder_of_logs_is_not_made_over_a_link(run: Path, precious: Path, name: str, target: str) -> None:
+    if name == "logs":
+        (run / "logs").rename(run / "moved")
+    (run / name).symlink_to(precious.parent / target)
+    with pytest.raises(InputError, match=r"it is a symbolic link: "):
+        open_run_folder(tiny(run))
+    assert untouched(precious)
+
+
+def test_a_log_that_is_a_link_is_not_written(run: Path, precious: Path) -> None:
+    folder = RunFolder(run, 1)
+    folder.log(0).symlink_to(precious / "notes")
+    with pytest.raises(OSError, match="it is a symbolic link"):
+        redirect_output(folder.log(0))
+    assert untouched(precious)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "eval.jsonl"])
+def test_numbers_are_not_written_over_a_link_whose_target_keeps_its_last_line(
+    run: Path, precious: Path, name: str
+) -> None:
+    (run / name).symlink_to(precious / "notes")
+    with pytest.raises(OSError, match="it is a symbolic link"):
+        LineFile(run / name)
+    with pytest.raises(InputError, match="it is a symbolic link"):
+        History(run).metrics if name == "metrics.jsonl" else History(run).evaluations
+    assert untouched(precious)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "trace"])
+def test_folders_of_observers_are_not_made_over_a_link(run: Path, precious: Path, name: str) -> None:
+    (run / name).symlink_to(precious)
+    summary: Any = SimpleNamespace(folder=run, attempt=1)
+    make: dict[str, Callable[[], object]] = {
+        "trace": lambda: write_new(trace_path(summary, 3), "{}"),
+        "tensorboard": lambda: EventFile(run / name, 1),
+    }
+    with pytest.raises(OSError, match="it is a symbolic link"):
+        make[name]()
+    assert untouched(precious)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"id": "../../home/x"},
+        {"id": "a" * 31},
+        {"id": None},
+        {"attempts": 3},
+        {"attempts": [1]},
+        {"attempts": [{"changes": 5}]},
+        {"identity": [1]},
+    ],
+    ids=str,
+)
+def test_a_record_that_no_run_writes_is_refused_in_one_line(run: Path, change: dict[str, Any]) -> None:
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(record | change))
+    with pytest.raises(InputError, match=r"run\.json is not what a run writes"):
+        open_run_folder(tiny(run))
+    assert RunFolder(run, 1).run_id == ("unnamed" if "id" in change else record["id"])
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["run.json", "status.json"])
+def test_a_pipe_in_the_place_of_a_record_is_not_waited_for(run: Path, name: str) -> None:
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    if name == "run.json":
+        with pytest.raises(InputError, match=r"run\.json cannot be read"):
+            open_run_folder(tiny(run))
+    else:
+        open_run_folder(tiny(run)).lock.release()  # the status is replaced, whatever it was
+
+
+#: What changes names or contents on the disk, as Python's audit events call it.
+_CHANGES = frozenset({"os.mkdir", "os.rename", "os.remove", "os.symlink", "os.truncate"})
+
+
+def killed_before(count: int, run: ResolvedRun) -> bool:
+    """Open the folder in a child that is killed before its change number ``count``; whether it lived to the end."""
+    child = os.fork()
+    if child == 0:
+        left = count
+
+        def kill(event: str, arguments: tuple[Any, ...]) -> None:
+            nonlocal left
+            writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_CREAT | os.O_RDWR)
+            if event in _CHANGES or writes:
+                left -= 1
+                if left < 0:
+                    os._exit(9)
+
+        sys.addaudithook(kill)
+        try:
+            open_run_folder(run)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, 9)
+    return status == 0
+
+
+@pytest.mark.parametrize("attempts", [0, 1])
+def test_whenever_the_launcher_is_killed_at_its_start_the_same_command_goes_on(tmp_path: Path, attempts: int) -> None:
+    run = tiny(tmp_path / "run")
+    for count in range(200):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        for _ in range(attempts):
+            open_run_folder(run).lock.release()
+        if killed_before(count, run):
+            break
+        opened = open_run_folder(run)
+        opened.lock.release()
+        assert opened.folder.attempt in (attempts + 1, attempts + 2)
+        assert len(json.loads((opened.folder.path / "run.json").read_text())["attempts"]) == opened.folder.attempt
+    assert 15 < count < 199, "every change was tried"
+
+
+def test_a_start_that_was_killed_before_anything_was_trained_binds_nobody(tmp_path: Path) -> None:
+    run = tiny(tmp_path / "run")
+    count = 0
+    while not (tmp_path / "run" / "run.json").exists():
+        assert not killed_before(count, run)
+        count += 1
+    assert open_run_folder(tiny(tmp_path / "run", **{"train.lr": 0.5})).folder.attempt == 1
