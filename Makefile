@@ -112,6 +112,7 @@ docs: $(DEV)
 	$(PY) -m tests.docs.quoted
 	$(PY) -m tests.docs.key_tables
 	$(PY) -m tests.docs.flag_tables
+	$(PY) -m tests.docs.family_table
 	$(PY) -m tests.docs.consoles
 	$(PY) -m tests.docs.walk
 	$(PY) -m tests.architecture.picture

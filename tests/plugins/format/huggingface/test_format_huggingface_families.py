@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,103 +16,17 @@ from torch import Tensor
 from megatron_run.contracts import Microbatch
 from megatron_run.errors import RunError
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
+from megatron_run_engine.data.tokenizer import byte_tokenizer_json
 from megatron_run_engine.formats import convert
 from megatron_run_engine.formats.convert import read_step
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes
 from megatron_run_format_huggingface import model_folder
 from megatron_run_format_huggingface.families import FAMILIES
 from megatron_run_testing.model import Built
+from tests.plugins.format.huggingface.family_cases import CASES, SMALL, SPLIT, VOCAB, YARN
+from tests.support.ranks import run_ranks
 from tests.support.small_models import LENGTH, fill, logits_of, network, options_of
-
-VOCAB = 61
-SMALL: Mapping[str, Any] = {
-    "num_hidden_layers": 3,
-    "hidden_size": 24,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "intermediate_size": 40,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": LENGTH,
-    "pad_token_id": None,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 8,
-    "low_freq_factor": 0.5,
-    "high_freq_factor": 2.0,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 4,
-    "beta_fast": 2.0,
-}
-
-
-class Case(NamedTuple):
-    """A family and what its small model has besides :data:`SMALL`; ``needs`` are model options that it must have."""
-
-    family: str
-    config: Mapping[str, Any]
-    needs: Mapping[str, Any] = {}
-
-
-CASES: Mapping[str, Case] = {
-    "llama 3": Case("llama", {"rope_parameters": LLAMA3, "head_dim": 8}, {"rope_scaling": "llama3", "head_size": 8}),
-    "llama, stretched": Case(
-        "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}}, {"rope_factor": 3.0}
-    ),
-    "llama, yarn": Case("llama", {"rope_parameters": YARN}, {"rope_scaling": "yarn"}),
-    "mistral": Case("mistral", {"sliding_window": 5}, {"attention_window": 5}),
-    "qwen2": Case("qwen2", {}, {"qkv_bias": True}),
-    "qwen2, windows": Case(
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2, "tie_word_embeddings": True},
-        {"window_pattern": (0, 0, 1)},
-    ),
-    "qwen3": Case("qwen3", {"head_dim": 8}, {"qk_norm": "head", "head_size": 8}),
-    "gemma2": Case(
-        "gemma2",
-        {
-            "head_dim": 8,
-            "sliding_window": 4,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 3.0,
-            "query_pre_attn_scalar": 3,
-        },
-        {"window_pattern": (1, 0, 1), "logits_softcap": 3.0, "attention_softcap": 2.0, "norm": "rmsnorm_1p"},
-    ),
-    "gemma3": Case(
-        "gemma3_text",
-        {
-            "head_dim": 8,
-            "sliding_window": 4,
-            "query_pre_attn_scalar": 3,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
-            },
-        },
-        {"window_rope_theta": 30.0, "rope_theta": 100.0, "rope_factor": 2.0, "qk_norm": "head"},
-    ),
-    "phi3": Case(
-        "phi3",
-        {"sliding_window": 5, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-        {"rope_fraction": 0.5},
-    ),
-    "olmo2": Case("olmo2", {"rms_norm_eps": 1e-3}, {"qk_norm": "full", "norm_placement": "post"}),
-    "gpt_neox": Case("gpt_neox", {"rotary_pct": 0.5}, {"parallel_residual": True, "rope_fraction": 0.5}),
-    "gpt_neox, one after the other": Case(
-        "gpt_neox",
-        {"use_parallel_residual": False, "hidden_act": "gelu_new", "rotary_pct": 1.0},
-        {"rope_fraction": 1.0},
-    ),
-    "starcoder2": Case("starcoder2", {"sliding_window": 5}, {"tie_embeddings": True, "bias": True}),
-}
+from tests.support.training import enter_new_world, found_once
 
 
 def theirs(case: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -157,6 +71,7 @@ def their_gradients(model: Any, fields: Mapping[str, Tensor]) -> dict[str, Tenso
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_are_transformers_and_weights_come_back_bit_by_bit(case: str, tmp_path: Path) -> None:
     model, fields, family = theirs(case, tmp_path / "hf"), batch(), FAMILIES[CASES[case].family]
+    (tmp_path / "hf" / "tokenizer.json").write_bytes(byte_tokenizer_json())
     done = convert.import_model(tmp_path / "hf", tmp_path / "ours")
     assert (done.notes, done.parameters) == ((), model.num_parameters())
     built = imported(tmp_path / "ours")
@@ -184,6 +99,7 @@ def test_logits_and_gradients_are_transformers_and_weights_come_back_bit_by_bit(
     before, after = (load_file(tmp_path / name / model_folder.SINGLE) for name in ("hf", "again"))
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items()), "no bit is lost on the way"
+    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == byte_tokenizer_json()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -202,6 +118,43 @@ def test_what_we_export_transformers_loads_whole_and_computes_the_same(case: str
         found = model.eval()(batch()["tokens"]).logits
     expected = logits_of(imported(tmp_path / "ours"), batch()["tokens"], VOCAB)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def logits_on_ranks(rank: int, world: int, folder: str, cases: Sequence[str]) -> list[Tensor]:
+    """By case, the logits of tensor-parallel ranks, then those of a pipeline, straight from transformers' folder."""
+    from megatron_run.config.request import Request
+    from megatron_run_engine.inference import LoadedModel
+    from megatron_run_engine.inference.network import plan
+    from megatron_run_engine.inference.source import find_source
+    from megatron_run_engine.runtime.world import World
+
+    splits = {
+        "tensor": (("parallel.tensor=2",), ("parallel-layer=tensor",)),
+        "pipeline": (("parallel.pipeline=2", "parallel.layers=2,1"), ()),
+    }
+    found = []
+    with found_once():
+        for index, case in enumerate(cases):
+            for name, (sets, plugins) in splits.items():
+                enter_new_world(rank, world, f"{folder}/store-{index}-{name}")
+                source = find_source(Path(folder, case))
+                run = plan(source, Request(sets=sets, plugins=plugins, nproc=world))
+                found.append(LoadedModel(run, source, World(rank, world))(batch()["tokens"]).clone())
+    return found
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    "cases", [SPLIT, pytest.param(tuple(set(CASES) - set(SPLIT)), marks=pytest.mark.nightly)], ids=["each", "others"]
+)
+def test_ranks_that_share_a_model_compute_the_logits_of_transformers(cases: Sequence[str], tmp_path: Path) -> None:
+    expected = []
+    for case in cases:
+        with torch.no_grad():
+            expected += [theirs(case, tmp_path / case)(batch()["tokens"]).logits] * 2
+    for found in run_ranks(logits_on_ranks, 2, str(tmp_path), cases):
+        for index, (mine, logits) in enumerate(zip(found, expected, strict=True)):
+            torch.testing.assert_close(mine, logits, rtol=1e-5, atol=1e-5, msg=cases[index // 2])
 
 
 def test_what_came_in_sixteen_bits_goes_out_in_them_with_its_files(tmp_path: Path) -> None:

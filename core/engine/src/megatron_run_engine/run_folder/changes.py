@@ -41,8 +41,21 @@ _NOT_LEARNED = frozenset(
 )
 #: Kinds that save state. Whether another plugin can read that state is decided when a checkpoint is resumed.
 STATEFUL = ("optimizer", "scaler")
-#: Model options that may differ for the same weights: how the model is trained, and the base of its rotary angles.
-FREE_OF_MODEL = frozenset({"model.dropout", "model.init_std", "model.label_smoothing", "model.rope_theta"})
+#: Model options that may differ for the same weights: how the model is trained, and how its rotary angles grow.
+FREE_OF_MODEL = frozenset(
+    {
+        "model.dropout",
+        "model.init_std",
+        "model.label_smoothing",
+        "model.rope_theta",
+        "model.rope_scaling",
+        "model.rope_factor",
+        "model.rope_original_length",
+        "model.rope_low_freq",
+        "model.rope_high_freq",
+        "model.rope_attention_factor",
+    }
+)
 #: Keys besides those of the model that give the saved state its meaning: which moments there are, and how many tokens a
 #: sample has, in which the position in the data is counted.
 _RULE, _SAMPLE = "optimizer.rule", "train.sequence_length"
@@ -56,6 +69,20 @@ def identity(run: ResolvedRun) -> dict[str, Any]:
     chosen = {name: everything[name] for name in LEARNED}
     keys = {".".join(key): value for key, value in leaves(chosen)}
     return {key: value for key, value in keys.items() if key not in _NOT_LEARNED}
+
+
+def with_added_options(saved: Mapping[str, Any], run: ResolvedRun) -> dict[str, Any]:
+    """The identity ``saved``, with the default of each model option that the version which saved it did not have.
+
+    Its model was the one that the default describes. An option that was unset is saved as such, and stays.
+    """
+    options, now = run.one("model").options, identity(run)
+    if options is None or saved.get("model.use") != now["model.use"]:
+        return dict(saved)
+    fields = {f"model.{name}": field for name, field in type(options).model_fields.items() if not field.is_required()}
+    usual = {key: field.get_default() for key, field in fields.items() if key in now}
+    plain: dict[str, Any] = json.loads(json.dumps(usual, default=str))
+    return {**plain, **saved}
 
 
 def digest(keys: Mapping[str, Any]) -> str:

@@ -1,7 +1,8 @@
-"""Folders that ``transformers`` loads: ``config.json`` beside safetensors, of GPT-2 and Llama.
+"""Folders that ``transformers`` loads: ``config.json`` beside safetensors, of GPT-2, Llama and their relatives.
 
-Reading order: ``family`` (how a family of models is described), ``gpt2`` and ``llama`` (the two), ``model_folder``
-(reading and writing, safetensors in one file or several). A ``tokenizer.json`` travels with the model, unconverted.
+Reading order: ``family`` (how a family of models is described), ``llama`` (the one that most others start from),
+``sections`` (what several share), ``families`` (all of them), ``model_folder`` (reading and writing, safetensors in one
+file or several). A ``tokenizer.json`` travels with the model, unconverted.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from megatron_run_format_huggingface import model_folder
 
 
 class HuggingFace(Format):
-    """GPT-2 and Llama as ``transformers`` saves them."""
+    """Families of decoders as ``transformers`` saves them."""
 
     files = "config.json and model.safetensors"
 
@@ -27,7 +28,7 @@ class HuggingFace(Format):
         return model_folder.read(source)
 
     def write(self, weights: Weights, folder: Path) -> None:
-        """Write ``config.json`` and fp32 weights. Raises :class:`InputError` where no family can hold the model."""
+        """Write ``config.json`` and the weights. Raises :class:`InputError` where no family can hold the model."""
         model_folder.write(weights, folder)
 
 

@@ -25,7 +25,14 @@ from megatron_run_engine.checkpoint.files import no_heartbeat
 from megatron_run_engine.checkpoint.manifest import PluginRecord
 from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.step_folder import verify_files
-from megatron_run_engine.run_folder.changes import Change, allows_other_data, find_changes, identity, refuse
+from megatron_run_engine.run_folder.changes import (
+    Change,
+    allows_other_data,
+    find_changes,
+    identity,
+    refuse,
+    with_added_options,
+)
 from megatron_run_engine.training.numbers import Progress
 
 if TYPE_CHECKING:
@@ -255,7 +262,7 @@ def accept(
     branch of the run at ``source``, which has a configuration of its own.
     """
     allowed = run.request.allow_plugin_change
-    found = find_changes(saved.identity, identity(run), allowed)
+    found = find_changes(with_added_options(saved.identity, run), identity(run), allowed)
     refusal = refuse(found, run.request, source, [each.key for each in found] if decided is None else decided)
     if refusal is not None:
         what = f"step {saved.step} belongs to another run"

@@ -1,0 +1,26 @@
+"""What identifies a run, across versions whose models have more options."""
+
+from __future__ import annotations
+
+from megatron_run_engine.run_folder.changes import find_changes, identity, with_added_options
+from tests.support.resolving import resolved
+
+
+def test_options_that_a_later_version_added_are_no_change_where_they_have_their_defaults() -> None:
+    run = resolved(sets=("model.num_kv_heads=1", "model.dropout=0.2"))
+    older = {key: value for key, value in identity(run).items() if not key.startswith("model.rope_")}
+    assert find_changes(older, identity(run)), "the test would see nothing"
+    assert find_changes(with_added_options(older, run), identity(run)) == ()
+
+
+def test_an_added_option_with_another_value_is_a_change() -> None:
+    run = resolved(sets=("model.attention_window=4",))
+    older = {key: value for key, value in identity(run).items() if key != "model.attention_window"}
+    assert [str(each) for each in find_changes(with_added_options(older, run), identity(run))] == [
+        "model.attention_window=unset, now 4"
+    ]
+
+
+def test_another_models_options_are_left_as_they_were_saved() -> None:
+    run = resolved()
+    assert with_added_options({"model.use": "other", "model.width": 3}, run) == {"model.use": "other", "model.width": 3}

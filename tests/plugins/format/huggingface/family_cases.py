@@ -1,0 +1,125 @@
+"""Small models of every family of Hugging Face, and what the tests prove of each: ``make docs`` shows it as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from megatron_run_format_huggingface.families import FAMILIES
+from tests.support.small_models import LENGTH
+
+VOCAB = 61
+SMALL: Mapping[str, Any] = {
+    "num_hidden_layers": 3,
+    "hidden_size": 24,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": LENGTH,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "low_freq_factor": 0.5,
+    "high_freq_factor": 2.0,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 4,
+    "beta_fast": 2.0,
+}
+
+
+class Case(NamedTuple):
+    """A family and what its small model has besides :data:`SMALL`; ``needs`` are model options that it must have."""
+
+    family: str
+    config: Mapping[str, Any]
+    needs: Mapping[str, Any] = {}
+
+
+#: Each comes in from transformers, computes the same logits and gradients, and goes out bit by bit.
+CASES: Mapping[str, Case] = {
+    "gpt2": Case("gpt2", {"n_inner": 40, **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)}),
+    "llama": Case("llama", {}, {"activation": "swiglu"}),
+    "llama 3": Case("llama", {"rope_parameters": LLAMA3, "head_dim": 8}, {"rope_scaling": "llama3", "head_size": 8}),
+    "llama, stretched": Case(
+        "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}}, {"rope_factor": 3.0}
+    ),
+    "llama, yarn": Case("llama", {"rope_parameters": YARN}, {"rope_scaling": "yarn"}),
+    "mistral": Case("mistral", {"sliding_window": 5}, {"attention_window": 5}),
+    "qwen2": Case("qwen2", {}, {"qkv_bias": True}),
+    "qwen2, windows": Case(
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2, "tie_word_embeddings": True},
+        {"window_pattern": (0, 0, 1)},
+    ),
+    "qwen3": Case("qwen3", {"head_dim": 8}, {"qk_norm": "head", "head_size": 8}),
+    "gemma2": Case(
+        "gemma2",
+        {
+            "head_dim": 8,
+            "sliding_window": 4,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 3,
+        },
+        {"window_pattern": (1, 0, 1), "logits_softcap": 3.0, "attention_softcap": 2.0, "norm": "rmsnorm_1p"},
+    ),
+    "gemma3": Case(
+        "gemma3_text",
+        {
+            "head_dim": 8,
+            "sliding_window": 4,
+            "query_pre_attn_scalar": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+            },
+        },
+        {"window_rope_theta": 30.0, "rope_theta": 100.0, "rope_factor": 2.0, "qk_norm": "head"},
+    ),
+    "phi3": Case(
+        "phi3",
+        {"sliding_window": 5, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        {"rope_fraction": 0.5},
+    ),
+    "olmo2": Case("olmo2", {"rms_norm_eps": 1e-3}, {"qk_norm": "full", "norm_placement": "post"}),
+    "gpt_neox": Case("gpt_neox", {"rotary_pct": 0.5}, {"parallel_residual": True, "rope_fraction": 0.5}),
+    "gpt_neox, one after the other": Case(
+        "gpt_neox",
+        {"use_parallel_residual": False, "hidden_act": "gelu_new", "rotary_pct": 1.0},
+        {"rope_fraction": 1.0},
+    ),
+    "starcoder2": Case("starcoder2", {"sliding_window": 5}, {"tie_embeddings": True, "bias": True}),
+}
+
+
+#: Each computes the same logits on two ranks, by ``parallel.tensor`` and by ``parallel.pipeline``; the others by night.
+SPLIT = ("gpt2", "llama 3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "gpt_neox", "starcoder2")
+#: Families whose experts two ranks share by ``parallel.expert``, with the same logits.
+EXPERTS_SPLIT: tuple[str, ...] = ()
+
+
+def table() -> str:
+    """Which of the families are proven to do what, as a table in Markdown."""
+    tried, split = {case.family for case in CASES.values()}, {CASES[name].family for name in SPLIT}
+    experts = {CASES[name].family for name in EXPERTS_SPLIT}
+    lines = [
+        "| `model_type` | import | export | tensor | pipeline | expert | tokenizer |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, family in FAMILIES.items():
+        mixed = any("{expert}" in theirs for theirs in family.tensors)
+        yes = [name in tried, name in tried, name in split, name in split]
+        cells = ["yes" if each else "no" for each in yes]
+        cells += [("yes" if name in experts else "no") if mixed else "", "yes" if name in tried else "no"]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
