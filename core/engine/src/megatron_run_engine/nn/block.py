@@ -163,7 +163,8 @@ class ExpertBlock(Block):
     ) -> None:
         super().__init__(context, layers, spec, layer, rotary, reads)
         self.moe = MixtureOfExperts(context, layers, spec, experts)
-        self.reports = ("spread", *experts.loss_names)
+        self._placed = ("spread",) if self.moe.router.expert_bias is None else ("spread", "choices")
+        self.reports = (*self._placed, *experts.loss_names)
 
     def combine(self, x: Tensor, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor, *y: Tensor) -> Tensor:
         """Add the feed-forward half: [s, b, h] -> [s, b, h]."""
@@ -177,7 +178,7 @@ class ExpertBlock(Block):
         maps, carried = ("weights", "order", "place"), moe.dispatcher.carries
         reads, follows = (_READS_HOST, _FOLLOWS) if moe.dispatcher.dynamic else ("", "")
         routed = ("tokens", "weights", "chosen", "load", *moe.spec.loss_names, *stream)
-        placed = ("order", "place", "counts", "spread")
+        placed = ("order", "place", "counts", *self._placed)
 
         def segment(
             name: str, fn: Callable[..., object], inputs: Names, outputs: Names, *read: nn.Module | None, why: str = ""

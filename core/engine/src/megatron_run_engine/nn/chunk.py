@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_run.contracts import ChunkOut, Segment
-from megatron_run_engine.nn.block import attention_fields, make_block, parameters_of
+from megatron_run_engine.nn.block import ExpertBlock, attention_fields, make_block, parameters_of
 from megatron_run_engine.nn.norm import norm_of
 from megatron_run_engine.nn.rotary import rotaries
 
@@ -95,6 +95,9 @@ class DecoderChunk(nn.Module):
         #: Whether every layer here can keep what it needs of earlier tokens (:class:`megatron_run.contracts.Decoding`).
         self.caches = all(getattr(block.attention.core, "caches", False) for block in blocks.values())
         self._runner, self._forward_pass, self._routers = context.segments, ForwardPass(layers), routers
+        self._mixed = [block.moe.router for block in blocks.values() if isinstance(block, ExpertBlock)]
+        if routers is not None:
+            routers.watch(self._mixed)
         train = context.train
 
         def finish(segment: Segment) -> Segment:
@@ -130,7 +133,7 @@ class DecoderChunk(nn.Module):
             out = self._run_head(x, microbatch) if self.output is not None else ChunkOut(x)
             if self._routers is None or not microbatch.train:
                 return out
-            self._routers.count(reported)
+            self._routers.count(reported, self._mixed)
             return replace(out, losses={**out.losses, **self._routers.losses(reported)})
 
     def _run_embedding(self, microbatch: Microbatch) -> Tensor:

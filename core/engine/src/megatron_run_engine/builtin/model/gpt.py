@@ -35,7 +35,9 @@ class Gpt(Model):
         self._routers: RouterReports | None = None
         if self._spec.experts is not None:
             # On every stage, also one without experts: metrics are all-reduced by position, so their names must agree.
-            self._routers = RouterReports(context.metrics, self._spec.experts, context.topology.sizes.tensor)
+            replicas = context.groups.parallel_group(context.topology, "data")
+            tensor_ranks = context.topology.sizes.tensor
+            self._routers = RouterReports(context.metrics, self._spec.experts, tensor_ranks, replicas)
             self.metric_names = ("lm", *self._spec.experts.loss_names)
 
     def build_chunk(
@@ -71,6 +73,11 @@ class Gpt(Model):
         """Return the shape of the residual stream, [s, b, h], or [s/t, b, h] with sequence parallelism."""
         length = sequence_length // self._context.sequence_shards
         return Boundary((length, micro_batch_size, self._spec.hidden), self._context.dtypes.param)
+
+    def before_update(self, *, skipped: bool) -> None:
+        """Move the biases that balance experts, by the choices of the step."""
+        if self._routers is not None:
+            self._routers.balance(skipped=skipped)
 
     def flops_per_token(self, sequence_length: int) -> float:
         """See :attr:`TransformerSpec.flops_per_token`."""
