@@ -52,6 +52,10 @@ YARN = {
 }
 
 
+NO_LOSS = {"router_aux_loss_coef": 0.0}
+QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, **NO_LOSS}
+
+
 class Case(NamedTuple):
     """A family and what its small model has besides :data:`SMALL`; ``needs`` are model options that it must have."""
 
@@ -112,16 +116,29 @@ CASES: Mapping[str, Case] = {
         {"rope_fraction": 1.0},
     ),
     "starcoder2": Case("starcoder2", {"sliding_window": 5}, {"tie_embeddings": True, "bias": True}),
+    "mixtral": Case("mixtral", {"num_local_experts": 4, **NO_LOSS}, {"experts": 4, "top_k": 2}),
+    "qwen3 with experts": Case(
+        "qwen3_moe",
+        {**QWEN_EXPERTS, "head_dim": 8, "mlp_only_layers": [1], "num_experts_per_tok": 3},
+        {"expert_layer_pattern": (1, 0, 1), "router_pre_softmax": True, "expert_ffn_size": 20, "head_size": 8},
+    ),
+    "qwen3 with experts, normalised": Case(
+        "qwen3_moe",
+        {**QWEN_EXPERTS, "head_dim": 4, "norm_topk_prob": True, "decoder_sparse_step": 2},
+        {"expert_layer_pattern": (0, 1, 0), "router_pre_softmax": False},
+    ),
 }
 
 
-def theirs(case: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def theirs(
+    case: str, folder: Path, dtype: torch.dtype = torch.float32, changes: Mapping[str, Any] | None = None
+) -> Any:
     """A random model of transformers in which every path matters, saved in ``folder`` in this type."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     torch.manual_seed(2)
-    config = CONFIG_MAPPING[CASES[case].family](**{**SMALL, **CASES[case].config})
+    config = CONFIG_MAPPING[CASES[case].family](**{**SMALL, **CASES[case].config, **(changes or {})})
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
     with torch.no_grad():
@@ -145,13 +162,14 @@ def imported(folder: Path) -> Built:
     return built
 
 
-def their_gradients(model: Any, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of the summed loss, by the names in their files."""
+def their_gradients(model: Any, fields: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Of the summed loss, by the names in their files: saved in ``folder`` as if they were the weights."""
     logits = model(fields["tokens"]).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), fields["labels"].flatten(), reduction="sum").backward()
-    # In memory GPT-NeoX's output layer has the name that others have in their files too.
-    named = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {"embed_out.weight": named.get("lm_head.weight"), **named}
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    model.save_pretrained(folder)
+    return load_file(folder / model_folder.SINGLE)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -172,7 +190,7 @@ def test_logits_and_gradients_are_transformers_and_weights_come_back_bit_by_bit(
     assert {key: explicit[key] for key in CASES[case].needs} == CASES[case].needs
     rows = family.rows(described, logical_shapes(described, LENGTH))
     readers = {name: partial(Tensor.clone, gradient) for name, gradient in gradients.items()}
-    of_theirs = their_gradients(model, fields)
+    of_theirs = their_gradients(model, fields, tmp_path / "gradients")
     head = f"{family.head}.weight"
     for row in rows:
         wanted = of_theirs[row.theirs if row.theirs == head else family.prefix + row.theirs]

@@ -174,11 +174,16 @@ class GptOptions(DecoderOptions):
         found = super().explicit()
         if not self.experts:
             return found | {name: GptOptions.model_fields[name].default for name in self.expert_keys}
+        size = self.expert_ffn_size or found["ffn_size"]
+        if len(self.expert_layers) == self.num_layers:
+            found["ffn_size"] = size  # no layer has its own
+        if self.router_groups == 1:
+            found |= {key: GptOptions.model_fields[key].default for key in ("router_top_groups", "router_group_best")}
         return found | {
             "expert_layer_freq": 1,
             "expert_layer_first": 0,
             "expert_layer_pattern": tuple(int(layer in self.expert_layers) for layer in range(self.num_layers)),
-            "expert_ffn_size": self.expert_ffn_size or found["ffn_size"],
+            "expert_ffn_size": size,
         }
 
     def spec(self, sequence_length: int) -> TransformerSpec:
