@@ -40,10 +40,10 @@ def test_every_split_of_an_imported_mixture_has_the_losses_of_one_process(tmp_pa
         convert.import_model(tmp_path / case, folders[-1])
     alone = train_many(1, [request(folder) for folder in folders])
     split = train_many(2, [request(folder, *split) for folder in folders for split in SPLITS.values()])
-    names = [(case, name) for case in range(len(folders)) for name in SPLITS]
+    names = [(number, name) for number in range(len(folders)) for name in SPLITS]
     assert alone[0][0].losses[0] != pytest.approx(alone[1][0].losses[0], abs=1e-3), "two different models"
-    for (case, name), ranks in zip(names, split, strict=True):
-        single = alone[case][0]
+    for (number, name), ranks in zip(names, split, strict=True):
+        single = alone[number][0]
         np.testing.assert_allclose(ranks[0].losses, single.losses, rtol=0, atol=1e-5, err_msg=name)
         np.testing.assert_allclose(ranks[0].norms, single.norms, rtol=1e-4, err_msg=name)
         np.testing.assert_allclose(ranks[0].validation, single.validation, rtol=0, atol=1e-5, err_msg=name)

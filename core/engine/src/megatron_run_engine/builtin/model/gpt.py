@@ -6,21 +6,30 @@ Legend: s sequence, b micro batch, h hidden.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.contracts import Boundary, Chunk, Model, ParameterSpec, PluginInfo
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.builtin.model.gpt_options import GptOptions, expert_notices
-from megatron_run_engine.nn import DecoderChunk, Embedding, RouterReports, attention_fields, embedding_fields
+from megatron_run_engine.nn import (
+    DecoderChunk,
+    Embedding,
+    RouterReports,
+    SelfAttention,
+    attention_fields,
+    embedding_fields,
+)
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import Microbatch, ParallelLayers
     from megatron_run.contracts.actions import Place
+    from megatron_run_engine.nn import Attention, Rotary
     from megatron_run_engine.runtime.context import BuildContext
 
-__all__ = ["Gpt", "GptOptions"]
+__all__ = ["Gpt", "GptOptions", "expert_notices"]
 
 #: The canonical name of the word embedding, which a tied output layer shares.
 WORD = "embedding.word.weight"
@@ -55,8 +64,19 @@ class Gpt(Model):
             self._tie(output, last, layout, shared)
         indices = layout[position].layers
         return DecoderChunk(
-            self._context, spec, layers, indices, embedding=embedding, output=output, routers=self._routers
+            self._context,
+            spec,
+            layers,
+            indices,
+            embedding=embedding,
+            output=output,
+            routers=self._routers,
+            attention=partial(self.make_attention, layers),
         )
+
+    def make_attention(self, layers: ParallelLayers, layer: int, rotary: Rotary | None) -> Attention:
+        """The attention of ``layer``; a model that differs from ``gpt`` in it overrides this."""
+        return SelfAttention(self._context, layers, self._spec, layer, rotary)
 
     def fields(self, position: int, layout: tuple[Place, ...]) -> tuple[str, ...]:
         """Return ``tokens`` for the first position, ``labels`` and ``loss_mask`` for the last.
