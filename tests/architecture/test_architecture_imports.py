@@ -27,6 +27,8 @@ CLOSED = {
     "megatron_run_engine.run_folder",
     "megatron_run_engine.training",
 }
+#: Yet open: the built-in model, from which one that differs in a layer derives.
+OPEN = "megatron_run_engine.builtin.model.gpt"
 
 
 def imported_by(file: Path) -> set[str]:
@@ -91,7 +93,7 @@ def test_plugins_import_public_names_only(plugin: Member) -> None:
             top, *rest = name.split(".")
             assert top not in others, f"{file} imports {name}"
             if top in (KERNEL.package, ENGINE.package):
-                assert entry_of(name) not in CLOSED, f"{file} imports {name}"
+                assert entry_of(name) not in CLOSED or name.rpartition(".")[0] == OPEN, f"{file} imports {name}"
                 assert not any(word.startswith("_") and word != "__version__" for word in rest), (
                     f"{file} imports {name}"
                 )
@@ -156,7 +158,7 @@ def test_the_page_for_authors_names_what_plugins_may_import() -> None:
     sentence = page.partition("the modules that plugins are made from: ")[2].partition(" in tests.")[0]
     named = {word for index, word in enumerate(sentence.split("`")) if index % 2}
     used = {
-        entry_of(name)
+        OPEN if name.rpartition(".")[0] == OPEN else entry_of(name)
         for plugin in PLUGINS
         for file in plugin.modules.values()
         for name in imported_by(file)

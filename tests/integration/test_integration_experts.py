@@ -41,6 +41,14 @@ MODELS: dict[str, tuple[str, ...]] = {
         "model.shared_expert_gate=true",
         "model.activation=swiglu",
     ),
+    "biases": (
+        "model.aux_loss_coeff=0",
+        "model.router_bias_rate=0.05",
+        "model.router_score_function=sigmoid",
+        "model.router_groups=2",
+        "model.router_topk_scaling_factor=1.5",
+        "model.expert_layer_pattern=1,0,0,1",
+    ),
 }
 
 

@@ -32,6 +32,7 @@ def settings(expert: int, tensor: int, optimizer: str) -> tuple[dict[str, Any], 
     sets = {
         **SMALL,
         "model.experts": 4,
+        "model.router_bias_rate": 0.05,
         "train.steps": ENDS[-1],
         "checkpoint.interval": 0,
         "train.lr_shape": "constant",
@@ -88,3 +89,4 @@ def test_experts_are_loaded_by_other_numbers_of_ranks(tmp_path: Path) -> None:
     assert list(losses) == list(whole) == list(range(1, ENDS[-1] + 1))
     np.testing.assert_allclose(list(losses.values()), list(whole.values()), rtol=0, atol=1e-5)
     assert {f"layers.0.moe.experts.output.{expert}.weight" for expert in range(4)} <= set(tensors)
+    assert "layers.0.moe.router.expert_bias" in tensors

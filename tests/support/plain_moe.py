@@ -16,19 +16,23 @@ Weights = dict[str, Tensor]
 
 
 class Mixed(NamedTuple):
-    """``out`` as the input, the auxiliary losses without coefficients, and how many of all assignments were dropped."""
+    """``out`` as the input, the auxiliary losses without coefficients, and how many of all assignments were dropped.
+
+    ``load`` is how often each expert was chosen.
+    """
 
     out: Tensor
     balance: Tensor
     z: Tensor
     dropped: int
+    load: list[int]
 
 
 def mixture(weights: Weights, y: Tensor, options: Any) -> Mixed:
     """Tokens [b, s, h] after the norm. ``weights`` by name within the layer; positions count along s, then b."""
     tokens = y.transpose(0, 1).reshape(-1, y.shape[-1])
     logits = tokens @ weights["router.weight"].T
-    choices = [_choose(row, options) for row in logits]
+    choices = [_choose(row, weights.get("router.expert_bias"), options) for row in logits]
     kept = _kept(choices, options)
     rows = []
     for number, (token, chosen) in enumerate(zip(tokens, choices, strict=True)):
@@ -41,15 +45,26 @@ def mixture(weights: Weights, y: Tensor, options: Any) -> Mixed:
         rows.append(out + _shared(weights, token, options))
     out = torch.stack(rows).view(y.shape[1], y.shape[0], -1).transpose(0, 1)
     balance = _balance(logits, choices, options)
-    return Mixed(out, balance, torch.logsumexp(logits, -1).pow(2).mean(), sum(map(len, choices)) - len(kept))
+    load = [sum(e == expert for chosen in choices for e, _ in chosen) for expert in range(options.experts)]
+    return Mixed(out, balance, torch.logsumexp(logits, -1).pow(2).mean(), sum(load) - len(kept), load)
 
 
-def _choose(row: Tensor, options: Any) -> list[tuple[int, Tensor]]:
+def _choose(row: Tensor, bias: Tensor | None, options: Any) -> list[tuple[int, Tensor]]:
     """The experts of one token with their weights, from its logits [e]."""
-    numbers = sorted(range(len(row)), key=lambda e: -row[e].item())[: options.top_k]
-    if options.router_score_function == "sigmoid":
+    sigmoid = options.router_score_function == "sigmoid"
+    scores = (torch.sigmoid(row) if sigmoid else torch.softmax(row, -1)).tolist()
+    if bias is not None:
+        scores = [score + moved for score, moved in zip(scores, bias.tolist(), strict=True)]
+    size = len(scores) // options.router_groups
+    groups = [range(first, first + size) for first in range(0, len(scores), size)]
+    if options.router_groups > 1:
+        best = options.router_group_best
+        groups.sort(key=lambda group: -sum(sorted(scores[e] for e in group)[-best:]))
+        groups = groups[: options.router_top_groups]
+    numbers = sorted((e for group in groups for e in group), key=lambda e: -scores[e])[: options.top_k]
+    if sigmoid:
         weights = [torch.sigmoid(row[e]) for e in numbers]
-        if options.top_k > 1:
+        if options.top_k > 1 and options.router_norm_weights:
             weights = [weight / torch.stack(weights).sum() for weight in weights]
     else:
         among = row if options.router_pre_softmax else row[numbers]

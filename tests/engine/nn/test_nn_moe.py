@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from torch.nn import Parameter
 
 from megatron_run.contracts import Decoding
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
@@ -32,6 +33,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "swiglu without bias": {"activation": "swiglu", "bias": False, "norm": "rmsnorm"},
     "sigmoid": {"router_score_function": "sigmoid", "router_topk_scaling_factor": 2.5},
     "one by sigmoid": {"router_score_function": "sigmoid", "top_k": 1},
+    "sigmoids as they are": {"router_score_function": "sigmoid", "router_norm_weights": False},
+    "groups": {"experts": 6, "router_groups": 3, "router_top_groups": 2, "top_k": 3},
+    "groups by their best expert": {"experts": 8, "router_groups": 4, "router_top_groups": 2, "router_group_best": 1},
+    "biases": {"router_bias_rate": 0.01, "aux_loss_coeff": 0.0, "router_pre_softmax": True},
+    "all of DeepSeek-V3's": {
+        "experts": 8,
+        "top_k": 3,
+        "num_layers": 3,
+        "expert_layer_first": 1,
+        "router_score_function": "sigmoid",
+        "router_groups": 4,
+        "router_top_groups": 2,
+        "router_bias_rate": 0.01,
+        "router_topk_scaling_factor": 2.5,
+        "shared_expert_ffn_size": 8,
+    },
     "probabilities as they are": {"router_pre_softmax": True},
     "z loss alone": {"aux_loss_coeff": 0.0, "z_loss_coeff": 0.5},
     "no auxiliary loss": {"aux_loss_coeff": 0.0},
@@ -52,6 +69,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shared with a gate": {"shared_expert_ffn_size": 8, "shared_expert_gate": True, "z_loss_coeff": 0.1},
     "every second layer": {"num_layers": 3, "expert_layer_freq": 2},
     "a pattern": {"num_layers": 4, "expert_layer_pattern": (0, 1, 1)},
+    "every second layer but the first ones": {"num_layers": 5, "expert_layer_freq": 2, "expert_layer_first": 1},
 }
 each_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
 
@@ -59,7 +77,15 @@ each_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANT
 def moe(variant: dict[str, Any], **train: Any) -> tuple[GptOptions, BuildContext, Built]:
     options = GptOptions.model_validate({**SMALL, **variant})
     context = single_process_context(options, train=train)
-    return options, context, build_model(lambda context, _: Gpt(context, options), context, options)
+    built = build_model(lambda context, _: Gpt(context, options), context, options)
+    for bias in biases(built).values():  # at first they are zero, and would choose nothing
+        bias.data.copy_(torch.linspace(-0.2, 0.2, len(bias)))
+    return options, context, built
+
+
+def biases(built: Built) -> dict[str, Parameter]:
+    found = built.infos.items()
+    return {info.name: parameter for parameter, info in found if info.name.endswith("expert_bias")}
 
 
 def reference(built: Built, options: GptOptions) -> tuple[torch.Tensor, plain_gpt.Weights, list[Mixed]]:
@@ -134,5 +160,47 @@ def test_padded_experts_drop_no_token_of_a_text(capacity: float) -> None:
     ],
 )
 def test_experts_that_cannot_be_padded_are_refused(sets: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        GptOptions.model_validate({**SMALL, **sets})
+
+
+def test_a_bias_moves_by_the_rate_against_the_choices_of_a_step() -> None:
+    variant = {**VARIANTS["all of DeepSeek-V3's"], "expert_layer_first": 2}
+    options, _, built = moe(variant)
+    ((name, bias),) = biases(built).items()
+    assert name == "layers.2.moe.router.expert_bias"
+    before, (found,) = bias.detach().clone(), reference(built, options)[2]
+    built.forward(example_microbatch(61))
+    built.forward(replace(example_microbatch(61), train=False))  # counts nothing
+    built.model.before_update(skipped=False)
+    mean = sum(found.load) / len(found.load)
+    expected = [0.01 * ((load < mean) - (load > mean)) for load in found.load]
+    assert len(set(expected)) > 1
+    torch.testing.assert_close(bias.detach() - before, torch.tensor(expected, dtype=bias.dtype))
+
+
+def test_a_skipped_step_moves_no_bias_and_is_forgotten() -> None:
+    _, _, built = moe(VARIANTS["biases"])
+    before = {name: bias.detach().clone() for name, bias in biases(built).items()}
+    assert before
+    built.forward(example_microbatch(61))
+    built.model.before_update(skipped=True)
+    built.model.before_update(skipped=False)
+    assert all(torch.equal(bias, before[name]) for name, bias in biases(built).items())
+
+
+@pytest.mark.parametrize(
+    ("sets", "why"),
+    [
+        ({"router_groups": 3}, "4 experts do not divide into 3 groups; set it to 2 or 4"),
+        ({"router_groups": 2, "router_top_groups": 3}, "set it to at most 2"),
+        ({"router_groups": 4, "router_group_best": 1}, "1 of 4 groups have 1 experts, and a token needs 2"),
+        ({"router_groups": 4, "router_top_groups": 2}, "a group has 1 experts"),
+        ({"expert_layer_first": 2}, "none of 2 layers from layer 2 on has experts"),
+        ({"expert_layer_first": 1, "expert_layer_freq": 2}, "none of 2 layers from layer 1 on has experts"),
+        ({"expert_layer_first": 1, "expert_layer_pattern": (1, 0)}, "none of 2 layers from layer 1 on has experts"),
+    ],
+)
+def test_a_choice_that_cannot_be_made_is_refused(sets: dict[str, Any], why: str) -> None:
     with pytest.raises(ValidationError, match=why):
         GptOptions.model_validate({**SMALL, **sets})

@@ -34,6 +34,8 @@ YARN = {
     "original_max_position_embeddings": 4,
     "beta_fast": 2.0,
 }
+NO_LOSS = {"router_aux_loss_coef": 0.0}
+QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, **NO_LOSS}
 
 
 class Case(NamedTuple):
@@ -99,13 +101,37 @@ CASES: Mapping[str, Case] = {
         {"rope_fraction": 1.0},
     ),
     "starcoder2": Case("starcoder2", {"sliding_window": 5}, {"tie_embeddings": True, "bias": True}),
+    "mixtral": Case("mixtral", {"num_local_experts": 4, **NO_LOSS}, {"experts": 4, "top_k": 2}),
+    "qwen3 with experts": Case(
+        "qwen3_moe",
+        {**QWEN_EXPERTS, "head_dim": 8, "mlp_only_layers": [1], "num_experts_per_tok": 3},
+        {"expert_layer_pattern": (1, 0, 1), "router_pre_softmax": True, "expert_ffn_size": 20, "head_size": 8},
+    ),
+    "qwen3 with experts, normalised": Case(
+        "qwen3_moe",
+        {**QWEN_EXPERTS, "head_dim": 4, "norm_topk_prob": True, "decoder_sparse_step": 2},
+        {"expert_layer_pattern": (0, 1, 0), "router_pre_softmax": False},
+    ),
 }
 
 
-#: Each computes the same logits on two ranks, by ``parallel.tensor`` and by ``parallel.pipeline``; the others by night.
-SPLIT = ("gpt2", "llama 3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "gpt_neox", "starcoder2")
 #: Families whose experts two ranks share by ``parallel.expert``, with the same logits.
-EXPERTS_SPLIT: tuple[str, ...] = ()
+EXPERTS_SPLIT = ("mixtral", "qwen3 with experts")
+#: Each computes the same logits on two ranks, by ``parallel.tensor`` and by ``parallel.pipeline``; the others by night.
+SPLIT = (
+    "gpt2",
+    "llama 3",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "olmo2",
+    "gpt_neox",
+    "starcoder2",
+    *EXPERTS_SPLIT,
+)
 
 
 def table() -> str:

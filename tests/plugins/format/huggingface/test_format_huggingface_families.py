@@ -29,13 +29,15 @@ from tests.support.small_models import LENGTH, fill, logits_of, network, options
 from tests.support.training import enter_new_world, found_once
 
 
-def theirs(case: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def theirs(
+    case: str, folder: Path, dtype: torch.dtype = torch.float32, changes: Mapping[str, Any] | None = None
+) -> Any:
     """A random model of transformers in which every path matters, saved in ``folder`` in this type."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     torch.manual_seed(2)
-    config = CONFIG_MAPPING[CASES[case].family](**{**SMALL, **CASES[case].config})
+    config = CONFIG_MAPPING[CASES[case].family](**{**SMALL, **CASES[case].config, **(changes or {})})
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
     with torch.no_grad():
@@ -59,13 +61,14 @@ def imported(folder: Path) -> Built:
     return built
 
 
-def their_gradients(model: Any, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of the summed loss, by the names in their files."""
+def their_gradients(model: Any, fields: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Of the summed loss, by the names in their files: saved in ``folder`` as if they were the weights."""
     logits = model(fields["tokens"]).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), fields["labels"].flatten(), reduction="sum").backward()
-    # In memory GPT-NeoX's output layer has the name that others have in their files too.
-    named = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {"embed_out.weight": named.get("lm_head.weight"), **named}
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    model.save_pretrained(folder)
+    return load_file(folder / model_folder.SINGLE)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -87,7 +90,7 @@ def test_logits_and_gradients_are_transformers_and_weights_come_back_bit_by_bit(
     assert {key: explicit[key] for key in CASES[case].needs} == CASES[case].needs
     rows = family.rows(described, logical_shapes(described, LENGTH))
     readers = {name: partial(Tensor.clone, gradient) for name, gradient in gradients.items()}
-    of_theirs = their_gradients(model, fields)
+    of_theirs = their_gradients(model, fields, tmp_path / "gradients")
     head = f"{family.head}.weight"
     for row in rows:
         wanted = of_theirs[row.theirs if row.theirs == head else family.prefix + row.theirs]

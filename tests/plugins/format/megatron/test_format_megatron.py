@@ -190,7 +190,7 @@ def test_an_import_is_a_step_of_ours(tmp_path: Path) -> None:
     ("arguments", "why"),
     [
         ({"qk_layernorm": True}, "--qk-layernorm: queries and keys are not normalised"),
-        ({"moe_router_enable_expert_bias": True}, "--moe-router-enable-expert-bias: what a router adds"),
+        ({"moe_apply_probs_on_input": True}, "--moe-apply-probs-on-input: an expert's output is weighed"),
         ({"qk_l2_norm": True, "rotary_percent": 0.5}, "--rotary-percent 0.5: all features of a head are rotated"),
         ({"kv_channels": 12}, "--kv-channels 12: heads share the hidden size evenly"),
         ({"num_query_groups": 3, "group_query_attention": True}, "4 heads in 3 groups"),

@@ -168,6 +168,8 @@ def test_a_mixture_of_experts_resolves_to_the_run_that_it_describes() -> None:
         ("--num-experts 4 --moe-layer-freq 2", "model.expert_layer_freq", 2),
         ("--num-experts 4 --moe-layer-freq ([0]+[1]*3)", "model.expert_layer_pattern", [0, 1, 1, 1]),
         ("--num-experts 4", "model.token_dispatcher", "allgather"),
+        ("--num-experts 8 --moe-router-topk 4 --moe-router-group-topk 2", "model.router_group_best", 2),
+        ("--num-experts 4 --moe-router-enable-expert-bias", "model.router_bias_rate", 0.001),
         ("--moe-router-topk 4", "model.top_k", None),
         ("--swiglu --hidden-size 4096", "model.ffn_size", 10880),  # int(4 * 4096 * 2 / 3 / 64) * 64
         ("--disable-bias-linear", "model.activation", "gelu"),
@@ -259,7 +261,6 @@ def test_the_global_batch_follows_from_the_launcher() -> None:
         ("--position-embedding-type relative", "--position-embedding-type relative: positions are learned"),
         ("--add-qkv-bias --disable-bias-linear", "--add-qkv-bias: all linear layers have biases, or none"),
         ("--num-experts 4 --moe-router-load-balancing-type sinkhorn", "--moe-router-load-balancing-type sinkhorn: "),
-        ("--moe-router-num-groups 4", "--moe-router-num-groups 4: experts are chosen among all"),
         ("--num-layer 2", "--num-layer 2: this flag is not known; did you mean '--num-layers'?"),
         (
             "--moe-aux-loss-coef 0.1",

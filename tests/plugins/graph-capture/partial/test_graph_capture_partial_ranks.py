@@ -23,7 +23,7 @@ RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     ),
     "experts of two ranks": (
         (),
-        (*SHORT, "model.experts=4", "model.top_k=2", "parallel.expert=2"),
+        (*SHORT, "model.experts=4", "model.top_k=2", "parallel.expert=2", "model.router_bias_rate=0.05"),
         "scope=attn,moe_router,moe_preprocess,moe_combine",
     ),
     "zero1": (("optimizer=zero1",), SHORT, "scope=embedding,attn,mlp,head"),

@@ -25,6 +25,8 @@ LITTLE = (
     "model.dropout=0",
 )
 PADDED = ("model.experts=4", "model.top_k=2", "model.expert_capacity_factor=1.0", "model.expert_pad_to_capacity=true")
+#: They follow from what each replay counts.
+BIASED = ("model.router_bias_rate=0.05",)
 GROWING = ("train.steps=5", "train.ramp_up.start=4", "train.ramp_up.increment=4", "train.ramp_up.samples=8")
 STEP = "graph-capture=partial,scope=step"
 #: Name -> (plugins, settings).
@@ -33,7 +35,7 @@ ALONE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("scaler=dynamic",),
         ("train.precision=fp16", "scaler.initial_loss_scale=2097152", "scaler.hysteresis=1"),
     ),
-    "padded experts in bf16": ((), (*PADDED, "train.precision=bf16", "train.loss_mean=token")),
+    "padded experts in bf16": ((), (*PADDED, *BIASED, "train.precision=bf16", "train.loss_mean=token")),
     "recomputed, in chunks": (("optimizer=zero1",), ("train.recompute=full", "model.loss_chunks=2")),
     "a growing batch": ((), GROWING),
 }
@@ -42,7 +44,7 @@ RANKS = {
         ("optimizer=zero1",),
         ("parallel.data=2", "optimizer.overlap_param_gather=true", "optimizer.bucket_size=2000"),
     ),
-    "padded experts": ((), ("parallel.expert=2", *PADDED)),
+    "padded experts": ((), ("parallel.expert=2", *PADDED, *BIASED)),
     "tensor": (("parallel-layer=tensor",), ("parallel.tensor=2", "parallel.sequence=true")),
 }
 

@@ -7,7 +7,7 @@ of experts).
 Imports: contracts, errors, runtime.
 """
 
-from megatron_run_engine.nn.attention import CoreAttention, SelfAttention
+from megatron_run_engine.nn.attention import Attention, CoreAttention, SelfAttention
 from megatron_run_engine.nn.block import ExpertBlock, TransformerBlock, attention_fields
 from megatron_run_engine.nn.chunk import DecoderChunk, ForwardPass
 from megatron_run_engine.nn.cross_entropy import CrossEntropy, LinearCrossEntropy, cross_entropy
@@ -21,6 +21,7 @@ from megatron_run_engine.nn.rotary import Rotary
 from megatron_run_engine.nn.spec import ExpertSpec, TransformerSpec
 
 __all__ = [
+    "Attention",
     "CoreAttention",
     "CrossEntropy",
     "DecoderChunk",

@@ -28,35 +28,17 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.context import BuildContext
 
 
-class SelfAttention(nn.Module):
-    """Norm, fused query-key-value projection, attention core and output projection."""
+class Attention(nn.Module):
+    """A layer's attention: derived classes make queries, keys and values, and map what the core makes of them.
 
-    def __init__(
-        self,
-        context: BuildContext,
-        layers: ParallelLayers,
-        spec: TransformerSpec,
-        layer: int,
-        rotary: Rotary | None,
-    ) -> None:
+    Their ``forward`` has the arguments of that of :class:`SelfAttention`. Raises :class:`InputError` for a ``shape``
+    with variants that the core of these ``layers`` has not.
+    """
+
+    def __init__(self, layers: ParallelLayers, shape: AttentionShape, dropout: float) -> None:
         super().__init__()
-        self.head_size, self.layer = spec.head_size, layer
-        width, kv_width = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
-        parts = (LinearPart("query", width), LinearPart("key", kv_width), LinearPart("value", kv_width))
-        self.features = [part.features for part in parts]
-        window = spec.window_of(layer)
-        shape = AttentionShape(
-            spec.heads, spec.kv_heads, spec.head_size, layer, scale=spec.scale, window=window, softcap=spec.softcap
-        )
-        # Built before qkv: a factory that cannot split the heads then reports heads, not features of the projection.
-        self.core = layers.core_attention(shape, spec.dropout)
+        self.core, self.layer = layers.core_attention(shape, dropout), shape.layer
         _check_variants(shape, self.core)
-        norm = None if spec.norm_placement == "post" else norm_of(layers, spec)
-        bias = spec.bias if spec.qkv_bias is None else spec.qkv_bias
-        self.qkv = layers.column_linear(spec.hidden, parts, bias=bias, init=spec.init, norm=norm)
-        self.qk_norm = qk_norms(context, layers, spec)
-        self.rotary = rotary
-        self.output = layers.row_linear(width, spec.hidden, bias=spec.bias, init=spec.residual_init)
         self._core_draws: Sequence[torch.Generator] | None = None
 
     def recompute_core(self, streams: Sequence[torch.Generator]) -> None:
@@ -67,29 +49,14 @@ class SelfAttention(nn.Module):
         """
         self._core_draws = streams
 
-    def forward(
-        self,
-        x: Tensor,
-        decoding: Decoding | None = None,
-        documents: Tensor | None = None,
-        positions: Tensor | None = None,
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, decoding: Decoding | None, documents: Tensor | None
     ) -> Tensor:
-        """[s, b, h] -> [s, b, h]; between blocks s is s/t under sequence parallelism.
+        """Query [s, b, n/t, d], key and value [s, b, k/t, d] -> [s, b, n/t * d], by the core.
 
         With ``decoding`` the keys and values of earlier columns come from this layer's :class:`KeyValueCache`. With
-        ``documents`` [b, d], the bounds of packed documents, attention stays within them; ``positions`` [b, s] are
-        those of all ranks' tokens.
+        ``documents`` [b, d], the bounds of packed documents, attention stays within them.
         """
-        fused = self.qkv(x)  # [s, b, (n + 2k) * d / t]
-        split = sum(self.features) // fused.shape[-1]  # t, read from the result: the factory decides how to split
-        heads = [features // split // self.head_size for features in self.features]
-        every = fused.unflatten(-1, (-1, self.head_size))  # [s, b, (n + 2k) / t, d]
-        query, key, value = every.split(heads, dim=2)
-        if self.qk_norm is not None:
-            query, key = self.qk_norm(query, key)
-        if self.rotary is not None:  # queries and keys together: half the kernels
-            both = every[:, :, : -heads[2]] if self.qk_norm is None else torch.cat((query, key), dim=2)
-            query, key = self.rotary(both, decoding, positions).split(heads[:2], dim=2)
         mask, packed = None, cast("tuple[Tensor, ...]", ())
         if decoding is not None and decoding.caches is not None:
             mask, cache = decoding.mask, decoding.caches.get(self.layer)
@@ -101,10 +68,61 @@ class SelfAttention(nn.Module):
         elif documents is not None:
             mask = within_documents(documents, len(query))
         if self._core_draws is None or not (self.training and torch.is_grad_enabled()):
-            attended: Tensor = self.core(query, key, value, mask, *packed)  # [s, b, n/t * d]
+            attended: Tensor = self.core(query, key, value, mask, *packed)
         else:
             attended = recomputed(self.core, (query, key, value, mask, *packed), self._core_draws)
-        result: Tensor = self.output(attended)  # [s, b, h]
+        return attended
+
+
+class SelfAttention(Attention):
+    """Norm, fused query-key-value projection, attention core and output projection."""
+
+    def __init__(
+        self,
+        context: BuildContext,
+        layers: ParallelLayers,
+        spec: TransformerSpec,
+        layer: int,
+        rotary: Rotary | None,
+    ) -> None:
+        width, kv_width = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
+        parts = (LinearPart("query", width), LinearPart("key", kv_width), LinearPart("value", kv_width))
+        window = spec.window_of(layer)
+        shape = AttentionShape(
+            spec.heads, spec.kv_heads, spec.head_size, layer, scale=spec.scale, window=window, softcap=spec.softcap
+        )
+        # Built before qkv: a factory that cannot split the heads then reports heads, not features of the projection.
+        super().__init__(layers, shape, spec.dropout)
+        self.head_size, self.features = spec.head_size, [part.features for part in parts]
+        norm = None if spec.norm_placement == "post" else norm_of(layers, spec)
+        bias = spec.bias if spec.qkv_bias is None else spec.qkv_bias
+        self.qkv = layers.column_linear(spec.hidden, parts, bias=bias, init=spec.init, norm=norm)
+        self.qk_norm = qk_norms(context, layers, spec)
+        self.rotary = rotary
+        self.output = layers.row_linear(width, spec.hidden, bias=spec.bias, init=spec.residual_init)
+
+    def forward(
+        self,
+        x: Tensor,
+        decoding: Decoding | None = None,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """[s, b, h] -> [s, b, h]; between blocks s is s/t under sequence parallelism.
+
+        ``decoding`` and ``documents`` as of :meth:`attend`; ``positions`` [b, s] are those of all ranks' tokens.
+        """
+        fused = self.qkv(x)  # [s, b, (n + 2k) * d / t]
+        split = sum(self.features) // fused.shape[-1]  # t, read from the result: the factory decides how to split
+        heads = [features // split // self.head_size for features in self.features]
+        every = fused.unflatten(-1, (-1, self.head_size))  # [s, b, (n + 2k) / t, d]
+        query, key, value = every.split(heads, dim=2)
+        if self.qk_norm is not None:
+            query, key = self.qk_norm(query, key)
+        if self.rotary is not None:  # queries and keys together: half the kernels
+            both = every[:, :, : -heads[2]] if self.qk_norm is None else torch.cat((query, key), dim=2)
+            query, key = self.rotary(both, decoding, positions).split(heads[:2], dim=2)
+        result: Tensor = self.output(self.attend(query, key, value, decoding, documents))  # [s, b, h]
         return result
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from megatron_run.contracts import Segment
-from megatron_run_engine.nn.attention import SelfAttention
 from megatron_run_engine.nn.mlp import Mlp
 from megatron_run_engine.nn.moe.layer import MixtureOfExperts
 from megatron_run_engine.nn.norm import norm_of
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import Decoding, ParallelLayers
-    from megatron_run_engine.nn.rotary import Rotary
+    from megatron_run_engine.nn.attention import Attention
     from megatron_run_engine.nn.spec import ExpertSpec, TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext
 
@@ -57,16 +56,13 @@ class Block(nn.Module):
 
     def __init__(
         self,
-        context: BuildContext,
         layers: ParallelLayers,
         spec: TransformerSpec,
-        layer: int,
-        rotary: Rotary | None,
+        attention: Attention,
         reads: Names = (),
     ) -> None:
         super().__init__()
-        self.layer, self.reads = layer, reads
-        self.attention = SelfAttention(context, layers, spec, layer, rotary)
+        self.layer, self.reads, self.attention = attention.layer, reads, attention
         ends = spec.norm_placement != "pre"
         self.attention_post_norm = norm_of(layers, spec) if ends else None
         self.feed_post_norm = norm_of(layers, spec) if ends else None
@@ -122,14 +118,12 @@ class TransformerBlock(Block):
 
     def __init__(
         self,
-        context: BuildContext,
         layers: ParallelLayers,
         spec: TransformerSpec,
-        layer: int,
-        rotary: Rotary | None,
+        attention: Attention,
         reads: Names = (),
     ) -> None:
-        super().__init__(context, layers, spec, layer, rotary, reads)
+        super().__init__(layers, spec, attention, reads)
         norm = None if spec.norm_placement == "post" else norm_of(layers, spec)
         self.mlp = Mlp(layers, spec, spec.ffn, norm=norm)
 
@@ -157,13 +151,13 @@ class ExpertBlock(Block):
         layers: ParallelLayers,
         spec: TransformerSpec,
         experts: ExpertSpec,
-        layer: int,
-        rotary: Rotary | None,
+        attention: Attention,
         reads: Names = (),
     ) -> None:
-        super().__init__(context, layers, spec, layer, rotary, reads)
+        super().__init__(layers, spec, attention, reads)
         self.moe = MixtureOfExperts(context, layers, spec, experts)
-        self.reports = ("spread", *experts.loss_names)
+        self._placed = ("spread",) if self.moe.router.expert_bias is None else ("spread", "choices")
+        self.reports = (*self._placed, *experts.loss_names)
 
     def combine(self, x: Tensor, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor, *y: Tensor) -> Tensor:
         """Add the feed-forward half: [s, b, h] -> [s, b, h]."""
@@ -177,7 +171,7 @@ class ExpertBlock(Block):
         maps, carried = ("weights", "order", "place"), moe.dispatcher.carries
         reads, follows = (_READS_HOST, _FOLLOWS) if moe.dispatcher.dynamic else ("", "")
         routed = ("tokens", "weights", "chosen", "load", *moe.spec.loss_names, *stream)
-        placed = ("order", "place", "counts", "spread")
+        placed = ("order", "place", "counts", *self._placed)
 
         def segment(
             name: str, fn: Callable[..., object], inputs: Names, outputs: Names, *read: nn.Module | None, why: str = ""
@@ -214,16 +208,14 @@ class ExpertBlock(Block):
         )
 
 
-def make_block(
-    context: BuildContext, layers: ParallelLayers, spec: TransformerSpec, layer: int, rotary: Rotary | None
-) -> Block:
-    """The block at index ``layer`` of the model: with experts where ``spec`` lists the layer, dense elsewhere."""
+def make_block(context: BuildContext, layers: ParallelLayers, spec: TransformerSpec, attention: Attention) -> Block:
+    """The block around ``attention``: with experts where ``spec`` lists its layer, dense elsewhere."""
     block: Block
     reads = attention_fields(context, spec)
-    if spec.experts is not None and layer in spec.experts.layers:
-        block = ExpertBlock(context, layers, spec, spec.experts, layer, rotary, reads)
+    if spec.experts is not None and attention.layer in spec.experts.layers:
+        block = ExpertBlock(context, layers, spec, spec.experts, attention, reads)
     else:
-        block = TransformerBlock(context, layers, spec, layer, rotary, reads)
+        block = TransformerBlock(layers, spec, attention, reads)
     train = context.train
     if isinstance(train.recompute, tuple) and "core_attn" in train.recompute and not train.recomputes("attn"):
         block.recompute_core(context.rng.streams)

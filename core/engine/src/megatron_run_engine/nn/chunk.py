@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_run.contracts import ChunkOut, Segment
-from megatron_run_engine.nn.block import attention_fields, make_block, parameters_of
+from megatron_run_engine.nn.attention import Attention, SelfAttention
+from megatron_run_engine.nn.block import ExpertBlock, attention_fields, make_block, parameters_of
 from megatron_run_engine.nn.norm import norm_of
 from megatron_run_engine.nn.rotary import rotaries
 
@@ -25,9 +27,14 @@ if TYPE_CHECKING:
     from megatron_run.contracts import Microbatch, ParallelLayers
     from megatron_run_engine.nn.embedding import Embedding
     from megatron_run_engine.nn.moe.layer import RouterReports
+    from megatron_run_engine.nn.rotary import Rotary
     from megatron_run_engine.nn.spec import TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_engine.runtime.recompute import Environment
+
+
+#: Makes the attention of a layer of the model, given the table by which it rotates, if it does.
+AttentionMaker = Callable[[int, "Rotary | None"], Attention]
 
 
 class ForwardPass:
@@ -68,7 +75,8 @@ class ForwardPass:
 class DecoderChunk(nn.Module):
     """Runs ``embedding`` if it has one, the blocks ``indices``, and the head if it has an ``output`` layer.
 
-    ``routers`` collects what expert layers report during training. Blocks are named by their global index, so that
+    ``routers`` collects what expert layers report during training; ``attention`` makes that of a layer, by default
+    :class:`SelfAttention`. Blocks are named by their global index, so that
     parameter names do not depend on the layout.
     """
 
@@ -82,11 +90,13 @@ class DecoderChunk(nn.Module):
         embedding: Embedding | None = None,
         output: nn.Module | None = None,
         routers: RouterReports | None = None,
+        attention: AttentionMaker | None = None,
     ) -> None:
         super().__init__()
         self.embedding = embedding
         rotary = rotaries(context, spec, indices)
-        blocks = {index: make_block(context, layers, spec, index, rotary.get(index)) for index in indices}
+        make = attention or partial(SelfAttention, context, layers, spec)
+        blocks = {index: make_block(context, layers, spec, make(index, rotary.get(index))) for index in indices}
         self.layers = nn.ModuleDict({str(index): block for index, block in blocks.items()})
         self.final_norm = norm_of(layers, spec) if output is not None else None
         self.output, self.logits_scale, self.logits_softcap = output, spec.logits_scale, spec.logits_softcap
@@ -95,6 +105,9 @@ class DecoderChunk(nn.Module):
         #: Whether every layer here can keep what it needs of earlier tokens (:class:`megatron_run.contracts.Decoding`).
         self.caches = all(getattr(block.attention.core, "caches", False) for block in blocks.values())
         self._runner, self._forward_pass, self._routers = context.segments, ForwardPass(layers), routers
+        self._mixed = [block.moe.router for block in blocks.values() if isinstance(block, ExpertBlock)]
+        if routers is not None:
+            routers.watch(self._mixed)
         train = context.train
 
         def finish(segment: Segment) -> Segment:
@@ -130,7 +143,7 @@ class DecoderChunk(nn.Module):
             out = self._run_head(x, microbatch) if self.output is not None else ChunkOut(x)
             if self._routers is None or not microbatch.train:
                 return out
-            self._routers.count(reported)
+            self._routers.count(reported, self._mixed)
             return replace(out, losses={**out.losses, **self._routers.losses(reported)})
 
     def _run_embedding(self, microbatch: Microbatch) -> Tensor:

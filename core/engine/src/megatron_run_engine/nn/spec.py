@@ -17,12 +17,15 @@ Dispatch = Literal["alltoall", "allgather"]
 class ExpertSpec:
     """``count`` experts of ``ffn`` features in each of ``layers``, of which ``top_k`` process a token.
 
-    ``scores`` and ``pre_softmax`` set how the router turns logits into weights; ``scaling`` multiplies the weights of
-    the chosen experts. ``balance`` and ``z`` are the coefficients of the auxiliary losses. An expert accepts at most
-    ``capacity_factor`` times its even share of a microbatch's tokens, or all of them if it is None; ``drop`` selects
-    which tokens are dropped: those with the smallest weight, or the last. With ``pad`` each expert computes as many
-    rows as it may accept, so that no shape follows the routing. A shared expert of ``shared_ffn`` features,
-    if above 0, processes every token; ``shared_gate`` weighs its output.
+    ``scores`` and ``pre_softmax`` set how the router turns logits into weights, ``normalised`` whether sigmoids of
+    several chosen experts are divided by their sum; ``scaling`` multiplies the weights of the chosen experts. With
+    ``groups`` above 1 a token chooses among the experts of the ``top_groups`` best groups, which are neighbouring
+    experts of equal number; a group is worth the sum of its ``group_best`` best scores. ``balance`` and ``z`` are the
+    coefficients of the auxiliary losses, ``bias_rate`` the step of the biases that balance without one. An expert
+    accepts at most ``capacity_factor`` times its even share of a microbatch's tokens, or all of them if it is None;
+    ``drop`` selects which tokens are dropped: those with the smallest weight, or the last. With ``pad`` each expert
+    computes as many rows as it may accept, so that no shape follows the routing. A shared expert of ``shared_ffn``
+    features, if above 0, processes every token; ``shared_gate`` weighs its output.
     """
 
     count: int
@@ -31,7 +34,12 @@ class ExpertSpec:
     layers: frozenset[int]
     scores: Scores = "softmax"
     pre_softmax: bool = False
+    normalised: bool = True
     scaling: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 2
+    bias_rate: float = 0.0
     balance: float = 0.01
     z: float = 0.0
     capacity_factor: float | None = None

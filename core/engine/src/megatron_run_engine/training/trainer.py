@@ -230,6 +230,8 @@ class Trainer:
         scaler.update(found_inf)
         norm = zeros = torch.full_like(found_inf, torch.nan)  # NaN: not known
         skipped = self._guards.skips(self._progress, sums, found_inf)
+        # Before the optimizer gathers parameters, which would overwrite what the model changes.
+        self._assembly.model.before_update(skipped=skipped)
         if not skipped:
             norm = optimizer.clip_(self._run.config.train.clip_norm)
             if self._run.config.train.count_zeros:

@@ -234,6 +234,14 @@ class Model(ABC):
         between layers.
         """
 
+    def before_update(self, *, skipped: bool) -> None:  # noqa: B027  # most models do nothing
+        """Change parameters by a rule of the model's own. Collective: called once a step, on every rank.
+
+        All gradients of the step have arrived, and the optimizer's update follows unless it is ``skipped``: then forget
+        what was counted. Such parameters must get no gradient and no weight decay, and have the type of the master
+        weights; every rank that holds one must change it alike.
+        """
+
     @abstractmethod
     def flops_per_token(self, sequence_length: int) -> float:
         """Floating-point operations of one token's forward and backward; attention counts as if nothing were masked."""

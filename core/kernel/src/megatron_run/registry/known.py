@@ -58,6 +58,7 @@ KNOWN: tuple[Known, ...] = (
     Known("graph-capture", "te"),
     Known("model", "gpt", frozenset({"parallel.expert"}), builtin=True),
     Known("model", "bert", planned=True),
+    Known("model", "deepseek", frozenset({"parallel.expert"})),
     Known("data", "text", builtin=True),
     Known("data", "mock", builtin=True),
     Known("data", "indexed"),

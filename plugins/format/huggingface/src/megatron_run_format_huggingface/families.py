@@ -7,11 +7,13 @@ from megatron_run_format_huggingface.gpt2 import GPT2
 from megatron_run_format_huggingface.gpt_neox import GPT_NEOX
 from megatron_run_format_huggingface.llama import LLAMA
 from megatron_run_format_huggingface.mistral import MISTRAL
+from megatron_run_format_huggingface.mixtral import MIXTRAL
 from megatron_run_format_huggingface.olmo2 import OLMO2
 from megatron_run_format_huggingface.phi3 import PHI3
 from megatron_run_format_huggingface.qwen import QWEN2, QWEN3
+from megatron_run_format_huggingface.qwen_moe import QWEN3_MOE
 from megatron_run_format_huggingface.starcoder2 import STARCODER2
 
-_ALL = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, OLMO2, GPT_NEOX, STARCODER2)
+_ALL = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, OLMO2, GPT_NEOX, STARCODER2, MIXTRAL, QWEN3_MOE)
 #: By ``model_type``.
 FAMILIES = {family.model_type: family for family in _ALL}

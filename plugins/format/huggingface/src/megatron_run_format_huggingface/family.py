@@ -9,7 +9,8 @@ A family is a :class:`Family` in a file of its own, listed in ``families``. The 
 - ``sections``: what is not one to one, each a pair of functions (``sections`` has those that families share:
   rotations, windows by layer, an activation's name);
 - ``tensors``: the name of each of their modules, and ours: ``{layer}`` and ``{expert}`` stand for numbers. Which of
-  them have a weight and a bias follows from our model. :class:`Fused` says how several of ours make one of theirs.
+  them have a weight and a bias follows from our model. :class:`Fused` says how several of ours make one of theirs,
+  :class:`Either` which of ours it is in layers of different kinds.
 
 All else follows. An import reads the options from the keys, an export writes the keys from the options; both refuse
 with the reason. An option that a family says nothing about has its default in every model of it, so that a model with
@@ -66,6 +67,12 @@ class Fused(NamedTuple):
     ours: tuple[str, ...]
     transposed: bool = False
     by_head: bool = False
+
+
+class Either(NamedTuple):
+    """The one among ``ours`` that a layer has: a module that they have in layers with experts and without."""
+
+    ours: tuple[str, ...]
 
 
 class Row(NamedTuple):
@@ -133,7 +140,7 @@ class Family(NamedTuple):
     fixed: Mapping[str, Any]
     only: Mapping[str, tuple[Any, ...]]
     sections: tuple[Section, ...]
-    tensors: Mapping[str, str | Fused]
+    tensors: Mapping[str, str | Fused | Either]
     dropouts: tuple[str, ...] = ("attention_dropout",)
     positions: str = "max_position_embeddings"
     prefix: str = "model."
@@ -190,8 +197,7 @@ class Family(NamedTuple):
     def rows(self, options: GptOptions, shapes: Mapping[str, Shape]) -> list[Row]:
         """Their tensors for our model, whose tensors have these ``shapes``."""
         found = []
-        for theirs, ours in self.tensors.items():
-            made = Fused((ours,)) if isinstance(ours, str) else ours
+        for theirs, made in self._choices():
             heads = options.num_heads if made.by_head else 1
             for layer in range(options.num_layers if "{layer}" in theirs else 1):
                 for expert in range(options.experts if "{expert}" in theirs else 1):
@@ -201,6 +207,13 @@ class Family(NamedTuple):
                             full = f"{theirs.format(layer=layer, expert=expert)}.{part}"
                             found.append(Row(full, names, made.transposed, heads))
         return found
+
+    def _choices(self) -> Iterator[tuple[str, Fused]]:
+        for theirs, ours in self.tensors.items():
+            if isinstance(ours, Either):
+                yield from ((theirs, Fused((name,))) for name in ours.ours)
+            else:
+                yield theirs, Fused((ours,)) if isinstance(ours, str) else ours
 
 
 def must_be(config: Config, wanted: Mapping[str, tuple[Any, ...]]) -> list[str]:

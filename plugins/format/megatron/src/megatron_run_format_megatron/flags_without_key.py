@@ -34,9 +34,6 @@ _ALWAYS = (
     same_flag("--use-checkpoint-args", "`megatron-run import` takes them from the checkpoint"),
 )
 _NETWORK = (
-    network_flag("--moe-router-enable-expert-bias", "what a router adds to its scores is nothing"),
-    network_flag("--moe-router-num-groups", "experts are chosen among all"),
-    network_flag("--moe-router-group-topk", "experts are chosen among all"),
     network_flag("--moe-apply-probs-on-input", "an expert's output is weighed, not its input"),
     network_flag("--moe-latent-size", "experts see the hidden size"),
     network_flag("--multi-latent-attention", "attention has query, key and value heads"),

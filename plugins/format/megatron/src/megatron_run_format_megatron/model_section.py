@@ -128,6 +128,7 @@ def experts(arguments: Arguments) -> Iterator[Setting]:
         return
     yield Setting("model.experts", given("num_experts"), "--num-experts")
     yield from given_keys(arguments, "model", "--moe-")
+    yield from _choice(arguments)
     if (kind := given("moe_router_load_balancing_type", "aux_loss")) == "aux_loss":
         yield given_or_default(arguments, "model.aux_loss_coeff", "--moe-aux-loss-coeff", 0.0)
     else:
@@ -141,6 +142,17 @@ def experts(arguments: Arguments) -> Iterator[Setting]:
     dispatcher = given_or_default(arguments, "model.token_dispatcher", "--moe-token-dispatcher-type", "allgather")
     if dispatcher.value in _DISPATCHERS:
         yield dispatcher
+
+
+def _choice(arguments: Arguments) -> Iterator[Setting]:
+    """The keys of groups and biases, which decide the choice of experts. A group is worth its share of the choices."""
+    given = arguments.get
+    if top_groups := given("moe_router_group_topk"):
+        yield Setting("model.router_top_groups", top_groups, "--moe-router-group-topk")
+        best = int(given("moe_router_topk", 2)) // int(top_groups)
+        yield Setting("model.router_group_best", best, "--moe-router-topk / --moe-router-group-topk")
+    if given("moe_router_enable_expert_bias"):
+        yield given_or_default(arguments, "model.router_bias_rate", "--moe-router-bias-update-rate", 1e-3)
 
 
 def expert_faults(arguments: Arguments) -> Iterator[tuple[str, str]]:

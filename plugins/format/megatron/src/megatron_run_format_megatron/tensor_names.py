@@ -117,6 +117,7 @@ def _layer_table(*, gated: bool, experts: range) -> dict[str, Ours]:
     if not experts:
         return found | _feed_forward("mlp", "mlp.input", "mlp.output", gated=gated)
     found["mlp.router.weight"] = (("moe.router.weight", whole),)
+    found["mlp.router.expert_bias"] = (("moe.router.expert_bias", whole),)
     found["mlp.shared_experts.gate_weight"] = (("moe.shared.gate.weight", whole),)
     found |= _feed_forward("mlp.shared_experts", "moe.shared.mlp.input", "moe.shared.mlp.output", gated=gated)
     for expert in experts:

@@ -29,12 +29,18 @@ if TYPE_CHECKING:
 
 
 def check_config(config: Config, options: Options) -> Iterator[str]:
-    """Notices about stages that shard nothing. Raises :class:`InputError` for expert parallelism."""
+    """Notices about stages that shard nothing. Raises :class:`InputError` for expert parallelism and router biases."""
     if config.parallel.expert > 1:
         raise InputError(
             f"optimizer=deepspeed reduces every gradient over all data-parallel ranks, and parallel.expert="
             f"{config.parallel.expert} shares experts among some",
             fix="set parallel.expert=1, or choose --plugin optimizer=zero1 or adamw",
+        )
+    if config.model.options.get("router_bias_rate"):
+        raise InputError(
+            "optimizer=deepspeed keeps master weights of all parameters, and model.router_bias_rate moves biases of "
+            "routers without it: its next update would undo that",
+            fix="choose --plugin optimizer=zero1 or adamw, or balance by model.aux_loss_coeff",
         )
     yield from check_update(config, options.update)
     if config.parallel.data == 1:

@@ -6,21 +6,30 @@ Legend: s sequence, b micro batch, h hidden.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.contracts import Boundary, Chunk, Model, ParameterSpec, PluginInfo
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.builtin.model.gpt_options import GptOptions, expert_notices
-from megatron_run_engine.nn import DecoderChunk, Embedding, RouterReports, attention_fields, embedding_fields
+from megatron_run_engine.nn import (
+    DecoderChunk,
+    Embedding,
+    RouterReports,
+    SelfAttention,
+    attention_fields,
+    embedding_fields,
+)
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import Microbatch, ParallelLayers
     from megatron_run.contracts.actions import Place
+    from megatron_run_engine.nn import Attention, Rotary
     from megatron_run_engine.runtime.context import BuildContext
 
-__all__ = ["Gpt", "GptOptions"]
+__all__ = ["Gpt", "GptOptions", "expert_notices"]
 
 #: The canonical name of the word embedding, which a tied output layer shares.
 WORD = "embedding.word.weight"
@@ -35,7 +44,9 @@ class Gpt(Model):
         self._routers: RouterReports | None = None
         if self._spec.experts is not None:
             # On every stage, also one without experts: metrics are all-reduced by position, so their names must agree.
-            self._routers = RouterReports(context.metrics, self._spec.experts, context.topology.sizes.tensor)
+            replicas = context.groups.parallel_group(context.topology, "data")
+            tensor_ranks = context.topology.sizes.tensor
+            self._routers = RouterReports(context.metrics, self._spec.experts, tensor_ranks, replicas)
             self.metric_names = ("lm", *self._spec.experts.loss_names)
 
     def build_chunk(
@@ -53,8 +64,19 @@ class Gpt(Model):
             self._tie(output, last, layout, shared)
         indices = layout[position].layers
         return DecoderChunk(
-            self._context, spec, layers, indices, embedding=embedding, output=output, routers=self._routers
+            self._context,
+            spec,
+            layers,
+            indices,
+            embedding=embedding,
+            output=output,
+            routers=self._routers,
+            attention=partial(self.make_attention, layers),
         )
+
+    def make_attention(self, layers: ParallelLayers, layer: int, rotary: Rotary | None) -> Attention:
+        """The attention of ``layer``; a model that differs from ``gpt`` in it overrides this."""
+        return SelfAttention(self._context, layers, self._spec, layer, rotary)
 
     def fields(self, position: int, layout: tuple[Place, ...]) -> tuple[str, ...]:
         """Return ``tokens`` for the first position, ``labels`` and ``loss_mask`` for the last.
@@ -71,6 +93,11 @@ class Gpt(Model):
         """Return the shape of the residual stream, [s, b, h], or [s/t, b, h] with sequence parallelism."""
         length = sequence_length // self._context.sequence_shards
         return Boundary((length, micro_batch_size, self._spec.hidden), self._context.dtypes.param)
+
+    def before_update(self, *, skipped: bool) -> None:
+        """Move the biases that balance experts, by the choices of the step."""
+        if self._routers is not None:
+            self._routers.balance(skipped=skipped)
 
     def flops_per_token(self, sequence_length: int) -> float:
         """See :attr:`TransformerSpec.flops_per_token`."""

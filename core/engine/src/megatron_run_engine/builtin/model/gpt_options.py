@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from megatron_run.errors import plural
+from megatron_run.errors import nearest_divisors, plural
 from megatron_run_engine.builtin.model.decoder_options import DecoderOptions
 from megatron_run_engine.nn import ExpertSpec, TransformerSpec
 from megatron_run_engine.nn.spec import Dispatch, DropPolicy, Scores
@@ -28,6 +28,7 @@ class GptOptions(DecoderOptions):
     top_k: int = Field(2, ge=1, validate_default=True, description="experts per token")
     expert_ffn_size: int | None = Field(None, ge=1, description="width of an expert; unset: ffn_size")
     expert_layer_freq: int = Field(1, ge=1, description="layers 0, n, 2n, ... have experts")
+    expert_layer_first: int = Field(0, ge=0, description="the layers before this one are dense")
     expert_layer_pattern: tuple[Literal[0, 1], ...] = Field(
         (), description="1: experts, 0: dense; repeated to the last layer; replaces expert_layer_freq"
     )
@@ -35,7 +36,18 @@ class GptOptions(DecoderOptions):
     router_pre_softmax: bool = Field(
         False, validate_default=True, description="softmax before choosing; false: over the chosen experts"
     )
+    router_norm_weights: bool = Field(True, description="sigmoid: divide the weights of chosen experts by their sum")
     router_topk_scaling_factor: float = Field(1.0, gt=0, description="factor on the weights of chosen experts")
+    router_groups: int = Field(1, ge=1, validate_default=True, description="groups of neighbouring experts; 1: none")
+    router_top_groups: int = Field(
+        1, ge=1, validate_default=True, description="groups among whose experts a token chooses"
+    )
+    router_group_best: int = Field(
+        2, ge=1, validate_default=True, description="best scores of a group that are added up to compare groups"
+    )
+    router_bias_rate: float = Field(
+        0.0, ge=0, description="step of the biases that balance experts without a loss, such as 1e-3; 0: no biases"
+    )
     aux_loss_coeff: float = Field(0.01, ge=0, description="of the load-balancing loss")
     z_loss_coeff: float = Field(0.0, ge=0, description="of the router z-loss, such as 1e-3")
     expert_capacity_factor: float | None = Field(
@@ -78,9 +90,51 @@ class GptOptions(DecoderOptions):
         layers, freq = info.data.get("num_layers"), info.data.get("expert_layer_freq", 1)
         if pattern and freq > 1:
             raise ValueError(f"expert_layer_freq={freq} says which layers have experts too; set one of the two")
-        if pattern and layers is not None and not any(pattern[:layers]):
-            raise ValueError(f"none of {layers} layers has experts; write a 1, or set experts=0")
+        first = info.data.get("expert_layer_first", 0)
+        if pattern and layers and not any(pattern[layer % len(pattern)] for layer in range(first, layers)):
+            where = f" from layer {first} on" if first else ""
+            raise ValueError(f"none of {layers} layers{where} has experts; write a 1, or set experts=0")
         return pattern
+
+    @field_validator("expert_layer_first")
+    @classmethod
+    def _leaves_a_layer(cls, first: int, info: ValidationInfo) -> int:
+        layers, freq = info.data.get("num_layers"), info.data.get("expert_layer_freq", 1)
+        if first and layers is not None and -(-first // freq) * freq >= layers:
+            raise ValueError(f"none of {layers} layers from layer {first} on has experts; lower it, or set experts=0")
+        return first
+
+    @field_validator("router_groups")
+    @classmethod
+    def _groups_are_equal(cls, groups: int, info: ValidationInfo) -> int:
+        experts = info.data.get("experts")
+        if experts and experts % groups:
+            raise ValueError(
+                f"{experts} experts do not divide into {groups} groups; set it to {nearest_divisors(experts, groups)}"
+            )
+        return groups
+
+    @field_validator("router_top_groups")
+    @classmethod
+    def _chooses_among_groups(cls, top_groups: int, info: ValidationInfo) -> int:
+        experts, groups, top_k = (info.data.get(key) for key in ("experts", "router_groups", "top_k"))
+        if groups is not None and top_groups > groups:
+            raise ValueError(f"a token cannot choose {top_groups} of {groups} groups; set it to at most {groups}")
+        if experts and groups is not None and top_k is not None and top_groups * (experts // groups) < top_k:
+            least = -(-top_k // (experts // groups))
+            raise ValueError(
+                f"{top_groups} of {groups} groups have {top_groups * (experts // groups)} experts, "
+                f"and a token needs {top_k}; set it to at least {least}"
+            )
+        return top_groups
+
+    @field_validator("router_group_best")
+    @classmethod
+    def _compares_experts_of_a_group(cls, best: int, info: ValidationInfo) -> int:
+        experts, groups = info.data.get("experts"), info.data.get("router_groups", 1)
+        if experts and groups > 1 and best > experts // groups:
+            raise ValueError(f"a group has {experts // groups} experts; set it to at most that")
+        return best
 
     @field_validator("router_pre_softmax")
     @classmethod
@@ -112,17 +166,24 @@ class GptOptions(DecoderOptions):
     def expert_layers(self) -> frozenset[int]:
         """The indices of the layers that have experts."""
         pattern: tuple[int, ...] = self.expert_layer_pattern or (1, *(0,) * (self.expert_layer_freq - 1))
-        return frozenset(layer for layer in range(self.num_layers) if pattern[layer % len(pattern)])
+        later = range(self.expert_layer_first, self.num_layers)
+        return frozenset(layer for layer in later if pattern[layer % len(pattern)])
 
     def explicit(self) -> dict[str, Any]:
         """As :meth:`DecoderOptions.explicit`; ``expert_layer_pattern`` has a number for each layer."""
         found = super().explicit()
         if not self.experts:
             return found | {name: GptOptions.model_fields[name].default for name in self.expert_keys}
+        size = self.expert_ffn_size or found["ffn_size"]
+        if len(self.expert_layers) == self.num_layers:
+            found["ffn_size"] = size  # no layer has its own
+        if self.router_groups == 1:
+            found |= {key: GptOptions.model_fields[key].default for key in ("router_top_groups", "router_group_best")}
         return found | {
             "expert_layer_freq": 1,
+            "expert_layer_first": 0,
             "expert_layer_pattern": tuple(int(layer in self.expert_layers) for layer in range(self.num_layers)),
-            "expert_ffn_size": self.expert_ffn_size or found["ffn_size"],
+            "expert_ffn_size": size,
         }
 
     def spec(self, sequence_length: int) -> TransformerSpec:
@@ -138,7 +199,12 @@ class GptOptions(DecoderOptions):
             layers=self.expert_layers,
             scores=self.router_score_function,
             pre_softmax=self.router_pre_softmax,
+            normalised=self.router_norm_weights,
             scaling=self.router_topk_scaling_factor,
+            groups=self.router_groups,
+            top_groups=self.router_top_groups,
+            group_best=self.router_group_best,
+            bias_rate=self.router_bias_rate,
             balance=self.aux_loss_coeff,
             z=self.z_loss_coeff,
             capacity_factor=self.expert_capacity_factor,
@@ -170,6 +236,13 @@ def expert_notices(config: Config, options: GptOptions) -> Iterator[str]:
     if options.router_pre_softmax and options.router_score_function != "softmax":
         score = options.router_score_function
         yield f"model.router_pre_softmax changes nothing: model.router_score_function={score} has no softmax"
+    if not options.router_norm_weights and options.router_score_function != "sigmoid":
+        yield (
+            "model.router_norm_weights changes nothing: with model.router_score_function=softmax, "
+            "model.router_pre_softmax says whether weights are normalised over all experts or over the chosen ones"
+        )
+    if options.router_groups == 1 and options.router_top_groups > 1:
+        yield "model.router_top_groups changes nothing: model.router_groups=1 makes no groups"
     yield from _about_layers(options)
     yield from _about_capacity(config, options)
 

@@ -20,10 +20,11 @@ from megatron_run_engine.nn.moe.router import Router, balance_loss, choose, load
 from megatron_run_engine.nn.parameter import empty_parameter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from megatron_run.contracts import Decoding, ParallelLayers
     from megatron_run_engine.nn.spec import ExpertSpec, TransformerSpec
+    from megatron_run_engine.runtime.comm import ParallelGroup
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_engine.runtime.metrics import Meter, Metrics
 
@@ -33,22 +34,48 @@ SPREAD = ("model/expert_load_max", "model/expert_load_min", "model/drop_rate")
 
 
 class RouterReports:
-    """Combines the reports of a chunk's expert layers for one microbatch.
+    """Combines the reports of a chunk's expert layers for one microbatch, and balances the biases of their routers.
 
-    Each of the ``parts`` tensor-parallel ranks reports 1/``parts`` of every auxiliary loss.
+    Each of the ``parts`` tensor-parallel ranks reports 1/``parts`` of every auxiliary loss. Biases follow the choices
+    of all ``replicas``, the data-parallel ranks.
     """
 
-    def __init__(self, metrics: Metrics, spec: ExpertSpec, parts: int) -> None:
+    def __init__(self, metrics: Metrics, spec: ExpertSpec, parts: int, replicas: ParallelGroup) -> None:
         self._meters: list[Meter] = [metrics.scalar(name) for name in SPREAD]
         coefficients = {"model/balance_loss": spec.balance, "model/z_loss": spec.z}
         self._weights = {name: coefficients[name] / parts for name in spec.loss_names}
+        self._replicas = replicas
+        self._choices: dict[Router, Tensor] = {}  # of this rank's microbatches since the last update, [e] int64
 
-    def count(self, layers: Sequence[Mapping[str, Tensor]]) -> None:
-        """Add the spread of the load, averaged over layers and microbatches, to the step's metrics."""
+    def watch(self, routers: Iterable[Router]) -> None:
+        """Count the choices of those among ``routers`` that have biases."""
+        for router in routers:
+            if router.expert_bias is not None:
+                self._choices[router] = torch.zeros_like(router.expert_bias, dtype=torch.int64)
+
+    def count(self, layers: Sequence[Mapping[str, Tensor]], routers: Sequence[Router]) -> None:
+        """Add the spread of the load, averaged over layers and microbatches, to the step's metrics.
+
+        ``routers`` are those of ``layers``, in their order.
+        """
         if layers:
             total = torch.stack([layer["spread"] for layer in layers]).sum(0)
             for meter, value in zip(self._meters, total, strict=True):
                 meter.add(value, len(layers))
+        for layer, router in zip(layers, routers, strict=True):
+            if router in self._choices:
+                self._choices[router] += layer["choices"]
+
+    def balance(self, *, skipped: bool) -> None:
+        """Move every bias by the step's choices, unless the step is ``skipped``, and count anew. Collective."""
+        if not self._choices:
+            return
+        routers, choices = list(self._choices), torch.stack(list(self._choices.values()))
+        if not skipped:
+            for router, load in zip(routers, self._replicas.sum_(choices), strict=True):
+                router.balance(load)
+        for counted in self._choices.values():
+            counted.zero_()
 
     def losses(self, layers: Sequence[Mapping[str, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
         """By loss name, the sum over ``layers`` with its coefficient, and a weight.
@@ -82,7 +109,7 @@ class MixtureOfExperts(nn.Module):
         peers = context.groups.parallel_group(context.topology, "expert")
         self.dispatcher = make_dispatcher(experts, peers)
         self.norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
-        self.router = Router(context, spec, experts.count)
+        self.router = Router(context, spec, experts)
         self.experts = Experts(layers, spec, self.dispatcher.held, experts.ffn)
         self.shared = SharedExpert(context, layers, spec, experts) if experts.shared_ffn else None
 
@@ -95,7 +122,7 @@ class MixtureOfExperts(nn.Module):
         y = self.norm(x)
         tokens = self._enter(y).flatten(0, 1)
         logits = self.router(tokens)
-        weights, chosen, scores = choose(logits, self.spec)
+        weights, chosen, scores = choose(logits, self.spec, self.router.expert_bias)
         load = load_of(chosen, self.spec.count)
         shared = () if self.shared is None else (y,)
         return tokens, weights, chosen, load, *self._losses(logits, scores, load), *shared
@@ -103,7 +130,7 @@ class MixtureOfExperts(nn.Module):
     def place(
         self, weights: Tensor, chosen: Tensor, load: Tensor, decoding: Decoding | None = None
     ) -> tuple[Tensor, ...]:
-        """The placement (order [n*k], place [n*k], counts [e]) and the spread of the load [3]."""
+        """The placement (order [n*k], place [n*k], counts [e]), the spread of the load [3] and, for biases, load."""
         # In generation the tokens of a pass are those of other texts too: what is dropped would depend on them.
         if self.spec.capacity_factor is None or decoding is not None:
             placement = place_all(chosen, load)
@@ -111,7 +138,9 @@ class MixtureOfExperts(nn.Module):
             placement = place_within_capacity(chosen, weights, load, self.spec)
         if self.spec.pad:
             placement = padded(placement, self._slots(chosen, load, decoding))
-        return *placement, spread(load, placement.counts)
+        # A copy: a captured segment may not return an input, and a region not what its own segments read.
+        choices = () if self.router.expert_bias is None else (load.clone(),)
+        return *placement, spread(load, placement.counts), *choices
 
     def _slots(self, chosen: Tensor, load: Tensor, decoding: Decoding | None) -> int:
         """Slots of an expert: its capacity or, where nothing is dropped, as many as the fullest one of any rank fills.

@@ -1,9 +1,10 @@
 """The router: each token's experts and their weights, and the auxiliary losses. All of it in at least fp32.
 
 Shazeer et al. 2017, "Outrageously Large Neural Networks"; Fedus et al. 2021, "Switch Transformers"; Zoph et al. 2022,
-"ST-MoE"; DeepSeek-AI 2024, "DeepSeek-V3" (sigmoid).
+"ST-MoE"; Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing" (biases); DeepSeek-AI 2024, "DeepSeek-V3" (sigmoid,
+groups).
 
-Legend: n tokens, h hidden, e experts, k experts of a token.
+Legend: n tokens, h hidden, e experts, k experts of a token, g groups of experts.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_run.contracts import ParameterSpec
+from megatron_run.contracts import Init, ParameterSpec
 from megatron_run_engine.nn.linear import add_product
-from megatron_run_engine.nn.parameter import empty_parameter
+from megatron_run_engine.nn.parameter import build_device, empty_parameter
 from megatron_run_engine.runtime.gradients import main_grad
 
 if TYPE_CHECKING:
@@ -37,18 +38,26 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Logits of every token for every expert.
+    """Logits of every token for every expert, and the biases that balance the experts.
 
     It runs inside a tensor-parallel region, where each rank propagates a part of the gradient: so its weight's gradient
     is partial over the tensor axis.
+
+    ``expert_bias`` [e], None without a rate, is in the type of master weights: a step of the rate would vanish in 16
+    bits. It is a parameter, so that it is saved, loaded, imported and exported like any other. Nothing differentiates
+    it: optimizers see a gradient of zero, which moves nothing without weight decay, and :meth:`balance` moves it.
     """
 
-    def __init__(self, context: BuildContext, spec: TransformerSpec, experts: int) -> None:
+    def __init__(self, context: BuildContext, spec: TransformerSpec, experts: ExpertSpec) -> None:
         super().__init__()
-        self.gradients, self.dtype = context.gradients, context.dtypes.main
-        self.weight = empty_parameter(context, experts, spec.hidden)
+        self.gradients, self.dtype, self._rate = context.gradients, context.dtypes.main, experts.bias_rate
+        self.weight = empty_parameter(context, experts.count, spec.hidden)
         split = context.topology.sizes.tensor > 1
         self.parameter_specs = {"weight": ParameterSpec(spec.init, partial_over="tensor" if split else None)}
+        self.expert_bias: Parameter | None = None
+        if experts.bias_rate:
+            self.expert_bias = nn.Parameter(torch.empty(experts.count, dtype=self.dtype, device=build_device(context)))
+            self.parameter_specs["expert_bias"] = ParameterSpec(Init("zeros"), decay=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[n, h] -> [n, e] in the type of the master weights, whatever the type of the tokens."""
@@ -56,6 +65,15 @@ class Router(nn.Module):
             tokens, self.weight, self.dtype, self.gradients
         )
         return logits
+
+    def balance(self, load: Tensor) -> None:
+        """Move each bias by the rate, up for an expert with less than the mean of ``load`` [e] and down for more.
+
+        Wang et al. 2024, algorithm 1. ``load`` are a whole step's choices, those of all data-parallel ranks.
+        """
+        assert self.expert_bias is not None, "the rate is above 0"
+        with torch.no_grad():
+            self.expert_bias.add_((load.mean(dtype=self.dtype) - load).sign(), alpha=self._rate)
 
 
 class _Logits(torch.autograd.Function):
@@ -82,23 +100,50 @@ class _Logits(torch.autograd.Function):
         return product, None, None, None
 
 
-def choose(logits: Tensor, spec: ExpertSpec) -> Routing:
+def choose(logits: Tensor, spec: ExpertSpec, bias: Tensor | None = None) -> Routing:
     """The ``top_k`` experts of each token, from its logits [n, e].
 
-    ``softmax`` normalises over the chosen experts, as Mixtral does; with ``pre_softmax`` over all experts, as Switch
-    does. ``sigmoid`` uses the scores, divided by their sum if several experts are chosen, as DeepSeek-V3 does.
+    ``softmax`` normalises over the chosen experts, as Mixtral does, which equals probabilities among all divided by
+    their sum; with ``pre_softmax`` over all experts, as Switch does. ``sigmoid`` uses the scores, divided by their sum
+    if several experts are chosen and ``normalised`` is set, as DeepSeek-V3 does. ``bias`` [e] and groups decide which
+    experts are chosen and change no weight.
     """
+    chosen = _chosen(logits, spec, bias)
     if spec.scores == "sigmoid":
         scores = logits.sigmoid()
-        weights, chosen = scores.topk(spec.top_k, dim=-1)
-        if spec.top_k > 1:
+        weights = scores.gather(-1, chosen)
+        if spec.top_k > 1 and spec.normalised:
             weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
         scores = scores / (scores.sum(-1, keepdim=True) + _TINY)
     else:
         scores = logits.softmax(-1)
-        best, chosen = (scores if spec.pre_softmax else logits).topk(spec.top_k, dim=-1)
-        weights = best if spec.pre_softmax else best.softmax(-1)
+        weights = (scores if spec.pre_softmax else logits).gather(-1, chosen)
+        if not spec.pre_softmax:
+            weights = weights.softmax(-1)
     return Routing(weights * spec.scaling if spec.scaling != 1 else weights, chosen, scores)
+
+
+def _chosen(logits: Tensor, spec: ExpertSpec, bias: Tensor | None) -> Tensor:
+    """The indices [n, k] of the experts with the best scores, bias added, in the best groups; no gradient."""
+    if bias is None and spec.groups == 1:
+        return logits.topk(spec.top_k, dim=-1).indices  # the order of the scores, before any of them underflows
+    with torch.no_grad():
+        ranked = logits.sigmoid() if spec.scores == "sigmoid" else logits.softmax(-1)
+        ranked = ranked if bias is None else ranked + bias
+        return _within_best_groups(ranked, spec).topk(spec.top_k, dim=-1).indices
+
+
+def _within_best_groups(ranked: Tensor, spec: ExpertSpec) -> Tensor:
+    """``ranked`` [n, e] where the expert is in one of the token's best groups, -inf elsewhere.
+
+    DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2: a token then travels to few nodes.
+    """
+    if spec.groups == 1:
+        return ranked
+    grouped = ranked.view(len(ranked), spec.groups, -1)  # [n, g, e/g]
+    worth = grouped.topk(spec.group_best, dim=-1).values.sum(-1)  # [n, g]
+    kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(-1, worth.topk(spec.top_groups, dim=-1).indices, True)
+    return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
 
 
 def load_of(chosen: Tensor, experts: int) -> Tensor:

@@ -1,0 +1,125 @@
+"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
+
+Keys and values of all heads are made from one small latent vector per token, queries from another. Rotations do not
+pass through the latent's matrices, so the features that rotate come beside it: one key for all heads.
+
+Legend: s sequence, b micro batch, h hidden, n heads, t tensor-parallel size, r features that rotate, p those that do
+not, v value features of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_run.contracts import AttentionShape, Init, LinearPart, ParameterSpec
+from megatron_run_engine.nn import Attention, empty_parameter, linear
+
+if TYPE_CHECKING:
+    from megatron_run.contracts import Decoding, ParallelLayers
+    from megatron_run_engine.nn import Rotary, TransformerSpec
+    from megatron_run_engine.runtime.context import BuildContext
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Features of the latent of keys and values, of that of queries (None: there is none), and of a head's parts."""
+
+    kv_rank: int
+    query_rank: int | None
+    rope: int
+    nope: int
+    value: int
+
+    @property
+    def head(self) -> int:
+        """Features of a query or key head."""
+        return self.rope + self.nope
+
+    def matmul_parameters(self, hidden: int, heads: int) -> int:
+        """Parameters of the matrices of one layer's attention."""
+        query = hidden * heads * self.head
+        if self.query_rank is not None:
+            query = self.query_rank * (hidden + heads * self.head)
+        keys_and_values = self.kv_rank * heads * (self.nope + self.value)
+        return query + hidden * (self.kv_rank + self.rope) + keys_and_values + heads * self.value * hidden
+
+
+class LatentAttention(Attention):
+    """Norm, the way through the latents, attention core and output projection.
+
+    Every tensor-parallel rank makes whole latents of its tokens, and from them the queries, keys and values of its
+    heads. A head's features that rotate come first. Values are padded to the size of keys, which any core takes.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        layers: ParallelLayers,
+        spec: TransformerSpec,
+        shape: LatentShape,
+        layer: int,
+        rotary: Rotary | None,
+    ) -> None:
+        heads = AttentionShape(spec.heads, spec.heads, shape.head, layer, scale=spec.scale)
+        super().__init__(layers, heads, spec.dropout)
+        self.shape, self.rotary, self._enter = shape, rotary, layers.enter_region
+        self.norm = layers.norm("rmsnorm", spec.hidden, spec.norm_eps)
+
+        def up(rank: int, *parts: LinearPart) -> nn.Module:
+            norm = layers.norm("rmsnorm", rank, spec.norm_eps)
+            return layers.column_linear(rank, parts, bias=False, init=spec.init, norm=norm)
+
+        queries = LinearPart("query", spec.heads * shape.head)
+        self.query_down: Down | None = None
+        if shape.query_rank is None:
+            self.query = layers.column_linear(spec.hidden, (queries,), bias=False, init=spec.init)
+        else:
+            self.query_down = Down(context, spec.hidden, shape.query_rank, spec.init)
+            self.query = up(shape.query_rank, queries)
+        self.latent = Down(context, spec.hidden, shape.kv_rank + shape.rope, spec.init)
+        keys, values = spec.heads * shape.nope, spec.heads * shape.value
+        self.key_value = up(shape.kv_rank, LinearPart("key", keys), LinearPart("value", values))
+        self.output = layers.row_linear(values, spec.hidden, bias=False, init=spec.residual_init)
+
+    def forward(
+        self,
+        x: Tensor,
+        decoding: Decoding | None = None,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """[s, b, h] -> [s, b, h]; arguments as of :class:`megatron_run_engine.nn.SelfAttention`."""
+        assert self.rotary is not None, "the options say position=rope"
+        shape, y = self.shape, self.norm(x)
+        query = self.query(y if self.query_down is None else self.query_down(y)).unflatten(-1, (-1, shape.head))
+        latent, turned = self.latent(y).split((shape.kv_rank, shape.rope), dim=-1)
+        turned = self.rotary(self._enter(turned)[:, :, None], decoding, positions)  # [s, b, 1, r]
+        both = self.key_value(latent)  # [s, b, n/t * (p + v)]
+        heads = both.shape[-1] // (shape.nope + shape.value)
+        key, value = both.split((heads * shape.nope, heads * shape.value), dim=-1)
+        key = torch.cat((turned.expand(-1, -1, heads, -1), key.unflatten(-1, (heads, -1))), dim=-1)
+        value = F.pad(value.unflatten(-1, (heads, -1)), (0, shape.head - shape.value))
+        query = self.rotary(query, decoding, positions)
+        attended = self.attend(query, key, value, decoding, documents)  # [s, b, n/t * (r + p)]
+        result: Tensor = self.output(attended.unflatten(-1, (heads, -1))[..., : shape.value].flatten(2))
+        return result
+
+
+class Down(nn.Module):
+    """``x @ weight.T`` into a latent; each tensor-parallel rank computes its own tokens'."""
+
+    def __init__(self, context: BuildContext, inputs: int, outputs: int, init: Init) -> None:
+        super().__init__()
+        self.gradients = context.gradients
+        self.weight = empty_parameter(context, outputs, inputs)
+        split = context.sequence_shards > 1
+        self.parameter_specs = {"weight": ParameterSpec(init, partial_over="tensor" if split else None)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, inputs] -> [s, b, outputs]."""
+        return linear(x, self.weight, None, self.gradients)

@@ -1,0 +1,62 @@
+"""Latent attention, with experts and without, learns the same however it is split."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_run.config.request import Request
+from tests.support.training import Seen, train_many
+
+pytestmark = pytest.mark.multiproc
+
+SETS = (
+    "model.hidden_size=24",
+    "model.num_heads=4",
+    "model.kv_rank=12",
+    "model.query_rank=8",
+    "model.rope_head_size=4",
+    "model.nope_head_size=6",
+    "model.value_head_size=8",
+    "model.init_std=0.1",
+    "train.steps=3",
+    "train.sequence_length=16",
+    "train.global_batch_size=4",
+    "train.micro_batch_size=1",
+    "eval.interval=3",
+    "eval.batches=1",
+)
+EXPERTS = (
+    "model.experts=4",
+    "model.expert_ffn_size=16",
+    "model.expert_layer_first=1",
+    "model.router_score_function=sigmoid",
+    "model.router_groups=2",
+    "model.router_bias_rate=0.05",
+    "model.shared_expert_ffn_size=16",
+)
+#: Splits of two ranks: (settings, plugins); those of experts have them.
+SPLITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "tensor": (("parallel.tensor=2",), ("parallel-layer=tensor",)),
+    "sequence": (("parallel.tensor=2", "parallel.sequence=true"), ("parallel-layer=tensor", "optimizer=zero1")),
+    "pipeline": (("parallel.pipeline=2", "train.recompute=core_attn"), ("schedule=zero-bubble",)),
+    "data": (("parallel.data=2",), ("optimizer=zero1",)),
+    "experts": (("parallel.expert=2", *EXPERTS), ()),
+    "experts, sequence": (("parallel.tensor=2", "parallel.sequence=true", *EXPERTS), ("parallel-layer=tensor",)),
+    "experts, pipeline": (("parallel.pipeline=2", "train.recompute=full", *EXPERTS), ("schedule=1f1b",)),
+}
+
+
+def request(sets: tuple[str, ...] = (), plugins: tuple[str, ...] = ()) -> Request:
+    return Request(configs=("preset:tiny",), sets=(*SETS, *sets), plugins=("model=deepseek", *plugins))
+
+
+def test_every_split_has_the_losses_of_one_process() -> None:
+    dense, mixed = (ranks[0] for ranks in train_many(1, [request(), request(EXPERTS)]))
+    assert dense.losses[0] != pytest.approx(mixed.losses[0], abs=1e-4)
+    found = train_many(2, [request(*split) for split in SPLITS.values()])
+    for name, ranks in zip(SPLITS, found, strict=True):
+        single: Seen = mixed if "experts" in name else dense
+        np.testing.assert_allclose(ranks[0].losses, single.losses, rtol=0, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(ranks[0].norms, single.norms, rtol=1e-4, err_msg=name)
+        np.testing.assert_allclose(ranks[0].validation, single.validation, rtol=0, atol=1e-5, err_msg=name)
