@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_run.errors import DataError
-from megatron_run.registry.discover import plain_name
 from megatron_run_engine.data.tokenizer_files import SENTENCEPIECE, find_file, read_tokenizer
 from megatron_run_engine.data.user_cache import replacing, user_cache
 
@@ -217,8 +216,8 @@ def byte_tokenizer_json() -> bytes:
 
 
 def reads_bytes(identity: Mapping[str, Any]) -> bool:
-    """Whether the data of a run, by the keys of its ``identity``, is text read byte by byte."""
-    return plain_name(str(identity.get("data.use"))) == "text" and identity.get("data.tokenizer") == "bytes"
+    """Whether the data of a run, by the keys of its ``identity``, is read byte by byte, whichever source reads it."""
+    return identity.get("data.tokenizer") == "bytes"
 
 
 def same_vocabulary(first: Path | None, second: Path | None) -> bool:
