@@ -239,13 +239,14 @@ def _record_first_gradients(assembly: Any, seen: Seen) -> None:
     import torch
 
     from megatron_run_engine.runtime.gradients import main_grad
+    from megatron_run_engine.runtime.parameter_init import trained
 
     unscale = assembly.optimizer.unscale_
 
     def record(factor: Any) -> Any:
         if not seen.gradients:
             for described in assembly.infos:
-                for parameter, info in described.items():
+                for parameter, info in trained(described).items():
                     for part in info.parts:
                         rows = main_grad(parameter)[part.local.start : part.local.stop]
                         seen.gradients[part.name] = rows.to(

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_run.contracts.topology import Sizes
 from megatron_run.errors import InputError
 from megatron_run.planning import load_config
 from megatron_run.planning.describe import spans
@@ -100,12 +99,6 @@ def test_numbers_are_told_in_few_words(numbers: tuple[int, ...], words: str) -> 
     assert spans(numbers) == words
 
 
-def test_the_124_million_of_gpt2() -> None:
-    run = load_config("preset:gpt2-small", sets=["model.vocab_size=50257", "parallel.pipeline=1"])
-    size = model_size(run)
-    assert counts(size) == (124_439_808, ((124_439_808, (50304 - 50257) * 768),), 50257, 50304)
-
-
 def test_a_dry_run_tells_winner_topology_parameters_and_picture() -> None:
     run = load_config("preset:tiny", plugins=["schedule=1f1b"])
     text = dry_run_text(run)
@@ -125,44 +118,3 @@ def test_the_copy_of_a_save_behind_the_training_is_counted_where_there_is_one(pl
     assert "staging" not in rank.memory
     (rank,) = model_size(load_config("preset:tiny", sets=[*sets, "checkpoint.async_save=true"], plugins=plugins)).stages
     assert rank.memory["staging"] == pytest.approx(12 * rank.parameters / 2, rel=0.01)
-
-
-#: Table 1 of the Megatron-LM paper (Shoeybi et al. 2019): hidden size, heads, layers, billions, tensor-parallel ranks.
-WEAK_SCALING = {
-    "1.2b": (1536, 16, 40, 1.2, 1),
-    "2.5b": (1920, 20, 54, 2.5, 2),
-    "4.2b": (2304, 24, 64, 4.2, 4),
-    "8.3b": (3072, 32, 72, 8.3, 8),
-}
-PRINTED = ("parameters", "parameters_by_stage", "padding_by_stage", "padded_vocab")
-
-
-@pytest.mark.parametrize("name", WEAK_SCALING)
-def test_the_models_of_the_megatron_paper_have_its_sizes(name: str) -> None:
-    hidden, heads, layers, billions, ranks = WEAK_SCALING[name]
-    run = load_config(f"preset:gpt2-{name}")
-    model = run.one("model").options
-    assert model is not None
-    assert (model.hidden_size, model.num_heads, model.num_layers) == (hidden, heads, layers)  # type: ignore[attr-defined]  # gpt's
-    assert run.sizes == Sizes(tensor=ranks)
-
-    size = model_size(run)
-    split = 12 * hidden**2 + 7 * hidden  # of a layer: matrices, and biases of columns
-    whole = 6 * hidden  # of a layer: two norms, and biases of rows
-    ends = 1024 * hidden + 2 * hidden  # positions and the last norm
-    assert size.parameters == layers * (split + whole) + 50257 * hidden + ends
-    assert round(size.parameters / 1e9, 1) == billions
-
-    padded = {1: 50_304, 2: 50_432, 4: 50_688, 8: 51_200}[ranks]
-    rows = min(padded // ranks, 50257)  # of the embedding on the first rank: words, before any padding
-    padding = (padded - 50257) * hidden if ranks == 1 else 0
-    first = layers * (split // ranks + whole) + rows * hidden + ends
-    assert counts(size)[1:] == (((first, padding),), 50257, padded)
-
-    told = dry_run_text(run)
-    assert f"parameters of the model: {size.parameters:,}\n" in told
-    held = f"{first:,} on stage 0" + (f" (and {padding:,} of padding)" if padding else "")
-    assert f"parameters of a rank: {held}\n" in told
-    assert f"vocabulary: 50,257, padded to {padded:,}\n" in told
-    as_data = dry_run_json(run)
-    assert [as_data[key] for key in PRINTED] == [size.parameters, [first], [padding], padded]

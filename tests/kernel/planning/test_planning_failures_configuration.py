@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_run.config.sources import presets
 from megatron_run.errors import ExitCode, Problems
 from megatron_run.planning import load_config, resolver
 from megatron_run.planning.choosing import EnvironmentNotice
@@ -171,7 +172,7 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
     }
 
 
-PRESETS = "gpt2-1.2b, gpt2-2.5b, gpt2-4.2b, gpt2-8.3b, gpt2-small, laptop, tiny"
+PRESETS = ", ".join(presets())
 
 
 @pytest.mark.parametrize(

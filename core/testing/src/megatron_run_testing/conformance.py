@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from megatron_run.config.merge import SEPARATORS
 from megatron_run.config.origin import DEFAULT, Key, Value, section_of
 from megatron_run.config.sources import command_line_source
 from megatron_run.config.validate import fields_of, validate
@@ -63,13 +64,19 @@ def _schedule(plugin: Plugin) -> tuple[Check, ...]:
     return schedule_checks(plugin.create())
 
 
-def _parallel_layer(plugin: Plugin) -> tuple[Check, ...]:
+def _parallel_layer(*stack: Plugin) -> tuple[Check, ...]:
+    """The checks of the last of ``stack``, each stacked on the one before."""
     from megatron_run_testing.parallel_layer import PluginLayers, parallel_layer_checks
 
+    made: PluginLayers | None = None
+    for plugin in stack:
+        made = PluginLayers(*_sendable(plugin), made)
+    assert made is not None  # a stack holds the plugin under test
+    provided = frozenset[str]().union(*(plugin.provides for plugin in stack))
     return parallel_layer_checks(
-        PluginLayers(*_sendable(plugin)),
-        ranks=(1, 2, 4) if "parallel.tensor" in plugin.provides else (1,),
-        sequence="parallel.sequence" in plugin.provides,
+        made,
+        ranks=(1, 2, 4) if "parallel.tensor" in provided else (1,),
+        sequence="parallel.sequence" in provided,
     )
 
 
@@ -120,9 +127,9 @@ def _sendable(plugin: Plugin) -> tuple[Entry, Mapping[str, Any]]:
     return plugin.entry, {} if plugin.options is None else plugin.options.model_dump()
 
 
-def checks_for(plugin: Plugin) -> tuple[Check, ...]:
-    """The checks of the plugin's kind."""
-    return SUITES[plugin.kind](plugin)
+def checks_for(plugin: Plugin, below: Sequence[Plugin] = ()) -> tuple[Check, ...]:
+    """The checks of the plugin's kind; for layers, stacked on those ``below``."""
+    return _parallel_layer(*below, plugin) if below else SUITES[plugin.kind](plugin)
 
 
 #: Folders of a project that may contain its import packages, the most likely first.
@@ -168,7 +175,9 @@ class _Network(BaseModel):
 def check(target: str, sets: Iterable[str] = ()) -> tuple[Report, ...]:
     """Run the conformance suite on ``target``: ``KIND=NAME``, the folder of a package, or a file ``./mine.py``.
 
-    A file may be named as for a run, ``KIND=./mine.py``. A package may offer several plugins; each gets a report.
+    A file may be named as for a run, ``KIND=./mine.py``; so may installed layers that are stacked,
+    ``parallel-layer=BELOW+NAME``, and then the last is under test. A package may offer several plugins; each gets a
+    report.
     ``sets`` are options, as in ``--set model.num_layers=2``, for a plugin that cannot be created with its defaults.
     Raises :class:`RunError` if there is nothing to check.
     """
@@ -182,6 +191,9 @@ def check(target: str, sets: Iterable[str] = ()) -> tuple[Report, ...]:
             raise PluginError(f"the plugin file {path} cannot be read", why=f"there is no {path.resolve()}")
         file = path.resolve()
         return (_report(Entry("", file.stem, str(file), location=str(file)), options),)
+    if equals and "+" in name and SEPARATORS.get(kind) == "+":
+        *below, top = (choose(scan(), kind, word, f"plugins check {target}") for word in name.split("+"))
+        return (_report(top, options, below),)
     if equals:
         return (_report(choose(scan(), kind, name, f"plugins check {target}"), options),)
     if path.is_dir():
@@ -235,7 +247,7 @@ def make(plugin: Plugin) -> object:
     return plugin.create(context=context, base=DenseLayers(context))
 
 
-def _report(entry: Entry, values: Mapping[Key, Value]) -> Report:
+def _report(entry: Entry, values: Mapping[Key, Value], below: Sequence[Entry] = ()) -> Report:
     results: list[Result] = []
     name = str(entry) if entry.kind else entry.name  # the kind of a file is known after its import
     with _recorded(results, "it can be imported and describes itself"):
@@ -246,7 +258,8 @@ def _report(entry: Entry, values: Mapping[Key, Value]) -> Report:
         with _recorded(results, "its factory makes an object of its kind"):
             make(plugin)
     if results[-1].passed:
-        for check in checks_for(plugin):
+        lower = [load(each, "plugins check") for each in below]
+        for check in checks_for(plugin, [each.with_options(each.options_model()) for each in lower]):
             with _recorded(results, check.name) as untried:
                 untried.append(check.run() or "")
     return Report(name, entry.source, tuple(results))

@@ -45,7 +45,7 @@ def test_bytes_a_parameter_are_those_of_the_table(data: int) -> None:
         assert_as_promised(optimizer, row, ranks)
 
 
-@pytest.mark.parametrize("preset", ["tiny", "laptop", "gpt2-1.2b", "gpt2-8.3b"])
+@pytest.mark.parametrize("preset", ["tiny", "laptop", "scaling-1.2b", "scaling-8.3b"])
 @pytest.mark.parametrize("row", ROWS)
 def test_a_dry_run_tells_the_bytes_of_every_preset(preset: str, row: str) -> None:
     sets, width, each, shared = ROWS[row]

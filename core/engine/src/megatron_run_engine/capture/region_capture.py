@@ -17,7 +17,7 @@ from megatron_run.planning.batch_size import total_steps
 from megatron_run_engine.capture.order import OrderGuard, passes
 from megatron_run_engine.capture.regions import STEP, by_chunk, call, check_scope, choose_regions
 from megatron_run_engine.capture.rules import Linted, lint
-from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_engine.runtime.gradients import has_main_grad, main_grad
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -251,7 +251,7 @@ def _parameters(regions: Sequence[Region]) -> Iterator[Parameter]:
 
 
 def _addresses(parameter: Parameter) -> tuple[int, int]:
-    return parameter.data_ptr(), main_grad(parameter).data_ptr()
+    return parameter.data_ptr(), main_grad(parameter).data_ptr() if has_main_grad(parameter) else 0
 
 
 def _microbatches(actions: Sequence[Action]) -> int:

@@ -115,6 +115,21 @@ class TokenizerRecord(Record):
     sha256: Sha256
 
 
+class AdaptersRecord(Record):
+    """What a step of adapters adds to frozen weights (:class:`megatron_run.contracts.Adapters`), and to which.
+
+    ``base`` is the folder of their step and ``sha256`` that of its manifest; both are empty for random weights.
+    """
+
+    name: str
+    down: str
+    up: str
+    rank: Count
+    scale: float
+    base: str
+    sha256: Sha256 | Literal[""]
+
+
 class About(Record):
     """A saved step without its tensors.
 
@@ -122,7 +137,7 @@ class About(Record):
     steps, by which spikes are judged. ``scaler`` is the loss scaler's state. ``plugins`` lists the plugins of each kind
     in order. ``versions`` are those of torch, Python and megatron-run. ``topology`` holds the sizes of the parallel
     axes. ``identity`` holds the configuration keys that decide what is learned, and ``config`` their SHA-256.
-    ``tokenizer`` is None for data without a tokenizer's file.
+    ``tokenizer`` is None for data without a tokenizer's file, ``adapters`` for a step that holds all weights.
     """
 
     step: Count
@@ -138,6 +153,7 @@ class About(Record):
     config: Sha256
     identity: Mapping[str, Any]
     tokenizer: TokenizerRecord | None = None
+    adapters: AdaptersRecord | None = None
 
 
 class Manifest(Record):

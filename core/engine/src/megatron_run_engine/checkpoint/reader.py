@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_run.contracts.state import MASTER
 from megatron_run.errors import CheckpointError, advice, did_you_mean
 from megatron_run_engine.checkpoint.boxes import Box, box_fault
 from megatron_run_engine.checkpoint.manifest import ITEM_BYTES
@@ -49,8 +50,12 @@ class Reader:
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder, self._manifest = folder, manifest
+        self.folder, self._manifest = folder, manifest
         self._mapped = cache(lambda file: TensorFile(folder / file))
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the global shape of each logical tensor."""
+        return {name: fields[MASTER].shape for name, fields in self._manifest.tensors.items() if MASTER in fields}
 
     def fields(self, name: str) -> frozenset[str]:
         """Return the saved fields of the logical tensor ``name``; none if there is no such tensor."""
@@ -70,7 +75,7 @@ class Reader:
         record, wanted = self._find(name, field), Box(tuple(starts), tuple(sizes))
         fault = box_fault(record.shape, wanted)
         if fault:
-            raise CheckpointError(f"{field} of {name} cannot be read from {self._folder}", why=fault)
+            raise CheckpointError(f"{field} of {name} cannot be read from {self.folder}", why=fault)
         result: Tensor | None = None
         for piece in record.pieces:
             common = piece.box.common(wanted)
@@ -88,10 +93,10 @@ class Reader:
         fields = self._manifest.tensors.get(name)
         if fields is None:
             fix = did_you_mean(name, self._manifest.tensors)
-            raise CheckpointError(f"{self._folder} holds no tensor {name!r}", fix=fix)
+            raise CheckpointError(f"{self.folder} holds no tensor {name!r}", fix=fix)
         if field not in fields:
             fix = advice(did_you_mean(field, fields), f"it has {', '.join(fields)}")
-            raise CheckpointError(f"{self._folder} holds no {field!r} of {name}", fix=fix)
+            raise CheckpointError(f"{self.folder} holds no {field!r} of {name}", fix=fix)
         return fields[field]
 
     def _piece(self, file: str, name: str, field: str, box: Box, record: FieldRecord) -> Tensor:
@@ -100,5 +105,5 @@ class Reader:
         called = tensor_name(name, field, box)
         entry = mapped.entries.get(called)
         if entry is None or (entry.dtype, entry.shape) != (record.dtype, box.sizes):
-            raise CheckpointError(f"{self._folder / file} does not hold what the manifest says", why=f"{name}{box}")
+            raise CheckpointError(f"{self.folder / file} does not hold what the manifest says", why=f"{name}{box}")
         return mapped.read(called)

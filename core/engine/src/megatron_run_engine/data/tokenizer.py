@@ -216,7 +216,7 @@ def byte_tokenizer_json() -> bytes:
 
 
 def reads_bytes(identity: Mapping[str, Any]) -> bool:
-    """Whether the data of a run, by the keys of its ``identity``, is text read byte by byte."""
+    """Whether the data of a run, by the keys of its ``identity``, is read byte by byte, whichever source reads it."""
     return identity.get("data.tokenizer") == "bytes"
 
 

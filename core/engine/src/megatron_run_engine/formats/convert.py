@@ -27,9 +27,9 @@ from megatron_run.contracts.state import MASTER, StatePiece
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run.registry.choose_format import format_to_read, format_to_write
 from megatron_run.registry.discover import plain_name
+from megatron_run_engine.checkpoint.adapted import MergedReader, open_step
 from megatron_run_engine.checkpoint.files import FileSystem, lock, saving
 from megatron_run_engine.checkpoint.manifest import About, DataRecord, TokenizerRecord, make_manifest
-from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.saving import LOCK, Commit
 from megatron_run_engine.checkpoint.shard_file import NAMES, write_shard
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_run_engine.checkpoint.manifest import Manifest
+    from megatron_run_engine.checkpoint.reader import Reader
 
 
 @dataclass(frozen=True)
@@ -131,13 +132,16 @@ _MODEL, _WORD = "model.", "embedding.word.weight"
 def read_step(checkpoints: Checkpoints, step: int) -> Weights:
     """A saved step. Every byte is compared with its SHA-256 first. Raises :class:`CheckpointError`."""
     manifest = checkpoints.verify(step)
-    reader, identity = Reader(checkpoints.folder(step), manifest), manifest.about.identity
+    reader, identity = open_step(checkpoints, step, manifest), manifest.about.identity
     config = {key.removeprefix(_MODEL): value for key, value in identity.items() if key.startswith(_MODEL)}
     config["use"] = plain_name(str(config.get("use", "")))
-    if config.get("vocab_size") is None and _WORD in manifest.tensors:
-        config["vocab_size"] = manifest.tensors[_WORD][MASTER].shape[0]
-    fields = {field for record in manifest.tensors.values() for field in record}
-    readers = {field: _readers(manifest, reader, field) for field in sorted(fields)}
+    if config.get("vocab_size") is None and _WORD in reader.shapes():
+        config["vocab_size"] = reader.shapes()[_WORD][0]
+    if isinstance(reader, MergedReader):
+        readers = {MASTER: {name: _whole(reader, name, MASTER, shape) for name, shape in reader.shapes().items()}}
+    else:
+        fields = {field for record in manifest.tensors.values() for field in record}
+        readers = {field: _readers(manifest, reader, field) for field in sorted(fields)}
     return Weights(
         config=config,
         tensors=readers.pop(MASTER),
@@ -166,7 +170,11 @@ def _tokenizer_json(weights: Weights, manifest: Manifest) -> bytes | None:
 
 def _readers(manifest: Manifest, reader: Reader, field: str) -> dict[str, ReadTensor]:
     shapes = {name: record[field].shape for name, record in manifest.tensors.items() if field in record}
-    return {name: partial(reader.read, name, field, (0,) * len(shape), shape) for name, shape in shapes.items()}
+    return {name: _whole(reader, name, field, shape) for name, shape in shapes.items()}
+
+
+def _whole(reader: Reader | MergedReader, name: str, field: str, shape: tuple[int, ...]) -> ReadTensor:
+    return partial(reader.read, name, field, (0,) * len(shape), shape)
 
 
 def write_folder(weights: Weights, folder: Path, source: str, bad: Counter[str] | None = None) -> Manifest:

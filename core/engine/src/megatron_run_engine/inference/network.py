@@ -19,13 +19,13 @@ from megatron_run_engine.runtime.comm import create_groups, patience
 from megatron_run_engine.runtime.execute import Executor
 from megatron_run_engine.runtime.generation import Network
 from megatron_run_engine.runtime.messages import Messenger
-from megatron_run_engine.runtime.parameter_init import describe_parameters
-from megatron_run_engine.training.build import Programs, build_chunks, make_context, with_vocabulary
+from megatron_run_engine.runtime.parameter_init import describe_parameters, fill
+from megatron_run_engine.training.build import Programs, build_chunks, make_context, make_layers, with_vocabulary
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
-    from megatron_run.contracts import Dataset, ParamInfo, Part, Split
+    from megatron_run.contracts import Dataset, ParamInfo, Split
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.inference.source import Source
     from megatron_run_engine.runtime.world import World
@@ -106,10 +106,12 @@ def build_network(
     assert options is not None  # planning has validated them
     device = torch.device(world.device)
     context = make_context(run, topology, groups, device, options if data is None else with_vocabulary(run, data))
-    model, _, chunks = build_chunks(run, context)
+    model, _, chunks = build_chunks(run, context, make_layers(run, context))
     with activity.within("load"):
         for chunk in chunks:
-            _fill(describe_parameters(chunk, topology.tensor_rank), source)
+            infos = describe_parameters(chunk, topology.tensor_rank)
+            _check(infos, source)
+            fill(infos, source.read)
             chunk.train(False)
     messenger = Messenger(
         groups.channels,
@@ -123,25 +125,13 @@ def build_network(
     return Network(context, model, chunks, executor, program, run.layout[-1].stage), data
 
 
-@torch.no_grad()
-def _fill(infos: dict[Parameter, ParamInfo], source: Source) -> None:
-    """Copy each part of each parameter from the box of the logical tensor that it holds; padding becomes zero."""
-    for parameter, info in infos.items():
-        parameter.zero_()
-        for part in info.parts:
-            _check(part, source)
-            rows = parameter[part.local.start : part.local.stop]
-            starts = (part.start, *((part.column, *(0,) * (rows.ndim - 2)) if rows.ndim > 1 else ()))
-            if len(rows):  # a rank may hold nothing but padding
-                rows.copy_(source.read(part.name, starts, tuple(rows.shape)))
-
-
-def _check(part: Part, source: Source) -> None:
-    """Raise :class:`CheckpointError` unless ``source`` holds the logical tensor of ``part`` in its shape."""
-    if not source.shapes:
-        return
-    found = source.shapes.get(part.name)
-    if found != part.shape:
+def _check(infos: dict[Parameter, ParamInfo], source: Source) -> None:
+    """Raise :class:`CheckpointError` unless ``source`` holds the logical tensors of ``infos`` in their shapes."""
+    parts = (part for info in infos.values() for part in info.parts) if source.shapes else ()
+    for part in parts:
+        found = source.shapes.get(part.name)
+        if found == part.shape:
+            continue
         there = "missing" if found is None else f"{list(found)}"
         raise CheckpointError(
             f"the weights in {source.path} are of another model",

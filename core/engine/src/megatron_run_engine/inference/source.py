@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,15 +12,15 @@ from megatron_run.config.yaml import Node, parse
 from megatron_run.contracts.state import MASTER
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run.registry.choose_format import format_to_read
-from megatron_run_engine.checkpoint.reader import Reader
+from megatron_run_engine.checkpoint.adapted import MergedReader, open_step
 from megatron_run_engine.checkpoint.step_folder import find_step
 from megatron_run_engine.run_folder.folder import last_config
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Reads a box of a logical tensor: its name, where the box starts, and its sizes.
-ReadBox = Callable[[str, tuple[int, ...], tuple[int, ...]], "Tensor"]
+    from megatron_run_engine.runtime.parameter_init import ReadBox
+
 #: The tokenizer's file in folders of other programs, as the `tokenizers` library names it.
 TOKENIZER = "tokenizer.json"
 #: What the model needs of a saved configuration: everything else is decided anew when it is put to use.
@@ -63,7 +63,7 @@ def find_source(path: Path | None, step: int | None = None, *, verified: bool = 
             raise
         return _foreign(path)
     manifest = checkpoints.manifest(chosen) if verified else checkpoints.verify(chosen)
-    reader = Reader(checkpoints.folder(chosen), manifest)
+    reader = open_step(checkpoints, chosen, manifest, verify=not verified)
     config = _nested(manifest.about.identity)
     found: dict[str, Any] = {name: config[name] for name in _KEPT if name in config}
     found["train"] = {key: config["train"][key] for key in ("sequence_length",) if key in config.get("train", {})}
@@ -77,7 +77,7 @@ def find_source(path: Path | None, step: int | None = None, *, verified: bool = 
         path=checkpoints.folder(chosen),
         config=found,
         step=chosen,
-        shapes={name: fields[MASTER].shape for name, fields in manifest.tensors.items() if MASTER in fields},
+        shapes=reader.with_adapters() if isinstance(reader, MergedReader) else reader.shapes(),
         read=lambda name, starts, sizes: reader.read(name, MASTER, starts, sizes),
     )
 

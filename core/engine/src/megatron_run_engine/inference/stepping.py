@@ -11,7 +11,7 @@ from megatron_run.contracts import Microbatch
 from megatron_run.errors import InputError
 from megatron_run_engine.runtime.execute import StepInputs
 from megatron_run_engine.runtime.gradients import main_grad, own_main_grad
-from megatron_run_engine.runtime.parameter_init import describe_parameters
+from megatron_run_engine.runtime.parameter_init import describe_parameters, trained
 from megatron_run_engine.training.build import Programs
 from megatron_run_engine.training.losses import LANGUAGE_MODEL
 
@@ -39,7 +39,7 @@ class Stepper:
         self._network, self._program = network, Programs(run, 0, "gloo").training(1)
         self._parameters: list[torch.nn.Parameter] = []
         for chunk in network.chunks:
-            for parameter, info in describe_parameters(chunk, 0).items():
+            for parameter, info in trained(describe_parameters(chunk, 0)).items():
                 own_main_grad(parameter)
                 network.context.gradients.adopt(parameter, info.name)
                 self._parameters.append(parameter)

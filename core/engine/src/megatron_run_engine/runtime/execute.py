@@ -185,7 +185,8 @@ class Executor:
             roots.append(flight.output)
             seeds.append(gradient)
         # One call for all roots: a call per root would visit shared nodes twice, and fail on the freed graph.
-        torch.autograd.backward(roots, seeds)
+        if roots:
+            torch.autograd.backward(roots, seeds)
         return None if flight.x is None else flight.x.grad
 
     def _input_gradient(self, action: Action, gradient: Tensor | None) -> Tensor | None:
@@ -213,7 +214,9 @@ class Executor:
         assert seed is not None  # a graph is built only for a backward
         # An auxiliary loss may not depend on any parameter (a constant, or a frozen router): it has no backward.
         losses = [(get_gradient_edge(total), seed(n, w)) for n, (total, w) in out.losses.items() if total.requires_grad]
-        return _InFlight(x, None if out.x is None else get_gradient_edge(out.x), tuple(losses))
+        # Nor has the output of a chunk that holds a frozen embedding alone.
+        output = None if out.x is None or not out.x.requires_grad else get_gradient_edge(out.x)
+        return _InFlight(x, output, tuple(losses))
 
     def _microbatch(self, index: int) -> Microbatch:
         if index not in self._microbatches:

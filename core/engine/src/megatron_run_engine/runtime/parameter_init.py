@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,10 +13,15 @@ from megatron_run_engine.runtime.rng import initial_generator
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch import nn
+    from torch import Tensor, nn
     from torch.nn import Parameter
 
     from megatron_run.contracts import Chunk
+
+#: Reads a box of a logical tensor: its name, where the box starts, and its sizes.
+ReadBox = Callable[[str, tuple[int, ...], tuple[int, ...]], "Tensor"]
+#: The child that is a layer of the factory below (``ParallelLayers``).
+_WRAPPED = "base"
 
 
 def describe_parameters(chunk: Chunk, tensor_rank: int = 0) -> dict[Parameter, ParamInfo]:
@@ -26,13 +32,41 @@ def describe_parameters(chunk: Chunk, tensor_rank: int = 0) -> dict[Parameter, P
     holds whole is counted on the first rank only, so that the gradient norm includes it once.
     """
     infos: dict[Parameter, ParamInfo] = {}
-    for path, module in chunk.named_modules():
+    for place, module in chunk.named_modules():
+        path = canonical(place)
         specs: dict[str, ParameterSpec] = getattr(module, "parameter_specs", {})
         for name, parameter in module.named_parameters(recurse=False):
             if parameter not in infos:
                 spec = specs.get(name) or _default_spec(path, name, parameter)
                 infos[parameter] = _info(path, name, parameter, spec, tensor_rank)
     return infos
+
+
+def canonical(path: str) -> str:
+    """The prefix of names for the module at ``path``: a layer in another stands as ``base`` where that one does."""
+    return ".".join(name for name in path.split(".") if name != _WRAPPED)
+
+
+def trained(infos: dict[Parameter, ParamInfo]) -> dict[Parameter, ParamInfo]:
+    """Those of ``infos`` that are not frozen."""
+    return {parameter: info for parameter, info in infos.items() if parameter.requires_grad}
+
+
+def frozen(infos: dict[Parameter, ParamInfo]) -> dict[Parameter, ParamInfo]:
+    """Those of ``infos`` that are."""
+    return {parameter: info for parameter, info in infos.items() if not parameter.requires_grad}
+
+
+@torch.no_grad()
+def fill(infos: dict[Parameter, ParamInfo], read: ReadBox) -> None:
+    """Copy each part of each parameter from the box of the logical tensor that it holds; padding becomes zero."""
+    for parameter, info in infos.items():
+        parameter.zero_()
+        for part in info.parts:
+            rows = parameter[part.local.start : part.local.stop]
+            starts = (part.start, *((part.column, *(0,) * (rows.ndim - 2)) if rows.ndim > 1 else ()))
+            if len(rows):  # a rank may hold nothing but padding
+                rows.copy_(read(part.name, starts, tuple(rows.shape)))
 
 
 def unspecified(module: nn.Module) -> str:
@@ -101,10 +135,15 @@ def _is_whole(parameter: Parameter, parts: tuple[Part, ...]) -> bool:
 def _fill(parameter: Parameter, part: Part, init: Init, seed: int) -> None:
     """Fill the rows of ``part``; the caller has disabled gradients."""
     rows = parameter[part.local.start : part.local.stop]
-    if init.kind != "normal":
+    if init.kind in ("zeros", "ones"):
         rows.fill_(1.0 if init.kind == "ones" else 0.0)
         return
     # The whole logical tensor, in fp32 on the CPU: every layout and every device takes its piece of the same values.
-    whole = torch.empty(part.shape).normal_(0.0, init.std, generator=initial_generator(seed, part.name))
+    whole, generator = torch.empty(part.shape), initial_generator(seed, part.name)
+    if init.kind == "normal":
+        whole.normal_(0.0, init.std, generator=generator)
+    else:
+        bound = init.std * 3**0.5  # the variance of a uniform distribution is a third of its bound's square
+        whole.uniform_(-bound, bound, generator=generator)
     piece = whole[part.start : part.start + len(part.local)]
     rows.copy_(piece if piece.ndim == 1 else piece[:, part.column : part.column + rows.shape[1]])

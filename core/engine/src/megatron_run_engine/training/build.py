@@ -24,7 +24,7 @@ from megatron_run_engine.runtime.gradients import GradientAccumulator
 from megatron_run_engine.runtime.messages import Messenger
 from megatron_run_engine.runtime.metrics import Metrics
 from megatron_run_engine.runtime.offload import make_offload
-from megatron_run_engine.runtime.parameter_init import describe_parameters, initialise
+from megatron_run_engine.runtime.parameter_init import describe_parameters, initialise, trained
 from megatron_run_engine.runtime.rng import RandomStreams
 from megatron_run_engine.runtime.segments import SegmentRunner
 from megatron_run_engine.training.checked_layers import CheckedLayers
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from megatron_run.contracts import (
+        Adapters,
         Chunk,
         DataSource,
         Field,
@@ -97,7 +98,10 @@ DTYPES: Mapping[str, Dtypes] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Assembly:
-    """Everything that one rank trains with. ``positions`` are the positions of its chunks in the layout."""
+    """Everything that one rank trains with. ``positions`` are the positions of its chunks in the layout.
+
+    ``infos`` describe the chunks' parameters, of which the frozen ones wait for ``adapters``.
+    """
 
     context: BuildContext
     data: DataSource
@@ -105,6 +109,7 @@ class Assembly:
     positions: tuple[int, ...]
     chunks: Sequence[Chunk]
     infos: Sequence[dict[nn.Parameter, ParamInfo]]
+    adapters: Adapters | None
     optimizer: Optimizer
     scaler: CheckedScaler
     graph_capture: GraphCapture
@@ -126,17 +131,18 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
     groups = create_groups(topology, timedelta(seconds=patience(run.config.run.timeout)), activity)
     activity.enter("start", "the model")
     context = make_context(run, topology, groups, torch.device(world.device), with_vocabulary(run, data), data.fields)
-    model, positions, chunks = build_chunks(run, context)
+    layers = make_layers(run, context)
+    model, positions, chunks = build_chunks(run, context, layers)
     check_fields(run, model, data)
     modules = (module for chunk in chunks for _, module in chunk.named_modules())
     context.segments.keep_on_device(buffer for module in modules for buffer in module.buffers(recurse=False))
     infos = [describe_parameters(chunk, topology.tensor_rank) for chunk in chunks]
     for described in infos:
         initialise(described, run.config.train.seed)
-        for parameter, info in described.items():
+        for parameter, info in (trained(described) if layers.adapters() else described).items():
             context.gradients.adopt(parameter, info.name)
     optimizer = cast("Optimizer", run.one("optimizer").create(context=context))
-    optimizer.attach(chunks, infos, grad_scale=1 / run.sizes.data)
+    optimizer.attach(chunks, [trained(described) for described in infos], grad_scale=1 / run.sizes.data)
     context.segments.read_parameters_after(optimizer.ensure_ready)
     messenger = Messenger(
         groups.channels,
@@ -153,6 +159,7 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
         positions=positions,
         chunks=chunks,
         infos=infos,
+        adapters=layers.adapters(),
         optimizer=optimizer,
         scaler=CheckedScaler(cast("Scaler", run.one("scaler").create(context=context)), run.one("scaler")),
         graph_capture=cast("GraphCapture", run.one("graph-capture").create(context=context)),
@@ -239,23 +246,28 @@ def check_fields(run: ResolvedRun, model: Model, data: DataSource) -> None:
             )
 
 
-def build_chunks(run: ResolvedRun, context: BuildContext) -> tuple[Model, tuple[int, ...], list[Chunk]]:
-    """Return the model, and the positions and uninitialised chunks of this stage by ascending chunk number.
-
-    Raises :class:`InputError` for a tensor whose size in bytes no 64-bit integer holds, on the meta device too.
-    """
+def make_layers(run: ResolvedRun, context: BuildContext) -> CheckedLayers:
+    """Return the factory of layers: the chosen ones, each stacked on the one before."""
     layers: ParallelLayers | None = None
     for plugin in run.plugins["parallel-layer"]:
         layers = cast("ParallelLayers", plugin.create(context=context, base=layers))
     assert layers is not None  # planning adds the default factory
-    name = f"parallel-layer={'+'.join(plugin.name for plugin in run.plugins['parallel-layer'])}"
-    layers = CheckedLayers(layers, name)
+    return CheckedLayers(layers, f"parallel-layer={'+'.join(plugin.name for plugin in run.plugins['parallel-layer'])}")
+
+
+def build_chunks(
+    run: ResolvedRun, context: BuildContext, layers: ParallelLayers
+) -> tuple[Model, tuple[int, ...], list[Chunk]]:
+    """Return the model, and the positions and uninitialised chunks of this stage by ascending chunk number.
+
+    Raises :class:`InputError` for a tensor whose size in bytes no 64-bit integer holds, on the meta device too.
+    """
     model = cast("Model", run.one("model").with_options(context.model).create(context=context))
     mine = [(place.chunk, index) for index, place in enumerate(run.layout) if place.stage == context.topology.stage]
     positions = tuple(position for _, position in sorted(mine))
     shared: dict[str, nn.Parameter] = {}  # tied parameters: one Parameter for all chunks of this rank that hold it
     try:
-        return model, positions, [model.build_chunk(position, run.layout, layers, shared) for position in positions]
+        chunks = [model.build_chunk(position, run.layout, layers, shared) for position in positions]
     except (RuntimeError, OverflowError) as cause:
         if "overflow" not in str(cause):
             raise
@@ -264,3 +276,6 @@ def build_chunks(run: ResolvedRun, context: BuildContext) -> tuple[Model, tuple[
             why=str(cause).partition("\n")[0],
             fix="lower model.hidden_size, or what else is large among the keys of model and train.sequence_length",
         ) from cause
+    for chunk in chunks:
+        layers.finish(cast("nn.Module", chunk))
+    return model, positions, chunks

@@ -13,8 +13,8 @@ from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.errors import InputError, RunError, advice, did_you_mean
 from megatron_run.planning.rank_grid import attribute
 from megatron_run_engine.runtime.comm import Groups
-from megatron_run_engine.runtime.parameter_init import count_parameters, describe_parameters
-from megatron_run_engine.training.build import build_chunks, check_fields, make_context, with_vocabulary
+from megatron_run_engine.runtime.parameter_init import count_parameters, describe_parameters, frozen, trained
+from megatron_run_engine.training.build import build_chunks, check_fields, make_context, make_layers, with_vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -121,7 +121,7 @@ def _build(run: ResolvedRun, options: BaseModel, data: DataSource, stage: int, e
     first = Topology(run.sizes, 0)
     topology = Topology(run.sizes, first.rank_at(tensor=0, context=0, data=expert, stage=stage))
     context = make_context(run, topology, Groups(), torch.device("meta"), options, data.fields)
-    model, _, chunks = build_chunks(run, context)
+    model, _, chunks = build_chunks(run, context, make_layers(run, context))
     check_fields(run, model, data)
     return _Built(context, chunks, [describe_parameters(chunk) for chunk in chunks])
 
@@ -181,8 +181,10 @@ def _rank_size(held: Mapping[Parameter, ParamInfo], memory: Mapping[str, int]) -
 def _memory(run: ResolvedRun, rank: _Built) -> Mapping[str, int]:
     """Return the bytes of an optimizer attached to meta parameters, and of the staging copy of an asynchronous save."""
     optimizer = cast("Optimizer", run.one("optimizer").create(context=rank.context))
-    optimizer.attach(rank.chunks, rank.infos, grad_scale=1 / run.sizes.data)
+    optimizer.attach(rank.chunks, [trained(described) for described in rank.infos], grad_scale=1 / run.sizes.data)
     memory = optimizer.memory()
+    if idle := frozen(rank.held):
+        memory = {**memory, "frozen": sum(parameter.nbytes for parameter in idle)}
     if run.config.checkpoint.async_save:
         memory = {**memory, "staging": sum(piece.tensor.nbytes for piece in optimizer.iter_state())}
     return memory

@@ -32,7 +32,14 @@ from megatron_run.contracts.observer import (
     Timeline,
 )
 from megatron_run.contracts.optimizer import Optimizer
-from megatron_run.contracts.parallel_layer import AttentionShape, LinearPart, NormKind, ParallelLayers, StackedLayers
+from megatron_run.contracts.parallel_layer import (
+    Adapters,
+    AttentionShape,
+    LinearPart,
+    NormKind,
+    ParallelLayers,
+    StackedLayers,
+)
 from megatron_run.contracts.parameters import Init, ParameterSpec, ParamInfo, Part
 from megatron_run.contracts.plugin import KINDS, RUN_KINDS, PluginInfo, entry_point_group
 from megatron_run.contracts.scaler import Scaler, scale_notices, scale_text
@@ -44,6 +51,7 @@ __all__ = [
     "MASTER",
     "RUN_KINDS",
     "Action",
+    "Adapters",
     "AttentionShape",
     "Bar",
     "Boundary",

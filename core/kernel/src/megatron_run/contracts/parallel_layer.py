@@ -65,6 +65,21 @@ class AttentionShape:
         return frozenset(name for name in VARIANTS if getattr(self, name) is not None)
 
 
+@dataclass(frozen=True)
+class Adapters:
+    """Low-rank updates of frozen matrices: ``X.weight`` acts as ``X.weight + scale * X.<up>.weight @ X.<down>.weight``.
+
+    ``X.<up>.weight`` is [outputs, rank], ``X.<down>.weight`` [rank, inputs], both logical tensors. ``name`` is that of
+    the factory that made them. Saved steps hold these alone, and say so: so they are read merged without the factory.
+    """
+
+    name: str
+    down: str
+    up: str
+    rank: int
+    scale: float
+
+
 class ParallelLayers(ABC):
     """A factory of the layers from which models are built.
 
@@ -92,6 +107,9 @@ class ParallelLayers(ABC):
         @hookimpl
         def megatron_run_create_parallel_layer(context, options, base):
             return MyNorms(base)
+
+    A layer that wraps one of the factory below holds it as its child ``base``, which adds nothing to the names of
+    parameters: so weights keep their names whatever is stacked above.
     """
 
     @abstractmethod
@@ -205,6 +223,17 @@ class ParallelLayers(ABC):
         """
         return nullcontext()
 
+    def finish(self, chunk: nn.Module) -> None:  # noqa: B027  # most factories leave the chunk as it is
+        """Change the layers of ``chunk``, whose paths are known now, before its parameters are described.
+
+        A factory with :meth:`adapters` freezes here all that is not theirs, by ``requires_grad``: what is frozen has
+        neither gradient nor optimizer state, is never saved, and comes from ``run.init_from``.
+        """
+
+    def adapters(self) -> Adapters | None:
+        """What is trained in place of the model's weights; None: the weights."""
+        return None
+
 
 class StackedLayers(ParallelLayers):
     """Passes every call to ``base``. Derive from it to change some layers of the factory below."""
@@ -277,3 +306,11 @@ class StackedLayers(ParallelLayers):
     def forward_pass(self) -> AbstractContextManager[object]:
         """As ``base``."""
         return self.base.forward_pass()
+
+    def finish(self, chunk: nn.Module) -> None:
+        """As ``base``."""
+        self.base.finish(chunk)
+
+    def adapters(self) -> Adapters | None:
+        """As ``base``."""
+        return self.base.adapters()

@@ -10,9 +10,9 @@ from megatron_run.contracts.topology import Axis, Replicas
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values of a logical tensor: N(0, std), zeros or ones."""
+    """Initial values of a logical tensor: N(0, std), uniform around 0 with standard deviation std, zeros or ones."""
 
-    kind: Literal["normal", "zeros", "ones"]
+    kind: Literal["normal", "uniform", "zeros", "ones"]
     std: float = 0.0
 
 

@@ -2,16 +2,16 @@
 
 The suite starts the ranks itself, as processes on this machine that communicate over gloo. Reading order: ``member``
 (the part of a tensor that a rank holds), ``cases`` (every layer with its inputs), ``trial`` (a layer against its
-oracle), ``promises`` (other properties of a factory).
+oracle), ``adapted`` (the oracle of adapters), ``promises`` (other properties of a factory).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,9 @@ from megatron_run_testing.parallel_layer.member import CreateLayers, Member, Ran
 from megatron_run_testing.parallel_layer.promises import rules
 from megatron_run_testing.parallel_layer.trial import LayerTrial, Trial
 from megatron_run_testing.ranks import Rehearsal, SendablePlugin
+
+if TYPE_CHECKING:
+    from megatron_run.registry.discover import Entry
 
 #: Seconds for all trials with one number of ranks.
 _TIMEOUT = 90.0
@@ -57,11 +60,19 @@ def parallel_layer_checks(
 
 
 class PluginLayers(SendablePlugin):
-    """Creates the layers of a plugin, stacked on the dense ones; it can be sent to another process."""
+    """Creates the layers of a plugin, stacked on ``below`` or the dense ones; it can be sent to another process."""
+
+    def __init__(self, entry: Entry, options: Mapping[str, Any], below: PluginLayers | None = None) -> None:
+        super().__init__(entry, options)
+        self.below = below
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.entry, self.options, self.below)
 
     def __call__(self, context: BuildContext) -> ParallelLayers:
         """The factory of one rank."""
-        layers: ParallelLayers = self.plugin.create(context=context, base=DenseLayers(context))
+        base = DenseLayers(context) if self.below is None else self.below(context)
+        layers: ParallelLayers = self.plugin.create(context=context, base=base)
         return layers
 
 

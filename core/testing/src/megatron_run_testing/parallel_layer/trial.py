@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -20,12 +20,16 @@ from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_engine.runtime.parameter_init import initialise, unspecified
 from megatron_run_testing import CheckFailed
 from megatron_run_testing.build_contexts import prepare
+from megatron_run_testing.parallel_layer.adapted import Factors, factors, gradients, merge
 from megatron_run_testing.parallel_layer.cases import Case
 from megatron_run_testing.parallel_layer.member import Member, Rank
 
+if TYPE_CHECKING:
+    from megatron_run.contracts import Adapters
+
 Values = NDArray[np.float64]
-#: Seed of the parameters' values in a trial. Biases are random too: from zero, a missing bias would not show.
-_SEED = 11
+#: Seed and form of the parameters' values in a trial. Biases are random too: from zero, a missing one would not show.
+_SEED, _RANDOM = 11, Init("normal", 0.5)
 
 
 class Trial(Protocol):
@@ -44,13 +48,13 @@ class Trial(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """One rank's rows and columns of a logical tensor.
+    """One rank's rows and columns of a logical tensor. ``initial`` is None where the factory may choose.
 
     ``gradient`` is accumulated by one backward, ``both`` by a whole and a split backward together.
     """
 
     part: Part
-    initial: Values
+    initial: Values | None
     gradient: Values
     both: Values
     partial: bool
@@ -61,7 +65,7 @@ class Piece:
     def box(self) -> tuple[slice, ...]:
         """The piece's slices of the logical tensor."""
         rows = slice(self.part.start, self.part.start + len(self.part.local))
-        columns = (slice(self.part.column, self.part.column + width) for width in self.initial.shape[1:])
+        columns = (slice(self.part.column, self.part.column + width) for width in self.gradient.shape[1:])
         return rows, *columns
 
 
@@ -88,20 +92,49 @@ class LayerTrial:
         return self.case.name
 
     @cached_property
-    def expected(self) -> Outcome:
-        """The results of the oracle on the whole inputs."""
+    def plain(self) -> Outcome:
+        """The results of the oracle on the whole inputs, without adapters."""
         rank = Rank.alone(DenseLayers, self.dtype, self.device)
         context = rank.context()
         return self._try(self.case.oracle or self.case.make(DenseLayers(context)), context, rank, None)
 
+    def expected(self, adapters: Adapters | None, names: Collection[str]) -> Outcome:
+        """The same where matrices that ``names`` say are adapted have their adapters merged into them."""
+        if adapters is None or not set(names) - self.plain.pieces.keys():
+            return self.plain
+        rank = Rank.alone(DenseLayers, self.dtype, self.device)
+        context, made = rank.context(), dict[str, Factors]()
+
+        def adapt(infos: Mapping[Parameter, ParamInfo]) -> None:
+            made.update(factors(infos, adapters, names, _SEED, _RANDOM))
+            merge(infos, made, adapters.scale)
+
+        outcome = self._try(self.case.make(DenseLayers(context)), context, rank, None, adapt)
+        for name, both in made.items():
+            merged = torch.from_numpy(outcome.pieces[name].gradient)
+            for of, gradient in gradients(both, merged, adapters.scale):
+                values, shape = values_of(gradient), tuple(gradient.shape)
+                start = np.zeros(shape) if of == both.up else None  # training starts at the model as it was
+                part = Part(of, shape, range(shape[0]))
+                outcome.pieces[of] = Piece(part, start, values, 2 * values, partial=False, counted=True, decay=True)
+        return outcome
+
     def run(self, rank: Rank) -> Any:
         """The results on this rank, as arrays: tensors would share memory with a process that is about to end."""
         context = rank.context()
-        outcome = self._try(self.case.make(rank.create(context)), context, rank, self.expected.output)
-        gradients = (None if gradient is None else values_of(gradient) for gradient in outcome.input_gradients)
-        return values_of(outcome.output), tuple(gradients), outcome.pieces
+        layers = rank.create(context)
+        outcome = self._try(self.case.make(layers), context, rank, self.plain.output)
+        found = (None if gradient is None else values_of(gradient) for gradient in outcome.input_gradients)
+        return values_of(outcome.output), tuple(found), outcome.pieces, layers.adapters()
 
-    def _try(self, layer: nn.Module, context: BuildContext, rank: Rank, like: Tensor | None) -> Outcome:
+    def _try(
+        self,
+        layer: nn.Module,
+        context: BuildContext,
+        rank: Rank,
+        like: Tensor | None,
+        adapt: Callable[[Mapping[Parameter, ParamInfo]], None] = lambda _: None,
+    ) -> Outcome:
         if missing := unspecified(layer):
             raise CheckFailed(
                 f"{missing} has no parameter_specs entry, which declares its initial values and how ranks split it"
@@ -109,13 +142,14 @@ class LayerTrial:
         layer.train(self.case.training)
         infos = prepare(context, [_OneLayer(layer)])
         initial = {parameter: values_of(parameter) for parameter in infos}
-        initialise({parameter: replace(info, init=Init("normal", 0.5)) for parameter, info in infos.items()}, _SEED)
+        initialise({parameter: replace(info, init=_RANDOM) for parameter, info in infos.items()}, _SEED)
+        adapt(infos)
         output, input_gradients = self._pass(layer, rank, like)
-        gradients = {parameter: values_of(main_grad(parameter)) for parameter in infos}
+        first = {parameter: values_of(main_grad(parameter)) for parameter in infos}
         with context.gradients.deferring((0, 0)):
             self._pass(layer, rank, like)
         context.gradients.run_deferred((0, 0))
-        return Outcome(output, input_gradients, dict(_pieces(infos, initial, gradients)))
+        return Outcome(output, input_gradients, dict(_pieces(infos, initial, first)))
 
     def _pass(self, layer: nn.Module, rank: Rank, like: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Forward and backward; each value of the whole output, shaped ``like`` the oracle's, has its own weight."""
@@ -131,35 +165,30 @@ class LayerTrial:
 
     def judge(self, found: Mapping[Member, Any], tolerance: float) -> None:
         """Compare every rank's results with the same part of the oracle's."""
-        for member, (output, gradients, pieces) in found.items():
-            self._judge_names(member, pieces)
-            self._judge_output(member, output, tolerance)
-            for index, (gradient, whole) in enumerate(zip(gradients, self.expected.input_gradients, strict=True)):
+        _, _, some, adapters = next(iter(found.values()))
+        expected = self.expected(adapters, some)
+        for member, (output, of_inputs, pieces, _) in found.items():
+            if sorted(pieces) != (names := sorted(expected.pieces)):
+                raise CheckFailed(f"logical tensors on {member} are {sorted(pieces)}, expected {names}")
+            self._judge_output(member, output, expected.output, tolerance)
+            for index, (gradient, whole) in enumerate(zip(of_inputs, expected.input_gradients, strict=True)):
                 if whole is not None:
                     part = values_of(self.case.cuts[index](whole, member))
                     _same(f"gradient of input {index} on {member}", gradient, part, tolerance)
-        for name in self._names:
-            self._judge_tensor(name, {member: pieces[name] for member, (_, _, pieces) in found.items()}, tolerance)
+        for name, piece in sorted(expected.pieces.items()):
+            of_ranks = {member: pieces[name] for member, (_, _, pieces, _) in found.items()}
+            self._judge_tensor(name, piece, of_ranks, tolerance)
 
-    def _judge_output(self, member: Member, output: Values, tolerance: float) -> None:
-        expected = values_of(self.case.leaves(self.expected.output, member))
+    def _judge_output(self, member: Member, output: Values, whole: Tensor, tolerance: float) -> None:
+        expected = values_of(self.case.leaves(whole, member))
         stops = np.cumsum([part.features // member.size for part in self.case.parts])
         names = [f"output of {part.name}" for part in self.case.parts] or ["output"]
         pairs = zip(np.split(output, stops[:-1], -1), np.split(expected, stops[:-1], -1), strict=True)
         for name, (mine, wanted) in zip(names, pairs, strict=True):
             _same(f"{name} on {member}", mine, wanted, tolerance)
 
-    @cached_property
-    def _names(self) -> list[str]:
-        return sorted(self.expected.pieces)
-
-    def _judge_names(self, member: Member, pieces: Mapping[str, Piece]) -> None:
-        if sorted(pieces) != self._names:
-            raise CheckFailed(f"logical tensors on {member} are {sorted(pieces)}, expected {self._names}")
-
-    def _judge_tensor(self, name: str, pieces: Mapping[Member, Piece], tolerance: float) -> None:
+    def _judge_tensor(self, name: str, expected: Piece, pieces: Mapping[Member, Piece], tolerance: float) -> None:
         """Compare initial values and gradients by piece; the pieces must cover the tensor, each value counted once."""
-        expected = self.expected.pieces[name]
         times = np.zeros(expected.part.shape)
         for member, piece in pieces.items():
             if (piece.part.shape, piece.decay) != (expected.part.shape, expected.decay):
@@ -167,7 +196,8 @@ class LayerTrial:
                     f"{name} on {member}: shape {piece.part.shape}, decay {piece.decay}, expected "
                     f"{expected.part.shape}, {expected.decay}"
                 )
-            _same(f"initial {name} on {member}", piece.initial, expected.initial[piece.box], tolerance)
+            if expected.initial is not None:
+                _same(f"initial {name} on {member}", piece.initial, expected.initial[piece.box], tolerance)
             gradient, both = _summed(name, piece, pieces)
             _same(f"gradient of {name} on {member}", gradient, expected.gradient[piece.box], tolerance)
             after = f"gradient of {name} after a whole and a split backward on {member}"

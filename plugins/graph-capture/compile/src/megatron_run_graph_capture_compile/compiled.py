@@ -76,10 +76,13 @@ class CompiledRegion:
     def __init__(self, trace: Trace, graphs: Graphs, gradients: GradientAccumulator) -> None:
         self.trace, self.graphs, self._gradients = trace, graphs, gradients
         self._parameters: tuple[Parameter, ...] = tuple(each for each in trace.wanted if not isinstance(each, int))
+        # The result must have a backward too where no input has one, as under a frozen embedding.
+        self.submitted = tuple(dict.fromkeys(trace.submitted))
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the forward on the region's inputs; the result is differentiable."""
-        results: tuple[Tensor, ...] = _Run.apply(self, *tensors, *self._parameters)  # type: ignore[no-untyped-call]  # torch's
+        inputs = (*tensors, *self._parameters, *self.submitted)
+        results: tuple[Tensor, ...] = _Run.apply(self, *inputs)  # type: ignore[no-untyped-call]  # torch's
         return results
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
@@ -113,7 +116,7 @@ class CompiledRegion:
 
 
 class _Run(torch.autograd.Function):
-    """``inputs`` are the region's, then the parameters whose gradients autograd accumulates."""
+    """``inputs`` are the region's, the parameters whose gradients autograd accumulates, and those submitted."""
 
     @staticmethod
     def forward(ctx: Any, region: CompiledRegion, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -129,7 +132,8 @@ class _Run(torch.autograd.Function):
         trace = ctx.region.trace
         found = dict(zip(trace.wanted, ctx.region.backward(ctx.saved_tensors, grads), strict=True))
         parameters = (gradient for source, gradient in found.items() if not isinstance(source, int))
-        return None, *(found.get(index) for index in range(len(trace.inputs))), *parameters
+        nothing = (None,) * len(ctx.region.submitted)  # the accumulator has got them
+        return None, *(found.get(index) for index in range(len(trace.inputs))), *parameters, *nothing
 
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:

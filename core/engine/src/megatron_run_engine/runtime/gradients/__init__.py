@@ -35,6 +35,7 @@ from megatron_run_engine.runtime.gradients.buckets import (
     DEFAULT_CAPACITY,
     Bucket,
     build_buckets,
+    has_main_grad,
     main_grad,
     own_main_grad,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "BucketReducer",
     "GradientAccumulator",
     "build_buckets",
+    "has_main_grad",
     "main_grad",
     "own_main_grad",
 ]

@@ -34,9 +34,14 @@ def main_grad(parameter: Tensor) -> Tensor:
     return grad
 
 
+def has_main_grad(parameter: Tensor) -> bool:
+    """Whether a gradient of ``parameter`` is accumulated; not if it was frozen from the start."""
+    return hasattr(parameter, _ATTRIBUTE)
+
+
 def own_main_grad(parameter: Tensor) -> None:
     """Give ``parameter`` a ``main_grad`` of its own, in fp32, unless it has one: where no bucket is reduced."""
-    if not hasattr(parameter, _ATTRIBUTE):
+    if not has_main_grad(parameter):
         setattr(parameter, _ATTRIBUTE, torch.zeros_like(parameter, dtype=torch.float32))
 
 

@@ -15,6 +15,7 @@ import torch
 from megatron_run.config.faults import Fault, read_faults
 from megatron_run.contracts.activity import BACKGROUND, Collective
 from megatron_run_engine.runtime.gradients.buckets import main_grad
+from megatron_run_engine.runtime.parameter_init import trained
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -35,7 +36,7 @@ def install_faults(run: ResolvedRun, assembly: Assembly, attempt: int) -> None:
 
     Call it after all other listeners are installed, so that they know the new activity before a fault delays it.
     """
-    parameters = [parameter for described in assembly.infos for parameter in described]
+    parameters = [parameter for described in assembly.infos for parameter in trained(described)]
     faults = read_faults(run.request.environment, run.sizes.world)
     add_faults(faults, assembly.context.groups.activity, assembly.context.topology.rank, attempt, parameters)
 

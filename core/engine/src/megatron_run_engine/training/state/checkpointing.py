@@ -18,22 +18,26 @@ from megatron_run import __version__
 from megatron_run.contracts import CheckpointMetrics
 from megatron_run.errors import RunError
 from megatron_run.planning.batch_size import run_length
+from megatron_run_engine.checkpoint.adapted import record_of
 from megatron_run_engine.checkpoint.async_saver import AsyncSaver, Staging
 from megatron_run_engine.checkpoint.collectives import WorldRanks
-from megatron_run_engine.checkpoint.manifest import About, DataRecord, TokenizerRecord
+from megatron_run_engine.checkpoint.manifest import About, AdaptersRecord, DataRecord, TokenizerRecord
 from megatron_run_engine.checkpoint.saving import Retention, Saver
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.data.tokenizer import CHAT_TEMPLATES, TOKENIZER
 from megatron_run_engine.run_folder.changes import digest, identity
 from megatron_run_engine.runtime.comm import create_aside, patience
+from megatron_run_engine.runtime.parameter_init import frozen, trained
 from megatron_run_engine.training.numbers import Progress
 from megatron_run_engine.training.state.init_from import branch, start_from
 from megatron_run_engine.training.state.resuming import Resumed, choose_on_rank0, files_at_once, plugin_records, resume
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from megatron_run.contracts import Dataset
+    from torch.nn import Parameter
+
+    from megatron_run.contracts import Dataset, ParamInfo
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.run_folder import RunFolder
     from megatron_run_engine.training.build import Assembly
@@ -65,6 +69,7 @@ class Checkpointing:
         self._async_saver = self._make_async_saver() if run.config.checkpoint.async_save else None
         self._blocked_s = 0.0  # how long the asynchronous save in progress has blocked the training
         self._unreported: list[CheckpointMetrics] = []
+        self._adapters: AdaptersRecord | None = None  # what a step adds to which weights; None: it holds all of them
 
     def _make_async_saver(self) -> AsyncSaver:
         run, context = self._run, self._assembly.context
@@ -108,11 +113,16 @@ class Checkpointing:
         run, config = self._run, self._run.config.run
         with self._activity.within("load"):
             resumed = self._load(run.request.resume)
-            own = resumed.progress.step or None
+            own, base, adapters = resumed.progress.step or None, None, self._assembly.adapters
             if own is None and config.branch_from is not None:
                 resumed = branch(run, self._assembly, config.branch_from, self._ranks, self._data)
             elif own is None and config.init_from is not None:
-                start_from(run, self._assembly, config.init_from, self._ranks, self._shapes())
+                shapes = shapes_of(frozen(each) if self._assembly.adapters else each for each in self._assembly.infos)
+                base = start_from(run, self._assembly, config.init_from, self._ranks, shapes)
+        if adapters is not None:
+            self._adapters = resumed.adapters or record_of(adapters, base)
+            if not self._adapters.base and self._ranks.rank == 0:
+                self._assembly.context.log.warning("%s adapts random weights: set run.init_from", adapters.name)
         self._saver.set_aside(own, self._folder.attempt)
         return resumed
 
@@ -198,9 +208,8 @@ class Checkpointing:
         return CheckpointMetrics(step, self._checkpoints.folder(step), size, seconds, write_seconds)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the global shapes of the logical tensors of which this rank holds a part."""
-        infos = [info for described in self._assembly.infos for info in described.values()]
-        return {part.name: part.shape for info in infos for part in info.parts}
+        """Return the global shapes of the logical tensors that are saved and of which this rank holds a part."""
+        return shapes_of(map(trained, self._assembly.infos))
 
     def _about(self, progress: Progress) -> About:
         run, keys = self._run, identity(self._run)
@@ -218,7 +227,13 @@ class Checkpointing:
             config=digest(keys),
             identity=keys,
             tokenizer=self._tokenizer,
+            adapters=self._adapters,
         )
+
+
+def shapes_of(infos: Iterable[Mapping[Parameter, ParamInfo]]) -> dict[str, tuple[int, ...]]:
+    """Return the global shapes of the logical tensors of which ``infos`` describe parts."""
+    return {part.name: part.shape for described in infos for info in described.values() for part in info.parts}
 
 
 def keep_tokenizer(file: Path | None, folder: RunFolder) -> TokenizerRecord | None:

@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from megatron_run.contracts.state import MASTER
 from megatron_run.errors import CheckpointError, DataError, advice
 from megatron_run.registry.discover import plain_name
+from megatron_run_engine.checkpoint.adapted import open_step
 from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0
-from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
 from megatron_run_engine.data.tokenizer import TOKENIZER, reads_bytes, same_vocabulary
 from megatron_run_engine.run_folder.changes import FREE_OF_MODEL, allows_other_data, identity
-from megatron_run_engine.training.state.resuming import Resumed, accept, load, resume, verify_share
+from megatron_run_engine.training.state.resuming import Resumed, accept, fill_frozen, load, resume, verify_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -182,12 +181,13 @@ def branch(run: ResolvedRun, assembly: Assembly, source: str, ranks: Ranks, data
     return resume(run, assembly, Checkpoints(Path(folder)), ranks, data, step, decided=None)
 
 
-def start_from(run: ResolvedRun, assembly: Assembly, path: Path, ranks: Ranks, shapes: Shapes) -> None:
+def start_from(run: ResolvedRun, assembly: Assembly, path: Path, ranks: Ranks, shapes: Shapes) -> Path:
     """Load the weights at ``path``: a run folder, its checkpoints, one step, or an imported folder. Collective.
 
-    ``shapes`` are the global shapes of the logical tensors of which this rank holds a part. Each rank reads its own
+    ``shapes`` are the global shapes of the logical tensors of which this rank holds a part, adapters left out: they
+    keep their initial values. Each rank reads its own
     part, whatever parallel layout saved the weights. An error on any rank is raised on all of them as a
-    :class:`CheckpointError`, before any state of ``assembly`` has changed.
+    :class:`CheckpointError`, before any state of ``assembly`` has changed. Returns the folder of the step.
     """
     folder, step = json.loads(on_rank0(ranks, lambda: json.dumps(_choose(run, path))))
     checkpoints = Checkpoints(Path(folder))
@@ -195,7 +195,8 @@ def start_from(run: ResolvedRun, assembly: Assembly, path: Path, ranks: Ranks, s
     manifest = on_all_ranks(ranks, lambda: _verify(checkpoints, step, ranks, activity.heartbeat))
     notes = ranks.gather(json.dumps(shapes))
     differences = on_rank0(ranks, lambda: differing_options(run, checkpoints, step))
-    on_rank0(ranks, lambda: _compare(run, manifest, notes, checkpoints.folder(step)))
+    reader = on_all_ranks(ranks, lambda: open_step(checkpoints, step, manifest, verify=ranks.rank == 0))
+    on_rank0(ranks, lambda: _compare(run, reader.shapes(), notes, checkpoints.folder(step)))
     if ranks.rank == 0:
         differing = f"; {differences}" if differences else ""
         assembly.context.log.warning("weights of step %s of %s%s", step, checkpoints.path.parent, differing)
@@ -205,8 +206,11 @@ def start_from(run: ResolvedRun, assembly: Assembly, path: Path, ranks: Ranks, s
                 "the data has %d token ids, the weights know %d: is data.tokenizer the one that they were trained with?"
             )
             assembly.context.log.warning(doubt, here, known)
-    read = Reader(checkpoints.folder(step), manifest).read
-    on_all_ranks(ranks, lambda: load(assembly.optimizer.load_weights, read))
+    if assembly.adapters is None:
+        on_all_ranks(ranks, lambda: load(assembly.optimizer.load_weights, reader.read))
+    else:
+        on_all_ranks(ranks, lambda: fill_frozen(assembly, reader))
+    return checkpoints.folder(step)
 
 
 def _choose(run: ResolvedRun, path: Path) -> tuple[str, int]:
@@ -223,9 +227,8 @@ def _verify(checkpoints: Checkpoints, step: int, ranks: Ranks, heartbeat: Callab
         return verify_share(checkpoints, step, ranks, heartbeat)
 
 
-def _compare(run: ResolvedRun, manifest: Manifest, notes: Sequence[str], folder: Path) -> str:
-    """Raise :class:`CheckpointError` if the shapes in the ranks' ``notes`` differ from the saved ones."""
-    saved = {name: fields[MASTER].shape for name, fields in manifest.tensors.items()}
+def _compare(run: ResolvedRun, saved: Shapes, notes: Sequence[str], folder: Path) -> str:
+    """Raise :class:`CheckpointError` if the shapes in the ranks' ``notes`` differ from the ``saved`` ones."""
     wanted: Shapes = {name: tuple(shape) for note in notes for name, shape in json.loads(note).items()}
     refuse_other_model(run, folder, _differing_shapes(saved, wanted))
     return ""

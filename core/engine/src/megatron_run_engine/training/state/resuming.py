@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,10 +20,11 @@ from megatron_run.contracts.schema import TrainSection
 from megatron_run.errors import CheckpointError, DataError
 from megatron_run.planning.batch_size import run_length
 from megatron_run.planning.learning_rate import LearningRate
+from megatron_run_engine.checkpoint.adapted import adapters_fault, find_base, open_step
 from megatron_run_engine.checkpoint.boxes import Box, box_fault
 from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0
 from megatron_run_engine.checkpoint.files import no_heartbeat
-from megatron_run_engine.checkpoint.manifest import PluginRecord
+from megatron_run_engine.checkpoint.manifest import AdaptersRecord, PluginRecord
 from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.step_folder import verify_files
 from megatron_run_engine.run_folder.changes import (
@@ -33,6 +35,7 @@ from megatron_run_engine.run_folder.changes import (
     refuse,
     with_added_options,
 )
+from megatron_run_engine.runtime.parameter_init import fill, frozen
 from megatron_run_engine.training.numbers import Progress
 
 if TYPE_CHECKING:
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from megatron_run.contracts import ReadState
     from megatron_run.planning import ResolvedRun
     from megatron_run.registry.loaded_plugin import Plugin
+    from megatron_run_engine.checkpoint.adapted import MergedReader
     from megatron_run_engine.checkpoint.collectives import Ranks
     from megatron_run_engine.checkpoint.manifest import About, DataRecord, Manifest
     from megatron_run_engine.checkpoint.step_folder import Checkpoints
@@ -57,12 +61,14 @@ _MOST_FILES = 8
 class Resumed(NamedTuple):
     """Where a run goes on: the ``progress`` of the saved step in ``folder``, None for a run that begins.
 
-    ``changes`` are the configuration keys that were others when it was saved.
+    ``changes`` are the configuration keys that were others when it was saved. ``adapters`` says which weights, now in
+    their place, the step adapts, if it does not hold all of them.
     """
 
     progress: Progress
     folder: Path | None = None
     changes: tuple[Change, ...] = ()
+    adapters: AdaptersRecord | None = None
 
 
 def resume(
@@ -81,6 +87,7 @@ def resume(
     """
     heartbeat = assembly.context.groups.activity.heartbeat
     manifest = on_all_ranks(ranks, lambda: _verify(checkpoints, step, ranks, heartbeat))
+    on_rank0(ranks, lambda: check_adapters(assembly, manifest.about, checkpoints.folder(step)))
     accepted = on_all_ranks(ranks, lambda: accept(run, manifest.about, data, checkpoints.path.parent, decided))
     if ranks.rank == 0:
         changed = map(str, accepted.changes)
@@ -95,7 +102,13 @@ def resume(
     # Before its first update a rule with state of its own saves masters only. It must then start as in a first step.
     updated = any(tensor.keys() != {MASTER} for tensor in manifest.tensors.values())
     on_all_ranks(ranks, lambda: _load(assembly, read, accepted.scaler, updated=updated))
-    return Resumed(accepted.progress, checkpoints.folder(step), accepted.changes)
+    record = manifest.about.adapters
+    if record is not None and record.base:
+        under, number = on_all_ranks(ranks, partial(find_base, record, reader.folder, run.config.run.init_from))
+        below = under.manifest(number)
+        on_all_ranks(ranks, lambda: fill_frozen(assembly, open_step(under, number, below, verify=ranks.rank == 0)))
+        record = record.model_copy(update={"base": str(under.folder(number))})
+    return Resumed(accepted.progress, checkpoints.folder(step), accepted.changes, record)
 
 
 def choose_on_rank0(word: str, checkpoints: Checkpoints, ranks: Ranks) -> int | None:
@@ -161,6 +174,25 @@ def _load(assembly: Assembly, read: StateReader, scaler: Mapping[str, Any] | Non
     load(assembly.optimizer.load_state if updated else assembly.optimizer.load_weights, read)
     if scaler is not None:
         assembly.scaler.load_state_dict(scaler)
+
+
+def check_adapters(assembly: Assembly, saved: About, folder: Path) -> str:
+    """Raise :class:`CheckpointError` unless the run has the adapters that ``saved`` holds, or like it none."""
+    faults = list(adapters_fault(saved.adapters, assembly.adapters))
+    if faults:
+        raise CheckpointError(
+            f"step {saved.step} belongs to a run with other adapters",
+            why="; ".join(faults),
+            fix=f"give the same parallel-layer, or start from the merged weights: another run.folder with "
+            f"--set run.init_from={folder}",
+        )
+    return ""
+
+
+def fill_frozen(assembly: Assembly, reader: Reader | MergedReader) -> None:
+    """Copy this rank's part of every frozen weight from ``reader``."""
+    for described in assembly.infos:
+        fill(frozen(described), lambda name, starts, sizes: reader.read(name, MASTER, starts, sizes))
 
 
 class StateReader:
