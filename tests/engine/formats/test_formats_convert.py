@@ -8,6 +8,7 @@ import pytest
 
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.files import FileSystem
+from megatron_run_engine.data.tokenizer import byte_tokenizer_json
 from megatron_run_engine.formats import convert
 from tests.support.small_models import GPT2, LLAMA, saved_network
 
@@ -19,6 +20,17 @@ def test_a_source_is_imported_by_its_files(tmp_path: Path) -> None:
         convert.export_model(tmp_path / run, tmp_path / f"{run}-{name}", name)
         done = convert.import_model(tmp_path / f"{run}-{name}", tmp_path / f"{run}-{name}-back", trust_pickle=True)
         assert done.format == name
+
+
+def test_the_chat_template_of_a_run_goes_where_its_tokenizer_goes(tmp_path: Path) -> None:
+    saved_network(tmp_path / "run", LLAMA)
+    files = {"tokenizer.json": byte_tokenizer_json(), "chat_template.jinja": b"{{ messages }}"}
+    for name, content in files.items():
+        (tmp_path / "run" / name).write_bytes(content)
+    convert.export_model(tmp_path / "run", tmp_path / "hf", "huggingface")
+    assert {name: (tmp_path / "hf" / name).read_bytes() for name in files} == files
+    convert.import_model(tmp_path / "hf", tmp_path / "back")
+    assert (tmp_path / "back" / "chat_template.jinja").read_bytes() == files["chat_template.jinja"]
 
 
 def test_an_export_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

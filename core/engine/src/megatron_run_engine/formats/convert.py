@@ -110,6 +110,9 @@ def export_model(source: Path | None, folder: Path, name: str, step: int | None 
             tokenizer = _tokenizer_json(weights, checkpoints.manifest(chosen))
             if tokenizer is not None:
                 _write_file(temporary / TOKENIZER, tokenizer, files)
+            for path in _chat_templates(weights):
+                if not (temporary / path.name).exists():  # what was imported with the model has been written
+                    _write_file(temporary / path.name, path.read_bytes(), files)
             files.remove_folder(folder)
             files.rename(temporary, folder)
         except BaseException:
@@ -168,6 +171,13 @@ def _tokenizer_json(weights: Weights, manifest: Manifest) -> bytes | None:
     return byte_tokenizer_json() if reads_bytes(manifest.about.identity) else None
 
 
+def _chat_templates(weights: Weights) -> list[Path]:
+    """The files beside the tokenizer that hold its chat template."""
+    if weights.tokenizer is None:
+        return []
+    return [path for path in map(weights.tokenizer.with_name, CHAT_TEMPLATES) if path.is_file()]
+
+
 def _readers(manifest: Manifest, reader: Reader, field: str) -> dict[str, ReadTensor]:
     shapes = {name: record[field].shape for name, record in manifest.tensors.items() if field in record}
     return {name: _whole(reader, name, field, shape) for name, shape in shapes.items()}
@@ -191,7 +201,7 @@ def write_folder(weights: Weights, folder: Path, source: str, bad: Counter[str] 
         _write_file(folder / CONFIG, _config_text(weights, source, folder).encode(), files)
         if weights.tokenizer is not None:
             _write_file(folder / TOKENIZER, weights.tokenizer.read_bytes(), files)
-            for beside in filter(Path.is_file, map(weights.tokenizer.with_name, CHAT_TEMPLATES)):
+            for beside in _chat_templates(weights):
                 _write_file(folder / beside.name, beside.read_bytes(), files)
         if weights.files:
             files.make_folder(folder / SOURCE)
