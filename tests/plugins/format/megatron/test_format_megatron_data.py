@@ -27,6 +27,11 @@ def test_a_tokenizer_that_is_here_counts_its_ids_and_is_named_for_text(tmp_path:
     assert (key(found, "model.vocab_size"), key(found, "data.vocab_size")) == (10, 10)
     (warning,) = found.warnings
     assert warning.endswith(f"data.tokenizer={tmp_path / 'tokenizer.json'}")
+    script = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}"
+    filled = flags_of(f"{script} --data-path a")
+    assert key(filled, "data.tokenizer") == str(tmp_path / "tokenizer.json")
+    assert not filled.warnings, "nothing is left to fill in"
+    assert script in {setting.why for setting in filled.settings}
     (tmp_path / "tokenizer.json").write_text("[]")
     assert (
         key(flags_of(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}"), "model.vocab_size") is None

@@ -135,7 +135,11 @@ def find_checkpoints(path: Path | None) -> tuple[Checkpoints, int | None]:
             return found, None
     if match := _STEP.fullmatch(start.name):
         Checkpoints(start.parent).find(int(match[1]))  # raises with the steps that are there
-    raise CheckpointError(f"no checkpoints in {start}", fix="name a run folder, its checkpoints, or one of its steps")
+    raise CheckpointError(
+        f"no checkpoints in {start}",
+        why="" if start.exists() else "there is no such folder",
+        fix="name a run folder, its checkpoints, or one of its steps",
+    )
 
 
 def find_step(path: Path | None, step: int | None = None) -> tuple[Checkpoints, int]:

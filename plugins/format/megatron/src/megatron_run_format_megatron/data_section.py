@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron_run_format_megatron.model_section import Arguments, Setting, default_of
-from megatron_run_format_megatron.tokenizer_flags import find_vocabulary, last_token, tokenizer_file
+from megatron_run_format_megatron.tokenizer_flags import find_vocabulary, last_token, tokenizer_file, tokenizer_words
 
 _SPLIT = (969.0, 30.0, 1.0)  # Megatron's default
 #: The flags that need to know where documents end, and their keys.
@@ -58,7 +58,7 @@ def blend(named: Sequence[str]) -> tuple[list[str], list[float]]:
 def _documents(arguments: Arguments) -> Iterator[Setting]:
     file = tokenizer_file(arguments)
     if file is not None:
-        yield Setting("data.tokenizer", str(file), "--tokenizer-model")
+        yield Setting("data.tokenizer", str(file), tokenizer_words(arguments))
     asked = [name for name in _ENDS if arguments.get(name)]
     for name in asked:
         yield Setting(f"data.{_ENDS[name]}", True, f"--{name.replace('_', '-')}")

@@ -81,17 +81,23 @@ def _ids(file: Path) -> int:
 def tokenizer_notes(arguments: Arguments) -> Iterator[tuple[str, str]]:
     """What the user does about a tokenizer: the flags as written, and the words. Nothing where there is none."""
     given = arguments.get
-    kind = given("tokenizer_type")
-    named = [f"--{name.replace('_', '-')} {given(name)}" for name in _FILES if given(name)]
-    tiktoken = [f"--{name.replace('_', '-')} {value}" for name, value in arguments.items() if "tiktoken" in name]
-    if kind in _NUMBERS or not (kind or named):
+    flags, file = tokenizer_words(arguments), tokenizer_file(arguments)
+    if given("tokenizer_type") in _NUMBERS or not flags:
         return
-    flags = " ".join([*([f"--tokenizer-type {kind}"] if kind else []), *named, *tiktoken])
-    file = tokenizer_file(arguments)
-    if file is not None:
+    if file is not None and not given("data_path"):
         yield flags, f"read by data.tokenizer={file}"
-    else:
+    elif file is None:
         yield flags, "data.tokenizer takes tokenizer.json, vocab.json, vocab.txt and .model files"
     if find_vocabulary(arguments) is None:
         why = "the number of its ids is in its files, which are not here"
         yield flags, f"set model.vocab_size and data.vocab_size: {why}"
+
+
+def tokenizer_words(arguments: Arguments) -> str:
+    """The flags of a tokenizer as written, but those for numbers; empty where there are none."""
+    given = arguments.get
+    kind = given("tokenizer_type")
+    named = [f"--{name.replace('_', '-')} {given(name)}" for name in _FILES if given(name)]
+    tiktoken = [f"--{name.replace('_', '-')} {value}" for name, value in arguments.items() if "tiktoken" in name]
+    told = [f"--tokenizer-type {kind}"] if kind else []
+    return " ".join([*told, *named, *tiktoken]) if told or named else ""
