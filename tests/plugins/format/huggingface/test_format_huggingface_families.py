@@ -105,7 +105,10 @@ def test_logits_and_gradients_are_transformers_and_weights_come_back_bit_by_bit(
     assert (tmp_path / "again" / "tokenizer.json").read_bytes() == byte_tokenizer_json()
 
 
-@pytest.mark.parametrize("case", CASES)
+BY_NIGHT = [pytest.param(case, marks=pytest.mark.nightly) for case in CASES if case not in SPLIT]
+
+
+@pytest.mark.parametrize("case", [*SPLIT, *BY_NIGHT])
 def test_what_we_export_transformers_loads_whole_and_computes_the_same(case: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -333,8 +333,9 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor, dropout
 def _causal_bias(query: Tensor, start: int, stop: int, first: int = 0, window: int | None = None) -> Tensor:
     """Bias for queries ``start`` to ``stop`` - 1 and the keys ``first`` to ``stop`` - 1: [1, 1, r, c]."""
     hidden = query.new_full((1, 1, stop - start, stop - first), torch.finfo(query.dtype).min)
-    later = hidden.triu(start - first + 1)
-    return later if window is None else later + hidden.tril(start - first - window)
+    if window is None:
+        return hidden.triu_(start - first + 1)
+    return hidden.triu(start - first + 1) + hidden.tril(start - first - window)
 
 
 def matmuls_are_faster(query: Tensor, dropout: float) -> bool:
