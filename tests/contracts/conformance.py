@@ -18,6 +18,7 @@ Options = Mapping[str, object]
 #: What must be said of a kind, as the network in which a model is tried, or of one plugin; else defaults are tried.
 SMALL: Mapping[str, Options] = {
     "model": {"num_layers": 4, "hidden_size": 16, "num_heads": 4, "vocab_size": 61},
+    "model=deepseek": {"kv_rank": 8, "rope_head_size": 2, "nope_head_size": 4, "value_head_size": 4},
     "scaler=constant": {"loss_scale": 1024},
 }
 #: Options that make another plugin of one, tried besides its defaults.
@@ -25,6 +26,7 @@ VARIANTS: Mapping[str, Mapping[str, Options]] = {
     "model=gpt": {
         "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "bias": False},
         "untied, three layers": {"tie_embeddings": False, "num_layers": 3},
+        "a balanced mixture": {"experts": 4, "router_groups": 2, "router_bias_rate": 1e-3, "expert_layer_first": 1},
         **DECODERS,
     },
     "optimizer=zero1": {"of whole matrices": {"rule": "muon"}},

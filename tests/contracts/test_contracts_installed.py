@@ -32,6 +32,7 @@ BUILT_IN = {
     "observer=jsonl",
 }
 FIRST_PARTY = {
+    "model=deepseek",
     "scaler=constant",
     "scaler=dynamic",
     "schedule=1f1b",

@@ -1,4 +1,4 @@
-"""Latent attention, with experts and without, learns the same however it is split."""
+"""Latent attention, with experts, predictors or neither, learns the same however it is split."""
 
 from __future__ import annotations
 
@@ -35,15 +35,22 @@ EXPERTS = (
     "model.router_bias_rate=0.05",
     "model.shared_expert_ffn_size=16",
 )
-#: Splits of two ranks: (settings, plugins); those of experts have them.
+PREDICTING = ("model.mtp_layers=2", "model.loss_chunks=2")
+#: Splits of two ranks: (settings, plugins); those of experts and of predictors have them.
 SPLITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tensor": (("parallel.tensor=2",), ("parallel-layer=tensor",)),
     "sequence": (("parallel.tensor=2", "parallel.sequence=true"), ("parallel-layer=tensor", "optimizer=zero1")),
     "pipeline": (("parallel.pipeline=2", "train.recompute=core_attn"), ("schedule=zero-bubble",)),
-    "data": (("parallel.data=2",), ("optimizer=zero1",)),
     "experts": (("parallel.expert=2", *EXPERTS), ()),
     "experts, sequence": (("parallel.tensor=2", "parallel.sequence=true", *EXPERTS), ("parallel-layer=tensor",)),
     "experts, pipeline": (("parallel.pipeline=2", "train.recompute=full", *EXPERTS), ("schedule=1f1b",)),
+    "predictors, sequence": (("parallel.tensor=2", "parallel.sequence=true", *PREDICTING), ("parallel-layer=tensor",)),
+    "predictors, pipeline": (("parallel.pipeline=2", *PREDICTING), ("schedule=zero-bubble", "optimizer=zero1")),
+    "predictors, chunks": (
+        ("parallel.pipeline=2", "parallel.chunks=2", "train.recompute=full", *PREDICTING),
+        ("schedule=interleaved",),
+    ),
+    "predictors, data": (("parallel.data=2", *PREDICTING), ("optimizer=zero1",)),
 }
 
 
@@ -52,11 +59,13 @@ def request(sets: tuple[str, ...] = (), plugins: tuple[str, ...] = ()) -> Reques
 
 
 def test_every_split_has_the_losses_of_one_process() -> None:
-    dense, mixed = (ranks[0] for ranks in train_many(1, [request(), request(EXPERTS)]))
-    assert dense.losses[0] != pytest.approx(mixed.losses[0], abs=1e-4)
+    kinds = {"": (), "experts": EXPERTS, "predictors": PREDICTING}
+    alone = dict(zip(kinds, train_many(1, [request(sets) for sets in kinds.values()]), strict=True))
+    norms = [ranks[0].norms[0] for ranks in alone.values()]
+    assert len({round(norm, 3) for norm in norms}) == len(kinds), "three different models"
     found = train_many(2, [request(*split) for split in SPLITS.values()])
     for name, ranks in zip(SPLITS, found, strict=True):
-        single: Seen = mixed if "experts" in name else dense
+        single: Seen = alone[name.partition(",")[0] if "," in name or name in alone else ""][0]
         np.testing.assert_allclose(ranks[0].losses, single.losses, rtol=0, atol=1e-5, err_msg=name)
         np.testing.assert_allclose(ranks[0].norms, single.norms, rtol=1e-4, err_msg=name)
         np.testing.assert_allclose(ranks[0].validation, single.validation, rtol=0, atol=1e-5, err_msg=name)

@@ -104,22 +104,23 @@ class DecoderChunk(nn.Module):
 
         #: Whether every layer here can keep what it needs of earlier tokens (:class:`megatron_run.contracts.Decoding`).
         self.caches = all(getattr(block.attention.core, "caches", False) for block in blocks.values())
-        self._runner, self._forward_pass, self._routers = context.segments, ForwardPass(layers), routers
+        self.runner, self._forward_pass, self._routers = context.segments, ForwardPass(layers), routers
         self._mixed = [block.moe.router for block in blocks.values() if isinstance(block, ExpertBlock)]
         if routers is not None:
             routers.watch(self._mixed)
-        train = context.train
-
-        def finish(segment: Segment) -> Segment:
-            recompute, offload = train.recomputes(segment.name), train.offloads(segment.name)
-            return self._forward_pass.around(replace(segment, recompute=recompute, offload=offload))
+        self._train = context.train
 
         self._reads = attention_fields(context, spec)
         # Built once: graph capture recognises a segment by its identity.
-        self._embedding_segments = () if embedding is None else (finish(embedding.segment()),)
-        self._blocks = tuple((tuple(map(finish, block.segments())), block.reports) for block in blocks.values())
+        self._embedding_segments = () if embedding is None else (self.finish(embedding.segment()),)
+        self._blocks = tuple((tuple(map(self.finish, block.segments())), block.reports) for block in blocks.values())
         to_logits, to_losses = ((), ()) if output is None else self._make_head_segments(spec)
-        self._head, self._losses = tuple(map(finish, to_logits)), tuple(map(finish, to_losses))
+        self._head, self._losses = tuple(map(self.finish, to_logits)), tuple(map(self.finish, to_losses))
+
+    def finish(self, segment: Segment) -> Segment:
+        """``segment`` as the chunk runs it: within the forward pass, recomputed or offloaded where that is wanted."""
+        recompute, offload = self._train.recomputes(segment.name), self._train.offloads(segment.name)
+        return self._forward_pass.around(replace(segment, recompute=recompute, offload=offload))
 
     def segments(self) -> Sequence[Segment]:
         """Every segment in forward order."""
@@ -140,7 +141,7 @@ class DecoderChunk(nn.Module):
             for segments, names in self._blocks:
                 x, *values = self._run_block(segments, names, x, microbatch)
                 reported += [dict(zip(names, values, strict=True))] if names else []
-            out = self._run_head(x, microbatch) if self.output is not None else ChunkOut(x)
+            out = self.run_head(x, microbatch) if self.output is not None else ChunkOut(x)
             if self._routers is None or not microbatch.train:
                 return out
             self._routers.count(reported, self._mixed)
@@ -150,7 +151,7 @@ class DecoderChunk(nn.Module):
         assert self.embedding is not None
         tokens = microbatch.fields["tokens"]
         environment: Environment = {"tokens": tokens, **_fields(self.embedding.reads, microbatch)}
-        self._runner.run(self._embedding_segments, microbatch, environment)
+        self.runner.run(self._embedding_segments, microbatch, environment)
         return environment["x"]
 
     def _run_block(
@@ -158,17 +159,18 @@ class DecoderChunk(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Run one block: ``x`` for the next one, then this block's reports under ``names``."""
         environment: Environment = {"x": x, **_fields(self._reads, microbatch)}
-        self._runner.run(segments, microbatch, environment)
+        self.runner.run(segments, microbatch, environment)
         return environment["x"], *(environment[name] for name in names)
 
-    def _run_head(self, x: Tensor, microbatch: Microbatch) -> ChunkOut:
+    def run_head(self, x: Tensor, microbatch: Microbatch) -> ChunkOut:
+        """The stream after the last block [s, b, h] -> losses, or logits [s, b, p/t] without labels."""
         if microbatch.decoding is not None and microbatch.decoding.last_only:
             x = x[-1:]
         environment = {"x": x, **microbatch.fields}
         if "labels" not in microbatch.fields:
-            self._runner.run(self._head, microbatch, environment)
+            self.runner.run(self._head, microbatch, environment)
             return ChunkOut(None, logits=environment["logits"])
-        self._runner.run(self._losses, microbatch, environment)
+        self.runner.run(self._losses, microbatch, environment)
         return ChunkOut(None, losses={"lm": (environment["lm"], environment["lm_weight"])})
 
     def _make_loss(self, layers: ParallelLayers, spec: TransformerSpec) -> nn.Module:

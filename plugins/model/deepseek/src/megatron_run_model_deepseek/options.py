@@ -20,6 +20,8 @@ class DeepSeekOptions(GptOptions):
     rope_head_size: int = Field(ge=2, multiple_of=2, description="features of a head that rotate, one key for all")
     nope_head_size: int = Field(ge=1, description="features of a head that do not rotate")
     value_head_size: int = Field(ge=1, description="value features of a head")
+    mtp_layers: int = Field(0, ge=0, le=16, description="further tokens that are predicted; 0: the next one alone")
+    mtp_loss_coeff: float = Field(0.3, gt=0, description="of the mean loss of further tokens")
     position: Literal["rope"] = Field("rope", description="rotary, of rope_head_size features")
     norm: Literal["rmsnorm"] = Field("rmsnorm", description="of the residual stream and the latents")
     activation: Literal["swiglu"] = Field("swiglu", description="of the feed-forward layer")

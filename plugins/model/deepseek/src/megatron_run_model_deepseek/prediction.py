@@ -1,0 +1,142 @@
+"""Multi-token prediction (DeepSeek-AI 2024, "DeepSeek-V3", section 2.2): further tokens, one predictor after the other.
+
+The predictor at depth k joins the stream of the depth before with the embedding of the token k places ahead, sends the
+result through a block of its own, and predicts the token behind that with the model's output layer. It is a loss alone:
+texts are generated without it.
+
+Legend: s sequence, b micro batch, h hidden, c bounds of a row's documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_run.contracts import ChunkOut, Segment
+from megatron_run_engine.nn import Attention, DecoderChunk, Rotary, attention_fields, make_block, parameters_of
+from megatron_run_model_deepseek.latent_attention import Down
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megatron_run.contracts import Microbatch, ParallelLayers
+    from megatron_run_engine.nn import TransformerSpec
+    from megatron_run_engine.runtime.context import BuildContext
+
+#: The name under which the mean over depths is reported, without its coefficient.
+MTP_LOSS = "model/mtp_loss"
+
+
+class Predictor(nn.Module):
+    """Depth ``depth``, from 1: the token ``depth`` places behind the next one. ``word`` embeds, ``output`` classifies.
+
+    The block is dense. Its layer's number lies behind the head's.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        layers: ParallelLayers,
+        spec: TransformerSpec,
+        depth: int,
+        attention: Callable[[int, Rotary | None], Attention],
+        rotary: Rotary,
+        word: nn.Module,
+        output: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.depth, self.layer = depth, spec.layers + depth
+        self.reads = attention_fields(context, spec)
+        self.stream_norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
+        self.token_norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
+        self.join = Down(context, 2 * spec.hidden, spec.hidden, spec.init)
+        self.block = make_block(context, layers, replace(spec, experts=None), attention(self.layer, rotary))
+        self.final_norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
+        self.cross_entropy = layers.cross_entropy(spec.vocab)
+        self.scale, self._word, self._output = spec.embedding_scale, (word,), (output,)  # in tuples: not its children
+
+    def enter(self, x: Tensor, labels: Tensor) -> Tensor:
+        """The stream [s, b, h] and labels [b, s] -> the block's input [s, b, h]."""
+        words = self._word[0](_ahead(labels, self.depth - 1)) * self.scale
+        joined: Tensor = self.join(torch.cat((self.stream_norm(x), self.token_norm(words)), dim=-1))
+        return joined
+
+    def loss(self, x: Tensor, labels: Tensor, loss_mask: Tensor, *documents: Tensor | None) -> Tensor:
+        """Mean loss over the tokens that count, from the block's output [s, b, h]: a scalar.
+
+        A position counts where the token it predicts does and, of packed rows, the token it has been given is of the
+        same document, whose bounds are ``documents`` [b, c].
+        """
+        losses = self.cross_entropy(self._output[0](self.final_norm(x)), _ahead(labels, self.depth))  # [s, b]
+        counted = _ahead(loss_mask, self.depth)
+        for bounds in documents:
+            if bounds is not None:
+                counted = counted * _same_document(bounds, labels.shape[1], self.depth)
+        counted = counted.t().to(losses.dtype)
+        mean: Tensor = (losses * counted).sum() / counted.sum().clamp(min=1)
+        return mean
+
+    def segments(self) -> tuple[Segment, ...]:
+        """Entrance, the block's segments, and the loss."""
+        documents = ("documents",) if "documents" in self.reads else ()
+        entering = (self.stream_norm, self.token_norm, self.join, *self._word)
+        inputs = ("x", "labels", "loss_mask", *documents)
+        return (
+            Segment("mtp_input", self.layer, 6, self.enter, ("x", "labels"), ("x",), parameters_of(*entering)),
+            *self.block.segments(),
+            Segment(
+                "mtp_loss", self.layer, 7, self.loss, inputs, ("mtp",), parameters_of(self.final_norm, *self._output)
+            ),
+        )
+
+
+class PredictingChunk(DecoderChunk):
+    """The last chunk of a model with predictors; ``coefficient`` weighs the mean of their losses."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        word: nn.Module,
+        predictors: Sequence[Predictor],
+        coefficient: float,
+        **named: Any,
+    ) -> None:
+        super().__init__(*arguments, **named)
+        self.word, self.coefficient = word, coefficient
+        self.predictors = nn.ModuleDict({str(each.depth): each for each in predictors})
+        self._predicting = [tuple(map(self.finish, each.segments())) for each in predictors]
+
+    def segments(self) -> Sequence[Segment]:
+        """Every segment in forward order."""
+        return (*super().segments(), *(segment for segments in self._predicting for segment in segments))
+
+    def run_head(self, x: Tensor, microbatch: Microbatch) -> ChunkOut:
+        """As of every decoder, and in training the mean loss of the predictors."""
+        out = super().run_head(x, microbatch)
+        if not microbatch.train or "labels" not in microbatch.fields:
+            return out
+        found = []
+        for segments in self._predicting:
+            environment: dict[str, Any] = {**dict.fromkeys(("documents", "positions")), **microbatch.fields, "x": x}
+            self.runner.run(segments, microbatch, environment)
+            x = environment["x"]
+            found.append(environment["mtp"])
+        mean = torch.stack(found).mean()
+        loss = (self.coefficient * mean, mean.new_full((), self.coefficient))
+        return replace(out, losses={**out.losses, MTP_LOSS: loss})
+
+
+def _ahead(x: Tensor, places: int) -> Tensor:
+    """``x`` [b, s] of the token so many places later; zeros behind the end."""
+    return torch.cat((x[:, places:], x.new_zeros(len(x), min(places, x.shape[1]))), dim=1)
+
+
+def _same_document(bounds: Tensor, length: int, places: int) -> Tensor:
+    """1 where a token and the one so many places later are of one document: bounds [b, c] -> [b, s]."""
+    columns = torch.arange(length + places, device=bounds.device).expand(len(bounds), -1).contiguous()
+    index = torch.searchsorted(bounds, columns, right=True)
+    return index[:, :length] == index[:, places:]

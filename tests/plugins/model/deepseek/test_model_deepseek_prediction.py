@@ -1,0 +1,151 @@
+"""Prediction of further tokens against the whole model written out in plain torch, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_run.contracts import Microbatch
+from megatron_run_model_deepseek import DeepSeek, DeepSeekOptions
+from megatron_run_model_deepseek.prediction import MTP_LOSS
+from megatron_run_testing import Check
+from megatron_run_testing.build_contexts import example_microbatch, logical_values, single_process_context
+from megatron_run_testing.model import Built, build_model, model_checks
+from tests.support import plain_gpt
+from tests.support.plain_gpt import Weights
+
+HEADS, ROPE, NOPE, VALUE, COEFFICIENT = 4, 4, 6, 8, 0.3
+OPTIONS: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 24,
+    "num_heads": HEADS,
+    "ffn_size": 20,
+    "vocab_size": 61,
+    "init_std": 0.3,
+    "kv_rank": 12,
+    "query_rank": 8,
+    "rope_head_size": ROPE,
+    "nope_head_size": NOPE,
+    "value_head_size": VALUE,
+    "mtp_layers": 2,
+    "mtp_loss_coeff": COEFFICIENT,
+}
+#: Bounds of the documents of two rows of 16 tokens.
+DOCUMENTS = torch.tensor([[0, 5, 12, 16], [0, 1, 15, 16]])
+
+
+def deepseek(given: dict[str, Any], *fields: str) -> tuple[DeepSeekOptions, Built]:
+    options = DeepSeekOptions.model_validate({**OPTIONS, **given})
+    context = single_process_context(options)
+    context = replace(context, fields=context.fields | {*fields})
+    return options, build_model(lambda context, _: DeepSeek(context, options), context, options)
+
+
+def packed() -> Microbatch:
+    plain = example_microbatch(61)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUMENTS.diff(dim=1).tolist()])
+    return replace(plain, fields={**plain.fields, "documents": DOCUMENTS, "positions": positions})
+
+
+def written_out(weights: Weights, fields: dict[str, Tensor], options: Any) -> tuple[Tensor, list[Tensor]]:
+    """The summed loss of the next tokens, and the mean loss of each depth: document by document."""
+    labels, mask = fields["labels"], fields["loss_mask"]
+    rows = fields.get("documents", torch.tensor([[0, labels.shape[1]]]).expand(len(labels), 2))
+    head = weights["embedding.word.weight" if options.tie_embeddings else "output.weight"].T
+    lm, depths = torch.zeros((), dtype=torch.float64), list[list[tuple[Tensor, Tensor]]]()
+    depths = [[] for _ in range(options.mtp_layers)]
+    for row, bounds in enumerate(rows.tolist()):
+        for start, stop in pairwise(bounds):
+            targets, counted = labels[row, start:stop], mask[row, start:stop]
+            x = weights["embedding.word.weight"][fields["tokens"][row : row + 1, start:stop]]
+            for layer in range(options.num_layers):
+                x = block(within(weights, f"layers.{layer}."), x, options)
+            lm = lm + (losses(plain_gpt.norm(weights, "final_norm", x, options) @ head, targets) * counted).sum()
+            for depth in range(1, options.mtp_layers + 1):
+                own = within(weights, f"predictors.{depth}.")
+                x = x[:, :-1]  # the last one has no token to be given
+                given = weights["embedding.word.weight"][targets[depth - 1 : -1]][None]
+                both = [
+                    plain_gpt.norm(own, "stream_norm", x, options),
+                    plain_gpt.norm(own, "token_norm", given, options),
+                ]
+                x = block(within(own, "block."), torch.cat(both, -1) @ own["join.weight"].T, options)
+                found = losses(plain_gpt.norm(own, "final_norm", x, options) @ head, targets[depth:])
+                depths[depth - 1].append(((found * counted[depth:]).sum(), counted[depth:].sum()))
+    means = [torch.stack([a for a, _ in each]).sum() / torch.stack([b for _, b in each]).sum() for each in depths]
+    return lm, means
+
+
+def within(weights: Weights, prefix: str) -> Weights:
+    return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
+
+
+def losses(logits: Tensor, targets: Tensor) -> Tensor:
+    return -torch.log_softmax(logits[0], -1).gather(-1, targets[:, None])[:, 0]
+
+
+def block(own: Weights, x: Tensor, options: Any) -> Tensor:
+    x = x + attention(own, plain_gpt.norm(own, "attention.norm", x, options), options)
+    return x + plain_gpt.mlp(own, plain_gpt.norm(own, "mlp.input.norm", x, options), options)
+
+
+def attention(own: Weights, y: Tensor, options: Any) -> Tensor:
+    """One head at a time, [1, s, h]."""
+    down = y @ own["attention.query_down.weight"].T
+    queries = plain_gpt.norm(own, "attention.query.norm", down, options) @ own["attention.query.query.weight"].T
+    latent = y @ own["attention.latent.weight"].T
+    turned = plain_gpt.rotate(latent[..., 12:], options.rope_theta)
+    latent = plain_gpt.norm(own, "attention.key_value.norm", latent[..., :12], options)
+    keys, values = (latent @ own[f"attention.key_value.{name}.weight"].T for name in ("key", "value"))
+    hidden = torch.ones(y.shape[1], y.shape[1]).triu(1).bool()
+    heads = []
+    for head in range(HEADS):
+        q = queries[..., head * (ROPE + NOPE) : (head + 1) * (ROPE + NOPE)]
+        q = torch.cat((plain_gpt.rotate(q[..., :ROPE], options.rope_theta), q[..., ROPE:]), -1)
+        k = torch.cat((turned, keys[..., head * NOPE : (head + 1) * NOPE]), -1)
+        scores = (q @ k.transpose(1, 2) / (ROPE + NOPE) ** 0.5).masked_fill(hidden, -torch.inf)
+        heads.append(torch.softmax(scores, -1) @ values[..., head * VALUE : (head + 1) * VALUE])
+    return torch.cat(heads, -1) @ own["attention.output.weight"].T
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("rows", ["whole", "packed"])
+def test_losses_and_every_gradient_are_those_of_plain_torch(rows: str, tied: bool) -> None:
+    microbatch = packed() if rows == "packed" else example_microbatch(61)
+    fields = ("documents", "positions") if rows == "packed" else ()
+    options, built = deepseek({"tie_embeddings": tied}, *fields)
+    weights = plain_gpt.leaves(logical_values(built.infos))
+    lm, means = written_out(weights, dict(microbatch.fields), options)
+    (lm + COEFFICIENT * torch.stack(means).mean()).backward()
+    total, gradients = built.step(microbatch)
+    torch.testing.assert_close(total, (lm + COEFFICIENT * torch.stack(means).mean()).detach())
+    assert gradients.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert weight.grad is not None, name
+        torch.testing.assert_close(gradients[name], weight.grad, msg=f"the gradient of {name} differs")
+
+
+def test_the_mean_over_depths_is_reported_in_training_alone() -> None:
+    options, built = deepseek({})
+    microbatch = example_microbatch(61)
+    _, means = written_out(logical_values(built.infos), dict(microbatch.fields), options)
+    assert abs(means[0] - means[1]) > 1e-3
+    out, _ = built.forward(microbatch)
+    assert out.losses.keys() == set(built.model.metric_names) == {"lm", MTP_LOSS}
+    total, weight = out.losses[MTP_LOSS]
+    torch.testing.assert_close(total / weight, torch.stack(means).mean())
+    assert built.forward(replace(microbatch, train=False))[0].losses.keys() == {"lm"}
+
+
+@pytest.mark.parametrize(
+    "check",
+    model_checks(DeepSeek, DeepSeekOptions.model_validate({**OPTIONS, "num_layers": 4, "dropout": 0.1})),  # type: ignore[arg-type]  # it takes its own options
+    ids=lambda check: check.name,
+)
+def test_conforms(check: Check) -> None:
+    check.run()
