@@ -20,7 +20,7 @@ a file is missing, a link or unreadable                 ``checkpoint.files.readi
 a file has another length, XXH3 or SHA-256              ``checkpoint.step_folder.verify_files``
 the weights that a step adapts are gone, or others      ``checkpoint.adapted.find_base``
 *whether it fits the run* (``resuming.accept``)
-other adapters, or none                                 ``resuming.check_adapters``
+other adapters, or none                                 ``adapting.check_adapters``
 another configuration, other training data              ``resuming.accept``
 another scaler wrote the scaler's state                 ``resuming.scaler_state``
 a plugin cannot read the version of its state           ``resuming.find_upgrade``
