@@ -18,7 +18,9 @@ pieces that do not cover a tensor exactly once          ``checkpoint.manifest.Ma
 a manifest of another step                              ``checkpoint.step_folder.Checkpoints.manifest``
 a file is missing, a link or unreadable                 ``checkpoint.files.reading``
 a file has another length, XXH3 or SHA-256              ``checkpoint.step_folder.verify_files``
+the weights that a step adapts are gone, or others      ``checkpoint.adapted.find_base``
 *whether it fits the run* (``resuming.accept``)
+other adapters, or none                                 ``adapting.check_adapters``
 another configuration, other training data              ``resuming.accept``
 another scaler wrote the scaler's state                 ``resuming.scaler_state``
 a plugin cannot read the version of its state           ``resuming.find_upgrade``

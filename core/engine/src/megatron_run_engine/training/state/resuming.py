@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ from megatron_run.contracts.schema import TrainSection
 from megatron_run.errors import CheckpointError, DataError
 from megatron_run.planning.batch_size import run_length
 from megatron_run.planning.learning_rate import LearningRate
-from megatron_run_engine.checkpoint.adapted import adapters_fault, find_base, open_step
 from megatron_run_engine.checkpoint.boxes import Box, box_fault
 from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0
 from megatron_run_engine.checkpoint.files import no_heartbeat
@@ -35,11 +33,10 @@ from megatron_run_engine.run_folder.changes import (
     refuse,
     with_added_options,
 )
-from megatron_run_engine.runtime.parameter_init import fill, frozen
 from megatron_run_engine.training.numbers import Progress
+from megatron_run_engine.training.state.adapting import fill_frozen, open_base
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -47,7 +44,6 @@ if TYPE_CHECKING:
     from megatron_run.contracts import ReadState
     from megatron_run.planning import ResolvedRun
     from megatron_run.registry.loaded_plugin import Plugin
-    from megatron_run_engine.checkpoint.adapted import MergedReader
     from megatron_run_engine.checkpoint.collectives import Ranks
     from megatron_run_engine.checkpoint.manifest import About, DataRecord, Manifest
     from megatron_run_engine.checkpoint.step_folder import Checkpoints
@@ -61,8 +57,7 @@ _MOST_FILES = 8
 class Resumed(NamedTuple):
     """Where a run goes on: the ``progress`` of the saved step in ``folder``, None for a run that begins.
 
-    ``changes`` are the configuration keys that were others when it was saved. ``adapters`` says which weights, now in
-    their place, the step adapts, if it does not hold all of them.
+    ``changes`` are the configuration keys that were others when it was saved. ``adapters`` name what a step adapts.
     """
 
     progress: Progress
@@ -87,7 +82,7 @@ def resume(
     """
     heartbeat = assembly.context.groups.activity.heartbeat
     manifest = on_all_ranks(ranks, lambda: _verify(checkpoints, step, ranks, heartbeat))
-    on_rank0(ranks, lambda: check_adapters(assembly, manifest.about, checkpoints.folder(step)))
+    base = on_all_ranks(ranks, lambda: open_base(run, assembly, manifest.about, checkpoints.folder(step), ranks))
     accepted = on_all_ranks(ranks, lambda: accept(run, manifest.about, data, checkpoints.path.parent, decided))
     if ranks.rank == 0:
         changed = map(str, accepted.changes)
@@ -102,13 +97,8 @@ def resume(
     # Before its first update a rule with state of its own saves masters only. It must then start as in a first step.
     updated = any(tensor.keys() != {MASTER} for tensor in manifest.tensors.values())
     on_all_ranks(ranks, lambda: _load(assembly, read, accepted.scaler, updated=updated))
-    record = manifest.about.adapters
-    if record is not None and record.base:
-        under, number = on_all_ranks(ranks, partial(find_base, record, reader.folder, run.config.run.init_from))
-        below = under.manifest(number)
-        on_all_ranks(ranks, lambda: fill_frozen(assembly, open_step(under, number, below, verify=ranks.rank == 0)))
-        record = record.model_copy(update={"base": str(under.folder(number))})
-    return Resumed(accepted.progress, checkpoints.folder(step), accepted.changes, record)
+    on_all_ranks(ranks, lambda: fill_frozen(assembly, base.reader))
+    return Resumed(accepted.progress, checkpoints.folder(step), accepted.changes, base.record)
 
 
 def choose_on_rank0(word: str, checkpoints: Checkpoints, ranks: Ranks) -> int | None:
@@ -174,25 +164,6 @@ def _load(assembly: Assembly, read: StateReader, scaler: Mapping[str, Any] | Non
     load(assembly.optimizer.load_state if updated else assembly.optimizer.load_weights, read)
     if scaler is not None:
         assembly.scaler.load_state_dict(scaler)
-
-
-def check_adapters(assembly: Assembly, saved: About, folder: Path) -> str:
-    """Raise :class:`CheckpointError` unless the run has the adapters that ``saved`` holds, or like it none."""
-    faults = list(adapters_fault(saved.adapters, assembly.adapters))
-    if faults:
-        raise CheckpointError(
-            f"step {saved.step} belongs to a run with other adapters",
-            why="; ".join(faults),
-            fix=f"give the same parallel-layer, or start from the merged weights: another run.folder with "
-            f"--set run.init_from={folder}",
-        )
-    return ""
-
-
-def fill_frozen(assembly: Assembly, reader: Reader | MergedReader) -> None:
-    """Copy this rank's part of every frozen weight from ``reader``."""
-    for described in assembly.infos:
-        fill(frozen(described), lambda name, starts, sizes: reader.read(name, MASTER, starts, sizes))
 
 
 class StateReader:
