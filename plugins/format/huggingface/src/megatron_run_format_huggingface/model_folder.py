@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,11 @@ class Tensors:
                 raise CheckpointError(f"{folder / name} holds {min(twice)}", why="another file of the model does too")
             self.entries |= file.entries
             self._file_of |= dict.fromkeys(file.entries, file)
+
+    @property
+    def values(self) -> int:
+        """How many values all tensors have together."""
+        return sum(prod(entry.shape) for entry in self.entries.values())
 
     def reader(self, name: str) -> ReadTensor:
         """The reader of the tensor ``name``."""
@@ -170,7 +176,7 @@ def read(source: Path) -> Weights:
     options, longest = _model(source, family, config)
     tensors = Tensors(source)
     described = gpt_options(Weights(options, {}, sequence_length=longest))
-    shapes = logical_shapes(described, longest)
+    shapes = logical_shapes(described, longest, len(tensors.entries), tensors.values // described.hidden_size)
     rows = family.rows(described, shapes)
     # The output layer of a tied model follows from the word embedding.
     left_out = {f"{family.head}.weight"} if described.tie_embeddings else set()
