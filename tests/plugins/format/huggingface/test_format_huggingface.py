@@ -284,6 +284,15 @@ def test_more_layers_than_the_files_hold_are_refused_at_once(tmp_path: Path) -> 
         convert.import_model(tmp_path / "hf", tmp_path / "ours")
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_json_of_any_length_is_not_read_whole(tmp_path: Path, name: str) -> None:
+    theirs(tmp_path / "hf", "gpt2", max_shard_size="8KB")
+    with (tmp_path / "hf" / name).open("wb") as file:
+        file.truncate(40 << 30)
+    with pytest.raises(RunError, match="is too large"):
+        convert.import_model(tmp_path / "hf", tmp_path / "ours")
+
+
 def test_an_index_names_no_file_elsewhere(tmp_path: Path) -> None:
     theirs(tmp_path / "hf", "gpt2", max_shard_size="8KB")
     index = tmp_path / "hf" / model_folder.INDEX

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from megatron_run.contracts.state import MASTER
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.boxes import Box, cover_fault
-from megatron_run_engine.checkpoint.files import reading
+from megatron_run_engine.checkpoint.files import read_whole
 
 #: Bytes of one value, by the name of its type in a file.
 ITEM_BYTES: Mapping[str, int] = MappingProxyType(
@@ -44,6 +44,8 @@ MANIFEST = "manifest.json"
 _HEAD, _JOINT, _END = b'{"manifest":', b',\n"sha256":"', b'"}\n'
 _TAIL = re.compile(re.escape(_JOINT) + rb"([0-9a-f]{64})" + re.escape(_END))
 _TAIL_LENGTH = len(_JOINT) + 64 + len(_END)
+#: The most bytes of a manifest: those of thousands of ranks have some hundred megabytes.
+_LARGEST = 1 << 30
 
 #: The name of a file next to the manifest. Never a path and never hidden, so that a manifest cannot point elsewhere.
 FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -216,8 +218,7 @@ def make_manifest(about: About, files: Mapping[str, Any], tensors: Mapping[str, 
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest in ``folder``. Raises :class:`CheckpointError` naming the file and the fault."""
     path = folder / MANIFEST
-    with reading(path) as file:
-        content = file.read()
+    content = read_whole(path, _LARGEST)
     tail = _TAIL.fullmatch(content, max(0, len(content) - _TAIL_LENGTH))
     if tail is None or not content.startswith(_HEAD):
         raise CheckpointError(f"{path} is damaged", why="it is not a whole manifest")

@@ -14,7 +14,7 @@ import torch
 
 from megatron_run.contracts import ReadTensor, Weights
 from megatron_run.errors import CheckpointError, InputError
-from megatron_run_engine.checkpoint.files import FileSystem, reading
+from megatron_run_engine.checkpoint.files import FileSystem, read_whole
 from megatron_run_engine.checkpoint.reader import TensorFile
 from megatron_run_engine.checkpoint.shard_file import write_tensors
 from megatron_run_engine.formats.gpt_tensors import (
@@ -88,11 +88,11 @@ def _file_names(folder: Path) -> list[str]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``. Raises :class:`CheckpointError`."""
-    with reading(path) as file:
-        try:
-            found = json.loads(file.read())
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} cannot be used", why=f"it is no JSON: {error}") from error
+    content = read_whole(path)
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be used", why=f"it is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} cannot be used", why="it is not a JSON object")
     return found
