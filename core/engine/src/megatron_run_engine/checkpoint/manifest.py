@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from megatron_run.contracts.state import MASTER
 from megatron_run.errors import CheckpointError
@@ -51,7 +51,9 @@ _LARGEST = 1 << 30
 FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Xxh3 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
-Count = Annotated[int, Field(ge=0)]
+#: What a 64-bit integer holds, with room for a sum.
+Count = Annotated[int, Field(ge=0, le=1 << 62)]
+Finite = Annotated[float, AllowInfNan(False)]
 
 
 class Record(BaseModel):
@@ -145,13 +147,13 @@ class About(Record):
     step: Count
     run: str
     time: str
-    counters: Mapping[str, int]
-    losses: tuple[float, ...] = ()
-    scaler: Mapping[str, float | int]
+    counters: Mapping[str, Count]
+    losses: tuple[Finite, ...] = ()
+    scaler: Mapping[str, Finite | int]
     data: DataRecord
     plugins: Mapping[str, tuple[PluginRecord, ...]]
     versions: Mapping[str, str]
-    topology: Mapping[str, int]
+    topology: Mapping[str, Count]
     config: Sha256
     identity: Mapping[str, Any]
     tokenizer: TokenizerRecord | None = None
