@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_run_cli.main import main
-from megatron_run_cli.reports import saved_steps
+from megatron_run_engine.checkpoint.step_folder import verify_files
 from tests.support.saved_steps import random_state, save_alone
 
 Output = pytest.CaptureFixture[str]
@@ -96,10 +96,9 @@ def test_a_step_that_a_training_removes_meanwhile_is_not_called_damaged(
     def removed(folder: Path, *arguments: Any, **options: Any) -> None:
         if folder.name == "step10" and folder.exists():
             shutil.rmtree(folder)
-        verify(folder, *arguments, **options)
+        verify_files(folder, *arguments, **options)
 
-    verify = saved_steps.verify_files
-    monkeypatch.setattr(saved_steps, "verify_files", removed)
+    monkeypatch.setattr("megatron_run_cli.reports.saved_steps.verify_files", removed)
     assert told(capsys, "verify", run).splitlines()[0].startswith("step20  intact")
     save_alone(run / "checkpoints", 10, random_state(10, tensors=2))
     assert main(["checkpoint", "verify", str(run), "--step", "10"]) == 5
