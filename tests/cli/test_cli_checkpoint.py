@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_run_cli.main import main
+from megatron_run_engine.checkpoint.step_folder import verify_files
 from tests.support.saved_steps import random_state, save_alone
 
 Output = pytest.CaptureFixture[str]
@@ -86,6 +88,23 @@ def test_verify_reads_every_byte(run: Path, capsys: Output) -> None:
     assert "intact" in second
     found = as_json(capsys, "verify", run, code=5)["steps"]
     assert [each["ok"] for each in found] == [False, True]
+
+
+def test_a_step_that_a_training_removes_meanwhile_is_not_called_damaged(
+    run: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def removed(folder: Path, *arguments: Any, **options: Any) -> None:
+        if folder.name == "step10" and folder.exists():
+            shutil.rmtree(folder)
+        verify_files(folder, *arguments, **options)
+
+    monkeypatch.setattr("megatron_run_cli.reports.saved_steps.verify_files", removed)
+    assert told(capsys, "verify", run).splitlines()[0].startswith("step20  intact")
+    save_alone(run / "checkpoints", 10, random_state(10, tensors=2))
+    assert main(["checkpoint", "verify", str(run), "--step", "10"]) == 5
+    said = capsys.readouterr()
+    assert "damaged" not in said.out
+    assert "cannot be read" in said.err
 
 
 def test_verify_one_step(run: Path, capsys: Output) -> None:

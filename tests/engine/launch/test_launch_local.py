@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 
 from megatron_run.errors import ExitCode
 from megatron_run_engine.launch.local import terminal_writer
+from megatron_run_engine.launch.rank_output import flush_output
 from megatron_run_engine.launch.start import scratch_folder
 from megatron_run_engine.launch.watchdog.monitor import is_stopped
 from megatron_run_engine.training.process import rank_environment
@@ -262,6 +264,15 @@ Launcher(Path({str(tmp_path)!r}))("0:page stop", "1:lock")
         process.kill()
         process.wait()
     wait_until(lambda: not any(alive(each) for each in process_ids(pids)), seconds=5)
+
+
+def test_a_plugin_that_has_closed_standard_output_delays_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stdout", closed)
+    flush_output()
+    monkeypatch.setattr(sys, "stdout", None)
+    flush_output()
 
 
 def test_scratch_folders_of_killed_launchers_are_removed_and_those_of_others_stay(

@@ -16,7 +16,7 @@ import pytest
 from megatron_run.errors import InputError
 from megatron_run.planning import ResolvedRun, load_config
 from megatron_run_engine.builtin.observer.jsonl import LineFile
-from megatron_run_engine.launch.worker import redirect_output
+from megatron_run_engine.launch.rank_output import redirect_output
 from megatron_run_engine.run_folder import History, RunFolder, open_run_folder
 from megatron_run_observer_tensorboard.events import EventFile
 from megatron_run_observer_trace import trace_path, write_new

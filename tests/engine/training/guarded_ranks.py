@@ -105,10 +105,41 @@ def slow_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
     return {"stragglers": bench.said}
 
 
+def other_samples(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Four tensor-parallel ranks of which rank 2 is fed another token from step 3 on; what this rank was told."""
+    from dataclasses import replace
+
+    from megatron_run.errors import GuardError
+    from tests.support.training_bench import Bench
+
+    sets = ("train.steps=6", "eval.interval=0", "checkpoint.interval=0", "guard.replica_interval=2")
+    split = ("model.num_heads=4", "parallel.tensor=4", "parallel.pipeline=1", "parallel.data=1")
+    bench = Bench(Path(folder), *sets, *split, plugins=("parallel-layer=tensor",), rank=rank, world=world)
+    loader: Any = bench.trainer._loader
+    honest = loader.training
+
+    def training(dataset: Any, step: int, consumed: int) -> Any:
+        def microbatch(index: int) -> Any:
+            loaded = load(index)
+            tokens = loaded.fields["tokens"].clone()
+            tokens[0, 0] += rank == 2 and step >= 3 and index == 1
+            return replace(loaded, fields={**loaded.fields, "tokens": tokens})
+
+        load = honest(dataset, step, consumed)
+        return microbatch
+
+    loader.training = training
+    try:
+        bench.train()
+    except GuardError as error:
+        return {"fed": str(error)}
+    return {"fed": ""}
+
+
 def all_of_it(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """All three, in one world."""
+    """All of these, in one world."""
     seen: dict[str, Any] = {}
-    for work in (guarded_pipeline, slow_rank, flipped_replicas):
+    for work in (guarded_pipeline, slow_rank, flipped_replicas, other_samples):
         own = Path(folder) / work.__name__
         own.mkdir(exist_ok=True)
         seen |= work(rank, world, str(own))

@@ -115,6 +115,12 @@ def test_a_flipped_copy_of_a_tensor_rank_or_another_stage_is_found(
 
 
 @pytest.mark.multiproc
+def test_a_tensor_rank_that_is_fed_other_samples_is_named(seen: list[dict[str, Any]]) -> None:
+    for each in seen:
+        assert each["fed"].startswith("at step 4 rank 2 holds another batch of samples than ranks 0, 1 and 3")
+
+
+@pytest.mark.multiproc
 def test_equal_replicas_are_left_alone(seen: list[dict[str, Any]]) -> None:
     assert [each["equal"] for each in seen] == [[None, None]] * 4
 

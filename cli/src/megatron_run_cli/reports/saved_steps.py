@@ -39,7 +39,8 @@ class Finding:
 def check(checkpoints: Checkpoints, steps: Sequence[int] = (), *, thorough: bool = False) -> Iterator[Finding]:
     """Check ``steps``, or all if empty: manifests and lengths, and with ``thorough`` every byte.
 
-    Raises :class:`CheckpointError` for one of ``steps`` that was never saved, which is no damage.
+    A step that is removed meanwhile, by a training that keeps the newest, is left out. Raises :class:`CheckpointError`
+    for one of ``steps`` that was never saved or is gone, which is no damage.
     """
     for step in steps:
         checkpoints.find(step)
@@ -53,6 +54,10 @@ def check(checkpoints: Checkpoints, steps: Sequence[int] = (), *, thorough: bool
                 verify_files(checkpoints.folder(step), manifest, manifest.files)
         except CheckpointError as error:
             problem = str(error)
+            if not checkpoints.folder(step).exists():
+                if step in steps:
+                    raise
+                continue
         yield Finding(step, manifest, problem, time.perf_counter() - start)
 
 

@@ -276,6 +276,23 @@ def test_pickled_weights_are_refused_with_what_to_do(tmp_path: Path) -> None:
         convert.import_model(tmp_path / "hf", tmp_path / "ours")
 
 
+@pytest.mark.timeout(20)
+def test_more_layers_than_the_files_hold_are_refused_at_once(tmp_path: Path) -> None:
+    theirs(tmp_path / "hf", "gpt2")
+    edit(tmp_path / "hf", n_layer=10**9)
+    with pytest.raises(RunError, match="1000000000 layers: its files hold at most"):
+        convert.import_model(tmp_path / "hf", tmp_path / "ours")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_json_of_any_length_is_not_read_whole(tmp_path: Path, name: str) -> None:
+    theirs(tmp_path / "hf", "gpt2", max_shard_size="8KB")
+    with (tmp_path / "hf" / name).open("wb") as file:
+        file.truncate(40 << 30)
+    with pytest.raises(RunError, match="is too large"):
+        convert.import_model(tmp_path / "hf", tmp_path / "ours")
+
+
 def test_an_index_names_no_file_elsewhere(tmp_path: Path) -> None:
     theirs(tmp_path / "hf", "gpt2", max_shard_size="8KB")
     index = tmp_path / "hf" / model_folder.INDEX

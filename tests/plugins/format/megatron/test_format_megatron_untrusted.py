@@ -9,6 +9,7 @@ from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
@@ -136,3 +137,34 @@ def test_a_damaged_file_is_one_line(content: bytes, tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_weights(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"\x80\x02Nr\xff\xff\xff\x3f.", "place 1073741823 of the memo"),
+        (b"\x80\x02Np1073741823\n.", "place 1073741823 of the memo"),
+        (b"\x80\x05\x96\x00\x00\x00\x00\x02\x00\x00\x00.", "BYTEARRAY8|bytes"),
+    ],
+)
+def test_a_few_bytes_that_ask_for_gigabytes_are_refused(content: bytes, why: str, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match=why):
+        load_metadata(tmp_path / ".metadata")
+
+
+@pytest.mark.parametrize("reader", [load_weights, lambda path: load_tensor(path.read_bytes(), str(path))])
+def test_a_file_that_grows_when_it_is_read_is_refused(reader: Callable[[Path], Any], tmp_path: Path) -> None:
+    torch.save({"model": {"weight": torch.zeros(1 << 16)}}, tmp_path / "plain")
+    with ZipFile(tmp_path / "plain") as plain, ZipFile(tmp_path / "packed", "w", ZIP_DEFLATED) as packed:
+        for each in plain.infolist():
+            packed.writestr(each.filename, plain.read(each))
+    with pytest.raises(CheckpointError, match="is compressed, to"):
+        reader(tmp_path / "packed")
+
+
+def test_a_file_of_any_length_is_not_read_whole(tmp_path: Path) -> None:
+    with (tmp_path / ".metadata").open("wb") as file:
+        file.truncate(40 << 30)
+    with pytest.raises(CheckpointError, match="is too large"):
+        load_metadata(tmp_path / ".metadata")

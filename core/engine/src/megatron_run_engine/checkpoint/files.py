@@ -160,6 +160,20 @@ def reading(path: Path) -> Iterator[BufferedReader]:
             raise CheckpointError(f"{path} cannot be read", why=error.strerror or str(error)) from error
 
 
+def read_whole(path: Path, limit: int = 1 << 26) -> bytes:
+    """Return the content of the regular file ``path``.
+
+    Raises :class:`CheckpointError` as :func:`reading` does, and for more than ``limit`` bytes: a sparse file may claim
+    any length, and who reads JSON has use for some megabytes.
+    """
+    with reading(path) as file:
+        if size_of(file) > limit:
+            raise CheckpointError(
+                f"{path} is too large", why=f"it has {size_text(size_of(file))}, and {size_text(limit)} are read"
+            )
+        return file.read(limit)
+
+
 def size_of(file: BufferedReader) -> int:
     """Return the length of an open file in bytes."""
     return os.fstat(file.fileno()).st_size

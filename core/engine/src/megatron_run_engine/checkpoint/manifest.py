@@ -14,12 +14,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from megatron_run.contracts.state import MASTER
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.boxes import Box, cover_fault
-from megatron_run_engine.checkpoint.files import reading
+from megatron_run_engine.checkpoint.files import read_whole
 
 #: Bytes of one value, by the name of its type in a file.
 ITEM_BYTES: Mapping[str, int] = MappingProxyType(
@@ -44,12 +44,16 @@ MANIFEST = "manifest.json"
 _HEAD, _JOINT, _END = b'{"manifest":', b',\n"sha256":"', b'"}\n'
 _TAIL = re.compile(re.escape(_JOINT) + rb"([0-9a-f]{64})" + re.escape(_END))
 _TAIL_LENGTH = len(_JOINT) + 64 + len(_END)
+#: The most bytes of a manifest: those of thousands of ranks have some hundred megabytes.
+_LARGEST = 1 << 30
 
 #: The name of a file next to the manifest. Never a path and never hidden, so that a manifest cannot point elsewhere.
 FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Xxh3 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
-Count = Annotated[int, Field(ge=0)]
+#: What a 64-bit integer holds, with room for a sum.
+Count = Annotated[int, Field(ge=0, le=1 << 62)]
+Finite = Annotated[float, AllowInfNan(False)]
 
 
 class Record(BaseModel):
@@ -143,13 +147,13 @@ class About(Record):
     step: Count
     run: str
     time: str
-    counters: Mapping[str, int]
-    losses: tuple[float, ...] = ()
-    scaler: Mapping[str, float | int]
+    counters: Mapping[str, Count]
+    losses: tuple[Finite, ...] = ()
+    scaler: Mapping[str, Finite | int]
     data: DataRecord
     plugins: Mapping[str, tuple[PluginRecord, ...]]
     versions: Mapping[str, str]
-    topology: Mapping[str, int]
+    topology: Mapping[str, Count]
     config: Sha256
     identity: Mapping[str, Any]
     tokenizer: TokenizerRecord | None = None
@@ -216,8 +220,7 @@ def make_manifest(about: About, files: Mapping[str, Any], tensors: Mapping[str, 
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest in ``folder``. Raises :class:`CheckpointError` naming the file and the fault."""
     path = folder / MANIFEST
-    with reading(path) as file:
-        content = file.read()
+    content = read_whole(path, _LARGEST)
     tail = _TAIL.fullmatch(content, max(0, len(content) - _TAIL_LENGTH))
     if tail is None or not content.startswith(_HEAD):
         raise CheckpointError(f"{path} is damaged", why="it is not a whole manifest")

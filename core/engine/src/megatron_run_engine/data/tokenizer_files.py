@@ -26,6 +26,8 @@ FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece
 SENTENCEPIECE = ".model"
 #: Special tokens of BPE vocabularies, GPT-2's one and RoBERTa's, and those of BERT.
 _END, _BPE = "<|endoftext|>", ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
+#: The most bytes that are read of a ``tokenizer_config.json``.
+_LARGEST = 1 << 26
 _BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -116,8 +118,9 @@ def _options(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        options = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as cause:
+        with path.open("rb") as file:
+            options = json.loads(file.read(_LARGEST))
+    except (ValueError, RecursionError) as cause:
         raise _fault(f"{path} is broken", why=str(cause)) from cause
     return options if isinstance(options, dict) else {}
 

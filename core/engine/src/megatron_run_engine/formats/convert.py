@@ -302,7 +302,8 @@ def _shapes(weights: Weights) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of a model ``gpt``; empty for another model, whose shapes only its plugin knows."""
     if weights.config.get("use", "gpt") != "gpt":
         return {}
-    return logical_shapes(gpt_options(weights), weights.sequence_length)
+    most = len(weights.tensors)  # every layer and every expert has some of its own
+    return logical_shapes(gpt_options(weights), weights.sequence_length, most, most)
 
 
 def _check_names(weights: Weights) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from math import inf
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 from megatron_run.contracts.actions import Place
 from megatron_run.contracts.schema import RunSection, TrainSection
 from megatron_run.contracts.topology import Sizes, Topology
-from megatron_run.errors import InputError
+from megatron_run.errors import CheckpointError, InputError
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.comm import Groups
@@ -65,11 +66,17 @@ def longest_sequence(options: GptOptions, sequence_length: int | None) -> int:
     return sequence_length
 
 
-def logical_shapes(options: GptOptions, sequence_length: int | None) -> dict[str, Shape]:
+def logical_shapes(
+    options: GptOptions, sequence_length: int | None, most_layers: float = inf, most_experts: float = inf
+) -> dict[str, Shape]:
     """Every logical tensor of the model with its shape. ``sequence_length`` matters where positions are learned.
 
-    The model itself says it: built with dense layers on the meta device, it takes no memory.
+    The model itself says it: built with dense layers on the meta device, it takes no memory for values, but time for
+    each layer. Raises :class:`CheckpointError` for more layers or experts than the files that are imported can hold.
     """
+    for count, most, what in ((options.num_layers, most_layers, "layers"), (options.experts, most_experts, "experts")):
+        if count > most:
+            raise CheckpointError(f"the model is said to have {count} {what}", why=f"its files hold at most {most:g}")
     longest = longest_sequence(options, sequence_length) if options.position == "learned" else 1
     context = _context(options, longest)
     layout = (Place(0, 0, range(options.num_layers)),)

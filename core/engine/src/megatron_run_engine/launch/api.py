@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, InputError, RunError
 from megatron_run_engine.launch.failures import exit_code, how_to_resume, interrupted, last_line, last_saved
-from megatron_run_engine.launch.rank import flush_output
+from megatron_run_engine.launch.rank_output import flush_output
 from megatron_run_engine.launch.restarts import Restarts, resumed
 from megatron_run_engine.launch.results import RunResult
 from megatron_run_engine.launch.told import untold

@@ -26,9 +26,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, flush_output, main
+from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, main
+from megatron_run_engine.launch.rank_output import flush_output, redirect_output
 from megatron_run_engine.launch.start import RankProcess, RankStart, SpawnedRank, spawn
-from megatron_run_engine.run_folder.folder import open_log
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
@@ -253,10 +253,7 @@ def become_rank(job: Path, start: RankStart, run: ResolvedRun | None = None) -> 
         os.setsid()  # a process group of its own, which is killed with all that the rank has started
         signal.set_wakeup_fd(-1)  # the bell is the server's: the rank has closed its copy
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        log = open_log(start.log)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
+        redirect_output(start.log)
         os.environ.update(start.variables)
         sys.argv[1:] = [str(job)]
         if "numpy.random" in sys.modules:  # Python's own generator is seeded anew by a fork, and torch's by the run

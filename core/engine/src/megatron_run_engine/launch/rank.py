@@ -11,12 +11,12 @@ import os
 import signal
 import sys
 import threading
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_run.config.request import Request
+from megatron_run_engine.launch.rank_output import flush_output
 from megatron_run_engine.launch.task import Task
 
 if TYPE_CHECKING:
@@ -93,13 +93,6 @@ def main(path: Path, run: ResolvedRun | None = None) -> int:
     result = RankWorker(make, world, print, folder=folder, page=page, debug=job.debug, work=work).run()
     result.write(path)  # also of one that ended well: a plugin may have called os._exit(0)
     return result.status
-
-
-def flush_output() -> None:
-    """Write what is printed and not yet written, if anybody still takes it: a plugin may have closed its output."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):
-            stream.flush()
 
 
 def hold_lifeline(descriptor: int) -> None:

@@ -18,14 +18,14 @@ from megatron_run.contracts.activity import Activity
 from megatron_run.errors import CheckpointError, ExitCode, RankLostError
 from megatron_run.planning.run import digest
 from megatron_run_engine.launch.failures import classify, exit_code, last_line
-from megatron_run_engine.launch.rank import flush_output
+from megatron_run_engine.launch.rank_output import redirect_output
 from megatron_run_engine.launch.rendezvous import PeerError, Rendezvous, attempt, check_digests, check_gpus
 from megatron_run_engine.launch.results import RankResult
 from megatron_run_engine.launch.signals import stopping_on_signals
 from megatron_run_engine.launch.told import untold
 from megatron_run_engine.launch.watchdog.page import PageWriter
 from megatron_run_engine.launch.watchdog.sidecar_client import SidecarClient
-from megatron_run_engine.run_folder import OpenedFolder, RunFolder, join_run_folder, open_log, open_run_folder
+from megatron_run_engine.run_folder import OpenedFolder, RunFolder, join_run_folder, open_run_folder
 from megatron_run_engine.runtime.comm import patience
 from megatron_run_engine.runtime.world import StopRequest, World
 from megatron_run_engine.training.process import assign_device, gpu_name, set_threads, start_device
@@ -210,12 +210,3 @@ def train_in_folder(run: ResolvedRun, world: World, folder: RunFolder, activity:
         finally:
             with suppress(OSError):
                 folder.flush()
-
-
-def redirect_output(log: Path) -> None:
-    """Make ``log`` this process's descriptors 1 and 2."""
-    flush_output()
-    descriptor = open_log(log)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)

@@ -202,12 +202,12 @@ class Trainer:
 
     def _accumulate(self, microbatches: int, clock: Callable[[], float] | None) -> StepRecord:
         """Run forward and backward of every microbatch in the schedule's order. Gradients end in ``main_grad``."""
-        optimizer = self._assembly.optimizer
+        optimizer, step = self._assembly.optimizer, self._progress.step + 1
         optimizer.zero_grad()
         self._context.gradients.start_step(microbatches, optimizer.grad_ready)
         self._losses.start_step()
         inputs = StepInputs(
-            microbatch=self._loader.training(self._dataset, self._progress.step + 1, self._progress.position),
+            microbatch=self._guards.watched(step, self._loader.training(self._dataset, step, self._progress.position)),
             boundary=self._boundary,
             report=self._losses.report,
             seed=partial(self._seed, microbatches),

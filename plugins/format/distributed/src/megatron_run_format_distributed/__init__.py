@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from megatron_run.contracts import Format, PluginInfo, ReadTensor, Weights
 from megatron_run.errors import CheckpointError
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.checkpoint.files import FileSystem, reading
+from megatron_run_engine.checkpoint.files import FileSystem, read_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,16 +134,16 @@ def _read_all(readers: Mapping[str, ReadTensor]) -> dict[str, Tensor]:
 
 
 def _sidecar(path: Path) -> dict[str, Any]:
-    with reading(path) as file:
-        try:
-            about = json.loads(file.read())
-            return {
-                "step": int(about["step"]),
-                "sequence_length": about["sequence_length"],
-                "model": dict(about["model"]),
-            }
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise CheckpointError(f"{path} cannot be used", why=f"{type(error).__name__}: {error}") from error
+    content = read_whole(path)
+    try:
+        about = json.loads(content)
+        return {
+            "step": int(about["step"]),
+            "sequence_length": about["sequence_length"],
+            "model": dict(about["model"]),
+        }
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be used", why=f"{type(error).__name__}: {error}") from error
 
 
 @contextmanager

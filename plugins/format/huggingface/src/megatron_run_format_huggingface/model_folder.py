@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import torch
 
 from megatron_run.contracts import ReadTensor, Weights
 from megatron_run.errors import CheckpointError, InputError
-from megatron_run_engine.checkpoint.files import FileSystem, reading
+from megatron_run_engine.checkpoint.files import FileSystem, read_whole
 from megatron_run_engine.checkpoint.reader import TensorFile
 from megatron_run_engine.checkpoint.shard_file import write_tensors
 from megatron_run_engine.formats.gpt_tensors import (
@@ -55,6 +56,11 @@ class Tensors:
             self.entries |= file.entries
             self._file_of |= dict.fromkeys(file.entries, file)
 
+    @property
+    def values(self) -> int:
+        """How many values all tensors have together."""
+        return sum(prod(entry.shape) for entry in self.entries.values())
+
     def reader(self, name: str) -> ReadTensor:
         """The reader of the tensor ``name``."""
         return partial(self._file_of[name].read, name)
@@ -82,11 +88,11 @@ def _file_names(folder: Path) -> list[str]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``. Raises :class:`CheckpointError`."""
-    with reading(path) as file:
-        try:
-            found = json.loads(file.read())
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} cannot be used", why=f"it is no JSON: {error}") from error
+    content = read_whole(path)
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be used", why=f"it is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} cannot be used", why="it is not a JSON object")
     return found
@@ -170,7 +176,7 @@ def read(source: Path) -> Weights:
     options, longest = _model(source, family, config)
     tensors = Tensors(source)
     described = gpt_options(Weights(options, {}, sequence_length=longest))
-    shapes = logical_shapes(described, longest)
+    shapes = logical_shapes(described, longest, len(tensors.entries), tensors.values // described.hidden_size)
     rows = family.rows(described, shapes)
     # The output layer of a tied model follows from the word embedding.
     left_out = {f"{family.head}.weight"} if described.tie_embeddings else set()

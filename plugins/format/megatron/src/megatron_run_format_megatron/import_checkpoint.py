@@ -11,6 +11,7 @@ import torch
 
 from megatron_run.contracts import Weights
 from megatron_run.errors import CheckpointError, InputError
+from megatron_run_engine.checkpoint.files import read_whole
 from megatron_run_format_megatron.model_section import (
     Setting,
     experts,
@@ -72,7 +73,7 @@ def _step_folder(source: Path) -> Path:
         if is_sharded(source) or is_distributed(source):
             return source
         raise CheckpointError(f"{source} holds no checkpoint of Megatron", fix="name the folder with iter_*, or one")
-    word = (source / LATEST).read_text("utf-8", errors="replace")[:100].strip()
+    word = read_whole(source / LATEST).decode(errors="replace")[:100].strip()
     if word != "release" and not _STEP.fullmatch(word):
         raise CheckpointError(f"{source / LATEST} is damaged", why=f"{word!r} is no number of a step")
     folder = source / (word if word == "release" else f"iter_{int(word):07d}")

@@ -14,6 +14,7 @@ refused.
 from __future__ import annotations
 
 import pickle
+import pickletools
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,13 +23,14 @@ from io import BytesIO
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import ZIP_STORED, ZipFile
 
 import torch
 from torch import Tensor
 
 from megatron_run.contracts import ReadTensor
 from megatron_run.errors import CheckpointError
-from megatron_run_engine.checkpoint.files import reading
+from megatron_run_engine.checkpoint.files import read_whole, reading
 from megatron_run_format_megatron.tensor_names import NO_WEIGHT, common_name
 
 #: What may accompany weights: arguments and their types, and the state of random generators.
@@ -45,6 +47,8 @@ _BESIDE_WEIGHTS = frozenset(
         *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
     }
 )
+#: Opcodes that put an object into the memo, and the most bytes of a ``.metadata``: the largest models have 20 MB.
+_MEMO, _LARGEST_METADATA = ("PUT", "BINPUT", "LONG_BINPUT"), 1 << 28
 #: All classes of Megatron-LM, mostly enumerations, become inert.
 _MEGATRON = "megatron."
 #: The classes that torch.distributed.checkpoint's metadata consists of, and the plans that Megatron adds.
@@ -103,18 +107,42 @@ def load_metadata(path: Path) -> Any:
 
     Raises :class:`CheckpointError` for a file that asks for an object outside the tables.
     """
-    with reading(path) as file:
-        try:
-            return _Metadata(file).load()
-        except _ForeignError as error:
-            raise _refused(str(path), str(error)) from None
-        except Exception as error:  # a damaged stream can raise anything
-            raise _damaged(str(path), error) from error
+    content = read_whole(path, _LARGEST_METADATA)
+    try:
+        _check_opcodes(content)
+        return _Metadata(BytesIO(content)).load()
+    except _ForeignError as error:
+        raise _refused(str(path), str(error)) from None
+    except Exception as error:  # a damaged stream can raise anything
+        raise _damaged(str(path), error) from error
+
+
+def _check_opcodes(content: bytes) -> None:
+    """Raise ValueError for a pickle that asks for memory without giving anything to put there.
+
+    The interpreter makes room for a place in its memo, or for an array of bytes, before it sees what follows.
+    """
+    for before, (opcode, argument, _) in enumerate(pickletools.genops(content)):
+        if opcode.name in _MEMO and isinstance(argument, int) and argument > before:
+            raise ValueError(f"place {argument} of the memo before there are as many objects")
+        if opcode.name in ("BYTEARRAY8", "NEXT_BUFFER"):
+            raise ValueError(f"it has a {opcode.name}, of which no metadata consists")
+
+
+def _check_records(file: str | BytesIO) -> None:
+    """Raise ValueError for what is no archive, or one that grows when it is read: torch compresses nothing."""
+    with ZipFile(file) as archive:
+        packed = next((each for each in archive.infolist() if each.compress_type != ZIP_STORED), None)
+    if packed is not None:
+        raise ValueError(f"{packed.filename} in it is compressed, to {packed.file_size} bytes")
 
 
 def _load(file: str | BytesIO, name: str, *, mapped: bool) -> Any:
     with _nothing_else_allowed():
         try:
+            _check_records(file)
+            if isinstance(file, BytesIO):
+                file.seek(0)
             named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
         except Exception as error:
             raise _damaged(name, error) from error

@@ -171,7 +171,8 @@ def our_tensors(network: Network, theirs: Mapping[str, Pieces], source: str) -> 
     A tied model has the output layer that the last stage repeats. Raises :class:`CheckpointError` naming ``source`` for
     tensors without a counterpart.
     """
-    dense, mixed = (_layer_table(gated=network.gated, experts=range(count)) for count in (0, network.experts))
+    experts = min(network.experts, len(theirs))  # of each there are some tensors, whatever the arguments say
+    dense, mixed = (_layer_table(gated=network.gated, experts=range(count)) for count in (0, experts))
     found: dict[str, ReadTensor] = {}
     foreign = []
     for name, pieces in theirs.items():

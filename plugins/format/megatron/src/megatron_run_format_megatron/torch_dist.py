@@ -36,6 +36,8 @@ _ABOUT, _COMMON, _METADATA = "metadata.json", "common.pt", ".metadata"
 _STACKED = re.compile(r"^decoder\.layers\.(?!\d+\.)(.+)")
 #: Experts may be stacked too, along the dimension after that of the layers.
 _EXPERTS = ".mlp.experts.experts.linear"
+#: More tensors are stacked in none: the experts of all layers are some ten thousand.
+_MOST_STACKED = 1 << 17
 #: Prefixes of the optimizer's fp32 weights, and names of other state.
 _MASTERS = ("optimizer.state.fp32_param", "optimizer.state.param")
 _STATE = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state")
@@ -142,6 +144,8 @@ def _readers(folder: Path, name: str, key: str, stored: Stored) -> Iterator[tupl
     pattern = _STACKED.sub(r"decoder.layers.{}.\1", name)
     pattern = pattern.replace(_EXPERTS, f"{_EXPERTS[: -len('linear')]}{{}}.linear")
     axes, shape = pattern.count("{}"), stored.shape
+    if prod(shape[:axes]) > _MOST_STACKED:
+        raise CheckpointError(f"{folder / _METADATA} is damaged", why=f"{name} stacks {list(shape[:axes])} tensors")
     for indices in product(*map(range, shape[:axes])):
         box = Box((*indices, *(0,) * len(shape[axes:])), (*(1,) * axes, *shape[axes:]))
         yield common_name(pattern.format(*indices)), [partial(_flattened, folder, key, stored, box, axes)]

@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import isfinite
 from statistics import median
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -26,11 +27,11 @@ from megatron_run_engine.training.health.stragglers import Stragglers
 from megatron_run_engine.training.losses import LANGUAGE_MODEL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from megatron_run.contracts import ParamInfo
+    from megatron_run.contracts import Microbatch, ParamInfo
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.checkpoint.collectives import Ranks
     from megatron_run_engine.training.build import Assembly
@@ -119,12 +120,30 @@ class Guards:
         self._ranks = WorldRanks(context.groups, topology.rank, topology.sizes.world, context.device)
         self._replica_interval = self._config.replica_interval.steps(last, batch) if topology.sizes.world > 1 else 0
         self._deterministic = torch.are_deterministic_algorithms_enabled()
+        self._data: list[Tensor] = []  # hashes of what this rank was fed in the step
         interval = self._config.straggler_interval.steps(last, batch)
         self._stragglers = Stragglers(context, interval, self._config.straggler_factor)
         if interval:
             context.groups.activity.timers.append(self._stragglers.enter)
         self._reason = ""  # why the last step was skipped
         self._spike = ""  # the spike to rewind for
+
+    def watched(self, step: int, load: Callable[[int], Microbatch]) -> Callable[[int], Microbatch]:
+        """``load``, with what it loads hashed in a step after which replicas are compared.
+
+        Tensor-parallel ranks that are fed other samples than their peers train on, and what they learn is noise.
+        """
+        self._data.clear()
+        split = self._assembly.context.topology.sizes.tensor > 1
+        if not (split and self._replica_interval and step % self._replica_interval == 0):
+            return load
+
+        def microbatch(index: int) -> Microbatch:
+            loaded = load(index)
+            self._data += [content_hash(field) * (2 * index + 1) for field in loaded.fields.values()]
+            return loaded
+
+        return microbatch
 
     def skips(self, progress: Progress, sums: Tensor, found_inf: Tensor) -> bool:
         """Decide whether to skip the update of the step after ``progress``. If not, its loss joins the window.
@@ -213,7 +232,15 @@ class Guards:
 
     def _compare_replicas(self, step: int) -> None:
         self._assembly.wait_for_parameters()  # do not hash a parameter that an all-gather is still writing
-        found = compare_replicas(self._assembly, self._ranks, deterministic=self._deterministic)
+        fed = {}
+        if self._data:
+            at = self._assembly.context.topology
+            fed[f"{_SAMPLES}#{at.data_rank}#{at.context_rank}#{at.stage}"] = torch.stack(self._data).sum()
+        found = compare_replicas(self._assembly, self._ranks, deterministic=self._deterministic, more=fed)
+        if found is not None and found.tensor == _SAMPLES:
+            why = "tensor-parallel ranks share their samples: the data, or what reads them, differ between these ranks"
+            fix = "give all hosts the same data, from a plugin that depends on nothing but its arguments"
+            self._stop(GuardError(f"at step {step} {found}", why=why, fix=fix))
         if found is not None:
             fix = "run again to resume from the last saved step; leave that machine out if it happens there again"
             self._stop(GuardError(f"after step {step} {found}", why="a memory, a link or a kernel failed", fix=fix))
@@ -238,6 +265,8 @@ def _fix(weights: str, otherwise: str) -> str:
     return "resume from an earlier saved step: --resume STEP" if weights else otherwise
 
 
+#: What is said to differ where tensor-parallel ranks were fed different samples.
+_SAMPLES = "batch of samples"
 #: Values hashed per block, 8 bytes each: as many as a CPU cache holds, and as many as keep a GPU busy.
 _IN_CACHE, _AT_ONCE = 2**18, 2**24
 #: The integer type of a value's bits, by its size in bytes.
@@ -265,13 +294,16 @@ class Difference:
         return f"{_ranks(self.ranks)} {verb} another {self.tensor} than {_ranks(self.agree)}{rest}"
 
 
-def compare_replicas(assembly: Assembly, ranks: Ranks, *, deterministic: bool) -> Difference | None:
+def compare_replicas(
+    assembly: Assembly, ranks: Ranks, *, deterministic: bool, more: Mapping[str, Tensor] = MappingProxyType({})
+) -> Difference | None:
     """Compare all copies of all parameters. Collective over the world; every rank gets the same answer.
 
     With ``deterministic`` kernels, tensor-parallel ranks compute equal gradients for replicated parameters. Without
     them these copies may drift apart by rounding, so only those are compared whose gradients are summed over the ranks.
+    ``more`` hashes are compared before those of parameters, by their labels.
     """
-    hashes: dict[str, Tensor] = {}
+    hashes: dict[str, Tensor] = {**more}
     tensor_rank = assembly.context.topology.tensor_rank
     for described in assembly.infos:
         for parameter, info in described.items():
