@@ -8,10 +8,16 @@ Imports: contracts, errors, runtime.
 """
 
 from megatron_run_engine.nn.attention import Attention, CoreAttention, SelfAttention
-from megatron_run_engine.nn.block import ExpertBlock, TransformerBlock, attention_fields
+from megatron_run_engine.nn.block import (
+    ExpertBlock,
+    TransformerBlock,
+    attention_fields,
+    follow_recompute,
+    parameters_of,
+)
 from megatron_run_engine.nn.chunk import DecoderChunk, ForwardPass
 from megatron_run_engine.nn.cross_entropy import CrossEntropy, LinearCrossEntropy, cross_entropy
-from megatron_run_engine.nn.embedding import Embedding, embed, embedding_fields
+from megatron_run_engine.nn.embedding import WORD, Embedding, Positions, embed, embedding_fields, tie_to_word
 from megatron_run_engine.nn.linear import linear, submit_gradients
 from megatron_run_engine.nn.mlp import Mlp
 from megatron_run_engine.nn.moe.layer import RouterReports
@@ -21,6 +27,7 @@ from megatron_run_engine.nn.rotary import Rotary
 from megatron_run_engine.nn.spec import ExpertSpec, TransformerSpec
 
 __all__ = [
+    "WORD",
     "Attention",
     "CoreAttention",
     "CrossEntropy",
@@ -32,6 +39,7 @@ __all__ = [
     "LayerNorm",
     "LinearCrossEntropy",
     "Mlp",
+    "Positions",
     "RmsNorm",
     "Rotary",
     "RouterReports",
@@ -44,7 +52,10 @@ __all__ = [
     "embed",
     "embedding_fields",
     "empty_parameter",
+    "follow_recompute",
     "linear",
     "make_norm",
+    "parameters_of",
     "submit_gradients",
+    "tie_to_word",
 ]

@@ -5,6 +5,7 @@ Legend: s sequence, b micro batch, h hidden, v vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import Decoding, ParallelLayers
+    from megatron_run.contracts.actions import Place
     from megatron_run_engine.nn.spec import TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_engine.runtime.gradients import GradientAccumulator
@@ -113,6 +115,29 @@ class Embedding(nn.Module):
         read = tuple(self.parameters())
         inputs = ("tokens", *self.reads)
         return Segment("embedding", -1, 0, self, inputs, ("x",), read, draws=self.draws, decodes=True)
+
+
+#: The canonical name of the word embedding, which a tied output layer shares.
+WORD = "embedding.word.weight"
+
+
+def tie_to_word(module: Any, position: int, layout: tuple[Place, ...], shared: dict[str, Parameter]) -> None:
+    """Tie the matrix of ``module``, the word embedding or the output layer, to the one at the other end of the model.
+
+    On one stage both are the same Parameter. On two stages they are copies with partial gradients, which the optimizer
+    sums over both stages; the first copy counts in norms and checkpoints. ``module`` comes from a layer factory, so
+    only its ``weight`` and ``parameter_specs`` are known.
+    """
+    module.weight = shared.setdefault(WORD, module.weight)
+    first, last = layout[0].stage, layout[-1].stage
+    specs: dict[str, ParameterSpec] = module.parameter_specs
+    specs["weight"] = replace(
+        specs["weight"],
+        name=WORD,
+        tie="embedding" if len(layout) > 1 else "",
+        partial_over="tie" if first != last else None,
+        counted=position == 0 or first == last,
+    )
 
 
 def embedding_fields(context: BuildContext, spec: TransformerSpec) -> tuple[str, ...]:

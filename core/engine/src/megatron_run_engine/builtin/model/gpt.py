@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megatron_run.contracts import Boundary, Chunk, Model, ParameterSpec, PluginInfo
+from megatron_run.contracts import Boundary, Chunk, Model, PluginInfo
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.builtin.model.gpt_options import GptOptions, expert_notices
 from megatron_run_engine.nn import (
+    WORD,
     DecoderChunk,
     Embedding,
     RouterReports,
     SelfAttention,
     attention_fields,
     embedding_fields,
+    tie_to_word,
 )
 
 if TYPE_CHECKING:
@@ -30,9 +32,6 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.context import BuildContext
 
 __all__ = ["Gpt", "GptOptions", "expert_notices"]
-
-#: The canonical name of the word embedding, which a tied output layer shares.
-WORD = "embedding.word.weight"
 
 
 class Gpt(Model):
@@ -57,11 +56,13 @@ class Gpt(Model):
         embedding = output = None
         if position == 0:
             embedding = Embedding(self._context, spec, layers)
-            self._tie(embedding.word, 0, layout, shared)
+            if self._options.tie_embeddings:
+                tie_to_word(embedding.word, 0, layout, shared)
         if position == last:
             tied = shared.get(WORD) if self._options.tie_embeddings else None
             output = layers.output_layer(spec.vocab, spec.hidden, init=spec.init, weight=tied)
-            self._tie(output, last, layout, shared)
+            if self._options.tie_embeddings:
+                tie_to_word(output, last, layout, shared)
         indices = layout[position].layers
         return DecoderChunk(
             self._context,
@@ -102,26 +103,6 @@ class Gpt(Model):
     def flops_per_token(self, sequence_length: int) -> float:
         """See :attr:`TransformerSpec.flops_per_token`."""
         return replace(self._spec, sequence_length=sequence_length).flops_per_token
-
-    def _tie(self, module: Any, position: int, layout: tuple[Place, ...], shared: dict[str, Parameter]) -> None:
-        """Tie the word matrix of ``module`` to the one at the other end of the model.
-
-        On one stage both are the same Parameter. On two stages they are copies with partial gradients, which the
-        optimizer sums over both stages; the first copy counts in norms and checkpoints. ``module`` comes from a layer
-        factory, so only its ``weight`` and ``parameter_specs`` are known.
-        """
-        if not self._options.tie_embeddings:
-            return
-        module.weight = shared.setdefault(WORD, module.weight)
-        first, last = layout[0].stage, layout[-1].stage
-        specs: dict[str, ParameterSpec] = module.parameter_specs
-        specs["weight"] = replace(
-            specs["weight"],
-            name=WORD,
-            tie="embedding" if len(layout) > 1 else "",
-            partial_over="tie" if first != last else None,
-            counted=position == 0 or first == last,
-        )
 
 
 @hookimpl
