@@ -29,9 +29,9 @@ import tokenizers
 
 from benchmarks.support.command import run
 from benchmarks.support.report import table
-from megatron_run_data_indexed.files import Reader
 from megatron_run_data_indexed.preparation.inputs import find_inputs
 from megatron_run_data_indexed.preparation.prepare import Preparation, prepare
+from megatron_run_engine.data.indexed_files import Reader
 from megatron_run_engine.data.train_tokenizer import train_tokenizer
 
 WORKERS = len(os.sched_getaffinity(0))

@@ -82,7 +82,6 @@ PLUGINS = {
     "two distributions offer one name": Mistake("--plugin schedule=twin", 3, "choose --plugin schedule=acme-one:twin"),
     "a built-in is shadowed": Mistake("--plugin schedule=sequential", 3, "schedule=megatron-run-core:sequential"),
     "an unknown name": Mistake("--plugin schedule=interleavd", 3, "did you mean 'interleaved'?"),
-    "a known package that is not installed": Mistake(f"{PLAIN} --plugin model=bert", 3, "megatron-run-model-bert"),
     "an unknown kind": Mistake(f"{PLAIN} --plugin shedule=1f1b", 2, "did you mean 'schedule'?"),
     "a distribution without it": Mistake("--plugin schedule=acme:1f1b", 3, "megatron-run-schedule-1f1b:1f1b"),
     "a kind chosen twice": Mistake(f"--plugin schedule=1f1b {INTERLEAVED}", 2, "(from --plugin schedule=1f1b and "),

@@ -29,6 +29,7 @@ VARIANTS: Mapping[str, Mapping[str, Options]] = {
         "a balanced mixture": {"experts": 4, "router_groups": 2, "router_bias_rate": 1e-3, "expert_layer_first": 1},
         **DECODERS,
     },
+    "model=bert": {"norms after sums": {"norm_order": "post"}},
     "optimizer=zero1": {"of whole matrices": {"rule": "muon"}},
     "parallel-layer=tensor": {"without overlap": {"overlap": False}},
     "scaler=dynamic": {"short window": {"loss_scale_window": 7, "initial_loss_scale": 2.0**16, "hysteresis": 1}},
@@ -41,6 +42,10 @@ def installed_plugins() -> Iterator[tuple[str, Plugin]]:
         plugin, base = load(entry, "the conformance suite"), {**SMALL.get(entry.kind, {}), **SMALL.get(str(entry), {})}
         if str(plugin) == "data=indexed":
             base = {"paths": str(_small_dataset()), "vocab_size": 61, "split": "8,1,1"}
+        if str(plugin) == "data=sentence-pairs":
+            base = {"paths": str(_small_dataset()), "split": "8,1,1"}
+        if str(plugin) == "data=nlu":
+            base = {"task": "race", **_small_task()}
         for name, variant in {"": {}, **VARIANTS.get(str(plugin), {})}.items():
             options = plugin.options_model.model_validate({**base, **variant})
             yield f"{plugin}{name and ' as ' + name}", plugin.with_options(options)
@@ -52,7 +57,17 @@ def _small_dataset() -> Path:
     from tests.plugins.data.indexed.corpora import corpus
 
     _FOLDERS.append(TemporaryDirectory())
-    return Path(corpus(Path(_FOLDERS[0].name) / "small", seed=1, documents=100, longest=61, vocabulary=61))
+    return Path(corpus(Path(_FOLDERS[-1].name) / "small", seed=1, documents=100, longest=61, vocabulary=61))
+
+
+@cache
+def _small_task() -> Options:
+    """The files of a task and a vocabulary for data=nlu."""
+    from tests.plugins.data.nlu import published
+
+    _FOLDERS.append(TemporaryDirectory())
+    folder = Path(_FOLDERS[-1].name)
+    return {"folder": str(published.race(folder)), "tokenizer": str(published.vocabulary(folder / "vocab.txt"))}
 
 
 _FOLDERS: list[TemporaryDirectory[str]] = []

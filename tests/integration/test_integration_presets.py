@@ -14,6 +14,7 @@ from megatron_run.planning import ResolvedRun, load_config
 from megatron_run_cli.main import main
 from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
 from megatron_run_engine.training.memory_estimate import model_size
+from tests.plugins.model.bert.test_model_bert_presets import TABLE
 
 #: The recipe of the Megatron-LM paper (Shoeybi et al. 2019, section 4.2), as keys of the configuration.
 RECIPE = {
@@ -96,7 +97,7 @@ def layers_hidden_heads(run: ResolvedRun) -> tuple[int, int, int]:
 
 
 def test_every_preset_is_in_these_tables() -> None:
-    assert set(presets()) == PAPER.keys() | OTHERS.keys() | CHANGES
+    assert set(presets()) == PAPER.keys() | OTHERS.keys() | CHANGES | TABLE.keys()
     assert all(len(line) > 20 for line in presets().values())
 
 

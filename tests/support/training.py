@@ -23,14 +23,16 @@ from tests.support.witness import Witness
 class Seen:
     """What one rank saw: losses and gradient norms by step (rank 0), first gradients by name, actions, memory.
 
-    By step: ``executed`` actions, ``peaks`` of activations in flight, the most sent tensors ``held`` at once, and the
-    messages ``left`` when the step had ended. ``plan`` is what was planned, for this rank's ``stage``; ``captured``
-    what was said of graphs, and ``weights`` a digest of all weights after the last step.
+    ``judged`` are the metrics of evaluations beside the loss. By step: ``executed`` actions, ``peaks`` of activations
+    in flight, the most sent tensors ``held`` at once, and the messages ``left`` when the step had ended. ``plan`` is
+    what was planned, for this rank's ``stage``; ``captured`` what was said of graphs, and ``weights`` a digest of all
+    weights after the last step.
     """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     validation: list[float] = field(default_factory=list)
+    judged: list[dict[str, float]] = field(default_factory=list)
     gradients: dict[str, Any] = field(default_factory=dict)
     executed: list[list[str]] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
@@ -127,6 +129,7 @@ def train_here(rank: int, world: int, request: str) -> Seen:
 
         def on_eval_end(self, metrics: EvalMetrics) -> None:
             seen.validation.append(metrics.loss)
+            seen.judged.append(dict(metrics.extra))
 
     def built(run: Any, assembly: Any) -> None:
         assemblies.append(assembly)

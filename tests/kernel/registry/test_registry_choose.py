@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from megatron_run import __version__
 from megatron_run.errors import ExitCode, InputError, PluginError
 from megatron_run.registry.choose import check_kind, choose
 from megatron_run.registry.discover import KERNEL, Catalog, Entry, scan
+from megatron_run.registry.known import Known
 from tests.support.fake_plugins import FakeSite
 
 ORIGIN = "--plugin schedule=..."
@@ -68,9 +70,10 @@ def test_a_known_package_is_answered_with_its_install_line() -> None:
     )
 
 
-def test_a_planned_package_promises_no_installation() -> None:
-    message = refusal(Catalog((BUILT_IN,)), "bert", kind="model")
-    assert "megatron-run-model-bert is planned, not yet released" in message
+def test_a_planned_package_promises_no_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_run.registry.choose.known_plugin", partial(Known, planned=True))
+    message = refusal(Catalog((BUILT_IN,)), "later", kind="model")
+    assert "megatron-run-model-later is planned, not yet released" in message
     assert "pip install" not in message
 
 

@@ -131,15 +131,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 LONGEST = 1024
 
 
-def _finetune(folder: Path, data: tuple[str, ...], configs: tuple[str, ...], **options: Any) -> int:
+def _finetune(  # one argument an option: so click calls it
+    folder: Path, data: tuple[str, ...], task: str | None, seeds: int, configs: tuple[str, ...], **options: Any
+) -> int:
     """Start from FOLDER's weights, which are imported first where they are another program's."""
     from megatron_run.registry.discover import plain_name
     from megatron_run_engine.checkpoint.step_folder import find_step
     from megatron_run_engine.data.tokenizer import TOKENIZER, reads_bytes
 
     words = (*options["sets"], *options["plugins"])
-    if not data and not any("paths=" in word for word in words):
-        raise InputError("there is nothing to train on", fix="add --data FILE, as --data 'books/*.txt'")
+    _check_finetuning(data, task, seeds, words)
     checkpoints, step = find_step(_ours(folder))
     identity, home = checkpoints.manifest(step).about.identity, checkpoints.path.parent
     model = {key.removeprefix("model."): value for key, value in identity.items() if key.startswith("model.")}
@@ -161,10 +162,36 @@ def _finetune(folder: Path, data: tuple[str, ...], configs: tuple[str, ...], **o
         raise InputError(
             f"{folder} has no {TOKENIZER}", why="its weights know no other ids", fix="add --set data.tokenizer=FILE"
         )
+    if task is not None:
+        from megatron_run_cli.commands.finetune_task import as_task
+
+        as_task(chosen, task, data[0], words)
     if not options["quiet"]:
         keys = ", ".join(f"{key}={value}" for key, value in chosen["train"].items())
         tell(f"fine-tuning, unless you set otherwise, with train: {keys}")
-    return int(train.callback(configs=(chosen, *configs), **options))  # type: ignore[misc]  # click types it as optional
+
+    def start(*sets: str) -> int:
+        names = {word.partition("=")[0] for word in sets}
+        kept = (word for word in options["sets"] if word.partition("=")[0] not in names)
+        given = {**options, "sets": (*kept, *sets)}
+        return int(train.callback(configs=(chosen, *configs), **given))  # type: ignore[misc]  # click types it as optional
+
+    if seeds == 1:
+        return start()
+    from megatron_run_cli.commands.finetune_task import repeat
+
+    return repeat(start, seeds, words, quiet=options["quiet"])
+
+
+def _check_finetuning(data: tuple[str, ...], task: str | None, seeds: int, words: tuple[str, ...]) -> None:
+    """Raise :class:`InputError` where what there is to train on does not fit."""
+    if not data and not any("paths=" in word for word in words):
+        what = f"--task {task} reads a folder" if task else "there is nothing to train on"
+        raise InputError(what, fix="add --data FOLDER" if task else "add --data FILE, as --data 'books/*.txt'")
+    if task is not None and len(data) != 1:
+        raise InputError(f"--task {task} reads one folder", fix="add --data FOLDER, with the files as published")
+    if task is None and seeds > 1:
+        raise InputError("--seeds repeats a task", fix="add --task, as --task mnli")
 
 
 def _ours(folder: Path) -> Path:
@@ -204,6 +231,18 @@ finetune = click.Command(
             multiple=True,
             metavar="PATTERN",
             help="Text files, folders or patterns; repeatable. The same as --set data.paths=...",
+        ),
+        click.Option(
+            ["--task"],
+            type=click.Choice(["mnli", "qqp", "squad1", "squad2", "race"]),
+            help="Train BERT on a task as the Megatron-LM paper does; --data names the folder of its published files.",
+        ),
+        click.Option(
+            ["--seeds"],
+            type=click.IntRange(min=1),
+            default=1,
+            metavar="N",
+            help="Train on the task with N seeds, and print the median of each metric [default: 1].",
         ),
         *train.params,
     ],

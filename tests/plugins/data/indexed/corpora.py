@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megatron_run_data_indexed.files import Writer
+from megatron_run_engine.data.indexed_files import Writer
 
 #: The token that ends a document. It also occurs within them, by chance.
 END = 0

@@ -14,8 +14,8 @@ from megatron_run import load_config
 from megatron_run.contracts import DataSource, Split
 from megatron_run.errors import DataError, InputError, Problems
 from megatron_run_data_indexed import IndexedOptions, megatron_run_create_data
-from megatron_run_data_indexed.files import MAGIC, Reader
 from megatron_run_data_indexed.permutation import Permutation
+from megatron_run_engine.data.indexed_files import MAGIC, Reader
 from megatron_run_testing.data import data_checks
 from tests.contracts.conformance import failures
 from tests.plugins.data.indexed.corpora import END, corpus
@@ -139,7 +139,7 @@ def test_packed_rows_hold_every_label_once_and_join_no_documents(tmp_path: Path)
 
 
 def test_documents_of_several_sequences_are_split_whole(tmp_path: Path) -> None:
-    from megatron_run_data_indexed.files import Writer
+    from megatron_run_engine.data.indexed_files import Writer
 
     with Writer(tmp_path / "a", np.uint16) as writer:
         for document in range(10):

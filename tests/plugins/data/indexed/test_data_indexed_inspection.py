@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from megatron_run.errors import DataError, InputError
-from megatron_run_data_indexed.files import Reader, Writer
 from megatron_run_data_indexed.preparation import inspect as inspection
 from megatron_run_data_indexed.preparation.convert import export, import_
+from megatron_run_engine.data.indexed_files import Reader, Writer
 from megatron_run_engine.data.tokenizer import ByteTokenizer
 
 DOCUMENTS = [[list(b"hello")], [[7] * 3, [8] * 6], [], [list(b"bye"), []], [[1] * 200]]

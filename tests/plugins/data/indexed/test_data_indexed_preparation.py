@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from megatron_run.errors import DataError, InputError, RunError
-from megatron_run_data_indexed.files import Reader
 from megatron_run_data_indexed.preparation import inputs
 from megatron_run_data_indexed.preparation import prepare as preparation
 from megatron_run_data_indexed.preparation.inputs import find_inputs
 from megatron_run_data_indexed.preparation.parts import write_part
 from megatron_run_data_indexed.preparation.prepare import Preparation, Totals, estimate, prepare
 from megatron_run_data_indexed.preparation.records import Policy, Reading
+from megatron_run_engine.data.indexed_files import Reader
 
 TEXTS = [f"document {number} — says {'so ' * (number % 17)}{number**7}" for number in range(300)]
 BLOCK = 700

@@ -58,6 +58,11 @@ class Tokenizer(ABC):
     def encode_places(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the ids of ``text``, and the characters at which each token starts and stops, all [n]."""
 
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """The ids of tokens by their names in the vocabulary; those without a name are left out."""
+        return {}
+
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens``. Tokens without text, such as ``end_of_document``, are left out."""
@@ -74,6 +79,11 @@ class ByteTokenizer(Tokenizer):
     def identity(self) -> str:
         """Always the same."""
         return "bytes"
+
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """The bytes of ASCII, by their characters."""
+        return {chr(byte): byte for byte in range(128)}
 
     def encode(self, content: bytes, source: object) -> NDArray[np.integer[Any]]:
         """Return the bytes as ids. Never fails."""
@@ -110,6 +120,12 @@ class JsonTokenizer(Tokenizer):
     def identity(self) -> str:
         """Library, version, and the hash of the whole tokenizer."""
         return _identity(self._tokenizer.to_str().encode(), "tokenizers")
+
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Of the file, added tokens included."""
+        known: Mapping[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return known
 
     def encode(self, content: bytes, source: object) -> NDArray[np.integer[Any]]:
         """Return the ids of a UTF-8 document, without the special tokens that a template would add, such as [CLS]."""
@@ -152,6 +168,11 @@ class SentencePieceTokenizer(Tokenizer):
     def identity(self) -> str:
         """Library, version, and the hash of the model's file."""
         return _identity(self._path.read_bytes(), "sentencepiece")
+
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Of the model's pieces."""
+        return {self._model.id_to_piece(piece): piece for piece in range(self._model.get_piece_size())}
 
     def encode(self, content: bytes, source: object) -> NDArray[np.integer[Any]]:
         """Return the ids of a UTF-8 document, without a begin or an end of sentence."""

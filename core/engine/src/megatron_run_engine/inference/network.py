@@ -107,6 +107,12 @@ def build_network(
     device = torch.device(world.device)
     context = make_context(run, topology, groups, device, options if data is None else with_vocabulary(run, data))
     model, _, chunks = build_chunks(run, context, make_layers(run, context))
+    if not model.predicts_next:
+        raise InputError(
+            f"{run.one('model')} does not predict the next token",
+            why="text is generated and scored token by token",
+            fix="megatron-run finetune has its evaluations",
+        )
     with activity.within("load"):
         for chunk in chunks:
             infos = describe_parameters(chunk, topology.tensor_rank)

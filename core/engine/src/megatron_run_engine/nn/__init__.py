@@ -8,10 +8,17 @@ Imports: contracts, errors, runtime.
 """
 
 from megatron_run_engine.nn.attention import Attention, CoreAttention, SelfAttention
-from megatron_run_engine.nn.block import ExpertBlock, TransformerBlock, attention_fields, make_block, parameters_of
+from megatron_run_engine.nn.block import (
+    ExpertBlock,
+    TransformerBlock,
+    attention_fields,
+    follow_recompute,
+    make_block,
+    parameters_of,
+)
 from megatron_run_engine.nn.chunk import DecoderChunk, ForwardPass
 from megatron_run_engine.nn.cross_entropy import CrossEntropy, LinearCrossEntropy, cross_entropy
-from megatron_run_engine.nn.embedding import WORD, Embedding, embed, embedding_fields, tie_to_word
+from megatron_run_engine.nn.embedding import WORD, Embedding, Positions, embed, embedding_fields, tie_to_word
 from megatron_run_engine.nn.linear import linear, submit_gradients
 from megatron_run_engine.nn.mlp import Mlp
 from megatron_run_engine.nn.moe.layer import RouterReports
@@ -33,6 +40,7 @@ __all__ = [
     "LayerNorm",
     "LinearCrossEntropy",
     "Mlp",
+    "Positions",
     "RmsNorm",
     "Rotary",
     "RouterReports",
@@ -45,6 +53,7 @@ __all__ = [
     "embed",
     "embedding_fields",
     "empty_parameter",
+    "follow_recompute",
     "linear",
     "make_block",
     "make_norm",

@@ -1,4 +1,4 @@
-"""Causal self-attention (Vaswani et al. 2017) with grouped key-value heads (Ainslie et al. 2023).
+"""Self-attention, causal or not (Vaswani et al. 2017) with grouped key-value heads (Ainslie et al. 2023).
 
 Legend: s sequence, b micro batch, h hidden, n heads, k key-value heads, d head size, t tensor-parallel size.
 """
@@ -16,7 +16,13 @@ from megatron_run.contracts import AttentionShape, LinearPart
 from megatron_run.contracts.parallel_layer import VARIANTS
 from megatron_run.errors import InputError
 from megatron_run_engine.nn.norm import norm_of, qk_norms
-from megatron_run_engine.nn.packed_attention import attend_by_lengths, attend_by_spans, fused_varlen, within_documents
+from megatron_run_engine.nn.packed_attention import (
+    attend_by_lengths,
+    attend_by_spans,
+    both_ways,
+    fused_varlen,
+    within_documents,
+)
 from megatron_run_engine.runtime.recompute import recomputed
 
 if TYPE_CHECKING:
@@ -34,6 +40,9 @@ class Attention(nn.Module):
     Their ``forward`` has the arguments of that of :class:`SelfAttention`. Raises :class:`InputError` for a ``shape``
     with variants that the core of these ``layers`` has not.
     """
+
+    #: Whether a token sees only those before it; else it sees its whole document, and padding is one.
+    causal = True
 
     def __init__(self, layers: ParallelLayers, shape: AttentionShape, dropout: float) -> None:
         super().__init__()
@@ -63,6 +72,8 @@ class Attention(nn.Module):
             if cache is None:
                 cache = decoding.caches[self.layer] = KeyValueCache(key)
             key, value = cache.extend(key, value, decoding.first)
+        elif not self.causal:
+            mask = both_ways(documents, len(query), query.shape[1], query.device)
         elif documents is not None and getattr(self.core, "packs", False):
             packed = (documents,)
         elif documents is not None:
@@ -93,6 +104,7 @@ class SelfAttention(Attention):
         )
         # Built before qkv: a factory that cannot split the heads then reports heads, not features of the projection.
         super().__init__(layers, shape, spec.dropout)
+        self.causal = spec.causal
         self.head_size, self.features = spec.head_size, [part.features for part in parts]
         norm = None if spec.norm_placement == "post" else norm_of(layers, spec)
         bias = spec.bias if spec.qkv_bias is None else spec.qkv_bias

@@ -69,7 +69,8 @@ class Block(nn.Module):
         self.dropout = layers.dropout(spec.dropout)
         self.scale, self.parallel = spec.residual_scale, spec.parallel_residual
         self.draws = spec.dropout > 0
-        self.why_eager = _PACKED if "documents" in reads else ""
+        # Without a causal order the core takes a mask, whose shape follows from nothing that the host reads.
+        self.why_eager = _PACKED if spec.causal and "documents" in reads else ""
 
     def recompute_core(self, streams: Sequence[torch.Generator]) -> None:
         """Recompute the core of the attention alone; it draws from ``streams``."""
@@ -216,10 +217,15 @@ def make_block(context: BuildContext, layers: ParallelLayers, spec: TransformerS
         block = ExpertBlock(context, layers, spec, spec.experts, attention, reads)
     else:
         block = TransformerBlock(layers, spec, attention, reads)
+    follow_recompute(context, block)
+    return block
+
+
+def follow_recompute(context: BuildContext, block: Block) -> None:
+    """Let ``block`` recompute the core of its attention where ``train.recompute`` names that alone."""
     train = context.train
     if isinstance(train.recompute, tuple) and "core_attn" in train.recompute and not train.recomputes("attn"):
         block.recompute_core(context.rng.streams)
-    return block
 
 
 def attention_fields(context: BuildContext, spec: TransformerSpec) -> Names:

@@ -32,6 +32,18 @@ def within_documents(documents: Tensor, length: int) -> Tensor:
     return (columns >= first) & (columns <= columns[:, None])
 
 
+def both_ways(documents: Tensor | None, length: int, rows: int, device: torch.device) -> Tensor:
+    """The mask within ``documents`` [b, c], where a query sees later keys too: [rows, 1, length, length].
+
+    A row of the data may be several of the model, one after the other. Without documents a row is one: [1, 1, 1, s].
+    """
+    if documents is None:
+        return torch.ones(1, 1, 1, length, dtype=torch.bool, device=device)
+    columns = torch.arange(rows * length // len(documents), device=device).expand(len(documents), -1).contiguous()
+    own = torch.searchsorted(documents, columns, right=True).view(rows, 1, length)  # the number of its document
+    return own[..., None] == own[:, :, None]
+
+
 def attend_by_spans(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, attend: Attend) -> Tensor:
     """Query [s, b, n, d], key and value [s, b, k, d] -> [s, b, n*d], a long document or some short ones at a time.
 

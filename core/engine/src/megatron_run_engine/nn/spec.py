@@ -102,7 +102,7 @@ class TransformerSpec:
     ``sequence_length`` is the longest sequence; ``vocab`` is unpadded. ``dropout`` acts on the embedding, on the
     attention probabilities and on what each half of a block adds to the residual stream; ``label_smoothing`` acts on
     the training loss, which makes its logits in ``loss_chunks`` pieces. The layers listed in ``experts`` have experts
-    instead of one feed-forward network.
+    instead of one feed-forward network. Without ``causal`` a token sees those after it as well.
 
     A head has ``head_features``, by default hidden / heads, of which the first ``rotated_features`` rotate in the
     layers of ``rotated_layers``. Queries in ``window_layers`` see the last ``window`` tokens, themselves included, and
@@ -145,6 +145,7 @@ class TransformerSpec:
     label_smoothing: float = 0.0
     loss_chunks: int = 1
     experts: ExpertSpec | None = None
+    causal: bool = True
 
     @property
     def head_size(self) -> int:

@@ -132,18 +132,22 @@ def _is_whole(parameter: Parameter, parts: tuple[Part, ...]) -> bool:
     return all(part.shape == (len(part.local), *columns) for part in parts)
 
 
+def initial_values(part: Part, init: Init, seed: int) -> Tensor:
+    """The whole logical tensor of ``part``, in fp32 on the CPU: every layout and device takes its piece of it."""
+    if init.kind in ("zeros", "ones"):
+        return torch.full(part.shape, 1.0 if init.kind == "ones" else 0.0)
+    whole, generator = torch.empty(part.shape), initial_generator(seed, part.name)
+    if init.kind == "normal":
+        return whole.normal_(0.0, init.std, generator=generator)
+    bound = init.std * 3**0.5  # the variance of a uniform distribution is a third of its bound's square
+    return whole.uniform_(-bound, bound, generator=generator)
+
+
 def _fill(parameter: Parameter, part: Part, init: Init, seed: int) -> None:
     """Fill the rows of ``part``; the caller has disabled gradients."""
     rows = parameter[part.local.start : part.local.stop]
     if init.kind in ("zeros", "ones"):
         rows.fill_(1.0 if init.kind == "ones" else 0.0)
         return
-    # The whole logical tensor, in fp32 on the CPU: every layout and every device takes its piece of the same values.
-    whole, generator = torch.empty(part.shape), initial_generator(seed, part.name)
-    if init.kind == "normal":
-        whole.normal_(0.0, init.std, generator=generator)
-    else:
-        bound = init.std * 3**0.5  # the variance of a uniform distribution is a third of its bound's square
-        whole.uniform_(-bound, bound, generator=generator)
-    piece = whole[part.start : part.start + len(part.local)]
+    piece = initial_values(part, init, seed)[part.start : part.start + len(part.local)]
     rows.copy_(piece if piece.ndim == 1 else piece[:, part.column : part.column + rows.shape[1]])

@@ -7,16 +7,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_run.contracts import EvalMetrics
-from megatron_run.errors import DataError
+from megatron_run.errors import DataError, InputError
 from megatron_run_engine.data.batches import sample_at
 from megatron_run_engine.runtime.execute import StepInputs
 from megatron_run_engine.runtime.generation import Network
 from megatron_run_engine.runtime.metrics import Metrics
+from megatron_run_engine.training.judging import answers
 from megatron_run_engine.training.losses import LANGUAGE_MODEL, Losses
 from megatron_run_engine.training.tasks import Reader, make_work, run_task
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor
 
@@ -43,7 +44,10 @@ class Evaluator:
         self.samples = [sample_at(dataset, train.seed, position) for position in drawn]
         self._microbatches = -(-len(drawn) // self._per_microbatch)
 
+        if run.config.eval.tasks and not assembly.model.predicts_next:
+            raise InputError(f"eval.tasks scores next tokens, and {run.one('model')} does not predict them")
         reader = Reader(assembly.data, train.sequence_length, train.seed, assembly.context.vocab_size)
+        self._judge = assembly.data.judge("validation", train.sequence_length, train.seed)
         self._tasks = [make_work(task, reader) for task in run.config.eval.tasks]
 
     def tasks(self, step: int) -> list[EvalMetrics]:
@@ -65,10 +69,20 @@ class Evaluator:
         set_training(self._assembly.chunks, training=False)
         for first in range(0, self._microbatches, self._per_batch):
             self._run_batch(first, min(self._per_batch, self._microbatches - first), report)
+        judged = self._judged()
         set_training(self._assembly.chunks, training=True)
         loss, tokens = self._language_loss(metrics)
         perplexity = math.exp(min(loss, 700.0))  # exp overflows a double above 709
-        return EvalMetrics(step, "validation", loss, perplexity, tokens)
+        return EvalMetrics(step, "validation", loss, perplexity, tokens, judged)
+
+    def _judged(self) -> Mapping[str, float]:
+        """What the data makes of the model's logits for its validation split; nothing where it judges nothing."""
+        if self._judge is None:
+            return {}
+        names = [field.name for field in self._assembly.data.fields]
+        network = network_of(self._run, self._assembly)
+        size = self._run.config.train.micro_batch_size
+        return dict(self._judge(answers(network, self._dataset, names, size).numpy()))
 
     def _run_batch(self, first: int, microbatches: int, report: Callable[[int, str, Tensor, Tensor], None]) -> None:
         """Run ``microbatches`` microbatches from ``first`` on. One batch at a time bounds the memory of messages."""

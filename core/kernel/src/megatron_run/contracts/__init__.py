@@ -4,7 +4,7 @@ Imports: errors.
 """
 
 from megatron_run.contracts.actions import Action, LayoutSpec, Place, ScheduleSpec
-from megatron_run.contracts.data import Dataset, DataSource, Field, Split
+from megatron_run.contracts.data import Dataset, DataSource, Field, Judge, Split
 from megatron_run.contracts.format import Format, ReadTensor, TranslatedScript, Weights
 from megatron_run.contracts.graph_capture import CaptureSize, GraphCapture, Region
 from megatron_run.contracts.model import (
@@ -16,6 +16,7 @@ from megatron_run.contracts.model import (
     MixtureOptions,
     Model,
     ModelOptions,
+    NewParts,
     Segment,
     mixture_options,
 )
@@ -69,12 +70,14 @@ __all__ = [
     "Format",
     "GraphCapture",
     "Init",
+    "Judge",
     "LayoutSpec",
     "LinearPart",
     "Microbatch",
     "MixtureOptions",
     "Model",
     "ModelOptions",
+    "NewParts",
     "NormKind",
     "Observer",
     "Optimizer",

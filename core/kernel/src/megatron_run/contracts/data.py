@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -59,6 +59,10 @@ FIELDS: Mapping[str, Field] = MappingProxyType(
 def as_fields(named: Iterable[str | Field]) -> tuple[Field, ...]:
     """``named``, where a name stands for the field of :data:`FIELDS`, or else for token ids of that name, [s]."""
     return tuple(FIELDS.get(each, Field(each)) if isinstance(each, str) else each for each in named)
+
+
+#: Metrics by name, from a model's logits [n, ...] for all n samples of a split, in their order.
+Judge = Callable[["NDArray[np.float32]"], Mapping[str, float]]
 
 
 class Dataset(Protocol):
@@ -128,6 +132,14 @@ class DataSource(ABC):
         The model is evaluated on the same samples, so its loss can be compared with these.
         """
         return {}
+
+    def judge(self, split: Split, sequence_length: int, seed: int) -> Judge | None:
+        """How well a model answers the samples of ``split``, beyond its loss; None by default.
+
+        Where there is one, every evaluation asks the model for its logits of all samples, without labels, and reports
+        the metrics beside the loss.
+        """
+        return None
 
     @property
     def tokenizer_file(self) -> Path | None:

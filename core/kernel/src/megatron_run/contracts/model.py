@@ -155,6 +155,19 @@ class ModelOptions(Protocol):
     vocab_size: int | None
 
 
+@dataclass(frozen=True)
+class NewParts:
+    """What may differ between a model and the weights that it starts from (``run.init_from``): a head, for instance.
+
+    ``options`` do not change what the other weights mean. Logical tensors whose names begin with one of ``prefixes``
+    start from their initial values where the weights lack them or have them in another shape, and may be left over.
+    Options declare it as a class attribute ``new_parts``.
+    """
+
+    options: frozenset[str] = frozenset()
+    prefixes: tuple[str, ...] = ()
+
+
 class MixtureOptions(ModelOptions, Protocol):
     """Those of a model whose layers may have ``experts``, 0 for none, of which a token meets ``top_k``."""
 
@@ -203,6 +216,8 @@ class Model(ABC):
 
     #: Names of the losses and metrics that chunks report, equal on every rank.
     metric_names: tuple[str, ...] = ("lm",)
+    #: Whether logits are those of the next token, so that text can be generated and scored.
+    predicts_next: bool = True
 
     @abstractmethod
     def build_chunk(

@@ -19,8 +19,8 @@ from megatron_run_data_indexed.permutation import Permutation
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from megatron_run_data_indexed.files import Reader
     from megatron_run_data_indexed.megatron_order import GPTIndex
+    from megatron_run_engine.data.indexed_files import Reader
 
 
 T_co = TypeVar("T_co", covariant=True)

@@ -16,7 +16,6 @@ from megatron_run.errors import DataError, InputError, plural
 from megatron_run_data_indexed import megatron_order
 from megatron_run_data_indexed.blend import blend, normalised, places_in
 from megatron_run_data_indexed.cache import cached, key
-from megatron_run_data_indexed.files import Reader
 from megatron_run_data_indexed.samples import (
     Blend,
     GPTSamples,
@@ -28,6 +27,7 @@ from megatron_run_data_indexed.samples import (
     Shuffled,
     blend_of,
 )
+from megatron_run_engine.data.indexed_files import Reader, open_tokens
 from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, same_shape
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Indexed(DataSource):
 
     @cached_property
     def _readers(self) -> tuple[Reader, ...]:
-        return tuple(_opened(path) for path in self._options.paths)
+        return tuple(open_tokens(path) for path in self._options.paths)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
@@ -238,20 +238,3 @@ class Indexed(DataSource):
         if self._options.end_of_document is not None:
             return self._options.end_of_document
         return None if self._tokenizer is None else self._tokenizer.end_of_document
-
-
-def _opened(path: str) -> Reader:
-    """Open the dataset ``path``: a prefix, or the name of one of its two files."""
-    prefix = Path(path).expanduser()
-    if prefix.suffix in (".bin", ".idx"):
-        prefix = prefix.with_suffix("")
-    try:
-        reader = Reader(prefix)
-    except DataError as error:
-        error.origin = error.origin or "data.paths"
-        raise
-    if reader.dtype.kind == "f":
-        raise DataError(
-            f"{reader.path} holds {reader.dtype.name}, and token ids are whole numbers", origin="data.paths"
-        )
-    return reader

@@ -1,8 +1,8 @@
-"""Folders that ``transformers`` loads: ``config.json`` beside safetensors, of GPT-2, Llama and their relatives.
+"""Folders that ``transformers`` loads: ``config.json`` beside safetensors, of GPT-2, Llama, their relatives, and BERT.
 
 Reading order: ``family`` (how a family of models is described), ``llama`` (the one that most others start from),
 ``sections`` (what several share), ``families`` (all of them), ``model_folder`` (reading and writing, safetensors in one
-file or several). A ``tokenizer.json`` travels with the model, unconverted.
+file or several), ``bert`` (of model=bert). A ``tokenizer.json`` travels with the model, unconverted.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from megatron_run.contracts import Format, PluginInfo, Weights
 from megatron_run.hookspecs import hookimpl
-from megatron_run_format_huggingface import model_folder
+from megatron_run_format_huggingface import bert, model_folder
 
 
 class HuggingFace(Format):
-    """Families of decoders as ``transformers`` saves them."""
+    """Families of decoders as ``transformers`` saves them, and BERT."""
 
     files = "config.json and model.safetensors"
 
@@ -25,11 +25,11 @@ class HuggingFace(Format):
 
     def read(self, source: Path) -> Weights:
         """The model in ``source``. Raises :class:`CheckpointError` with every reason why it has no counterpart here."""
-        return model_folder.read(source)
+        return bert.read(source) if bert.is_bert(source) else model_folder.read(source)
 
     def write(self, weights: Weights, folder: Path) -> None:
         """Write ``config.json`` and the weights. Raises :class:`InputError` where no family can hold the model."""
-        model_folder.write(weights, folder)
+        (bert if weights.config.get("use") == "bert" else model_folder).write(weights, folder)
 
 
 @hookimpl

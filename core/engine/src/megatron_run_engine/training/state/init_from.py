@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from megatron_run.contracts import NewParts
 from megatron_run.errors import CheckpointError, DataError, advice
 from megatron_run.registry.discover import plain_name
 from megatron_run_engine.checkpoint.adapted import open_step
@@ -14,13 +15,17 @@ from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
 from megatron_run_engine.data.tokenizer import TOKENIZER, reads_bytes, same_vocabulary
 from megatron_run_engine.run_folder.changes import FREE_OF_MODEL, allows_other_data, identity
+from megatron_run_engine.runtime.parameter_init import initial_values
 from megatron_run_engine.training.state.adapting import fill_frozen
 from megatron_run_engine.training.state.resuming import Resumed, accept, load, resume, verify_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch import Tensor
+
     from megatron_run.contracts import DataSource
+    from megatron_run.contracts.state import ReadState
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.checkpoint.collectives import Ranks
     from megatron_run_engine.checkpoint.manifest import DataRecord, Manifest
@@ -119,10 +124,19 @@ def choose_source(run: ResolvedRun, path: Path) -> tuple[Checkpoints, int]:
 def differing_options(run: ResolvedRun, checkpoints: Checkpoints, step: int) -> str:
     """Describe the model options that differ. Raises :class:`CheckpointError` if one of them must not."""
     options = _differences(checkpoints.manifest(step).about.identity, identity(run))
-    refuse_other_model(
-        run, checkpoints.folder(step), [text for key, text in options.items() if key not in FREE_OF_MODEL]
-    )
+    refuse_other_model(run, checkpoints.folder(step), [text for key, text in options.items() if key not in _free(run)])
     return ", ".join(options.values())
+
+
+def _free(run: ResolvedRun) -> frozenset[str]:
+    """The keys of the model that may differ for the same weights."""
+    return FREE_OF_MODEL | {f"model.{option}" for option in new_parts(run).options}
+
+
+def new_parts(run: ResolvedRun) -> NewParts:
+    """What of the model may be new; by default nothing."""
+    parts: NewParts = getattr(run.one("model").options, "new_parts", NewParts())
+    return parts
 
 
 def refuse_other_model(run: ResolvedRun, folder: Path, differences: Sequence[str]) -> None:
@@ -197,7 +211,8 @@ def start_from(run: ResolvedRun, assembly: Assembly, path: Path, ranks: Ranks, s
     notes = ranks.gather(json.dumps(shapes))
     differences = on_rank0(ranks, lambda: differing_options(run, checkpoints, step))
     reader = on_all_ranks(ranks, lambda: open_step(checkpoints, step, manifest, verify=ranks.rank == 0))
-    on_rank0(ranks, lambda: _compare(run, reader.shapes(), notes, checkpoints.folder(step)))
+    new = () if assembly.adapters else new_parts(run).prefixes  # what is new must learn, and only adapters would
+    on_rank0(ranks, lambda: _compare(run, reader.shapes(), notes, checkpoints.folder(step), new))
     if ranks.rank == 0:
         differing = f"; {differences}" if differences else ""
         assembly.context.log.warning("weights of step %s of %s%s", step, checkpoints.path.parent, differing)
@@ -208,7 +223,8 @@ def start_from(run: ResolvedRun, assembly: Assembly, path: Path, ranks: Ranks, s
             )
             assembly.context.log.warning(doubt, here, known)
     if assembly.adapters is None:
-        on_all_ranks(ranks, lambda: load(assembly.optimizer.load_weights, reader.read))
+        read = _or_initial(reader.read, reader.shapes(), run, assembly)
+        on_all_ranks(ranks, lambda: load(assembly.optimizer.load_weights, read))
     else:
         on_all_ranks(ranks, lambda: fill_frozen(assembly, reader))
     return checkpoints.folder(step)
@@ -228,11 +244,39 @@ def _verify(checkpoints: Checkpoints, step: int, ranks: Ranks, heartbeat: Callab
         return verify_share(checkpoints, step, ranks, heartbeat)
 
 
-def _compare(run: ResolvedRun, saved: Shapes, notes: Sequence[str], folder: Path) -> str:
-    """Raise :class:`CheckpointError` if the shapes in the ranks' ``notes`` differ from the ``saved`` ones."""
+def _compare(run: ResolvedRun, saved: Shapes, notes: Sequence[str], folder: Path, new: tuple[str, ...] = ()) -> str:
+    """Raise :class:`CheckpointError` if the shapes in the ranks' ``notes`` differ from the ``saved`` ones.
+
+    Those of names that begin with one of ``new`` may.
+    """
     wanted: Shapes = {name: tuple(shape) for note in notes for name, shape in json.loads(note).items()}
-    refuse_other_model(run, folder, _differing_shapes(saved, wanted))
+    both = ({name: shape for name, shape in shapes.items() if not name.startswith(new)} for shapes in (saved, wanted))
+    refuse_other_model(run, folder, _differing_shapes(*both))
     return ""
+
+
+def _or_initial(read: ReadState, found: Shapes, run: ResolvedRun, assembly: Assembly) -> ReadState:
+    """``read``, but initial values of this rank's logical tensors that may be new, and are not among the ``found``."""
+    prefixes = new_parts(run).prefixes
+    new = {
+        part.name: (part, info.init)
+        for described in assembly.infos
+        for info in described.values()
+        for part in info.parts
+        if part.name.startswith(prefixes) and found.get(part.name) != part.shape
+    }
+    if not new:
+        return read
+    assembly.context.log.warning("not of those weights, and so new: %s", ", ".join(sorted(new)))
+
+    def read_or_make(name: str, field: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        if name not in new:
+            return read(name, field, starts, sizes)
+        box = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+        whole: Tensor = initial_values(*new[name], run.config.train.seed)
+        return whole[box]
+
+    return read_or_make
 
 
 def _differing_shapes(saved: Shapes, wanted: Shapes) -> list[str]:

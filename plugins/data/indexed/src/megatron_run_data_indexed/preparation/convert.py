@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from megatron_run.errors import DataError, InputError
-from megatron_run_data_indexed.files import Reader, Writer, dtype_for, index_path
 from megatron_run_data_indexed.preparation.inputs import blocks, find_inputs, missing, open_parquet
 from megatron_run_data_indexed.preparation.inspect import document
 from megatron_run_data_indexed.preparation.records import lines
+from megatron_run_engine.data.indexed_files import Reader, Writer, dtype_for, index_path
 from megatron_run_engine.data.tokenizer import Tokenizer
 from megatron_run_engine.data.user_cache import replacing
 

@@ -22,11 +22,11 @@ import numpy as np
 import xxhash
 
 from megatron_run.errors import DataError, InputError
-from megatron_run_data_indexed.files import Writer, dtype_for, index_path
 from megatron_run_data_indexed.preparation.inputs import Block, Input, blocks
 from megatron_run_data_indexed.preparation.parts import Account, read_part, write_part
 from megatron_run_data_indexed.preparation.records import Reading, Record, read_records
 from megatron_run_data_indexed.preparation.workers import Workers
+from megatron_run_engine.data.indexed_files import Writer, dtype_for, index_path
 from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
 
 #: Bytes of a block: small enough to keep all processes busy, large enough for few parts.

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_run.errors import DataError
-from megatron_run_data_indexed.files import CODES, Reader, Writer, dtype_for
+from megatron_run_engine.data.indexed_files import CODES, Reader, Writer, dtype_for
 from tests.plugins.data.indexed.corpora import megatron
 
 HEADER = 34

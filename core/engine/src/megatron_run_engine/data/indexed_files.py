@@ -311,6 +311,26 @@ class Reader:
             raise self._fault(at + 8 * last, f"the last document ends at sequence {self.documents[-1]} of {n}")
 
 
+def open_tokens(path: str) -> Reader:
+    """Open the dataset of token ids ``path``, one of ``data.paths``: a prefix, or the name of one of its two files.
+
+    Raises :class:`DataError` for files that are missing, damaged, or hold other numbers.
+    """
+    prefix = Path(path).expanduser()
+    if prefix.suffix in (".bin", ".idx"):
+        prefix = prefix.with_suffix("")
+    try:
+        reader = Reader(prefix)
+    except DataError as error:
+        error.origin = error.origin or "data.paths"
+        raise
+    if reader.dtype.kind == "f":
+        raise DataError(
+            f"{reader.path} holds {reader.dtype.name}, and token ids are whole numbers", origin="data.paths"
+        )
+    return reader
+
+
 def _created(path: Path) -> BinaryIO:
     with _naming(path, "written"):
         return path.open("wb")

@@ -1,0 +1,133 @@
+"""data=nlu: the tasks on which the Megatron-LM paper fine-tunes BERT, from their published files.
+
+Reading order: ``questions`` (files), ``rows`` (samples), ``answers`` and ``metrics`` (what logits are worth), here the
+source, ``recipes`` (table 6 of the paper).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from megatron_run.contracts import DataSource, Judge, PluginInfo, Split
+from megatron_run.contracts.data import LABELS, LOSS_MASK, TOKENS
+from megatron_run.contracts.data import Field as BatchField
+from megatron_run.errors import DataError, InputError
+from megatron_run.hookspecs import hookimpl
+from megatron_run_data_nlu.answers import answers_of
+from megatron_run_data_nlu.metrics import accuracy, binary_f1, squad
+from megatron_run_data_nlu.questions import Task, files_of, read_choices, read_questions
+from megatron_run_data_nlu.rows import Choices, Reader, Spans
+from megatron_run_engine.data.tokenizer import Tokenizer, json_file, open_tokenizer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class NluOptions(BaseModel):
+    """The keys of section ``data`` when it uses nlu."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    task: Task = Field("mnli", description="mnli, qqp, squad1, squad2 or race")
+    folder: str | None = Field(None, description="folder of the task's files as they are published; needed")
+    tokenizer: str = Field("vocab.txt", description="file or folder of a tokenizer with [CLS], [SEP] and [PAD]")
+    stride: int = Field(128, ge=1, description="tokens from window to window of a long context of squad")
+
+
+#: Rows of a sample of race, one a choice.
+CHOICES = 4
+
+
+class Nlu(DataSource):
+    """Questions from files. A split is read when it is first opened, and then kept."""
+
+    def __init__(self, options: NluOptions) -> None:
+        self._options, self._opened = options, dict[tuple[Split, int], Choices | Spans]()
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return open_tokenizer(self._options.tokenizer)
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids of the tokenizer."""
+        return self._tokenizer.vocab_size
+
+    @property
+    def fields(self) -> tuple[BatchField, ...]:
+        """Which text a token is of, and where padding begins."""
+        return (TOKENS, LABELS, LOSS_MASK, BatchField("token_types"), BatchField("documents", shape=(None,)))
+
+    def dataset(self, split: Split, sequence_length: int, seed: int) -> Choices | Spans:
+        """Open ``split`` in the order of its files; the published tests without answers are not read.
+
+        Raises :class:`DataError` for files that are missing or not of this task.
+        """
+        if (split, sequence_length) not in self._opened:
+            self._opened[split, sequence_length] = self._read(split, sequence_length)
+        return self._opened[split, sequence_length]
+
+    def _read(self, split: Split, length: int) -> Choices | Spans:
+        task, folder = self._options.task, Path(str(self._options.folder)).expanduser()
+        rows = CHOICES if task == "race" else 1
+        if length % rows:
+            raise InputError(f"train.sequence_length={length} does not divide into {rows} rows", fix="multiply it by 4")
+        reader = Reader(self._tokenizer, length // rows)
+        paths = files_of(task, split, folder)
+        if task in ("squad1", "squad2"):
+            questions = [each for path in paths for each in read_questions(path)]
+            return Spans(questions, reader, self._options.stride)
+        return Choices([each for path in paths for each in read_choices(task, path)], reader)
+
+    def judge(self, split: Split, sequence_length: int, seed: int) -> Judge | None:
+        """Accuracy, of QQP F1 too; of SQuAD exact match and F1."""
+        opened = self.dataset(split, sequence_length, seed)
+        if not len(opened):
+            return None
+
+        def judge(logits: NDArray[np.float32]) -> Mapping[str, float]:
+            if isinstance(opened, Spans):
+                right = {each.name: [text for text, _ in each.answers] for each in opened.questions}
+                return squad(answers_of(opened, logits, may_lack=self._options.task == "squad2"), right)
+            found = logits[:, 0].argmax(-1)
+            answers = np.array([question.answer for question in opened.questions])
+            metrics = accuracy(found, answers, [question.group for question in opened.questions])
+            return {**metrics, "f1": binary_f1(found, answers)} if self._options.task == "qqp" else metrics
+
+        return judge
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The JSON file of ``data.tokenizer``."""
+        return json_file(self._options.tokenizer)
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Return the token ids of ``text``, without special tokens."""
+        tokens: list[int] = self._tokenizer.encode(text.encode(), "the text").tolist()
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of ``tokens``."""
+        return self._tokenizer.decode(tokens)
+
+
+@hookimpl
+def megatron_run_plugin_info() -> PluginInfo:
+    """Plugin nlu of kind data."""
+    return PluginInfo("data", "nlu", options=NluOptions)
+
+
+@hookimpl
+def megatron_run_create_data(options: NluOptions) -> DataSource:
+    """Make the source. No file is read yet."""
+    if options.folder is None:
+        raise DataError(
+            "data=nlu has no questions of its own", origin="data.folder", fix="add --set data.folder=FOLDER"
+        )
+    return Nlu(options)

@@ -1,0 +1,66 @@
+"""The metrics of the tasks as their official scripts define them, in percent."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b", re.UNICODE)
+_PUNCTUATION = frozenset(string.punctuation)
+
+
+def accuracy(found: NDArray[np.int64], right: NDArray[np.int64], groups: Sequence[str]) -> dict[str, float]:
+    """The share of right numbers, [n]; of each group as well where there are several."""
+    hits = found == right
+    metrics = {"accuracy": 100 * float(hits.mean())}
+    for group in sorted(set(groups)) if len(set(groups)) > 1 else ():
+        metrics[f"accuracy_{group}"] = 100 * float(hits[np.array(groups) == group].mean())
+    return metrics
+
+
+def binary_f1(found: NDArray[np.int64], right: NDArray[np.int64]) -> float:
+    """The harmonic mean of precision and recall of class 1, as of scikit-learn's ``f1_score``; 0 without a hit."""
+    hits = int(((found == 1) & (right == 1)).sum())
+    return 200 * hits / (int((found == 1).sum()) + int((right == 1).sum())) if hits else 0.0
+
+
+def normalised(answer: str) -> str:
+    """An answer in small letters, without punctuation, articles and more than single spaces (SQuAD's script)."""
+    bare = "".join(letter for letter in answer.lower() if letter not in _PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", bare).split())
+
+
+def exact_match(found: str, right: str) -> float:
+    """1 where both answers are the same once normalised, else 0."""
+    return float(normalised(found) == normalised(right))
+
+
+def word_f1(found: str, right: str) -> float:
+    """The harmonic mean of precision and recall of words; of answers that are empty, whether both are."""
+    ours, theirs = normalised(found).split(), normalised(right).split()
+    if not ours or not theirs:
+        return float(ours == theirs)
+    common = sum((Counter(ours) & Counter(theirs)).values())
+    return 2 * common / (len(ours) + len(theirs))
+
+
+def squad(found: Mapping[str, str], right: Mapping[str, Sequence[str]]) -> dict[str, float]:
+    """Exact match and F1 of the answers ``found`` by question, each against the nearest of those that are ``right``.
+
+    A question without an answer is answered by an empty text (evaluate-v2.0.py); answers that are empty once
+    normalised do not count as answers.
+    """
+    exact = f1 = 0.0
+    for question, answers in right.items():
+        counted = [answer for answer in answers if normalised(answer)] or [""]
+        exact += max(exact_match(found[question], answer) for answer in counted)
+        f1 += max(word_f1(found[question], answer) for answer in counted)
+    return {"exact_match": 100 * exact / len(right), "f1": 100 * f1 / len(right)}

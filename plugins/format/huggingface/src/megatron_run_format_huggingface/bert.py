@@ -1,0 +1,214 @@
+"""BERT (Devlin et al. 2018): an encoder with norms after each sum, of model=bert, as a table read both ways.
+
+``BertForMaskedLM`` is head=masked and ``BertForPreTraining`` head=pretraining. Other heads of fine-tuning have no one
+form there, and an encoder without one cannot be trained on; both are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_run.contracts import Weights
+from megatron_run.errors import CheckpointError, InputError
+from megatron_run_engine.checkpoint.files import FileSystem
+from megatron_run_engine.formats.gpt_tensors import names_fault, shapes_fault
+from megatron_run_format_huggingface.model_folder import (
+    CONFIG,
+    SHARD,
+    Tensors,
+    read_json,
+    write_json,
+    write_tensor_files,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_run.contracts import ReadTensor
+
+    Shape = tuple[int, ...]
+
+#: Our options by the keys of ``config.json``, which has ``DEFAULTS`` where it leaves one out.
+_KEYS: Mapping[str, str] = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "ffn_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "token_types": "type_vocab_size",
+    "norm_eps": "layer_norm_eps",
+    "dropout": "hidden_dropout_prob",
+    "init_std": "initializer_range",
+}
+_DEFAULTS: Mapping[str, Any] = {
+    "num_hidden_layers": 12,
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "vocab_size": 30522,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 512,
+    "hidden_act": "gelu",
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
+#: Keys whose other values have no counterpart here.
+_ONLY: Mapping[str, Any] = {
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
+_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+_HEADS = {"masked": "BertForMaskedLM", "pretraining": "BertForPreTraining"}
+#: Modules by their names there and here; h is the hidden size, f the feed-forward's, v the vocabulary, p positions, k
+#: token types. Each has the weight of this shape, and a bias of its first size unless it is an embedding.
+_LAYER = {
+    "attention.self.query": ("attention.qkv.query", "hh"),
+    "attention.self.key": ("attention.qkv.key", "hh"),
+    "attention.self.value": ("attention.qkv.value", "hh"),
+    "attention.output.dense": ("attention.output", "hh"),
+    "attention.output.LayerNorm": ("attention_post_norm", "h"),
+    "intermediate.dense": ("mlp.input.up", "fh"),
+    "output.dense": ("mlp.output", "hf"),
+    "output.LayerNorm": ("feed_post_norm", "h"),
+}
+_ENDS = {
+    "bert.embeddings.LayerNorm": ("embedding.norm", "h"),
+    "cls.predictions.transform.dense": ("head.dense", "hh"),
+    "cls.predictions.transform.LayerNorm": ("head.norm", "h"),
+}
+_EMBEDDINGS = {
+    "bert.embeddings.word_embeddings": ("embedding.word", "vh"),
+    "bert.embeddings.position_embeddings": ("embedding.position", "ph"),
+    "bert.embeddings.token_type_embeddings": ("embedding.token_type", "kh"),
+}
+#: Those of head=pretraining.
+_ORDER = {"bert.pooler.dense": ("head.pooler.dense", "hh"), "cls.seq_relationship": ("head.order", "2h")}
+_WORD_BIAS = "cls.predictions.bias"
+#: What old files hold as well: positions as numbers, and what follows from the word embedding and its bias.
+_REPEATED = frozenset(
+    {"bert.embeddings.position_ids", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
+)
+
+
+def is_bert(source: Path) -> bool:
+    """Whether ``source`` has a ``config.json`` of this family. Raises :class:`CheckpointError` for one that is none."""
+    return (source / CONFIG).is_file() and read_json(source / CONFIG).get("model_type") == "bert"
+
+
+def read(source: Path) -> Weights:
+    """The model in the folder ``source``; headers are read now, values later.
+
+    Raises :class:`CheckpointError` with every reason why it cannot be imported.
+    """
+    config = {**_DEFAULTS, **read_json(source / CONFIG)}
+    reasons = [f"{key}={config[key]!r} (only {wanted!r})" for key, wanted in _ONLY.items() if config[key] != wanted]
+    if config["hidden_act"] not in _ACTIVATIONS:
+        reasons.append(f"hidden_act={config['hidden_act']!r} (only {' or '.join(map(repr, _ACTIVATIONS))})")
+    if "quantization_config" in config:
+        reasons.append("its weights are quantised")
+    if reasons:
+        raise CheckpointError(f"{source} cannot be imported", why="; ".join(reasons))
+    tensors = Tensors(source)
+    # The first files of Google's models call the weight of a norm gamma, and its bias beta.
+    named = {
+        name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias"): name
+        for name in tensors.entries
+    }
+    head = "pretraining" if "cls.seq_relationship.weight" in named else "masked"
+    rows = dict(_rows(config["num_hidden_layers"], head, _sizes(config)))
+    ignored = _REPEATED if head == "pretraining" else {*_REPEATED, "bert.pooler.dense.weight", "bert.pooler.dense.bias"}
+    found = {name: tensors.entries[full].shape for name, full in named.items() if name not in ignored}
+    if fault := shapes_fault(found, {theirs: shape for theirs, (_, shape) in rows.items()}):
+        raise CheckpointError(f"the tensors in {source} do not match its {CONFIG}", why=fault)
+    model = {ours: config[theirs] for ours, theirs in _KEYS.items()}
+    model |= {"use": "bert", "norm_order": "post", "head": head, "activation": _ACTIVATIONS[config["hidden_act"]]}
+    tokenizer = source / "tokenizer.json"
+    return Weights(
+        model,
+        {ours: partial(_wide, tensors.reader(named[theirs])) for theirs, (ours, _) in rows.items()},
+        sequence_length=config["max_position_embeddings"],
+        notes=tuple(_notes(config, head)),
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+    )
+
+
+def write(weights: Weights, folder: Path) -> None:
+    """Write ``config.json`` and the weights, in fp32, into ``folder``.
+
+    Raises :class:`InputError` with every reason why the model is not of this family.
+    """
+    model: dict[str, Any] = {"norm_order": "pre", "head": "masked", "activation": "gelu", **weights.config}
+    reasons = [] if model["norm_order"] == "post" else [f"model.norm_order={model['norm_order']} (it has post)"]
+    if model["head"] not in _HEADS:
+        reasons.append(f"model.head={model['head']} (it has {' or '.join(_HEADS)})")
+    positions = model.get("max_positions") or weights.sequence_length
+    if positions is None or model.get("vocab_size") is None:
+        reasons.append("how many positions and words it has is unknown")
+    if reasons:
+        raise InputError("the model has no counterpart at Hugging Face", why=f"no bert: {', '.join(reasons)}")
+    config: dict[str, Any] = {theirs: model[ours] for ours, theirs in _KEYS.items() if ours in model}
+    config["intermediate_size"] = model.get("ffn_size") or 4 * config["hidden_size"]
+    config = {**_DEFAULTS, **config, "max_position_embeddings": positions}
+    rows = dict(_rows(config["num_hidden_layers"], str(model["head"]), _sizes(config)))
+    if fault := names_fault(weights.tensors, [ours for ours, _ in rows.values()]):
+        raise InputError("the model has no counterpart at Hugging Face", why=fault)
+    files = FileSystem()
+    write_tensor_files(folder, ((theirs, weights.tensors[ours]) for theirs, (ours, _) in rows.items()), files, SHARD)
+    content = {
+        **config,
+        "model_type": "bert",
+        "architectures": [_HEADS[str(model["head"])]],
+        "hidden_act": {ours: theirs for theirs, ours in _ACTIVATIONS.items()}[str(model["activation"])],
+        "attention_probs_dropout_prob": config["hidden_dropout_prob"],
+        "dtype": "float32",
+        "torch_dtype": "float32",  # the key's name in older versions
+        "pad_token_id": None,  # the tokenizer is unknown, and the default belongs to another one
+    }
+    write_json(folder / CONFIG, content, files)
+    files.sync_folder(folder)
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    keys = ("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "type_vocab_size")
+    return {**dict(zip("hfvpk", (config[key] for key in keys), strict=True)), "2": 2}
+
+
+def _rows(layers: int, head: str, sizes: Mapping[str, int]) -> Iterator[tuple[str, tuple[str, Shape]]]:
+    """Each of their tensors with ours, and its shape."""
+    for theirs, (ours, shape) in _EMBEDDINGS.items():
+        yield f"{theirs}.weight", (f"{ours}.weight", tuple(sizes[size] for size in shape))
+    modules = {**_ENDS, **(_ORDER if head == "pretraining" else {})}
+    for layer in range(layers):
+        modules |= {
+            f"bert.encoder.layer.{layer}.{theirs}": (f"layers.{layer}.{ours}", shape)
+            for theirs, (ours, shape) in _LAYER.items()
+        }
+    for theirs, (ours, shape) in modules.items():
+        full = tuple(sizes[size] for size in shape)
+        yield f"{theirs}.weight", (f"{ours}.weight", full)
+        yield f"{theirs}.bias", (f"{ours}.bias", full[:1])
+    yield _WORD_BIAS, ("head.bias.weight", (sizes["v"],))
+
+
+def _wide(read: ReadTensor) -> Tensor:
+    return read().float()
+
+
+def _notes(config: Mapping[str, Any], head: str) -> Iterator[str]:
+    rates = {key: config[key] for key in ("hidden_dropout_prob", "attention_probs_dropout_prob")}
+    if len(set(rates.values())) > 1:
+        said = ", ".join(f"{key}={rate}" for key, rate in rates.items())
+        yield f"the source has {said}, and model.dropout is one rate: {config['hidden_dropout_prob']} was taken"
+    if head == "pretraining":
+        yield "its head told whether a sentence follows another one; here it tells which of two came first"

@@ -1,0 +1,92 @@
+"""The options of model ``bert``; the defaults are BERT-base's, with the norms where Megatron-LM puts them."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from megatron_run.contracts import NewParts
+from megatron_run.errors import nearest_divisors, nearest_multiples
+from megatron_run_engine.nn import TransformerSpec
+
+HeadKind = Literal["masked", "pretraining", "classification", "choice", "span"]
+
+
+class BertOptions(BaseModel):
+    """The keys of section ``model`` when it uses bert."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    #: Fine-tuning brings a head of its own.
+    new_parts: ClassVar[NewParts] = NewParts(
+        frozenset({"head", "classes", "choices", "max_positions"}),
+        ("head.pooler.", "head.order.", "head.classes.", "head.ends.", "head.dense.", "head.norm.", "head.bias."),
+    )
+
+    num_layers: int = Field(12, ge=1, description="transformer layers")
+    hidden_size: int = Field(768, ge=1, description="width of the residual stream")
+    num_heads: int = Field(12, ge=1, description="attention heads")
+    ffn_size: int | None = Field(None, ge=1, description="width of the feed-forward layer; unset: 4 x hidden")
+    vocab_size: int | None = Field(None, ge=1, description="unpadded token ids; unset: the data's")
+    max_positions: int | None = Field(None, ge=1, description="learned positions; unset: the length of a row")
+    token_types: int = Field(2, ge=1, description="kinds of tokens, such as those of sentence A and of B")
+    norm_order: Literal["pre", "post"] = Field(
+        "pre", description="pre: norms before attention and feed-forward; post: after each sum, as in the first BERT"
+    )
+    norm_eps: float = Field(1e-12, gt=0, description="added to the variance")
+    activation: Literal["gelu", "gelu_tanh"] = Field("gelu", description="of the feed-forward layer and of the head")
+    dropout: float = Field(0.1, ge=0, lt=1, description="on embedding, attention, residual connections and pooler")
+    init_std: float = Field(0.02, gt=0, description="of initial matrices; times 1/sqrt(2 x layers) in residual outputs")
+    head: HeadKind = Field(
+        "masked",
+        description="masked: tokens; pretraining: and the order of sentences; classification, choice among rows of a "
+        "sample, span: fine-tuning",
+    )
+    classes: int = Field(2, ge=2, description="classes of head=classification")
+    choices: int = Field(
+        1, ge=1, validate_default=True, description="rows of a sample, one a choice, of which head=choice finds one"
+    )
+
+    @field_validator("num_heads")
+    @classmethod
+    def _heads_divide_hidden(cls, heads: int, info: ValidationInfo) -> int:
+        hidden = info.data.get("hidden_size")
+        if hidden is not None and hidden % heads:
+            raise ValueError(
+                f"hidden_size {hidden} does not divide over {heads} heads: {hidden} / {heads} = {hidden / heads:g}; "
+                f"set num_heads to {nearest_divisors(hidden, heads)}, "
+                f"or hidden_size to {nearest_multiples(hidden, heads)}"
+            )
+        return heads
+
+    @field_validator("choices")
+    @classmethod
+    def _chooses_among_several(cls, choices: int, info: ValidationInfo) -> int:
+        head = info.data.get("head")
+        if head is not None and (head == "choice") != (choices > 1):
+            raise ValueError(f"head={head} with {choices}; a choice is among 2 or more, and other heads have 1")
+        return choices
+
+    def spec(self, row: int) -> TransformerSpec:
+        """Return the network that these options describe, for rows of ``row`` tokens.
+
+        Raises ValueError while ``vocab_size`` is unset.
+        """
+        if self.vocab_size is None:
+            raise ValueError("vocab_size is unset: fill it in from the data first")
+        return TransformerSpec(
+            layers=self.num_layers,
+            hidden=self.hidden_size,
+            heads=self.num_heads,
+            kv_heads=self.num_heads,
+            ffn=self.ffn_size or 4 * self.hidden_size,
+            vocab=self.vocab_size,
+            sequence_length=self.max_positions or row,
+            norm_eps=self.norm_eps,
+            activation=self.activation,
+            dropout=self.dropout,
+            init_std=self.init_std,
+            causal=False,
+            norm_placement=self.norm_order,
+        )

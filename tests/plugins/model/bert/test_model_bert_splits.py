@@ -1,0 +1,81 @@
+"""BERT in real runs: every split, schedule, recomputation and capture gives the losses of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_run.config.request import Request
+from megatron_run_engine.data.indexed_files import Writer
+from tests.support.training import Seen, train_many
+
+#: How each topology is asked for. The model has four layers.
+TOPOLOGIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "four stages": (("parallel.pipeline=4",), ("schedule=1f1b",)),
+    "split sequences, chunks": (
+        ("parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2", "parallel.chunks=2"),
+        ("parallel-layer=tensor", "schedule=interleaved"),
+    ),
+    "split heads, zero bubble": (
+        ("parallel.tensor=2", "parallel.pipeline=2", "train.recompute=core_attn"),
+        ("parallel-layer=tensor", "schedule=zero-bubble"),
+    ),
+    "shards, recomputed": (
+        ("parallel.data=2", "parallel.pipeline=2", "train.recompute=full"),
+        ("schedule=gpipe", "optimizer=zero1"),
+    ),
+    "graphs": (
+        (
+            *("parallel.tensor=2", "parallel.pipeline=2", "graph-capture.capture_after=1"),
+            "graph-capture.scope=embedding,attn,mlp,head,loss,order",
+        ),
+        ("parallel-layer=tensor", "schedule=1f1b", "graph-capture=partial"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of 10 to 90 bytes, in which some bytes are likelier than others."""
+    prefix, generator = tmp_path_factory.mktemp("pairs") / "docs", np.random.default_rng(0)
+    with Writer(prefix, np.uint16) as writer:
+        for _ in range(200):
+            writer.add(97 + generator.integers(0, 26, generator.integers(10, 90)) ** 2 // 26)
+            writer.end_document()
+    return prefix
+
+
+def request(corpus: Path, nproc: int, sets: tuple[str, ...], plugins: tuple[str, ...], order: str) -> Request:
+    common = (
+        *("model.use=bert", "model.head=pretraining", f"model.norm_order={order}"),
+        *("data.use=sentence-pairs", f"data.paths={corpus}", "data.split=8,1,1"),
+        *("train.steps=3", "eval.interval=3", "eval.batches=1"),
+    )
+    return Request(("preset:tiny",), (*common, *sets), plugins, nproc=nproc)
+
+
+def same(found: list[Seen], expected: Seen) -> None:
+    np.testing.assert_allclose(found[0].losses, expected.losses, rtol=2e-6)
+    np.testing.assert_allclose(found[0].norms, expected.norms, rtol=1e-5)
+    np.testing.assert_allclose(found[0].validation, expected.validation, rtol=2e-6)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("order", "names"),
+    [
+        ("pre", ["split sequences, chunks", "graphs"]),
+        pytest.param("post", [*TOPOLOGIES], marks=pytest.mark.nightly),
+        pytest.param(
+            "pre", ["four stages", "split heads, zero bubble", "shards, recomputed"], marks=pytest.mark.nightly
+        ),
+    ],
+    ids=["pre", "post, all", "pre, all"],
+)
+def test_every_topology_trains_as_one_process_does(corpus: Path, order: str, names: list[str]) -> None:
+    found = train_many(4, [request(corpus, 4, *TOPOLOGIES[name], order) for name in names], timeout=550)
+    (expected,) = train_many(1, [request(corpus, 1, (), (), order)], timeout=550)
+    for seen in found:
+        same(seen, expected[0])
