@@ -1,4 +1,4 @@
-"""``megatron-run plan check``: text, JSON and refusals, and all of it without torch."""
+"""``megatron-run plan``: text, JSON, files and refusals, and all of it without torch."""
 
 from __future__ import annotations
 
@@ -48,9 +48,51 @@ def test_recomputation_can_be_said(capsys: Output) -> None:
     assert none["mean_error"] > 0.15
 
 
+def test_the_best_ten_are_ranked_with_what_limits_them(capsys: Output) -> None:
+    assert main(["plan", "--size", "1.3B", "--gpus", "8", "--device", "a100-40"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = lines[3:13]
+    seconds = [float(row.split()[0].rstrip("s")) for row in rows]
+    assert seconds == sorted(seconds)
+    assert all("; " in row for row in rows)
+    assert any(line.startswith("best: ") for line in lines)
+
+
+def test_a_model_may_not_fit(capsys: Output) -> None:
+    assert main(["plan", "--size", "175B", "--gpus", "8", "--device", "a100-40"]) == 2
+    said = capsys.readouterr().err
+    assert "GiB of 40" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_less_memory_leaves_slower_splits(capsys: Output) -> None:
+    best = []
+    for memory in ("40GiB", "12GiB"):
+        assert main(["plan", "--size", "1.3B", "--gpus", "8", "--memory", memory, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert all(each["memory_needed"] <= float(memory[:2]) * 2**30 for each in told["best"])
+        best.append(told["best"][0]["seconds"])
+    assert best[0] < best[1]
+
+
+def test_the_best_is_written_and_can_be_asked_about(capsys: Output, tmp_path: Path) -> None:
+    file = tmp_path / "best.yaml"
+    assert main(["plan", "--size", "1.3B", "--gpus", "8", "--write", str(file)]) == 0
+    told = capsys.readouterr().out
+    assert str(file) in told
+    assert main(["plan", str(file), "--gpus", "8", "--what-if", "train.micro_batch_size=1", "--json"]) == 0
+    one, two = json.loads(capsys.readouterr().out)["candidates"]
+    assert one["seconds"] == pytest.approx(float(told.splitlines()[3].split()[0].rstrip("s")), abs=1e-3)
+    assert two["split"]["micro_batch"] == 1
+    assert two["seconds"] != one["seconds"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("plan", "--size", "13", "--gpus", "8"), "13B"),
+        (("plan", "--size", "13B", "--gpus", "8", "--memory", "80"), "80GiB"),
+        (("plan", "--gpus", "6", "--set", "parallel.tensor=4", "--what-if", "train.seed=1"), "multiple of 4"),
         (("plan", "check", "missing.csv", "--device", "a100"), "missing.csv"),
         (("plan", "check", TABLE, "--device", "a10"), "a100"),
         (("plan", "check", TABLE), "--device"),

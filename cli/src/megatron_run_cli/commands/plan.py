@@ -1,28 +1,127 @@
-"""``megatron-run plan``: how long a step takes before it runs, and how far such predictions can be trusted."""
+"""``megatron-run plan``: the best way to run a model on given devices, and how far predictions can be trusted."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
 
-from megatron_run_cli.grammar import debug_option, json_option
+from megatron_run_cli.grammar import DefaultGroup, debug_option, json_option, run_options
 from megatron_run_cli.output import print_json_line
 
 if TYPE_CHECKING:
+    from megatron_run.config.request import Request
     from megatron_run_planner.workload import Recompute
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
-@click.group(subcommand_metavar="check TABLE")
+class Plan(DefaultGroup):
+    """``megatron-run plan CONFIG`` is ``megatron-run plan search CONFIG``."""
+
+    default = "search"
+
+
+class Bytes(click.ParamType[float]):
+    """An amount of memory."""
+
+    name = "80GiB"
+
+    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Bytes; refuses what has no unit."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MG]i?B)", str(value))
+        if match is None or not float(match[1]):
+            self.fail(f"{value!r} is no amount of memory: write 80GiB", param, ctx)
+        return float(match[1]) * {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}[match[2]]
+
+
+class Parameters(click.ParamType[float]):
+    """A number of parameters."""
+
+    name = "13B"
+
+    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number; refuses what has no unit."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([MBT])", str(value))
+        if match is None or not float(match[1]):
+            self.fail(f"{value!r} is no number of parameters: write 13B, 350M or 1T", param, ctx)
+        return float(match[1]) * {"M": 1e6, "B": 1e9, "T": 1e12}[match[2]]
+
+
+@click.group(cls=Plan, subcommand_metavar="[CONFIG]... --gpus N --device NAME | check TABLE")
 def plan() -> None:
-    """Predict the time of a step.
+    """Find the fastest way to run a model on given devices, or compare predictions with measured steps.
 
     \b
-    megatron-run plan check TABLE.csv --device a100   predictions beside measured steps
+    megatron-run plan CONFIG --gpus 1024 --device h100   the best splits and schedules
+    megatron-run plan search --help                      the options of a search
+    megatron-run plan check TABLE.csv --device a100      predictions beside measured steps
     """  # noqa: D301  # click wants the character, not its name
+
+
+@plan.command()
+@run_options
+@click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="Devices of the run [default: those of CONFIG].")
+@click.option(
+    "--device", default="a100", show_default=True, metavar="NAME|FILE", help="A shipped device, or a YAML file."
+)
+@click.option("--memory", type=Bytes(), help="Memory of a device [default: the device's].")
+@click.option("--size", type=Parameters(), help="In place of CONFIG: a GPT of so many parameters.")
+@click.option(
+    "--what-if", "changes", multiple=True, metavar="KEY=VALUE", help="Compare CONFIG with a change; repeatable."
+)
+@click.option("--write", type=_FILE, metavar="FILE", help="Write the best as a configuration.")
+@json_option
+@debug_option
+def search(
+    request: Request,
+    *,
+    gpus: int | None,
+    device: str,
+    memory: float | None,
+    size: float | None,
+    changes: tuple[str, ...],
+    write: Path | None,
+    as_json: bool,
+) -> None:
+    """Rank every split and schedule of a model that fits, by the predicted time of a step."""
+    from megatron_run_cli.reports import plan_report as report
+    from megatron_run_planner.hardware import read_device
+    from megatron_run_planner.schedules import Schedules
+    from megatron_run_planner.search import Search
+    from megatron_run_planner.task import check_sizes, read_task, sized, written
+
+    machine = read_device(device)
+    if memory:
+        machine = machine.model_copy(update={"memory": memory})
+    if size:
+        request = replace(request, configs=(sized(size), *request.configs))
+    ranks = gpus or request.nproc
+    task, schedules = read_task(request, ranks), Schedules()
+    if changes:
+        changed = read_task(replace(request, sets=(*request.sets, *changes)), ranks)
+        for each in (task, changed):
+            check_sizes(each, ranks)
+        pair = [
+            Search(each.model, each.split.ranks, each.split.global_batch, machine, schedules).describe(
+                each.split, each.schedule
+            )
+            for each in (task, changed)
+        ]
+        text, record = report.pair_text(task, pair, machine), report.pair_record(task, pair, machine)
+    else:
+        found = Search(task.model, ranks or task.split.ranks, task.split.global_batch, machine, schedules).run()
+        text, record = report.choice_text(task, found, machine), report.choice_record(task, found, machine)
+        if write:
+            write.write_text(written(task, found.best[0]), encoding="utf-8")
+            text += f"\nwritten: {write}"
+    if as_json:
+        print_json_line(record)
+    else:
+        click.echo(text)
 
 
 @plan.command()

@@ -1,4 +1,4 @@
-"""What ``plan`` prints: predictions beside measured steps."""
+"""What ``plan`` prints: the best splits, two compared, predictions beside measured steps."""
 
 from __future__ import annotations
 
@@ -6,12 +6,131 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from megatron_run_planner.accuracy import Accuracy, Compared
     from megatron_run_planner.hardware import Device
+    from megatron_run_planner.search import Candidate, Choice
+    from megatron_run_planner.task import Task
 
 _WORST = 10
+_GIB, _DAY = 2**30, 86400
+
+
+def choice_text(task: Task, found: Choice, device: Device) -> str:
+    """The task, the best candidates with what limits each, and what was left out."""
+    best = found.best[0]
+    batch = f"{best.split.global_batch} x {task.model.sequence} tokens"
+    lines = [
+        f"{task.model.parameters / 1e9:.1f}B parameters, {best.split.ranks} x {device.name}, batch {batch}",
+        "",
+        *_table(task, found.best, device),
+        "",
+        f"best: {_settings(best)}",
+        *_memory(best, device),
+        *_cost(task, best),
+        f"of {found.tried} splits that divide:",
+        *(f"  {count} {reason}" for reason, count in found.pruned.most_common() if count),
+    ]
+    return "\n".join(lines)
+
+
+def _table(task: Task, candidates: Sequence[Candidate], device: Device) -> list[str]:
+    rows = [
+        "    step  tokens/s    MFU  memory  tensor  pipeline  chunks  data  expert  micro  recompute  zero1  schedule"
+    ]
+    for each in candidates:
+        split, seconds = each.split, each.step.seconds
+        speed = split.global_batch * task.model.sequence / seconds
+        rows.append(
+            f"{seconds:7.3f}s  {speed:8,.0f}  {each.step.mfu(task.model, split, device):5.1%}  "
+            f"{each.needed / _GIB:6.1f}  {split.tensor:6}  {split.pipeline:8}  {split.chunks:6}  {split.data:4}  "
+            f"{split.expert:6}  {split.micro_batch:5}  {split.recompute:9}  {'yes' if split.zero1 else 'no':5}  "
+            f"{each.schedule}; {each.limit} {each.shares[each.limit]:.0%}"
+        )
+    return rows
+
+
+def _settings(each: Candidate) -> str:
+    split = each.split
+    keys = {
+        "schedule": each.schedule,
+        "parallel.tensor": split.tensor,
+        "parallel.pipeline": split.pipeline,
+        "parallel.chunks": split.chunks,
+        "parallel.data": split.data,
+        "parallel.expert": split.expert,
+        "train.micro_batch_size": split.micro_batch,
+        "train.recompute": split.recompute,
+        "optimizer": "zero1" if split.zero1 else "adamw",
+    }
+    return " ".join(f"{key}={value}" for key, value in keys.items() if value != 1)
+
+
+def _memory(each: Candidate, device: Device) -> list[str]:
+    fullest = max(each.memory, key=lambda rank: rank.total)
+    roles = " + ".join(f"{role} {size / _GIB:.1f}" for role, size in asdict(fullest).items() if size >= _GIB / 20)
+    return [
+        f"memory of the fullest rank: {each.needed / _GIB:.1f} of {device.memory / _GIB:.0f} GiB ({roles} + reserve)"
+    ]
+
+
+def _cost(task: Task, each: Candidate) -> list[str]:
+    if task.steps is None:
+        return []
+    days = task.steps * each.step.seconds / _DAY
+    hours = days * 24 * each.split.ranks
+    return [f"the whole run: {task.tokens or 0:.3g} tokens in {days:,.2f} days, {hours:,.0f} GPU hours"]
+
+
+def pair_text(task: Task, pair: Sequence[Candidate], device: Device) -> str:
+    """Two candidates, and what the second changes."""
+    one, two = pair
+    change = two.step.seconds / one.step.seconds - 1
+    return "\n".join(
+        [
+            *_table(task, pair, device),
+            "",
+            f"a step takes {abs(change):.1%} {'longer' if change > 0 else 'less'} with the change",
+            *(f"  {name:18} {one.shares[name]:6.1%} -> {two.shares[name]:6.1%}" for name in one.shares),
+            *(f"note: {_misfit(each, device)}" for each in pair if each.needed > device.memory),
+        ]
+    )
+
+
+def _misfit(each: Candidate, device: Device) -> str:
+    return f"{_settings(each)} needs {each.needed / _GIB:.1f} GiB of {device.memory / _GIB:.0f}"
+
+
+def pair_record(task: Task, pair: Sequence[Candidate], device: Device) -> dict[str, Any]:
+    """The same as data."""
+    return {"device": device.name, "candidates": [_record(task, each, device) for each in pair]}
+
+
+def choice_record(task: Task, found: Choice, device: Device) -> dict[str, Any]:
+    """The best candidates, counts of what was left out by reason; seconds, bytes, fractions."""
+    return {
+        "device": device.name,
+        "model": asdict(task.model),
+        "best": [_record(task, each, device) for each in found.best],
+        "tried": found.tried,
+        "pruned": {reason: count for reason, count in found.pruned.items() if count},
+    }
+
+
+def _record(task: Task, each: Candidate, device: Device) -> dict[str, Any]:
+    return {
+        "split": asdict(each.split),
+        "schedule": each.schedule,
+        "seconds": each.step.seconds,
+        "bubble": each.step.bubble,
+        "mfu": each.step.mfu(task.model, each.split, device),
+        "shares": each.shares,
+        "limit": each.limit,
+        "memory_needed": each.needed,
+        "memory_by_stage": [asdict(rank) for rank in each.memory],
+        "fits": each.needed <= device.memory,
+    }
 
 
 def accuracy_text(found: Accuracy, device: Device, *, every: bool) -> str:

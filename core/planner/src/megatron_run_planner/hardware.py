@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from math import exp, log, log2
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
@@ -117,8 +117,9 @@ def shipped_devices() -> tuple[str, ...]:
 
 
 def read_device(word: str) -> Device:
-    """The device named ``word``, or described by the YAML file ``word``.
+    """The device named ``word``, or described by the YAML file ``word``. ``like: NAME`` takes what it leaves out.
 
+    What is measured is not taken: ratios of one device say nothing of another.
     Raises :class:`InputError` for an unknown name, a file that cannot be read, or a wrong description.
     """
     file = Path(word) if word.endswith((".yaml", ".yml")) else _SHIPPED / f"{word}.yaml"
@@ -129,9 +130,21 @@ def read_device(word: str) -> Device:
             fix=did_you_mean(word, known) or f"the devices are {', '.join(known)}, or a YAML file",
         )
     nodes = parse(file.read_text(encoding="utf-8"), str(file))
+    told = {key: bare(node) for key, node in nodes.items()}
+    if base := told.pop("like", None):
+        told = _over(read_device(str(base)).model_dump(exclude={"layers"}), told)
     try:
-        return Device.model_validate({key: bare(node) for key, node in nodes.items()})
+        return Device.model_validate(told)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise InputError(f"{file}: {where}: {first['msg'].lower()}", fix="compare with a shipped device") from None
+
+
+def _over(base: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
+    """``told`` over ``base``, key by key in sections too."""
+    merged = {
+        key: _over(value, told[key]) if isinstance(value, dict) and isinstance(told.get(key), dict) else value
+        for key, value in base.items()
+    }
+    return merged | {key: value for key, value in told.items() if not isinstance(merged.get(key), dict)}

@@ -11,7 +11,7 @@ from math import hypot, log2
 from typing import NamedTuple
 
 from megatron_run_planner.hardware import Device, LayerShape, Links
-from megatron_run_planner.operators import Operators, Product, Sweep, layer_operators
+from megatron_run_planner.operators import Product, Sweep, layer_operators
 from megatron_run_planner.workload import Model, Split
 
 #: Bytes of an activation or gradient.
@@ -87,13 +87,13 @@ def layer_time(model: Model, split: Split, device: Device) -> Passes:
     backward = hypot(whole, host * 2 / 3) + shared
     shape = LayerShape(model.hidden, model.heads, model.sequence, split.tensor, split.micro_batch)
     ratio = device.measured_ratio(shape) if model.plain else 1.0
-    repeated = {"none": 0.0, "core": scores + _core_sweeps(work, device), "full": forward}[split.recompute]
+    repeated = {
+        "none": 0.0,
+        "core": scores + sum(_sweep(each, device) for each in work.sweeps[4:]),
+        "mlp": sum(_product(each, device) for each in work.products[2:]) + _sweep(work.sweeps[2], device) + shared / 2,
+        "full": forward,
+    }[split.recompute]
     return Passes(forward, backward + repeated, products).times(ratio)
-
-
-def _core_sweeps(work: Operators, device: Device) -> float:
-    """Seconds of the softmax and its dropout, which follow the four sweeps of every layer."""
-    return sum(_sweep(each, device) for each in work.sweeps[4:])
 
 
 def embedding_time(model: Model, split: Split, device: Device) -> Passes:

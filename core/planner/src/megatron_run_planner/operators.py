@@ -37,7 +37,11 @@ class Sweep(NamedTuple):
 
 
 class Operators(NamedTuple):
-    """One forward: dense ``products``, ``attention`` FLOPs, ``sweeps``, and the fallback ``softmax`` where needed."""
+    """One forward: ``attention`` FLOPs of scores and context, and whether the softmax is ``unfused``.
+
+    ``products`` are two of the attention and then those of the feed-forward layer; ``sweeps`` the norms, the residual
+    connections, the activation, the heads' layouts, and then those of stored scores.
+    """
 
     products: tuple[Product, ...]
     attention: float

@@ -18,6 +18,8 @@ from megatron_run_planner.workload import Model, Split
 
 #: Bytes of an activation or gradient.
 _WIDTH = 2
+#: Parts in which a stage's gradients are reduced, at most: a bucket each.
+_BUCKETS = 8
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,11 @@ class StepTime:
         return done / (self.seconds * device.peak * split.ranks)
 
 
-def place_times(model: Model, split: Split, device: Device, layout: Sequence[Place]) -> list[Passes]:
-    """Forward and backward of a microbatch at each position of ``layout``."""
-    layer = layer_time(model, split, device)
+def place_times(
+    model: Model, split: Split, device: Device, layout: Sequence[Place], layer: Passes | None = None
+) -> list[Passes]:
+    """Forward and backward of a microbatch at each position of ``layout``, of whose layers each takes ``layer``."""
+    layer = layer or layer_time(model, split, device)
     times = [layer.times(len(place.layers)) for place in layout]
     times[0] = times[0].then(embedding_time(model, split, device))
     times[-1] = times[-1].then(head_time(model, split, device))
@@ -65,18 +69,19 @@ def step_time(model: Model, split: Split, device: Device, plan: Plan) -> StepTim
     busy = split.microbatches * sum(each.forward + each.backward for each in times)
     update, reduction = after_backward(model, split, device)
     if split.overlap:
-        # The last microbatch's backward of the first stage hides what earlier layers have to send.
-        reduction = max(reduction / max(2, split.chunks * 2), reduction - times[0].backward)
+        # The last microbatch's backward hides what the layers behind it send; the last bucket's comes after it.
+        buckets = min(_BUCKETS, max(1, model.layers // split.pipeline))
+        reduction = max(reduction / buckets, reduction - times[0].backward * split.chunks)
     return StepTime(pipeline, reduction, update, 1 - busy / (pipeline * split.pipeline))
 
 
-def estimate(model: Model, split: Split, device: Device, layout: Sequence[Place]) -> float:
+def estimate(model: Model, split: Split, device: Device, layout: Sequence[Place], layer: Passes | None = None) -> float:
     """Seconds of a step with 1F1B or its interleaved form, without a simulation.
 
     The busiest stage runs all microbatches; the others fill and drain the pipeline once, by chunks. It is exact for
-    1F1B when messages take no time, and a lower bound else.
+    1F1B when messages take no time, and a lower bound else. ``layer`` is :func:`layer_time`'s, if it is known already.
     """
-    times = place_times(model, split, device, layout)
+    times = place_times(model, split, device, layout, layer)
     stages = [0.0] * split.pipeline
     for place, each in zip(layout, times, strict=True):
         stages[place.stage] += each.forward + each.backward
@@ -105,9 +110,11 @@ def after_backward(model: Model, split: Split, device: Device) -> tuple[float, f
     experts = share * model.ffn_parameters / split.expert if model.experts else 0.0
     dense += 0.0 if model.experts else share * model.ffn_parameters
     links = device.links
-    reduction = all_reduce(links, _WIDTH * dense, split.data, split.tensor)
+    reduction = all_reduce(links, split.gradient_bytes * dense, split.data, split.tensor)
     if experts:
-        reduction += all_reduce(links, _WIDTH * experts, split.data // split.expert, split.tensor * split.expert)
+        reduction += all_reduce(
+            links, split.gradient_bytes * experts, split.data // split.expert, split.tensor * split.expert
+        )
     if model.tied and split.pipeline > 1:
         table = _WIDTH * model.vocabulary * model.hidden / split.tensor
         reduction += all_reduce(links, table, 2, split.ranks // 2)

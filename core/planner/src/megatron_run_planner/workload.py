@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-Recompute = Literal["none", "core", "full"]
+#: Nothing, the core of the attention, the feed-forward half, or the whole layer: as `train.recompute` has it.
+Recompute = Literal["none", "core", "mlp", "full"]
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Split:
     """How a model is split and batched; the names are those of the sections ``parallel`` and ``train``.
 
     ``scatter_messages``: each tensor rank sends its part of what goes to the next stage. ``overlap``: gradients are
-    reduced while other backwards still run.
+    reduced while other backwards still run. ``gradient_bytes``: of a gradient when it is reduced.
     """
 
     tensor: int = 1
@@ -108,6 +109,7 @@ class Split:
     scatter_messages: bool = False
     zero1: bool = False
     overlap: bool = False
+    gradient_bytes: int = 2
 
     @property
     def ranks(self) -> int:
