@@ -26,11 +26,11 @@ Judged = dict[str, Accuracy]
 Key = Callable[[Measured], object]
 
 
-def fit(shipped: Device, tables: Tables, schedules: Schedules) -> tuple[Device, Device]:
+def fit(shipped: Device, tables: Tables) -> tuple[Device, Device]:
     """The constants that fit ``tables``, and the same with the shapes of the dense table."""
     weighted = [Weighted(rows, WEIGHTS[name]) for name, rows in tables.items() if rows]
-    device = fit_constants(shipped, weighted, schedules)
-    return device, fit_shapes(device, tables["single"], schedules)
+    device = fit_constants(shipped, weighted)
+    return device, fit_shapes(device, tables["single"])
 
 
 def described(device: Device) -> str:
@@ -57,7 +57,7 @@ def cross(shipped: Device, tables: Tables, key: Key, schedules: Schedules) -> tu
     found: list[dict[str, list[Compared]]] = [{name: [] for name in names} for _ in range(2)]
     for left_out in sorted({key(row) for name in names for row in tables[name]}, key=str):
         rest = {name: [row for row in rows if key(row) != left_out] for name, rows in tables.items()}
-        for device, judged in zip(fit(shipped, rest, schedules), found, strict=True):
+        for device, judged in zip(fit(shipped, rest), found, strict=True):
             for name in names:
                 unseen = [row for row in tables[name] if key(row) == left_out]
                 judged[name] += compare(unseen, device, schedules).rows if unseen else ()
@@ -82,7 +82,7 @@ def main() -> None:
     device, schedules = read_device("a100"), Schedules()
     tables: Tables = {"single": measured("single"), "multi": measured("multi"), "narayanan": narayanan()}
     if chosen.fit:
-        device = fit(device, tables, schedules)[1]
+        device = fit(device, tables)[1]
         chosen.fit.write_text(described(device), encoding="utf-8")
     whole = {name: compare(rows, device, schedules) for name, rows in tables.items()}
     for name, found in whole.items():

@@ -14,9 +14,12 @@ from math import exp, log
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_run_planner.accuracy import Measured, predict
+from megatron_run.contracts.actions import LayoutSpec, looped_layout
+from megatron_run_planner.accuracy import Measured
 from megatron_run_planner.hardware import Device, LayerShape, MeasuredLayer
-from megatron_run_planner.schedules import Schedules
+from megatron_run_planner.layer_time import Passes, layer_time
+from megatron_run_planner.schedules import spread
+from megatron_run_planner.step_time import estimate
 
 Vector = NDArray[np.float64]
 
@@ -62,12 +65,22 @@ def with_constants(device: Device, values: Sequence[float]) -> Device:
     return Device.model_validate(told)
 
 
-def errors(device: Device, rows: Sequence[Measured], schedules: Schedules) -> Vector:
-    """Logarithms of predicted over measured."""
-    return np.array([log(predict(row, device, schedules) / row.seconds) for row in rows])
+def errors(device: Device, rows: Sequence[Measured]) -> Vector:
+    """Logarithms of predicted over measured, by the closed form, which is 1F1B's simulation within 1%."""
+    found, layers = [], dict[tuple[object, ...], Passes]()
+    for row in rows:
+        model, split = row.model, row.split
+        key = (model.hidden, model.heads, model.sequence, split.tensor, split.micro_batch, split.recompute)
+        if key not in layers:
+            layers[key] = layer_time(model, split, device)
+        places = split.pipeline * split.chunks
+        counts = tuple(spread(model.layers, places)) if model.layers % places else ()
+        layout = looped_layout(LayoutSpec(split.pipeline, split.chunks, model.layers, counts))
+        found.append(log(estimate(model, split, device, layout, layers[key]) / row.seconds))
+    return np.array(found)
 
 
-def fit_constants(shipped: Device, tables: Sequence[Weighted], schedules: Schedules, rounds: int = 12) -> Device:
+def fit_constants(shipped: Device, tables: Sequence[Weighted], rounds: int = 12) -> Device:
     """``shipped`` with the constants that fit ``tables`` best, and without any measured shape."""
     rows = [row for table in tables for row in table.rows]
     weights = np.concatenate([np.full(len(each.rows), each.weight / len(each.rows)) for each in tables])
@@ -75,7 +88,7 @@ def fit_constants(shipped: Device, tables: Sequence[Weighted], schedules: Schedu
     low, high, origin = (np.log([told[index] for told in FITTED.values()]) for index in range(3))
 
     def residuals(point: Vector) -> Vector:
-        return errors(with_constants(device, [float(value) for value in np.exp(point)]), rows, schedules)
+        return errors(with_constants(device, [float(value) for value in np.exp(point)]), rows)
 
     def cost(found: Vector, point: Vector) -> float:
         robust = np.sum(weights * (np.sqrt(found**2 + KNEE**2) - KNEE)) * 2 * KNEE
@@ -105,7 +118,7 @@ def fit_constants(shipped: Device, tables: Sequence[Weighted], schedules: Schedu
     return with_constants(device, [float(value) for value in np.exp(point)])
 
 
-def fit_shapes(device: Device, rows: Sequence[Measured], schedules: Schedules, rounds: int = 8) -> Device:
+def fit_shapes(device: Device, rows: Sequence[Measured], rounds: int = 8) -> Device:
     """``device`` with the measured ratio of each layer shape that ``rows`` have."""
     groups: defaultdict[LayerShape, list[Measured]] = defaultdict(list)
     for row in rows:
@@ -116,6 +129,6 @@ def fit_shapes(device: Device, rows: Sequence[Measured], schedules: Schedules, r
         layers = [MeasuredLayer(*shape, ratio) for shape, ratio in ratios.items()]
         device = device.model_copy(update={"layers": tuple(layers)})
         for shape, members in groups.items():
-            ratios[shape] *= exp(-float(np.median(errors(device, members, schedules))))
+            ratios[shape] *= exp(-float(np.median(errors(device, members))))
     layers = [MeasuredLayer(*shape, round(ratio, 3)) for shape, ratio in sorted(ratios.items())]
     return device.model_copy(update={"layers": tuple(layers)})

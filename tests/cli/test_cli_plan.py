@@ -87,9 +87,33 @@ def test_the_best_is_written_and_can_be_asked_about(capsys: Output, tmp_path: Pa
     assert two["seconds"] != one["seconds"]
 
 
+def test_a_month_with_failures_yields_less_than_one_without(capsys: Output) -> None:
+    useful = []
+    for mtbf in ("1000h", "100000d"):
+        assert (
+            main(["plan", "goodput", "--size", "1.3B", "--gpus", "64", "--mtbf", mtbf, "--days", "30", "--json"]) == 0
+        )
+        useful.append(json.loads(capsys.readouterr().out)["useful"])
+    assert useful[0] < useful[1] < 1
+
+
+def test_a_slow_network_makes_longer_steps(capsys: Output) -> None:
+    seconds = []
+    for share in ("1", "0.1"):
+        assert main(["plan", "goodput", "--size", "1.3B", "--gpus", "64", "--slow-link", share, "--json"]) == 0
+        seconds.append(json.loads(capsys.readouterr().out)["seconds"])
+    assert seconds[0] < seconds[1]
+
+
+def test_a_month_is_told_in_words(capsys: Output) -> None:
+    assert main(["plan", "goodput", "--size", "1.3B", "--gpus", "8", "--interval", "1h"]) == 0
+    assert "saves every 60.0 min" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("plan", "goodput", "--gpus", "8", "--mtbf", "long"), "length of time"),
         (("plan", "--size", "13", "--gpus", "8"), "13B"),
         (("plan", "--size", "13B", "--gpus", "8", "--memory", "80"), "80GiB"),
         (("plan", "--gpus", "6", "--set", "parallel.tensor=4", "--what-if", "train.seed=1"), "multiple of 4"),

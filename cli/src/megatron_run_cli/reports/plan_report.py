@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from megatron_run_planner.accuracy import Accuracy, Compared
+    from megatron_run_planner.goodput import Conditions, Yield
     from megatron_run_planner.hardware import Device
     from megatron_run_planner.search import Candidate, Choice
     from megatron_run_planner.task import Task
@@ -130,6 +131,43 @@ def _record(task: Task, each: Candidate, device: Device) -> dict[str, Any]:
         "memory_needed": each.needed,
         "memory_by_stage": [asdict(rank) for rank in each.memory],
         "fits": each.needed <= device.memory,
+    }
+
+
+def yield_text(task: Task, best: Candidate, conditions: Conditions, month: Yield, days: float) -> str:
+    """What is left of a month, where the rest goes, and the interval between saves beside Young's."""
+    told = yield_record(task, best, conditions, month, days)
+    shares = {
+        "kept work": month.useful,
+        "waiting for the slowest machine": month.straggling,
+        "saving": month.saving,
+        "lost since the last save": month.lost,
+        "restarting": month.restarting,
+    }
+    often = f"{month.failures:.1f} failures, one every {conditions.between_failures / 3600:.2f} h"
+    return "\n".join(
+        [
+            f"{_settings(best)}: a step of {best.step.seconds:.3f} s",
+            f"{days:g} days on {conditions.devices} devices: {often}",
+            *(f"  {share:6.1%}  {name}" for name, share in shares.items()),
+            f"saves every {month.interval / 60:.1f} min (Young and Daly: {told['young_daly'] / 60:.1f} min)",
+            f"{told['tokens']:.3g} tokens; of 100 months 90 keep {month.low:.1%} to {month.high:.1%} of the time",
+        ]
+    )
+
+
+def yield_record(task: Task, best: Candidate, conditions: Conditions, month: Yield, days: float) -> dict[str, Any]:
+    """The same as data: seconds, fractions of the wall time."""
+    from megatron_run_planner.goodput import expected_useful, young_daly
+
+    steps = days * _DAY * month.useful / best.step.seconds
+    return {
+        **asdict(month),
+        "conditions": asdict(conditions),
+        "young_daly": young_daly(conditions),
+        "expected": expected_useful(conditions, month.interval) / conditions.straggling,
+        "seconds": best.step.seconds,
+        "tokens": steps * best.split.global_batch * task.model.sequence,
     }
 
 
