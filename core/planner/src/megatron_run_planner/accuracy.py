@@ -148,14 +148,15 @@ def needs_recompute(row: Measured, memory: float) -> bool:
 
     A table's runs share their settings: where one run of a model must recompute, all runs of that model and of larger
     ones do. Activations are s b h (10 + 24/t + 5 a s / h t) bytes a layer (Korthikanti et al. 2022, equation 2), of as
-    many microbatches as 1F1B has in flight on its first stage.
+    many microbatches as 1F1B has in flight on its first stage. Where the state alone is too large, it was sharded, and
+    nothing follows.
     """
     model, split = row.model, row.split
     tokens = split.micro_batch * model.sequence * model.hidden
     layer = tokens * (10 + 24 / split.tensor + 5 * model.heads * model.sequence / model.hidden / split.tensor)
     in_flight = min(split.pipeline, split.microbatches)
     state = _STATE * model.parameters / (split.tensor * split.pipeline)
-    return state + layer * model.layers / split.pipeline * in_flight > memory
+    return state < memory < state + layer * model.layers / split.pipeline * in_flight
 
 
 def compare(rows: Iterable[Measured], device: Device, schedules: Schedules) -> Accuracy:
