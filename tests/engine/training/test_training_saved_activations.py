@@ -13,7 +13,7 @@ from megatron_run.contracts.actions import Action
 from megatron_run.contracts.topology import Topology
 from megatron_run.planning import ResolvedRun, load_config
 from megatron_run_engine.runtime.comm import Groups
-from megatron_run_engine.training.build import build_chunks, make_context, with_vocabulary
+from megatron_run_engine.training.build import build_chunks, make_context, make_layers, with_vocabulary
 from megatron_run_engine.training.saved_activations import peak_activations, peak_saved, saved_by_chunk
 from megatron_run_planner.memory import layer_activations
 from megatron_run_planner.workload import Model, Split
@@ -52,7 +52,7 @@ def measured(run: ResolvedRun) -> int:
     data = run.one("data").create()
     options = with_vocabulary(run, data)
     context = make_context(run, Topology(run.sizes, 0), Groups(), torch.device("cpu"), options, data.fields)
-    (chunk,) = build_chunks(run, context)[2]
+    (chunk,) = build_chunks(run, context, make_layers(run, context))[2]
     assert isinstance(chunk, torch.nn.Module)
     for parameter in chunk.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

@@ -17,9 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_run.contracts import Microbatch
 from megatron_run.contracts.topology import Topology
-from megatron_run.errors import RunError
 from megatron_run_engine.runtime.comm import Groups, ParallelGroup, Pending
-from megatron_run_engine.training.build import build_chunks, make_context, with_vocabulary
+from megatron_run_engine.training.build import build_chunks, make_context, make_layers, with_vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,9 +72,7 @@ def peak_activations(run: ResolvedRun) -> list[int] | None:
         return [
             peak_saved(plan.lists[stage], saved_by_chunk(run, options, data, stage)) for stage in range(plan.stages)
         ]
-    except RunError:
-        raise
-    except Exception:  # whatever a layer raises that reads values: nothing says more than that it does
+    except RuntimeError:  # torch's, of a layer that reads values, among them all of its fake tensors' own
         return None
 
 
@@ -88,7 +85,7 @@ def saved_by_chunk(run: ResolvedRun, options: BaseModel, data: DataSource, stage
     topology = Topology(run.sizes, first.rank_at(tensor=0, context=0, data=0, stage=stage))
     with FakeTensorMode():
         context = make_context(run, topology, PlannedGroups(), _CPU, options, data.fields)
-        model, positions, chunks = build_chunks(run, context)
+        model, positions, chunks = build_chunks(run, context, make_layers(run, context))
         train = run.config.train
         size, length = train.micro_batch_size, train.sequence_length
         microbatch = Microbatch(0, 1, 0, {field.name: _batch(field, size, length) for field in data.fields})
