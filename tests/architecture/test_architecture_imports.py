@@ -11,7 +11,7 @@ import megatron_run
 import megatron_run_engine
 from tests.architecture.house import House, circles, entry_of, floors, imported_names
 from tests.architecture.picture import drawing
-from tests.support.checkout import COMMAND_LINE, ENGINE, KERNEL, PLUGINS, ROOT, TESTING, Member, module_name
+from tests.support.checkout import COMMAND_LINE, ENGINE, KERNEL, PLANNER, PLUGINS, ROOT, TESTING, Member, module_name
 
 HOUSE = House(ROOT)
 EVERYWHERE = House(ROOT, plugins=True)
@@ -51,7 +51,7 @@ def test_a_root_has_few_entries(member: Member) -> None:
     assert len(entries_of(member)) <= ENTRIES
 
 
-@pytest.mark.parametrize("member", [COMMAND_LINE, TESTING], ids=str)
+@pytest.mark.parametrize("member", [COMMAND_LINE, PLANNER, TESTING], ids=str)
 def test_a_root_that_counts_as_one_entry_has_few_modules(member: Member) -> None:
     """Its ``__init__`` aside, as everywhere."""
     below = {name.split(".")[1] for name in HOUSE.files if name.startswith(f"{member.package}.")}
@@ -75,11 +75,16 @@ def test_a_package_says_what_it_imports(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("member", "below"),
-    [(KERNEL, set()), (ENGINE, {KERNEL.package}), (TESTING, {KERNEL.package, ENGINE.package})],
-    ids=["kernel", "engine", "testing"],
+    [
+        (KERNEL, set()),
+        (ENGINE, {KERNEL.package}),
+        (PLANNER, {KERNEL.package}),
+        (TESTING, {KERNEL.package, ENGINE.package}),
+    ],
+    ids=["kernel", "engine", "planner", "testing"],
 )
 def test_a_distribution_imports_those_below_it(member: Member, below: set[str]) -> None:
-    ours = {each.package for each in (KERNEL, ENGINE, TESTING, COMMAND_LINE, *PLUGINS)}
+    ours = {each.package for each in (KERNEL, ENGINE, PLANNER, TESTING, COMMAND_LINE, *PLUGINS)}
     for file in member.modules.values():
         found = {name.partition(".")[0] for name in imported_by(file)} & ours
         assert found <= {member.package, *below}, file

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.support.checkout import COMMAND_LINE, KERNEL, MEMBERS, ROOT, TESTING, Member, read_project
+from tests.support.checkout import COMMAND_LINE, KERNEL, MEMBERS, PLANNER, ROOT, TESTING, Member, read_project
 from tests.support.scratch import Scratch
 
 pytestmark = pytest.mark.nightly
@@ -102,12 +102,12 @@ def test_released_wheels_install_and_run(wheels: Path, tmp_path: Path) -> None:
 
 def test_one_plugin_installs_alone_beside_the_kernel(tmp_path: Path) -> None:
     scratch = Scratch(tmp_path / "env", ours=False)
-    chosen = [member.folder for member in (KERNEL, TESTING, COMMAND_LINE, INTERLEAVED)]
-    done = scratch.pip("install", *OFFLINE, "-c", ROOT / "constraints.txt", *chosen)
+    chosen = (KERNEL, PLANNER, TESTING, COMMAND_LINE, INTERLEAVED)
+    done = scratch.pip("install", *OFFLINE, "-c", ROOT / "constraints.txt", *(member.folder for member in chosen))
     assert done.returncode == 0, done.stderr
     assert scratch.pip("check").returncode == 0
     listed = scratch.command("megatron-run", "plugins", "list")
     assert listed.returncode == 0, listed.stderr
     assert INTERLEAVED.name in listed.stdout
-    others = {member.name for member in MEMBERS} - {KERNEL.name, TESTING.name, COMMAND_LINE.name, INTERLEAVED.name}
+    others = {member.name for member in MEMBERS} - {member.name for member in chosen}
     assert not [name for name in others if name in listed.stdout]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.consoles import shown
-from tests.support.checkout import COMMAND_LINE, KERNEL, MEMBERS, ROOT, TESTING
+from tests.support.checkout import COMMAND_LINE, KERNEL, MEMBERS, PLANNER, ROOT, TESTING
 from tests.support.scratch import Scratch
 
 #: What the engine brings, by the first letters of the files in site-packages.
@@ -35,7 +35,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
     """An environment with the distributions of the README's second line, and no torch."""
     scratch = Scratch(tmp_path_factory.mktemp("bare") / "env", ours=False, hidden=ENGINE_FILES)
     interleaved = next(member for member in MEMBERS if member.name.endswith("schedule-interleaved"))
-    chosen = [member.folder for member in (KERNEL, TESTING, COMMAND_LINE, interleaved)]
+    chosen = [member.folder for member in (KERNEL, PLANNER, TESTING, COMMAND_LINE, interleaved)]
     done = scratch.pip("install", "--no-index", "--no-build-isolation", "-q", "-c", ROOT / "constraints.txt", *chosen)
     assert done.returncode == 0, done.stderr
     return scratch

@@ -26,7 +26,7 @@ _BLOCK = re.compile(r"^```console\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
 _COMMAND = re.compile(r"^\$ (?P<command>.*)\n(?P<output>(?:(?!\$ ).*\n)*)", re.MULTILINE)
 #: Its commands run in an environment without torch, by tests/architecture/test_architecture_without_torch.py.
 _ELSEWHERE = "without-torch.md"
-_EXAMPLES = (ROOT / "tests/examples/plugins", ROOT / "tests/examples/configs")
+_EXAMPLES = (ROOT / "tests/examples/plugins", ROOT / "tests/examples/configs", ROOT / "tests/planner/tables")
 
 
 @dataclass(frozen=True)

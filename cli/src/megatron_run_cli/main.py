@@ -18,6 +18,7 @@ from megatron_run_cli.commands.data import data
 from megatron_run_cli.commands.doctor import doctor
 from megatron_run_cli.commands.evaluate import evaluate
 from megatron_run_cli.commands.generate import generate
+from megatron_run_cli.commands.plan import plan
 from megatron_run_cli.commands.plugins import plugins
 from megatron_run_cli.commands.schedule import schedule
 from megatron_run_cli.commands.train import finetune, train
@@ -43,6 +44,7 @@ for _command in (
     config,
     plugins,
     schedule,
+    plan,
     checkpoint,
     import_,
     export,

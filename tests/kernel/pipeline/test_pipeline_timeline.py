@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 
 from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.pipeline.simulate import simulate
 from megatron_run.pipeline.timeline import timeline, timeline_text
 from megatron_run.pipeline.verify import verify
 from tests.support.random_schedules import random_plan
@@ -33,6 +34,15 @@ def test_bars_start_when_their_input_is_there() -> None:
 def test_costs_can_be_given() -> None:
     drawn = timeline(verify(one_forward_one_backward(), LISTS), {"F": 2.0, "B": 2.0})
     assert drawn.makespan == 12
+
+
+def test_places_may_take_different_times_and_messages_travel() -> None:
+    spec = one_forward_one_backward()
+    costs = [{"F": 1.0, "B": 2.0}, {"F": 3.0, "B": 5.0}]
+    stage0, stage1 = simulate(spec.layout, 2, verify(spec, LISTS).lists, costs, message=0.5).ends
+    # F0 arrives at 1.5: F0.0 1.5-4.5, B0.0 4.5-9.5, then F1.0 and B1.0; each gradient is back half a unit later.
+    assert stage1 == (4.5, 9.5, 12.5, 17.5)
+    assert stage0 == (1, 2, 12, 20)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -30,7 +30,7 @@ def dry_run_text(run: ResolvedRun) -> str:
         return "\n\n".join([describe(run), *step, _needs_engine()])
     open_data(run)
     size = _model_size(run)
-    parts = [describe(run), _parameters_text(size)]
+    parts = [describe(run), _parameters_text(size, _activations(run))]
     if size.mixture is not None:
         parts.append(_mixture_text(size.mixture, size.parameters, run.sizes.expert))
     parts += step
@@ -69,6 +69,7 @@ def dry_run_json(run: ResolvedRun) -> dict[str, Any]:
         "parameters_by_stage": [stage.parameters for stage in size.stages],
         "padding_by_stage": [stage.padding for stage in size.stages],
         "memory_by_stage": [dict(stage.memory) for stage in size.stages],
+        "activations_by_stage": _activations(run),
         "padded_vocab": size.padded_vocab,
         "mixture": _mixture_record(size),
         "graphs_by_stage": [
@@ -133,21 +134,33 @@ def _captures_text(captures: Sequence[CaptureSize], plan: Plan) -> str:
     )
 
 
-def _parameters_text(size: ModelSize) -> str:
+def _activations(run: ResolvedRun) -> list[int] | None:
+    from megatron_run_engine.training.saved_activations import peak_activations
+
+    return peak_activations(run)
+
+
+def _parameters_text(size: ModelSize, activations: list[int] | None) -> str:
     held = [
         f"{rank.parameters:,} on stage {stage}" + (f" (and {rank.padding:,} of padding)" if rank.padding else "")
         for stage, rank in enumerate(size.stages)
     ]
     memory = [f"  stage {stage}: {_memory_text(rank)}" for stage, rank in enumerate(size.stages)]
+    if activations is not None:
+        memory = [f"{line}; activations {_amount(held)}" for line, held in zip(memory, activations, strict=True)]
     return "\n".join(
         (
             f"parameters of the model: {size.parameters:,}",
             f"parameters of a rank: {', '.join(held)}",
             f"vocabulary: {size.vocab:,}, padded to {size.padded_vocab:,}",
-            "memory of a rank, without activations and messages:",
+            f"memory of a rank, without {'messages' if activations else 'activations and messages'}:",
             *memory,
         )
     )
+
+
+def _amount(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
 
 
 def _memory_text(size: RankSize) -> str:

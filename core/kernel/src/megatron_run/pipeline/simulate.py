@@ -14,8 +14,9 @@ from itertools import chain
 
 from megatron_run.contracts.actions import COSTS, Action, Place
 
-#: operation -> chunk -> (input it waits for, result it produces, its cost); the first two for microbatch 0.
-Edges = dict[str, list[tuple[int, int, float]]]
+#: operation -> chunk -> (input it waits for, result it produces, its cost, the time until its result has arrived); the
+#: first two for microbatch 0.
+Edges = dict[str, list[tuple[int, int, float, float]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +33,19 @@ def simulate(
     layout: Sequence[Place],
     microbatches: int,
     lists: Sequence[Sequence[Action]],
-    costs: Mapping[str, float] = COSTS,
+    costs: Mapping[str, float] | Sequence[Mapping[str, float]] = COSTS,
+    message: float = 0.0,
 ) -> Simulation:
     """Run ``lists`` until every stage is done or stuck; an operation absent from ``costs`` is free.
+
+    ``costs`` are those of every place, or one mapping per position of ``layout``. A result reaches another stage
+    ``message`` later than it exists; the sender does not wait.
 
     A stage runs until its next input does not exist yet; the action that produces this input wakes it. So every action
     is visited once, and the time is linear in their number.
     """
-    edges = _edges(layout, microbatches, len(lists), costs)
+    each = [costs] * len(layout) if isinstance(costs, Mapping) else costs
+    edges = _edges(layout, microbatches, len(lists), each, message)
     ready_at: list[float | None] = [None] * (2 * len(layout) * microbatches)
     ready_at += [0.0] * (2 * microbatches)
     ends: list[list[float]] = [[] for _ in lists]
@@ -51,14 +57,14 @@ def simulate(
         now, actions = done[-1] if done else 0.0, lists[stage]
         for index in range(len(done), len(actions)):
             op, microbatch, chunk = actions[index]
-            awaits, result, cost = edge_of[op][chunk]
+            awaits, result, cost, travel = edge_of[op][chunk]
             ready = ready_at[awaits + microbatch]
             if ready is None:
                 waiting[awaits + microbatch] = stage
                 break
             now = (ready if ready > now else now) + cost
             done.append(now)
-            ready_at[result + microbatch] = now
+            ready_at[result + microbatch] = now + travel
             if result + microbatch in waiting:
                 awake.append(waiting.pop(result + microbatch))
     return Simulation(tuple(map(tuple, ends)))
@@ -85,8 +91,10 @@ def takes_time(costs: Mapping[str, float], simulation: Simulation) -> bool:
     return all(makespan + costs.get(op, 0.0) / 2 > makespan for op in "FBI")
 
 
-def _edges(layout: Sequence[Place], microbatches: int, stages: int, costs: Mapping[str, float]) -> list[Edges]:
-    """The edges of each stage.
+def _edges(
+    layout: Sequence[Place], microbatches: int, stages: int, costs: Sequence[Mapping[str, float]], message: float
+) -> list[Edges]:
+    """The edges of each stage; ``costs`` are those of each position.
 
     Two ranges of integers stand for no message: inputs that always exist, and results for which no action waits.
     """
@@ -94,15 +102,17 @@ def _edges(layout: Sequence[Place], microbatches: int, stages: int, costs: Mappi
     always = 2 * n * microbatches
     unused = always + microbatches
     chunks = 1 + max(place.chunk for place in layout)
-    edges: list[Edges] = [
-        {op: [(always, unused, costs.get(op, 0.0))] * chunks for op in "FBIWSR"} for _ in range(stages)
-    ]
+    edges: list[Edges] = [{op: [(always, unused, 0.0, 0.0)] * chunks for op in "FBIWSR"} for _ in range(stages)]
     for position, place in enumerate(layout):
         activation, gradient = position * microbatches, (n + position) * microbatches
         before = activation - microbatches if position else always
         after = gradient + microbatches if position + 1 < n else always
-        mine = edges[place.stage]
-        mine["F"][place.chunk] = (before, activation, costs.get("F", 0.0))
+        mine, cost = edges[place.stage], costs[position]
+        for op in "WSR":
+            mine[op][place.chunk] = (always, unused, cost.get(op, 0.0), 0.0)
+        onward = message if position + 1 < n and layout[position + 1].stage != place.stage else 0.0
+        back = message if position and layout[position - 1].stage != place.stage else 0.0
+        mine["F"][place.chunk] = (before, activation, cost.get("F", 0.0), onward)
         for op in "BI":
-            mine[op][place.chunk] = (after, gradient, costs.get(op, 0.0))
+            mine[op][place.chunk] = (after, gradient, cost.get(op, 0.0), back)
     return edges

@@ -1,0 +1,226 @@
+"""``megatron-run plan``: the best way to run a model on given devices, and how far predictions can be trusted."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from megatron_run_cli.grammar import Command, DefaultGroup, debug_option, json_option, run_options
+from megatron_run_cli.output import print_json_line
+
+if TYPE_CHECKING:
+    from megatron_run.config.request import Request
+    from megatron_run_planner.hardware import Device
+    from megatron_run_planner.workload import Recompute
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+class Plan(DefaultGroup):
+    """``megatron-run plan CONFIG`` is ``megatron-run plan search CONFIG``."""
+
+    default = "search"
+
+
+class Bytes(click.ParamType[float]):
+    """An amount of memory."""
+
+    name = "80GiB"
+
+    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Bytes; refuses what has no unit."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MG]i?B)", str(value))
+        if match is None or not float(match[1]):
+            self.fail(f"{value!r} is no amount of memory: write 80GiB", param, ctx)
+        return float(match[1]) * {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}[match[2]]
+
+
+class Parameters(click.ParamType[float]):
+    """A number of parameters."""
+
+    name = "13B"
+
+    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number; refuses what has no unit."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([MBT])", str(value))
+        if match is None or not float(match[1]):
+            self.fail(f"{value!r} is no number of parameters: write 13B, 350M or 1T", param, ctx)
+        return float(match[1]) * {"M": 1e6, "B": 1e9, "T": 1e12}[match[2]]
+
+
+class Length(click.ParamType[float]):
+    """A length of time, in seconds."""
+
+    name = "10min"
+
+    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Seconds, as configurations write durations."""
+        from megatron_run.contracts.quantities import Duration
+
+        try:
+            return Duration.parse(value).seconds
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+@click.group(cls=Plan, subcommand_metavar="[CONFIG]... --gpus N --device NAME | goodput | check TABLE")
+def plan() -> None:
+    """Find the fastest way to run a model on given devices, or compare predictions with measured steps.
+
+    \b
+    megatron-run plan CONFIG --gpus 1024 --device h100   the best splits and schedules
+    megatron-run plan search --help                      the options of a search
+    megatron-run plan goodput CONFIG --gpus 16384        what a month with failures yields
+    megatron-run plan check TABLE.csv --device a100      predictions beside measured steps
+    """  # noqa: D301  # click wants the character, not its name
+
+
+def task_options(command: Command) -> Command:
+    """Give ``command`` a request, its devices and the memory of one, as ``request``, ``gpus`` and ``machine``."""
+
+    @wraps(command)
+    def with_machine(
+        request: Request, gpus: int | None, device: str, memory: float | None, size: float | None, **others: Any
+    ) -> Any:
+        from megatron_run_planner.hardware import read_device
+        from megatron_run_planner.task import sized
+
+        machine = read_device(device)
+        if memory:
+            machine = machine.model_copy(update={"memory": memory})
+        if size:
+            request = replace(request, configs=(sized(size), *request.configs))
+        return command(request=request, gpus=gpus or request.nproc, machine=machine, **others)
+
+    decorated: Command = with_machine
+    for option in (
+        click.option("--size", type=Parameters(), help="In place of CONFIG: a GPT of so many parameters."),
+        click.option("--memory", type=Bytes(), help="Memory of a device [default: the device's]."),
+        click.option(
+            "--device", default="a100", show_default=True, metavar="NAME|FILE", help="A shipped device, or a YAML file."
+        ),
+        click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="Devices [default: those of CONFIG]."),
+        run_options,
+    ):
+        decorated = option(decorated)
+    return decorated
+
+
+@plan.command()
+@task_options
+@click.option(
+    "--what-if", "changes", multiple=True, metavar="KEY=VALUE", help="Compare CONFIG with a change; repeatable."
+)
+@click.option("--write", type=_FILE, metavar="FILE", help="Write the best as a configuration.")
+@json_option
+@debug_option
+def search(
+    request: Request,
+    *,
+    gpus: int | None,
+    machine: Device,
+    changes: tuple[str, ...],
+    write: Path | None,
+    as_json: bool,
+) -> None:
+    """Rank every split and schedule of a model that fits, by the predicted time of a step."""
+    from megatron_run_cli.reports import plan_report as report
+    from megatron_run_planner.schedules import Schedules
+    from megatron_run_planner.search import Search
+    from megatron_run_planner.task import check_sizes, read_task, written
+
+    task, schedules = read_task(request, gpus), Schedules()
+    if changes:
+        pair = []
+        for each in (task, read_task(replace(request, sets=(*request.sets, *changes)), gpus)):
+            check_sizes(each, gpus)
+            asked = Search(each.model, each.split.ranks, each.split.global_batch, machine, schedules)
+            pair.append(asked.describe(each.split, each.schedule))
+        text, record = report.pair_text(task, pair, machine), report.pair_record(task, pair, machine)
+    else:
+        found = Search(task.model, gpus or task.split.ranks, task.split.global_batch, machine, schedules).run()
+        text, record = report.choice_text(task, found, machine), report.choice_record(task, found, machine)
+        if write:
+            write.write_text(written(task, found.best[0]), encoding="utf-8")
+            text += f"\nwritten: {write}"
+    if as_json:
+        print_json_line(record)
+    else:
+        click.echo(text)
+
+
+@plan.command()
+@task_options
+@click.option("--mtbf", type=Length(), default="50000h", show_default=True, help="Between failures of one device.")
+@click.option("--stall", type=Length(), default="30s", show_default=True, help="Training waits so long for a save.")
+@click.option("--restart", type=Length(), default="10min", show_default=True, help="From a failure to the next step.")
+@click.option("--interval", type=Length(), help="Between saves [default: the one that yields most].")
+@click.option(
+    "--spread", type=click.FloatRange(0, 1), default=0.0, help="Deviation of a machine's step time, a fraction."
+)
+@click.option(
+    "--slow-link", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Share of the network's speed."
+)
+@click.option("--days", type=click.FloatRange(0, min_open=True), default=30.0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@json_option
+@debug_option
+def goodput(request: Request, *, gpus: int | None, machine: Device, days: float, as_json: bool, **asked: Any) -> None:
+    """What the best split of a model yields in a month of failures, saves and stragglers."""
+    from megatron_run_cli.reports import plan_report as report
+    from megatron_run_planner.goodput import Conditions, best_interval, simulate_run
+    from megatron_run_planner.schedules import Schedules
+    from megatron_run_planner.search import Search
+    from megatron_run_planner.task import read_task
+
+    links = machine.links
+    slow = links.model_copy(update={"machine_bandwidth": links.machine_bandwidth * asked["slow_link"]})
+    task = read_task(request, gpus)
+    ranks = gpus or task.split.ranks
+    device = machine.model_copy(update={"links": slow})
+    best = Search(task.model, ranks, task.split.global_batch, device, Schedules()).run(1).best[0]
+    told = {name: asked[name] for name in ("mtbf", "stall", "restart", "spread")}
+    conditions = Conditions(ranks, -(-ranks // links.machine), **told)
+    interval = asked["interval"] or best_interval(conditions)
+    month = simulate_run(conditions, interval, days * 86400, seed=asked["seed"])
+    if as_json:
+        print_json_line(report.yield_record(task, best, conditions, month, days))
+    else:
+        click.echo(report.yield_text(task, best, conditions, month, days))
+
+
+@plan.command()
+@click.argument("table", type=_FILE)
+@click.option("--device", required=True, metavar="NAME|FILE", help="A shipped device, or a YAML file.")
+@click.option(
+    "--recompute",
+    type=click.Choice(["auto", "none", "core", "full"]),
+    default="auto",
+    show_default=True,
+    help="What the runs of TABLE recomputed; auto: full from the smallest model on that would not fit without.",
+)
+@click.option("--vocabulary", type=click.IntRange(min=1), default=51200, show_default=True, metavar="V")
+@click.option("--rows", is_flag=True, help="List every row, not the worst ten.")
+@json_option
+@debug_option
+def check(
+    table: Path, device: str, *, recompute: Recompute | Literal["auto"], vocabulary: int, rows: bool, as_json: bool
+) -> None:
+    """Compare predictions with the measured steps of TABLE, one run of Megatron-LM or Megatron-DeepSpeed a row."""
+    from megatron_run_cli.reports.plan_report import accuracy_record, accuracy_text
+    from megatron_run_planner.accuracy import compare, read_table
+    from megatron_run_planner.hardware import read_device
+    from megatron_run_planner.schedules import Schedules
+
+    machine = read_device(device)
+    measured = read_table(table, vocabulary, None if recompute == "auto" else recompute, machine.memory)
+    found = compare(measured, machine, Schedules())
+    if as_json:
+        print_json_line(accuracy_record(found, machine))
+    else:
+        click.echo(accuracy_text(found, machine, every=rows))

@@ -1,0 +1,221 @@
+"""What ``plan`` prints: the best splits, two compared, predictions beside measured steps."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from megatron_run_planner.accuracy import Accuracy, Compared
+    from megatron_run_planner.goodput import Conditions, Yield
+    from megatron_run_planner.hardware import Device
+    from megatron_run_planner.search import Candidate, Choice
+    from megatron_run_planner.task import Task
+
+_WORST = 10
+_GIB, _DAY = 2**30, 86400
+
+
+def choice_text(task: Task, found: Choice, device: Device) -> str:
+    """The task, the best candidates with what limits each, and what was left out."""
+    best = found.best[0]
+    batch = f"{best.split.global_batch} x {task.model.sequence} tokens"
+    lines = [
+        f"{task.model.parameters / 1e9:.1f}B parameters, {best.split.ranks} x {device.name}, batch {batch}",
+        "",
+        *_table(task, found.best, device),
+        "",
+        f"best: {_settings(best)}",
+        *_memory(best, device),
+        *_cost(task, best),
+        f"of {found.tried} splits that divide:",
+        *(f"  {count} {reason}" for reason, count in found.pruned.most_common() if count),
+    ]
+    return "\n".join(lines)
+
+
+def _table(task: Task, candidates: Sequence[Candidate], device: Device) -> list[str]:
+    rows = [
+        "    step  tokens/s    MFU  memory  tensor  pipeline  chunks  data  expert  micro  recompute  zero1  schedule"
+    ]
+    for each in candidates:
+        split, seconds = each.split, each.step.seconds
+        speed = split.global_batch * task.model.sequence / seconds
+        rows.append(
+            f"{seconds:7.3f}s  {speed:8,.0f}  {each.step.mfu(task.model, split, device):5.1%}  "
+            f"{each.needed / _GIB:6.1f}  {split.tensor:6}  {split.pipeline:8}  {split.chunks:6}  {split.data:4}  "
+            f"{split.expert:6}  {split.micro_batch:5}  {split.recompute:9}  {'yes' if split.zero1 else 'no':5}  "
+            f"{each.schedule}; {each.limit} {each.shares[each.limit]:.0%}"
+        )
+    return rows
+
+
+def _settings(each: Candidate) -> str:
+    split = each.split
+    keys = {
+        "schedule": each.schedule,
+        "parallel.tensor": split.tensor,
+        "parallel.pipeline": split.pipeline,
+        "parallel.chunks": split.chunks,
+        "parallel.data": split.data,
+        "parallel.expert": split.expert,
+        "train.micro_batch_size": split.micro_batch,
+        "train.recompute": split.recompute,
+        "optimizer": "zero1" if split.zero1 else "adamw",
+    }
+    return " ".join(f"{key}={value}" for key, value in keys.items() if value != 1)
+
+
+def _memory(each: Candidate, device: Device) -> list[str]:
+    fullest = max(each.memory, key=lambda rank: rank.total)
+    roles = " + ".join(f"{role} {size / _GIB:.1f}" for role, size in asdict(fullest).items() if size >= _GIB / 20)
+    return [
+        f"memory of the fullest rank: {each.needed / _GIB:.1f} of {device.memory / _GIB:.0f} GiB ({roles} + reserve)"
+    ]
+
+
+def _cost(task: Task, each: Candidate) -> list[str]:
+    if task.steps is None:
+        return []
+    days = task.steps * each.step.seconds / _DAY
+    hours = days * 24 * each.split.ranks
+    return [f"the whole run: {task.tokens or 0:.3g} tokens in {days:,.2f} days, {hours:,.0f} GPU hours"]
+
+
+def pair_text(task: Task, pair: Sequence[Candidate], device: Device) -> str:
+    """Two candidates, and what the second changes."""
+    one, two = pair
+    change = two.step.seconds / one.step.seconds - 1
+    return "\n".join(
+        [
+            *_table(task, pair, device),
+            "",
+            f"a step takes {abs(change):.1%} {'longer' if change > 0 else 'less'} with the change",
+            *(f"  {name:18} {one.shares[name]:6.1%} -> {two.shares[name]:6.1%}" for name in one.shares),
+            *(f"note: {_misfit(each, device)}" for each in pair if each.needed > device.memory),
+        ]
+    )
+
+
+def _misfit(each: Candidate, device: Device) -> str:
+    return f"{_settings(each)} needs {each.needed / _GIB:.1f} GiB of {device.memory / _GIB:.0f}"
+
+
+def pair_record(task: Task, pair: Sequence[Candidate], device: Device) -> dict[str, Any]:
+    """The same as data."""
+    return {"device": device.name, "candidates": [_record(task, each, device) for each in pair]}
+
+
+def choice_record(task: Task, found: Choice, device: Device) -> dict[str, Any]:
+    """The best candidates, counts of what was left out by reason; seconds, bytes, fractions."""
+    return {
+        "device": device.name,
+        "model": asdict(task.model),
+        "best": [_record(task, each, device) for each in found.best],
+        "tried": found.tried,
+        "pruned": {reason: count for reason, count in found.pruned.items() if count},
+    }
+
+
+def _record(task: Task, each: Candidate, device: Device) -> dict[str, Any]:
+    return {
+        "split": asdict(each.split),
+        "schedule": each.schedule,
+        "seconds": each.step.seconds,
+        "bubble": each.step.bubble,
+        "mfu": each.step.mfu(task.model, each.split, device),
+        "shares": each.shares,
+        "limit": each.limit,
+        "memory_needed": each.needed,
+        "memory_by_stage": [asdict(rank) for rank in each.memory],
+        "fits": each.needed <= device.memory,
+    }
+
+
+def yield_text(task: Task, best: Candidate, conditions: Conditions, month: Yield, days: float) -> str:
+    """What is left of a month, where the rest goes, and the interval between saves beside Young's."""
+    told = yield_record(task, best, conditions, month, days)
+    shares = {
+        "kept work": month.useful,
+        "waiting for the slowest machine": month.straggling,
+        "saving": month.saving,
+        "lost since the last save": month.lost,
+        "restarting": month.restarting,
+    }
+    often = f"{month.failures:.1f} failures, one every {conditions.between_failures / 3600:.2f} h"
+    return "\n".join(
+        [
+            f"{_settings(best)}: a step of {best.step.seconds:.3f} s",
+            f"{days:g} days on {conditions.devices} devices: {often}",
+            *(f"  {share:6.1%}  {name}" for name, share in shares.items()),
+            f"saves every {month.interval / 60:.1f} min (Young and Daly: {told['young_daly'] / 60:.1f} min)",
+            f"{told['tokens']:.3g} tokens; of 100 months 90 keep {month.low:.1%} to {month.high:.1%} of the time",
+        ]
+    )
+
+
+def yield_record(task: Task, best: Candidate, conditions: Conditions, month: Yield, days: float) -> dict[str, Any]:
+    """The same as data: seconds, fractions of the wall time."""
+    from megatron_run_planner.goodput import expected_useful, young_daly
+
+    steps = days * _DAY * month.useful / best.step.seconds
+    return {
+        **asdict(month),
+        "conditions": asdict(conditions),
+        "young_daly": young_daly(conditions),
+        "expected": expected_useful(conditions, month.interval) / conditions.straggling,
+        "seconds": best.step.seconds,
+        "tokens": steps * best.split.global_batch * task.model.sequence,
+    }
+
+
+def accuracy_text(found: Accuracy, device: Device, *, every: bool) -> str:
+    """The summary, and the rows with the largest errors, or with ``every`` all in the table's order."""
+    worst = sorted(found.rows, key=lambda each: -abs(each.error))[:_WORST]
+    summary = [
+        f"{len(found.rows)} rows on {device.name}",
+        f"  mean error        {found.mean_error:.2%}",
+        f"  Kendall's tau     {found.kendall:.3f} within each model and machine size",
+        f"  regret of choice  {found.regret_mean:.2%} on average, {found.regret_max:.2%} at most",
+        f"                    over {len(found.regrets)} tasks (same model, devices and global batch)",
+    ]
+    title = "every row" if every else f"the {len(worst)} largest errors"
+    return "\n".join([*summary, "", title, *_lines(found.rows if every else worst)])
+
+
+def _lines(rows: Iterable[Compared]) -> list[str]:
+    head = "layers  hidden  GPUs  tensor  pipeline  data  micro  batch  recompute   measured  predicted    error"
+    lines = [head]
+    for row, predicted in rows:
+        model, split = row.model, row.split
+        lines.append(
+            f"{model.layers:6}  {model.hidden:6}  {split.ranks:4}  {split.tensor:6}  {split.pipeline:8}  {split.data:4}"
+            f"  {split.micro_batch:5}  {split.global_batch:5}  {split.recompute:9}  {row.seconds:8.3f}s  "
+            f"{predicted:8.3f}s  {predicted / row.seconds - 1:+7.1%}"
+        )
+    return lines
+
+
+def accuracy_record(found: Accuracy, device: Device) -> dict[str, Any]:
+    """The same as data; errors and regrets are fractions, times seconds."""
+    return {
+        "device": device.name,
+        "count": len(found.rows),
+        "mean_error": found.mean_error,
+        "kendall": found.kendall,
+        "regret_mean": found.regret_mean,
+        "regret_max": found.regret_max,
+        "tasks": len(found.regrets),
+        "rows": [
+            {
+                "model": asdict(row.model),
+                "split": asdict(row.split),
+                "measured": row.seconds,
+                "predicted": predicted,
+                "error": predicted / row.seconds - 1,
+            }
+            for row, predicted in found.rows
+        ],
+    }

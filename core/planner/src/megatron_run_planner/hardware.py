@@ -1,0 +1,150 @@
+"""What a device and the network around it can do, read from YAML; the package ships some by name."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import exp, log, log2
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
+
+from megatron_run.config.yaml import bare, parse
+from megatron_run.contracts.schema import Section
+from megatron_run.errors import InputError, did_you_mean
+
+_SHIPPED = Path(__file__).parent / "devices"
+#: A measured shape speaks for shapes within about a third of an octave (a factor 1.27) of it.
+_REACH = 0.35
+
+
+class Products(Section):
+    """The share of the peak that a matrix product reaches: ``efficiency`` / ((1 + rows/m) (1 + depth/min(n, k))).
+
+    A product with at least ``wide`` columns reaches ``wide_efficiency`` instead.
+    """
+
+    efficiency: float = Field(gt=0, le=1, description="share of the peak that a large product reaches")
+    rows: float = Field(ge=0, description="rows at which half of it is reached")
+    depth: float = Field(ge=0, description="columns or depth at which half of it is reached")
+    attention: float = Field(gt=0, le=1, description="share of the peak that scores and context reach")
+    wide: float = Field(ge=1, description="columns from which on a product is slow")
+    wide_efficiency: float = Field(gt=0, le=1, description="share of the peak that those reach")
+
+
+class Sweeps(Section):
+    """The share of the memory bandwidth that elementwise kernels reach, and how many there are beyond a forward's."""
+
+    efficiency: float = Field(gt=0, le=1, description="share of the memory bandwidth")
+    backward: float = Field(gt=0, description="bytes of a layer's backward, in units of its forward's")
+    loss: float = Field(gt=0, description="passes over fp32 logits by head and loss, forward and backward")
+    update: float = Field(gt=0, description="bytes that the optimizer moves for a parameter")
+
+
+class Host(Section):
+    """Seconds that the host needs to launch kernels. A device that computes faster than that waits."""
+
+    layer: float = Field(ge=0, description="forward and backward of one layer")
+    softmax: float = Field(ge=0, description="the extra kernels of a softmax that is not fused")
+    head: float = Field(ge=0, description="norm, head and loss, forward and backward")
+    embedding: float = Field(ge=0, description="embedding, forward and backward")
+    kernel: float = Field(ge=0, description="shortest time of one kernel on the device")
+
+
+class Links(Section):
+    """Links inside a machine and between machines, as ring all-reduces see them."""
+
+    machine: int = Field(ge=1, description="devices of one machine")
+    bandwidth: float = Field(gt=0, description="bytes a second of a ring inside a machine")
+    latency: float = Field(ge=0, description="seconds of a collective of two ranks inside; grows with log2 of ranks")
+    machine_bandwidth: float = Field(gt=0, description="bytes a second of one device's share of the network")
+    machine_latency: float = Field(ge=0, description="the same latency between machines")
+
+
+class LayerShape(NamedTuple):
+    """What the efficiency of a plain layer (no gate, no key-value groups, stored scores) depends on."""
+
+    hidden: PositiveInt
+    heads: PositiveInt
+    sequence: PositiveInt
+    tensor: PositiveInt
+    micro_batch: PositiveInt
+
+
+class MeasuredLayer(NamedTuple):
+    """A plain layer's measured time at one shape, as the ``ratio`` to what the constants give."""
+
+    hidden: PositiveInt
+    heads: PositiveInt
+    sequence: PositiveInt
+    tensor: PositiveInt
+    micro_batch: PositiveInt
+    ratio: PositiveFloat
+
+
+class Device(Section):
+    """One kind of device in its machine. Bytes, seconds, FLOP/s."""
+
+    name: str = Field(description="name in reports")
+    memory: float = Field(gt=0, description="bytes of memory")
+    peak: float = Field(gt=0, description="dense 16-bit FLOP/s")
+    bandwidth: float = Field(gt=0, description="bytes a second of memory")
+    products: Products
+    sweeps: Sweeps
+    host: Host
+    links: Links
+    layers: tuple[MeasuredLayer, ...] = ()
+
+    def measured_ratio(self, shape: LayerShape) -> float:
+        """Measured over modelled time of layers like ``shape``: 1 far from every measured one.
+
+        The logarithms of the measured ratios are averaged, with weights that fall with the distance in octaves
+        (a Gaussian kernel); the model's own ratio, 1, takes part with a small weight.
+        """
+        total, weight = 0.0, 0.02
+        for one in self.layers:
+            away = sum(log2(a / b) ** 2 for a, b in zip(shape, one[:-1], strict=True))
+            share = exp(-away / (2 * _REACH**2))
+            total += share * log(one.ratio)
+            weight += share
+        return exp(total / weight)
+
+
+@cache
+def shipped_devices() -> tuple[str, ...]:
+    """Names of the devices that come with the package."""
+    return tuple(sorted(file.stem for file in _SHIPPED.glob("*.yaml")))
+
+
+def read_device(word: str) -> Device:
+    """The device named ``word``, or described by the YAML file ``word``. ``like: NAME`` takes what it leaves out.
+
+    What is measured is not taken: ratios of one device say nothing of another.
+    Raises :class:`InputError` for an unknown name, a file that cannot be read, or a wrong description.
+    """
+    file = Path(word) if word.endswith((".yaml", ".yml")) else _SHIPPED / f"{word}.yaml"
+    if not file.is_file():
+        known = shipped_devices()
+        raise InputError(
+            f"there is no device {word!r}",
+            fix=did_you_mean(word, known) or f"the devices are {', '.join(known)}, or a YAML file",
+        )
+    nodes = parse(file.read_text(encoding="utf-8"), str(file))
+    told = {key: bare(node) for key, node in nodes.items()}
+    if base := told.pop("like", None):
+        told = _over(read_device(str(base)).model_dump(exclude={"layers"}), told)
+    try:
+        return Device.model_validate(told)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InputError(f"{file}: {where}: {first['msg'].lower()}", fix="compare with a shipped device") from None
+
+
+def _over(base: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
+    """``told`` over ``base``, key by key in sections too."""
+    merged = {
+        key: _over(value, told[key]) if isinstance(value, dict) and isinstance(told.get(key), dict) else value
+        for key, value in base.items()
+    }
+    return merged | {key: value for key, value in told.items() if not isinstance(merged.get(key), dict)}

@@ -1,0 +1,120 @@
+"""Bytes of one rank's memory by role, by closed form: state, activations in flight, logits, buffers.
+
+Legend: ``s`` sequence, ``b`` micro batch, ``h`` hidden, ``t`` tensor-parallel size. Activations are those of
+Korthikanti et al. 2022, section 4, spelt out by tensor so that grouped heads, gates and attention without stored scores
+are covered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+from megatron_run.pipeline.plan import Plan
+from megatron_run_planner.workload import Model, Split
+
+#: Bytes of a 16-bit value, and of an fp32 one.
+_HALF, _FULL = 2, 4
+#: What the CUDA context, the communicators and the workspaces of libraries take, and the allocator's share.
+RESERVED, SLACK = 1.5 * 2**30, 0.03
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of a rank of one stage."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    messages: float
+
+    @property
+    def total(self) -> float:
+        """All of it, without :data:`RESERVED`."""
+        roles: tuple[float, ...] = astuple(self)
+        return sum(roles)
+
+    def needed(self) -> float:
+        """Bytes of device memory with which a run of it goes."""
+        return self.total * (1 + SLACK) + RESERVED
+
+
+def layer_activations(model: Model, split: Split) -> float:
+    """Bytes that one layer keeps of one microbatch until its backward.
+
+    With full recomputation only the layer's input is kept.
+    """
+    t, tokens = split.tensor, split.micro_batch * model.sequence
+    whole = tokens * model.hidden / (t if split.sequence_parallel else 1)
+    if split.recompute == "full":
+        return _HALF * whole
+    # Inputs of two norms, of attention and feed-forward layer; masks of two dropouts, a byte each.
+    kept = (4 * _HALF + 2) * whole
+    kept += _HALF * tokens * (model.qkv_width + model.hidden) / t  # queries, keys, values; the context
+    if split.recompute == "mlp":
+        kept -= (_HALF + 1) * whole  # of that half its input alone
+    else:
+        routed = tokens * max(1, model.top_k) if model.experts else tokens
+        kept += _HALF * routed * model.ffn_width * model.matrices / t  # what the activation reads and writes
+        kept += 2 * _HALF * routed * model.hidden if model.experts else 0  # copies for experts, and what comes back
+    if not model.flash and split.recompute != "core":
+        kept += 5 * split.micro_batch * model.heads * model.sequence**2 / t  # scores, their dropout and its mask
+    return kept
+
+
+def stage_memory(model: Model, split: Split, plan: Plan) -> list[RankMemory]:
+    """The memory of a rank of each stage while ``plan`` runs.
+
+    Each stage holds as many (microbatch, chunk) pairs as the plan has in flight there; a backward also holds what it
+    recomputes of one layer.
+    """
+    held = [0] * plan.stages
+    largest = [0] * plan.stages
+    for place in plan.layout:
+        held[place.stage] += len(place.layers)
+        largest[place.stage] = max(largest[place.stage], len(place.layers))
+    ends = plan.layout[0].stage, plan.layout[-1].stage
+    return [
+        rank_memory(model, split, layers, [stage == end for end in ends], pairs * chunk)
+        for stage, (layers, pairs, chunk) in enumerate(zip(held, plan.peak_held, largest, strict=True))
+    ]
+
+
+def least_memory(model: Model, split: Split) -> RankMemory:
+    """No schedule that runs ``split`` needs less on its first stage than this: 1F1B's, one chunk a stage."""
+    layers = model.layers / split.pipeline
+    in_flight = min(split.pipeline, split.microbatches)
+    return rank_memory(model, split, layers, [True, split.pipeline == 1], in_flight * layers)
+
+
+def rank_memory(model: Model, split: Split, layers: float, ends: Sequence[bool], layers_in_flight: float) -> RankMemory:
+    """The memory of a rank with ``layers``; ``ends`` say whether it has the embedding, and the head.
+
+    ``layers_in_flight`` counts the layers of all microbatches between forward and backward.
+    """
+    table = model.vocabulary * model.hidden / split.tensor
+    shared = ends[0] and ends[1] and model.tied
+    dense = layers * model.attention_parameters / split.tensor + table * (1 if shared else sum(ends))
+    mixed = layers * model.ffn_parameters / split.tensor
+    experts = mixed / split.expert if model.experts else 0.0
+    dense += 0.0 if model.experts else mixed
+    own = dense / split.data + experts * split.expert / split.data if split.zero1 else dense + experts
+    layer = layer_activations(model, split)
+    working = 0.0
+    if split.recompute in ("mlp", "full"):
+        kept = Split(tensor=split.tensor, micro_batch=split.micro_batch, sequence_parallel=split.sequence_parallel)
+        working = layer_activations(model, kept) - layer
+    tokens = split.micro_batch * model.sequence
+    # Logits, their fp32 copy, and the gradient of the logits.
+    logits = (2 * _HALF + _FULL) * tokens * model.vocabulary / split.tensor if ends[1] else 0.0
+    message = _HALF * tokens * model.hidden / (split.tensor if split.sequence_parallel else 1)
+    return RankMemory(
+        parameters=_HALF * (dense + experts),
+        gradients=_FULL * (dense + experts),
+        optimizer=3 * _FULL * own,
+        activations=layer * layers_in_flight + working,
+        logits=logits,
+        messages=4 * message if split.pipeline > 1 else 0.0,
+    )

@@ -1,0 +1,81 @@
+"""The operators of a transformer layer and of the head on one tensor-parallel rank, by closed form.
+
+A *product* is a matrix product; a *sweep* reads and writes memory once. Both are those of one forward; a backward does
+each product twice (for its input and its weight). Values are of two bytes. Legend: ``n`` = ``s b`` tokens,
+``h`` hidden, ``t`` tensor-parallel size, ``a`` heads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_run_planner.workload import Model
+
+#: Bytes of an activation.
+_WIDTH = 2
+
+
+class Product(NamedTuple):
+    """``copies`` products (rows x depth) @ (depth x columns)."""
+
+    rows: float
+    columns: float
+    depth: float
+    copies: float = 1
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions."""
+        return 2 * self.rows * self.columns * self.depth * self.copies
+
+
+class Sweep(NamedTuple):
+    """``kernels`` kernels, each of which moves ``bytes``."""
+
+    bytes: float
+    kernels: int = 1
+
+
+class Operators(NamedTuple):
+    """One forward: ``attention`` FLOPs of scores and context, and whether the softmax is ``unfused``.
+
+    ``products`` are two of the attention and then those of the feed-forward layer; ``sweeps`` the norms, the residual
+    connections, the activation, the heads' layouts, and then those of stored scores.
+    """
+
+    products: tuple[Product, ...]
+    attention: float
+    sweeps: tuple[Sweep, ...]
+    unfused: bool = False
+
+
+def layer_operators(model: Model, micro_batch: int, tensor: int, expert: int = 1) -> Operators:
+    """The forward of one layer for ``micro_batch`` samples on one of ``tensor`` ranks.
+
+    With experts, every rank computes as many choices of tokens as it brings (an even load over ``expert`` ranks).
+    """
+    n, h, t = micro_batch * model.sequence, model.hidden, tensor
+    width = model.ffn_width
+    up = width * (model.matrices - 1)
+    if model.experts:
+        held = max(1.0, model.experts / expert)
+        rows = n * model.top_k / held
+        feed = (Product(rows, up / t, h, held), Product(rows, h, width / t, held))
+    else:
+        held, rows = 1.0, n
+        feed = (Product(n, up / t, h), Product(n, h, width / t))
+    products = (Product(n, model.qkv_width / t, h), Product(n, h, h / t), *feed)
+    scores = micro_batch * model.heads / t * model.sequence**2
+    sweeps = [
+        Sweep(2 * _WIDTH * n * h, 2),  # the two norms
+        Sweep(3.5 * _WIDTH * n * h, 2),  # bias, dropout and residual, with the dropout's mask
+        Sweep(2 * _WIDTH * rows * held * up / t),  # bias and activation
+        Sweep(2 * _WIDTH * n * h / t, 3),  # queries, keys and values, each to its own layout
+    ]
+    if not model.flash:
+        sweeps += [Sweep(2 * _WIDTH * scores), Sweep(2.5 * _WIDTH * scores)]  # softmax; dropout with its mask
+    # The fused softmax serves whole blocks of four heads; other shapes take six kernels of plain operators.
+    unfused = not model.flash and (micro_batch * model.heads / t) % 4 != 0
+    if unfused:
+        sweeps.append(Sweep(2 * _WIDTH * scores, 6))
+    return Operators(products, 4 * scores * model.head_size, tuple(sweeps), unfused)

@@ -1,0 +1,221 @@
+"""Finds the fastest split of a model over devices: all that fit, ranked by a closed form, the best by simulation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_run.contracts.actions import LayoutSpec, looped_layout
+from megatron_run.errors import InputError, RunError
+from megatron_run.pipeline.plan import Plan
+from megatron_run_planner.hardware import Device
+from megatron_run_planner.layer_time import Passes, layer_time
+from megatron_run_planner.memory import RankMemory, least_memory, stage_memory
+from megatron_run_planner.schedules import Schedules, spread
+from megatron_run_planner.step_time import StepTime, estimate, step_time
+from megatron_run_planner.workload import Model, Recompute, Split
+
+#: Chunks a stage that are tried, microbatch sizes, and how much is simulated: splits, and actions of all their lists.
+CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8)
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+RECOMPUTED: tuple[Recompute, ...] = ("none", "mlp", "full")
+SIMULATED, ACTIONS = 40, 600_000
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run: a split and a schedule, with what it is predicted to take.
+
+    ``shares`` are parts of the step: waiting (``bubble``), tensor-parallel and expert traffic (``layer traffic``),
+    recomputation, exposed gradient reduction, update. The rest computes.
+    """
+
+    split: Split
+    schedule: str
+    step: StepTime
+    memory: tuple[RankMemory, ...]
+    shares: dict[str, float]
+
+    @property
+    def needed(self) -> float:
+        """Bytes of device memory on the fullest stage."""
+        return max(each.needed() for each in self.memory)
+
+    @property
+    def limit(self) -> str:
+        """The largest share that is no computation."""
+        return max(self.shares, key=lambda name: self.shares[name])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best candidates, fastest first, and how many others were left out for which reason."""
+
+    best: tuple[Candidate, ...]
+    pruned: Counter[str]
+    tried: int
+
+
+class Search:
+    """Searches the splits of ``model`` over ``ranks`` of ``device``, of which each has ``memory`` bytes."""
+
+    def __init__(self, model: Model, ranks: int, global_batch: int, device: Device, schedules: Schedules) -> None:
+        self._model, self._ranks, self._batch = model, ranks, global_batch
+        self._device, self._schedules = device, schedules
+        self._pruned: Counter[str] = Counter()
+        self._layers: dict[tuple[object, ...], Passes] = {}
+
+    def run(self, keep: int = 10) -> Choice:
+        """The best ``keep`` candidates. Raises :class:`InputError`, with what is nearest, when nothing fits."""
+        splits = list(self._splits())
+        fitting = [split for split in splits if self._fits(split)]
+        if not fitting:
+            raise self._nothing_fits(splits)
+        ranked = sorted(fitting, key=self._estimate)
+        found: list[Candidate] = []
+        actions = done = 0
+        for split in ranked:
+            cost = 2 * split.microbatches * split.chunks * split.pipeline
+            if done and (done >= SIMULATED or actions + cost > ACTIONS):
+                self._pruned["slower by the closed form, so not simulated"] += 1
+                continue
+            candidates = [each for each in map(self.judge, *zip(*self._options(split), strict=True)) if each]
+            if candidates:
+                found += candidates
+                done, actions = done + 1, actions + cost * len(candidates)
+        if not found:
+            raise self._nothing_fits(fitting)
+        found.sort(key=lambda each: each.step.seconds)
+        return Choice(tuple(found[:keep]), self._pruned, len(splits))
+
+    def judge(self, split: Split, schedule: str) -> Candidate | None:
+        """``split`` under ``schedule``, None when the schedule refuses or the memory does not suffice."""
+        try:
+            plan = self._plan(split, schedule)
+        except RunError:
+            self._pruned[f"refused by schedule {schedule}"] += 1
+            return None
+        memory = tuple(stage_memory(self._model, split, plan))
+        if max(each.needed() for each in memory) > self._device.memory:
+            self._pruned["more memory in flight than there is"] += 1
+            return None
+        return self._candidate(split, schedule, plan, memory)
+
+    def describe(self, split: Split, schedule: str) -> Candidate:
+        """``split`` under ``schedule``, whether it fits or not. Raises :class:`InputError` when it is refused."""
+        plan = self._plan(split, schedule)
+        return self._candidate(split, schedule, plan, tuple(stage_memory(self._model, split, plan)))
+
+    def _plan(self, split: Split, schedule: str) -> Plan:
+        return self._schedules.plan(schedule, self._model.layers, split.pipeline, split.chunks, split.microbatches)
+
+    def _candidate(self, split: Split, schedule: str, plan: Plan, memory: tuple[RankMemory, ...]) -> Candidate:
+        step = step_time(self._model, split, self._device, plan)
+        return Candidate(split, schedule, step, memory, shares(self._model, split, self._device, step))
+
+    def _options(self, split: Split) -> list[tuple[Split, str]]:
+        """``split`` with every installed schedule that serves its stages and chunks."""
+        if split.pipeline == 1:
+            return [(split, "sequential")]
+        wanted = {"parallel.pipeline", *(["parallel.chunks"] if split.chunks > 1 else [])}
+        names = [name for name in self._schedules.names() if wanted <= self._schedules.info(name).provides]
+        return [(split, name) for name in names]
+
+    def _splits(self) -> Iterator[Split]:
+        """Every split whose sizes divide; what does not is counted."""
+        model, links = self._model, self._device.links
+        for tensor in _divisors(self._ranks):
+            if tensor > links.machine:
+                self._pruned["tensor ranks beyond one machine"] += 1
+                continue
+            if model.heads % tensor or (model.kv_heads or model.heads) % tensor:
+                self._pruned["heads do not divide over tensor ranks"] += 1
+                continue
+            for pipeline in _divisors(self._ranks // tensor):
+                if pipeline > model.layers:
+                    self._pruned["more stages than layers"] += 1
+                    continue
+                yield from self._batched(tensor, pipeline, self._ranks // tensor // pipeline)
+
+    def _batched(self, tensor: int, pipeline: int, data: int) -> Iterator[Split]:
+        model = self._model
+        chunks = [each for each in CHUNKS if each == 1 or (pipeline > 1 and self._even(pipeline * each))]
+        experts = [each for each in _divisors(data) if not model.experts % each] if model.experts else [1]
+        for micro_batch in MICRO_BATCHES:
+            if self._batch % (micro_batch * data):
+                self._pruned["the global batch does not divide"] += 1
+                continue
+            base = Split(
+                tensor=tensor,
+                pipeline=pipeline,
+                data=data,
+                micro_batch=micro_batch,
+                global_batch=self._batch,
+                sequence_parallel=tensor > 1,
+                overlap=True,
+                gradient_bytes=4,
+            )
+            for each in chunks:
+                for expert in experts:
+                    for recompute in RECOMPUTED if not model.experts else ("none", "full"):
+                        for zero1 in (False, True) if data > 1 else (False,):
+                            yield replace(base, chunks=each, expert=expert, recompute=recompute, zero1=zero1)
+
+    def _even(self, places: int) -> bool:
+        """Whether layers over ``places`` differ so little that no stage has a tenth more than its share."""
+        most = -(-self._model.layers // places)
+        return self._model.layers >= places and most * places <= 1.1 * self._model.layers
+
+    def _fits(self, split: Split) -> bool:
+        fits = least_memory(self._model, split).needed() <= self._device.memory
+        self._pruned["more memory than there is"] += not fits
+        return fits
+
+    def _estimate(self, split: Split) -> float:
+        counts = (
+            ()
+            if not self._model.layers % (split.pipeline * split.chunks)
+            else spread(self._model.layers, split.pipeline * split.chunks)
+        )
+        spec = LayoutSpec(split.pipeline, split.chunks, self._model.layers, tuple(counts))
+        key = (split.tensor, split.micro_batch, split.expert, split.recompute)
+        if key not in self._layers:
+            self._layers[key] = layer_time(self._model, split, self._device)
+        return estimate(self._model, split, self._device, looped_layout(spec), self._layers[key])
+
+    def _nothing_fits(self, splits: Sequence[Split]) -> InputError:
+        what = (
+            f"no split of {self._model.parameters / 1e9:.1f}B parameters over {self._ranks} x {self._device.name} fits"
+        )
+        if not splits:
+            return InputError(what, why="sizes do not divide", fix="change the global batch or the number of GPUs")
+        nearest = min(splits, key=lambda split: least_memory(self._model, split).needed())
+        needed = least_memory(self._model, nearest).needed() / 2**30
+        return InputError(
+            what,
+            why=f"the smallest needs {needed:.1f} GiB of {self._device.memory / 2**30:.0f} on a GPU",
+            fix="take more GPUs, larger ones, or a shorter sequence",
+        )
+
+
+def shares(model: Model, split: Split, device: Device, step: StepTime) -> dict[str, float]:
+    """Parts of ``step`` that are no computation, each as a fraction of it."""
+    layer = layer_time(model, split, device)
+    free = device.links.model_copy(update={"bandwidth": 1e30, "latency": 0.0})
+    free = free.model_copy(update={"machine_bandwidth": 1e30, "machine_latency": 0.0})
+    silent = layer_time(model, split, device.model_copy(update={"links": free}))
+    kept = layer_time(model, replace(split, recompute="none"), device)
+    whole = layer.forward + layer.backward
+    busy = step.pipeline * (1 - step.bubble) / step.seconds
+    return {
+        "bubble": step.pipeline * step.bubble / step.seconds,
+        "layer traffic": busy * (whole - silent.forward - silent.backward) / whole,
+        "recomputation": busy * (layer.backward - kept.backward) / whole,
+        "gradient reduction": step.reduction / step.seconds,
+        "update": step.update / step.seconds,
+    }
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

@@ -1,0 +1,123 @@
+"""Seconds of one optimizer step: the verified action lists of a schedule, simulated with the times of its layers.
+
+The step is the pipeline, then the reduction of gradients as far as no backward hides it, then the update. The plan is
+the one that a run would execute (:mod:`megatron_run.pipeline`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_run.contracts.actions import Place
+from megatron_run.pipeline.plan import Plan
+from megatron_run.pipeline.simulate import simulate
+from megatron_run_planner.hardware import Device
+from megatron_run_planner.layer_time import Passes, all_reduce, embedding_time, head_time, hop, layer_time
+from megatron_run_planner.workload import Model, Split
+
+#: Bytes of an activation or gradient.
+_WIDTH = 2
+#: Parts in which a stage's gradients are reduced, at most: a bucket each.
+_BUCKETS = 8
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, and where they go.
+
+    ``pipeline`` is the time from the first forward to the last backward, of which the stages wait for the share
+    ``bubble`` on average; ``reduction`` the exposed reduction of gradients, ``update`` the optimizer's.
+    """
+
+    pipeline: float
+    reduction: float
+    update: float
+    bubble: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.pipeline + self.reduction + self.update
+
+    def mfu(self, model: Model, split: Split, device: Device) -> float:
+        """Share of the devices' peak that the model's own FLOPs reach (Chowdhery et al. 2022, appendix B)."""
+        done = model.flops_per_token * model.sequence * split.global_batch
+        return done / (self.seconds * device.peak * split.ranks)
+
+
+def place_times(
+    model: Model, split: Split, device: Device, layout: Sequence[Place], layer: Passes | None = None
+) -> list[Passes]:
+    """Forward and backward of a microbatch at each position of ``layout``, of whose layers each takes ``layer``."""
+    layer = layer or layer_time(model, split, device)
+    times = [layer.times(len(place.layers)) for place in layout]
+    times[0] = times[0].then(embedding_time(model, split, device))
+    times[-1] = times[-1].then(head_time(model, split, device))
+    return times
+
+
+def step_time(model: Model, split: Split, device: Device, plan: Plan) -> StepTime:
+    """One step of ``plan``, whose stages, chunks and microbatches are those of ``split``."""
+    times = place_times(model, split, device, plan.layout)
+    costs = [
+        {"F": each.forward, "B": each.backward, "I": each.backward - each.weights, "W": each.weights} for each in times
+    ]
+    message = message_time(model, split, device)
+    ends = simulate(plan.layout, plan.microbatches, plan.lists, costs, message).ends
+    pipeline = max(done[-1] for done in ends)
+    busy = split.microbatches * sum(each.forward + each.backward for each in times)
+    update, reduction = after_backward(model, split, device)
+    if split.overlap:
+        # The last microbatch's backward hides what the layers behind it send; the last bucket's comes after it.
+        buckets = min(_BUCKETS, max(1, model.layers // split.pipeline))
+        reduction = max(reduction / buckets, reduction - times[0].backward * split.chunks)
+    return StepTime(pipeline, reduction, update, 1 - busy / (pipeline * split.pipeline))
+
+
+def estimate(model: Model, split: Split, device: Device, layout: Sequence[Place], layer: Passes | None = None) -> float:
+    """Seconds of a step with 1F1B or its interleaved form, without a simulation.
+
+    The busiest stage runs all microbatches; the others fill and drain the pipeline once, by chunks. It is exact for
+    1F1B when messages take no time, and a lower bound else. ``layer`` is :func:`layer_time`'s, if it is known already.
+    """
+    times = place_times(model, split, device, layout, layer)
+    stages = [0.0] * split.pipeline
+    for place, each in zip(layout, times, strict=True):
+        stages[place.stage] += each.forward + each.backward
+    around = (sum(stages) - max(stages)) / split.chunks
+    hops = 2 * (split.pipeline - 1) * message_time(model, split, device)
+    return split.microbatches * max(stages) + around + hops + sum(after_backward(model, split, device))
+
+
+def message_time(model: Model, split: Split, device: Device) -> float:
+    """Seconds until the activations of a microbatch have reached the next stage."""
+    if split.pipeline == 1:
+        return 0.0
+    size: float = _WIDTH * split.micro_batch * model.sequence * model.hidden
+    if split.sequence_parallel or split.scatter_messages:
+        size /= split.tensor
+    return hop(device.links, size, split.tensor * split.data)
+
+
+def after_backward(model: Model, split: Split, device: Device) -> tuple[float, float]:
+    """Seconds of the update and of the reduction of gradients, on the stage that has most parameters.
+
+    A tied embedding is summed between the first and the last stage. With ``zero1`` each rank updates its share.
+    """
+    share = model.layers / split.pipeline / split.tensor
+    dense: float = share * model.attention_parameters + model.vocabulary * model.hidden / split.tensor
+    experts = share * model.ffn_parameters / split.expert if model.experts else 0.0
+    dense += 0.0 if model.experts else share * model.ffn_parameters
+    links = device.links
+    reduction = all_reduce(links, split.gradient_bytes * dense, split.data, split.tensor)
+    if experts:
+        reduction += all_reduce(
+            links, split.gradient_bytes * experts, split.data // split.expert, split.tensor * split.expert
+        )
+    if model.tied and split.pipeline > 1:
+        table = _WIDTH * model.vocabulary * model.hidden / split.tensor
+        reduction += all_reduce(links, table, 2, split.ranks // 2)
+    own = dense / split.data + experts * split.expert / split.data if split.zero1 else dense + experts
+    update = device.sweeps.update * own / (device.bandwidth * device.sweeps.efficiency)
+    return update, reduction

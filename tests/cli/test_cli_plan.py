@@ -1,0 +1,141 @@
+"""``megatron-run plan``: text, JSON, files and refusals, and all of it without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_run_cli.main import main
+from tests.support.checkout import ROOT
+
+Output = pytest.CaptureFixture[str]
+
+TABLE = str(ROOT / "tests/planner/tables/a100_multi.csv")
+CHECK = ("plan", "check", TABLE, "--device", "a100")
+
+
+def test_the_summary_and_the_worst_ten_are_shown(capsys: Output) -> None:
+    assert main(CHECK) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("62 rows")
+    errors = [abs(float(line.split()[-1].rstrip("%"))) for line in lines[lines.index("") + 3 :]]
+    assert len(errors) == 10
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_every_row_is_listed_when_asked(capsys: Output) -> None:
+    assert main([*CHECK, "--rows"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 62 + 8
+
+
+def test_json_holds_fractions_and_rows(capsys: Output) -> None:
+    assert main([*CHECK, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    errors = [abs(row["predicted"] / row["measured"] - 1) for row in told["rows"]]
+    assert told["mean_error"] == pytest.approx(sum(errors) / 62)
+    assert 0 < told["regret_mean"] <= told["regret_max"] < 1
+    assert -1 <= told["kendall"] <= 1
+
+
+def test_recomputation_can_be_said(capsys: Output) -> None:
+    assert main([*CHECK, "--json", "--recompute", "none"]) == 0
+    none = json.loads(capsys.readouterr().out)
+    assert {row["split"]["recompute"] for row in none["rows"]} == {"none"}
+    assert none["mean_error"] > 0.15
+
+
+def test_the_best_ten_are_ranked_with_what_limits_them(capsys: Output) -> None:
+    assert main(["plan", "--size", "1.3B", "--gpus", "8", "--device", "a100-40"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = lines[3:13]
+    seconds = [float(row.split()[0].rstrip("s")) for row in rows]
+    assert seconds == sorted(seconds)
+    assert all("; " in row for row in rows)
+    assert any(line.startswith("best: ") for line in lines)
+
+
+def test_a_model_may_not_fit(capsys: Output) -> None:
+    assert main(["plan", "--size", "175B", "--gpus", "8", "--device", "a100-40"]) == 2
+    said = capsys.readouterr().err
+    assert "GiB of 40" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_less_memory_leaves_slower_splits(capsys: Output) -> None:
+    best = []
+    for memory in ("40GiB", "12GiB"):
+        assert main(["plan", "--size", "1.3B", "--gpus", "8", "--memory", memory, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert all(each["memory_needed"] <= float(memory[:2]) * 2**30 for each in told["best"])
+        best.append(told["best"][0]["seconds"])
+    assert best[0] < best[1]
+
+
+def test_the_best_is_written_and_can_be_asked_about(capsys: Output, tmp_path: Path) -> None:
+    file = tmp_path / "best.yaml"
+    assert main(["plan", "--size", "1.3B", "--gpus", "8", "--write", str(file)]) == 0
+    told = capsys.readouterr().out
+    assert str(file) in told
+    assert main(["plan", str(file), "--gpus", "8", "--what-if", "train.micro_batch_size=1", "--json"]) == 0
+    one, two = json.loads(capsys.readouterr().out)["candidates"]
+    assert one["seconds"] == pytest.approx(float(told.splitlines()[3].split()[0].rstrip("s")), abs=1e-3)
+    assert two["split"]["micro_batch"] == 1
+    assert two["seconds"] != one["seconds"]
+
+
+def test_a_month_with_failures_yields_less_than_one_without(capsys: Output) -> None:
+    useful = []
+    for mtbf in ("1000h", "100000d"):
+        assert (
+            main(["plan", "goodput", "--size", "1.3B", "--gpus", "64", "--mtbf", mtbf, "--days", "30", "--json"]) == 0
+        )
+        useful.append(json.loads(capsys.readouterr().out)["useful"])
+    assert useful[0] < useful[1] < 1
+
+
+def test_a_slow_network_makes_longer_steps(capsys: Output) -> None:
+    seconds = []
+    for share in ("1", "0.1"):
+        assert main(["plan", "goodput", "--size", "1.3B", "--gpus", "64", "--slow-link", share, "--json"]) == 0
+        seconds.append(json.loads(capsys.readouterr().out)["seconds"])
+    assert seconds[0] < seconds[1]
+
+
+def test_a_month_is_told_in_words(capsys: Output) -> None:
+    assert main(["plan", "goodput", "--size", "1.3B", "--gpus", "8", "--interval", "1h"]) == 0
+    assert "saves every 60.0 min" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("plan", "goodput", "--gpus", "8", "--mtbf", "long"), "length of time"),
+        (("plan", "--size", "13", "--gpus", "8"), "13B"),
+        (("plan", "--size", "13B", "--gpus", "8", "--memory", "80"), "80GiB"),
+        (("plan", "--gpus", "6", "--set", "parallel.tensor=4", "--what-if", "train.seed=1"), "multiple of 4"),
+        (("plan", "check", "missing.csv", "--device", "a100"), "missing.csv"),
+        (("plan", "check", TABLE, "--device", "a10"), "a100"),
+        (("plan", "check", TABLE), "--device"),
+    ],
+)
+def test_mistakes_are_refused_in_one_line(capsys: Output, words: tuple[str, ...], said: str) -> None:
+    assert main(words) == 2
+    told = capsys.readouterr()
+    assert not told.out
+    assert said in told.err
+    assert len(told.err.splitlines()) == 1
+
+
+def test_the_planner_loads_neither_torch_nor_numpy(tmp_path: Path) -> None:
+    code = (
+        "import sys; from megatron_run_cli.main import main; code = main(sys.argv[1:]); "
+        "sys.exit(code or ('torch' in sys.modules) * 3 or ('numpy' in sys.modules) * 4)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *CHECK], capture_output=True, timeout=60, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0

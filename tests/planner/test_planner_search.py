@@ -1,0 +1,179 @@
+"""The search finds what trying everything finds, keeps to the memory, and writes what a run can be started with."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from megatron_run.config.request import Request
+from megatron_run.errors import InputError
+from megatron_run.planning import load_config
+from megatron_run_planner.hardware import read_device, shipped_devices
+from megatron_run_planner.memory import layer_activations, least_memory, stage_memory
+from megatron_run_planner.schedules import Schedules
+from megatron_run_planner.search import Candidate, Search
+from megatron_run_planner.task import check_sizes, read_task, sized, written
+from megatron_run_planner.workload import Model, Split
+
+A100 = read_device("a100")
+MODEL = Model(8, 2048, 16, 1024, 51200, flash=True)
+GPT3 = Model(96, 12288, 96, 2048, 51200)
+CONFIG = {
+    "model": {"use": "gpt", "num_layers": 8, "hidden_size": 2048, "num_heads": 16, "vocab_size": 51200},
+    "train": {"sequence_length": 1024, "global_batch_size": 32, "steps": 10, "precision": "bf16"},
+    "data": {"use": "mock", "vocab_size": 51200},
+}
+
+
+@pytest.fixture(scope="module")
+def schedules() -> Schedules:
+    return Schedules()
+
+
+def search(schedules: Schedules, memory: float = 80 * 2**30, ranks: int = 4) -> Search:
+    return Search(MODEL, ranks, 32, A100.model_copy(update={"memory": memory}), schedules)
+
+
+def everything(schedules: Schedules, ranks: int = 4) -> list[Candidate]:
+    """Every split of powers of two under every schedule that takes it."""
+    found = []
+    for tensor, pipeline, micro_batch, recompute, zero1 in product(
+        (1, 2, 4), (1, 2, 4), (1, 2, 4, 8, 16, 32), ("none", "mlp", "full"), (False, True)
+    ):
+        data = ranks // (tensor * pipeline)
+        if data * tensor * pipeline != ranks or 32 % (micro_batch * data) or (zero1 and data == 1):
+            continue
+        for chunks, name in product((1, 2, 4, 8), schedules.names()):
+            split = Split(
+                tensor=tensor,
+                pipeline=pipeline,
+                chunks=chunks,
+                data=data,
+                micro_batch=micro_batch,
+                global_batch=32,
+                recompute=recompute,  # type: ignore[arg-type]  # one of its words
+                sequence_parallel=tensor > 1,
+                zero1=zero1,
+                overlap=True,
+                gradient_bytes=4,
+            )
+            if pipeline * chunks <= (MODEL.layers if pipeline > 1 else 1) and (
+                found_one := search(schedules).judge(split, name)
+            ):
+                found.append(found_one)
+    return found
+
+
+def test_the_best_is_the_best_of_all(schedules: Schedules) -> None:
+    best = search(schedules).run().best[0]
+    assert best.step.seconds == pytest.approx(min(each.step.seconds for each in everything(schedules)), rel=1e-3)
+
+
+def test_the_best_come_first_and_all_fit(schedules: Schedules) -> None:
+    memory = 12 * 2**30
+    best = search(schedules, memory).run().best
+    seconds = [each.step.seconds for each in best]
+    assert seconds == sorted(seconds)
+    assert all(each.needed <= memory for each in best)
+    assert min(each.step.seconds for each in search(schedules).run().best) < seconds[0]
+
+
+def test_every_schedule_that_serves_stages_is_tried(schedules: Schedules) -> None:
+    """With little memory only pipelines are left."""
+    found = search(schedules, 8 * 2**30).run(keep=1000)
+    serving = {name for name in schedules.names() if "parallel.pipeline" in schedules.info(name).provides}
+    assert {each.schedule for each in found.best if each.split.pipeline > 1} == serving
+
+
+def test_what_is_left_out_is_counted(schedules: Schedules) -> None:
+    found = search(schedules, 8 * 2**30).run()
+    assert found.pruned["more memory than there is"] > 0
+    assert found.tried > len(found.best)
+
+
+def test_a_model_that_fits_nowhere_says_what_it_needs(schedules: Schedules) -> None:
+    with pytest.raises(InputError, match=r"GiB of 2"):
+        search(schedules, 2 * 2**30).run()
+
+
+def test_shares_of_a_step_are_parts_of_it(schedules: Schedules) -> None:
+    for each in search(schedules).run().best:
+        assert all(share >= -1e-9 for share in each.shares.values())
+        assert sum(each.shares.values()) < 1
+        assert each.shares["bubble"] == pytest.approx(each.step.bubble * each.step.pipeline / each.step.seconds)
+
+
+@pytest.mark.parametrize("tensor", [1, 8])
+def test_a_layer_keeps_what_the_paper_says(tensor: int) -> None:
+    """Korthikanti et al. 2022, table 2."""
+    s, b, h, a = GPT3.sequence, 3, GPT3.hidden, GPT3.heads
+    scores = 5 * a * s / (h * tensor)
+
+    def kept(**more: object) -> float:
+        return layer_activations(GPT3, Split(tensor=tensor, micro_batch=b, **more)) / (s * b * h)  # type: ignore[arg-type]
+
+    assert kept() == pytest.approx(10 + 24 / tensor + scores)
+    assert kept(sequence_parallel=True) == pytest.approx(34 / tensor + scores)
+    assert kept(sequence_parallel=True, recompute="core") == pytest.approx(34 / tensor)
+    assert kept(recompute="full") == 2
+
+
+def test_in_flight_microbatches_are_held(schedules: Schedules) -> None:
+    split = Split(pipeline=4, micro_batch=2, global_batch=32)
+    stages = stage_memory(MODEL, split, schedules.plan("1f1b", 8, 4, 1, 16))
+    layer = layer_activations(MODEL, split)
+    assert [each.activations / (2 * layer) for each in stages] == [4, 3, 2, 1]
+    assert least_memory(MODEL, split).total == pytest.approx(stages[0].total)
+    assert [each.logits > 0 for each in stages] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(("zero1", "each"), [(False, 18), (True, 9)])
+def test_a_parameter_takes_as_many_bytes_as_the_optimizers_say(zero1: bool, each: int) -> None:
+    """``--dry-run`` of a bf16 run over four copies says 18 and 9 bytes a parameter for adamw and zero1."""
+    held = least_memory(MODEL, Split(data=4, micro_batch=1, global_batch=4, zero1=zero1))
+    state = held.parameters + held.gradients + held.optimizer
+    assert state / MODEL.parameters == pytest.approx(each)
+
+
+def test_the_best_is_a_configuration_that_resolves(schedules: Schedules, tmp_path: Path) -> None:
+    task = read_task(Request((CONFIG,)), 8)
+    found = Search(task.model, 8, 32, A100.model_copy(update={"memory": 6 * 2**30}), schedules).run(keep=1000).best
+    best = next(each for each in found if each.split.pipeline > 1 and each.split.tensor > 1)
+    file = tmp_path / "best.yaml"
+    file.write_text(written(task, best), encoding="utf-8")
+    run = load_config(file, environment={})
+    sizes, split = run.sizes, best.split
+    assert (sizes.tensor, sizes.pipeline, sizes.data) == (split.tensor, split.pipeline, split.data)
+    assert run.one("schedule").name == best.schedule
+    assert run.config.train.micro_batch_size == split.micro_batch
+    again = read_task(Request((str(file),)), None)
+    assert again.split.ranks == 8
+    assert again.model == task.model
+
+
+def test_a_size_is_a_model_of_about_that_size() -> None:
+    for wanted in (350e6, 13e9, 175e9):
+        task = read_task(Request((sized(wanted),)), 8)
+        assert task.model.parameters == pytest.approx(wanted, rel=0.2)
+        assert task.model.hidden % task.model.heads == 0
+
+
+@pytest.mark.parametrize("sets", [("parallel.tensor=3",), ("parallel.pipeline=16",), ("train.micro_batch_size=5",)])
+def test_a_split_that_is_none_is_refused(sets: tuple[str, ...]) -> None:
+    task = read_task(Request((CONFIG,), sets=sets), 16)
+    with pytest.raises(InputError):
+        check_sizes(task, 16)
+
+
+def test_a_model_without_sizes_is_refused() -> None:
+    with pytest.raises(InputError, match="hidden_size"):
+        read_task(Request(({"model": {"num_layers": 2}, "train": CONFIG["train"]},)), 1)
+
+
+@pytest.mark.parametrize("name", shipped_devices())
+def test_every_shipped_device_is_read(name: str) -> None:
+    device = read_device(name)
+    assert device.peak > 1e11
+    assert device.memory > 2**30

@@ -1,0 +1,117 @@
+"""Operators, collectives and steps against published formulas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_run.contracts.actions import LayoutSpec, looped_layout
+from megatron_run_planner.hardware import Device, read_device
+from megatron_run_planner.layer_time import all_reduce, layer_time
+from megatron_run_planner.operators import layer_operators
+from megatron_run_planner.schedules import Schedules, spread
+from megatron_run_planner.step_time import estimate, message_time, step_time
+from megatron_run_planner.workload import Model, Split
+
+A100 = read_device("a100")
+#: GPT-3: Brown et al. 2020.
+GPT3 = Model(96, 12288, 96, 2048, 51200)
+LLAMA = Model(
+    126, 16384, 128, 8192, 128256, kv_heads=8, ffn=53248, gated=True, flash=True, tied=False
+)  # 3.1 405B, Dubey et al. 2024, table 3
+
+
+def test_parameters_are_those_of_the_papers() -> None:
+    h, layers, vocabulary = GPT3.hidden, GPT3.layers, GPT3.vocabulary
+    # Narayanan et al. 2021, equation 2, less biases, norms and positions.
+    assert GPT3.parameters == 12 * layers * h**2 * (1 + vocabulary / (12 * layers * h))
+    assert LLAMA.parameters == pytest.approx(405.8e9, rel=1e-3)
+
+
+def test_flops_are_those_of_the_paper() -> None:
+    """Narayanan et al. 2021, equation 3 with 72 for 96: nothing is recomputed."""
+    h, s, layers, vocabulary = GPT3.hidden, GPT3.sequence, GPT3.layers, GPT3.vocabulary
+    expected = 72 * s * layers * h**2 * (1 + s / (6 * h) + vocabulary / (12 * layers * h))
+    assert GPT3.flops_per_token * s == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 8])
+@pytest.mark.parametrize("model", [GPT3, LLAMA], ids=["gpt3", "llama"])
+def test_a_layers_operators_are_its_flops(model: Model, tensor: int) -> None:
+    work = layer_operators(model, 2, tensor)
+    flops = sum(each.flops for each in work.products) + work.attention
+    per_layer = (model.flops_per_token - 6 * model.hidden * model.vocabulary) / model.layers
+    assert flops * tensor == pytest.approx(per_layer / 3 * 2 * model.sequence)
+
+
+def test_experts_compute_what_their_tokens_choose() -> None:
+    dense, mixture = Model(8, 1024, 16, 512, 32000), Model(8, 1024, 16, 512, 32000, experts=8, top_k=2)
+    one = sum(each.flops for each in layer_operators(dense, 1, 1).products)
+    two = sum(each.flops for each in layer_operators(mixture, 1, 1, 4).products)
+    feed = 2 * 512 * 8 * 1024**2
+    assert two - one == pytest.approx(feed)
+
+
+def test_a_ring_sends_twice_what_its_neighbours_lack() -> None:
+    links = A100.links.model_copy(update={"latency": 0.0, "machine_latency": 0.0})
+    assert all_reduce(links, 1e9, 1) == 0
+    assert all_reduce(links, 1e9, 4) == pytest.approx(2 * 3 / 4 * 1e9 / links.bandwidth)
+    assert all_reduce(links, 1e9, 16, 8) == pytest.approx(2 * 15 / 16 * 1e9 / links.machine_bandwidth)
+    # Four members in each machine share the way out, each by its own card.
+    assert all_reduce(links, 1e9, 16, 2) == pytest.approx(2 * 15 / 16 * 1e9 / (4 * links.machine_bandwidth))
+
+
+def even(device: Device) -> Device:
+    """``device`` without whatever makes stages and messages unequal or free of work."""
+    host = device.host.model_copy(update={"head": 0.0, "embedding": 0.0})
+    links = device.links.model_copy(update={"latency": 0, "machine_latency": 0, "bandwidth": 1e30})
+    return device.model_copy(update={"host": host, "links": links, "layers": ()})
+
+
+@pytest.mark.parametrize(("kind", "chunks"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 4)])
+@pytest.mark.parametrize("microbatches", [4, 16])
+def test_equal_stages_wait_as_the_formula_says(kind: str, chunks: int, microbatches: int) -> None:
+    """Narayanan et al. 2021, section 2.2: the bubble is (p-1) / (v m) of the ideal time."""
+    model = Model(16, 1024, 16, 256, 1)
+    split = Split(pipeline=4, chunks=chunks, micro_batch=1, global_batch=microbatches)
+    device = even(A100)
+    plan = Schedules().plan(kind, 16, 4, chunks, microbatches)
+    layer = layer_time(model, split, device)
+    ideal = microbatches * 4 * (layer.forward + layer.backward)
+    found = step_time(model, split, device, plan)
+    assert found.pipeline == pytest.approx(ideal * (1 + 3 / (chunks * microbatches)), rel=1e-3)
+    assert found.bubble == pytest.approx(1 - ideal / found.pipeline, abs=1e-3)
+
+
+@pytest.mark.parametrize("pipeline", [2, 4, 8])
+def test_the_estimate_is_the_simulation_of_1f1b(pipeline: int) -> None:
+    model = Model(24, 2048, 16, 1024, 51200)
+    split = Split(tensor=1, pipeline=pipeline, data=2, micro_batch=2, global_batch=64)
+    plan = Schedules().plan("1f1b", 24, pipeline, 1, split.microbatches)
+    quick = estimate(model, split, A100, looped_layout(LayoutSpec(pipeline, 1, 24)))
+    exact = step_time(model, split, A100, plan).seconds
+    assert quick == pytest.approx(exact, rel=0.01)
+
+
+def test_recomputing_a_layer_costs_its_forward() -> None:
+    split = Split(tensor=2, micro_batch=4, global_batch=8)
+    model = replace(GPT3, hidden=4096, heads=32)
+    kept, full = (layer_time(model, replace(split, recompute=how), A100) for how in ("none", "full"))
+    assert full.backward == pytest.approx(kept.backward + kept.forward)
+    core = layer_time(model, replace(split, recompute="core"), A100)
+    assert kept.backward < core.backward < full.backward
+
+
+def test_tensor_ranks_share_a_message_when_they_scatter_it() -> None:
+    whole = Split(tensor=8, pipeline=2, data=4, micro_batch=1, global_batch=8)
+    parts = message_time(GPT3, replace(whole, scatter_messages=True), A100)
+    latency = A100.links.machine_latency
+    assert message_time(GPT3, whole, A100) - latency == pytest.approx(8 * (parts - latency))
+    assert message_time(GPT3, replace(whole, pipeline=1), A100) == 0
+
+
+def test_layers_that_do_not_divide_are_dealt_out() -> None:
+    assert spread(10, 4) == (3, 3, 2, 2)
+    plan = Schedules().plan("1f1b", 10, 4, 1, 4)
+    assert [len(place.layers) for place in plan.layout] == [3, 3, 2, 2]
