@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 import torch
 
-from megatron_run.errors import DataError
+from megatron_run.errors import DataError, ExitCode
 from megatron_run.planning import load_config
 from megatron_run_cli.main import main
 from megatron_run_engine import train
@@ -87,6 +87,8 @@ def test_a_model_is_tuned_on_conversations_with_the_template_beside_its_tokenize
     words = ("--plugin", "data=instruct", *sets(*SMALL, "eval.sample=4"))
     assert run("finetune", "chat", *words) == 2
     assert "add --data" in capfd.readouterr().err
+    assert run("finetune", "chat", "--data", "chats.jsonl", *sets("run.folder=tuned")) == ExitCode.INPUT
+    assert "add --plugin data=instruct" in capfd.readouterr().err
     assert run("finetune", "chat", "--data", "chats.jsonl", *words, *sets("run.folder=tuned")) == 0
     said = capfd.readouterr()
     assert " conversations in " in said.out
@@ -135,7 +137,7 @@ def test_a_model_without_a_tokenizer_needs_one(
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "bare" / name).write_bytes((model / name).read_bytes())
     assert run("finetune", "bare", "--data", texts) == 2
-    assert "has no tokenizer.json" in capsys.readouterr().err
+    assert "has no tokenizer.json" in capfd.readouterr().err
 
 
 def test_a_model_of_bytes_is_tuned_from_its_run_and_from_its_export(
@@ -148,7 +150,7 @@ def test_a_model_of_bytes_is_tuned_from_its_run_and_from_its_export(
     keys = {**small, "data.use": "text", "data.paths": str(texts), "observer.use": [], "eval.interval": 0}
     train(load_config("preset:tiny", sets={**keys, "run.folder": "mine", "run.threads": 1, "data.split": "90,5,5"}))
     assert run("finetune", "mine", "--data", texts, "--dry-run", *sets(*SMALL)) == 0
-    assert "tokenizer" not in capsys.readouterr().err
+    assert "tokenizer" not in capfd.readouterr().err
     assert run("export", "mine", "out", "--to", "huggingface") == 0
     text = "naïve  text\n"
     assert AutoTokenizer.from_pretrained("out")(text)["input_ids"] == list(text.encode())

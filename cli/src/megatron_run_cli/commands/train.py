@@ -167,8 +167,9 @@ def _finetune(  # one argument an option: so click calls it
 
         as_task(chosen, task, data[0], words)
     if not options["quiet"]:
-        keys = ", ".join(f"{key}={value}" for key, value in chosen["train"].items())
-        tell(f"fine-tuning, unless you set otherwise, with train: {keys}")
+        given = {word.partition("=")[0] for word in words}
+        keys = (f"{key}={value}" for key, value in chosen["train"].items() if f"train.{key}" not in given)
+        tell(f"fine-tuning, unless you set otherwise, with train: {', '.join(keys)}")
 
     def start(*sets: str) -> int:
         names = {word.partition("=")[0] for word in sets}
@@ -188,6 +189,11 @@ def _check_finetuning(data: tuple[str, ...], task: str | None, seeds: int, words
     if not data and not any("paths=" in word for word in words):
         what = f"--task {task} reads a folder" if task else "there is nothing to train on"
         raise InputError(what, fix="add --data FOLDER" if task else "add --data FILE, as --data 'books/*.txt'")
+    if task is None and not any(word.startswith(("data=", "data.use=")) for word in words):
+        for path in map(Path, data):
+            if path.suffix == ".jsonl" and path.is_file():
+                fix = "for conversations add --plugin data=instruct, for texts see megatron-run data prepare --help"
+                raise InputError(f"{path} is JSON, and data=text would learn to write that", fix=fix)
     if task is not None and len(data) != 1:
         raise InputError(f"--task {task} reads one folder", fix="add --data FOLDER, with the files as published")
     if task is None and seeds > 1:
