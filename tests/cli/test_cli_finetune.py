@@ -137,7 +137,7 @@ def test_a_model_without_a_tokenizer_needs_one(
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "bare" / name).write_bytes((model / name).read_bytes())
     assert run("finetune", "bare", "--data", texts) == 2
-    assert "has no tokenizer.json" in capfd.readouterr().err
+    assert "has no tokenizer.json" in capsys.readouterr().err
 
 
 def test_a_model_of_bytes_is_tuned_from_its_run_and_from_its_export(
@@ -150,7 +150,7 @@ def test_a_model_of_bytes_is_tuned_from_its_run_and_from_its_export(
     keys = {**small, "data.use": "text", "data.paths": str(texts), "observer.use": [], "eval.interval": 0}
     train(load_config("preset:tiny", sets={**keys, "run.folder": "mine", "run.threads": 1, "data.split": "90,5,5"}))
     assert run("finetune", "mine", "--data", texts, "--dry-run", *sets(*SMALL)) == 0
-    assert "tokenizer" not in capfd.readouterr().err
+    assert "tokenizer" not in capsys.readouterr().err
     assert run("export", "mine", "out", "--to", "huggingface") == 0
     text = "naïve  text\n"
     assert AutoTokenizer.from_pretrained("out")(text)["input_ids"] == list(text.encode())
