@@ -64,7 +64,7 @@ def test_a_model_goes_there_and_back_with_its_tokenizer(
     words = ("finetune", model, "--data", texts / "*.txt", *sets("run.folder=tuned", *SMALL))
     assert run(*words) == 0
     said = capfd.readouterr()
-    assert "with train: steps=500" in said.err
+    assert "with train: lr=2e-05" in said.err
     assert "weights of step 0 of" in said.out
     assert (tmp_path / "tuned" / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     about = Checkpoints(tmp_path / "tuned" / "checkpoints").manifest(2).about
