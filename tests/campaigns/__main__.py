@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.support.report import heading, table
+from tests.campaigns.attacks import floods, prepared, starts
 from tests.campaigns.damage import crash_points, flips
 from tests.campaigns.figures import Figures
 from tests.campaigns.fuzz import fuzz_all
@@ -34,8 +35,17 @@ CAMPAIGNS: dict[str, Campaign] = {
     "slow": lambda folder, seed, jobs, share: [slow_steps(folder, _some(1000, share), seed)],
     "replicas": lambda folder, seed, jobs, share: [flipped_replicas(folder, _some(20, share), seed, jobs)],
     "malformed": lambda folder, seed, jobs, share: [malformed(folder / "inputs", share), damaged_runs(folder, share)],
+    "attacks": lambda folder, seed, jobs, share: [
+        *(each(_made(folder / each.__name__), share) for each in (prepared, starts)),
+        floods(_some(100, share), seed),
+    ],
     "fuzz": lambda folder, seed, jobs, share: fuzz_all(folder, _some(5000, share), seed),
 }
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 def _some(count: int, share: float) -> int:

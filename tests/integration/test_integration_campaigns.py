@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
 
 
 #: Those that are quick; the others are made of the same parts.
-QUICK = ("kills", "crash-points", "flips", "malformed", "fuzz")
+QUICK = ("kills", "crash-points", "flips", "malformed", "fuzz", "attacks")
 
 
 def test_a_small_share_of_the_quick_campaigns_keeps_every_promise(capsys: pytest.CaptureFixture[str]) -> None:

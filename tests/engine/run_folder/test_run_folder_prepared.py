@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from megatron_run_engine.launch.rank_output import redirect_output
 from megatron_run_engine.run_folder import History, RunFolder, open_run_folder
 from megatron_run_observer_tensorboard.events import EventFile
 from megatron_run_observer_trace import trace_path, write_new
+from tests.support.start_windows import killed_before
 
 
 def tiny(path: Path, **sets: Any) -> ResolvedRun:
@@ -138,35 +138,6 @@ def test_a_pipe_in_the_place_of_a_record_is_not_waited_for(run: Path, name: str)
             open_run_folder(tiny(run))
     else:
         open_run_folder(tiny(run)).lock.release()  # the status is replaced, whatever it was
-
-
-#: What changes names or contents on the disk, as Python's audit events call it.
-_CHANGES = frozenset({"os.mkdir", "os.rename", "os.remove", "os.symlink", "os.truncate"})
-
-
-def killed_before(count: int, run: ResolvedRun) -> bool:
-    """Open the folder in a child that is killed before its change number ``count``; whether it lived to the end."""
-    child = os.fork()
-    if child == 0:
-        left = count
-
-        def kill(event: str, arguments: tuple[Any, ...]) -> None:
-            nonlocal left
-            writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_CREAT | os.O_RDWR)
-            if event in _CHANGES or writes:
-                left -= 1
-                if left < 0:
-                    os._exit(9)
-
-        sys.addaudithook(kill)
-        try:
-            open_run_folder(run)
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status in (0, 9)
-    return status == 0
 
 
 @pytest.mark.parametrize("attempts", [0, 1])

@@ -18,7 +18,8 @@ from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.optim import FlatOptimizer
 from megatron_run_engine.runtime.gradients import main_grad
-from megatron_run_engine.training.state.resuming import StateReader, restored
+from megatron_run_engine.training.numbers import Progress
+from megatron_run_engine.training.state.resuming import StateReader
 from tests.support.resuming import SMALL, Attempt, attempt, only_step
 from tests.support.saved_steps import State, read_all, same_state
 from tests.support.training import found_once
@@ -168,10 +169,10 @@ def test_a_damaged_step_is_named_and_nothing_older_is_taken_in_silence(
 def test_counters_of_no_such_step_are_refused(fast: tuple[Path, Attempt]) -> None:
     folder = fast[0]
     about = read_manifest(folder / "checkpoints" / f"step{steps(folder)[-1]}").about
-    assert restored(about).step == about.step
+    assert Progress.restored(about.step, about.counters, about.losses).step == about.step
     for change in ({"step": about.step + 1}, {"invented": 3}):
         with pytest.raises(CheckpointError, match="cannot be resumed"):
-            restored(about.model_copy(update={"counters": {**about.counters, **change}}))
+            Progress.restored(about.step, {**about.counters, **change}, about.losses)
 
 
 def test_another_configuration_is_refused_with_its_keys(fast: tuple[Path, Attempt], tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron_run.contracts import StepMetrics
-from megatron_run.errors import ExitCode
+from megatron_run.errors import CheckpointError, ExitCode
 from megatron_run_engine.training.device import peak_memory_gib
 from megatron_run_engine.training.losses import LANGUAGE_MODEL
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from megatron_run.contracts import DevicePeak, Model
     from megatron_run.planning import ResolvedRun
@@ -79,6 +79,17 @@ class Progress:
     rewinds: int = 0
     dropped: int = 0
     losses: tuple[float, ...] = ()
+
+    @classmethod
+    def restored(cls, step: int, counters: Mapping[str, int], losses: Sequence[float]) -> Progress:
+        """The progress that was saved with ``step``. Raises :class:`CheckpointError` for counters of no such step."""
+        unknown = sorted(counters.keys() - cls().counters.keys())
+        why = f"it counts {unknown[0]!r}, which this version does not know" if unknown else ""
+        if counters.get("step") != step:
+            why = why or f"it is step {step}, and its counter says {counters.get('step')}"
+        if why:
+            raise CheckpointError(f"step {step} cannot be resumed", why=why)
+        return cls(**counters, losses=tuple(losses))
 
     @property
     def counters(self) -> dict[str, int]:

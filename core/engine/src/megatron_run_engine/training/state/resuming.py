@@ -279,19 +279,7 @@ def accept(
         )
     upgrade = optimizer_upgrade(saved, run.plugins)
     scaler = scaler_state(saved, run.plugins, allowed)
-    return Accepted(restored(saved), scaler, upgrade, found)
-
-
-def restored(saved: About) -> Progress:
-    """How far the run had come at the step ``saved``. Raises :class:`CheckpointError` for counters of no such step."""
-    counters = saved.counters
-    unknown = sorted(counters.keys() - Progress().counters.keys())
-    why = f"it counts {unknown[0]!r}, which this version does not know" if unknown else ""
-    if counters.get("step") != saved.step:
-        why = why or f"it is step {saved.step}, and its counter says {counters.get('step')}"
-    if why:
-        raise CheckpointError(f"step {saved.step} cannot be resumed", why=why)
-    return Progress(**counters, losses=saved.losses)
+    return Accepted(Progress.restored(saved.step, saved.counters, saved.losses), scaler, upgrade, found)
 
 
 def rate_change(run: ResolvedRun, saved: About, accepted: Accepted) -> list[str]:
