@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_run.contracts import Microbatch
 from megatron_run.contracts.topology import Topology
+from megatron_run.errors import RunError
 from megatron_run_engine.runtime.comm import Groups, ParallelGroup, Pending
 from megatron_run_engine.training.build import build_chunks, make_context, make_layers, with_vocabulary
 
@@ -64,6 +65,7 @@ def peak_activations(run: ResolvedRun) -> list[int] | None:
     """The most bytes of activations that a rank of each stage holds in a step of the full batch.
 
     None where layers cannot run without values: experts whose shapes follow the routing, kernels of other libraries.
+    The model must have been built once (``model_size``), which says what is wrong with it.
     """
     data = cast("DataSource", run.one("data").create())
     options = with_vocabulary(run, data)
@@ -72,7 +74,9 @@ def peak_activations(run: ResolvedRun) -> list[int] | None:
         return [
             peak_saved(plan.lists[stage], saved_by_chunk(run, options, data, stage)) for stage in range(plan.stages)
         ]
-    except RuntimeError:  # torch's, of a layer that reads values, among them all of its fake tensors' own
+    except (RuntimeError, RunError):
+        # Torch's, of a layer that reads values; and of layers that need a GPU, since the model was built on the meta
+        # device before.
         return None
 
 
