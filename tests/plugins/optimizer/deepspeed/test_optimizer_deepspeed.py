@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron_run import load_config
 from megatron_run.contracts import Init, ParamInfo, Part
-from megatron_run.errors import InputError, PluginError
+from megatron_run.errors import InputError, PluginError, Problems
 from megatron_run_cli.main import main
 from megatron_run_engine.launch import local
 from megatron_run_engine.run_folder.changes import find_changes, identity
@@ -139,6 +139,12 @@ def test_experts_are_refused_since_fewer_ranks_share_them() -> None:
     parallel = config.parallel.model_copy(update={"expert": 2})
     with pytest.raises(InputError, match=r"parallel\.expert=2 shares experts among some"):
         list(check_config(config.model_copy(update={"parallel": parallel}), Options()))
+
+
+def test_biases_that_the_model_moves_are_refused_since_masters_are_kept_apart() -> None:
+    sets = ["parallel.data=2", "model.experts=4", "model.router_bias_rate=0.001"]
+    with pytest.raises(Problems, match=r"model\.router_bias_rate moves biases"):
+        load_config("preset:tiny", plugins=["optimizer=deepspeed"], sets=sets)
 
 
 @pytest.mark.parametrize(
