@@ -94,7 +94,7 @@ def test_heads_that_do_not_divide() -> None:
     line, code = mistake(sets=["model.num_heads=3"])
     assert line == (
         "model.num_heads=3: hidden_size 32 does not divide over 3 heads: 32 / 3 = 10.6667; "
-        "set num_heads to 2 or 4, or hidden_size to 30 or 33 (from --set model.num_heads)"
+        "set num_heads to 2 or 4, or hidden_size to 30 or 33, or set head_size (from --set model.num_heads)"
     )
     assert code == ExitCode.INPUT
 

@@ -145,7 +145,8 @@ def test_a_size_that_only_planned_plugins_serve_promises_no_installation(monkeyp
 
 
 def test_a_size_that_nobody_knows_how_to_serve_is_set_back() -> None:
-    (problem,) = unserved({"parallel.expert": 2}, [SEQUENTIAL], INSTALLED)
+    (problem,) = unserved({"parallel.context": 2}, [SEQUENTIAL], INSTALLED)
     assert (
-        str(problem) == "parallel.expert=2 needs a plugin that serves it: no chosen plugin does; set parallel.expert=1"
+        str(problem)
+        == "parallel.context=2 needs a plugin that serves it: no chosen plugin does; set parallel.context=1"
     )
