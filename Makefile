@@ -37,7 +37,7 @@ SPREAD   := -n $(if $(filter 1 2 3,$(CORES)),$(shell expr $(CORES) + 1),4) --dis
 PRODUCTS := $(addprefix tests/integration/test_integration_,\
   $(addsuffix .py,experts scatter_messages tensor tensor_random tensor_text))
 
-.PHONY: run test lint types unit gpu te te-env grid graph-grid nightly campaigns mutants setup format docs site wheels
+.PHONY: run test lint types unit gpu te te-env grid graph-grid compose nightly campaigns mutants setup format docs site wheels
 .PHONY: bundle clean
 run: $(RUNTIME)
 	.venv/bin/megatron-run --plugin schedule=interleaved
@@ -71,6 +71,9 @@ grid: $(DEV)
 # Captured graphs in every arrangement of ranks and every way, where `test` runs a selection: minutes.
 graph-grid: $(DEV)
 	$(PY) -m tests.integration.whole_graph_grid
+# Random configurations of everything that is installed, each against the single process: half an hour.
+compose: $(DEV)
+	$(PY) -m tests.compose
 # What `test` leaves out: wheels, packages that are installed, whole runs with DeepSpeed, walks of pages, benchmarks.
 nightly: $(DEV)
 	$(PY) -m pytest -q -m nightly $(SPREAD)

@@ -1,0 +1,150 @@
+"""Runs on ranks that live through many of them, and what each run shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron_run.config.request import Request
+from megatron_run.contracts import EvalMetrics, Observer, StepMetrics
+from megatron_run.errors import ExitCode
+from megatron_run.planning import resolve
+from tests.support.training import found_once
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+#: Ranks that live, and seconds for which one waits for another.
+WORLD, PATIENCE = 4, 120
+#: The step after which a run is interrupted that goes on elsewhere.
+HALF = 2
+
+
+@dataclass
+class Outcome:
+    """What a run showed: by step the loss, the gradient norm and the validation loss; and the final weights by name.
+
+    ``fault`` says why there is nothing, or is empty.
+    """
+
+    losses: dict[int, float] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
+    validation: dict[int, float] = field(default_factory=dict)
+    weights: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    fault: str = ""
+
+
+class Job(NamedTuple):
+    """A run in the folder ``home``: its attempts, one after the other. A run of one rank is given to ``rank``."""
+
+    home: str
+    attempts: Sequence[Request]
+    rank: int = 0
+
+
+class _Watch(Observer):
+    """Notes the numbers of a run, and asks it to stop after the step ``last``."""
+
+    def __init__(self, outcome: Outcome, stop: Any, last: int | None) -> None:
+        self._outcome, self._stop, self._last = outcome, stop, last
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        self._outcome.losses[metrics.step] = float("nan") if metrics.loss is None else metrics.loss
+        self._outcome.norms[metrics.step] = float("nan") if metrics.grad_norm is None else metrics.grad_norm
+        if metrics.step == self._last:
+            self._stop.stop(ExitCode.SIGTERM)
+
+    def on_eval_end(self, metrics: EvalMetrics) -> None:
+        self._outcome.validation[metrics.step] = metrics.loss
+
+
+def work(rank: int, world: int, folder: str, jobs: Sequence[Job]) -> list[Outcome | None]:
+    """Do this rank's part of every job; what the first rank of each run saw, None on the others."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()  # every attempt has a world of its own
+    meet = _Meeting(dist.FileStore(f"{folder}/meet", world), world)
+    with found_once():
+        found = [_run(job, rank, meet) for job in jobs]
+    _join(f"{folder}/end", rank, world)  # what started the ranks leaves with all of them
+    return found
+
+
+class _Meeting:
+    """All ranks wait for each other, those too that have no part in an attempt: else they would lose patience."""
+
+    def __init__(self, store: Any, world: int) -> None:
+        self._store, self._world, self._number = store, world, 0
+
+    def __call__(self, fault: str) -> bool:
+        """Wait for all; whether any of them has a ``fault``."""
+        self._number += 1
+        self._store.add(f"faults {self._number}", bool(fault))
+        if self._store.add(f"arrived {self._number}", 1) == self._world:
+            self._store.set(f"all {self._number}", "")
+        self._store.wait([f"all {self._number}"], timedelta(seconds=10 * PATIENCE))
+        return bool(self._store.add(f"faults {self._number}", 0))
+
+
+def _run(job: Job, rank: int, meet: _Meeting) -> Outcome | None:
+    outcome, place, failed = Outcome(), rank - job.rank, meet("")
+    for number, request in enumerate(job.attempts, start=1):
+        if 0 <= place < (request.nproc or 1) and not failed:
+            last = HALF if number < len(job.attempts) else None
+            try:
+                _attempt(job.home, request, place, number, outcome, last)
+            except Exception as error:
+                outcome.fault = f"attempt {number}, rank {place}: {type(error).__name__}: {error}"
+        failed = meet(outcome.fault) or failed
+    if place:
+        return None
+    if failed:
+        outcome.fault = outcome.fault or "another rank failed"
+    else:
+        outcome.weights = _weights(Path(job.home))
+    return outcome
+
+
+def _attempt(home: str, request: Request, rank: int, number: int, outcome: Outcome, last: int | None) -> None:
+    import torch.distributed as dist
+
+    from megatron_run_engine.run_folder import RunFolder
+    from megatron_run_engine.runtime.world import StopRequest, World
+    from megatron_run_engine.training.trainer import train_rank
+
+    size, stop = request.nproc or 1, StopRequest()
+    run = resolve(request, [_Watch(outcome, stop, last)])
+    folder = RunFolder(Path(home), number, rank)
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    if size > 1:
+        _join(f"{home}.{number}", rank, size)
+    try:
+        train_rank(run, World(rank, size), folder, stop)
+    finally:
+        if size > 1:
+            dist.destroy_process_group()
+
+
+def _join(store: str, rank: int, size: int) -> None:
+    import torch.distributed as dist
+
+    wait = timedelta(seconds=PATIENCE)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=wait)
+
+
+def _weights(home: Path) -> Mapping[str, NDArray[np.float32]]:
+    """The weights of the newest step in the run folder ``home``, whole, by the names of logical tensors."""
+    from megatron_run.contracts.state import MASTER
+    from megatron_run_engine.checkpoint.reader import Reader
+    from megatron_run_engine.checkpoint.step_folder import find_step
+
+    checkpoints, step = find_step(home)
+    manifest = checkpoints.manifest(step)
+    reader = Reader(checkpoints.folder(step), manifest)
+    shapes = {name: fields[MASTER].shape for name, fields in manifest.tensors.items()}
+    return {name: reader.read(name, MASTER, [0] * len(shape), shape).numpy() for name, shape in shapes.items()}
