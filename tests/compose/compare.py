@@ -38,7 +38,7 @@ def faults(compared: Compared) -> list[str]:
 
 
 def compare(compositions: Sequence[Composition], extra: Sequence[str] = ()) -> list[Compared | None]:
-    """Train each with its single process; None for one that planning refuses. ``extra`` is set in the run alone."""
+    """Train each with its single process; None for one that is refused. ``extra`` is set in the run alone."""
     with tempfile.TemporaryDirectory() as folder:
         jobs, places = list[Job](), dict[int, int]()
         for number, composition in enumerate(compositions):
@@ -72,7 +72,9 @@ def _valid(request: Request) -> bool:
     return True
 
 
-def _compared(alone: Outcome, run: Outcome) -> Compared:
+def _compared(alone: Outcome, run: Outcome) -> Compared | None:
+    if run.refused:
+        return None
     fault = alone.fault or run.fault
     if fault:
         return Compared(fault=fault)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_run.config.request import Request
 from megatron_run.contracts import EvalMetrics, Observer, StepMetrics
-from megatron_run.errors import ExitCode
+from megatron_run.errors import ExitCode, InputError
 from megatron_run.planning import resolve
 from tests.support.training import found_once
 
@@ -28,7 +28,7 @@ HALF = 2
 class Outcome:
     """What a run showed: by step the loss, the gradient norm and the validation loss; and the final weights by name.
 
-    ``fault`` says why there is nothing, or is empty.
+    ``fault`` says why there is nothing, or is empty; ``refused``: it is the user's, told before the first step.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
@@ -36,6 +36,7 @@ class Outcome:
     validation: dict[int, float] = field(default_factory=dict)
     weights: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     fault: str = ""
+    refused: bool = False
 
 
 class Job(NamedTuple):
@@ -68,7 +69,8 @@ def work(rank: int, world: int, folder: str, jobs: Sequence[Job]) -> list[Outcom
 
     dist.barrier()
     dist.destroy_process_group()  # every attempt has a world of its own
-    meet = _Meeting(dist.FileStore(f"{folder}/meet", world), world)
+    store = dist.FileStore(f"{folder}/meet", world)  # type: ignore[attr-defined]  # torch exports it without saying so
+    meet = _Meeting(store, world)
     with found_once():
         found = [_run(job, rank, meet) for job in jobs]
     _join(f"{folder}/end", rank, world)  # what started the ranks leaves with all of them
@@ -99,6 +101,7 @@ def _run(job: Job, rank: int, meet: _Meeting) -> Outcome | None:
             try:
                 _attempt(job.home, request, place, number, outcome, last)
             except Exception as error:
+                outcome.refused = isinstance(error, InputError) and not outcome.losses
                 outcome.fault = f"attempt {number}, rank {place}: {type(error).__name__}: {error}"
         failed = meet(outcome.fault) or failed
     if place:
