@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from megatron_run.errors import InputError
 from megatron_run_planner.goodput import Conditions, best_interval, expected_useful, simulate_run, young_daly
+from megatron_run_planner.hardware import read_device
 
 HOUR, MONTH = 3600.0, 30 * 86400.0
 #: Dubey et al. 2024: 419 unexpected interruptions in 54 days on 16,384 GPUs, 50,000 hours a GPU.
@@ -59,3 +62,14 @@ def test_the_slowest_of_many_machines_is_slower() -> None:
 def test_devices_that_hardly_fail_leave_saves_alone() -> None:
     calm = replace(LARGE, mtbf=1e15)
     assert simulate_run(calm, 1000.0, MONTH, trials=2).useful == pytest.approx(1000 / 1030, rel=1e-3)
+
+
+def test_devices_that_fail_all_the_time_yield_nothing() -> None:
+    assert expected_useful(replace(LARGE, mtbf=HOUR), 600.0) == 0.0
+
+
+def test_a_device_is_like_a_shipped_one_alone(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"like: {file}\n")
+    with pytest.raises(InputError, match="no shipped device; one of a100"):
+        read_device(str(file))

@@ -40,6 +40,10 @@ class Conditions:
         return 1 + self.spread * NormalDist().inv_cdf((self.machines - 0.375) / (self.machines + 0.25))
 
 
+#: Mean times between failures after which no interval ever ends.
+_NEVER = 500.0
+
+
 @dataclass(frozen=True)
 class Yield:
     """Shares of the wall time of a run with saves every ``interval`` seconds; ``low`` and ``high`` hold 90% of trials.
@@ -69,6 +73,8 @@ def expected_useful(conditions: Conditions, interval: float) -> float:
     Work of one interval takes M e^(R/M) (e^((interval + stall)/M) - 1) of wall time, failures during restarts included.
     """
     mean = conditions.between_failures
+    if (interval + conditions.stall + conditions.restart) / mean > _NEVER:
+        return 0.0
     spent = mean * exp(conditions.restart / mean) * (exp((interval + conditions.stall) / mean) - 1)
     return interval / spent
 

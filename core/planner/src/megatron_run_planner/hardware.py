@@ -132,6 +132,8 @@ def read_device(word: str) -> Device:
     nodes = parse(file.read_text(encoding="utf-8"), str(file))
     told = {key: bare(node) for key, node in nodes.items()}
     if base := told.pop("like", None):
+        if base not in shipped_devices():  # of files one may be like itself
+            raise InputError(f"{file}: like: {base}: no shipped device", fix=f"one of {', '.join(shipped_devices())}")
         told = _over(read_device(str(base)).model_dump(exclude={"layers"}), told)
     try:
         return Device.model_validate(told)
