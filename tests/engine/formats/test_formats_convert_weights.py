@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from megatron_run_engine.checkpoint.files import FileSystem, NewFile
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.formats.convert import new_folder, read_step, write_folder
 from megatron_run_engine.formats.gpt_tensors import logical_shapes
+from tests.support.live_bytes import peak_of
 from tests.support.small_models import LENGTH, LLAMA, options_of
 
 
@@ -107,3 +109,26 @@ def test_a_source_that_is_no_whole_model_is_refused(wrong: str, tmp_path: Path) 
     with pytest.raises(CheckpointError, match=name):
         write_folder(Weights(LLAMA, tensors, sequence_length=LENGTH), tmp_path / "ours", "x")
     assert not (tmp_path / "ours").exists()
+
+
+def test_what_readers_make_is_freed_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_run_engine.formats.convert.PART", 4 << 20)
+    readers = {f"a.{number}": partial(torch.ones, 1 << 16) for number in range(64)}  # 16 MiB
+    weights = Weights({"use": "somebody:else"}, readers)
+    peak = peak_of(lambda: write_folder(weights, tmp_path / "ours", "somewhere"))
+    assert 4 << 20 <= peak <= 1.5 * (4 << 20)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_weights_become_fp32_masters(tmp_path: Path, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    half = torch.randn(7, 600_000, generator=generator).to(dtype).t()  # more than a block, and not contiguous
+    half[0, 0], half[-1, 3] = float("inf"), float("nan")
+    bad = Counter[str]()
+    weights = Weights({"use": "somebody:else"}, {"a": lambda: half, "b": lambda: half[:5, 0]})
+    manifest = write_folder(weights, tmp_path / "ours", "somewhere", bad)
+    found = read_step(Checkpoints(tmp_path / "ours" / "checkpoints"), 0).tensors
+    assert manifest.tensors["a"]["master"].dtype == "F32"
+    assert torch.equal(found["a"]().nan_to_num(nan=-1), half.float().nan_to_num(nan=-1))
+    assert torch.equal(found["b"](), half[:5, 0].float())
+    assert bad == {"a": 2, "b": 1}

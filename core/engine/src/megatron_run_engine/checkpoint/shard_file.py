@@ -197,20 +197,32 @@ def by_name(pieces: Iterable[StatePiece]) -> dict[str, StatePiece]:
     return found
 
 
-def place(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
+def place(tensors: Mapping[str, Tensor], *, widen: bool = False) -> dict[str, Entry]:
     """Return where ``tensors`` lie in their file, by name, in the order of the file."""
-    return lay_out({name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()})
+    types = {name: NAMES[written_type(tensor, widen=widen)] for name, tensor in tensors.items()}
+    return lay_out({name: (types[name], tuple(tensor.shape)) for name, tensor in tensors.items()})
+
+
+def written_type(tensor: Tensor, *, widen: bool) -> torch.dtype:
+    """Return the type in which ``tensor`` is written: its own, or fp32 if ``widen`` and it is bf16 or fp16."""
+    return torch.float32 if widen and tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
 
 
 def write_shard(
-    path: Path, pieces: Iterable[StatePiece], files: FileSystem, heartbeat: Callable[[], None] = no_heartbeat
+    path: Path,
+    pieces: Iterable[StatePiece],
+    files: FileSystem,
+    heartbeat: Callable[[], None] = no_heartbeat,
+    *,
+    widen: bool = False,
 ) -> Written:
     """Write ``pieces`` to the new file ``path`` and return when it is on disk. Raises OSError naming the path.
 
-    ``heartbeat`` is called after every batch, possibly in another thread than the caller's.
+    ``heartbeat`` is called after every batch, possibly in another thread than the caller's. With ``widen``, 16-bit
+    values are written as fp32, without ever being a tensor of it in memory.
     """
     tensors = {name: piece.tensor for name, piece in by_name(pieces).items()}
-    return write_tensors(path, tensors, files, heartbeat=heartbeat)
+    return write_tensors(path, tensors, files, heartbeat=heartbeat, widen=widen)
 
 
 def write_tensors(
@@ -219,14 +231,16 @@ def write_tensors(
     files: FileSystem,
     metadata: Mapping[str, str] | None = None,
     heartbeat: Callable[[], None] = no_heartbeat,
+    *,
+    widen: bool = False,
 ) -> Written:
     """Write ``tensors`` by name to the new file ``path`` and return when it is on disk. Raises OSError."""
-    entries = place(tensors)
+    entries = place(tensors, widen=widen)
     header = encode_header(entries, metadata)
     totals, size = (hashlib.sha256(), xxhash.xxh3_128()), 0
     with files.create(path) as file, ThreadPoolExecutor(1) as hasher:
         waiting: deque[Future[None]] = deque()
-        for batch in _batches(_content(header, (tensors[name] for name in entries))):
+        for batch in _batches(_content(header, (tensors[name] for name in entries), widen=widen)):
             # Hash and write in parallel: both release the GIL.
             waiting.append(hasher.submit(_hash, totals, batch))
             for data in batch:
@@ -260,10 +274,11 @@ def _batches(content: Iterable[memoryview]) -> Iterator[list[memoryview]]:
         yield batch
 
 
-def _content(header: bytes, tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    """Yield the bytes of a file block by block. Contiguous host tensors are not copied."""
+def _content(header: bytes, tensors: Iterable[Tensor], *, widen: bool) -> Iterator[memoryview]:
+    """Yield the bytes of a file block by block. Contiguous host tensors that keep their type are not copied."""
     yield memoryview(header)
     for tensor in tensors:
-        for part in tensor.detach().reshape(-1).split(_BLOCK // tensor.element_size()):
+        dtype = written_type(tensor, widen=widen)
+        for part in tensor.detach().reshape(-1).split(_BLOCK // dtype.itemsize):
             dense = part if part.stride(0) == 1 else part.clone(memory_format=torch.contiguous_format)
-            yield memoryview(dense.cpu().view(torch.uint8).numpy())
+            yield memoryview(dense.cpu().to(dtype).view(torch.uint8).numpy())

@@ -31,7 +31,7 @@ from megatron_run_engine.checkpoint.adapted import MergedReader, open_step
 from megatron_run_engine.checkpoint.files import FileSystem, lock, saving
 from megatron_run_engine.checkpoint.manifest import About, DataRecord, TokenizerRecord, make_manifest
 from megatron_run_engine.checkpoint.saving import LOCK, Commit
-from megatron_run_engine.checkpoint.shard_file import NAMES, write_shard
+from megatron_run_engine.checkpoint.shard_file import NAMES, write_shard, written_type
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
 from megatron_run_engine.data.tokenizer import CHAT_TEMPLATES, TOKENIZER, byte_tokenizer_json, reads_bytes
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes, names_fault
@@ -127,8 +127,13 @@ def export_model(source: Path | None, folder: Path, name: str, step: int | None 
 CONFIG = "config.yaml"
 #: The folder of files that travel unread.
 SOURCE = "source"
-#: Bytes of one file, and so about the memory that an import takes. A larger tensor has a file of its own.
+#: Bytes of one file, and the most that an import holds where readers give no views of files. A larger tensor has a file
+#: of its own.
 PART = 2 << 30
+#: Types of weights: the narrower ones become fp32 masters as they are written.
+_MASTERS = (torch.float32, torch.bfloat16, torch.float16)
+#: Values that are looked through at once.
+_BLOCK = 1 << 20
 _MODEL, _WORD = "model.", "embedding.word.weight"
 
 
@@ -250,9 +255,10 @@ def _write_step(
         tensors: dict[str, dict[str, Any]] = {}
         for number, pieces in enumerate(_parts(weights, bad)):
             name = f"part-{number:05d}.safetensors"
-            written[name] = write_shard(temporary / name, pieces, files)._asdict()
+            written[name] = write_shard(temporary / name, pieces, files, widen=True)._asdict()
             for piece in pieces:
-                record = {"dtype": NAMES[piece.tensor.dtype], "shape": piece.sizes}
+                dtype = written_type(piece.tensor, widen=True)
+                record: dict[str, Any] = {"dtype": NAMES[dtype], "shape": piece.sizes}
                 record["pieces"] = [(name, piece.starts, piece.sizes)]
                 tensors.setdefault(piece.name, {})[piece.field] = record
         manifest = make_manifest(_about(weights, identity), written, tensors)
@@ -263,6 +269,7 @@ def _write_step(
 def _parts(weights: Weights, bad: Counter[str]) -> Iterator[list[StatePiece]]:
     """All fields of all tensors in lists of about :data:`PART` bytes, each tensor read when its turn comes.
 
+    A list is cleared before the next one is filled, so that its tensors are freed.
     ``bad`` is filled with the number of values that are not finite, by tensor.
     """
     shapes, held, size = _shapes(weights), list[StatePiece](), 0
@@ -270,12 +277,14 @@ def _parts(weights: Weights, bad: Counter[str]) -> Iterator[list[StatePiece]]:
         tensor = read()
         if field == MASTER:
             _check_values(name, tensor, shapes)
-            if wrong := tensor.numel() - int(torch.isfinite(tensor).sum()):
+            blocks = tensor.reshape(-1).split(_BLOCK)
+            if wrong := tensor.numel() - sum(int(torch.isfinite(block).sum()) for block in blocks):
                 bad[name] += wrong
-        bytes_ = tensor.numel() * tensor.element_size()
+        bytes_ = tensor.numel() * written_type(tensor, widen=True).itemsize
         if held and size + bytes_ > PART:
             yield held
-            held, size = [], 0
+            held.clear()
+            size = 0
         held.append(StatePiece(name, field, (0,) * tensor.ndim, tuple(tensor.shape), tensor))
         size += bytes_
     yield held
@@ -290,8 +299,8 @@ def _everything(weights: Weights) -> Iterator[tuple[str, str, ReadTensor]]:
 
 
 def _check_values(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    if tensor.dtype != torch.float32:
-        raise CheckpointError(f"{name} has values of type {tensor.dtype}", why="masters are fp32")
+    if tensor.dtype not in _MASTERS:
+        raise CheckpointError(f"{name} has values of type {tensor.dtype}", why="masters are fp32, bf16 or fp16")
     if name in shapes and tuple(tensor.shape) != shapes[name]:
         raise CheckpointError(
             f"{name} does not fit the model", why=f"its shape is {list(tensor.shape)}, expected {list(shapes[name])}"

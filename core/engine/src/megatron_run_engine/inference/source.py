@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,11 +95,10 @@ def _foreign(path: Path) -> Source:
     weights = chosen.read(path)
     if weights.sequence_length is None:
         raise InputError(f"the longest sequence of {path} is unknown", fix="add --set train.sequence_length=N")
-    whole = cache(lambda name: weights.tensors[name]())
 
     def read(name: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         box = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-        values: Tensor = whole(name)[box]
+        values: Tensor = weights.tensors[name]()[box]  # kept nowhere: each rank would hold the whole model
         return values
 
     config = {"model": {"use": "gpt", **weights.config}, "train": {"sequence_length": weights.sequence_length}}

@@ -26,12 +26,13 @@ class Weights:
     """A model between two formats: its configuration, and a reader for each tensor, called when it is needed.
 
     ``config`` is the ``model`` section of a configuration, of ``model=gpt`` unless it has ``use``. ``tensors`` maps
-    each logical name (``layers.0.attention.qkv.query.weight``) to its reader, which returns fp32. ``moments`` maps each
-    field of an update rule (``exp_avg``) to readers by the same names; it is empty if the source has no optimizer
-    state. ``step`` counts the updates so far. ``sequence_length`` is the model's longest sequence, None if the source
-    does not limit it. ``tokenizer`` is the path of a ``tokenizer.json``, None if the source has none. ``files`` are
-    other small files of the source by name: an import keeps them unread, and an export of the same weights hands them
-    to its format. ``notes`` are lines for the user: what the conversion loses.
+    each logical name (``layers.0.attention.qkv.query.weight``) to its reader, which returns fp32, or the 16-bit type of
+    the source: whoever takes the values widens them as it copies them. ``moments`` maps each field of an update rule
+    (``exp_avg``) to readers by the same names; it is empty if the source has no optimizer state. ``step`` counts the
+    updates so far. ``sequence_length`` is the model's longest sequence, None if the source does not limit it.
+    ``tokenizer`` is the path of a ``tokenizer.json``, None if the source has none. ``files`` are other small files of
+    the source by name: an import keeps them unread, and an export of the same weights hands them to its format.
+    ``notes`` are lines for the user: what the conversion loses.
     """
 
     config: Mapping[str, object]

@@ -15,6 +15,7 @@ from megatron_run.contracts import Weights
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run_engine.checkpoint.files import FileSystem
 from megatron_run_engine.formats.gpt_tensors import names_fault, shapes_fault
+from megatron_run_format_huggingface.family import at_most_fp32
 from megatron_run_format_huggingface.model_folder import (
     CONFIG,
     SHARD,
@@ -136,7 +137,7 @@ def read(source: Path) -> Weights:
     tokenizer = source / "tokenizer.json"
     return Weights(
         model,
-        {ours: partial(_wide, tensors.reader(named[theirs])) for theirs, (ours, _) in rows.items()},
+        {ours: partial(_read, tensors.reader(named[theirs])) for theirs, (ours, _) in rows.items()},
         sequence_length=config["max_position_embeddings"],
         notes=tuple(_notes(config, head)),
         tokenizer=tokenizer if tokenizer.is_file() else None,
@@ -201,8 +202,8 @@ def _rows(layers: int, head: str, sizes: Mapping[str, int]) -> Iterator[tuple[st
     yield _WORD_BIAS, ("head.bias.weight", (sizes["v"],))
 
 
-def _wide(read: ReadTensor) -> Tensor:
-    return read().float()
+def _read(read: ReadTensor) -> Tensor:
+    return at_most_fp32(read())
 
 
 def _notes(config: Mapping[str, Any], head: str) -> Iterator[str]:

@@ -95,7 +95,7 @@ class Row(NamedTuple):
         return stacked.t() if self.transposed else stacked
 
     def unpack(self, read: ReadTensor, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, ReadTensor]]:
-        """Readers of our tensors, in fp32, out of theirs, which ``read`` gives."""
+        """Readers of our tensors out of theirs, which ``read`` gives: views of them where no rows are rearranged."""
         start = 0
         for name in self.ours:
             stop = start + shapes[name][0] // self.heads
@@ -105,7 +105,12 @@ class Row(NamedTuple):
     def _rows(self, read: ReadTensor, start: int, stop: int) -> Tensor:
         theirs = read()
         rows: Tensor = (theirs.t() if self.transposed else theirs).unflatten(0, (self.heads, -1))
-        return rows[:, start:stop].flatten(0, 1).float()
+        return at_most_fp32(rows[:, start:stop].flatten(0, 1))
+
+
+def at_most_fp32(tensor: Tensor) -> Tensor:
+    """``tensor``, which stays a view of its file unless it is float64."""
+    return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
 def _nothing(_: Config) -> list[str]:

@@ -1,0 +1,65 @@
+"""Peak anonymous memory of a process, and of the ranks that load a model."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from megatron_run.config.request import Request
+from megatron_run_engine.inference.loaded_model import LoadedModel
+from megatron_run_engine.inference.network import plan
+from megatron_run_engine.inference.source import find_source
+from megatron_run_engine.runtime.world import World
+
+#: Seconds between two samples.
+PERIOD = 0.002
+
+
+class PeakAnonymous:
+    """The most anonymous memory that the process ``pid`` holds within the block, in bytes, and before it."""
+
+    def __init__(self, pid: int | str = "self") -> None:
+        self._status = Path(f"/proc/{pid}/status")
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self.before = self.peak = self._now()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _now(self) -> int:
+        """0 once the process has ended."""
+        found = re.search(r"RssAnon:\s*(\d+) kB", self._status.read_text("utf-8"))
+        return int(found[1]) * 1024 if found else 0
+
+    def _sample(self) -> None:
+        while not self._done.wait(PERIOD):
+            self.peak = max(self.peak, self._now())
+
+
+def load_part(path: str, sets: list[str], plugins: list[str]) -> list[dict[str, Any]]:
+    """Load this rank's part of the model at ``path``; what each rank found, on every rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    source = find_source(Path(path), verified=True)  # as a rank of generate: the launcher has verified the files
+    planned = plan(source, Request(sets=("run.device=cpu", *sets), plugins=tuple(plugins), nproc=size))
+    dist.barrier()
+    start = time.perf_counter()
+    with PeakAnonymous() as memory:
+        model = LoadedModel(planned, source, World(rank, size, rank, size))
+        seconds = time.perf_counter() - start
+    parameters = {each for chunk in model.network.chunks for _, m in chunk.named_modules() for each in m.parameters()}
+    share = sum(each.nbytes for each in parameters)
+    found = {"share": share, "peak": memory.peak - memory.before, "seconds": seconds}
+    everybody: list[dict[str, Any]] = [{}] * size
+    dist.all_gather_object(everybody, found)
+    return everybody
