@@ -106,7 +106,9 @@ CASES: Mapping[str, Case] = {
         {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 4},
         {"rope_pattern": (1, 0, 1), "window_pattern": (0, 1, 0), "tie_embeddings": True},
     ),
-    "smollm3, listed": Case("smollm3", {"no_rope_layers": [0, 1, 1, 0]}, {"rope_pattern": (0, 1, 1)}),
+    "smollm3, listed": Case(
+        "smollm3", {"no_rope_layers": [0, 1, 1, 0], "head_dim": 8}, {"rope_pattern": (0, 1, 1), "head_size": 8}
+    ),
     "granite": Case(
         "granite",
         {
@@ -114,9 +116,13 @@ CASES: Mapping[str, Case] = {
             "attention_multiplier": 0.3,
             "residual_multiplier": 0.5,
             "logits_scaling": 4.0,
+            "head_dim": 8,
             **dict.fromkeys(("attention_bias", "mlp_bias"), True),
         },
         {"embedding_scale": 3.0, "attention_scale": 0.3, "residual_scale": 0.5, "logits_scale": 0.25, "bias": True},
+    ),
+    "stablelm": Case(
+        "stablelm", {"use_qkv_bias": True, "partial_rotary_factor": 0.5}, {"qkv_bias": True, "bias": False}
     ),
     "mixtral": Case("mixtral", {"num_local_experts": 4, **NO_LOSS}, {"experts": 4, "top_k": 2}),
     "qwen3 with experts": Case(
@@ -149,6 +155,7 @@ SPLIT = (
     "starcoder2",
     "smollm3",
     "granite",
+    "stablelm",
     *EXPERTS_SPLIT,
 )
 

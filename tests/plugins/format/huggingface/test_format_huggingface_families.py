@@ -216,6 +216,7 @@ BETWEEN = (
     ("gpt_neox", {"qkv_bias": False}, "gpt_neox: model.qkv_bias=false (it has true)"),
     ("smollm3", {"qk_norm": "head"}, "smollm3: model.qk_norm=head (it has none)"),
     ("granite", {"rope_pattern": (1, 0, 1)}, "granite: model.rope_pattern=(1, 0, 1) (it has (1, 1, 1))"),
+    ("stablelm", {"parallel_residual": True}, "stablelm: model.parallel_residual=true (it has false)"),
     ("starcoder2", {"residual_scale": 0.5}, "starcoder2: model.residual_scale=0.5 (it has 1.0)"),
 )
 
@@ -249,6 +250,7 @@ FOREIGN = (
         "layer_types has 'sliding_attention' (only with use_sliding_window=True)",
     ),
     ("granite", {"mlp_bias": False}, "mlp_bias=False (only as attention_bias=True)"),
+    ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True (only False)"),
     ("mistral", {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
 )
 

@@ -14,9 +14,10 @@ from megatron_run_format_huggingface.phi3 import PHI3
 from megatron_run_format_huggingface.qwen import QWEN2, QWEN3
 from megatron_run_format_huggingface.qwen_moe import QWEN3_MOE
 from megatron_run_format_huggingface.smollm3 import SMOLLM3
+from megatron_run_format_huggingface.stablelm import STABLELM
 from megatron_run_format_huggingface.starcoder2 import STARCODER2
 
-_DENSE = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, OLMO2, GPT_NEOX, STARCODER2, SMOLLM3, GRANITE)
-_ALL = (*_DENSE, MIXTRAL, QWEN3_MOE)
+_LLAMAS = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, OLMO2, SMOLLM3, GRANITE, STABLELM)
+_ALL = (GPT2, *_LLAMAS, GPT_NEOX, STARCODER2, MIXTRAL, QWEN3_MOE)
 #: By ``model_type``.
 FAMILIES = {family.model_type: family for family in _ALL}
