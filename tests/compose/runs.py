@@ -28,7 +28,7 @@ HALF = 2
 class Outcome:
     """What a run showed: by step the loss, the gradient norm and the validation loss; and the final weights by name.
 
-    ``fault`` says why there is nothing, or is empty; ``refused``: it is the user's, told before the first step.
+    ``fault`` says why there is nothing, or is empty; ``refused``: it is a choice that layers refuse.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
@@ -101,7 +101,7 @@ def _run(job: Job, rank: int, meet: _Meeting) -> Outcome | None:
             try:
                 _attempt(job.home, request, place, number, outcome, last)
             except Exception as error:
-                outcome.refused = isinstance(error, InputError) and not outcome.losses
+                outcome.refused = isinstance(error, InputError)
                 outcome.fault = f"attempt {number}, rank {place}: {type(error).__name__}: {error}"
         failed = meet(outcome.fault) or failed
     if place:

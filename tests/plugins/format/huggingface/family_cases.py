@@ -101,6 +101,29 @@ CASES: Mapping[str, Case] = {
         {"rope_fraction": 1.0},
     ),
     "starcoder2": Case("starcoder2", {"sliding_window": 5}, {"tie_embeddings": True, "bias": True}),
+    "smollm3": Case(
+        "smollm3",
+        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 4},
+        {"rope_pattern": (1, 0, 1), "window_pattern": (0, 1, 0), "tie_embeddings": True},
+    ),
+    "smollm3, listed": Case(
+        "smollm3", {"no_rope_layers": [0, 1, 1, 0], "head_dim": 8}, {"rope_pattern": (0, 1, 1), "head_size": 8}
+    ),
+    "granite": Case(
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 4.0,
+            "head_dim": 8,
+            **dict.fromkeys(("attention_bias", "mlp_bias"), True),
+        },
+        {"embedding_scale": 3.0, "attention_scale": 0.3, "residual_scale": 0.5, "logits_scale": 0.25, "bias": True},
+    ),
+    "stablelm": Case(
+        "stablelm", {"use_qkv_bias": True, "partial_rotary_factor": 0.5}, {"qkv_bias": True, "bias": False}
+    ),
     "mixtral": Case("mixtral", {"num_local_experts": 4, **NO_LOSS}, {"experts": 4, "top_k": 2}),
     "qwen3 with experts": Case(
         "qwen3_moe",
@@ -130,6 +153,9 @@ SPLIT = (
     "olmo2",
     "gpt_neox",
     "starcoder2",
+    "smollm3",
+    "granite",
+    "stablelm",
     *EXPERTS_SPLIT,
 )
 

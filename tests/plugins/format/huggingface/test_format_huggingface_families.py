@@ -163,6 +163,22 @@ def test_ranks_that_share_a_model_compute_the_logits_of_transformers(cases: Sequ
             torch.testing.assert_close(mine, logits, rtol=1e-5, atol=1e-5, msg=cases[index // 2])
 
 
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [*((family, {}) for family in FAMILIES), *((case.family, {**SMALL, **case.config}) for case in CASES.values())],
+    ids=[*(f"{family}, all by default" for family in FAMILIES), *CASES],
+)
+def test_keys_that_a_config_leaves_out_mean_what_they_do_in_transformers(family: str, said: Mapping[str, Any]) -> None:
+    """What ``transformers`` saves has all keys: the others of a ``config.json`` by hand or by older versions."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    table, whole = FAMILIES[family], CONFIG_MAPPING[family](**said).to_dict()
+    said = {CONFIG_MAPPING[family].attribute_map.get(key, key): value for key, value in said.items()}
+    ours, wanted = (table.model({**table.defaults, **config}) for config in (said, whole))
+    assert options_of(ours).explicit() == options_of(wanted).explicit()
+    assert {**table.defaults, **said}[table.positions] == whole[table.positions]
+
+
 def test_what_came_in_sixteen_bits_goes_out_in_them_with_its_files(tmp_path: Path) -> None:
     model = theirs("mistral", tmp_path / "hf", torch.bfloat16)
     said = {"eos_token_id": [7, 9], "temperature": 0.6, "do_sample": True}
@@ -198,6 +214,9 @@ BETWEEN = (
     ("phi3", {"rope_scaling": "linear", "rope_factor": 2.0}, "phi3: rope_type='linear' (only 'default')"),
     ("olmo2", {"norm_placement": "sandwich"}, "olmo2: model.norm_placement=sandwich (it has post)"),
     ("gpt_neox", {"qkv_bias": False}, "gpt_neox: model.qkv_bias=false (it has true)"),
+    ("smollm3", {"qk_norm": "head"}, "smollm3: model.qk_norm=head (it has none)"),
+    ("granite", {"rope_pattern": (1, 0, 1)}, "granite: model.rope_pattern=(1, 0, 1) (it has (1, 1, 1))"),
+    ("stablelm", {"parallel_residual": True}, "stablelm: model.parallel_residual=true (it has false)"),
     ("starcoder2", {"residual_scale": 0.5}, "starcoder2: model.residual_scale=0.5 (it has 1.0)"),
 )
 
@@ -224,6 +243,14 @@ FOREIGN = (
     ("gpt_neox", {"attention_bias": False}, "attention_bias=False"),
     ("starcoder2", {"hidden_act": "relu"}, "hidden_act='relu'"),
     ("olmo2", {"attention_bias": True}, "attention_bias=True"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers lists fewer layers than num_hidden_layers=3"),
+    (
+        "smollm3",
+        {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": False},
+        "layer_types has 'sliding_attention' (only with use_sliding_window=True)",
+    ),
+    ("granite", {"mlp_bias": False}, "mlp_bias=False (only as attention_bias=True)"),
+    ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True (only False)"),
     ("mistral", {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_run_format_huggingface.gemma import GEMMA2, GEMMA3
 from megatron_run_format_huggingface.gpt2 import GPT2
 from megatron_run_format_huggingface.gpt_neox import GPT_NEOX
+from megatron_run_format_huggingface.granite import GRANITE
 from megatron_run_format_huggingface.llama import LLAMA
 from megatron_run_format_huggingface.mistral import MISTRAL
 from megatron_run_format_huggingface.mixtral import MIXTRAL
@@ -12,8 +13,11 @@ from megatron_run_format_huggingface.olmo2 import OLMO2
 from megatron_run_format_huggingface.phi3 import PHI3
 from megatron_run_format_huggingface.qwen import QWEN2, QWEN3
 from megatron_run_format_huggingface.qwen_moe import QWEN3_MOE
+from megatron_run_format_huggingface.smollm3 import SMOLLM3
+from megatron_run_format_huggingface.stablelm import STABLELM
 from megatron_run_format_huggingface.starcoder2 import STARCODER2
 
-_ALL = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, OLMO2, GPT_NEOX, STARCODER2, MIXTRAL, QWEN3_MOE)
+_LLAMAS = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, OLMO2, SMOLLM3, GRANITE, STABLELM)
+_ALL = (GPT2, *_LLAMAS, GPT_NEOX, STARCODER2, MIXTRAL, QWEN3_MOE)
 #: By ``model_type``.
 FAMILIES = {family.model_type: family for family in _ALL}
