@@ -165,14 +165,18 @@ def _advice(memory: StageMemory) -> Iterator[str]:
         yield f"  together enough: {_listed([found.together])}"
     elif not enough:
         world = memory.task.split.ranks if memory.task else 1
-        yield f"  not enough together either; every split: megatron-run plan CONFIG --gpus {world}"
+        why = "not enough together either; " if short else ""
+        yield f"  {why}every split: megatron-run plan CONFIG --gpus {world}"
 
 
 def _listed(found: Sequence[Remedy]) -> str:
     return "; ".join(
-        f"{' '.join(each.settings)} ({_amount(each.needed)}, step {each.slowdown - 1:+.0%}, {each.devices} devices)"
-        for each in found
+        f"{' '.join(each.settings)} ({_amount(each.needed)}, {_slower(each)}, {each.devices} devices)" for each in found
     )
+
+
+def _slower(each: Remedy) -> str:
+    return f"step {round(100 * each.slowdown) - 100:+d}%"
 
 
 def memory_record(memory: StageMemory) -> dict[str, Any]:
