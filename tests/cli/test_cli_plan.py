@@ -87,6 +87,20 @@ def test_the_best_is_written_and_can_be_asked_about(capsys: Output, tmp_path: Pa
     assert two["seconds"] != one["seconds"]
 
 
+def test_a_what_if_takes_the_place_of_what_the_command_line_set(capsys: Output) -> None:
+    words = ["plan", "--size", "2.7B", "--gpus", "8", "--set", "parallel.tensor=2", "--what-if", "parallel.tensor=4"]
+    assert main([*words, "--json"]) == 0
+    one, two = json.loads(capsys.readouterr().out)["candidates"]
+    assert (one["split"]["tensor"], two["split"]["tensor"]) == (2, 4)
+
+
+@pytest.mark.parametrize(("more", "told"), [((), True), (("--gpus", "8"), False)])
+def test_a_what_if_on_more_devices_says_so(capsys: Output, more: tuple[str, ...], told: bool) -> None:
+    words = ["plan", "--size", "2.7B", "--set", "parallel.data=4", "--set", "parallel.tensor=2"]
+    assert main([*words, *more, "--what-if", "parallel.tensor=4"]) == 0
+    assert ("on 16 devices, not 8" in capsys.readouterr().out) is told
+
+
 def test_a_month_with_failures_yields_less_than_one_without(capsys: Output) -> None:
     useful = []
     for mtbf in ("1000h", "100000d"):

@@ -136,8 +136,9 @@ def search(
 
     task, schedules = read_task(request, gpus), Schedules()
     if changes:
-        pair = []
-        for each in (task, read_task(replace(request, sets=(*request.sets, *changes)), gpus)):
+        pair, keys = [], {word.partition("=")[0] for word in changes}
+        kept = (word for word in request.sets if word.partition("=")[0] not in keys)
+        for each in (task, read_task(replace(request, sets=(*kept, *changes)), gpus)):
             check_sizes(each, gpus)
             asked = Search(each.model, each.split.ranks, each.split.global_batch, machine, schedules)
             pair.append(asked.describe(each.split, each.schedule))

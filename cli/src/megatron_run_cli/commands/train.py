@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from megatron_run.config.request import Request
     from megatron_run_engine.launch import LaunchMode, RunResult
 
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
 
 @click.command()
 @run_options
@@ -61,6 +63,8 @@ if TYPE_CHECKING:
     help="Drop the saved state of the optimizer or scaler; repeatable.",
 )
 @click.option("--dry-run", is_flag=True, help="Check and print everything, train nothing.")
+@click.option("--device", metavar="NAME|FILE", help="With --dry-run: whether it fits a100, h100, ..., or a YAML file.")
+@click.option("--svg", type=_FILE, metavar="FILE", help="With --dry-run: also draw the memory of each rank.")
 @json_option
 @click.option("--quiet", is_flag=True, help="Print errors only.")
 @click.option("--debug", is_flag=True, help="Show tracebacks of errors; those of ranks in their logs.")
@@ -74,6 +78,8 @@ def train(  # noqa: PLR0913  # one argument an option: so click calls it
     allow_change: tuple[str, ...],
     allow_plugin_change: tuple[str, ...],
     dry_run: bool,
+    device: str | None,
+    svg: Path | None,
     as_json: bool,
     quiet: bool,
     debug: bool,
@@ -93,12 +99,19 @@ def train(  # noqa: PLR0913  # one argument an option: so click calls it
         from megatron_run.planning import resolve
         from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
 
+        machine = None
+        if device:
+            from megatron_run_planner.hardware import read_device
+
+            machine = read_device(device)
         run = resolve(request, plan_only=True)
         if as_json:
-            print_json(dry_run_json(run))
+            print_json(dry_run_json(run, machine, svg))
         else:
-            click.echo(dry_run_text(run))
+            click.echo(dry_run_text(run, machine, svg))
         return 0
+    if device or svg:
+        raise InputError(f"{'--device' if device else '--svg'} is of a dry run", fix="add --dry-run")
     from megatron_run_engine.launch import LaunchOptions, launch
 
     silent = (lambda _: None) if quiet else tell

@@ -1,6 +1,7 @@
 """The report of ``--dry-run``: the resolved run, parameters and memory of each rank, and a picture of one step.
 
-Without the engine it has no sizes: configuration, ranks, plan and batches are planned.
+With a device it says whether the run fits there. Without the engine it has no sizes: configuration, ranks, plan and
+batches are planned, and with a device the planner's own count of memory is shown.
 """
 
 from __future__ import annotations
@@ -10,9 +11,17 @@ from typing import TYPE_CHECKING, Any
 from megatron_run.errors import ENGINE, RunError, how_to_install
 from megatron_run.pipeline.timeline import timeline, timeline_text
 from megatron_run.planning.describe import describe, run_record, spans
+from megatron_run_cli.reports.memory_report import (
+    StageMemory,
+    memory_record,
+    memory_text,
+    stage_memories,
+    write_memory_svg,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from megatron_run.contracts import CaptureSize
     from megatron_run.pipeline.plan import Plan
@@ -20,17 +29,24 @@ if TYPE_CHECKING:
     from megatron_run_engine.capture import Pass
     from megatron_run_engine.capture.order import Slots
     from megatron_run_engine.training.memory_estimate import Mixture, ModelSize, RankSize
+    from megatron_run_planner.hardware import Device
 
 
-def dry_run_text(run: ResolvedRun) -> str:
-    """Return the report as text. Raises what building the model and opening the data raise."""
+def dry_run_text(run: ResolvedRun, device: Device | None = None, svg: Path | None = None) -> str:
+    """Return the report as text, and draw the memory to ``svg``.
+
+    Raises what building the model and opening the data raise.
+    """
     plan = run.plans[max(run.plans)]
     step = [f"one step\n{timeline_text(timeline(plan))}"] if run.sizes.pipeline > 1 else []
     if run.unloaded:
-        return "\n\n".join([describe(run), *step, _needs_engine()])
+        memory = _memory(run, None, None, device, svg)
+        return "\n\n".join([describe(run), *([memory_text(memory)] if device else []), *step, _needs_engine()])
     open_data(run)
     size = _model_size(run)
-    parts = [describe(run), _parameters_text(size, _activations(run))]
+    activations = _activations(run)
+    parts = [describe(run), _parameters_text(size, activations)]
+    parts.append(memory_text(_memory(run, size, activations, device, svg)))
     if size.mixture is not None:
         parts.append(_mixture_text(size.mixture, size.parameters, run.sizes.expert))
     parts += step
@@ -38,6 +54,15 @@ def dry_run_text(run: ResolvedRun) -> str:
         parts.append(_captures_text(size.captures, plan))
     notices = _machine_notices(run)
     return "\n\n".join([*parts, *(f"note: {notice}" for notice in notices)])
+
+
+def _memory(
+    run: ResolvedRun, size: ModelSize | None, activations: list[int] | None, device: Device | None, svg: Path | None
+) -> StageMemory:
+    memory = stage_memories(run, size, activations, device)
+    if svg:
+        write_memory_svg(memory, svg)
+    return memory
 
 
 def _needs_engine() -> str:
@@ -55,13 +80,15 @@ def open_data(run: ResolvedRun) -> None:
         source.dataset(split, train.sequence_length, train.seed)
 
 
-def dry_run_json(run: ResolvedRun) -> dict[str, Any]:
+def dry_run_json(run: ResolvedRun, device: Device | None = None, svg: Path | None = None) -> dict[str, Any]:
     """Return the report as JSON data."""
     told = run_record(run)
     if run.unloaded:
-        return {**told, "notices": [*told["notices"], _needs_engine()]}
+        planned = memory_record(_memory(run, None, None, device, svg))
+        return {**told, "memory": planned, "notices": [*told["notices"], _needs_engine()]}
     open_data(run)
     size = _model_size(run)
+    activations = _activations(run)
     return {
         **told,
         "notices": [*told["notices"], *_machine_notices(run)],
@@ -69,7 +96,8 @@ def dry_run_json(run: ResolvedRun) -> dict[str, Any]:
         "parameters_by_stage": [stage.parameters for stage in size.stages],
         "padding_by_stage": [stage.padding for stage in size.stages],
         "memory_by_stage": [dict(stage.memory) for stage in size.stages],
-        "activations_by_stage": _activations(run),
+        "activations_by_stage": activations,
+        "memory": memory_record(_memory(run, size, activations, device, svg)),
         "padded_vocab": size.padded_vocab,
         "mixture": _mixture_record(size),
         "graphs_by_stage": [

@@ -94,9 +94,17 @@ def pair_text(task: Task, pair: Sequence[Candidate], device: Device) -> str:
             "",
             f"a step takes {abs(change):.1%} {'longer' if change > 0 else 'less'} with the change",
             *(f"  {name:18} {one.shares[name]:6.1%} -> {two.shares[name]:6.1%}" for name in one.shares),
+            *_more_devices(one, two),
             *(f"note: {_misfit(each, device)}" for each in pair if each.needed > device.memory),
         ]
     )
+
+
+def _more_devices(one: Candidate, two: Candidate) -> list[str]:
+    """A note where the two run on different numbers of devices, of which a faster step says nothing by itself."""
+    if one.split.ranks == two.split.ranks:
+        return []
+    return [f"note: on {two.split.ranks} devices, not {one.split.ranks}; to compare on as many, add --gpus"]
 
 
 def _misfit(each: Candidate, device: Device) -> str:

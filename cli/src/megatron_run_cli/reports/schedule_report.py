@@ -176,15 +176,16 @@ class _Canvas:
         yield '<g id="legend">'
         entries = [(_hex(COLOURS[op]), NAMES[op]) for op in self._ops]
         entries += [(WAIT, "wait"), *((grey, name) for name, grey in PHASES)]
-        yield from _swatches(entries, top)
+        yield from swatches(entries, top)
         if self._plan.chunks > 1:
             shown = range(min(self._plan.chunks, 8))
             shades = [(_shade(COLOURS["F"], chunk, self._plan.chunks), f"chunk {chunk}") for chunk in shown]
-            yield from _swatches(shades, top + SWATCH + 8)
+            yield from swatches(shades, top + SWATCH + 8)
         yield "</g>"
 
 
-def _swatches(entries: Sequence[tuple[str, str]], top: float) -> Iterator[str]:
+def swatches(entries: Sequence[tuple[str, str]], top: float) -> Iterator[str]:
+    """A row of a legend: pairs of a colour and what it stands for."""
     x = float(MARGIN)
     for colour, meaning in entries:
         yield f'<rect x="{x:g}" y="{top:g}" width="{SWATCH}" height="{SWATCH}" fill="{colour}" stroke="#5a5a5a"/>'

@@ -8,7 +8,7 @@ are covered.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from megatron_run.pipeline.plan import Plan
 from megatron_run_planner.workload import Model, Split
@@ -28,7 +28,7 @@ class RankMemory:
     optimizer: float
     activations: float
     logits: float
-    messages: float
+    communication: float
 
     @property
     def total(self) -> float:
@@ -38,7 +38,12 @@ class RankMemory:
 
     def needed(self) -> float:
         """Bytes of device memory with which a run of it goes."""
-        return self.total * (1 + SLACK) + RESERVED
+        return with_reserve(self.total)
+
+
+def with_reserve(counted: float) -> float:
+    """Bytes of device memory for tensors of ``counted`` bytes."""
+    return counted * (1 + SLACK) + RESERVED
 
 
 def layer_activations(model: Model, split: Split) -> float:
@@ -102,19 +107,36 @@ def rank_memory(model: Model, split: Split, layers: float, ends: Sequence[bool],
     dense += 0.0 if model.experts else mixed
     own = dense / split.data + experts * split.expert / split.data if split.zero1 else dense + experts
     layer = layer_activations(model, split)
-    working = 0.0
-    if split.recompute in ("mlp", "full"):
-        kept = Split(tensor=split.tensor, micro_batch=split.micro_batch, sequence_parallel=split.sequence_parallel)
-        working = layer_activations(model, kept) - layer
     tokens = split.micro_batch * model.sequence
     # Logits, their fp32 copy, and the gradient of the logits.
     logits = (2 * _HALF + _FULL) * tokens * model.vocabulary / split.tensor if ends[1] else 0.0
-    message = _HALF * tokens * model.hidden / (split.tensor if split.sequence_parallel else 1)
     return RankMemory(
         parameters=_HALF * (dense + experts),
         gradients=_FULL * (dense + experts),
         optimizer=3 * _FULL * own,
-        activations=layer * layers_in_flight + working,
+        activations=layer * layers_in_flight + recomputed(model, split),
         logits=logits,
-        messages=4 * message if split.pipeline > 1 else 0.0,
+        communication=communication(model, split),
     )
+
+
+def recomputed(model: Model, split: Split) -> float:
+    """Bytes that a backward holds of the one layer that it recomputes."""
+    if split.recompute not in ("mlp", "full"):
+        return 0.0
+    return layer_activations(model, replace(split, recompute="none")) - layer_activations(model, split)
+
+
+def communication(model: Model, split: Split) -> float:
+    """Bytes of the buffers in which ranks send and receive.
+
+    Stages: a message received and one being sent, forward and backward. Sequence parallelism: the input of a product
+    gathered from the tensor ranks, and the gradient before it is scattered. Experts: tokens that leave and that arrive.
+    Gradients and sharded parameters take none: their buckets are parts of the flat buffers, reduced and gathered in
+    place.
+    """
+    whole = _HALF * split.micro_batch * model.sequence * model.hidden
+    message = whole / (split.tensor if split.sequence_parallel else 1)
+    held = 4 * message if split.pipeline > 1 else 0.0
+    held += 2 * whole if split.sequence_parallel and split.tensor > 1 else 0.0
+    return held + (2 * whole * model.top_k if split.expert > 1 else 0.0)
