@@ -242,11 +242,11 @@ def test_what_has_no_counterpart_is_refused_with_every_reason(
 @pytest.mark.parametrize(
     ("changes", "reasons"),
     [
-        ({"qk_norm": "head"}, ["gpt2: model.qk_norm=head (it has none)", "starcoder2: model.position=learned"]),
-        ({"norm": "rmsnorm"}, ["gpt2: model.norm=rmsnorm (it has layernorm)"]),
-        ({"bias": False}, ["model.bias=false (it has true)"]),
+        ({"qk_norm": "head"}, ["gpt2: model.qk_norm=head (the family has none)", "starcoder2: model.position=learned"]),
+        ({"norm": "rmsnorm"}, ["gpt2: model.norm=rmsnorm (the family has layernorm)"]),
+        ({"bias": False}, ["model.bias=false (the family has true)"]),
         ({"num_kv_heads": 1}, ["model.num_kv_heads=1"]),
-        ({"experts": 2}, ["gpt2: model.experts=2 (it has 0)"]),
+        ({"experts": 2}, ["gpt2: model.experts=2 (the family has 0)"]),
     ],
 )
 def test_a_model_between_the_families_is_not_exported(

@@ -206,18 +206,18 @@ def test_weights_that_sixteen_bits_cannot_hold_stay_as_they_are(tmp_path: Path) 
 
 #: A change of a model of ours, the family that is nearest, and what it is refused for.
 BETWEEN = (
-    ("llama 3", {"attention_softcap": 5.0}, "llama: model.attention_softcap=5.0 (it has unset)"),
-    ("mistral", {"window_pattern": (1, 0, 1)}, "mistral: model.window_pattern=(1, 0, 1) (it has (1, 1, 1))"),
-    ("qwen3", {"qk_norm": "full"}, "qwen3: model.qk_norm=full (it has head)"),
-    ("gemma2", {"embedding_scale": 2.0}, "gemma2: model.embedding_scale=2.0 (it has 4.898979485566356)"),
-    ("gemma3", {"window_rope_theta": None}, "gemma3_text: model.window_rope_theta=unset (it has 100.0)"),
+    ("llama 3", {"attention_softcap": 5.0}, "llama: model.attention_softcap=5.0 (the family has unset)"),
+    ("mistral", {"window_pattern": (1, 0, 1)}, "mistral: model.window_pattern=(1, 0, 1) (the family has (1, 1, 1))"),
+    ("qwen3", {"qk_norm": "full"}, "qwen3: model.qk_norm=full (the family has head)"),
+    ("gemma2", {"embedding_scale": 2.0}, "gemma2: model.embedding_scale=2.0 (the family has 4.898979485566356)"),
+    ("gemma3", {"window_rope_theta": None}, "gemma3_text: model.window_rope_theta=unset (the family has 100.0)"),
     ("phi3", {"rope_scaling": "linear", "rope_factor": 2.0}, "phi3: rope_type='linear' (only 'default')"),
-    ("olmo2", {"norm_placement": "sandwich"}, "olmo2: model.norm_placement=sandwich (it has post)"),
-    ("gpt_neox", {"qkv_bias": False}, "gpt_neox: model.qkv_bias=false (it has true)"),
-    ("smollm3", {"qk_norm": "head"}, "smollm3: model.qk_norm=head (it has none)"),
-    ("granite", {"rope_pattern": (1, 0, 1)}, "granite: model.rope_pattern=(1, 0, 1) (it has (1, 1, 1))"),
-    ("stablelm", {"parallel_residual": True}, "stablelm: model.parallel_residual=true (it has false)"),
-    ("starcoder2", {"residual_scale": 0.5}, "starcoder2: model.residual_scale=0.5 (it has 1.0)"),
+    ("olmo2", {"norm_placement": "sandwich"}, "olmo2: model.norm_placement=sandwich (the family has post)"),
+    ("gpt_neox", {"qkv_bias": False}, "gpt_neox: model.qkv_bias=false (the family has true)"),
+    ("smollm3", {"qk_norm": "head"}, "smollm3: model.qk_norm=head (the family has none)"),
+    ("granite", {"rope_pattern": (1, 0, 1)}, "granite: model.rope_pattern=(1, 0, 1) (the family has (1, 1, 1))"),
+    ("stablelm", {"parallel_residual": True}, "stablelm: model.parallel_residual=true (the family has false)"),
+    ("starcoder2", {"residual_scale": 0.5}, "starcoder2: model.residual_scale=0.5 (the family has 1.0)"),
 )
 
 

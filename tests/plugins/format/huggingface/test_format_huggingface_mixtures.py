@@ -73,10 +73,10 @@ def test_a_mixture_that_is_close_is_refused_with_what_differs(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"router_bias_rate": 1e-3}, "mixtral: model.router_bias_rate=0.001 (it has 0.0)"),
-        ({"router_score_function": "sigmoid"}, "model.router_score_function=sigmoid (it has softmax)"),
+        ({"router_bias_rate": 1e-3}, "mixtral: model.router_bias_rate=0.001 (the family has 0.0)"),
+        ({"router_score_function": "sigmoid"}, "model.router_score_function=sigmoid (the family has softmax)"),
         ({"expert_layer_first": 1}, "model.expert_layer_pattern=(0, 1) (it has"),
-        ({"shared_expert_ffn_size": 8}, "mixtral: model.shared_expert_ffn_size=8 (it has unset)"),
+        ({"shared_expert_ffn_size": 8}, "mixtral: model.shared_expert_ffn_size=8 (the family has unset)"),
     ],
 )
 def test_a_mixture_between_the_families_is_not_exported(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:

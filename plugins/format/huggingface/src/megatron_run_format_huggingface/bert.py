@@ -150,9 +150,9 @@ def write(weights: Weights, folder: Path) -> None:
     Raises :class:`InputError` with every reason why the model is not of this family.
     """
     model: dict[str, Any] = {"norm_order": "pre", "head": "masked", "activation": "gelu", **weights.config}
-    reasons = [] if model["norm_order"] == "post" else [f"model.norm_order={model['norm_order']} (it has post)"]
+    reasons = [] if model["norm_order"] == "post" else [f"model.norm_order={model['norm_order']} (the family has post)"]
     if model["head"] not in _HEADS:
-        reasons.append(f"model.head={model['head']} (it has {' or '.join(_HEADS)})")
+        reasons.append(f"model.head={model['head']} (the family has {' or '.join(_HEADS)})")
     positions = model.get("max_positions") or weights.sequence_length
     if positions is None or model.get("vocab_size") is None:
         reasons.append("how many positions and words it has is unknown")

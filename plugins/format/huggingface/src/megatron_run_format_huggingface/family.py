@@ -175,7 +175,7 @@ class Family(NamedTuple):
         return {**found, **dict.fromkeys(self.dropouts, options.dropout)}
 
     def mismatches(self, options: GptOptions) -> list[str]:
-        """Every option in which a model of this family differs from ``options``: ``norm=layernorm (it has rmsnorm)``.
+        """Every option in which this family differs from ``options``: ``norm=layernorm (the family has rmsnorm)``.
 
         The family's ``config.json`` of the options is read again: what does not come back, it cannot hold.
         """
@@ -183,7 +183,7 @@ class Family(NamedTuple):
         # Not validated: it is compared, be it possible or not.
         mine, its = options.explicit(), GptOptions.model_construct(**self.model(config)).explicit()
         differ = [
-            f"model.{key}={_word(value)} (it has {_word(its[key])})"
+            f"model.{key}={_word(value)} (the family has {_word(its[key])})"
             for key, value in mine.items()
             if key not in TRAINING and not _same(value, its[key])
         ]
