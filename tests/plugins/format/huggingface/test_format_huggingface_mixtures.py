@@ -75,7 +75,7 @@ def test_a_mixture_that_is_close_is_refused_with_what_differs(
     [
         ({"router_bias_rate": 1e-3}, "mixtral: model.router_bias_rate=0.001 (the family has 0.0)"),
         ({"router_score_function": "sigmoid"}, "model.router_score_function=sigmoid (the family has softmax)"),
-        ({"expert_layer_first": 1}, "model.expert_layer_pattern=(0, 1) (it has"),
+        ({"expert_layer_first": 1}, "model.expert_layer_pattern=(0, 1) (the family has"),
         ({"shared_expert_ffn_size": 8}, "mixtral: model.shared_expert_ffn_size=8 (the family has unset)"),
     ],
 )
