@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_run import load
 from megatron_run.config.request import Request
 from megatron_run.contracts.plugin import RUN_KINDS
 from megatron_run.errors import ExitCode, RunError
 from megatron_run.planning import load_config, resolve
 from megatron_run_cli.main import main
+from megatron_run_engine import train
 from megatron_run_engine.run_folder import open_run_folder
 from tests.support.plugin_file import schedule_file
 
@@ -100,3 +103,85 @@ def test_a_file_of_another_user_is_announced(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("os.geteuid", lambda: user)
     notices = resolve(Request(("preset:tiny", str(tmp_path / "own.yaml")))).notices
     assert any("own.yaml belongs to another user" in notice for notice in notices)
+
+
+MODEL = """
+import pathlib
+from megatron_run_engine.builtin.model import gpt
+megatron_run_plugin_info, megatron_run_create_model = gpt.megatron_run_plugin_info, gpt.megatron_run_create_model
+pathlib.Path({ran!r}).touch()
+"""
+
+
+@pytest.fixture
+def own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run whose model is ``./mine.py``, which says that it ran; ``ran`` is removed. In the folder of both."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MODEL.format(ran=str(tmp_path / "ran")))
+    (tmp_path / "a.txt").write_text("abcdefgh. " * 200)
+    train(load_config("preset:tiny", sets=_OF_RUN, plugins=["model=./mine.py"]))
+    (tmp_path / "ran").unlink()
+    return tmp_path
+
+
+_OF_RUN: dict[str, Any] = {
+    "run.folder": "run",
+    "run.threads": 1,
+    "data.use": "text",
+    "data.paths": "a.txt",
+    "data.split": "50,25,25",
+    "train.steps": 1,
+    "eval.interval": 0,
+    "eval.sample": 0,
+    "observer.use": "jsonl",
+}
+_PUT_TO_USE: dict[str, tuple[str, ...]] = {
+    "generate": ("generate", "run", "a", "--max-new-tokens", "1"),
+    "eval": ("eval", "run", "--task", "perplexity=a.txt"),
+    "finetune": (
+        *("finetune", "run", "--data", "a.txt", "--set", "train.steps=1", "--set", "run.threads=1"),
+        *("--set", "eval.batches=1", "--set", "data.split=50,25,25", "--set", "run.folder=tuned"),
+    ),
+}
+
+
+@pytest.mark.parametrize("command", _PUT_TO_USE)
+def test_a_model_file_that_a_checkpoint_names_runs_only_when_it_is_typed(
+    own_model: Path, capsys: Output, command: str
+) -> None:
+    assert main([*_PUT_TO_USE[command]]) == ExitCode.PLUGIN
+    assert "--plugin model=./mine.py" in capsys.readouterr().err
+    assert not (own_model / "ran").exists()
+    assert main([*_PUT_TO_USE[command], "--plugin", "model=./mine.py"]) == ExitCode.DONE, capsys.readouterr().err
+    assert (own_model / "ran").exists()
+
+
+def test_a_run_with_a_model_file_is_loaded_and_goes_on_by_what_its_user_says(own_model: Path) -> None:
+    with pytest.raises(RunError, match="is a file and is not run"):
+        load("run")
+    assert not (own_model / "ran").exists()
+    assert load("run", sets=["model.use=./mine.py"]).source.step == 1
+    train(load_config("preset:tiny", sets={**_OF_RUN, "train.steps": 2}, plugins=["model=./mine.py"]), extend=True)
+    assert load("run", sets=["model.use=./mine.py"]).source.step == 2
+
+
+@pytest.mark.parametrize("section", ["parallel-layer", "observer"])
+def test_layers_and_observers_of_a_found_configuration_are_not_run(
+    own_model: Path, capsys: Output, section: str
+) -> None:
+    """The layers of the last attempt are refused; of its observers those that are installed hear of the numbers."""
+    (own_model / "evil.py").write_text(f"import pathlib; pathlib.Path({str(own_model / 'evil')!r}).touch()\n")
+    record = own_model / "run" / "config.yaml"
+    lines = record.read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith(f"{section}:"))
+    stop = next((n for n in range(start + 1, len(lines)) if not lines[n].startswith((" ", "-"))), len(lines))
+    lines[start:stop] = [f"{section}:", "  use: [jsonl, ./evil.py]" if section == "observer" else "  use: ./evil.py"]
+    record.write_text("\n".join(lines) + "\n")
+    code = main([*_PUT_TO_USE["eval"], "--plugin", "model=./mine.py"])
+    said = capsys.readouterr().err
+    assert not (own_model / "evil").exists(), "it ran"
+    assert code == (ExitCode.DONE if section == "observer" else ExitCode.PLUGIN), said
+    if section == "observer":
+        assert "perplexity" in (own_model / "run" / "eval.jsonl").read_text()
+    else:
+        assert "--plugin parallel-layer=./evil.py" in said

@@ -148,6 +148,7 @@ def _finetune(  # one argument an option: so click calls it
     folder: Path, data: tuple[str, ...], task: str | None, seeds: int, configs: tuple[str, ...], **options: Any
 ) -> int:
     """Start from FOLDER's weights, which are imported first where they are another program's."""
+    from megatron_run.config.request import Found
     from megatron_run.registry.discover import plain_name
     from megatron_run_engine.checkpoint.step_folder import find_step
     from megatron_run_engine.data.tokenizer import TOKENIZER, reads_bytes
@@ -184,11 +185,13 @@ def _finetune(  # one argument an option: so click calls it
         keys = (f"{key}={value}" for key, value in chosen["train"].items() if f"train.{key}" not in given)
         tell(f"fine-tuning, unless you set otherwise, with train: {', '.join(keys)}")
 
+    found = Found(chosen, f"what is saved in {checkpoints.folder(step)}")
+
     def start(*sets: str) -> int:
         names = {word.partition("=")[0] for word in sets}
         kept = (word for word in options["sets"] if word.partition("=")[0] not in names)
         given = {**options, "sets": (*kept, *sets)}
-        return int(train.callback(configs=(chosen, *configs), **given))  # type: ignore[misc]  # click types it as optional
+        return int(train.callback(configs=(found, *configs), **given))  # type: ignore[misc]  # click types it as optional
 
     if seeds == 1:
         return start()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megatron_run.config.request import Request
 from megatron_run.planning import resolve
+from megatron_run.registry.load import no_files_run
 from megatron_run_engine.inference.job import open_source, resolve_run
 from megatron_run_engine.inference.loaded_model import LoadedModel
 from megatron_run_engine.run_folder.folder import last_config
@@ -47,14 +48,18 @@ def work(run: ResolvedRun, world: World, activity: Activity, arguments: Mapping[
 def record(source: Source, results: Iterable[EvalMetrics]) -> Path | None:
     """Give ``results`` to the observers of the run that ``source`` is a step of; its folder, or None if there is none.
 
+    An observer that is a file hears nothing: the folder may be somebody else's, and names no code.
+
     Raises what they raise, and :class:`~megatron_run.errors.RunError` if one of them is not installed.
     """
     folder = source.path.parent.parent
     config = last_config(folder)
     if not (folder / "run.json").is_file() or config is None:
         return None
-    run = resolve(Request((str(config),)), plan_only=True)
-    observers = [cast("Observer", plugin.create()) for plugin in run.plugins["observer"]]
+    with no_files_run():
+        run = resolve(Request((str(config),)), plan_only=True)
+    known = (plugin for plugin in run.plugins["observer"] if plugin.entry is None or not plugin.entry.file)
+    observers = [cast("Observer", plugin.create()) for plugin in known]
     for metrics in results:
         for observer in observers:
             observer.on_later_eval(folder, metrics)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from megatron_run.config.request import Request
+from megatron_run.config.request import Found, Request
 from megatron_run.contracts import DataSource, PluginInfo, Schedule
 from megatron_run.contracts.actions import Action, ScheduleSpec
 from megatron_run.contracts.activity import Activity
@@ -61,18 +61,18 @@ def plan(source: Source, request: Request) -> ResolvedRun:
     """The run in which the model of ``source`` is put to use, as ``request`` changes it: sets, plugins, nproc.
 
     Weights are used in fp32, as they are saved, unless train.precision is set; nothing else of how the model was
-    trained is taken over. A tokenizer may be given with the plugin of kind data. Raises :class:`InputError` for what is
-    only there for training.
+    trained is taken over. A tokenizer may be given with the plugin of kind data. No file that ``source`` names as a
+    plugin is run, unless ``request`` names it too. Raises :class:`InputError` for what is only there for training.
     """
-    own = {
-        **source.config,
-        "train": {"steps": 1, "global_batch_size": _copies(request), **source.config.get("train", {})},
+    found = Found(source.config, f"what is saved in {source.path}")
+    ours = {
+        "train": {"steps": 1, "global_batch_size": _copies(request)},
         "parallel": {"tensor": 1, "pipeline": 1},
         "observer": {"use": []},
     }
     words = (*request.plugins, *request.sets, *request.values)
     silent = "data" not in source.config and not any(word.startswith(("data=", "data.")) for word in words)
-    run = resolve(replace(request, configs=(own,)), [_ForwardOnly(), *([_NoText()] if silent else [])])
+    run = resolve(replace(request, configs=(ours, found)), [_ForwardOnly(), *([_NoText()] if silent else [])])
     if run.config.parallel.sequence:
         raise InputError("parallel.sequence=true splits nothing here: a step reads one token of a text")
     if run.config.parallel.chunks > 1:

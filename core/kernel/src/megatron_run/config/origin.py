@@ -10,7 +10,7 @@ from megatron_run.contracts.plugin import RUN_KINDS
 #: A key as its parts: ``("train", "lr")``. Sections of kinds are spelt with ``_``.
 Key = tuple[str, ...]
 
-SourceName = Literal["default", "suggestion", "file", "environment", "command line", "python"]
+SourceName = Literal["default", "suggestion", "file", "environment", "command line", "python", "found"]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,13 +11,25 @@ from typing import Any
 ENVIRONMENT_PREFIX = "MEGATRON_RUN_"
 
 
+class Found(dict[str, Any]):
+    """A mapping that nobody here has written: it was found at ``place``, a checkpoint or somebody's run folder.
+
+    Its plugins must be installed. A file that it names is not run.
+    """
+
+    def __init__(self, sections: Iterable[tuple[str, Any]] | Mapping[str, Any] = (), place: str = "a found folder"):
+        super().__init__(sections)
+        self.place = place
+
+
 @dataclass(frozen=True)
 class Request:
     """The arguments of the command line, or their equivalents from Python.
 
-    ``configs`` are CONFIG words (a path, ``preset:NAME``, ``-``) or mappings; ``sets`` are ``KEY=VALUE`` texts and
-    ``values`` their typed form by dotted key; ``plugins`` are ``KIND=NAME[,OPT=VAL...]``; ``nproc`` is the number of
-    ranks of the world, None when it follows from the parallel sizes; ``stdin`` is the text behind ``-``;
+    ``configs`` are CONFIG words (a path, ``preset:NAME``, ``-``) or mappings, some of them :class:`Found`; ``sets``
+    are ``KEY=VALUE`` texts and ``values`` their typed form by dotted key; ``plugins`` are ``KIND=NAME[,OPT=VAL...]``;
+    ``nproc`` is the number of ranks of the world, None when it follows from the parallel sizes; ``stdin`` is the text
+    behind ``-``;
     ``environment`` needs only the variables that start with ``MEGATRON_RUN_``. ``resume`` is ``auto``, ``never`` or the
     number of the saved step to resume from; ``allow_plugin_change`` are kinds whose saved state may be dropped,
     ``allow_change`` keys and sections that may differ from the run that is resumed; ``extend`` allows it more steps.

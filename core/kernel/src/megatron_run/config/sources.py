@@ -12,7 +12,7 @@ from typing import Any
 from megatron_run.config.faults import VARIABLE as FAULT_VARIABLE
 from megatron_run.config.merge import SEPARATORS, ConfigSource, assign, merge, plugin_words, source_from
 from megatron_run.config.origin import DEFAULT, Choice, Key, Origin, Text, dotted, section_of
-from megatron_run.config.request import ENVIRONMENT_PREFIX, Request
+from megatron_run.config.request import ENVIRONMENT_PREFIX, Found, Request
 from megatron_run.config.yaml import MAX_BYTES, Node, parse, too_large
 from megatron_run.contracts.plugin import RUN_KINDS, check_run_kind
 from megatron_run.errors import Findings, InputError, did_you_mean
@@ -112,6 +112,8 @@ def presets() -> dict[str, str]:
 
 
 def _read(config: str | Mapping[str, Any], stdin: str | None) -> dict[str, Node]:
+    if isinstance(config, Found):
+        return _nodes(config, Origin("found", config.place))
     if not isinstance(config, str):
         return _nodes(config, Origin("python", "the configuration given from Python"))
     if config == _STDIN:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from megatron_run.config.merge import SEPARATORS, ConfigSource, merge
@@ -17,7 +18,7 @@ from megatron_run.config.values import typed
 from megatron_run.contracts.plugin import RUN_KINDS, check_run_kind
 from megatron_run.contracts.schema import PluginSection, PluginsSection
 from megatron_run.errors import EngineMissingError, Findings, InputError, PluginError, advice
-from megatron_run.registry.choose import choose
+from megatron_run.registry.choose import choose, is_file
 from megatron_run.registry.discover import Catalog, Entry, SourceDigests
 from megatron_run.registry.known import known_plugin
 from megatron_run.registry.load import FileNotRunError, from_object, load
@@ -94,6 +95,8 @@ def _load(
         notices.append(f"{kind}={choice.word} is {choice.origin}")
     entry: Entry | None = None
     try:
+        if choice.origin.source == "found" and is_file(choice.word):
+            raise _not_typed(kind, choice, merged.choices[kind])
         entry = choose(catalog, kind, choice.word, str(choice.origin))
         if entry.file and (whose := whose_file(choice.origin, entry.file)):
             notices.append(f"{kind}={entry.name} is code that runs: {entry.file}, {whose}; named at {choice.origin}")
@@ -111,6 +114,17 @@ def _load(
             error.why = error.why or _saved_with(merged, kind, choice.word)
             findings.add(error)
     return None
+
+
+def _not_typed(kind: str, choice: Choice, stack: Iterable[Choice]) -> PluginError:
+    """The refusal of a file that nobody has typed, with what to type: the ``stack`` where a kind takes several."""
+    words = quote(SEPARATORS.get(kind, "").join(each.word for each in stack))
+    return PluginError(
+        f"{kind}={choice.word} is a file and is not run",
+        why="what is found in a folder names no code",
+        origin=str(choice.origin),
+        fix=f"if you trust it: --plugin {kind}={words}, in Python sets=[{f'{kind}.use={words}'!r}]",
+    )
 
 
 def whose_file(origin: Origin, file: Path) -> str:
