@@ -292,3 +292,19 @@ def test_a_folder_that_was_moved_meanwhile_ends_in_a_line(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match=r"the run folder .*here is gone: .*run.folder where it is now") as caught:
         folder.end(ExitCode.DONE)
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_of_an_older_version_is_joined_and_its_added_options_are_kept_to_their_defaults(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run"
+    opened(tiny(path))
+    record = read(path / "run.json")
+    added = {"model.attention_window", "model.rope_theta"}  # the folder's writer had neither
+    assert added <= record["identity"].keys()
+    record["identity"] = {key: value for key, value in record["identity"].items() if key not in added}
+    (path / "run.json").write_text(json.dumps(record))
+    assert opened(tiny(path)).folder.attempt == 2
+    assert read(path / "run.json")["attempts"][1]["changes"] == {}
+    with pytest.raises(InputError, match=r"model\.attention_window=unset, now 4"):
+        opened(tiny(path, model__attention_window=4))

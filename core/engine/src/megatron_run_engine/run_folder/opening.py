@@ -27,7 +27,16 @@ from megatron_run.errors import InputError
 from megatron_run.planning.describe import run_record
 from megatron_run.planning.run import to_yaml
 from megatron_run.safe_folder import SafeFolder
-from megatron_run_engine.run_folder.changes import LENGTH, Change, check_names, digest, find_changes, identity, refuse
+from megatron_run_engine.run_folder.changes import (
+    LENGTH,
+    Change,
+    check_names,
+    digest,
+    find_changes,
+    identity,
+    refuse,
+    with_added_options,
+)
 from megatron_run_engine.run_folder.folder import RunFolder, is_run_id
 
 if TYPE_CHECKING:
@@ -256,7 +265,8 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 def _check_same_run(path: Path, record: dict[str, Any], keys: dict[str, Any], run: ResolvedRun) -> tuple[Change, ...]:
     """Return what was changed with permission. Raises :class:`InputError` for every other difference."""
     check_names(run.request, run)
-    found = find_changes(record.get("identity", {}), keys, run.request.allow_plugin_change)
+    before = with_added_options(record.get("identity", {}), run)
+    found = find_changes(before, keys, run.request.allow_plugin_change)
     refusal = refuse(found, run.request, path)
     if refusal is not None:
         raise InputError(f"run folder {path} belongs to another run", why=refusal.why, fix=refusal.fix)
