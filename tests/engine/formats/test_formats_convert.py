@@ -55,3 +55,34 @@ def test_a_damaged_step_is_not_exported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is damaged"):
         convert.export_model(tmp_path / "run", tmp_path / "hf", "huggingface")
     assert not list(tmp_path.glob("*hf*"))
+
+
+@pytest.mark.parametrize(
+    "link", ["tokenizer.json", "chat_template.jinja", "tokenizer_config.json", "source/config.json", "source"]
+)
+def test_an_export_copies_nothing_that_a_link_in_the_run_leads_to(tmp_path: Path, link: str) -> None:
+    saved_network(tmp_path / "run", LLAMA)
+    (tmp_path / "run" / "tokenizer.json").write_bytes(byte_tokenizer_json())
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "generation_config.json").write_text('{"secret": 1}')
+    (tmp_path / "run" / link).parent.mkdir(exist_ok=True)
+    (tmp_path / "run" / link).unlink(missing_ok=True)
+    (tmp_path / "run" / link).symlink_to(home if link == "source" else home / "generation_config.json")
+    with pytest.raises(CheckpointError, match=r"is not read: it is a symbolic link"):
+        convert.export_model(tmp_path / "run", tmp_path / "hf", "huggingface")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_an_import_follows_the_links_of_its_source_to_tokenizer_and_template(tmp_path: Path) -> None:
+    saved_network(tmp_path / "run", LLAMA)
+    (tmp_path / "run" / "tokenizer.json").write_bytes(byte_tokenizer_json())
+    (tmp_path / "run" / "chat_template.jinja").write_text("{{ messages }}")
+    convert.export_model(tmp_path / "run", tmp_path / "hf", "huggingface")
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (tmp_path / "hf" / name).rename(tmp_path / name)
+        (tmp_path / "hf" / name).symlink_to(tmp_path / name)
+    convert.import_model(tmp_path / "hf", tmp_path / "ours")
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / name).read_bytes()
+        assert not (tmp_path / "ours" / name).is_symlink()

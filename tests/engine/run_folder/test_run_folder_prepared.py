@@ -17,6 +17,7 @@ from megatron_run.planning import ResolvedRun, load_config
 from megatron_run_engine.builtin.observer.jsonl import LineFile
 from megatron_run_engine.launch.rank_output import redirect_output
 from megatron_run_engine.run_folder import History, RunFolder, open_run_folder
+from megatron_run_engine.run_folder.folder import last_config
 from megatron_run_observer_tensorboard.events import EventFile
 from megatron_run_observer_trace import trace_path, write_new
 from tests.support.start_windows import killed_before
@@ -163,3 +164,16 @@ def test_a_start_that_was_killed_before_anything_was_trained_binds_nobody(tmp_pa
         assert not killed_before(count, run)
         count += 1
     assert open_run_folder(tiny(tmp_path / "run", **{"train.lr": 0.5})).folder.attempt == 1
+
+
+@pytest.mark.parametrize("link", ["logs", "logs/attempt-002", "logs/attempt-002/config.yaml"])
+def test_the_last_configuration_is_not_looked_for_behind_a_link(run: Path, tmp_path: Path, link: str) -> None:
+    open_run_folder(tiny(run)).lock.release()
+    found = last_config(run)
+    assert found is not None
+    assert found.path == run / "logs" / "attempt-002" / "config.yaml"
+    (run / link).rename(tmp_path / "elsewhere")
+    (run / link).symlink_to(tmp_path / "elsewhere")
+    found = last_config(run)
+    assert found is not None
+    assert found == (run / "config.yaml", (run / "config.yaml").read_text())

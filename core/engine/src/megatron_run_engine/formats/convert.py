@@ -27,6 +27,7 @@ from megatron_run.contracts.state import MASTER, StatePiece
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run.registry.choose_format import format_to_read, format_to_write
 from megatron_run.registry.discover import plain_name
+from megatron_run.safe_folder import SafeFolder
 from megatron_run_engine.checkpoint.adapted import MergedReader, open_step
 from megatron_run_engine.checkpoint.files import FileSystem, lock, saving
 from megatron_run_engine.checkpoint.manifest import About, DataRecord, TokenizerRecord, make_manifest
@@ -107,12 +108,9 @@ def export_model(source: Path | None, folder: Path, name: str, step: int | None 
             with checkpoints.offering_older(chosen, lambda older: f"to export step {older}: --step {older}"):
                 weights = read_step(checkpoints, chosen)
             target.write(weights, temporary)
-            tokenizer = _tokenizer_json(weights, checkpoints.manifest(chosen))
-            if tokenizer is not None:
-                _write_file(temporary / TOKENIZER, tokenizer, files)
-            for path in _chat_templates(weights):
-                if not (temporary / path.name).exists():  # what was imported with the model has been written
-                    _write_file(temporary / path.name, path.read_bytes(), files)
+            for beside, content in _beside(weights, checkpoints, chosen):
+                if not (temporary / beside).exists():  # what was imported with the model has been written
+                    _write_file(temporary / beside, content, files)
             files.remove_folder(folder)
             files.rename(temporary, folder)
         except BaseException:
@@ -157,27 +155,52 @@ def read_step(checkpoints: Checkpoints, step: int) -> Weights:
         sequence_length=identity.get("train.sequence_length"),
         moments=readers,
         tokenizer=_kept_tokenizer(checkpoints, manifest),
-        files={path.name: path for path in (checkpoints.path.parent / SOURCE).glob("*") if path.is_file()},
+        files=_source_files(checkpoints.path.parent),
     )
+
+
+def _source_files(home: Path) -> dict[str, Path]:
+    """What an import has kept of its source in ``home``, which may be somebody else's: no link is followed."""
+    paths = [path for path in (home / SOURCE).glob("*") if path.is_symlink() or path.is_file()]
+    for path in paths:
+        _read_own(home, f"{SOURCE}/{path.name}")
+    return {path.name: path for path in paths}
+
+
+def _read_own(home: Path, name: str) -> bytes | None:
+    """The file ``name`` of a run or an import, None if it is absent. Raises :class:`CheckpointError` for a link."""
+    try:
+        return SafeFolder(home).read(name)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        why, fix = error.strerror or str(error), "put the file itself there, or remove it"
+        raise CheckpointError(f"{error.filename or home / name} is not read", why=why, fix=fix) from error
 
 
 def _kept_tokenizer(checkpoints: Checkpoints, manifest: Manifest) -> Path | None:
     """The tokenizer's file beside the checkpoints, unless the step was trained with another one."""
     path, record = checkpoints.path.parent / TOKENIZER, manifest.about.tokenizer
-    if not path.is_file() or (record and hashlib.sha256(path.read_bytes()).hexdigest() != record.sha256):
+    content = _read_own(path.parent, TOKENIZER)
+    if content is None or (record and hashlib.sha256(content).hexdigest() != record.sha256):
         return None
     return path
 
 
-def _tokenizer_json(weights: Weights, manifest: Manifest) -> bytes | None:
-    """The tokenizer's file for another program; None where none is known."""
-    if weights.tokenizer is not None:
-        return weights.tokenizer.read_bytes()
-    return byte_tokenizer_json() if reads_bytes(manifest.about.identity) else None
+def _beside(weights: Weights, checkpoints: Checkpoints, step: int) -> Iterator[tuple[str, bytes]]:
+    """The tokenizer's file for another program, where one is known, and those that hold its chat template."""
+    if weights.tokenizer is None:
+        if reads_bytes(checkpoints.manifest(step).about.identity):
+            yield TOKENIZER, byte_tokenizer_json()
+        return
+    for name in (TOKENIZER, *CHAT_TEMPLATES):
+        content = _read_own(checkpoints.path.parent, name)
+        if content is not None:
+            yield name, content
 
 
 def _chat_templates(weights: Weights) -> list[Path]:
-    """The files beside the tokenizer that hold its chat template."""
+    """The files beside the tokenizer of a source that hold its chat template."""
     if weights.tokenizer is None:
         return []
     return [path for path in map(weights.tokenizer.with_name, CHAT_TEMPLATES) if path.is_file()]

@@ -57,7 +57,7 @@ def record(source: Source, results: Iterable[EvalMetrics]) -> Path | None:
     if not (folder / "run.json").is_file() or config is None:
         return None
     with no_files_run():
-        run = resolve(Request((str(config),)), plan_only=True)
+        run = resolve(Request((str(config.path),)), plan_only=True)
     known = (plugin for plugin in run.plugins["observer"] if plugin.entry is None or not plugin.entry.file)
     observers = [cast("Observer", plugin.create()) for plugin in known]
     for metrics in results:

@@ -113,10 +113,10 @@ def _tokenizer(folder: Path) -> dict[str, Any]:
 
 def _layers(run_folder: Path) -> dict[str, Any] | None:
     """The layers of the run at ``run_folder``, which may compute something of their own; None where nothing tells."""
-    path = last_config(run_folder)
-    if path is None:
+    config = last_config(run_folder)
+    if config is None:
         return None
-    node = parse(path.read_text(encoding="utf-8"), str(path)).get(_LAYERS)
+    node = parse(config.text, str(config.path)).get(_LAYERS)
     section = None if node is None else _plain(node)
     return section if isinstance(section, dict) else None
 

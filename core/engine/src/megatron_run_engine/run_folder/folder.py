@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megatron_run.errors import CheckpointError, ExitCode
 from megatron_run.safe_folder import SafeFolder
@@ -25,16 +25,25 @@ def is_run_id(word: object) -> bool:
     return isinstance(word, str) and re.fullmatch("[0-9a-f]{32}", word) is not None
 
 
-def last_config(folder: Path) -> Path | None:
+class SavedConfig(NamedTuple):
+    """A configuration in a run folder: where it lies, and its text."""
+
+    path: Path
+    text: str
+
+
+def last_config(folder: Path) -> SavedConfig | None:
     """The configuration of the last attempt of the run in ``folder``, or the one beside an import; None without any.
 
-    Attempts may differ in their plugins, and in what they were allowed to change.
+    Attempts may differ in their plugins, and in what they were allowed to change. Links are passed over.
     """
-    attempts = [path for path in folder.glob("logs/attempt-*/config.yaml") if path.parent.name[8:].isdecimal()]
-    attempts.sort(key=lambda path: int(path.parent.name[8:]))
-    paths = (folder / "config.yaml", *attempts)
-    found = [path for path in paths if path.is_file() and not (path.is_symlink() or path.parent.is_symlink())]
-    return found[-1] if found else None
+    files = SafeFolder(folder)
+    attempts = [path.name for path in folder.glob("logs/attempt-*") if path.name[8:].isdecimal()]
+    attempts.sort(key=lambda name: int(name[8:]), reverse=True)
+    for name in (*(f"logs/{attempt}/config.yaml" for attempt in attempts), "config.yaml"):
+        with suppress(OSError):
+            return SavedConfig(folder / name, files.read(name).decode(errors="replace"))
+    return None
 
 
 def open_log(log: Path, flags: int = os.O_WRONLY | os.O_APPEND | os.O_CREAT) -> int:
