@@ -96,6 +96,18 @@ def test_a_file_that_a_run_folder_names_is_announced_and_one_of_the_users_own_is
         assert not any("is code that runs" in notice for notice in resolve(request).notices)
 
 
+def test_an_update_rule_that_a_run_folder_names_is_announced_and_one_of_the_users_own_is_not(tmp_path: Path) -> None:
+    (tmp_path / "lion.py").write_text("import torch\n\nclass Lion(torch.optim.SGD):\n    pass\n")
+    rule = f"optimizer: {{rule: '{tmp_path}/lion.py:Lion'}}\n"
+    (tmp_path / "own.yaml").write_text(rule)
+    open_run_folder(load_config("preset:tiny", sets={"run.folder": tmp_path / "run"})).lock.release()
+    (tmp_path / "run" / "config.yaml").write_text(rule)
+    for file, announced in ((tmp_path / "run" / "config.yaml", True), (tmp_path / "own.yaml", False)):
+        notices = resolve(Request(("preset:tiny", str(file)))).notices
+        said = f"optimizer.rule is code that runs: {tmp_path}/lion.py, chosen by a run folder; named at {file}"
+        assert any(said in notice for notice in notices) == announced, notices
+
+
 def test_a_file_of_another_user_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = schedule_file(tmp_path / "mine.py")
     (tmp_path / "own.yaml").write_text(f"schedule: {file}\n")

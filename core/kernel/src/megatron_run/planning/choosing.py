@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
@@ -99,7 +99,7 @@ def _load(
             raise _not_typed(kind, choice, merged.choices[kind])
         entry = choose(catalog, kind, choice.word, str(choice.origin))
         if entry.file and (whose := whose_file(choice.origin, entry.file)):
-            notices.append(f"{kind}={entry.name} is code that runs: {entry.file}, {whose}; named at {choice.origin}")
+            notices.append(_code_notice(f"{kind}={entry.name}", entry.file, whose, choice.origin))
         return load(entry, str(choice.origin), digests)
     except PluginError as error:
         absent = plan_only and isinstance(error, EngineMissingError) and kind != "schedule"
@@ -127,8 +127,22 @@ def _not_typed(kind: str, choice: Choice, stack: Iterable[Choice]) -> PluginErro
     )
 
 
+def rule_notices(merged: ConfigSource) -> Iterator[str]:
+    """The notice about the optimizer's rule where that is a file which may not be the user's own."""
+    value = merged.values.get(("optimizer", "rule"))
+    place = str(value.data).rpartition(":")[0] if value else ""
+    if value and is_file(place):
+        file = Path(place).expanduser().resolve()
+        if whose := whose_file(value.origin, file):
+            yield _code_notice("optimizer.rule", file, whose, value.origin)
+
+
+def _code_notice(what: str, file: Path, whose: str, origin: Origin) -> str:
+    return f"{what} is code that runs: {file}, {whose}; named at {origin}"
+
+
 def whose_file(origin: Origin, file: Path) -> str:
-    """Why the plugin ``file`` that a configuration names may not be the user's own; empty when it is.
+    """Why the ``file`` of code that a configuration names may not be the user's own; empty when it is.
 
     What the user types, or writes into a configuration of theirs, is their own choice.
     """
