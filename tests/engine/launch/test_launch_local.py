@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -292,6 +293,28 @@ def test_scratch_folders_of_killed_launchers_are_removed_and_those_of_others_sta
         assert first.is_dir()
         assert second.is_dir()
     assert [each.name for each in tmp_path.iterdir()] == ["megatron-run-other"]
+
+
+def test_a_launcher_that_looks_before_anothers_lock_is_held_leaves_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    lock, others = fcntl.flock, list[Path]()
+
+    def late(handle: int, how: int) -> None:
+        if not others:  # another launcher comes and goes between the opening of our lock and this
+            others.append(tmp_path)
+            with scratch_folder() as other:
+                others.append(other)
+        lock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with scratch_folder() as ours:
+        assert len(others) == 2
+        assert ours.is_dir()
+        with scratch_folder():
+            assert ours.is_dir(), "the lock has the name by which others look for it"
+        assert [each.name for each in ours.iterdir()] == [".launcher"]
 
 
 @pytest.mark.parametrize(("state", "what"), [("hang", "hangs"), ("stop", "is stopped by a signal (SIGSTOP)")])

@@ -151,9 +151,11 @@ def scratch_folder() -> Iterator[Path]:
             finally:
                 os.close(handle)
     with tempfile.TemporaryDirectory(prefix=_SCRATCH) as folder:
-        handle = os.open(Path(folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock, unlocked = Path(folder, _LOCK), Path(folder, f"{_LOCK}.new")
+        handle = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
+            unlocked.rename(lock)  # only now: another launcher takes a lock that nobody holds for a dead one's
             yield Path(folder)
         finally:
             os.close(handle)
