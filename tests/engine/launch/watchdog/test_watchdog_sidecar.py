@@ -7,10 +7,14 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from megatron_run_engine.launch.watchdog.connection import Connection, Stranger
+from megatron_run_engine.launch.watchdog.sidecar import reach_hub
 from megatron_run_engine.launch.watchdog.sidecar_client import own_address
 from tests.support.processes import alive, process_ids, wait_until
 
@@ -93,3 +97,45 @@ def test_the_hub_listens_where_the_job_is_known_to_reach_this_host(
 def test_a_rank_that_ends_by_itself_takes_its_sidecar_with_it_and_keeps_its_status(tmp_path: Path) -> None:
     code, said, status = ended(tmp_path, "leave")
     assert (code, said, status["exit_code"]) == (0, "", None)
+
+
+@pytest.mark.parametrize("evictions", [0, 2])
+def test_a_sidecar_that_the_hub_sends_away_comes_again(evictions: int) -> None:
+    """Once before it can prove itself, once after its proof."""
+    found: list[int | None] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def hub() -> None:
+            for number in range(evictions):
+                away = server.accept()[0]
+                if number:
+                    Stranger(Connection(away))
+                    away.recv(512)
+                away.close()
+            connection = Connection(server.accept()[0])
+            stranger = Stranger(connection)
+            while not found and connection.open:
+                rank = stranger.identify(connection, "known to both", range(3))
+                found.extend([] if rank is None else [rank])
+            connection.close()
+
+        thread = threading.Thread(target=hub, daemon=True)
+        thread.start()
+        reach_hub(server.getsockname(), 2, "known to both", 20.0).close()
+        thread.join(10.0)
+    assert found == [2]
+
+
+def test_a_sidecar_that_is_always_sent_away_names_that_and_not_a_wrong_proof() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def hub() -> None:
+            with suppress(OSError):
+                while True:
+                    server.accept()[0].close()
+
+        threading.Thread(target=hub, daemon=True).start()
+        with pytest.raises(ConnectionError, match="has sent it away again and again") as error:
+            reach_hub(server.getsockname(), 2, "known to both", 0.5)
+        server.shutdown(socket.SHUT_RDWR)
+    assert "is not the hub" not in str(error.value)

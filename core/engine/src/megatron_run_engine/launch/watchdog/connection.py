@@ -76,13 +76,17 @@ class Connection:
 
 
 def join_hub(connection: Connection, rank: int, secret: str, within: float) -> bool:
-    """The sidecar's part of the handshake, ``within`` seconds at most: whether it is our hub, and knows us for ours."""
+    """The sidecar's part of the handshake, ``within`` seconds at most: whether it is our hub, and knows us for ours.
+
+    Where no proof has come ``connection.open`` is false: the other end may be our hub, and too busy with strangers.
+    """
     deadline, ours = time.monotonic() + within, secrets.token_hex(16)
     try:
         theirs = str(connection._next(deadline).get("word"))
         connection.send(rank=rank, word=ours, proof=_proof(secret, "sidecar", rank, theirs, ours))
         answer = str(connection._next(deadline).get("proof"))
     except (OSError, ValueError):
+        connection.open = False
         return False
     return _same(answer, _proof(secret, "hub", rank, theirs, ours))
 

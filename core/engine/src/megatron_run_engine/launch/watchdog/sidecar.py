@@ -33,8 +33,8 @@ from megatron_run_engine.launch.watchdog.monitor import INTERVAL, LONGEST, RankM
 _REPORT_INTERVAL = 0.5
 #: Seconds that a rank gets to end by itself once it was told to.
 _OBEY_WITHIN = 1.0
-#: Seconds in which the hub must answer.
-_REACH_WITHIN = 20.0
+#: Seconds in which the hub must answer, and after which a sidecar that was sent away comes again.
+_REACH_WITHIN, _COME_AGAIN = 20.0, 0.2
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,9 @@ class Sidecar:
         host, _, port = self._orders.hub.rpartition(":")
         at = (host, int(port)) if self._hub is None else (self._orders.listen or "127.0.0.1", self._hub.port)
         try:
-            connection = Connection(socket.create_connection(at, timeout=_REACH_WITHIN))
-        except OSError as error:
-            self._tell_blind(f"the hub at {at[0]}:{at[1]} cannot be reached: {error.strerror or error}")
-            return None
-        if not join_hub(connection, self._orders.rank, self._orders.secret, _REACH_WITHIN):
-            self._tell_blind(f"who listens at {at[0]}:{at[1]} is not the hub of this run")
-            connection.close()
+            connection = reach_hub(at, self._orders.rank, self._orders.secret, _REACH_WITHIN)
+        except ConnectionError as error:
+            self._tell_blind(str(error))
             return None
         self._selector.register(connection, selectors.EVENT_READ, connection)
         return connection
@@ -193,6 +189,30 @@ class Sidecar:
             status = folder.read_status()
             if status is not None and status.exit_code is None and status.attempt == self._orders.attempt:
                 folder.end(ExitCode.RANK_LOST, message)
+
+
+def reach_hub(at: tuple[str, int], rank: int, secret: str, within: float) -> Connection:
+    """A connection to the hub at ``at``, which knows it for that of ``rank``.
+
+    A hub that is flooded sends the oldest stranger away, and that may be a sidecar: it comes again, ``within`` seconds
+    in all. Raises ConnectionError, which says why there is no hub.
+    """
+    deadline, where = time.monotonic() + within, f"{at[0]}:{at[1]}"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            connection = Connection(socket.create_connection(at, timeout=left))
+        except OSError as error:
+            raise ConnectionError(f"the hub at {where} cannot be reached: {error.strerror or error}") from error
+        if join_hub(connection, rank, secret, deadline - time.monotonic()):
+            return connection
+        no_hub = connection.open
+        connection.close()
+        if no_hub:
+            raise ConnectionError(f"who listens at {where} is not the hub of this run")
+        time.sleep(min(_COME_AGAIN, max(0.0, deadline - time.monotonic())))
+    raise ConnectionError(
+        f"the hub at {where} has sent it away again and again for {within:g} s, as if it were flooded"
+    )
 
 
 def tell_rank(**line: Any) -> None:
