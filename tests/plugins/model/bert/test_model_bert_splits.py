@@ -79,3 +79,12 @@ def test_every_topology_trains_as_one_process_does(corpus: Path, order: str, nam
     (expected,) = train_many(1, [request(corpus, 1, (), (), order)], timeout=550)
     for seen in found:
         same(seen, expected[0])
+
+
+@pytest.mark.multiproc
+def test_ranks_that_share_weights_share_the_masks_of_what_each_computes_whole(corpus: Path) -> None:
+    """The guard ends a run whose tensor-parallel ranks hold different copies of a replicated weight."""
+    sets = ("parallel.tensor=2", "parallel.sequence=true", "model.dropout=0.3", "guard.replica_interval=1")
+    asked = request(corpus, 2, sets, ("parallel-layer=tensor",), "pre")
+    (ranks,) = train_many(2, [asked], timeout=120)
+    assert len(ranks[0].losses) == 3
