@@ -113,6 +113,15 @@ def test_a_step_holds_adapters_alone_and_goes_on_from_the_weights_that_it_names(
     assert adapt(tmp_path / "half", None, train__steps=5) == straight
 
 
+def test_the_biases_of_adapted_routers_stay_so_that_a_run_goes_on_as_it_was(tmp_path: Path) -> None:
+    """Their rate moves them while all weights are trained; steps of adapters do not hold them."""
+    experts = {"model__experts": 4, "model__router_score_function": "sigmoid", "model__router_bias_rate": 0.5}
+    adapt(tmp_path / "base", None, "dense", train__steps=1, **experts)
+    straight = adapt(tmp_path / "straight", tmp_path / "base", train__steps=5, **experts)
+    adapt(tmp_path / "half", tmp_path / "base", **experts)
+    assert adapt(tmp_path / "half", None, train__steps=5, **experts) == straight
+
+
 def test_readers_merge_whatever_the_layers(base: Path, tmp_path: Path) -> None:
     adapt(tmp_path / "run", base)
     tokens = [[1, 2, 3, 4, 5]]
