@@ -115,7 +115,11 @@ def test_a_step_holds_adapters_alone_and_goes_on_from_the_weights_that_it_names(
 
 def test_the_biases_of_adapted_routers_stay_so_that_a_run_goes_on_as_it_was(tmp_path: Path) -> None:
     """Their rate moves them while all weights are trained; steps of adapters do not hold them."""
-    experts = {"model__experts": 4, "model__router_score_function": "sigmoid", "model__router_bias_rate": 0.5}
+    experts: dict[str, Any] = {
+        "model__experts": 4,
+        "model__router_score_function": "sigmoid",
+        "model__router_bias_rate": 0.5,
+    }
     adapt(tmp_path / "base", None, "dense", train__steps=1, **experts)
     straight = adapt(tmp_path / "straight", tmp_path / "base", train__steps=5, **experts)
     adapt(tmp_path / "half", tmp_path / "base", **experts)
@@ -168,6 +172,29 @@ def test_a_target_that_no_matrix_is_called_is_refused_with_those_there_are() -> 
     run = load_config("preset:tiny", plugins=["parallel-layer=dense+lora,targets=q_proj"])
     with pytest.raises(RunError, match=r"names 'q_proj', .*attention.qkv.query, .*mlp.output"):
         model_size(run)
+
+
+def test_a_target_may_lie_on_another_stage() -> None:
+    """And one that lies on none is refused while the run is planned."""
+    stages = ["schedule=1f1b", "parallel-layer=dense+lora,targets=layers.0.attention.output"]
+    sets = {"parallel.pipeline": 2}
+    first, second = model_size(load_config("preset:tiny", sets=sets, plugins=stages, nproc=2)).stages
+    whole = first.memory["frozen"] // 4
+    assert (first.parameters - whole, second.memory["gradients"]) == (8 * (32 + 32), 0)
+    with pytest.raises(RunError, match=r"names 'layers.7.attention.output', .*mlp.output"):
+        model_size(
+            load_config("preset:tiny", sets=sets, plugins=[each.replace("s.0", "s.7") for each in stages], nproc=2)
+        )
+
+
+@pytest.mark.multiproc
+def test_stages_agree_on_targets() -> None:
+    """A stage without layers of its own, or with another part of them, trains nothing of a target and refuses none."""
+    layers = "parallel-layer=dense+lora,targets=layers.0.attention.output"
+    (ranks,) = train_many(
+        2, [Request(("preset:tiny",), sets=(*SETS, "parallel.pipeline=2"), plugins=(layers, "schedule=1f1b"), nproc=2)]
+    )
+    assert len(ranks[0].losses) == 3
 
 
 def test_adapters_of_random_weights_cannot_be_read_elsewhere(tmp_path: Path) -> None:
