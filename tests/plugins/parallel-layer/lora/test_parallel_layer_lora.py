@@ -83,6 +83,32 @@ def test_every_split_and_schedule_learns_the_same(base: Path) -> None:
 
 
 @pytest.mark.multiproc
+def test_the_dropout_of_adapters_draws_the_same_wherever_they_run() -> None:
+    """A pipeline, shards of the batch, recomputation and capture: the same masks, and tensor ranks stay alike."""
+    dropping = f"{LORA},adapter_dropout=0.4"
+    dense = f"parallel-layer=dense+{dropping}"
+    alone = {
+        "": (),
+        "recompute": ("train.recompute=full",),
+        "capture": ("graph-capture.capture_after=1", "graph-capture.scope=attn,mlp"),
+    }
+    plugins = {"capture": ("graph-capture=partial",)}
+    ones = [Request(("preset:tiny",), (*SETS, *sets), (dense, *plugins.get(name, ()))) for name, sets in alone.items()]
+    two = [
+        Request(("preset:tiny",), (*SETS, "parallel.pipeline=2"), (dense, "schedule=1f1b"), nproc=2),
+        Request(("preset:tiny",), (*SETS, "parallel.data=2"), (dense,), nproc=2),
+    ]
+    for sequence in ("false", "true"):
+        sets = ("parallel.tensor=2", f"parallel.sequence={sequence}", "guard.replica_interval=1")
+        two.append(Request(("preset:tiny",), (*SETS, *sets), (f"parallel-layer=tensor+{dropping}",), nproc=2))
+    expected, *others = (ranks[0].losses for ranks in train_many(1, ones))
+    pipeline, data, *split = (ranks[0].losses for ranks in train_many(2, two))
+    for found in (*others, pipeline, data):
+        assert found == pytest.approx(expected, abs=2e-5)
+    assert all(len(losses) == 3 for losses in split)
+
+
+@pytest.mark.multiproc
 def test_the_suite_compares_every_rank_with_merged_matrices() -> None:
     (report,) = check("parallel-layer=tensor+lora")
     assert not [result for result in report.results if not result.passed]
