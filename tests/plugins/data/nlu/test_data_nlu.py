@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_run.errors import DataError, InputError
+from megatron_run.errors import DataError, InputError, RunError
+from megatron_run.planning import load_config
 from megatron_run_data_nlu import Nlu, NluOptions, metrics
 from megatron_run_data_nlu.recipes import recipe
 from megatron_run_data_nlu.rows import Spans
@@ -174,3 +175,20 @@ def test_files_that_are_not_of_the_task_are_told_with_their_place(home: Path, tm
         source(home, "mnli", folder=str(tmp_path)).dataset("train", LENGTH, 0)
     with pytest.raises(InputError, match=r"\[CLS\], \[SEP\], \[PAD\]"):
         source(home, "mnli", tokenizer="bytes").dataset("train", LENGTH, 0)
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "wanted"),
+    [
+        ("mnli", "gpt", "classification"),
+        ("qqp", "bert,head=masked", "classification"),
+        ("squad2", "bert,head=classification", "span"),
+        ("race", "bert,head=span", "choice"),
+    ],
+)
+def test_a_model_without_the_head_of_the_task_is_refused_while_planned(task: str, model: str, wanted: str) -> None:
+    plugins = [f"data=nlu,task={task},folder=none", f"model={model}"]
+    with pytest.raises(RunError, match=f"model.head={wanted}"):
+        load_config("preset:tiny", plugins=plugins)
+    right = f"model=bert,head={wanted}" + (",choices=4" if wanted == "choice" else "")
+    assert load_config("preset:tiny", plugins=[plugins[0], right]).config.model.options["head"] == wanted

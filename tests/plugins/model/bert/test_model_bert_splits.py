@@ -79,3 +79,23 @@ def test_every_topology_trains_as_one_process_does(corpus: Path, order: str, nam
     (expected,) = train_many(1, [request(corpus, 1, (), (), order)], timeout=550)
     for seen in found:
         same(seen, expected[0])
+
+
+@pytest.mark.multiproc
+def test_ranks_that_share_weights_share_the_masks_of_what_each_computes_whole(corpus: Path) -> None:
+    """The guard ends a run whose tensor-parallel ranks hold different copies of a replicated weight."""
+    sets = ("parallel.tensor=2", "parallel.sequence=true", "model.dropout=0.3", "guard.replica_interval=1")
+    asked = request(corpus, 2, sets, ("parallel-layer=tensor",), "pre")
+    (ranks,) = train_many(2, [asked], timeout=120)
+    assert len(ranks[0].losses) == 3
+
+
+@pytest.mark.multiproc
+def test_masks_of_dropout_follow_samples_and_layers_alone(corpus: Path) -> None:
+    dropping = ("model.dropout=0.3",)
+    (expected,), (plain,) = train_many(1, [request(corpus, 1, sets, (), "pre") for sets in (dropping, ())])
+    assert abs(expected.losses[0] - plain.losses[0]) > 1e-3
+    splits = {("parallel.pipeline=2",): ("schedule=1f1b",), ("parallel.data=2", "train.recompute=full"): ()}
+    asked = [request(corpus, 2, (*dropping, *sets), plugins, "pre") for sets, plugins in splits.items()]
+    for found in train_many(2, asked):
+        same(found, expected)

@@ -65,7 +65,8 @@ def written_out(weights: Weights, fields: dict[str, Tensor], options: Any) -> tu
             x = weights["embedding.word.weight"][fields["tokens"][row : row + 1, start:stop]]
             for layer in range(options.num_layers):
                 x = block(within(weights, f"layers.{layer}."), x, options)
-            lm = lm + (losses(plain_gpt.norm(weights, "final_norm", x, options) @ head, targets) * counted).sum()
+            found = losses(plain_gpt.norm(weights, "final_norm", x, options) @ head, targets, options)
+            lm = lm + (found * counted).sum()
             for depth in range(1, options.mtp_layers + 1):
                 own = within(weights, f"predictors.{depth}.")
                 x = x[:, :-1]  # the last one has no token to be given
@@ -75,7 +76,7 @@ def written_out(weights: Weights, fields: dict[str, Tensor], options: Any) -> tu
                     plain_gpt.norm(own, "token_norm", given, options),
                 ]
                 x = block(within(own, "block."), torch.cat(both, -1) @ own["join.weight"].T, options)
-                found = losses(plain_gpt.norm(own, "final_norm", x, options) @ head, targets[depth:])
+                found = losses(plain_gpt.norm(own, "final_norm", x, options) @ head, targets[depth:], options)
                 depths[depth - 1].append(((found * counted[depth:]).sum(), counted[depth:].sum()))
     means = [torch.stack([a for a, _ in each]).sum() / torch.stack([b for _, b in each]).sum() for each in depths]
     return lm, means
@@ -85,8 +86,11 @@ def within(weights: Weights, prefix: str) -> Weights:
     return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
 
 
-def losses(logits: Tensor, targets: Tensor) -> Tensor:
-    return -torch.log_softmax(logits[0], -1).gather(-1, targets[:, None])[:, 0]
+def losses(products: Tensor, targets: Tensor, options: Any) -> Tensor:
+    logits = plain_gpt.capped(options.logits_scale * products[0], options.logits_softcap)
+    each, share = -torch.log_softmax(logits, -1), options.label_smoothing
+    found: Tensor = (1 - share) * each.gather(-1, targets[:, None])[:, 0] + share * each.mean(-1)
+    return found
 
 
 def block(own: Weights, x: Tensor, options: Any) -> Tensor:
@@ -113,12 +117,22 @@ def attention(own: Weights, y: Tensor, options: Any) -> Tensor:
     return torch.cat(heads, -1) @ own["attention.output.weight"].T
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tie_embeddings": False},
+        {"tie_embeddings": True},
+        {"logits_scale": 0.5, "logits_softcap": 4.0},
+        {"logits_scale": 2.0, "label_smoothing": 0.2},
+        {"logits_scale": 2.0, "label_smoothing": 0.2, "loss_chunks": 2},
+    ],
+    ids=["untied", "tied", "capped", "smooth", "chunks"],
+)
 @pytest.mark.parametrize("rows", ["whole", "packed"])
-def test_losses_and_every_gradient_are_those_of_plain_torch(rows: str, tied: bool) -> None:
+def test_losses_and_every_gradient_are_those_of_plain_torch(rows: str, given: dict[str, Any]) -> None:
     microbatch = packed() if rows == "packed" else example_microbatch(61)
     fields = ("documents", "positions") if rows == "packed" else ()
-    options, built = deepseek({"tie_embeddings": tied}, *fields)
+    options, built = deepseek(given, *fields)
     weights = plain_gpt.leaves(logical_values(built.infos))
     lm, means = written_out(weights, dict(microbatch.fields), options)
     (lm + COEFFICIENT * torch.stack(means).mean()).backward()

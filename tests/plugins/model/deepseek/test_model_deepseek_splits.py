@@ -69,3 +69,22 @@ def test_every_split_has_the_losses_of_one_process() -> None:
         np.testing.assert_allclose(ranks[0].losses, single.losses, rtol=0, atol=1e-5, err_msg=name)
         np.testing.assert_allclose(ranks[0].norms, single.norms, rtol=1e-4, err_msg=name)
         np.testing.assert_allclose(ranks[0].validation, single.validation, rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_masks_of_dropout_follow_samples_and_layers_alone() -> None:
+    """Tensor-parallel ranks draw others, but each the same for what both hold: the guard ends a run that does not."""
+    dropping = (*PREDICTING, *EXPERTS, "model.dropout=0.3")
+    (expected,), (plain,) = train_many(1, [request(dropping), request((*PREDICTING, *EXPERTS))])
+    assert abs(expected.losses[0] - plain.losses[0]) > 1e-3
+    splits = {
+        ("parallel.pipeline=2",): ("schedule=1f1b",),
+        ("parallel.data=2", "train.recompute=full"): (),
+        ("parallel.tensor=2", "guard.replica_interval=1"): ("parallel-layer=tensor",),
+        ("parallel.tensor=2", "parallel.sequence=true", "guard.replica_interval=1"): ("parallel-layer=tensor",),
+    }
+    asked = [request((*dropping, *sets), plugins) for sets, plugins in splits.items()]
+    pipeline, data, *split = (ranks[0] for ranks in train_many(2, asked))
+    for found in (pipeline, data):
+        np.testing.assert_allclose(found.losses, expected.losses, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-4)
+    assert all(len(each.losses) == 3 for each in split)

@@ -83,6 +83,32 @@ def test_every_split_and_schedule_learns_the_same(base: Path) -> None:
 
 
 @pytest.mark.multiproc
+def test_the_dropout_of_adapters_draws_the_same_wherever_they_run() -> None:
+    """A pipeline, shards of the batch, recomputation and capture: the same masks, and tensor ranks stay alike."""
+    dropping = f"{LORA},adapter_dropout=0.4"
+    dense = f"parallel-layer=dense+{dropping}"
+    alone = {
+        "": (),
+        "recompute": ("train.recompute=full",),
+        "capture": ("graph-capture.capture_after=1", "graph-capture.scope=attn,mlp"),
+    }
+    plugins = {"capture": ("graph-capture=partial",)}
+    ones = [Request(("preset:tiny",), (*SETS, *sets), (dense, *plugins.get(name, ()))) for name, sets in alone.items()]
+    two = [
+        Request(("preset:tiny",), (*SETS, "parallel.pipeline=2"), (dense, "schedule=1f1b"), nproc=2),
+        Request(("preset:tiny",), (*SETS, "parallel.data=2"), (dense,), nproc=2),
+    ]
+    for sequence in ("false", "true"):
+        sets = ("parallel.tensor=2", f"parallel.sequence={sequence}", "guard.replica_interval=1")
+        two.append(Request(("preset:tiny",), (*SETS, *sets), (f"parallel-layer=tensor+{dropping}",), nproc=2))
+    expected, *others = (ranks[0].losses for ranks in train_many(1, ones))
+    pipeline, data, *split = (ranks[0].losses for ranks in train_many(2, two))
+    for found in (*others, pipeline, data):
+        assert found == pytest.approx(expected, abs=2e-5)
+    assert all(len(losses) == 3 for losses in split)
+
+
+@pytest.mark.multiproc
 def test_the_suite_compares_every_rank_with_merged_matrices() -> None:
     (report,) = check("parallel-layer=tensor+lora")
     assert not [result for result in report.results if not result.passed]
@@ -111,6 +137,19 @@ def test_a_step_holds_adapters_alone_and_goes_on_from_the_weights_that_it_names(
     assert manifest.about.adapters is not None
     assert manifest.about.adapters.base == str(base / "checkpoints" / "step1")
     assert adapt(tmp_path / "half", None, train__steps=5) == straight
+
+
+def test_the_biases_of_adapted_routers_stay_so_that_a_run_goes_on_as_it_was(tmp_path: Path) -> None:
+    """Their rate moves them while all weights are trained; steps of adapters do not hold them."""
+    experts: dict[str, Any] = {
+        "model__experts": 4,
+        "model__router_score_function": "sigmoid",
+        "model__router_bias_rate": 0.5,
+    }
+    adapt(tmp_path / "base", None, "dense", train__steps=1, **experts)
+    straight = adapt(tmp_path / "straight", tmp_path / "base", train__steps=5, **experts)
+    adapt(tmp_path / "half", tmp_path / "base", **experts)
+    assert adapt(tmp_path / "half", None, train__steps=5, **experts) == straight
 
 
 def test_readers_merge_whatever_the_layers(base: Path, tmp_path: Path) -> None:
@@ -159,6 +198,29 @@ def test_a_target_that_no_matrix_is_called_is_refused_with_those_there_are() -> 
     run = load_config("preset:tiny", plugins=["parallel-layer=dense+lora,targets=q_proj"])
     with pytest.raises(RunError, match=r"names 'q_proj', .*attention.qkv.query, .*mlp.output"):
         model_size(run)
+
+
+def test_a_target_may_lie_on_another_stage() -> None:
+    """And one that lies on none is refused while the run is planned."""
+    stages = ["schedule=1f1b", "parallel-layer=dense+lora,targets=layers.0.attention.output"]
+    sets = {"parallel.pipeline": 2}
+    first, second = model_size(load_config("preset:tiny", sets=sets, plugins=stages, nproc=2)).stages
+    whole = first.memory["frozen"] // 4
+    assert (first.parameters - whole, second.memory["gradients"]) == (8 * (32 + 32), 0)
+    with pytest.raises(RunError, match=r"names 'layers.7.attention.output', .*mlp.output"):
+        model_size(
+            load_config("preset:tiny", sets=sets, plugins=[each.replace("s.0", "s.7") for each in stages], nproc=2)
+        )
+
+
+@pytest.mark.multiproc
+def test_stages_agree_on_targets() -> None:
+    """A stage without layers of its own, or with another part of them, trains nothing of a target and refuses none."""
+    layers = "parallel-layer=dense+lora,targets=layers.0.attention.output"
+    (ranks,) = train_many(
+        2, [Request(("preset:tiny",), sets=(*SETS, "parallel.pipeline=2"), plugins=(layers, "schedule=1f1b"), nproc=2)]
+    )
+    assert len(ranks[0].losses) == 3
 
 
 def test_adapters_of_random_weights_cannot_be_read_elsewhere(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def every_segment(chunks: Sequence[Sequence[Segment]]) -> tuple[Region, ...]:
             raise InputError(
                 f"graph-capture.scope=step cannot capture segment {segment.name} of layer {segment.layer}",
                 why=segment.why_eager or "the host positions the random streams before each segment that draws",
-                fix="set model.dropout=0, or name segments" if segment.draws else "name segments, without this one",
+                fix="set every dropout to 0, or name segments" if segment.draws else "name segments, without this one",
             )
     return choose_regions(chunks, {segment.name for segment in segments})
 

@@ -93,7 +93,7 @@ class Block(nn.Module):
 
     def segments(self) -> tuple[Segment, ...]:
         """Both halves, in order."""
-        params, draws = parameters_of(self.attention, self.attention_post_norm), self.draws
+        params, draws = parameters_of(self.attention, self.attention_post_norm), self.draws or drops(self.attention)
         attend = Segment(
             "attn",
             self.layer,
@@ -136,7 +136,8 @@ class TransformerBlock(Block):
     def feed_segments(self) -> tuple[Segment, ...]:
         """One segment, "mlp"."""
         inputs, params = ("x", "added") if self.parallel else ("x",), parameters_of(self.mlp, self.feed_post_norm)
-        return (Segment("mlp", self.layer, 1, self.feed, inputs, ("x",), params, draws=self.draws),)
+        draws = self.draws or drops(self.mlp)
+        return (Segment("mlp", self.layer, 1, self.feed, inputs, ("x",), params, draws=draws),)
 
 
 class ExpertBlock(Block):
@@ -187,7 +188,7 @@ class ExpertBlock(Block):
                 outputs,
                 parameters_of(*read),
                 why,
-                draws=self.draws and name == "moe_combine",
+                draws=drops(*read) or (self.draws and name == "moe_combine"),
                 differentiable=name != "moe_preprocess",  # maps are integers
                 decodes=name == "moe_preprocess",
             )
@@ -232,6 +233,12 @@ def attention_fields(context: BuildContext, spec: TransformerSpec) -> Names:
     """The batch fields that attention reads, out of those that the data has."""
     wanted = ("documents", "positions") if spec.position == "rope" else ("documents",)
     return tuple(name for name in wanted if name in context.fields)
+
+
+def drops(*modules: nn.Module | None) -> bool:
+    """Whether one of ``modules`` has a dropout: layers may bring some besides the model's, as adapters do."""
+    inner = (layer for module in modules if module is not None for layer in module.modules())
+    return any(isinstance(layer, nn.Dropout) and layer.p > 0 for layer in inner)
 
 
 def parameters_of(*modules: nn.Module | None) -> tuple[Parameter, ...]:

@@ -193,8 +193,12 @@ class DecoderChunk(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, p/t]."""
         assert self.final_norm is not None
+        return self.logits(self.final_norm(x))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The stream after a norm [s, b, h] -> logits [s, b, p/t], scaled and capped."""
         assert self.output is not None
-        logits: Tensor = self.output(self._scaled(self.final_norm(x)))
+        logits: Tensor = self.output(self._scaled(x))
         cap = self.logits_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

@@ -133,6 +133,7 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
     context = make_context(run, topology, groups, torch.device(world.device), with_vocabulary(run, data), data.fields)
     layers = make_layers(run, context)
     model, positions, chunks = build_chunks(run, context, layers)
+    layers.check_names(cast("list[nn.Module]", chunks))
     check_fields(run, model, data)
     modules = (module for chunk in chunks for _, module in chunk.named_modules())
     context.segments.keep_on_device(buffer for module in modules for buffer in module.buffers(recurse=False))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pydantic import BaseModel
+    from torch import nn
     from torch.nn import Parameter
 
     from megatron_run.contracts import CaptureSize, Chunk, DataSource, GraphCapture, Optimizer, ParamInfo
@@ -99,7 +100,10 @@ def _model_size(run: ResolvedRun) -> ModelSize:
         everyone += on_ranks
         padded = max(padded, _rows_over(context.vocab_size, held) * run.sizes.tensor)
     _check_segments(run, chunks)
-    _check_capture(run, context, chunks)
+    # What one stage lacks may be of another: only a rank with all chunks can refuse a name.
+    alone = replace(context, topology=Topology(Sizes(), 0))
+    make_layers(run, alone).check_names(cast("list[nn.Module]", chunks))
+    _check_capture(run, alone, chunks)
     return ModelSize(total, tuple(stages), context.vocab_size, padded, tuple(captures), _mixture(options, everyone))
 
 
@@ -166,10 +170,8 @@ def _check_segments(run: ResolvedRun, chunks: Sequence[Chunk]) -> None:
 
 
 def _check_capture(run: ResolvedRun, context: BuildContext, chunks: Sequence[Chunk]) -> None:
-    """Let graph capture choose regions as if one rank held all ``chunks``."""
-    # A name in graph-capture.scope may be published by another stage. Only a rank with all chunks can refuse it.
-    alone = replace(context, topology=Topology(Sizes(), 0))
-    capture = cast("GraphCapture", run.one("graph-capture").create(context=alone))
+    """Let graph capture choose regions as if one rank held all ``chunks``, that of ``context``."""
+    capture = cast("GraphCapture", run.one("graph-capture").create(context=context))
     capture.regions([chunk.segments() for chunk in chunks])
 
 

@@ -16,6 +16,8 @@ from megatron_run.contracts.parameters import Init
 from megatron_run.errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor, nn
 
 
@@ -230,6 +232,13 @@ class ParallelLayers(ABC):
         neither gradient nor optimizer state, is never saved, and comes from ``run.init_from``.
         """
 
+    def check_names(self, chunks: Sequence[nn.Module]) -> None:  # noqa: B027  # most factories name no layers
+        """Raise :class:`megatron_run.errors.InputError` for an option that names no layer of any rank.
+
+        ``chunks`` are the finished ones of this rank: another stage may have what they lack. Collective over the world;
+        while a run is planned, it is called once with the chunks of all stages as if one rank held them.
+        """
+
     def adapters(self) -> Adapters | None:
         """What is trained in place of the model's weights; None: the weights."""
         return None
@@ -310,6 +319,10 @@ class StackedLayers(ParallelLayers):
     def finish(self, chunk: nn.Module) -> None:
         """As ``base``."""
         self.base.finish(chunk)
+
+    def check_names(self, chunks: Sequence[nn.Module]) -> None:
+        """As ``base``."""
+        self.base.check_names(chunks)
 
     def adapters(self) -> Adapters | None:
         """As ``base``."""

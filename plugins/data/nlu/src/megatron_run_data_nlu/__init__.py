@@ -6,7 +6,7 @@ source, ``recipes`` (table 6 of the paper).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +27,8 @@ from megatron_run_engine.data.tokenizer import Tokenizer, json_file, open_tokeni
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from megatron_run.contracts.schema import Config
 
 
 class NluOptions(BaseModel):
@@ -117,10 +119,23 @@ class Nlu(DataSource):
         return self._tokenizer.decode(tokens)
 
 
+def check_config(config: Config, options: NluOptions) -> Iterator[str]:
+    """Yield nothing. Raises :class:`InputError` unless the model has a head that answers as the task asks."""
+    wanted = {"race": "choice", "squad1": "span", "squad2": "span"}.get(options.task, "classification")
+    head = config.model.options.get("head")
+    if head != wanted:
+        raise InputError(
+            f"data.task={options.task} is answered by head={wanted}",
+            why=f"model={config.model.use} has {'no heads of tasks' if head is None else f'head={head}'}",
+            fix=f"set model.use=bert and model.head={wanted}, or run megatron-run finetune --task {options.task}",
+        )
+    yield from ()
+
+
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
     """Plugin nlu of kind data."""
-    return PluginInfo("data", "nlu", options=NluOptions)
+    return PluginInfo("data", "nlu", options=NluOptions, check_config=check_config)
 
 
 @hookimpl

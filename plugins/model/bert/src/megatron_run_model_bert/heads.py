@@ -20,6 +20,7 @@ from megatron_run.contracts import Init, ParameterSpec, Part, Segment
 from megatron_run.contracts.data import Field
 from megatron_run_engine.nn import empty_parameter, linear, parameters_of
 from megatron_run_engine.nn.mlp import activation
+from megatron_run_engine.nn.parallel import ReplicatedDropout
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -174,14 +175,19 @@ class WordBias(nn.Module):
 
 
 class Pooler(nn.Module):
-    """``tanh(dense(x))`` of a row's first token (Devlin et al. 2018), then dropout."""
+    """``tanh(dense(x))`` of a row's first token (Devlin et al. 2018), then dropout.
+
+    Every tensor-parallel rank computes all of it, also under sequence parallelism, where the dropout of the layers
+    draws for each rank's own tokens: here one mask must do for all.
+    """
 
     def __init__(self, head: Head) -> None:
         super().__init__()
         spec, context = head.spec, head.context
         self.everywhere = head.everywhere
         self.dense = Replicated(context, spec.hidden, spec.hidden, spec.init)
-        self.dropout = head.layers[0].dropout(spec.dropout)
+        split = context.sequence_shards > 1
+        self.dropout = ReplicatedDropout(spec.dropout, context.rng) if split else head.layers[0].dropout(spec.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s/t, b, h] -> [b, h], the same on every tensor-parallel rank."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +57,7 @@ class Predictor(nn.Module):
         self.join = Down(context, 2 * spec.hidden, spec.hidden, spec.init)
         self.block = make_block(context, layers, replace(spec, experts=None), attention(self.layer, rotary))
         self.final_norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
-        self.cross_entropy = layers.cross_entropy(spec.vocab)
+        self.cross_entropy = layers.cross_entropy(spec.vocab, spec.label_smoothing)
         self.scale, self._word, self._output = spec.embedding_scale, (word,), (output,)  # in tuples: not its children
 
     def enter(self, x: Tensor, labels: Tensor) -> Tensor:
@@ -65,13 +66,21 @@ class Predictor(nn.Module):
         joined: Tensor = self.join(torch.cat((self.stream_norm(x), self.token_norm(words)), dim=-1))
         return joined
 
-    def loss(self, x: Tensor, labels: Tensor, loss_mask: Tensor, *documents: Tensor | None) -> Tensor:
+    def loss(
+        self,
+        logits: Callable[[Tensor], Tensor],
+        x: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor,
+        *documents: Tensor | None,
+    ) -> Tensor:
         """Mean loss over the tokens that count, from the block's output [s, b, h]: a scalar.
 
+        ``logits`` makes [s, b, h] after a norm to the model's logits.
         A position counts where the token it predicts does and, of packed rows, the token it has been given is of the
         same document, whose bounds are ``documents`` [b, c].
         """
-        losses = self.cross_entropy(self._output[0](self.final_norm(x)), _ahead(labels, self.depth))  # [s, b]
+        losses = self.cross_entropy(logits(self.final_norm(x)), _ahead(labels, self.depth))  # [s, b]
         counted = _ahead(loss_mask, self.depth)
         for bounds in documents:
             if bounds is not None:
@@ -80,8 +89,8 @@ class Predictor(nn.Module):
         mean: Tensor = (losses * counted).sum() / counted.sum().clamp(min=1)
         return mean
 
-    def segments(self) -> tuple[Segment, ...]:
-        """Entrance, the block's segments, and the loss."""
+    def segments(self, logits: Callable[[Tensor], Tensor]) -> tuple[Segment, ...]:
+        """Entrance, the block's segments, and the loss; ``logits`` as for :meth:`loss`."""
         documents = ("documents",) if "documents" in self.reads else ()
         entering = (self.stream_norm, self.token_norm, self.join, *self._word)
         inputs = ("x", "labels", "loss_mask", *documents)
@@ -89,7 +98,13 @@ class Predictor(nn.Module):
             Segment("mtp_input", self.layer, 6, self.enter, ("x", "labels"), ("x",), parameters_of(*entering)),
             *self.block.segments(),
             Segment(
-                "mtp_loss", self.layer, 7, self.loss, inputs, ("mtp",), parameters_of(self.final_norm, *self._output)
+                "mtp_loss",
+                self.layer,
+                7,
+                partial(self.loss, logits),
+                inputs,
+                ("mtp",),
+                parameters_of(self.final_norm, *self._output),
             ),
         )
 
@@ -108,7 +123,7 @@ class PredictingChunk(DecoderChunk):
         super().__init__(*arguments, **named)
         self.word, self.coefficient = word, coefficient
         self.predictors = nn.ModuleDict({str(each.depth): each for each in predictors})
-        self._predicting = [tuple(map(self.finish, each.segments())) for each in predictors]
+        self._predicting = [tuple(map(self.finish, each.segments(self.logits))) for each in predictors]
 
     def segments(self) -> Sequence[Segment]:
         """Every segment in forward order."""

@@ -7,6 +7,7 @@ knows how W is split: ``layers`` says how.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,6 +20,8 @@ from megatron_run_engine.runtime.parameter_init import canonical
 from megatron_run_parallel_layer_lora.layers import DOWN, UP, LoraColumn, LoraRow, LowRank
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
     from megatron_run.contracts import Init, LinearPart
@@ -68,32 +71,37 @@ class LoraLayers(StackedLayers):
         return LoraRow(self._context, self.base, wrapped, inputs, outputs, self._how)
 
     def finish(self, chunk: nn.Module) -> None:
-        """Keep the adapters that ``targets`` name, and freeze everything else.
-
-        Raises :class:`InputError` for a target that no linear layer of ``chunk`` has.
-        """
+        """Keep the adapters that ``targets`` name, and freeze everything else."""
         self.base.finish(chunk)
-        layers = {
-            canonical(path): layer for path, layer in chunk.named_modules() if isinstance(layer, LoraColumn | LoraRow)
-        }
-        names = [name for path, layer in layers.items() for name in layer.names(path)]
+        for parameter in chunk.parameters():
+            parameter.requires_grad_(False)
+        for path, layer in _adaptable(chunk):
+            adapted = {name for name in layer.names(path) if any(t == ALL or _ends(name, t) for t in self._targets)}
+            for parameter in layer.keep(path, adapted):
+                parameter.requires_grad_(True)
+
+    def check_names(self, chunks: Sequence[nn.Module]) -> None:
+        """Raise :class:`InputError` for a target that no linear layer of any rank has. Collective over the world."""
+        self.base.check_names(chunks)
+        here = [name for chunk in chunks for path, layer in _adaptable(chunk) for name in layer.names(path)]
+        names = [*chain.from_iterable(self._context.groups.gather_names(here, self._context.device))]
         for target in self._targets:
-            if names and target != ALL and not any(_ends(name, target) for name in names):
+            if target != ALL and not any(_ends(name, target) for name in names):
                 known = dict.fromkeys(name.partition(".")[2].partition(".")[2] for name in names)
                 raise InputError(
                     f"parallel-layer.targets names {target!r}, which no linear layer is called",
                     fix=f"choose all, or the end of one of these: {', '.join(known)}",
                 )
-        for parameter in chunk.parameters():
-            parameter.requires_grad_(False)
-        for path, layer in layers.items():
-            adapted = {name for name in layer.names(path) if any(t == ALL or _ends(name, t) for t in self._targets)}
-            for parameter in layer.keep(path, adapted):
-                parameter.requires_grad_(True)
 
     def adapters(self) -> Adapters:
         """How a saved adapter is merged."""
         return Adapters("lora", DOWN, UP, self._how.rank, self._how.scale)
+
+
+def _adaptable(chunk: nn.Module) -> list[tuple[str, LoraColumn | LoraRow]]:
+    """The layers of ``chunk`` whose matrices can be adapted, by the paths that parameters' names begin with."""
+    found = chunk.named_modules()
+    return [(canonical(path), layer) for path, layer in found if isinstance(layer, LoraColumn | LoraRow)]
 
 
 def _ends(name: str, target: str) -> bool:

@@ -67,11 +67,14 @@ class RouterReports:
                 self._choices[router] += layer["choices"]
 
     def balance(self, *, skipped: bool) -> None:
-        """Move every bias by the step's choices, unless the step is ``skipped``, and count anew. Collective."""
-        if not self._choices:
-            return
-        routers, choices = list(self._choices), torch.stack(list(self._choices.values()))
-        if not skipped:
+        """Move every bias by the step's choices, unless the step is ``skipped``, and count anew. Collective.
+
+        A frozen bias stays: it is of the weights that adapters adapt, and saved steps of adapters do not hold it.
+        """
+        # Layers freeze parameters after the chunk that watches the routers is made: so it is decided here.
+        routers = [each for each in self._choices if each.expert_bias is not None and each.expert_bias.requires_grad]
+        if routers and not skipped:
+            choices = torch.stack([self._choices[router] for router in routers])
             for router, load in zip(routers, self._replicas.sum_(choices), strict=True):
                 router.balance(load)
         for counted in self._choices.values():

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.rng import RandomStreams
 
 
-class ReplicatedDropout(nn.Module):
+class ReplicatedDropout(nn.Dropout):
     """Dropout whose mask is equal on all tensor-parallel ranks: it draws from the replicated random stream.
 
     PyTorch's dropout takes no generator. Like it, this one keeps one byte per value for the backward.
     """
 
     def __init__(self, p: float, streams: RandomStreams) -> None:
-        super().__init__()
-        self.p, self.streams = p, streams
+        super().__init__(p)
+        self.streams = streams
 
     def forward(self, x: Tensor) -> Tensor:
         """[*] -> [*]: zero with probability p, otherwise scaled by 1 / (1 - p); x itself in evaluation."""
@@ -38,10 +38,6 @@ class ReplicatedDropout(nn.Module):
             return x
         result: Tensor = _Dropout.apply(x, self.p, self.streams.replicated)  # type: ignore[no-untyped-call]  # torch's
         return result
-
-    def extra_repr(self) -> str:
-        """The same text as ``nn.Dropout`` in a printed model."""
-        return f"p={self.p}"
 
 
 class _Dropout(torch.autograd.Function):
