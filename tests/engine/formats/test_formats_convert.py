@@ -33,6 +33,15 @@ def test_the_chat_template_of_a_run_goes_where_its_tokenizer_goes(tmp_path: Path
     assert (tmp_path / "back" / "chat_template.jinja").read_bytes() == files["chat_template.jinja"]
 
 
+def test_a_folder_of_links_is_imported_as_caches_have_them(tmp_path: Path) -> None:
+    saved_network(tmp_path / "run", LLAMA)
+    convert.export_model(tmp_path / "run", tmp_path / "blobs", "huggingface")
+    (tmp_path / "snapshot").mkdir()
+    for blob in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / blob.name).symlink_to(blob)
+    assert convert.import_model(tmp_path / "snapshot", tmp_path / "back").format == "huggingface"
+
+
 def test_an_export_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved_network(tmp_path / "run", GPT2)
     before = sorted(tmp_path.rglob("*"))

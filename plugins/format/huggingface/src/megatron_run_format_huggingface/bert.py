@@ -104,7 +104,7 @@ _REPEATED = frozenset(
 
 def is_bert(source: Path) -> bool:
     """Whether ``source`` has a ``config.json`` of this family. Raises :class:`CheckpointError` for one that is none."""
-    return (source / CONFIG).is_file() and read_json(source / CONFIG).get("model_type") == "bert"
+    return (source / CONFIG).is_file() and read_json((source / CONFIG).resolve()).get("model_type") == "bert"
 
 
 def read(source: Path) -> Weights:
@@ -112,7 +112,7 @@ def read(source: Path) -> Weights:
 
     Raises :class:`CheckpointError` with every reason why it cannot be imported.
     """
-    config = {**_DEFAULTS, **read_json(source / CONFIG)}
+    config = {**_DEFAULTS, **read_json((source / CONFIG).resolve())}
     reasons = [f"{key}={config[key]!r} (only {wanted!r})" for key, wanted in _ONLY.items() if config[key] != wanted]
     if config["hidden_act"] not in _ACTIVATIONS:
         reasons.append(f"hidden_act={config['hidden_act']!r} (only {' or '.join(map(repr, _ACTIVATIONS))})")

@@ -46,7 +46,8 @@ class Tensors:
     """The tensors of the model in ``folder``. Raises :class:`CheckpointError` naming the file at fault."""
 
     def __init__(self, folder: Path) -> None:
-        self._files = {name: TensorFile(folder / name) for name in _file_names(folder)}
+        #: The files of a cache are links.
+        self._files = {name: TensorFile((folder / name).resolve()) for name in _file_names(folder)}
         #: Where each tensor lies, by its name.
         self.entries: dict[str, Entry] = {}
         self._file_of: dict[str, TensorFile] = {}
@@ -76,7 +77,7 @@ def _file_names(folder: Path) -> list[str]:
             why=f"{pickled[0]} is a pickle, which could execute anything" if pickled else "",
             fix="save the model as safetensors: in transformers, from_pretrained(...).save_pretrained(...)",
         )
-    places = read_json(folder / INDEX).get("weight_map")
+    places = read_json((folder / INDEX).resolve()).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise CheckpointError(f"{folder / INDEX} cannot be used", why="it has no weight_map")
     names = sorted({str(name) for name in places.values()})
@@ -167,7 +168,7 @@ def read(source: Path) -> Weights:
 
     Raises :class:`CheckpointError` with every reason why it cannot be imported.
     """
-    config = read_json(source / CONFIG)
+    config = read_json((source / CONFIG).resolve())
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         kind, known = config.get("model_type"), ", ".join(FAMILIES)
