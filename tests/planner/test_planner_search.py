@@ -153,6 +153,22 @@ def test_the_best_is_a_configuration_that_resolves(schedules: Schedules, tmp_pat
     assert again.model == task.model
 
 
+def test_a_decoder_counts_what_the_engine_would_build() -> None:
+    """28 layers of 3072 with heads of 256 and a gated layer of 24576 are Gemma 7B's, 8.5 billion with its embedding."""
+    sizes = {"num_layers": 28, "hidden_size": 3072, "num_heads": 16, "head_size": 256, "ffn_size": 24576}
+    model = {**sizes, "activation": "geglu_tanh", "vocab_size": 256000}
+    task = read_task(Request(({"model": model, "train": CONFIG["train"]},)), 1)
+    assert task.model.parameters == pytest.approx(8.54e9, rel=0.01)
+
+
+def test_what_the_user_chose_beside_the_split_is_written(schedules: Schedules) -> None:
+    task = read_task(Request((CONFIG,), plugins=("parallel-layer=dense+lora", "optimizer=deepspeed")), 8)
+    found = Search(task.model, 8, 32, A100, schedules).run(keep=1000).best
+    text = written(task, next(each for each in found if each.split.tensor > 1))
+    assert 'use: "tensor+lora"' in text
+    assert "use: deepspeed" in text
+
+
 def test_a_size_is_a_model_of_about_that_size() -> None:
     for wanted in (350e6, 13e9, 175e9):
         task = read_task(Request((sized(wanted),)), 8)

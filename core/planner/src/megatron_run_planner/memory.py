@@ -57,7 +57,7 @@ def layer_activations(model: Model, split: Split) -> float:
         return _HALF * whole
     # Inputs of two norms, of attention and feed-forward layer; masks of two dropouts, a byte each.
     kept = (4 * _HALF + 2) * whole
-    kept += _HALF * tokens * (model.qkv_width + model.hidden) / t  # queries, keys, values; the context
+    kept += _HALF * tokens * (model.qkv_width + model.context_width) / t  # queries, keys, values; the context
     if split.recompute == "mlp":
         kept -= (_HALF + 1) * whole  # of that half its input alone
     else:

@@ -64,13 +64,13 @@ def layer_operators(model: Model, micro_batch: int, tensor: int, expert: int = 1
     else:
         held, rows = 1.0, n
         feed = (Product(n, up / t, h), Product(n, h, width / t))
-    products = (Product(n, model.qkv_width / t, h), Product(n, h, h / t), *feed)
+    products = (Product(n, model.qkv_width / t, h), Product(n, h, model.context_width / t), *feed)
     scores = micro_batch * model.heads / t * model.sequence**2
     sweeps = [
         Sweep(2 * _WIDTH * n * h, 2),  # the two norms
         Sweep(3.5 * _WIDTH * n * h, 2),  # bias, dropout and residual, with the dropout's mask
         Sweep(2 * _WIDTH * rows * held * up / t),  # bias and activation
-        Sweep(2 * _WIDTH * n * h / t, 3),  # queries, keys and values, each to its own layout
+        Sweep(2 * _WIDTH * n * model.context_width / t, 3),  # queries, keys and values, each to its own layout
     ]
     if not model.flash:
         sweeps += [Sweep(2 * _WIDTH * scores), Sweep(2.5 * _WIDTH * scores)]  # softmax; dropout with its mask

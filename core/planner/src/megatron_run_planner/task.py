@@ -27,6 +27,10 @@ from megatron_run_planner.workload import Model, Recompute, Split
 _ASPECT = 128
 
 
+#: Activations of two matrices in.
+_GATED = ("swiglu", "geglu", "geglu_tanh")
+
+
 class _Options(BaseModel):
     """The options of a decoder that decide its time and memory; others are ignored."""
 
@@ -36,6 +40,7 @@ class _Options(BaseModel):
     hidden_size: int = Field(ge=1)
     num_heads: int = Field(ge=1)
     num_kv_heads: int | None = None
+    head_size: int | None = None
     ffn_size: int | None = None
     vocab_size: int | None = None
     activation: str = "gelu"
@@ -159,7 +164,8 @@ def _model(merged: ConfigSource, train: TrainSection) -> Model:
         vocabulary=options.vocab_size or (int(_typed(told.data)) if told else 50257),
         kv_heads=options.num_kv_heads or 0,
         ffn=options.ffn_size or 0,
-        gated=options.activation == "swiglu",
+        gated=options.activation in _GATED,
+        head=options.head_size or 0,
         experts=options.experts,
         top_k=options.top_k if options.experts else 0,
         expert_ffn=options.expert_ffn_size or 0,
@@ -208,7 +214,10 @@ def written(task: Task, chosen: Candidate) -> str:
         each, left = divmod(task.model.layers, places)
         data["parallel"]["layers"] = [each + 1] * left + [each] * (places - left)
     data["schedule"] = {"use": chosen.schedule}
-    data["optimizer"] = {**data.get("optimizer", {}), "use": "zero1" if split.zero1 else "adamw"}
-    if split.tensor > 1:
-        data["parallel_layer"] = {**data.get("parallel_layer", {}), "use": "tensor"}
+    optimizer, layers = (data.get(name, {}) for name in ("optimizer", "parallel_layer"))
+    if optimizer.get("use", "adamw") in ("adamw", "zero1"):  # another one is the user's choice
+        data["optimizer"] = {**optimizer, "use": "zero1" if split.zero1 else "adamw"}
+    if split.tensor > 1:  # layers of other packages split too, or say at the dry run that they do not
+        words = layers.get("use", "dense").split("+")
+        data["parallel_layer"] = {**layers, "use": "+".join("tensor" if word == "dense" else word for word in words)}
     return yaml_text({"version": 1, **{name: keys for name, keys in data.items() if name != "version"}})

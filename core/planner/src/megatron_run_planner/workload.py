@@ -35,11 +35,17 @@ class Model:
     expert_ffn: int = 0
     flash: bool = False
     tied: bool = True
+    head: int = 0
 
     @property
     def head_size(self) -> float:
         """Width of a head."""
-        return self.hidden / self.heads
+        return self.head or self.hidden / self.heads
+
+    @property
+    def context_width(self) -> float:
+        """Width of what all heads give to the output projection."""
+        return self.heads * self.head_size
 
     @property
     def plain(self) -> bool:
@@ -64,7 +70,7 @@ class Model:
     @cached_property
     def attention_parameters(self) -> float:
         """Weights of a layer's attention, without biases and norms."""
-        return self.hidden * (self.qkv_width + self.hidden)
+        return self.hidden * (self.qkv_width + self.context_width)
 
     @cached_property
     def ffn_parameters(self) -> float:
@@ -85,7 +91,7 @@ class Model:
         6 per weight that the token meets, and 12 s h a layer for all scores (Narayanan et al. 2021, appendix).
         """
         met = self.matrices * self.hidden * self.ffn_width * (self.top_k or 1)
-        layer = 6 * (self.attention_parameters + met) + 12 * self.sequence * self.hidden
+        layer = 6 * (self.attention_parameters + met) + 12 * self.sequence * self.context_width
         return self.layers * layer + 6 * self.hidden * self.vocabulary
 
 
