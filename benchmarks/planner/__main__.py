@@ -74,13 +74,16 @@ FOLDS: Iterable[tuple[str, Key]] = (
 
 def main() -> None:
     """Parse the command line and print the report."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="every tenth row of the tables")
     parser.add_argument("--fit", type=Path, metavar="FILE", help="fit, and write the description")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw predicted and measured steps as SVG")
     parser.add_argument("--cross", action="store_true", help="fit for each part that is left out")
     chosen = parser.parse_args()
     device, schedules = read_device("a100"), Schedules()
     tables: Tables = {"single": measured("single"), "multi": measured("multi"), "narayanan": narayanan()}
+    if chosen.quick:
+        tables = {name: rows[::10] for name, rows in tables.items()}
     if chosen.fit:
         device = fit(device, tables)[1]
         chosen.fit.write_text(described(device), encoding="utf-8")
