@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from megatron_run.contracts import Microbatch, ParallelLayers
+    from megatron_run.contracts.schema import TrainSection
     from megatron_run_engine.nn.embedding import Embedding
     from megatron_run_engine.nn.moe.layer import RouterReports
     from megatron_run_engine.nn.rotary import Rotary
@@ -45,7 +46,8 @@ class ForwardPass:
     else there, such as products without FP8.
     """
 
-    def __init__(self, layers: ParallelLayers) -> None:
+    def __init__(self, layers: ParallelLayers, train: TrainSection) -> None:
+        self._train = train
         self._enter: Callable[[], AbstractContextManager[object]] = layers.forward_pass
         self._within = False
 
@@ -70,6 +72,11 @@ class ForwardPass:
                 return segment.fn(*tensors, **decoding)
 
         return replace(segment, fn=run)
+
+    def finish(self, segment: Segment) -> Segment:
+        """``segment`` as a chunk runs it: :meth:`around`, recomputed or offloaded where ``train`` wants that."""
+        recompute, offload = self._train.recomputes(segment.name), self._train.offloads(segment.name)
+        return self.around(replace(segment, recompute=recompute, offload=offload))
 
 
 class DecoderChunk(nn.Module):
@@ -104,11 +111,10 @@ class DecoderChunk(nn.Module):
 
         #: Whether every layer here can keep what it needs of earlier tokens (:class:`megatron_run.contracts.Decoding`).
         self.caches = all(getattr(block.attention.core, "caches", False) for block in blocks.values())
-        self.runner, self._forward_pass, self._routers = context.segments, ForwardPass(layers), routers
+        self.runner, self._forward_pass, self._routers = context.segments, ForwardPass(layers, context.train), routers
         self._mixed = [block.moe.router for block in blocks.values() if isinstance(block, ExpertBlock)]
         if routers is not None:
             routers.watch(self._mixed)
-        self._train = context.train
 
         self._reads = attention_fields(context, spec)
         # Built once: graph capture recognises a segment by its identity.
@@ -118,9 +124,8 @@ class DecoderChunk(nn.Module):
         self._head, self._losses = tuple(map(self.finish, to_logits)), tuple(map(self.finish, to_losses))
 
     def finish(self, segment: Segment) -> Segment:
-        """``segment`` as the chunk runs it: within the forward pass, recomputed or offloaded where that is wanted."""
-        recompute, offload = self._train.recomputes(segment.name), self._train.offloads(segment.name)
-        return self._forward_pass.around(replace(segment, recompute=recompute, offload=offload))
+        """``segment`` as the chunk runs it, see :meth:`ForwardPass.finish`."""
+        return self._forward_pass.finish(segment)
 
     def segments(self) -> Sequence[Segment]:
         """Every segment in forward order."""

@@ -10,18 +10,21 @@ Legend: * any leading dimensions, N their product, i inputs, o outputs.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatron_run.contracts import Init, ParameterSpec
+from megatron_run_engine.nn.parameter import empty_parameter
 from megatron_run_engine.nn.wide_product import add_wide_product, can_add
 from megatron_run_engine.runtime.gradients import main_grad
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
+    from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_engine.runtime.gradients import GradientAccumulator
 
 
@@ -31,6 +34,37 @@ def linear(x: Tensor, weight: Parameter, bias: Parameter | None, gradients: Grad
         return F.linear(x, weight, bias)
     result: Tensor = _Linear.apply(x, weight, bias, gradients)  # type: ignore[no-untyped-call]  # torch's
     return result
+
+
+class ReplicatedLinear(nn.Module):
+    """A linear layer that every tensor-parallel rank holds whole, outside tensor-parallel regions.
+
+    ``on_parts``: under sequence parallelism each rank applies it to its own tokens, so that its gradient is one term of
+    a sum. Else all of them apply it to the same.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        inputs: int,
+        outputs: int,
+        init: Init,
+        *,
+        bias: bool = False,
+        on_parts: bool = True,
+    ) -> None:
+        super().__init__()
+        self.gradients = context.gradients
+        partial_over: Literal["tensor"] | None = "tensor" if on_parts and context.sequence_shards > 1 else None
+        self.weight = empty_parameter(context, outputs, inputs)
+        self.bias = empty_parameter(context, outputs) if bias else None
+        self.parameter_specs = {"weight": ParameterSpec(init, partial_over=partial_over)}
+        if bias:
+            self.parameter_specs["bias"] = ParameterSpec(Init("zeros"), partial_over=partial_over)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[*, inputs] -> [*, outputs]."""
+        return linear(x, self.weight, self.bias, self.gradients)
 
 
 class _Linear(torch.autograd.Function):

@@ -6,7 +6,6 @@ Legend: s tokens of a row, b rows of a microbatch, h hidden, t tensor-parallel s
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -150,12 +149,8 @@ class EncoderChunk(nn.Module):
         blocks = {str(index): _block(context, layers, spec, index) for index in indices}
         self.layers = nn.ModuleDict(blocks)
         self.head = head
-        self._runner, self._forward_pass = context.segments, ForwardPass(layers)
-        self._reads, train = attention_fields(context, spec), context.train
-
-        def finish(segment: Segment) -> Segment:
-            recompute, offload = train.recomputes(segment.name), train.offloads(segment.name)
-            return self._forward_pass.around(replace(segment, recompute=recompute, offload=offload))
+        self._runner, self._forward_pass = context.segments, ForwardPass(layers, context.train)
+        self._reads, finish = attention_fields(context, spec), self._forward_pass.finish
 
         # Built once: graph capture recognises a segment by its identity.
         self._first = () if embedding is None else (finish(embedding.segment()),)

@@ -10,7 +10,7 @@ tensor-parallel size, k classes.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from megatron_run.contracts import Init, ParameterSpec, Part, Segment
 from megatron_run.contracts.data import Field
-from megatron_run_engine.nn import empty_parameter, linear, parameters_of
+from megatron_run_engine.nn import ReplicatedLinear, empty_parameter, parameters_of
 from megatron_run_engine.nn.mlp import activation
 from megatron_run_engine.nn.parallel import ReplicatedDropout
 
@@ -36,28 +36,6 @@ SWAPPED = Field("swapped", shape=())
 ORDER_LOSS = "model/order_loss"
 
 Segments = tuple[Segment, ...]
-
-
-class Replicated(nn.Module):
-    """A linear layer that every tensor-parallel rank holds whole.
-
-    ``on_parts``: each rank applies it to its own tokens under sequence parallelism, so that its gradient is a part.
-    """
-
-    def __init__(self, context: BuildContext, inputs: int, outputs: int, init: Init, *, on_parts: bool = False) -> None:
-        super().__init__()
-        self.gradients = context.gradients
-        partial_over: Literal["tensor"] | None = "tensor" if on_parts and context.sequence_shards > 1 else None
-        self.weight = empty_parameter(context, outputs, inputs)
-        self.bias = empty_parameter(context, outputs)
-        self.parameter_specs = {
-            "weight": ParameterSpec(init, partial_over=partial_over),
-            "bias": ParameterSpec(Init("zeros"), partial_over=partial_over),
-        }
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[*, inputs] -> [*, outputs]."""
-        return linear(x, self.weight, self.bias, self.gradients)
 
 
 class _Share(torch.autograd.Function):
@@ -132,7 +110,7 @@ class MaskedTokens(Head):
         word: Parameter | None,
     ) -> None:
         super().__init__(context, spec, layers)
-        self.dense = Replicated(context, spec.hidden, spec.hidden, spec.init, on_parts=True)
+        self.dense = ReplicatedLinear(context, spec.hidden, spec.hidden, spec.init, bias=True)
         self.activation = activation(spec.activation)
         self.norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
         self.output = layers.output_layer(spec.vocab, spec.hidden, init=spec.init, weight=word)
@@ -185,7 +163,7 @@ class Pooler(nn.Module):
         super().__init__()
         spec, context = head.spec, head.context
         self.everywhere = head.everywhere
-        self.dense = Replicated(context, spec.hidden, spec.hidden, spec.init)
+        self.dense = ReplicatedLinear(context, spec.hidden, spec.hidden, spec.init, bias=True, on_parts=False)
         split = context.sequence_shards > 1
         self.dropout = ReplicatedDropout(spec.dropout, context.rng) if split else head.layers[0].dropout(spec.dropout)
 
@@ -206,7 +184,7 @@ class Pretraining(MaskedTokens):
     ) -> None:
         super().__init__(context, spec, layers, word)
         self.pooler = Pooler(self)
-        self.order = Replicated(context, spec.hidden, 2, spec.init)
+        self.order = ReplicatedLinear(context, spec.hidden, 2, spec.init, bias=True, on_parts=False)
 
     def segments(self) -> tuple[Segments, Segments]:
         """Those of masked tokens, and one for the order."""
@@ -232,7 +210,7 @@ class Classification(Head):
         super().__init__(context, spec, layers)
         self.choices = options.choices
         self.pooler, outputs = Pooler(self), options.classes if options.head == "classification" else 1
-        self.classes = Replicated(context, spec.hidden, outputs, spec.init)
+        self.classes = ReplicatedLinear(context, spec.hidden, outputs, spec.init, bias=True, on_parts=False)
 
     def segments(self) -> tuple[Segments, Segments]:
         """The head and its loss."""
@@ -260,7 +238,7 @@ class Span(Head):
 
     def __init__(self, context: BuildContext, spec: TransformerSpec, layers: ParallelLayers) -> None:
         super().__init__(context, spec, layers)
-        self.ends = Replicated(context, spec.hidden, 2, spec.init, on_parts=True)
+        self.ends = ReplicatedLinear(context, spec.hidden, 2, spec.init, bias=True)
 
     def segments(self) -> tuple[Segments, Segments]:
         """The head and its loss."""

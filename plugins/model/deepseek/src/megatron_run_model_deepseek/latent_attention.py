@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_run.contracts import AttentionShape, Init, LinearPart, ParameterSpec
-from megatron_run_engine.nn import Attention, empty_parameter, linear
+from megatron_run.contracts import AttentionShape, LinearPart
+from megatron_run_engine.nn import Attention, ReplicatedLinear
 
 if TYPE_CHECKING:
     from megatron_run.contracts import Decoding, ParallelLayers
@@ -75,13 +75,13 @@ class LatentAttention(Attention):
             return layers.column_linear(rank, parts, bias=False, init=spec.init, norm=norm)
 
         queries = LinearPart("query", spec.heads * shape.head)
-        self.query_down: Down | None = None
+        self.query_down: ReplicatedLinear | None = None
         if shape.query_rank is None:
             self.query = layers.column_linear(spec.hidden, (queries,), bias=False, init=spec.init)
         else:
-            self.query_down = Down(context, spec.hidden, shape.query_rank, spec.init)
+            self.query_down = ReplicatedLinear(context, spec.hidden, shape.query_rank, spec.init)
             self.query = up(shape.query_rank, queries)
-        self.latent = Down(context, spec.hidden, shape.kv_rank + shape.rope, spec.init)
+        self.latent = ReplicatedLinear(context, spec.hidden, shape.kv_rank + shape.rope, spec.init)
         keys, values = spec.heads * shape.nope, spec.heads * shape.value
         self.key_value = up(shape.kv_rank, LinearPart("key", keys), LinearPart("value", values))
         self.output = layers.row_linear(values, spec.hidden, bias=False, init=spec.residual_init)
@@ -108,18 +108,3 @@ class LatentAttention(Attention):
         attended = self.attend(query, key, value, decoding, documents)  # [s, b, n/t * (r + p)]
         result: Tensor = self.output(attended.unflatten(-1, (heads, -1))[..., : shape.value].flatten(2))
         return result
-
-
-class Down(nn.Module):
-    """``x @ weight.T`` into a latent; each tensor-parallel rank computes its own tokens'."""
-
-    def __init__(self, context: BuildContext, inputs: int, outputs: int, init: Init) -> None:
-        super().__init__()
-        self.gradients = context.gradients
-        self.weight = empty_parameter(context, outputs, inputs)
-        split = context.sequence_shards > 1
-        self.parameter_specs = {"weight": ParameterSpec(init, partial_over="tensor" if split else None)}
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[s, b, inputs] -> [s, b, outputs]."""
-        return linear(x, self.weight, None, self.gradients)

@@ -18,8 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron_run.contracts import ChunkOut, Segment
-from megatron_run_engine.nn import Attention, DecoderChunk, Rotary, attention_fields, make_block, parameters_of
-from megatron_run_model_deepseek.latent_attention import Down
+from megatron_run_engine.nn import (
+    Attention,
+    DecoderChunk,
+    ReplicatedLinear,
+    Rotary,
+    attention_fields,
+    make_block,
+    parameters_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +61,7 @@ class Predictor(nn.Module):
         self.reads = attention_fields(context, spec)
         self.stream_norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
         self.token_norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
-        self.join = Down(context, 2 * spec.hidden, spec.hidden, spec.init)
+        self.join = ReplicatedLinear(context, 2 * spec.hidden, spec.hidden, spec.init)
         self.block = make_block(context, layers, replace(spec, experts=None), attention(self.layer, rotary))
         self.final_norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
         self.cross_entropy = layers.cross_entropy(spec.vocab, spec.label_smoothing)

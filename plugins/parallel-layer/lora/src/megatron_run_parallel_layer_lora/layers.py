@@ -11,14 +11,14 @@ Legend: s sequence, b micro batch, i inputs, o outputs, r rank of an adapter, t 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from megatron_run.contracts import Init, LinearPart, ParameterSpec
-from megatron_run_engine.nn import empty_parameter, linear
+from megatron_run.contracts import Init, LinearPart
+from megatron_run_engine.nn import ReplicatedLinear
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -47,22 +47,6 @@ def down_init(inputs: int) -> Init:
     return Init("uniform", (3 * inputs) ** -0.5)
 
 
-class Replicated(nn.Module):
-    """``x @ weight.T`` outside tensor-parallel regions: every tensor-parallel rank holds all of ``weight``."""
-
-    def __init__(self, context: BuildContext, inputs: int, outputs: int, init: Init) -> None:
-        super().__init__()
-        self.gradients = context.gradients
-        self.weight = empty_parameter(context, outputs, inputs)
-        spec = ParameterSpec(init)
-        # Under sequence parallelism each rank sees s/t tokens, and its gradient is one term of a sum.
-        self.parameter_specs = {"weight": replace(spec, partial_over="tensor") if context.sequence_shards > 1 else spec}
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[*, inputs] -> [*, outputs]."""
-        return linear(x, self.weight, None, self.gradients)
-
-
 class ColumnAdapter(nn.Module):
     """``B A dropout(x)`` for one part of a column-parallel layer."""
 
@@ -71,7 +55,7 @@ class ColumnAdapter(nn.Module):
     ) -> None:
         super().__init__()
         self.dropout = below.dropout(how.dropout)
-        self.lora_a = Replicated(context, inputs, how.rank, down_init(inputs))
+        self.lora_a = ReplicatedLinear(context, inputs, how.rank, down_init(inputs))
         up = LinearPart(UP, part.features, part.key)
         self.base = below.column_linear(how.rank, (up,), bias=False, init=_ZEROS)
 
@@ -136,7 +120,7 @@ class LoraRow(nn.Module):
         self.base, self._scale = base, how.scale
         self.dropout = nn.Dropout(how.dropout)  # inside the region ranks hold different features: their masks differ
         self.lora_a: nn.Module | None = below.row_linear(inputs, how.rank, bias=False, init=down_init(inputs))
-        self.lora_b: nn.Module | None = Replicated(context, how.rank, outputs, _ZEROS)
+        self.lora_b: nn.Module | None = ReplicatedLinear(context, how.rank, outputs, _ZEROS)
 
     def names(self, path: str) -> list[str]:
         """The name of the matrix that can be adapted, for a layer at ``path``."""
