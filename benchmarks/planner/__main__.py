@@ -16,7 +16,7 @@ from benchmarks.planner.picture import picture
 from benchmarks.planner.tables import measured, narayanan
 from megatron_run.config.yaml import yaml_text
 from megatron_run_planner.accuracy import Accuracy, Compared, Measured, compare, summarise
-from megatron_run_planner.hardware import Device, read_device
+from megatron_run_planner.devices import Device, read_device
 from megatron_run_planner.schedules import Schedules
 
 #: Of the whole fit, how much each table weighs.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megatron_run.contracts.actions import LayoutSpec, looped_layout
 from megatron_run_planner.accuracy import Measured
-from megatron_run_planner.hardware import Device, LayerShape, MeasuredLayer
+from megatron_run_planner.devices import Device, LayerShape, MeasuredLayer
 from megatron_run_planner.layer_time import Passes, layer_time
 from megatron_run_planner.schedules import spread
 from megatron_run_planner.step_time import estimate

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.planner.tables import TABLES, measured, narayanan
 from megatron_run.errors import InputError
 from megatron_run_planner.accuracy import Accuracy, Compared, Measured, compare, needs_recompute, read_table, summarise
-from megatron_run_planner.hardware import LayerShape, read_device
+from megatron_run_planner.devices import LayerShape, read_device
 from megatron_run_planner.schedules import Schedules
 from megatron_run_planner.workload import Model, Split
 

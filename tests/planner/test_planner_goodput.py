@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_run.errors import InputError
+from megatron_run_planner.devices import read_device
 from megatron_run_planner.goodput import Conditions, best_interval, expected_useful, simulate_run, young_daly
-from megatron_run_planner.hardware import read_device
 
 HOUR, MONTH = 3600.0, 30 * 86400.0
 #: Dubey et al. 2024: 419 unexpected interruptions in 54 days on 16,384 GPUs, 50,000 hours a GPU.

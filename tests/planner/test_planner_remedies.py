@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_run.config.request import Request
-from megatron_run_planner.hardware import Device, read_device
+from megatron_run_planner.devices import Device, read_device
 from megatron_run_planner.memory import communication, rank_memory, recomputed
 from megatron_run_planner.remedies import changes, remedies
 from megatron_run_planner.schedules import Schedules

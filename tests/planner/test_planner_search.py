@@ -10,7 +10,7 @@ import pytest
 from megatron_run.config.request import Request
 from megatron_run.errors import InputError
 from megatron_run.planning import load_config
-from megatron_run_planner.hardware import read_device, shipped_devices
+from megatron_run_planner.devices import read_device, shipped_devices
 from megatron_run_planner.memory import layer_activations, least_memory, stage_memory
 from megatron_run_planner.schedules import Schedules
 from megatron_run_planner.search import Candidate, Search

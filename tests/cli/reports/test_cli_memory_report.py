@@ -15,7 +15,7 @@ from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
 from megatron_run_cli.reports.memory_report import ROLES
 from megatron_run_engine.training.memory_estimate import model_size
 from megatron_run_engine.training.saved_activations import peak_activations
-from megatron_run_planner.hardware import Device, read_device
+from megatron_run_planner.devices import Device, read_device
 from megatron_run_planner.memory import RESERVED, SLACK
 
 Output = pytest.CaptureFixture[str]

@@ -15,7 +15,7 @@ from megatron_run_cli.output import print_json_line
 
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
-    from megatron_run_planner.hardware import Device
+    from megatron_run_planner.devices import Device
     from megatron_run_planner.workload import Recompute
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -87,7 +87,7 @@ def task_options(command: Command) -> Command:
     def with_machine(
         request: Request, gpus: int | None, device: str, memory: float | None, size: float | None, **others: Any
     ) -> Any:
-        from megatron_run_planner.hardware import read_device
+        from megatron_run_planner.devices import read_device
         from megatron_run_planner.task import sized
 
         machine = read_device(device)
@@ -215,7 +215,7 @@ def check(
     """Compare predictions with the measured steps of TABLE, one run of Megatron-LM or Megatron-DeepSpeed a row."""
     from megatron_run_cli.reports.plan_report import accuracy_record, accuracy_text
     from megatron_run_planner.accuracy import compare, read_table
-    from megatron_run_planner.hardware import read_device
+    from megatron_run_planner.devices import read_device
     from megatron_run_planner.schedules import Schedules
 
     machine = read_device(device)

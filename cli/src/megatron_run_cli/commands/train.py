@@ -101,7 +101,7 @@ def train(  # noqa: PLR0913  # one argument an option: so click calls it
 
         machine = None
         if device:
-            from megatron_run_planner.hardware import read_device
+            from megatron_run_planner.devices import read_device
 
             machine = read_device(device)
         run = resolve(request, plan_only=True)

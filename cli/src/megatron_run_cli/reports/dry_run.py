@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_run_engine.capture import Pass
     from megatron_run_engine.capture.order import Slots
     from megatron_run_engine.training.memory_estimate import Mixture, ModelSize, RankSize
-    from megatron_run_planner.hardware import Device
+    from megatron_run_planner.devices import Device
 
 
 def dry_run_text(run: ResolvedRun, device: Device | None = None, svg: Path | None = None) -> str:

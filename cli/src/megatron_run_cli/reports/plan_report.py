@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from megatron_run_planner.accuracy import Accuracy, Compared
+    from megatron_run_planner.devices import Device
     from megatron_run_planner.goodput import Conditions, Yield
-    from megatron_run_planner.hardware import Device
     from megatron_run_planner.search import Candidate, Choice
     from megatron_run_planner.task import Task
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_run.errors import InputError, did_you_mean
-from megatron_run_planner.hardware import Device
+from megatron_run_planner.devices import Device
 from megatron_run_planner.schedules import Schedules
 from megatron_run_planner.step_time import step_time
 from megatron_run_planner.workload import Model, Recompute, Split

@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import hypot, log2
 from typing import NamedTuple
 
-from megatron_run_planner.hardware import Device, LayerShape, Links
+from megatron_run_planner.devices import Device, LayerShape, Links
 from megatron_run_planner.operators import Product, Sweep, layer_operators
 from megatron_run_planner.workload import Model, Split
 

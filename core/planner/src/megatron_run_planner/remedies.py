@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_run.errors import RunError
-from megatron_run_planner.hardware import Device
+from megatron_run_planner.devices import Device
 from megatron_run_planner.schedules import Schedules
 from megatron_run_planner.search import Candidate, Search
 from megatron_run_planner.task import Task

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from megatron_run.contracts.actions import LayoutSpec, looped_layout
 from megatron_run.errors import InputError, RunError
 from megatron_run.pipeline.plan import Plan
-from megatron_run_planner.hardware import Device
+from megatron_run_planner.devices import Device
 from megatron_run_planner.layer_time import Passes, layer_time
 from megatron_run_planner.memory import RankMemory, least_memory, stage_memory
 from megatron_run_planner.schedules import Schedules, spread

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megatron_run.contracts.actions import Place
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.simulate import simulate
-from megatron_run_planner.hardware import Device
+from megatron_run_planner.devices import Device
 from megatron_run_planner.layer_time import Passes, all_reduce, embedding_time, head_time, hop, layer_time
 from megatron_run_planner.workload import Model, Split
 

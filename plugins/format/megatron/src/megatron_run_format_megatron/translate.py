@@ -15,8 +15,8 @@ from megatron_run.config.yaml import flow
 from megatron_run.errors import InputError, plural
 from megatron_run_format_megatron import layer_kernels, run_keys
 from megatron_run_format_megatron.data_section import data
-from megatron_run_format_megatron.flag_kinds import Flag, Verdict, number, off, on, only, whole
 from megatron_run_format_megatron.flags import find, near
+from megatron_run_format_megatron.flags.kinds import Flag, Verdict, number, off, on, only, whole
 from megatron_run_format_megatron.launch_script import Script, is_known, read_script
 from megatron_run_format_megatron.model_section import (
     Setting,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_run_format_huggingface.llama import ATTENTION, DEFAULTS, ENDS, KEYS, LLAMA, MLP, QK_NORMS
+from megatron_run_format_huggingface.families.llama import ATTENTION, DEFAULTS, ENDS, KEYS, LLAMA, MLP, QK_NORMS
 from megatron_run_format_huggingface.sections import rope
 
 OLMO2 = LLAMA._replace(

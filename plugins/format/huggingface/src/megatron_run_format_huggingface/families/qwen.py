@@ -5,7 +5,7 @@ Qwen3 (Yang et al. 2025) has a norm of each query and key head in place of the b
 
 from __future__ import annotations
 
-from megatron_run_format_huggingface.llama import ATTENTION, DEFAULTS, ENDS, KEYS, LLAMA, MLP, NORMS, QK_NORMS
+from megatron_run_format_huggingface.families.llama import ATTENTION, DEFAULTS, ENDS, KEYS, LLAMA, MLP, NORMS, QK_NORMS
 from megatron_run_format_huggingface.sections import rope, windows
 
 _DEFAULTS = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_run_format_huggingface.families.llama import ATTENTION, DEFAULTS, ENDS, KEYS, NORMS
 from megatron_run_format_huggingface.family import Family
-from megatron_run_format_huggingface.llama import ATTENTION, DEFAULTS, ENDS, KEYS, NORMS
 from megatron_run_format_huggingface.sections import activation, rope
 
 STARCODER2 = Family(

@@ -13,7 +13,7 @@ from megatron_run.config.yaml import bare, parse
 from megatron_run.contracts.schema import Section
 from megatron_run.errors import InputError, did_you_mean
 
-_SHIPPED = Path(__file__).parent / "devices"
+_SHIPPED = Path(__file__).parent
 #: A measured shape speaks for shapes within about a third of an octave (a factor 1.27) of it.
 _REACH = 0.35
 

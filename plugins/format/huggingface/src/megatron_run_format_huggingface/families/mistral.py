@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_run_format_huggingface.llama import DEFAULTS, LLAMA
+from megatron_run_format_huggingface.families.llama import DEFAULTS, LLAMA
 from megatron_run_format_huggingface.sections import rope
 
 MISTRAL = LLAMA._replace(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from megatron_run_format_megatron.flag_kinds import (
+from megatron_run_format_megatron.flags.kinds import (
     Flag,
     Verdict,
     key_flag,
@@ -21,7 +21,7 @@ from megatron_run_format_megatron.flag_kinds import (
     whole,
     wholes,
 )
-from megatron_run_format_megatron.flags_without_key import WITHOUT_KEY
+from megatron_run_format_megatron.flags.without_key import WITHOUT_KEY
 
 _MODEL = (
     key_flag("--num-layers", "model.num_layers", whole),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_run_format_huggingface.families.llama import ATTENTION, ENDS, MLP, NORMS, QK_NORMS
+from megatron_run_format_huggingface.families.mixtral import MIXTURE
+from megatron_run_format_huggingface.families.qwen import QWEN3
 from megatron_run_format_huggingface.family import Config, Either, Section
-from megatron_run_format_huggingface.llama import ATTENTION, ENDS, MLP, NORMS, QK_NORMS
-from megatron_run_format_huggingface.mixtral import MIXTURE
-from megatron_run_format_huggingface.qwen import QWEN3
 from megatron_run_format_huggingface.sections import rope
 
 #: The number of experts, by the version of transformers.

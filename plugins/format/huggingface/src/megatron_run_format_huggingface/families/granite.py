@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_run_format_huggingface.families.llama import LLAMA
 from megatron_run_format_huggingface.family import Section
-from megatron_run_format_huggingface.llama import LLAMA
 
 GRANITE = LLAMA._replace(
     model_type="granite",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_run_format_huggingface.llama import ATTENTION, ENDS
-from megatron_run_format_huggingface.mistral import MISTRAL
+from megatron_run_format_huggingface.families.llama import ATTENTION, ENDS
+from megatron_run_format_huggingface.families.mistral import MISTRAL
 from megatron_run_format_huggingface.sections import rope
 
 #: Keys of a mixture. Their loss is a mean over layers and ``top_k`` times ours, but a coefficient changes no logit.

@@ -5,8 +5,8 @@ A quarter of a head's features rotate. Query, key and value of a head lie togeth
 
 from __future__ import annotations
 
+from megatron_run_format_huggingface.families.llama import DEFAULTS, KEYS
 from megatron_run_format_huggingface.family import Family, Fused
-from megatron_run_format_huggingface.llama import DEFAULTS, KEYS
 from megatron_run_format_huggingface.sections import activation, rope
 
 _OTHERS = ("num_key_value_heads", "head_dim", "rms_norm_eps")

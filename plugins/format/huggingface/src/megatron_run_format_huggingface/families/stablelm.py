@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_run_format_huggingface.llama import DEFAULTS, KEYS, LLAMA
+from megatron_run_format_huggingface.families.llama import DEFAULTS, KEYS, LLAMA
 from megatron_run_format_huggingface.sections import rope
 
 STABLELM = LLAMA._replace(

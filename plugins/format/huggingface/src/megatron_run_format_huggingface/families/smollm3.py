@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_run_format_huggingface.families.llama import DEFAULTS, LLAMA
 from megatron_run_format_huggingface.family import Config, Section
-from megatron_run_format_huggingface.llama import DEFAULTS, LLAMA
 from megatron_run_format_huggingface.sections import SLIDING, rope, windows
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_run_format_huggingface.families.llama import DEFAULTS, ENDS, KEYS, LLAMA, NORMS
 from megatron_run_format_huggingface.family import Fused
-from megatron_run_format_huggingface.llama import DEFAULTS, ENDS, KEYS, LLAMA, NORMS
 from megatron_run_format_huggingface.sections import rope
 
 PHI3 = LLAMA._replace(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_run_format_huggingface.families.llama import ATTENTION, DEFAULTS, ENDS, KEYS, LLAMA, MLP, QK_NORMS
 from megatron_run_format_huggingface.family import Config, Section
-from megatron_run_format_huggingface.llama import ATTENTION, DEFAULTS, ENDS, KEYS, LLAMA, MLP, QK_NORMS
 from megatron_run_format_huggingface.sections import FULL, SLIDING, rope, rotation, scaled, unscalable, windows, written
 
 _DEFAULTS = {
