@@ -56,6 +56,8 @@ PAPER = {
 }
 SCALING = [name for name in PAPER if name.startswith("scaling")]
 TRAINING = [name for name in PAPER if name.startswith("gpt2")]
+#: Those whose dry run is read, which takes a second or more: with padding, and split.
+TOLD = ("gpt2-355m", "scaling-1.2b")
 #: The other presets with their counts of parameters and ranks.
 OTHERS = {
     "gpt2-small": (124_439_808, 1),
@@ -119,6 +121,8 @@ def test_a_model_of_the_megatron_paper_has_its_size(name: str) -> None:
     padding = (padded - 50257) * h if t == 1 else 0  # the first rank's rows lie before any padding
     first = row.layers * (split // t + whole) + min(padded // t, 50257) * h + ends
     assert size.stages[0][:2] == (first, padding)
+    if name not in TOLD:
+        return
     told = dry_run_text(run)
     assert f"parameters of the model: {size.parameters:,}\n" in told
     assert f"vocabulary: 50,257, padded to {padded:,}\n" in told
@@ -160,7 +164,6 @@ def test_table_1_has_a_batch_of_8_and_64_copies_one_of_512(name: str) -> None:
 def test_another_preset_has_the_size_that_it_tells(name: str) -> None:
     run = load_config(f"preset:{name}")
     assert (model_size(run).parameters, run.sizes.world) == OTHERS[name]
-    assert f"parameters of the model: {OTHERS[name][0]:,}\n" in dry_run_text(run)
 
 
 def test_a_mixture_tells_how_many_parameters_meet_a_token() -> None:
