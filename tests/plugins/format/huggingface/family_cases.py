@@ -34,6 +34,19 @@ YARN = {
     "original_max_position_embeddings": 4,
     "beta_fast": 2.0,
 }
+#: Two features of a head stay; read in its first length, and beyond it.
+LONGROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 100.0,
+        "partial_rotary_factor": 0.5,
+        "factor": 4.0,
+        "short_factor": [1.0, 1.5],
+        "long_factor": [2.0, 5.0],
+    },
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+}
 NO_LOSS = {"router_aux_loss_coef": 0.0}
 QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, **NO_LOSS}
 #: Groups of two experts, a shared one, a dense layer first; 24 features and 6 heads of 4 + 6.
@@ -109,6 +122,10 @@ CASES: Mapping[str, Case] = {
         {"sliding_window": 5, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
         {"rope_fraction": 0.5},
     ),
+    **{
+        name: Case("phi3", {**LONGROPE, "original_max_position_embeddings": length}, {"rope_scaling": "longrope"})
+        for name, length in {"phi3, long": 8, "phi3, short": LENGTH}.items()
+    },
     "olmo2": Case("olmo2", {"rms_norm_eps": 1e-3}, {"qk_norm": "full", "norm_placement": "post"}),
     "gpt_neox": Case("gpt_neox", {"rotary_pct": 0.5}, {"parallel_residual": True, "rope_fraction": 0.5}),
     "gpt_neox, one after the other": Case(

@@ -224,7 +224,7 @@ BETWEEN = (
     ("qwen3", {"qk_norm": "full"}, "qwen3: model.qk_norm=full (the family has head)"),
     ("gemma2", {"embedding_scale": 2.0}, "gemma2: model.embedding_scale=2.0 (the family has 4.898979485566356)"),
     ("gemma3", {"window_rope_theta": None}, "gemma3_text: model.window_rope_theta=unset (the family has 100.0)"),
-    ("phi3", {"rope_scaling": "linear", "rope_factor": 2.0}, "phi3: rope_type='linear' (only 'default')"),
+    ("phi3", {"rope_scaling": "linear", "rope_factor": 2.0}, "phi3: rope_type='linear' (only 'default' or "),
     ("olmo2", {"norm_placement": "sandwich"}, "olmo2: model.norm_placement=sandwich (the family has post)"),
     ("gpt_neox", {"qkv_bias": False}, "gpt_neox: model.qkv_bias=false (the family has true)"),
     ("smollm3", {"qk_norm": "head"}, "smollm3: model.qk_norm=head (the family has none)"),
@@ -250,12 +250,25 @@ def test_a_model_close_to_a_family_is_refused_with_the_option_that_differs(
     assert any(reason.removeprefix(f"{family.model_type}: ") in each for each in reasons)
 
 
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_older_names_of_phi_3_mean_a_list_of_factors(name: str) -> None:
+    scaling = {"type": name, "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
+    family = FAMILIES["phi3"]
+    lengths = {"original_max_position_embeddings": 8, "max_position_embeddings": 32}
+    config = {**family.defaults, **SMALL, **lengths, "rope_scaling": scaling}
+    found = family.options(config)
+    assert (found["rope_scaling"], found["rope_factor"]) == ("longrope", 4.0)
+    assert found["rope_long_factors"] == (3.0, 4.0)
+    assert family.unsupported(config) == []
+
+
 #: A change of a ``config.json`` that no option of ours says.
 FOREIGN = (
     ("qwen3", {"attention_bias": True}, "attention_bias=True (only False)"),
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
-    ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "'longrope'"),
+    ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear' (only 'default' or 'longrope')"),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' (angles that change with"),
     ("llama, yarn", {"rope_parameters": {**YARN, "truncate": False}}, "truncate=False"),
     ("gpt_neox", {"attention_bias": False}, "attention_bias=False"),
     ("starcoder2", {"hidden_act": "relu"}, "hidden_act='relu'"),

@@ -64,6 +64,11 @@ class DeepSeekOptions(GptOptions):
         return super(DeepSeekOptions, self.model_copy(update={"head_size": size})).explicit()
 
     @property
+    def rotated_features(self) -> int:
+        """Features of a head that rotate."""
+        return self.rope_head_size
+
+    @property
     def latents(self) -> LatentShape:
         """The sizes of latent attention."""
         return LatentShape(
