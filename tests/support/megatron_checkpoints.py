@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from itertools import product
@@ -73,6 +73,22 @@ LLAMA: Mapping[str, Any] = {
     "group_query_attention": True,
     "num_query_groups": 2,
     "untie_embeddings_and_output_weights": True,
+}
+#: What later models added to attention.
+MODERN: Mapping[str, Any] = {
+    **LLAMA,
+    "kv_channels": 8,
+    "add_qkv_bias": True,
+    "qk_layernorm": True,
+    "swiglu": False,
+    "squared_relu": True,
+    "window_size": (4, 0),
+    "window_attn_skip_freq": 2,
+    "rotary_base": 1000000,
+    "rotary_percent": 0.5,
+    "no_rope_freq": [0, 0, 1, 0],
+    "use_rope_scaling": True,
+    "rope_scaling_factor": 4.0,
 }
 #: Modules of megatron-core that name a GPU.
 _ON_GPU = (
@@ -165,6 +181,7 @@ def network(given: Mapping[str, Any]) -> Any:
     """Its GPT with random weights, norms and biases."""
     arguments = Namespace(**given)
     mixture = {name: value for name, value in given.items() if name.startswith("moe_")}
+    later = ("kv_channels", "add_qkv_bias", "qk_layernorm", "window_size", "window_attn_skip_freq", "no_rope_freq")
     mixture |= {"num_moe_experts": given["num_experts"]} if "num_experts" in given else {}
     config = import_module("megatron.core.transformer.transformer_config").TransformerConfig(
         num_layers=arguments.num_layers,
@@ -174,7 +191,7 @@ def network(given: Mapping[str, Any]) -> Any:
         ffn_hidden_size=arguments.ffn_hidden_size,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        activation_func=F.silu if arguments.swiglu else F.gelu,
+        activation_func=_activation(given),
         gated_linear_unit=arguments.swiglu,
         add_bias_linear=arguments.add_bias_linear,
         bias_activation_fusion=arguments.bias_gelu_fusion,
@@ -183,9 +200,11 @@ def network(given: Mapping[str, Any]) -> Any:
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
         **mixture,
+        **{name: given[name] for name in later if name in given},
     )
     gpt, specs = (import_module(f"megatron.core.models.gpt.{name}") for name in ("gpt_model", "gpt_layer_specs"))
-    spec = specs.get_gpt_layer_local_spec(normalization=arguments.normalization)
+    qk_layernorm = given.get("qk_layernorm", False)
+    spec = specs.get_gpt_layer_local_spec(normalization=arguments.normalization, qk_layernorm=qk_layernorm)
     if mixture:
         spec = specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization=arguments.normalization
@@ -198,12 +217,22 @@ def network(given: Mapping[str, Any]) -> Any:
         share_embeddings_and_output_weights=not arguments.untie_embeddings_and_output_weights,
         position_embedding_type=arguments.position_embedding_type,
         rotary_base=arguments.rotary_base,
+        rotary_percent=given.get("rotary_percent", 1.0),
+        rope_scaling=given.get("use_rope_scaling", False),
+        rope_scaling_factor=given.get("rope_scaling_factor", 8.0),
     )
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
     return model
+
+
+def _activation(given: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+    if given.get("squared_relu"):
+        squared: Callable[[Tensor], Tensor] = import_module("megatron.core.activations").squared_relu
+        return squared
+    return F.silu if given["swiglu"] else F.gelu
 
 
 def logits(model: Any, tokens: Tensor) -> Tensor:

@@ -137,6 +137,11 @@ def rotate_part(x: Tensor, options: Any, *, local: bool) -> Tensor:
     if options.rope_scaling == "yarn":
         speeds = [yarn_speed(speed, pair, size, options) for pair, speed in enumerate(speeds)]
         factor = 0.1 * math.log(options.rope_factor) + 1
+    if options.rope_scaling == "longrope":
+        longer = x.shape[-2] > options.rope_original_length
+        slower = options.rope_long_factors if longer else options.rope_short_factors
+        speeds = [speed / each for speed, each in zip(speeds, slower, strict=True)]
+        factor = math.sqrt(1 + math.log(options.rope_factor) / math.log(options.rope_original_length))
     turned = rotate(x[..., :size], theta, torch.tensor(speeds, dtype=x.dtype))
     return torch.cat((factor * turned, x[..., size:]), dim=-1)
 

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_run.contracts import Microbatch
+from megatron_run.contracts import Microbatch, Model
 from megatron_run.contracts.state import StatePiece
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.checkpoint.saving import Saver
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
+from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_model_deepseek import DeepSeek, DeepSeekOptions
 from megatron_run_testing.build_contexts import logical_values, single_process_context
 from megatron_run_testing.model import Built, build_model
 from tests.support.saved_steps import RUN, Alone, about
@@ -43,7 +45,11 @@ def options_of(given: Mapping[str, Any]) -> GptOptions:
 def network(options: GptOptions) -> Built:
     """The model itself, in fp32, with its initial weights and random biases, norms and scales."""
     context = single_process_context(options, dtype=torch.float32, train={"sequence_length": LENGTH})
-    built = build_model(lambda context, _: Gpt(context, options), context, options)
+
+    def make(context: BuildContext, _: object) -> Model:
+        return DeepSeek(context, options) if isinstance(options, DeepSeekOptions) else Gpt(context, options)
+
+    built = build_model(make, context, options)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in (each for each in built.infos if each.ndim == 1):

@@ -30,11 +30,20 @@ LLAMA = {
     "bias": False,
     "tie_embeddings": False,
 }
+LONGROPE = {
+    "position": "rope",
+    "rope_theta": 100.0,
+    "rope_scaling": "longrope",
+    "rope_factor": 4.0,
+    "rope_short_factors": (1.0, 1.5, 2.0),
+    "rope_long_factors": (1.0, 3.0, 5.0),
+}
 VARIANTS = {
     "gpt2": {},
     "llama": LLAMA,
     "tanh": {"activation": "gelu_tanh"},
     "one kv head, tied rope": {"num_kv_heads": 1, "position": "rope"},
+    **{f"longrope, of {length} tokens": {**LONGROPE, "rope_original_length": length} for length in (8, 16)},
     **{name: {**options, "num_layers": 3} for name, options in DECODERS.items()},
 }
 #: The reference has no dropout; a standard deviation of 0.3 makes every path matter.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_run.contracts import Weights
-from megatron_run.errors import InputError
+from megatron_run.errors import InputError, RunError
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes, shapes_fault
 from megatron_run_testing.build_contexts import logical_values
 from tests.support.small_models import GPT2, LENGTH, LLAMA, network, options_of
@@ -79,6 +79,21 @@ def test_what_differs_is_named() -> None:
 def test_what_is_no_gpt_is_refused(config: Mapping[str, Any], why: str) -> None:
     with pytest.raises(InputError, match=why):
         gpt_options(Weights(config, {}))
+
+
+def test_a_model_made_from_gpt_has_tensors_of_its_own() -> None:
+    latents = {"kv_rank": 12, "rope_head_size": 4, "nope_head_size": 6, "value_head_size": 8}
+    given = {**latents, "num_layers": 1, "hidden_size": 24, "num_heads": 3, "ffn_size": 40, "vocab_size": 61}
+    options = gpt_options(Weights({"use": "deepseek", **given}, {}), "deepseek")
+    built = {name: tuple(tensor.shape) for name, tensor in logical_values(network(options).infos).items()}
+    assert logical_shapes(options, LENGTH, model="deepseek") == built
+    assert built["layers.0.attention.key_value.key.weight"] == (18, 12)
+
+
+@pytest.mark.parametrize(("model", "why"), [("bert", "the model is bert"), ("absent", "model=absent")])
+def test_another_model_has_no_such_options(model: str, why: str) -> None:
+    with pytest.raises(RunError, match=why):
+        gpt_options(Weights({"use": model}, {}), model)
 
 
 def test_learned_positions_need_a_length() -> None:

@@ -34,8 +34,37 @@ YARN = {
     "original_max_position_embeddings": 4,
     "beta_fast": 2.0,
 }
+#: Two features of a head stay; read in its first length, and beyond it.
+LONGROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 100.0,
+        "partial_rotary_factor": 0.5,
+        "factor": 4.0,
+        "short_factor": [1.0, 1.5],
+        "long_factor": [2.0, 5.0],
+    },
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+}
 NO_LOSS = {"router_aux_loss_coef": 0.0}
 QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, **NO_LOSS}
+#: Groups of two experts, a shared one, a dense layer first; 24 features and 6 heads of 4 + 6.
+DEEPSEEK = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 7,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
 
 
 class Case(NamedTuple):
@@ -93,6 +122,10 @@ CASES: Mapping[str, Case] = {
         {"sliding_window": 5, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
         {"rope_fraction": 0.5},
     ),
+    **{
+        name: Case("phi3", {**LONGROPE, "original_max_position_embeddings": length}, {"rope_scaling": "longrope"})
+        for name, length in {"phi3, long": 8, "phi3, short": LENGTH}.items()
+    },
     "olmo2": Case("olmo2", {"rms_norm_eps": 1e-3}, {"qk_norm": "full", "norm_placement": "post"}),
     "gpt_neox": Case("gpt_neox", {"rotary_pct": 0.5}, {"parallel_residual": True, "rope_fraction": 0.5}),
     "gpt_neox, one after the other": Case(
@@ -135,11 +168,27 @@ CASES: Mapping[str, Case] = {
         {**QWEN_EXPERTS, "head_dim": 4, "norm_topk_prob": True, "decoder_sparse_step": 2},
         {"expert_layer_pattern": (0, 1, 0), "router_pre_softmax": False},
     ),
+    "deepseek v3": Case(
+        "deepseek_v3",
+        {**DEEPSEEK, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}},
+        {"router_groups": 4, "query_rank": 7, "rope_scaling": "yarn", "shared_expert_ffn_size": 40},
+    ),
+    "deepseek v3, all dense": Case(
+        "deepseek_v3",
+        {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 3, "v_head_dim": 5},
+        {"experts": 0, "query_rank": None},
+    ),
+    "deepseek v2": Case(
+        "deepseek_v2",
+        {**DEEPSEEK, "q_lora_rank": None, "topk_method": "group_limited_greedy", "routed_scaling_factor": 3.0},
+        {"router_group_best": 1, "router_pre_softmax": True, "router_topk_scaling_factor": 3.0},
+    ),
+    "deepseek v2, greedy": Case("deepseek_v2", {**DEEPSEEK, "topk_method": "greedy"}, {"router_groups": 1}),
 }
 
 
 #: Families whose experts two ranks share by ``parallel.expert``, with the same logits.
-EXPERTS_SPLIT = ("mixtral", "qwen3 with experts")
+EXPERTS_SPLIT = ("mixtral", "qwen3 with experts", "deepseek v3", "deepseek v2")
 #: Each computes the same logits on two ranks, by ``parallel.tensor`` and by ``parallel.pipeline``; the others by night.
 SPLIT = (
     "gpt2",

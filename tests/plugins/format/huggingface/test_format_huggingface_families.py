@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_run.contracts import Microbatch
+from megatron_run.contracts import Microbatch, Weights
 from megatron_run.errors import RunError
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.data.tokenizer import byte_tokenizer_json
@@ -25,7 +25,7 @@ from megatron_run_format_huggingface.families import FAMILIES
 from megatron_run_testing.model import Built
 from tests.plugins.format.huggingface.family_cases import CASES, SMALL, SPLIT, VOCAB, YARN
 from tests.support.ranks import run_ranks
-from tests.support.small_models import LENGTH, fill, logits_of, network, options_of
+from tests.support.small_models import LENGTH, fill, logits_of, network
 from tests.support.training import enter_new_world, found_once
 
 
@@ -43,8 +43,15 @@ def theirs(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
+        for tensor in saved_buffers(model):
+            tensor.add_(0.05 * torch.randn_like(tensor))
     model.to(dtype).save_pretrained(folder)
     return model.float().eval()
+
+
+def saved_buffers(model: Any) -> list[Tensor]:
+    """Biases of routers, which we have as parameters."""
+    return [tensor for name, tensor in model.named_buffers() if name in model.state_dict()]
 
 
 def batch() -> dict[str, Tensor]:
@@ -52,11 +59,15 @@ def batch() -> dict[str, Tensor]:
     return {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(2, LENGTH)}
 
 
+def model_of(weights: Weights) -> str:
+    return str(weights.config["use"])
+
+
 def imported(folder: Path) -> Built:
     """The network in an imported folder, with its weights."""
     checkpoints = Checkpoints(folder / "checkpoints")
     weights = read_step(checkpoints, checkpoints.steps()[-1])
-    built = network(gpt_options(weights))
+    built = network(gpt_options(weights, model_of(weights)))
     fill(built, {name: read() for name, read in weights.tensors.items()})
     return built
 
@@ -76,7 +87,7 @@ def test_logits_and_gradients_are_transformers_and_weights_come_back_bit_by_bit(
     model, fields, family = theirs(case, tmp_path / "hf"), batch(), FAMILIES[CASES[case].family]
     (tmp_path / "hf" / "tokenizer.json").write_bytes(byte_tokenizer_json())
     done = convert.import_model(tmp_path / "hf", tmp_path / "ours")
-    assert (done.notes, done.parameters) == ((), model.num_parameters())
+    assert (done.notes, done.parameters) == ((), model.num_parameters() + sum(map(Tensor.numel, saved_buffers(model))))
     built = imported(tmp_path / "ours")
     with torch.no_grad():
         expected = model(fields["tokens"]).logits
@@ -85,10 +96,11 @@ def test_logits_and_gradients_are_transformers_and_weights_come_back_bit_by_bit(
 
     _, gradients = built.train(mode=True).step(Microbatch(0, 1, 0, fields))
     weights = read_step(Checkpoints(tmp_path / "ours" / "checkpoints"), 0)
-    described = gpt_options(weights)
+    described = gpt_options(weights, family.model)
     explicit = described.explicit()
     assert {key: explicit[key] for key in CASES[case].needs} == CASES[case].needs
-    rows = family.rows(described, logical_shapes(described, LENGTH))
+    rows = family.rows(described, logical_shapes(described, LENGTH, model=family.model))
+    rows = [row for row in rows if "expert_bias" not in row.ours[0]]  # no gradient moves it
     readers = {name: partial(Tensor.clone, gradient) for name, gradient in gradients.items()}
     of_theirs = their_gradients(model, fields, tmp_path / "gradients")
     head = f"{family.head}.weight"
@@ -174,8 +186,9 @@ def test_keys_that_a_config_leaves_out_mean_what_they_do_in_transformers(family:
 
     table, whole = FAMILIES[family], CONFIG_MAPPING[family](**said).to_dict()
     said = {CONFIG_MAPPING[family].attribute_map.get(key, key): value for key, value in said.items()}
-    ours, wanted = (table.model({**table.defaults, **config}) for config in (said, whole))
-    assert options_of(ours).explicit() == options_of(wanted).explicit()
+    ours, wanted = (table.options({**table.defaults, **config}) for config in (said, whole))
+    ours, wanted = (gpt_options(Weights(each, {}), table.model).explicit() for each in (ours, wanted))
+    assert ours == wanted
     assert {**table.defaults, **said}[table.positions] == whole[table.positions]
 
 
@@ -211,13 +224,17 @@ BETWEEN = (
     ("qwen3", {"qk_norm": "full"}, "qwen3: model.qk_norm=full (the family has head)"),
     ("gemma2", {"embedding_scale": 2.0}, "gemma2: model.embedding_scale=2.0 (the family has 4.898979485566356)"),
     ("gemma3", {"window_rope_theta": None}, "gemma3_text: model.window_rope_theta=unset (the family has 100.0)"),
-    ("phi3", {"rope_scaling": "linear", "rope_factor": 2.0}, "phi3: rope_type='linear' (only 'default')"),
+    ("phi3", {"rope_scaling": "linear", "rope_factor": 2.0}, "phi3: rope_type='linear' (only 'default' or "),
     ("olmo2", {"norm_placement": "sandwich"}, "olmo2: model.norm_placement=sandwich (the family has post)"),
     ("gpt_neox", {"qkv_bias": False}, "gpt_neox: model.qkv_bias=false (the family has true)"),
     ("smollm3", {"qk_norm": "head"}, "smollm3: model.qk_norm=head (the family has none)"),
     ("granite", {"rope_pattern": (1, 0, 1)}, "granite: model.rope_pattern=(1, 0, 1) (the family has (1, 1, 1))"),
     ("stablelm", {"parallel_residual": True}, "stablelm: model.parallel_residual=true (the family has false)"),
     ("starcoder2", {"residual_scale": 0.5}, "starcoder2: model.residual_scale=0.5 (the family has 1.0)"),
+    ("deepseek v3", {"mtp_layers": 1}, "deepseek_v3: model.mtp_layers=1 (the family has 0)"),
+    ("deepseek v3", {"router_bias_rate": 0.0}, "deepseek_v3: model.router_bias_rate=0.0 (the family has 0.001)"),
+    ("deepseek v3", {"shared_expert_ffn_size": 30}, "model.shared_expert_ffn_size=30 (the family has 20)"),
+    ("deepseek v2", {"expert_layer_pattern": (0, 1, 0)}, "model.expert_layer_pattern=(0, 1, 0) (the family has"),
 )
 
 
@@ -227,10 +244,22 @@ def test_a_model_close_to_a_family_is_refused_with_the_option_that_differs(
 ) -> None:
     family = FAMILIES[CASES[case].family]
     config = {**family.defaults, **SMALL, **CASES[case].config}
-    near = family.model({**config, "hidden_act": config.get("hidden_act", "silu")})
-    assert family.mismatches(options_of(near)) == []
-    reasons = family.mismatches(options_of({**near, **changes}))
+    near = family.options({**config, "hidden_act": config.get("hidden_act", "silu")})
+    assert family.mismatches(gpt_options(Weights(near, {}), family.model)) == []
+    reasons = family.mismatches(gpt_options(Weights({**near, **changes}, {}), family.model))
     assert any(reason.removeprefix(f"{family.model_type}: ") in each for each in reasons)
+
+
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_older_names_of_phi_3_mean_a_list_of_factors(name: str) -> None:
+    scaling = {"type": name, "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
+    family = FAMILIES["phi3"]
+    lengths = {"original_max_position_embeddings": 8, "max_position_embeddings": 32}
+    config = {**family.defaults, **SMALL, **lengths, "rope_scaling": scaling}
+    found = family.options(config)
+    assert (found["rope_scaling"], found["rope_factor"]) == ("longrope", 4.0)
+    assert found["rope_long_factors"] == (3.0, 4.0)
+    assert family.unsupported(config) == []
 
 
 #: A change of a ``config.json`` that no option of ours says.
@@ -238,7 +267,8 @@ FOREIGN = (
     ("qwen3", {"attention_bias": True}, "attention_bias=True (only False)"),
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
-    ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "'longrope'"),
+    ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear' (only 'default' or 'longrope')"),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' (angles that change with"),
     ("llama, yarn", {"rope_parameters": {**YARN, "truncate": False}}, "truncate=False"),
     ("gpt_neox", {"attention_bias": False}, "attention_bias=False"),
     ("starcoder2", {"hidden_act": "relu"}, "hidden_act='relu'"),
@@ -252,6 +282,10 @@ FOREIGN = (
     ("granite", {"mlp_bias": False}, "mlp_bias=False (only as attention_bias=True)"),
     ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True (only False)"),
     ("mistral", {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
+    ("deepseek v3", {"rope_interleave": False}, "rope_interleave=False (only True)"),
+    ("deepseek v3", {"num_key_value_heads": 2}, "num_key_value_heads=2 (only as num_attention_heads=6)"),
+    ("deepseek v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 (only 1e-06, which the norms of latents have)"),
+    ("deepseek v2", {"norm_topk_prob": True}, "norm_topk_prob=True (only False)"),
 )
 
 

@@ -1,4 +1,4 @@
-"""The golden translations: what becomes of twelve launch scripts written as people write them.
+"""The golden translations: what becomes of launch scripts written as people write them.
 
 ``python -m tests.plugins.format.megatron.golden_translations`` writes them anew; read the difference before it is kept.
 """

@@ -189,10 +189,10 @@ def test_an_import_is_a_step_of_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ({"qk_layernorm": True}, "--qk-layernorm: queries and keys are not normalised"),
+        ({"multi_latent_attention": True}, "--multi-latent-attention: no tensors of latents are read"),
         ({"moe_apply_probs_on_input": True}, "--moe-apply-probs-on-input: an expert's output is weighed"),
-        ({"qk_l2_norm": True, "rotary_percent": 0.5}, "--rotary-percent 0.5: all features of a head are rotated"),
-        ({"kv_channels": 12}, "--kv-channels 12: heads share the hidden size evenly"),
+        ({"qk_l2_norm": True, "rope_type": "yarn"}, "--rope-type yarn: only latent attention"),
+        ({"window_size": (4, 2)}, "--window-size with 2 later tokens"),
         ({"num_query_groups": 3, "group_query_attention": True}, "4 heads in 3 groups"),
     ],
 )
@@ -275,7 +275,7 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"model": {**STATE, "decoder.layers.0.self_attention.q_layernorm.weight": torch.ones(6)}}, "does not have"),
+        ({"model": {**STATE, "decoder.layers.0.self_attention.gate.weight": torch.ones(6)}}, "does not have"),
         ({"checkpoint_version": 1.0}, "is too old"),
         ({"args": None}, "no arguments were saved"),
         ({"model": 3}, "its files hold at most 0"),

@@ -25,6 +25,7 @@ from tests.support.megatron_checkpoints import (
     LENGTH,
     LLAMA,
     MIXTURE,
+    MODERN,
     VOCAB,
     logits,
     megatron_core,
@@ -38,7 +39,7 @@ pytestmark = [
     pytest.mark.skipif(not installed(), reason="megatron-core is the oracle"),
     pytest.mark.filterwarnings("ignore"),  # it warns of its own defaults
 ]
-FAMILIES = {"gpt": GPT, "llama": LLAMA, "mixture": MIXTURE}
+FAMILIES = {"gpt": GPT, "llama": LLAMA, "mixture": MIXTURE, "modern": MODERN}
 TOKENS = torch.arange(3 * LENGTH).remainder(VOCAB).view(3, LENGTH)
 Family = tuple[Mapping[str, Any], Any, Tensor]
 

@@ -249,17 +249,14 @@ def test_the_global_batch_follows_from_the_launcher() -> None:
 @pytest.mark.parametrize(
     ("words", "warning"),
     [
-        ("--qk-layernorm", "--qk-layernorm: queries and keys are not normalised"),
-        ("--rotary-percent 0.5", "--rotary-percent 0.5: all features of a head are rotated"),
+        ("--qk-l2-norm", "--qk-l2-norm: norms of queries and keys have weights"),
         ("--attention-dropout 0", "--attention-dropout 0.0: one dropout serves all: model.dropout is 0.1"),
         (
             "--hidden-dropout 0",
             "Megatron's default of --attention-dropout, 0.1: one dropout serves all: model.dropout is",
         ),
         ("--load /other", "--load /other: starts from other weights"),
-        ("--kv-channels 64 --hidden-size 64 --num-attention-heads 2", "--kv-channels 64: heads share the hidden size"),
         ("--position-embedding-type relative", "--position-embedding-type relative: positions are learned"),
-        ("--add-qkv-bias --disable-bias-linear", "--add-qkv-bias: all linear layers have biases, or none"),
         ("--num-experts 4 --moe-router-load-balancing-type sinkhorn", "--moe-router-load-balancing-type sinkhorn: "),
         ("--num-layer 2", "--num-layer 2: this flag is not known; did you mean '--num-layers'?"),
         (

@@ -1,4 +1,7 @@
-"""The logical tensors of a model ``gpt``, from its options alone: what formats read is compared with them."""
+"""The logical tensors of a model from its options alone: what formats read is compared with them.
+
+The model is ``gpt``, or an installed one whose options are gpt's with more.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,9 @@ from megatron_run.contracts.actions import Place
 from megatron_run.contracts.schema import RunSection, TrainSection
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.errors import CheckpointError, InputError
+from megatron_run.registry.choose import choose
+from megatron_run.registry.discover import scan
+from megatron_run.registry.load import load
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.comm import Groups
@@ -25,7 +31,9 @@ from megatron_run_engine.runtime.rng import RandomStreams
 from megatron_run_engine.runtime.segments import SegmentRunner
 
 if TYPE_CHECKING:
+    from megatron_run.contracts import Model
     from megatron_run.contracts.format import Weights
+    from megatron_run.registry.loaded_plugin import Plugin
 
 __all__ = [
     "GptOptions",
@@ -35,25 +43,45 @@ __all__ = [
     "logical_shapes",
     "longest_sequence",
     "names_fault",
+    "options_class",
     "shapes_fault",
 ]
 
 Shape = tuple[int, ...]
+_GPT = "gpt"
 
 
-def gpt_options(weights: Weights) -> GptOptions:
-    """The options in ``weights.config``, with the size of the vocabulary.
+def options_class(model: str) -> type[GptOptions]:
+    """The options of ``model``, gpt's or of a class derived from them.
 
-    Raises :class:`InputError` for another model, and for options that ``gpt`` does not allow.
+    Raises :class:`PluginError` where no such model is installed, :class:`InputError` for one with other options.
     """
-    given = {"use": "gpt", **weights.config}
-    if given.pop("use") != "gpt":
-        raise InputError(f"the model is {weights.config['use']}", why="this format holds model=gpt alone")
+    found = GptOptions if model == _GPT else _installed(model).options_model
+    if not issubclass(found, GptOptions):
+        raise InputError(f"the model is {model}", why=f"this format holds model={_GPT} and models made from it")
+    return found
+
+
+def _installed(model: str) -> Plugin:
+    origin = f"model={model} of the weights"
+    return load(choose(scan(), "model", model, origin), origin)
+
+
+def gpt_options(weights: Weights, model: str = _GPT) -> GptOptions:
+    """The options in ``weights.config``, which are of ``model``, with the size of the vocabulary.
+
+    Raises :class:`InputError` for another model, and for options that it does not allow; as :func:`options_class`.
+    """
+    given = {"use": _GPT, **weights.config}
+    if given.pop("use") != model:
+        raise InputError(
+            f"the model is {weights.config.get('use', _GPT)}", why=f"this format holds model={model} alone"
+        )
     try:
-        options = GptOptions.model_validate(given)
+        options = options_class(model).model_validate(given)
     except ValidationError as error:
         reasons = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False)]
-        raise InputError("model=gpt cannot represent this model", why="; ".join(reasons)) from error
+        raise InputError(f"model={model} cannot represent this model", why="; ".join(reasons)) from error
     if options.vocab_size is None:
         raise InputError("the size of the model's vocabulary is unknown")
     return options
@@ -67,9 +95,13 @@ def longest_sequence(options: GptOptions, sequence_length: int | None) -> int:
 
 
 def logical_shapes(
-    options: GptOptions, sequence_length: int | None, most_layers: float = inf, most_experts: float = inf
+    options: GptOptions,
+    sequence_length: int | None,
+    most_layers: float = inf,
+    most_experts: float = inf,
+    model: str = _GPT,
 ) -> dict[str, Shape]:
-    """Every logical tensor of the model with its shape. ``sequence_length`` matters where positions are learned.
+    """Every logical tensor of ``model`` with its shape. ``sequence_length`` matters where positions are learned.
 
     The model itself says it: built with dense layers on the meta device, it takes no memory for values, but time for
     each layer. Raises :class:`CheckpointError` for more layers or experts than the files that are imported can hold.
@@ -80,8 +112,15 @@ def logical_shapes(
     longest = longest_sequence(options, sequence_length) if options.position == "learned" else 1
     context = _context(options, longest)
     layout = (Place(0, 0, range(options.num_layers)),)
-    chunk = Gpt(context, options).build_chunk(0, layout, DenseLayers(context), {})
+    chunk = _make(model, context, options).build_chunk(0, layout, DenseLayers(context), {})
     return {part.name: part.shape for info in describe_parameters(chunk).values() for part in info.parts}
+
+
+def _make(model: str, context: BuildContext, options: GptOptions) -> Model:
+    if model == _GPT:
+        return Gpt(context, options)
+    made: Model = _installed(model).with_options(options).create(context=context)
+    return made
 
 
 def _context(options: GptOptions, sequence_length: int) -> BuildContext:

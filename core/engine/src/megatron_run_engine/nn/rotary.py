@@ -41,7 +41,7 @@ class Rotary(nn.Module):
         exponents = torch.arange(0, self.features, 2, dtype=torch.float64, device=device) / self.features
         positions = torch.arange(spec.sequence_length, dtype=torch.float64, device=device)
         frequencies = theta**-exponents
-        longer = frequencies if scaling is None else scaled(frequencies, scaling, theta)
+        longer = frequencies if scaling is None else scaled(frequencies, scaling, theta, spec.sequence_length)
         angles = torch.outer(positions, longer)[:, None, None, :]
         size = 1.0 if scaling is None else scaling.attention_factor
         self.register_buffer("cos", (angles.cos() * size).to(context.dtypes.param), persistent=False)
@@ -74,14 +74,18 @@ def rotaries(context: BuildContext, spec: TransformerSpec, layers: Iterable[int]
     return found
 
 
-def scaled(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
+def scaled(frequencies: Tensor, scaling: RopeScaling, theta: float, length: int) -> Tensor:
     """The ``frequencies`` [r/2], in radians a token, for sequences ``factor`` times as long.
 
     ``linear`` divides all by the factor (Chen et al. 2023, "Position Interpolation"). The others keep the fast ones:
     ``llama3`` by a ramp over the turns in the original length (Grattafiori et al. 2024, "The Llama 3 Herd of Models",
     as Meta published it), ``yarn`` by a ramp over the features between those that make ``high`` and ``low`` turns
-    (Peng et al. 2023, "YaRN", section 3.2).
+    (Peng et al. 2023, "YaRN", section 3.2). ``longrope`` has found a divisor for each (Ding et al. 2024, "LongRoPE"),
+    and others for sequences no longer than the first ones: the ``length`` of the model's sequences decides, not that of
+    each text, so that a text's angles do not change while it grows.
     """
+    if scaling.kind == "longrope":
+        return frequencies / frequencies.new_tensor(scaling.long if length > scaling.original else scaling.short)
     slow = frequencies / scaling.factor
     if scaling.kind == "linear":
         return slow

@@ -75,7 +75,7 @@ QkNorm = Literal["none", "head", "full"]
 Activation = Literal["gelu", "gelu_tanh", "relu_squared", "swiglu", "geglu", "geglu_tanh"]
 #: Activations that multiply a second product: their input layer has a gate.
 GATED = frozenset({"swiglu", "geglu", "geglu_tanh"})
-RopeScalingKind = Literal["linear", "llama3", "yarn"]
+RopeScalingKind = Literal["linear", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ class RopeScaling:
 
     Below ``low`` turns over the original length a pair of features turns ``factor`` times slower, above ``high`` turns
     as before, and between them by a ramp (:mod:`megatron_run_engine.nn.rotary`). ``attention_factor`` multiplies
-    queries and keys.
+    queries and keys. ``short`` and ``long`` are for longrope how many times slower each pair turns, in models of
+    sequences up to the original length and in those of longer ones.
     """
 
     kind: RopeScalingKind
@@ -93,6 +94,8 @@ class RopeScaling:
     low: float
     high: float
     attention_factor: float = 1.0
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,8 @@ FREE_OF_MODEL = frozenset(
         "model.rope_low_freq",
         "model.rope_high_freq",
         "model.rope_attention_factor",
+        "model.rope_short_factors",
+        "model.rope_long_factors",
     }
 )
 #: Keys besides those of the model that give the saved state its meaning: which moments there are, and how many tokens a

@@ -8,9 +8,10 @@ A family is a :class:`Family` in a file of its own, listed in ``families``. The 
   unless it is None;
 - ``sections``: what is not one to one, each a pair of functions (``sections`` has those that families share:
   rotations, windows by layer, an activation's name);
-- ``tensors``: the name of each of their modules, and ours: ``{layer}`` and ``{expert}`` stand for numbers. Which of
-  them have a weight and a bias follows from our model. :class:`Fused` says how several of ours make one of theirs,
-  :class:`Either` which of ours it is in layers of different kinds.
+- ``tensors``: the name of each of their modules, or of a single tensor, and ours: ``{layer}`` and ``{expert}`` stand
+  for numbers. Which of them have a weight and a bias follows from our model. :class:`Fused` says how several of ours
+  make one of theirs, :class:`Either` which of ours it is in layers of different kinds.
+- ``model``: ours, where it is not ``gpt`` but one whose options are gpt's with more.
 
 All else follows. An import reads the options from the keys, an export writes the keys from the options; both refuse
 with the reason. An option that a family says nothing about has its default in every model of it, so that a model with
@@ -22,13 +23,13 @@ Legend: o outputs, i inputs of a matrix, n heads, d head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megatron_run_engine.formats.gpt_tensors import GptOptions
+from megatron_run_engine.formats.gpt_tensors import GptOptions, options_class
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,21 +53,32 @@ TRAINING = frozenset(
         "expert_pad_to_capacity",
     }
 )
+#: Options of which it matters only whether they are 0: a rate of training, with which the model has more tensors.
+_PRESENT = frozenset({"router_bias_rate"})
 #: Options that are equal for the same model up to rounding: square roots were taken on the way.
 _ROUNDED = 1e-6
-_PARTS = ("weight", "bias")
+#: A module's tensors, and a name that is a tensor's itself.
+_PARTS = (".weight", ".bias", "")
+
+
+def _always(_: GptOptions) -> bool:
+    return True
 
 
 class Fused(NamedTuple):
     """Modules of ``ours`` that are one of theirs, stacked by rows; then transposed.
 
     Ours are [o, i], as in torch's Linear; ``transposed`` ones are [i, o], as in GPT-2's Conv1D. With ``by_head`` the
-    rows of the first head of each come first, then those of the second: [n, parts, d].
+    rows of the first head of each come first, then those of the second: [n, parts, d]. ``order`` gives the rows of
+    ours, those of a head if ``by_head``, in the order in which theirs lie. The row is in models for which ``when`` is
+    true.
     """
 
     ours: tuple[str, ...]
     transposed: bool = False
     by_head: bool = False
+    order: Callable[[Any], Sequence[int]] | None = None
+    when: Callable[[Any], bool] = _always
 
 
 class Either(NamedTuple):
@@ -82,6 +94,7 @@ class Row(NamedTuple):
     ours: tuple[str, ...]
     transposed: bool = False
     heads: int = 1
+    order: tuple[int, ...] = ()
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
         """The shape of their tensor, from the shapes of ours."""
@@ -91,7 +104,8 @@ class Row(NamedTuple):
     def pack(self, tensors: Mapping[str, ReadTensor]) -> Tensor:
         """Their tensor, from ours."""
         read = [tensors[name]().unflatten(0, (self.heads, -1)) for name in self.ours]  # each [n, d, ...]
-        stacked = (torch.cat(read, dim=1) if len(read) > 1 else read[0]).flatten(0, 1)
+        stacked = torch.cat(read, dim=1) if len(read) > 1 else read[0]
+        stacked = (stacked[:, list(self.order)] if self.order else stacked).flatten(0, 1)
         return stacked.t() if self.transposed else stacked
 
     def unpack(self, read: ReadTensor, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, ReadTensor]]:
@@ -105,6 +119,8 @@ class Row(NamedTuple):
     def _rows(self, read: ReadTensor, start: int, stop: int) -> Tensor:
         theirs = read()
         rows: Tensor = (theirs.t() if self.transposed else theirs).unflatten(0, (self.heads, -1))
+        if self.order:
+            return at_most_fp32(rows[:, [self.order.index(row) for row in range(start, stop)]].flatten(0, 1))
         return at_most_fp32(rows[:, start:stop].flatten(0, 1))
 
 
@@ -150,19 +166,21 @@ class Family(NamedTuple):
     positions: str = "max_position_embeddings"
     prefix: str = "model."
     head: str = "lm_head"
+    model: str = "gpt"
 
     def unsupported(self, config: Config) -> list[str]:
         """Every reason why a model with this ``config.json`` has no counterpart here."""
         return must_be(config, self.only) + [why for section in self.sections for why in section.unsupported(config)]
 
-    def model(self, config: Config) -> dict[str, Any]:
+    def options(self, config: Config) -> dict[str, Any]:
         """Our ``model`` section. ``config`` has the family's defaults."""
         said = {ours: config[theirs] for ours, theirs in self.keys.items()}
         found = {**self.fixed, **{key: value for key, value in said.items() if value is not None}}
         for section in self.sections:
             found |= section.read(config)
         rates = {config[key] for key in self.dropouts}
-        return {**found, "dropout": config[self.dropouts[0]] if len(self.dropouts) > 1 or rates == {0.0} else 0.0}
+        found["dropout"] = config[self.dropouts[0]] if len(self.dropouts) > 1 or rates == {0.0} else 0.0
+        return found if self.model == "gpt" else {"use": self.model, **found}
 
     def config(self, options: GptOptions) -> dict[str, Any]:
         """Their ``config.json`` of our ``options``; it describes another model where there are :meth:`mismatches`."""
@@ -181,11 +199,12 @@ class Family(NamedTuple):
         """
         config = {**self.defaults, **self.config(options)}
         # Not validated: it is compared, be it possible or not.
-        mine, its = options.explicit(), GptOptions.model_construct(**self.model(config)).explicit()
+        its = options_class(self.model).model_construct(**self.options(config)).explicit()
+        mine = options.explicit()
         differ = [
             f"model.{key}={_word(value)} (the family has {_word(its[key])})"
             for key, value in mine.items()
-            if key not in TRAINING and not _same(value, its[key])
+            if key not in TRAINING and not (_present if key in _PRESENT else _same)(value, its[key])
         ]
         return differ + self.unsupported(config)
 
@@ -203,14 +222,17 @@ class Family(NamedTuple):
         """Their tensors for our model, whose tensors have these ``shapes``."""
         found = []
         for theirs, made in self._choices():
+            if not made.when(options):
+                continue
+            order = () if made.order is None else tuple(made.order(options))
             heads = options.num_heads if made.by_head else 1
             for layer in range(options.num_layers if "{layer}" in theirs else 1):
                 for expert in range(options.experts if "{expert}" in theirs else 1):
                     for part in _PARTS:
-                        names = tuple(f"{name.format(layer=layer, expert=expert)}.{part}" for name in made.ours)
+                        names = tuple(f"{name.format(layer=layer, expert=expert)}{part}" for name in made.ours)
                         if names[0] in shapes:
-                            full = f"{theirs.format(layer=layer, expert=expert)}.{part}"
-                            found.append(Row(full, names, made.transposed, heads))
+                            full = f"{theirs.format(layer=layer, expert=expert)}{part}"
+                            found.append(Row(full, names, made.transposed, heads, order))
         return found
 
     def _choices(self) -> Iterator[tuple[str, Fused]]:
@@ -234,6 +256,10 @@ def _same(one: object, other: object) -> bool:
     if isinstance(one, float) and isinstance(other, float | int):
         return math.isclose(one, other, rel_tol=_ROUNDED)
     return one == other
+
+
+def _present(one: object, other: object) -> bool:
+    return bool(one) == bool(other)
 
 
 def _word(value: object) -> str:

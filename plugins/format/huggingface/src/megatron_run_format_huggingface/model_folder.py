@@ -176,8 +176,9 @@ def read(source: Path) -> Weights:
     config = {**family.defaults, **config}
     options, longest = _model(source, family, config)
     tensors = Tensors(source)
-    described = gpt_options(Weights(options, {}, sequence_length=longest))
-    shapes = logical_shapes(described, longest, len(tensors.entries), tensors.values // described.hidden_size)
+    described = gpt_options(Weights(options, {}, sequence_length=longest), family.model)
+    most = len(tensors.entries), tensors.values // described.hidden_size
+    shapes = logical_shapes(described, longest, *most, family.model)
     rows = family.rows(described, shapes)
     # The output layer of a tied model follows from the word embedding.
     left_out = {f"{family.head}.weight"} if described.tie_embeddings else set()
@@ -207,11 +208,15 @@ def write(weights: Weights, folder: Path) -> None:
     What was imported and is exported as it was keeps its family, its 16-bit type where no value is rounded, and its
     files. Raises :class:`InputError` with every reason why none of the families can hold the model.
     """
-    options = gpt_options(weights)
+    model, known = str(weights.config.get("use", "gpt")), {family.model for family in FAMILIES.values()}
+    if model not in known:
+        why = f"the families are of {', '.join(sorted(known))}"
+        raise InputError(f"the model is {model}", why=why, fix="--to distributed writes any model")
+    options = gpt_options(weights, model)
     came_as = read_json(weights.files[CONFIG]) if CONFIG in weights.files else {}
-    family = _family_for(options, str(came_as.get("model_type")))
+    family = _family_for(options, model, str(came_as.get("model_type")))
     half = str(came_as.get("dtype") or came_as.get("torch_dtype"))
-    shapes = logical_shapes(options, weights.sequence_length)
+    shapes = logical_shapes(options, weights.sequence_length, model=model)
     if fault := names_fault(weights.tensors, shapes):
         raise InputError("the model has no counterpart at Hugging Face", why=fault)
     rows, files = family.rows(options, shapes), FileSystem()
@@ -250,7 +255,7 @@ def _model(source: Path, family: Family, config: Config) -> tuple[dict[str, obje
             reasons.append("its weights are quantised")
         if reasons:
             raise CheckpointError(f"{source} cannot be imported", why="; ".join(reasons))
-        return family.model(config), int(config[family.positions])
+        return family.options(config), int(config[family.positions])
     except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{source / CONFIG} cannot be used", why=why) from error
@@ -273,19 +278,22 @@ def _other_head(tensors: Tensors, left_out: set[str], family: Family, rows: list
     return ()
 
 
-def _family_for(options: GptOptions, first: str = "") -> Family:
-    """The family called ``first`` if it fits, else the first that does.
+def _family_for(options: GptOptions, model: str, first: str = "") -> Family:
+    """The family of ``model`` called ``first`` if it fits, else the first that does.
 
     Raises :class:`InputError` with what the nearest ones differ in.
     """
-    if first in FAMILIES and not FAMILIES[first].mismatches(options):
-        return FAMILIES[first]
-    mismatches = {name: family.mismatches(options) for name, family in FAMILIES.items()}
+    families = {name: family for name, family in FAMILIES.items() if family.model == model}
+    if first in families and not families[first].mismatches(options):
+        return families[first]
+    mismatches = {name: family.mismatches(options) for name, family in families.items()}
     fitting = next((name for name, reasons in mismatches.items() if not reasons), None)
     if fitting is None:
         nearest = sorted(mismatches, key=lambda name: len(mismatches[name]))[:_NEAREST]
         why = "; ".join(f"{name}: {', '.join(mismatches[name])}" for name in nearest)
         raise InputError(
-            "the model has no counterpart at Hugging Face", why=f"no {why}", fix="--to distributed writes any model"
+            "the model has no counterpart at Hugging Face",
+            why=f"no {why}",
+            fix="--to distributed writes any model",
         )
-    return FAMILIES[fitting]
+    return families[fitting]

@@ -8,13 +8,16 @@ from typing import Any
 
 from megatron_run_format_huggingface.family import Config, Section, must_be
 
-#: Theirs of the rotations: what stretches, and the names of its numbers; ours have the same order.
-_SCALING = {
-    "linear": ("factor",),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_slow", "beta_fast", "attention_factor"),
+#: Their numbers of each way in which rotations stretch, and our options.
+_LENGTH = "original_max_position_embeddings"
+_SOME = {"factor": "rope_factor", _LENGTH: "rope_original_length"}
+_SIZE = {"attention_factor": "rope_attention_factor"}
+_SCALING: Mapping[str, Mapping[str, str]] = {
+    "linear": {"factor": "rope_factor"},
+    "llama3": {**_SOME, "low_freq_factor": "rope_low_freq", "high_freq_factor": "rope_high_freq"},
+    "yarn": {**_SOME, "beta_slow": "rope_low_freq", "beta_fast": "rope_high_freq", **_SIZE},
+    "longrope": {**_SOME, "short_factor": "rope_short_factors", "long_factor": "rope_long_factors", **_SIZE},
 }
-_OURS = ("rope_factor", "rope_original_length", "rope_low_freq", "rope_high_freq", "rope_attention_factor")
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -24,8 +27,12 @@ def rope(
     theta_key: str = "rope_theta",
     fraction_key: str = "partial_rotary_factor",
     kinds: Sequence[str] = ("default", *_SCALING),
+    length_key: str = "",
 ) -> Section:
-    """Rotary positions with these defaults, and these keys beside them; ``kinds`` are the scalings of the family."""
+    """Rotary positions with these defaults, and these keys beside them; ``kinds`` are the scalings of the family.
+
+    ``length_key`` is where a family has the original length, too.
+    """
 
     def found_in(config: Config) -> dict[str, Any]:
         inner = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -38,6 +45,8 @@ def rope(
         beside = {theta_key: options["rope_theta"]}  # where older versions of transformers look
         if (fraction, options["rope_fraction"]) != (1, 1):
             beside[fraction_key] = found["partial_rotary_factor"] = options["rope_fraction"]
+        if length_key and _LENGTH in found:
+            beside[length_key] = found[_LENGTH]
         return {**beside, "rope_parameters": found}
 
     return Section(
@@ -52,6 +61,8 @@ def rotation(found: Config) -> dict[str, Any]:
 
 def unscalable(found: Config, kinds: Sequence[str] = ("default", *_SCALING)) -> list[str]:
     """Every reason why the :func:`rotation` in ``found`` has no counterpart."""
+    if found["rope_type"] == "dynamic":
+        return ["rope_type='dynamic' (angles that change with the length of each text)"]
     return must_be(found, {"rope_type": tuple(kinds), "truncate": (None, True)})
 
 
@@ -65,16 +76,16 @@ def scaled(found: Config, config: Config) -> dict[str, Any]:
     kind = found["rope_type"]
     if kind == "default":
         return ours
-    numbers = {"original_max_position_embeddings": config.get("max_position_embeddings"), **found}
-    if config.get("original_max_position_embeddings"):  # where Phi-3 has it
-        numbers["original_max_position_embeddings"] = config["original_max_position_embeddings"]
-    values = dict(zip(_OURS, (numbers.get(key) for key in _SCALING.get(kind, ())), strict=False))
+    numbers = {_LENGTH: config.get("max_position_embeddings"), **found}
+    if config.get(_LENGTH):  # where Phi-3 has it
+        numbers[_LENGTH] = config[_LENGTH]
+    values = {ours: numbers.get(theirs) for theirs, ours in _SCALING.get(kind, {}).items()}
+    if kind in ("yarn", "longrope") and not values["rope_factor"]:
+        values["rope_factor"] = max(1.0, config["max_position_embeddings"] / values["rope_original_length"])
     if kind == "yarn":
-        values["rope_factor"] = (
-            values["rope_factor"] or numbers["max_position_embeddings"] / values["rope_original_length"]
-        )
         values["rope_attention_factor"] = values["rope_attention_factor"] or _yarn_size(numbers, values["rope_factor"])
-    return {**ours, "rope_scaling": kind, **{key: value for key, value in values.items() if value is not None}}
+    said = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return {**ours, "rope_scaling": kind, **{key: value for key, value in said.items() if value is not None}}
 
 
 def _yarn_size(numbers: Config, factor: Any) -> float:
@@ -89,7 +100,8 @@ def written(options: Config) -> dict[str, Any]:
     """Their ``rope_parameters`` of our explicit options."""
     kind = options["rope_scaling"]
     found = {"rope_type": kind or "default", "rope_theta": options["rope_theta"]}
-    return found | dict(zip(_SCALING.get(kind or "", ()), (options[key] for key in _OURS), strict=False))
+    values = {theirs: options[ours] for theirs, ours in _SCALING.get(kind or "", {}).items()}
+    return found | {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
 def windows(usual: Callable[[Config, int], bool], switch: Mapping[bool, Mapping[str, Any]] | None = None) -> Section:

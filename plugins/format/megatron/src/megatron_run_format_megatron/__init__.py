@@ -2,9 +2,9 @@
 
 Reading order. Checkpoints: ``import_checkpoint`` (from a folder to ``Weights``), ``rank_files`` and ``torch_dist`` (the
 two layouts on the disk), ``tensor_names`` (from their tensors to ours), ``untrusted`` (reading pickles without
-executing them). Scripts: ``launch_script`` (the words of the training command), ``flags`` and ``flags_without_key``
-(the table of flags), ``model_section``, ``tokenizer_flags``, ``layer_kernels`` and ``run_keys`` (the keys they become),
-``translate`` (the whole configuration, as YAML).
+executing them). Scripts: ``launch_script`` (the words of the training command), ``flags`` (the table of flags),
+``settings``, ``model_section``, ``attention_section``, ``tokenizer_flags``, ``layer_kernels`` and ``run_keys`` (the
+keys they become), ``translate`` (the whole configuration, as YAML).
 """
 
 from __future__ import annotations

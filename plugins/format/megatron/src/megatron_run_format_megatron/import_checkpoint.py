@@ -12,14 +12,10 @@ import torch
 from megatron_run.contracts import Weights
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run_engine.checkpoint.files import read_whole
-from megatron_run_format_megatron.model_section import (
-    Setting,
-    experts,
-    is_rotated,
-    network,
-    network_faults,
-)
+from megatron_run_format_megatron.attention_section import is_latent, is_rotated
+from megatron_run_format_megatron.model_section import experts, network, network_faults
 from megatron_run_format_megatron.rank_files import Found, count_of, is_sharded, read_shards
+from megatron_run_format_megatron.settings import Setting
 from megatron_run_format_megatron.tensor_names import Network, our_tensors
 from megatron_run_format_megatron.tokenizer_flags import WITH_PADDING, find_vocabulary
 from megatron_run_format_megatron.torch_dist import is_distributed, read_distributed
@@ -48,6 +44,7 @@ def read(source: Path) -> Weights:
     found = read_shards(folder) if is_sharded(folder) else read_distributed(folder)
     try:
         reasons = list(network_faults(found.arguments))
+        reasons += ["--multi-latent-attention: no tensors of latents are read"] if is_latent(found.arguments) else []
         vocabulary = _vocabulary(found)
         settings = (*network(found.arguments), *experts(found.arguments), vocabulary)
         layout = _layout(found, vocabulary.value)

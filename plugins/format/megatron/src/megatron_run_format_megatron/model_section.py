@@ -5,60 +5,37 @@ Arguments have Megatron's names (``num_attention_heads``); a missing one has Meg
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
-from megatron_run.errors import InputError
+from megatron_run.config.yaml import flow
+from megatron_run_format_megatron.attention_section import FIXED_BY_LATENTS, attention, attention_faults, is_latent
 from megatron_run_format_megatron.flags import FLAGS
+from megatron_run_format_megatron.settings import (
+    Arguments,
+    Setting,
+    default_of,
+    given_keys,
+    given_or_default,
+    layer_pattern,
+)
 
-_ROTATED, _LEARNED = "rope", "learned_absolute"
-_LONGEST = 500  # characters of a pattern, and layers
 _DISPATCHERS = ("alltoall", "allgather")
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
-Arguments = Mapping[str, Any]
-
-
-class Setting(NamedTuple):
-    """A key, its value, and the reason in a few words: the flag behind it, or Megatron's default."""
-
-    key: str
-    value: Any
-    why: str
-
-
-def given_keys(arguments: Arguments, section: str, start: str = "") -> Iterator[Setting]:
-    """The keys of ``section`` whose flags are plain: flags that begin with ``start``, else all but those of experts."""
-    for flag in FLAGS:
-        value = arguments.get(flag.stored)
-        meant = flag.name.startswith(start) if start else not flag.name.startswith("--moe-")
-        if flag.plain and meant and flag.text.startswith(f"{section}.") and value is not None:
-            yield Setting(flag.text, value, flag.name)
-
-
-def default_of(flag: str) -> str:
-    """The reason of a value where ``flag`` was not given."""
-    return f"Megatron's default of {flag}"
-
-
-def given_or_default(arguments: Arguments, key: str, flag: str, default: Any) -> Setting:
-    """``key`` with the value of ``flag``, else with Megatron's ``default``."""
-    value = arguments.get(flag.removeprefix("--").replace("-", "_"))
-    return Setting(key, default, default_of(flag)) if value is None else Setting(key, value, flag)
-
 
 def network(arguments: Arguments) -> Iterator[Setting]:
-    """The keys of the section ``model``, without experts and dropout."""
+    """The keys of the section ``model``, without experts and dropout; none that the model cannot have."""
+    fixed = FIXED_BY_LATENTS if is_latent(arguments) else {}
+    return (each for each in _network(arguments) if each.value == fixed.get(each.key, each.value))
+
+
+def _network(arguments: Arguments) -> Iterator[Setting]:
     given = arguments.get
+    if is_latent(arguments):
+        yield Setting("model.use", "deepseek", "--multi-latent-attention")
     yield from given_keys(arguments, "model")
-    if given("group_query_attention"):
-        yield given_or_default(arguments, "model.num_kv_heads", "--num-query-groups", 1)
+    yield from attention(arguments)
     yield from _ffn(arguments)
-    if is_rotated(arguments):
-        by_type = given("position_embedding_type") == _ROTATED
-        why = "--position-embedding-type rope" if by_type else "--use-rotary-position-embeddings"
-        yield Setting("model.position", "rope", why)
     norm = _NORMS.get(given("normalization") or "")
     yield Setting("model.norm", norm or "layernorm", "--normalization" if norm else default_of("--normalization"))
     yield _activation(arguments)
@@ -73,24 +50,14 @@ def network_faults(arguments: Arguments) -> Iterator[str]:
         value = arguments.get(flag.stored)
         if flag.network and flag.differs(value):
             yield f"{flag.name}{'' if value is True else f' {value}'}: {flag.text}"
+    yield from attention_faults(arguments)
     given = arguments.get
-    position = given("position_embedding_type") or _LEARNED
-    if position not in (_LEARNED, _ROTATED):
-        yield f"--position-embedding-type {position}: positions are learned, or heads are rotated"
-    if given("add_position_embedding", True) is False and not is_rotated(arguments):
-        yield "--no-position-embedding: positions are learned, or heads are rotated"
     if given("normalization") not in (None, *_NORMS):
         yield f"--normalization {given('normalization')}: it is LayerNorm or RMSNorm"
-    if given("add_qkv_bias") and not given("add_bias_linear", True):
-        yield "--add-qkv-bias: all linear layers have biases, or none"
-    hidden, heads, channels = given("hidden_size"), given("num_attention_heads"), given("kv_channels")
-    if channels and hidden and heads and channels * heads != hidden:
-        yield f"--kv-channels {channels}: heads share the hidden size evenly, {hidden} / {heads} each"
-
-
-def is_rotated(arguments: Arguments) -> bool:
-    """Whether positions are rotary; otherwise they are learned."""
-    return arguments.get("position_embedding_type") == _ROTATED or bool(arguments.get("use_rotary_position_embeddings"))
+    for key, value, why in _network(arguments) if is_latent(arguments) else ():
+        fixed = FIXED_BY_LATENTS.get(key, value)
+        if value != fixed:
+            yield f"{why}: with latent attention {key} is {flow(fixed)}, not {flow(value)}"
 
 
 def _cleared(key: str, flag: str, *, cleared: bool) -> Setting:
@@ -113,6 +80,8 @@ def _activation(arguments: Arguments) -> Setting:
     given = arguments.get
     if given("swiglu"):
         return Setting("model.activation", "swiglu", "--swiglu")
+    if given("squared_relu"):
+        return Setting("model.activation", "relu_squared", "--squared-relu")
     if given("openai_gelu"):
         return Setting("model.activation", "gelu_tanh", "--openai-gelu")
     if given("add_bias_linear", True) and given("bias_gelu_fusion", True):
@@ -136,7 +105,7 @@ def experts(arguments: Arguments) -> Iterator[Setting]:
     # A text in a script, a number or a list in a checkpoint.
     frequency = given_or_default(arguments, "model.expert_layer_freq", "--moe-layer-freq", 1)
     if "[" in str(frequency.value):
-        yield Setting("model.expert_layer_pattern", layer_pattern(str(frequency.value)), frequency.why)
+        yield Setting("model.expert_layer_pattern", layer_pattern(frequency.value, "--moe-layer-freq"), frequency.why)
     else:
         yield frequency._replace(value=int(frequency.value))
     dispatcher = given_or_default(arguments, "model.token_dispatcher", "--moe-token-dispatcher-type", "allgather")
@@ -167,34 +136,3 @@ def dispatcher_faults(arguments: Arguments) -> Iterator[tuple[str, str]]:
     kind = arguments.get("moe_token_dispatcher_type")
     if arguments.get("num_experts") and kind is not None and kind not in _DISPATCHERS:
         yield f"--moe-token-dispatcher-type {kind}", f"tokens reach experts by {' or '.join(_DISPATCHERS)}"
-
-
-def layer_pattern(text: str) -> list[int]:
-    """The list that an expression as ``([1]*3+[0]*1)*2`` means; nothing is executed. Raises :class:`InputError`."""
-    try:
-        found = _list(ast.parse(text, mode="eval").body) if len(text) <= _LONGEST else []
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        found = []
-    if not found:
-        raise InputError(f"--moe-layer-freq {text[:40]} cannot be read", why="it is a number, or as ([1]*3+[0]*1)*2")
-    return found
-
-
-def _list(node: ast.expr) -> list[int]:
-    match node:
-        case ast.List(elts=elements):
-            return [_bit(element) for element in elements]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _list(left) + _list(right)
-        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int() as times)):
-            inner = _list(left)
-            if len(inner) * times <= _LONGEST:
-                return inner * times
-    raise ValueError("this is no list of ones and zeros")
-
-
-def _bit(node: ast.expr) -> int:
-    match node:
-        case ast.Constant(value=int() as value) if value in (0, 1):
-            return value
-    raise ValueError("this is neither 0 nor 1")

@@ -114,6 +114,9 @@ def _layer_table(*, gated: bool, experts: range) -> dict[str, Ours]:
         found[f"{attention}.{kind}"] = tuple(
             (f"attention.qkv.{name}.{kind}", partial(projection, index)) for index, name in parts
         )
+    for part in ("query", "key"):
+        theirs, ours = f"self_attention.{part[0]}_layernorm", f"attention.qk_norm.{part}"
+        found |= {f"{theirs}.weight": ((f"{ours}.weight", norm),), f"{theirs}.bias": ((f"{ours}.bias", whole),)}
     if not experts:
         return found | _feed_forward("mlp", "mlp.input", "mlp.output", gated=gated)
     found["mlp.router.weight"] = (("moe.router.weight", whole),)

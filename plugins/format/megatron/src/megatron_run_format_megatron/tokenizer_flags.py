@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_run_format_megatron.model_section import Arguments, Setting
+from megatron_run_format_megatron.settings import Arguments, Setting
 
 _GPT2 = "GPT2BPETokenizer"
 #: Tokenizers with one vocabulary, and the number of its ids.

@@ -19,15 +19,13 @@ from megatron_run_format_megatron.flags import find, near
 from megatron_run_format_megatron.flags.kinds import Flag, Verdict, number, off, on, only, whole
 from megatron_run_format_megatron.launch_script import Script, is_known, read_script
 from megatron_run_format_megatron.model_section import (
-    Setting,
-    default_of,
     dispatcher_faults,
     expert_faults,
     experts,
-    given_or_default,
     network,
     network_faults,
 )
+from megatron_run_format_megatron.settings import Setting, default_of, given_or_default
 from megatron_run_format_megatron.tokenizer_flags import find_vocabulary, tokenizer_notes
 
 _TOLD = (Verdict.DIFFERS, Verdict.ABSENT, Verdict.SAME)
@@ -36,6 +34,7 @@ _WIDTH = 40  # columns before a comment
 _ON_ONE, _MACHINES = ("nproc-per-node", "ntasks-per-node", "num-gpus"), ("nnodes", "nodes", "num-nodes")
 #: How many values a flag takes, where that is fixed.
 _VALUES: Mapping[object, int] = MappingProxyType({on: 0, off: 0, only: 1, whole: 1, number: 1})
+_NO_LATENTS = "without --multi-latent-attention nothing reads it"
 _MOCK = "mock data has no documents: set it with data=indexed"
 #: Why a flag decides nothing, where that is not plain.
 _IDLE: Mapping[str, str] = MappingProxyType(
@@ -47,6 +46,10 @@ _IDLE: Mapping[str, str] = MappingProxyType(
         "--reset-position-ids": _MOCK,
         "--reset-attention-mask": _MOCK,
         "--eod-mask-loss": _MOCK,
+        **dict.fromkeys(("--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--v-head-dim"), _NO_LATENTS),
+        "--qk-pos-emb-head-dim": _NO_LATENTS,
+        "--rotary-scaling-factor": _NO_LATENTS,
+        "--qk-layernorm": "latents have norms",
     }
 )
 _UNREAD = "only a shell knows which flags these are"

@@ -25,6 +25,7 @@ class DeepSeekOptions(GptOptions):
     position: Literal["rope"] = Field("rope", description="rotary, of rope_head_size features")
     norm: Literal["rmsnorm"] = Field("rmsnorm", description="of the residual stream and the latents")
     activation: Literal["swiglu"] = Field("swiglu", description="of the feed-forward layer")
+    norm_eps: float = Field(1e-6, gt=0, description="added to the variance")
     bias: Literal[False] = Field(False, description="there are no biases")
     tie_embeddings: bool = Field(False, description="output layer and embedding share weights")
     dropout: float = Field(0.0, ge=0, lt=1, description="on embedding, attention and residual connections")
@@ -56,6 +57,16 @@ class DeepSeekOptions(GptOptions):
                 "values are padded to the size of keys; set it to at most that"
             )
         return self
+
+    def explicit(self) -> dict[str, Any]:
+        """As of ``gpt``; the head size follows from its parts."""
+        size = self.rope_head_size + self.nope_head_size
+        return super(DeepSeekOptions, self.model_copy(update={"head_size": size})).explicit()
+
+    @property
+    def rotated_features(self) -> int:
+        """Features of a head that rotate."""
+        return self.rope_head_size
 
     @property
     def latents(self) -> LatentShape:

@@ -1,5 +1,5 @@
 #!/bin/bash
-# What gpt cannot be: latent attention, routers in groups, several predicted tokens.
+# Latent attention with YaRN, routers in groups, two predicted tokens; and what has no key yet.
 OPTIONS=(
     --num-layers 28 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --max-position-embeddings 4096
     --multi-latent-attention --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128

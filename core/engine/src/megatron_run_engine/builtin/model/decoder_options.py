@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from megatron_run.errors import nearest_divisors, nearest_multiples
 from megatron_run_engine.nn import ExpertSpec, TransformerSpec
@@ -21,8 +23,9 @@ from megatron_run_engine.nn.spec import (
 
 #: One number for each layer, repeated to the last one.
 Pattern = tuple[Literal[0, 1], ...]
+Positive = Annotated[float, Field(gt=0)]
 #: Above so many turns over the original length a pair of features keeps its frequency, by kind of scaling.
-_FAST = {"linear": 1.0, "llama3": 4.0, "yarn": 32.0}
+_FAST = {"linear": 1.0, "llama3": 4.0, "yarn": 32.0, "longrope": 1.0}
 
 
 class DecoderOptions(BaseModel):
@@ -48,15 +51,22 @@ class DecoderOptions(BaseModel):
     )
     rope_factor: float = Field(1.0, ge=1, description="how many times longer; of model.rope_scaling")
     rope_original_length: int | None = Field(
-        None, ge=1, validate_default=True, description="length of the first training, for llama3 and yarn"
+        None, ge=2, validate_default=True, description="length of the first training; all but linear need it"
     )
     rope_low_freq: float = Field(1.0, gt=0, description="turns in that length below which rotations slow by the factor")
     rope_high_freq: float | None = Field(
         None, gt=0, description="turns in that length above which rotations stay; unset: 4 for llama3, 32 for yarn"
     )
     rope_attention_factor: float | None = Field(
-        None, gt=0, description="on rotated queries and keys; unset: 0.1 ln(factor) + 1 for yarn, else 1"
+        None,
+        gt=0,
+        description="on rotated queries and keys; unset: 0.1 ln(factor) + 1 for yarn, "
+        "sqrt(1 + ln(factor) / ln(original length)) for longrope, else 1",
     )
+    rope_short_factors: tuple[Positive, ...] = Field(
+        (), description="longrope: how many times slower each pair turns where train.sequence_length is no longer"
+    )
+    rope_long_factors: tuple[Positive, ...] = Field((), description="longrope: the same where it is longer")
     attention_window: int | None = Field(
         None, ge=1, description="tokens that a query sees, itself the last of them; unset: all before it"
     )
@@ -159,7 +169,7 @@ class DecoderOptions(BaseModel):
     @classmethod
     def _scales_from_some_length(cls, length: int | None, info: ValidationInfo) -> int | None:
         kind = info.data.get("rope_scaling")
-        if length is None and kind in ("llama3", "yarn"):
+        if length is None and kind not in (None, "linear"):
             raise ValueError(f"rope_scaling={kind} needs the length of the first training, such as 8192")
         return length
 
@@ -192,6 +202,20 @@ class DecoderOptions(BaseModel):
             raise ValueError("the loss in chunks makes logits without logits_softcap; set loss_chunks=1")
         return chunks
 
+    @model_validator(mode="after")
+    def _each_pair_has_its_factors(self) -> Self:
+        pairs = self.rotated_features // 2
+        for name in ("rope_short_factors", "rope_long_factors"):
+            count = len(getattr(self, name))
+            if self.rope_scaling == "longrope" and count != pairs:
+                raise ValueError(f"{name} has {count} numbers, and {pairs} pairs of features rotate")
+        return self
+
+    @property
+    def rotated_features(self) -> int:
+        """Features of a head that rotate."""
+        return int((self.head_size or self.hidden_size // self.num_heads) * self.rope_fraction)
+
     def explicit(self) -> dict[str, Any]:
         """The options by name, with the value that unset ones mean, and patterns as one number for each layer.
 
@@ -221,8 +245,8 @@ class DecoderOptions(BaseModel):
             unused |= {key for key in found if key.startswith("rope_")} | {"window_rope_theta"}
         if scaling is None:
             unused |= _OF_SCALING
-        elif scaling.kind == "linear":
-            unused |= {"rope_original_length", "rope_low_freq", "rope_high_freq"}
+        else:
+            unused |= _OF_SCALING - _NUMBERS[scaling.kind]
         if not any(found["window_pattern"]):
             unused |= {"attention_window", "window_rope_theta"}
         return found | {key: type(self).model_fields[key].default for key in unused}
@@ -238,14 +262,19 @@ class DecoderOptions(BaseModel):
         kind = self.rope_scaling
         if kind is None:
             return None
-        usual = 0.1 * math.log(self.rope_factor) + 1 if kind == "yarn" else 1.0
+        longer, original = math.log(self.rope_factor), self.rope_original_length or 1
+        usual = 0.1 * longer + 1 if kind == "yarn" else 1.0
+        if kind == "longrope" and longer:
+            usual = math.sqrt(1 + longer / math.log(original))
         return RopeScaling(
             kind,
             factor=self.rope_factor,
-            original=self.rope_original_length or 1,
+            original=original,
             low=self.rope_low_freq,
             high=self.rope_high_freq or _FAST[kind],
             attention_factor=self.rope_attention_factor or usual,
+            short=self.rope_short_factors,
+            long=self.rope_long_factors,
         )
 
     def dense_spec(self, sequence_length: int, experts: ExpertSpec | None) -> TransformerSpec:
@@ -294,6 +323,16 @@ class DecoderOptions(BaseModel):
         )
 
 
-_OF_SCALING = frozenset(
-    {"rope_factor", "rope_original_length", "rope_low_freq", "rope_high_freq", "rope_attention_factor"}
+_RAMP = {"rope_factor", "rope_original_length", "rope_low_freq", "rope_high_freq", "rope_attention_factor"}
+#: The options of each kind of scaling.
+_NUMBERS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "linear": frozenset({"rope_factor", "rope_attention_factor"}),
+        "llama3": frozenset(_RAMP),
+        "yarn": frozenset(_RAMP),
+        "longrope": frozenset(
+            {*_RAMP, "rope_short_factors", "rope_long_factors"} - {"rope_low_freq", "rope_high_freq"}
+        ),
+    }
 )
+_OF_SCALING = frozenset[str]().union(*_NUMBERS.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_run_format_huggingface.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megatron_run_format_huggingface.families.gemma import GEMMA2, GEMMA3
 from megatron_run_format_huggingface.families.gpt2 import GPT2
 from megatron_run_format_huggingface.families.gpt_neox import GPT_NEOX
@@ -18,6 +19,6 @@ from megatron_run_format_huggingface.families.stablelm import STABLELM
 from megatron_run_format_huggingface.families.starcoder2 import STARCODER2
 
 _LLAMAS = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, OLMO2, SMOLLM3, GRANITE, STABLELM)
-_ALL = (GPT2, *_LLAMAS, GPT_NEOX, STARCODER2, MIXTRAL, QWEN3_MOE)
+_ALL = (GPT2, *_LLAMAS, GPT_NEOX, STARCODER2, MIXTRAL, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3)
 #: By ``model_type``.
 FAMILIES = {family.model_type: family for family in _ALL}

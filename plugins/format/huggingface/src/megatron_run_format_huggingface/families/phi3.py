@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 from megatron_run_format_huggingface.families.llama import DEFAULTS, ENDS, KEYS, LLAMA, NORMS
-from megatron_run_format_huggingface.family import Fused
-from megatron_run_format_huggingface.sections import rope
+from megatron_run_format_huggingface.family import Config, Fused
+from megatron_run_format_huggingface.sections import rope, rotation
+
+_ROPE = rope(kinds=("default", "longrope"), length_key="original_max_position_embeddings")
+_NAMES = {"su": "longrope", "yarn": "longrope"}
+
+
+def _named(config: Config) -> Config:
+    """``config`` with today's name of a list of factors, which older files call su or yarn."""
+    found = rotation(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    named = {**found, "rope_type": _NAMES.get(found["rope_type"], found["rope_type"])}
+    return {**config, "rope_scaling": None, "rope_parameters": named}
+
+
+def _unsupported(config: Config) -> list[str]:
+    return _ROPE.unsupported(_named(config))
+
 
 PHI3 = LLAMA._replace(
     model_type="phi3",
@@ -15,6 +30,7 @@ PHI3 = LLAMA._replace(
         "hidden_size": 3072,
         "intermediate_size": 8192,
         "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
@@ -22,8 +38,7 @@ PHI3 = LLAMA._replace(
     },
     keys={**KEYS, "attention_window": "sliding_window"},
     fixed={**LLAMA.fixed, "bias": False},
-    # Its longer ones have a list of factors (longrope), which it also calls su and yarn.
-    sections=(rope(kinds=("default",)),),
+    sections=(_ROPE._replace(read=lambda config: _ROPE.read(_named(config)), unsupported=_unsupported),),
     tensors={
         **ENDS,
         **NORMS,

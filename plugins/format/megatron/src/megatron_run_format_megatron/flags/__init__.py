@@ -17,6 +17,7 @@ from megatron_run_format_megatron.flags.kinds import (
     off,
     on,
     only,
+    pair,
     shares,
     whole,
     wholes,
@@ -29,7 +30,10 @@ _MODEL = (
     key_flag("--num-attention-heads", "model.num_heads", whole),
     keys_flag("--group-query-attention", "model.num_kv_heads", on),
     keys_flag("--num-query-groups", "model.num_kv_heads", whole),
-    keys_flag("--kv-channels", "model.hidden_size / model.num_heads", whole),
+    keys_flag("--kv-channels", "model.head_size", whole),
+    keys_flag("--qk-layernorm", "model.qk_norm", on),
+    keys_flag("--window-size", "model.attention_window", pair),
+    keys_flag("--window-attn-skip-freq", "model.window_pattern", only),
     keys_flag("--ffn-hidden-size", "model.ffn_size", whole),
     keys_flag("--tokenizer-type", "model.vocab_size, data.tokenizer", only),
     keys_flag("--vocab-size", "model.vocab_size", whole),
@@ -44,17 +48,37 @@ _MODEL = (
     keys_flag("--use-rotary-position-embeddings", "model.position", on),
     keys_flag("--no-position-embedding", "model.position", off, "add_position_embedding"),
     key_flag("--rotary-base", "model.rope_theta", number),
+    keys_flag("--rotary-percent", "model.rope_fraction", number),
+    keys_flag("--no-rope-freq", "model.rope_pattern", only),
+    keys_flag("--use-rope-scaling", "model.rope_scaling", on),
+    keys_flag("--rope-scaling-factor", "model.rope_factor", number),
+    keys_flag("--rotary-seq-len-interpolation-factor", "model.rope_scaling, model.rope_factor", number),
     keys_flag("--normalization", "model.norm", only),
     key_flag("--norm-epsilon", "model.norm_eps", number),
     keys_flag("--swiglu", "model.activation, model.ffn_size", on),
+    keys_flag("--squared-relu", "model.activation", on),
     keys_flag("--openai-gelu", "model.activation", on),
     keys_flag("--no-bias-gelu-fusion", "model.activation", off, "bias_gelu_fusion"),
     keys_flag("--disable-bias-linear", "model.bias", off, "add_bias_linear"),
-    keys_flag("--add-qkv-bias", "model.bias", on),
+    keys_flag("--add-qkv-bias", "model.qkv_bias", on),
     keys_flag("--untie-embeddings-and-output-weights", "model.tie_embeddings", on),
     keys_flag("--hidden-dropout", "model.dropout", number),
     keys_flag("--attention-dropout", "model.dropout", number),
     key_flag("--init-method-std", "model.init_std", number),
+)
+_LATENTS = (
+    keys_flag("--multi-latent-attention", "model.use", on),
+    keys_flag("--q-lora-rank", "model.query_rank", whole),
+    keys_flag("--kv-lora-rank", "model.kv_rank", whole),
+    keys_flag("--qk-head-dim", "model.nope_head_size", whole),
+    keys_flag("--qk-pos-emb-head-dim", "model.rope_head_size", whole),
+    keys_flag("--v-head-dim", "model.value_head_size", whole),
+    keys_flag("--rope-type", "model.rope_scaling", only),
+    keys_flag("--rotary-scaling-factor", "model.rope_factor, model.attention_scale", number),
+    keys_flag("--mscale", "model.rope_attention_factor", number),
+    keys_flag("--mscale-all-dim", "model.rope_attention_factor, model.attention_scale", number),
+    keys_flag("--mtp-num-layers", "model.mtp_layers", whole),
+    keys_flag("--mtp-loss-scaling-factor", "model.mtp_loss_coeff", number),
 )
 _TRAIN = (
     key_flag("--train-iters", "train.steps", whole),
@@ -174,7 +198,7 @@ _RUN = (
     keys_flag("--eval-iters", "eval.batches", whole),
 )
 #: All flags; the first that matches a name decides.
-FLAGS = (*_MODEL, *_TRAIN, *_PLUGINS, *_LAYERS, *_PARALLEL, *_EXPERTS, *_RUN, *WITHOUT_KEY)
+FLAGS = (*_MODEL, *_LATENTS, *_TRAIN, *_PLUGINS, *_LAYERS, *_PARALLEL, *_EXPERTS, *_RUN, *WITHOUT_KEY)
 
 
 #: The names of flags that decide what is learned.

@@ -54,6 +54,14 @@ def wholes(words: Sequence[str]) -> list[int]:
     return [int(word) for word in words]
 
 
+def pair(words: Sequence[str]) -> list[int]:
+    """Two integers, whatever stands between: ``128,0`` or ``(128, 0)``. Raises ValueError."""
+    found = [int(number) for number in re.findall(r"-?[0-9]+", " ".join(words))]
+    if len(found) != 2:
+        raise ValueError("it takes two numbers, as 128,0")
+    return found
+
+
 def shares(words: Sequence[str]) -> list[float]:
     """Shares of train, validation and test: the first three numbers, whatever stands between. Raises ValueError."""
     found = [float(share) for share in _NUMBER.findall(" ".join(words))]
