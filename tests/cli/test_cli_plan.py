@@ -101,6 +101,48 @@ def test_a_what_if_on_more_devices_says_so(capsys: Output, more: tuple[str, ...]
     assert ("on 16 devices, not 8" in capsys.readouterr().out) is told
 
 
+def test_a_searched_schedule_is_written_and_proven(capsys: Output, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    stages = ("--set", "parallel.pipeline=4", "--set", "parallel.chunks=2", "--set", "train.global_batch_size=4")
+    assert (
+        main(
+            [
+                "plan",
+                "schedule",
+                "--size",
+                "350M",
+                "--gpus",
+                "4",
+                *stages,
+                "--effort",
+                "0.02",
+                "--write",
+                str(file),
+                "--json",
+            ]
+        )
+        == 0
+    )
+    told = json.loads(capsys.readouterr().out)
+    assert told["searched"]["seconds"] < min(each["seconds"] for each in told["installed"])
+    layers = sum(count for _, _, count in told["places"])
+    words = [
+        "schedule",
+        "show",
+        "--plugin",
+        f"schedule={file}",
+        "--microbatches",
+        "4",
+        "--layers",
+        str(layers),
+        "--json",
+    ]
+    assert main(words) == 0
+    ranks = json.loads(capsys.readouterr().out)["ranks"]
+    assert len(ranks) == 4
+    assert main(["plugins", "check", str(file)]) == 0
+
+
 def test_a_month_with_failures_yields_less_than_one_without(capsys: Output) -> None:
     useful = []
     for mtbf in ("1000h", "100000d"):
@@ -131,6 +173,7 @@ def test_a_month_is_told_in_words(capsys: Output) -> None:
         (("plan", "--size", "13", "--gpus", "8"), "13B"),
         (("plan", "--size", "13B", "--gpus", "8", "--memory", "80"), "80GiB"),
         (("plan", "--gpus", "6", "--set", "parallel.tensor=4", "--what-if", "train.seed=1"), "multiple of 4"),
+        (("plan", "schedule", "--size", "350M", "--gpus", "4"), "parallel.pipeline=4"),
         (("plan", "check", "missing.csv", "--device", "a100"), "missing.csv"),
         (("plan", "check", TABLE, "--device", "a10"), "a100"),
         (("plan", "check", TABLE), "--device"),

@@ -68,13 +68,14 @@ class Length(click.ParamType[float]):
             self.fail(str(error), param, ctx)
 
 
-@click.group(cls=Plan, subcommand_metavar="[CONFIG]... --gpus N --device NAME | goodput | check TABLE")
+@click.group(cls=Plan, subcommand_metavar="[CONFIG]... --gpus N --device NAME | schedule | goodput | check TABLE")
 def plan() -> None:
     """Find the fastest way to run a model on given devices, or compare predictions with measured steps.
 
     \b
     megatron-run plan CONFIG --gpus 1024 --device h100   the best splits and schedules
     megatron-run plan search --help                      the options of a search
+    megatron-run plan schedule CONFIG --write mine.py    a schedule found for the stages of CONFIG
     megatron-run plan goodput CONFIG --gpus 16384        what a month with failures yields
     megatron-run plan check TABLE.csv --device a100      predictions beside measured steps
     """  # noqa: D301  # click wants the character, not its name
@@ -141,7 +142,7 @@ def search(
         for each in (task, read_task(replace(request, sets=(*kept, *changes)), gpus)):
             check_sizes(each, gpus)
             asked = Search(each.model, each.split.ranks, each.split.global_batch, machine, schedules)
-            pair.append(asked.describe(each.split, each.schedule))
+            pair.append(asked.describe(each.split, each.schedule, each.counts))
         text, record = report.pair_text(task, pair, machine), report.pair_record(task, pair, machine)
     else:
         found = Search(task.model, gpus or task.split.ranks, task.split.global_batch, machine, schedules).run()
@@ -153,6 +154,38 @@ def search(
         print_json_line(record)
     else:
         click.echo(text)
+
+
+@plan.command()
+@task_options
+@click.option("--write", type=_FILE, metavar="FILE.py", help="Write it as a plugin, for --plugin schedule=./FILE.py.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the search.")
+@click.option(
+    "--effort", type=click.FloatRange(0, min_open=True), default=1.0, help="Times the usual length of the search."
+)
+@json_option
+@debug_option
+def schedule(
+    request: Request, *, gpus: int | None, machine: Device, write: Path | None, seed: int, effort: float, as_json: bool
+) -> None:
+    """Find a schedule for the stages of CONFIG: the layers of each place, and the order of every stage's actions."""
+    from megatron_run_cli.reports import plan_report as report
+    from megatron_run_planner.schedules import Schedules
+    from megatron_run_planner.schedules.for_task import find_for_task
+    from megatron_run_planner.schedules.places import EFFORT
+    from megatron_run_planner.schedules.plugin_file import write_plugin
+    from megatron_run_planner.task import check_sizes, read_task
+
+    task = read_task(request, gpus)
+    check_sizes(task, gpus)
+    answer = find_for_task(task, machine, Schedules(), seed, round(effort * EFFORT))
+    if write:
+        plan, about = answer.plan, report.found_line(answer, machine)
+        write_plugin(write, plan.layout, plan.lists, plan.microbatches, about)
+    if as_json:
+        print_json_line(report.found_record(task, answer, machine))
+    else:
+        click.echo("\n".join([report.found_text(task, answer, machine), *([f"written: {write}"] if write else [])]))
 
 
 @plan.command()
