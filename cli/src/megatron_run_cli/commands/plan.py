@@ -14,8 +14,12 @@ from megatron_run_cli.grammar import Command, DefaultGroup, debug_option, json_o
 from megatron_run_cli.output import print_json_line
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from megatron_run.config.request import Request
     from megatron_run_planner.devices import Device
+    from megatron_run_planner.search import Candidate
+    from megatron_run_planner.task import Task
     from megatron_run_planner.workload import Recompute
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -112,12 +116,40 @@ def task_options(command: Command) -> Command:
     return decorated
 
 
+def timeline_options(command: Command) -> Command:
+    """Give ``command`` a file for the predicted step as ``timeline``, and one of a run that joins it as ``beside``."""
+    for option in (
+        click.option(
+            "--beside", type=_FILE, metavar="TRACE", help="A step that observer=trace wrote, to join the file."
+        ),
+        click.option(
+            "--timeline", type=_FILE, metavar="FILE", help="Write the predicted step for https://ui.perfetto.dev."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def drawn(task: Task, shown: Sequence[Candidate], machine: Device, timeline: Path | None, beside: Path | None) -> str:
+    """Write the timeline if there is to be one; returns the line that says so."""
+    from megatron_run_cli.reports.plan_timeline import write_timeline
+
+    if timeline is None:
+        if beside:
+            raise click.UsageError("--beside TRACE joins what --timeline FILE writes: name that file too")
+        return ""
+    write_timeline(timeline, task, shown, machine, beside)
+    return f"\nwritten: {timeline}"
+
+
 @plan.command()
 @task_options
 @click.option(
     "--what-if", "changes", multiple=True, metavar="KEY=VALUE", help="Compare CONFIG with a change; repeatable."
 )
+@click.option("--as-is", is_flag=True, help="Only the split that CONFIG has.")
 @click.option("--write", type=_FILE, metavar="FILE", help="Write the best as a configuration.")
+@timeline_options
 @json_option
 @debug_option
 def search(
@@ -126,8 +158,10 @@ def search(
     gpus: int | None,
     machine: Device,
     changes: tuple[str, ...],
+    as_is: bool,
     write: Path | None,
     as_json: bool,
+    **traces: Path | None,
 ) -> None:
     """Rank every split and schedule of a model that fits, by the predicted time of a step."""
     from megatron_run_cli.reports import plan_report as report
@@ -136,20 +170,27 @@ def search(
     from megatron_run_planner.task import check_sizes, read_task, written
 
     task, schedules = read_task(request, gpus), Schedules()
-    if changes:
-        pair, keys = [], {word.partition("=")[0] for word in changes}
+    if changes or as_is:
+        keys = {word.partition("=")[0] for word in changes}
         kept = (word for word in request.sets if word.partition("=")[0] not in keys)
-        for each in (task, read_task(replace(request, sets=(*kept, *changes)), gpus)):
+        tasks = [task, *([read_task(replace(request, sets=(*kept, *changes)), gpus)] if changes else [])]
+        for each in tasks:
             check_sizes(each, gpus)
-            asked = Search(each.model, each.split.ranks, each.split.global_batch, machine, schedules)
-            pair.append(asked.describe(each.split, each.schedule, each.counts))
-        text, record = report.pair_text(task, pair, machine), report.pair_record(task, pair, machine)
+        shown = [
+            Search(each.model, each.split.ranks, each.split.global_batch, machine, schedules).describe(
+                each.split, each.schedule, each.counts
+            )
+            for each in tasks
+        ]
+        text, record = report.own_text(task, shown, machine), report.own_record(task, shown, machine)
     else:
         found = Search(task.model, gpus or task.split.ranks, task.split.global_batch, machine, schedules).run()
+        shown = [found.best[0]]
         text, record = report.choice_text(task, found, machine), report.choice_record(task, found, machine)
         if write:
             write.write_text(written(task, found.best[0]), encoding="utf-8")
             text += f"\nwritten: {write}"
+    text += drawn(task, shown, machine, **traces)
     if as_json:
         print_json_line(record)
     else:
@@ -163,10 +204,19 @@ def search(
 @click.option(
     "--effort", type=click.FloatRange(0, min_open=True), default=1.0, help="Times the usual length of the search."
 )
+@timeline_options
 @json_option
 @debug_option
 def schedule(
-    request: Request, *, gpus: int | None, machine: Device, write: Path | None, seed: int, effort: float, as_json: bool
+    request: Request,
+    *,
+    gpus: int | None,
+    machine: Device,
+    write: Path | None,
+    seed: int,
+    effort: float,
+    as_json: bool,
+    **traces: Path | None,
 ) -> None:
     """Find a schedule for the stages of CONFIG: the layers of each place, and the order of every stage's actions."""
     from megatron_run_cli.reports import plan_report as report
@@ -180,12 +230,14 @@ def schedule(
     check_sizes(task, gpus)
     answer = find_for_task(task, machine, Schedules(), seed, round(effort * EFFORT))
     if write:
-        plan, about = answer.plan, report.found_line(answer, machine)
+        plan, about = answer.candidate.plan, report.found_line(answer, machine)
         write_plugin(write, plan.layout, plan.lists, plan.microbatches, about)
+    files = f"\nwritten: {write}" if write else ""
+    files += drawn(task, [answer.candidate], machine, **traces)
     if as_json:
         print_json_line(report.found_record(task, answer, machine))
     else:
-        click.echo("\n".join([report.found_text(task, answer, machine), *([f"written: {write}"] if write else [])]))
+        click.echo(report.found_text(task, answer, machine) + files)
 
 
 @plan.command()

@@ -89,8 +89,16 @@ def _cost(task: Task, each: Candidate) -> list[str]:
     return [f"the whole run: {task.tokens or 0:.3g} tokens in {days:,.2f} days, {hours:,.0f} GPU hours"]
 
 
-def pair_text(task: Task, pair: Sequence[Candidate], device: Device) -> str:
-    """Two candidates, and what the second changes."""
+def own_text(task: Task, shown: Sequence[Candidate], device: Device) -> str:
+    """The split that the configuration has; of two, what the second changes."""
+    if len(shown) == 2:
+        return _pair_text(task, shown, device)
+    (only,) = shown
+    missing = [f"note: {_misfit(only, device)}"] if only.needed > device.memory else []
+    return "\n".join([*_table(task, shown, device), "", *_memory(only, device), *_cost(task, only), *missing])
+
+
+def _pair_text(task: Task, pair: Sequence[Candidate], device: Device) -> str:
     one, two = pair
     change = two.step.seconds / one.step.seconds - 1
     return "\n".join(
@@ -116,9 +124,9 @@ def _misfit(each: Candidate, device: Device) -> str:
     return f"{_settings(each)} needs {each.needed / _GIB:.1f} GiB of {device.memory / _GIB:.0f}"
 
 
-def pair_record(task: Task, pair: Sequence[Candidate], device: Device) -> dict[str, Any]:
+def own_record(task: Task, shown: Sequence[Candidate], device: Device) -> dict[str, Any]:
     """The same as data."""
-    return {"device": device.name, "candidates": [_record(task, each, device) for each in pair]}
+    return {"device": device.name, "candidates": [_record(task, each, device) for each in shown]}
 
 
 def choice_record(task: Task, found: Choice, device: Device) -> dict[str, Any]:
@@ -172,9 +180,9 @@ def found_text(task: Task, answer: Answer, device: Device) -> str:
 
 def _dealt(answer: Answer) -> str:
     """The layers of each place in model order, and the stages where they do not follow one another."""
-    layout = answer.plan.layout
+    layout = answer.candidate.plan.layout
     layers = " ".join(str(len(place.layers)) for place in layout)
-    if all(place.stage == index % answer.plan.stages for index, place in enumerate(layout)):
+    if all(place.stage == index % answer.candidate.plan.stages for index, place in enumerate(layout)):
         return f"layers {layers}"
     return f"layers {layers} on stages {' '.join(str(place.stage) for place in layout)}"
 
@@ -197,7 +205,7 @@ def found_line(answer: Answer, device: Device) -> str:
 
 def found_record(task: Task, answer: Answer, device: Device) -> dict[str, Any]:
     """The same as data; ``lists`` as in the written file."""
-    plan = answer.plan
+    plan = answer.candidate.plan
     return {
         "device": device.name,
         "searched": _record(task, answer.candidate, device),

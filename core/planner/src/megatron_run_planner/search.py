@@ -28,7 +28,7 @@ class Candidate:
     """One way to run: a split and a schedule, with what it is predicted to take.
 
     ``shares`` are parts of the step: waiting (``bubble``), tensor-parallel and expert traffic (``layer traffic``),
-    recomputation, exposed gradient reduction, update. The rest computes.
+    recomputation, exposed gradient reduction, update. The rest computes. ``plan`` is what a run would execute.
     """
 
     split: Split
@@ -36,6 +36,7 @@ class Candidate:
     step: StepTime
     memory: tuple[RankMemory, ...]
     shares: dict[str, float]
+    plan: Plan
 
     @property
     def needed(self) -> float:
@@ -116,7 +117,7 @@ class Search:
         """``split`` as ``plan`` runs it, which ``schedule`` made."""
         memory = tuple(stage_memory(self._model, split, plan))
         step = step_time(self._model, split, self._device, plan)
-        return Candidate(split, schedule, step, memory, shares(self._model, split, self._device, step))
+        return Candidate(split, schedule, step, memory, shares(self._model, split, self._device, step), plan)
 
     def _options(self, split: Split) -> list[tuple[Split, str]]:
         """``split`` with every installed schedule that serves its stages and chunks."""

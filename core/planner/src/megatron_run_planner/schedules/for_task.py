@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from megatron_run.contracts.actions import ScheduleSpec
 from megatron_run.errors import InputError, RunError
-from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.verify import verify
 from megatron_run_planner.devices import Device
 from megatron_run_planner.schedules.installed import Schedules
@@ -24,12 +23,11 @@ CHUNKS = (1, 2, 3)
 
 @dataclass(frozen=True)
 class Answer:
-    """The ``plan`` that was found, what it takes as a ``candidate``, and the installed schedules, fastest first.
+    """What was found, as a ``candidate``, and the installed schedules, fastest first.
 
     ``bound`` is the time of a step that no lists with the same layers at each place can beat.
     """
 
-    plan: Plan
     candidate: Candidate
     fitting: tuple[Candidate, ...]
     too_large: tuple[Candidate, ...]
@@ -47,8 +45,8 @@ def find_for_task(task: Task, device: Device, schedules: Schedules, seed: int = 
         )
     search = Search(task.model, task.split.ranks, task.split.global_batch, device, schedules)
     splits = [replace(task.split, chunks=chunks) for chunks in _chunks(task)]
-    installed = sorted(_installed(task, splits, search, schedules), key=lambda pair: pair[1].step.seconds)
-    fitting = [(plan, each) for plan, each in installed if each.needed <= device.memory]
+    installed = sorted(_installed(task, splits, search, schedules), key=lambda each: each.step.seconds)
+    fitting = [each for each in installed if each.needed <= device.memory]
     found = [_searched(pipeline_of(task.model, split, device), task, fitting, seed, effort) for split in splits]
     best = min((each for each in found if isinstance(each, Found)), key=lambda each: each.seconds, default=None)
     if best is None:
@@ -58,8 +56,8 @@ def find_for_task(task: Task, device: Device, schedules: Schedules, seed: int = 
     plan = verify(shape, best.lists)
     candidate = search.candidate(replace(task.split, chunks=pipeline.chunks), "searched", plan)
     bound = candidate.step.seconds - candidate.step.pipeline + best.bound
-    too_large = tuple(each for _, each in installed if each.needed > device.memory)
-    return Answer(plan, candidate, tuple(each for _, each in fitting), too_large, bound)
+    too_large = tuple(each for each in installed if each.needed > device.memory)
+    return Answer(candidate, tuple(fitting), too_large, bound)
 
 
 def _chunks(task: Task) -> Sequence[int]:
@@ -69,9 +67,7 @@ def _chunks(task: Task) -> Sequence[int]:
     return (task.split.chunks,) if said else [chunks for chunks in CHUNKS if chunks <= max(1, most)]
 
 
-def _installed(
-    task: Task, splits: Sequence[Split], search: Search, schedules: Schedules
-) -> Iterator[tuple[Plan, Candidate]]:
+def _installed(task: Task, splits: Sequence[Split], search: Search, schedules: Schedules) -> Iterator[Candidate]:
     """The installed schedules that accept the split."""
     for split in splits:
         shape = task.model.layers, split.pipeline, split.chunks, split.microbatches
@@ -80,13 +76,13 @@ def _installed(
                 plan = schedules.plan(name, *shape, task.counts)
             except RunError:
                 continue
-            yield plan, search.candidate(split, name, plan)
+            yield search.candidate(split, name, plan)
 
 
 def _searched(
-    pipeline: Pipeline, task: Task, fitting: Sequence[tuple[Plan, Candidate]], seed: int, effort: int
+    pipeline: Pipeline, task: Task, fitting: Sequence[Candidate], seed: int, effort: int
 ) -> Found | InputError:
-    starts = [(plan.layout, plan.lists) for plan, _ in fitting if plan.chunks == pipeline.chunks]
+    starts = [(each.plan.layout, each.plan.lists) for each in fitting if each.plan.chunks == pipeline.chunks]
     try:
         return search_schedule(pipeline, task.counts, starts, seed=seed, effort=effort)
     except InputError as error:
