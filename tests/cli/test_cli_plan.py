@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,66 @@ def test_a_what_if_on_more_devices_says_so(capsys: Output, more: tuple[str, ...]
     assert ("on 16 devices, not 8" in capsys.readouterr().out) is told
 
 
+def test_a_searched_schedule_is_written_and_proven(capsys: Output, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    stages = ("--set", "parallel.pipeline=4", "--set", "parallel.chunks=2", "--set", "train.global_batch_size=4")
+    assert (
+        main(
+            [
+                "plan",
+                "schedule",
+                "--size",
+                "350M",
+                "--gpus",
+                "4",
+                *stages,
+                "--effort",
+                "0.02",
+                "--write",
+                str(file),
+                "--json",
+            ]
+        )
+        == 0
+    )
+    told = json.loads(capsys.readouterr().out)
+    assert told["searched"]["seconds"] < min(each["seconds"] for each in told["installed"])
+    layers = sum(count for _, _, count in told["places"])
+    words = [
+        "schedule",
+        "show",
+        "--plugin",
+        f"schedule={file}",
+        "--microbatches",
+        "4",
+        "--layers",
+        str(layers),
+        "--json",
+    ]
+    assert main(words) == 0
+    ranks = json.loads(capsys.readouterr().out)["ranks"]
+    assert len(ranks) == 4
+    assert main(["plugins", "check", str(file)]) == 0
+
+
+SPLIT = ("--set", "parallel.pipeline=2", "--set", "parallel.chunks=2", "--plugin", "schedule=interleaved")
+
+
+def test_a_predicted_step_lasts_as_long_as_it_says(capsys: Output, tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    words = ["plan", "--size", "1.3B", *SPLIT, "--gpus", "2", "--as-is", "--timeline", str(file), "--json"]
+    assert main(words) == 0
+    (told,) = json.loads(capsys.readouterr().out)["candidates"]
+    bars = [each for each in json.loads(file.read_text())["traceEvents"] if each["ph"] == "X"]
+    last = max(bar["ts"] + bar["dur"] for bar in bars) / 1e6
+    busy = sum(bar["dur"] for bar in bars) / 1e6
+    assert busy == pytest.approx(2 * last * (1 - told["bubble"]))
+    assert last < told["seconds"] < 1.5 * last
+    for stage in (0, 1):
+        mine = sorted((bar["ts"], bar["ts"] + bar["dur"]) for bar in bars if bar["tid"] == stage)
+        assert all(end <= start + 1e-3 for (_, end), (start, _) in pairwise(mine))
+
+
 def test_a_month_with_failures_yields_less_than_one_without(capsys: Output) -> None:
     useful = []
     for mtbf in ("1000h", "100000d"):
@@ -131,6 +192,9 @@ def test_a_month_is_told_in_words(capsys: Output) -> None:
         (("plan", "--size", "13", "--gpus", "8"), "13B"),
         (("plan", "--size", "13B", "--gpus", "8", "--memory", "80"), "80GiB"),
         (("plan", "--gpus", "6", "--set", "parallel.tensor=4", "--what-if", "train.seed=1"), "multiple of 4"),
+        (("plan", "schedule", "--size", "350M", "--gpus", "4"), "parallel.pipeline=4"),
+        (("plan", "--size", "1.3B", "--gpus", "8", "--beside", "step.json"), "--timeline"),
+        (("plan", "preset:tiny", "--gpus", "1", "--as-is", "--timeline", "x.json", "--beside", "x.csv"), "no trace"),
         (("plan", "check", "missing.csv", "--device", "a100"), "missing.csv"),
         (("plan", "check", TABLE, "--device", "a10"), "a100"),
         (("plan", "check", TABLE), "--device"),

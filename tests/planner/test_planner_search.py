@@ -12,7 +12,7 @@ from megatron_run.errors import InputError
 from megatron_run.planning import load_config
 from megatron_run_planner.devices import read_device, shipped_devices
 from megatron_run_planner.memory import layer_activations, least_memory, stage_memory
-from megatron_run_planner.schedules import Schedules
+from megatron_run_planner.schedules import Schedules, named
 from megatron_run_planner.search import Candidate, Search
 from megatron_run_planner.task import check_sizes, read_task, sized, written
 from megatron_run_planner.workload import Model, Split
@@ -146,7 +146,7 @@ def test_the_best_is_a_configuration_that_resolves(schedules: Schedules, tmp_pat
     run = load_config(file, environment={})
     sizes, split = run.sizes, best.split
     assert (sizes.tensor, sizes.pipeline, sizes.data) == (split.tensor, split.pipeline, split.data)
-    assert run.one("schedule").name == best.schedule
+    assert run.one("schedule").name == named(best.schedule)[0]
     assert run.config.train.micro_batch_size == split.micro_batch
     again = read_task(Request((str(file),)), None)
     assert again.split.ranks == 8

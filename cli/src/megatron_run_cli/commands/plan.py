@@ -14,8 +14,12 @@ from megatron_run_cli.grammar import Command, DefaultGroup, debug_option, json_o
 from megatron_run_cli.output import print_json_line
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from megatron_run.config.request import Request
     from megatron_run_planner.devices import Device
+    from megatron_run_planner.search import Candidate
+    from megatron_run_planner.task import Task
     from megatron_run_planner.workload import Recompute
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -68,13 +72,14 @@ class Length(click.ParamType[float]):
             self.fail(str(error), param, ctx)
 
 
-@click.group(cls=Plan, subcommand_metavar="[CONFIG]... --gpus N --device NAME | goodput | check TABLE")
+@click.group(cls=Plan, subcommand_metavar="[CONFIG]... --gpus N --device NAME | schedule | goodput | check TABLE")
 def plan() -> None:
     """Find the fastest way to run a model on given devices, or compare predictions with measured steps.
 
     \b
     megatron-run plan CONFIG --gpus 1024 --device h100   the best splits and schedules
     megatron-run plan search --help                      the options of a search
+    megatron-run plan schedule CONFIG --write mine.py    a schedule found for the stages of CONFIG
     megatron-run plan goodput CONFIG --gpus 16384        what a month with failures yields
     megatron-run plan check TABLE.csv --device a100      predictions beside measured steps
     """  # noqa: D301  # click wants the character, not its name
@@ -111,12 +116,40 @@ def task_options(command: Command) -> Command:
     return decorated
 
 
+def timeline_options(command: Command) -> Command:
+    """Give ``command`` a file for the predicted step as ``timeline``, and one of a run that joins it as ``beside``."""
+    for option in (
+        click.option(
+            "--beside", type=_FILE, metavar="TRACE", help="A step that observer=trace wrote, to join the file."
+        ),
+        click.option(
+            "--timeline", type=_FILE, metavar="FILE", help="Write the predicted step for https://ui.perfetto.dev."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def drawn(task: Task, shown: Sequence[Candidate], machine: Device, timeline: Path | None, beside: Path | None) -> str:
+    """Write the timeline if there is to be one; returns the line that says so."""
+    from megatron_run_cli.reports.plan_timeline import write_timeline
+
+    if timeline is None:
+        if beside:
+            raise click.UsageError("--beside TRACE joins what --timeline FILE writes: name that file too")
+        return ""
+    write_timeline(timeline, task, shown, machine, beside)
+    return f"\nwritten: {timeline}"
+
+
 @plan.command()
 @task_options
 @click.option(
     "--what-if", "changes", multiple=True, metavar="KEY=VALUE", help="Compare CONFIG with a change; repeatable."
 )
+@click.option("--as-is", is_flag=True, help="Only the split that CONFIG has.")
 @click.option("--write", type=_FILE, metavar="FILE", help="Write the best as a configuration.")
+@timeline_options
 @json_option
 @debug_option
 def search(
@@ -125,8 +158,10 @@ def search(
     gpus: int | None,
     machine: Device,
     changes: tuple[str, ...],
+    as_is: bool,
     write: Path | None,
     as_json: bool,
+    **traces: Path | None,
 ) -> None:
     """Rank every split and schedule of a model that fits, by the predicted time of a step."""
     from megatron_run_cli.reports import plan_report as report
@@ -135,24 +170,74 @@ def search(
     from megatron_run_planner.task import check_sizes, read_task, written
 
     task, schedules = read_task(request, gpus), Schedules()
-    if changes:
-        pair, keys = [], {word.partition("=")[0] for word in changes}
+    if changes or as_is:
+        keys = {word.partition("=")[0] for word in changes}
         kept = (word for word in request.sets if word.partition("=")[0] not in keys)
-        for each in (task, read_task(replace(request, sets=(*kept, *changes)), gpus)):
+        tasks = [task, *([read_task(replace(request, sets=(*kept, *changes)), gpus)] if changes else [])]
+        for each in tasks:
             check_sizes(each, gpus)
-            asked = Search(each.model, each.split.ranks, each.split.global_batch, machine, schedules)
-            pair.append(asked.describe(each.split, each.schedule))
-        text, record = report.pair_text(task, pair, machine), report.pair_record(task, pair, machine)
+        shown = [
+            Search(each.model, each.split.ranks, each.split.global_batch, machine, schedules).describe(
+                each.split, each.schedule, each.counts
+            )
+            for each in tasks
+        ]
+        text, record = report.own_text(task, shown, machine), report.own_record(task, shown, machine)
     else:
         found = Search(task.model, gpus or task.split.ranks, task.split.global_batch, machine, schedules).run()
+        shown = [found.best[0]]
         text, record = report.choice_text(task, found, machine), report.choice_record(task, found, machine)
         if write:
             write.write_text(written(task, found.best[0]), encoding="utf-8")
             text += f"\nwritten: {write}"
+    text += drawn(task, shown, machine, **traces)
     if as_json:
         print_json_line(record)
     else:
         click.echo(text)
+
+
+@plan.command()
+@task_options
+@click.option("--write", type=_FILE, metavar="FILE.py", help="Write it as a plugin, for --plugin schedule=./FILE.py.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the search.")
+@click.option(
+    "--effort", type=click.FloatRange(0, min_open=True), default=1.0, help="Times the usual length of the search."
+)
+@timeline_options
+@json_option
+@debug_option
+def schedule(
+    request: Request,
+    *,
+    gpus: int | None,
+    machine: Device,
+    write: Path | None,
+    seed: int,
+    effort: float,
+    as_json: bool,
+    **traces: Path | None,
+) -> None:
+    """Find a schedule for the stages of CONFIG: the layers of each place, and the order of every stage's actions."""
+    from megatron_run_cli.reports import plan_report as report
+    from megatron_run_planner.schedules import Schedules
+    from megatron_run_planner.schedules.for_task import find_for_task
+    from megatron_run_planner.schedules.places import EFFORT
+    from megatron_run_planner.schedules.plugin_file import write_plugin
+    from megatron_run_planner.task import check_sizes, read_task
+
+    task = read_task(request, gpus)
+    check_sizes(task, gpus)
+    answer = find_for_task(task, machine, Schedules(), seed, round(effort * EFFORT))
+    if write:
+        plan, about = answer.candidate.plan, report.found_line(answer, machine)
+        write_plugin(write, plan.layout, plan.lists, plan.microbatches, about)
+    files = f"\nwritten: {write}" if write else ""
+    files += drawn(task, [answer.candidate], machine, **traces)
+    if as_json:
+        print_json_line(report.found_record(task, answer, machine))
+    else:
+        click.echo(report.found_text(task, answer, machine) + files)
 
 
 @plan.command()

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from megatron_run_planner.accuracy import Accuracy, Compared
     from megatron_run_planner.devices import Device
     from megatron_run_planner.goodput import Conditions, Yield
+    from megatron_run_planner.schedules.for_task import Answer
     from megatron_run_planner.search import Candidate, Choice
     from megatron_run_planner.task import Task
 
@@ -54,8 +55,12 @@ def _table(task: Task, candidates: Sequence[Candidate], device: Device) -> list[
 
 def _settings(each: Candidate) -> str:
     split = each.split
+    from megatron_run_planner.schedules import named
+
+    word, options = named(each.schedule)
     keys = {
-        "schedule": each.schedule,
+        "schedule": word,
+        **{f"schedule.{key}": value for key, value in options.items()},
         "parallel.tensor": split.tensor,
         "parallel.pipeline": split.pipeline,
         "parallel.chunks": split.chunks,
@@ -84,8 +89,16 @@ def _cost(task: Task, each: Candidate) -> list[str]:
     return [f"the whole run: {task.tokens or 0:.3g} tokens in {days:,.2f} days, {hours:,.0f} GPU hours"]
 
 
-def pair_text(task: Task, pair: Sequence[Candidate], device: Device) -> str:
-    """Two candidates, and what the second changes."""
+def own_text(task: Task, shown: Sequence[Candidate], device: Device) -> str:
+    """The split that the configuration has; of two, what the second changes."""
+    if len(shown) == 2:
+        return _pair_text(task, shown, device)
+    (only,) = shown
+    missing = [f"note: {_misfit(only, device)}"] if only.needed > device.memory else []
+    return "\n".join([*_table(task, shown, device), "", *_memory(only, device), *_cost(task, only), *missing])
+
+
+def _pair_text(task: Task, pair: Sequence[Candidate], device: Device) -> str:
     one, two = pair
     change = two.step.seconds / one.step.seconds - 1
     return "\n".join(
@@ -111,9 +124,9 @@ def _misfit(each: Candidate, device: Device) -> str:
     return f"{_settings(each)} needs {each.needed / _GIB:.1f} GiB of {device.memory / _GIB:.0f}"
 
 
-def pair_record(task: Task, pair: Sequence[Candidate], device: Device) -> dict[str, Any]:
+def own_record(task: Task, shown: Sequence[Candidate], device: Device) -> dict[str, Any]:
     """The same as data."""
-    return {"device": device.name, "candidates": [_record(task, each, device) for each in pair]}
+    return {"device": device.name, "candidates": [_record(task, each, device) for each in shown]}
 
 
 def choice_record(task: Task, found: Choice, device: Device) -> dict[str, Any]:
@@ -139,6 +152,67 @@ def _record(task: Task, each: Candidate, device: Device) -> dict[str, Any]:
         "memory_needed": each.needed,
         "memory_by_stage": [asdict(rank) for rank in each.memory],
         "fits": each.needed <= device.memory,
+    }
+
+
+def found_text(task: Task, answer: Answer, device: Device) -> str:
+    """The schedule that was found beside the installed ones, fastest first."""
+    split = answer.candidate.split
+    rows = [(answer.candidate, f"searched: {_dealt(answer)}"), *((each, each.schedule) for each in answer.fitting)]
+    rows += [(each, f"{each.schedule} (does not fit)") for each in answer.too_large]
+    batch = f"{split.microbatches} microbatches, {device.name}"
+    return "\n".join(
+        [
+            f"{task.model.parameters / 1e9:.1f}B parameters over {split.pipeline} stages, {batch}",
+            "",
+            "    step  bubble  memory  chunks  schedule",
+            *(
+                f"{each.step.seconds:7.3f}s  {each.step.bubble:6.1%}  {each.needed / _GIB:6.1f}  "
+                f"{each.split.chunks:6}  {name}"
+                for each, name in rows
+            ),
+            "",
+            _gain(answer),
+            f"no order takes less than {answer.bound:.3f}s with the layers of these places",
+        ]
+    )
+
+
+def _dealt(answer: Answer) -> str:
+    """The layers of each place in model order, and the stages where they do not follow one another."""
+    layout = answer.candidate.plan.layout
+    layers = " ".join(str(len(place.layers)) for place in layout)
+    if all(place.stage == index % answer.candidate.plan.stages for index, place in enumerate(layout)):
+        return f"layers {layers}"
+    return f"layers {layers} on stages {' '.join(str(place.stage) for place in layout)}"
+
+
+def _gain(answer: Answer) -> str:
+    """How the found schedule compares with the best installed one."""
+    if not answer.fitting:
+        return "no installed schedule fits"
+    best, found = answer.fitting[0], answer.candidate
+    saved = 1 - found.step.seconds / best.step.seconds
+    if saved < 5e-4:
+        return f"nothing found that beats {best.schedule}"
+    return f"{saved:.1%} less than {best.schedule}, the best installed one that fits"
+
+
+def found_line(answer: Answer, device: Device) -> str:
+    """What the written file says of itself."""
+    return f"Predicted: {answer.candidate.step.seconds:.3f} s a step on {device.name}, {_gain(answer)}."
+
+
+def found_record(task: Task, answer: Answer, device: Device) -> dict[str, Any]:
+    """The same as data; ``lists`` as in the written file."""
+    plan = answer.candidate.plan
+    return {
+        "device": device.name,
+        "searched": _record(task, answer.candidate, device),
+        "bound": answer.bound,
+        "places": [[place.stage, place.chunk, len(place.layers)] for place in plan.layout],
+        "lists": [" ".join(map(str, actions)) for actions in plan.lists],
+        "installed": [_record(task, each, device) for each in (*answer.fitting, *answer.too_large)],
     }
 
 

@@ -5,6 +5,7 @@ Reading order: :mod:`~megatron_run_planner.workload` says what is trained and ho
 machine can do, :mod:`~megatron_run_planner.layer_time` how long a layer takes there, and
 :mod:`~megatron_run_planner.step_time` simulates a step's verified action lists with these times.
 :mod:`~megatron_run_planner.memory` counts bytes, :mod:`~megatron_run_planner.search` tries every split of a
-:mod:`~megatron_run_planner.task`, :mod:`~megatron_run_planner.accuracy` compares predictions with measured tables, and
+:mod:`~megatron_run_planner.task`, :mod:`~megatron_run_planner.accuracy` compares predictions with measured tables,
+:mod:`~megatron_run_planner.schedules` has the installed schedules and finds others, and
 :mod:`~megatron_run_planner.goodput` says what a month of failures leaves.
 """

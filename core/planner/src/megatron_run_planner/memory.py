@@ -7,10 +7,11 @@ are covered.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from itertools import accumulate
 
-from megatron_run.pipeline.plan import Plan
+from megatron_run.pipeline.plan import Plan, activations
 from megatron_run_planner.workload import Model, Split
 
 #: Bytes of a 16-bit value, and of an fp32 one.
@@ -46,6 +47,11 @@ def with_reserve(counted: float) -> float:
     return counted * (1 + SLACK) + RESERVED
 
 
+def available(memory: float) -> float:
+    """Bytes for tensors in a device's ``memory``: the inverse of :func:`with_reserve`."""
+    return (memory - RESERVED) / (1 + SLACK)
+
+
 def layer_activations(model: Model, split: Split) -> float:
     """Bytes that one layer keeps of one microbatch until its backward.
 
@@ -72,19 +78,28 @@ def layer_activations(model: Model, split: Split) -> float:
 def stage_memory(model: Model, split: Split, plan: Plan) -> list[RankMemory]:
     """The memory of a rank of each stage while ``plan`` runs.
 
-    Each stage holds as many (microbatch, chunk) pairs as the plan has in flight there; a backward also holds what it
-    recomputes of one layer.
+    Each stage holds the layers of all (microbatch, chunk) pairs that the plan has in flight there; a backward also
+    holds what it recomputes of one layer.
     """
-    held = [0] * plan.stages
-    largest = [0] * plan.stages
+    layers: list[dict[int, int]] = [{} for _ in range(plan.stages)]
     for place in plan.layout:
-        held[place.stage] += len(place.layers)
-        largest[place.stage] = max(largest[place.stage], len(place.layers))
+        layers[place.stage][place.chunk] = len(place.layers)
     ends = plan.layout[0].stage, plan.layout[-1].stage
     return [
-        rank_memory(model, split, layers, [stage == end for end in ends], pairs * chunk)
-        for stage, (layers, pairs, chunk) in enumerate(zip(held, plan.peak_held, largest, strict=True))
+        rank_memory(
+            model, split, sum(held.values()), [stage == end for end in ends], _layers_in_flight(plan, stage, held)
+        )
+        for stage, held in enumerate(layers)
     ]
+
+
+def _layers_in_flight(plan: Plan, stage: int, layers: Mapping[int, int]) -> int:
+    """The most layers, of all microbatches, between forward and backward; ``layers`` are those of each chunk."""
+    if len({*layers.values()}) == 1:
+        return plan.peak_held[stage] * layers[0]
+    actions = plan.lists[stage]
+    changes = activations(actions, "BW")
+    return max(accumulate(change * layers[a.chunk] for change, a in zip(changes, actions, strict=True)))
 
 
 def least_memory(model: Model, split: Split) -> RankMemory:

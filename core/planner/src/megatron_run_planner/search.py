@@ -28,7 +28,7 @@ class Candidate:
     """One way to run: a split and a schedule, with what it is predicted to take.
 
     ``shares`` are parts of the step: waiting (``bubble``), tensor-parallel and expert traffic (``layer traffic``),
-    recomputation, exposed gradient reduction, update. The rest computes.
+    recomputation, exposed gradient reduction, update. The rest computes. ``plan`` is what a run would execute.
     """
 
     split: Split
@@ -36,6 +36,7 @@ class Candidate:
     step: StepTime
     memory: tuple[RankMemory, ...]
     shares: dict[str, float]
+    plan: Plan
 
     @property
     def needed(self) -> float:
@@ -96,31 +97,33 @@ class Search:
         except RunError:
             self._pruned[f"refused by schedule {schedule}"] += 1
             return None
-        memory = tuple(stage_memory(self._model, split, plan))
-        if max(each.needed() for each in memory) > self._device.memory:
+        if max(each.needed() for each in stage_memory(self._model, split, plan)) > self._device.memory:
             self._pruned["more memory in flight than there is"] += 1
             return None
-        return self._candidate(split, schedule, plan, memory)
+        return self.candidate(split, schedule, plan)
 
-    def describe(self, split: Split, schedule: str) -> Candidate:
-        """``split`` under ``schedule``, whether it fits or not. Raises :class:`InputError` when it is refused."""
-        plan = self._plan(split, schedule)
-        return self._candidate(split, schedule, plan, tuple(stage_memory(self._model, split, plan)))
+    def describe(self, split: Split, schedule: str, counts: Sequence[int] = ()) -> Candidate:
+        """``split`` under ``schedule``, whether it fits or not; ``counts`` are the layers of each place, if set.
 
-    def _plan(self, split: Split, schedule: str) -> Plan:
-        return self._schedules.plan(schedule, self._model.layers, split.pipeline, split.chunks, split.microbatches)
+        Raises :class:`InputError` when it is refused.
+        """
+        return self.candidate(split, schedule, self._plan(split, schedule, counts))
 
-    def _candidate(self, split: Split, schedule: str, plan: Plan, memory: tuple[RankMemory, ...]) -> Candidate:
+    def _plan(self, split: Split, schedule: str, counts: Sequence[int] = ()) -> Plan:
+        shape = split.pipeline, split.chunks, split.microbatches
+        return self._schedules.plan(schedule, self._model.layers, *shape, counts)
+
+    def candidate(self, split: Split, schedule: str, plan: Plan) -> Candidate:
+        """``split`` as ``plan`` runs it, which ``schedule`` made."""
+        memory = tuple(stage_memory(self._model, split, plan))
         step = step_time(self._model, split, self._device, plan)
-        return Candidate(split, schedule, step, memory, shares(self._model, split, self._device, step))
+        return Candidate(split, schedule, step, memory, shares(self._model, split, self._device, step), plan)
 
     def _options(self, split: Split) -> list[tuple[Split, str]]:
         """``split`` with every installed schedule that serves its stages and chunks."""
         if split.pipeline == 1:
             return [(split, "sequential")]
-        wanted = {"parallel.pipeline", *(["parallel.chunks"] if split.chunks > 1 else [])}
-        names = [name for name in self._schedules.names() if wanted <= self._schedules.info(name).provides]
-        return [(split, name) for name in names]
+        return [(split, name) for name in self._schedules.serving(split.chunks)]
 
     def _splits(self) -> Iterator[Split]:
         """Every split whose sizes divide; what does not is counted."""

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_run.contracts.actions import Place
-from megatron_run.pipeline.plan import Plan
+from megatron_run.contracts.observer import Bar, Timeline
+from megatron_run.pipeline.plan import Plan, positions
 from megatron_run.pipeline.simulate import simulate
 from megatron_run_planner.devices import Device
 from megatron_run_planner.layer_time import Passes, all_reduce, embedding_time, head_time, hop, layer_time
@@ -60,11 +61,7 @@ def place_times(
 def step_time(model: Model, split: Split, device: Device, plan: Plan) -> StepTime:
     """One step of ``plan``, whose stages, chunks and microbatches are those of ``split``."""
     times = place_times(model, split, device, plan.layout)
-    costs = [
-        {"F": each.forward, "B": each.backward, "I": each.backward - each.weights, "W": each.weights} for each in times
-    ]
-    message = message_time(model, split, device)
-    ends = simulate(plan.layout, plan.microbatches, plan.lists, costs, message).ends
+    ends = simulated(times, model, split, device, plan)
     pipeline = max(done[-1] for done in ends)
     busy = split.microbatches * sum(each.forward + each.backward for each in times)
     update, reduction = after_backward(model, split, device)
@@ -73,6 +70,44 @@ def step_time(model: Model, split: Split, device: Device, plan: Plan) -> StepTim
         buckets = min(_BUCKETS, max(1, model.layers // split.pipeline))
         reduction = max(reduction / buckets, reduction - times[0].backward * split.chunks)
     return StepTime(pipeline, reduction, update, 1 - busy / (pipeline * split.pipeline))
+
+
+def simulated(
+    times: Sequence[Passes], model: Model, split: Split, device: Device, plan: Plan
+) -> Sequence[Sequence[float]]:
+    """When each action of each stage ends. ``times`` are those of the positions of the plan's layout."""
+    costs = [
+        {"F": each.forward, "B": each.backward, "I": each.backward - each.weights, "W": each.weights} for each in times
+    ]
+    message = message_time(model, split, device)
+    return simulate(plan.layout, plan.microbatches, plan.lists, costs, message).ends
+
+
+def step_timeline(model: Model, split: Split, device: Device, plan: Plan) -> Timeline:
+    """The pipeline of one step in seconds: an action starts when its stage and its input are there."""
+    ends = simulated(place_times(model, split, device, plan.layout), model, split, device, plan)
+    travel, position_of, last = message_time(model, split, device), positions(plan.layout), len(plan.layout) - 1
+    left = {
+        ("F" if op == "F" else "B", microbatch, position_of[stage, chunk]): end
+        for stage, actions in enumerate(plan.lists)
+        for (op, microbatch, chunk), end in zip(actions, ends[stage], strict=True)
+        if op in "FBI"
+    }
+    bars = []
+    for stage, actions in enumerate(plan.lists):
+        now, line = 0.0, list[Bar]()
+        for action, end in zip(actions, ends[stage], strict=True):
+            at, start = position_of[stage, action.chunk], now
+            before = at - 1 if action.op == "F" else at + 1
+            if action.op in "FBI" and 0 <= before <= last:
+                sent = left["F" if action.op == "F" else "B", action.microbatch, before]
+                start = max(now, sent + (travel if plan.layout[before].stage != stage else 0.0))
+            line.append(Bar(action, start, end))
+            now = end
+        bars.append(tuple(line))
+    makespan = max(done[-1] for done in ends)
+    busy = sum(bar.end - bar.start for line in bars for bar in line)
+    return Timeline(tuple(bars), makespan, 1 - busy / (makespan * plan.stages))
 
 
 def estimate(model: Model, split: Split, device: Device, layout: Sequence[Place], layer: Passes | None = None) -> float:

@@ -20,6 +20,8 @@ from megatron_run.config.values import core_scalar
 from megatron_run.config.yaml import yaml_text
 from megatron_run.contracts.schema import ParallelSection, TrainSection
 from megatron_run.errors import Findings, InputError, nearest_multiples
+from megatron_run.planning.layer_split import is_uneven, layer_counts
+from megatron_run_planner.schedules import named
 from megatron_run_planner.search import Candidate
 from megatron_run_planner.workload import Model, Recompute, Split
 
@@ -55,11 +57,13 @@ class Task:
     """A model to train, the split that the configuration has, and the configuration itself.
 
     ``split`` is its sections ``train`` and ``parallel`` over ``ranks``; ``steps`` is None when the run has no length.
+    ``schedule`` is named with its options, and ``counts`` are the layers of each place where the user gave them.
     """
 
     model: Model
     split: Split
     schedule: str
+    counts: tuple[int, ...]
     steps: int | None
     sections: Mapping[str, Any]
 
@@ -109,10 +113,22 @@ def read_task(request: Request, ranks: int | None) -> Task:
         overlap=True,
         gradient_bytes=4,
     )
-    word = merged.choices["schedule"][0].word
-    schedule = word if split.pipeline == 1 or word != "sequential" else "1f1b" if split.chunks == 1 else "interleaved"
+    counts = parallel.layers
+    if is_uneven(parallel):
+        counts = layer_counts(
+            model.layers, parallel, [index % split.pipeline for index in range(split.pipeline * split.chunks)]
+        )
     steps = train.steps or (train.samples and train.samples // train.global_batch_size)
-    return Task(model, split, schedule, steps, _sections(merged))
+    return Task(model, split, _schedule(merged, split), counts, steps, _sections(merged))
+
+
+def _schedule(merged: ConfigSource, split: Split) -> str:
+    """The schedule that the configuration chooses, with its options; for a pipeline without one, the usual one."""
+    word = merged.choices["schedule"][0].word
+    if word == "sequential" and split.pipeline > 1:
+        return "1f1b" if split.chunks == 1 else "interleaved"
+    options = {key[1]: value.data for key, value in merged.values.items() if key[0] == "schedule" and len(key) == 2}
+    return " ".join([word, *(f"{key}={value}" for key, value in options.items() if value is not None)])
 
 
 def _recomputed(train: TrainSection) -> Recompute:
@@ -213,7 +229,8 @@ def written(task: Task, chosen: Candidate) -> str:
     if task.model.layers % places:
         each, left = divmod(task.model.layers, places)
         data["parallel"]["layers"] = [each + 1] * left + [each] * (places - left)
-    data["schedule"] = {"use": chosen.schedule}
+    word, choices = named(chosen.schedule)
+    data["schedule"] = {"use": word, **choices}
     optimizer, layers = (data.get(name, {}) for name in ("optimizer", "parallel_layer"))
     if optimizer.get("use", "adamw") in ("adamw", "zero1"):  # another one is the user's choice
         data["optimizer"] = {**optimizer, "use": "zero1" if split.zero1 else "adamw"}

@@ -59,9 +59,12 @@ def _graph_capture(plugin: Plugin) -> tuple[Check, ...]:
 
 
 def _schedule(plugin: Plugin) -> tuple[Check, ...]:
-    from megatron_run_testing.schedule import schedule_checks
+    from megatron_run_testing.schedule import SHAPES, Shape, schedule_checks
 
-    return schedule_checks(plugin.create())
+    wanted = (plugin.info.suggests.get(f"parallel.{key}", 1) for key in ("pipeline", "chunks"))
+    stages, chunks = map(int, wanted)
+    suggested = (Shape(stages, chunks, microbatches) for microbatches in (1, stages, 2 * stages + 1))
+    return schedule_checks(plugin.create(), tuple(dict.fromkeys((*SHAPES, *suggested))))
 
 
 def _parallel_layer(*stack: Plugin) -> tuple[Check, ...]:

@@ -16,6 +16,7 @@ from megatron_run.pipeline.timeline import timeline
 from megatron_run.pipeline.trace_events import Event, trace_events
 from megatron_run.planning import load_config, resolve
 from megatron_run.safe_folder import SafeFolder
+from megatron_run_cli.main import main
 from megatron_run_engine.training.observers import Observers
 from megatron_run_observer_trace import Options, Trace, step_document
 from megatron_run_testing.observer import example_run, example_trace
@@ -145,6 +146,10 @@ def check_document(document: dict[str, Any]) -> None:
     assert ids == [each["id"] for each in events if each["ph"] == "f"]
 
 
+def tracks_of(events: list[Event]) -> list[tuple[Any, ...]]:
+    return [(each["tid"], each["args"]["name"]) for each in events if each["name"] == "thread_name"]
+
+
 def slices_of(events: list[Event]) -> list[tuple[Any, ...]]:
     return [(each["tid"], each["name"], each["cat"]) for each in events if each["ph"] == "X"]
 
@@ -204,3 +209,10 @@ def test_the_command_traces_a_run(tmp_path: Path) -> None:
             assert [each["name"] for each in ran if each["tid"] == stage] == [str(action) for action in actions]
         assert titles(document)[0].startswith(f"step {step} as it ran: ")
         assert 0 < document["otherData"]["planned"]["makespan_s"] < 60
+    predicted = ["plan", "preset:tiny", "--plugin", "schedule=interleaved", "--set", "parallel.pipeline=2"]
+    predicted += ["--set", "parallel.chunks=2", "--gpus", "2", "--as-is", "--timeline", str(tmp_path / "both.json")]
+    assert main([*predicted, "--beside", str(tmp_path / "run" / "trace" / "step-3.json")]) == ExitCode.DONE
+    events = json.loads((tmp_path / "both.json").read_text(encoding="utf-8"))["traceEvents"]
+    ran, told = ([each for each in events if each["pid"] == process] for process in (0, 2))
+    for form in (tracks_of, slices_of, arrows_of, counters_of):
+        assert form(told) == form(ran)

@@ -1,0 +1,89 @@
+"""A schedule found for a task on a device, beside the installed schedules with the same split and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_run.contracts.actions import ScheduleSpec
+from megatron_run.errors import InputError, RunError
+from megatron_run.pipeline.verify import verify
+from megatron_run_planner.devices import Device
+from megatron_run_planner.schedules.installed import Schedules
+from megatron_run_planner.schedules.of_model import pipeline_of
+from megatron_run_planner.schedules.places import EFFORT, Found, search_schedule
+from megatron_run_planner.schedules.workload_costs import Pipeline
+from megatron_run_planner.search import Candidate, Search
+from megatron_run_planner.task import Task
+from megatron_run_planner.workload import Split
+
+#: Chunks a stage that are tried where the configuration leaves them open.
+CHUNKS = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found, as a ``candidate``, and the installed schedules, fastest first.
+
+    ``bound`` is the time of a step that no lists with the same layers at each place can beat.
+    """
+
+    candidate: Candidate
+    fitting: tuple[Candidate, ...]
+    too_large: tuple[Candidate, ...]
+    bound: float
+
+
+def find_for_task(task: Task, device: Device, schedules: Schedules, seed: int = 0, effort: int = EFFORT) -> Answer:
+    """Search lists for the split of ``task``; chunks and layers of a place are the configuration's where it says them.
+
+    Raises :class:`InputError` for a task without stages, and when nothing fits the device.
+    """
+    if task.split.pipeline == 1:
+        raise InputError(
+            "parallel.pipeline is 1, and a schedule orders several stages", fix="--set parallel.pipeline=4"
+        )
+    search = Search(task.model, task.split.ranks, task.split.global_batch, device, schedules)
+    splits = [replace(task.split, chunks=chunks) for chunks in _chunks(task)]
+    installed = sorted(_installed(task, splits, search, schedules), key=lambda each: each.step.seconds)
+    fitting = [each for each in installed if each.needed <= device.memory]
+    found = [_searched(pipeline_of(task.model, split, device), task, fitting, seed, effort) for split in splits]
+    best = min((each for each in found if isinstance(each, Found)), key=lambda each: each.seconds, default=None)
+    if best is None:
+        raise next(each for each in found if isinstance(each, InputError))
+    pipeline = best.placed.pipeline
+    shape = ScheduleSpec(best.placed.layout, pipeline.stages, pipeline.chunks, pipeline.microbatches)
+    plan = verify(shape, best.lists)
+    candidate = search.candidate(replace(task.split, chunks=pipeline.chunks), "searched", plan)
+    bound = candidate.step.seconds - candidate.step.pipeline + best.bound
+    too_large = tuple(each for each in installed if each.needed > device.memory)
+    return Answer(candidate, tuple(fitting), too_large, bound)
+
+
+def _chunks(task: Task) -> Sequence[int]:
+    """The chunks of a stage to try."""
+    said = task.counts or "chunks" in task.sections.get("parallel", {})
+    most = task.model.layers // task.split.pipeline
+    return (task.split.chunks,) if said else [chunks for chunks in CHUNKS if chunks <= max(1, most)]
+
+
+def _installed(task: Task, splits: Sequence[Split], search: Search, schedules: Schedules) -> Iterator[Candidate]:
+    """The installed schedules that accept the split."""
+    for split in splits:
+        shape = task.model.layers, split.pipeline, split.chunks, split.microbatches
+        for name in schedules.serving(split.chunks):
+            try:
+                plan = schedules.plan(name, *shape, task.counts)
+            except RunError:
+                continue
+            yield search.candidate(split, name, plan)
+
+
+def _searched(
+    pipeline: Pipeline, task: Task, fitting: Sequence[Candidate], seed: int, effort: int
+) -> Found | InputError:
+    starts = [(each.plan.layout, each.plan.lists) for each in fitting if each.plan.chunks == pipeline.chunks]
+    try:
+        return search_schedule(pipeline, task.counts, starts, seed=seed, effort=effort)
+    except InputError as error:
+        return error
