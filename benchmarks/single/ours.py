@@ -26,8 +26,8 @@ from megatron_run_engine.runtime.context import BuildContext, Dtypes
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_engine.runtime.world import StopRequest, World
 from megatron_run_engine.training.build import build
-from megatron_run_engine.training.device import make_deterministic
 from megatron_run_engine.training.observers import start_observers
+from megatron_run_engine.training.process import make_deterministic
 from megatron_run_engine.training.trainer import Trainer
 from megatron_run_testing.build_contexts import logical_values, prepare, single_process_context
 

@@ -142,7 +142,7 @@ def _join(store: str, rank: int, size: int) -> None:
 
 def _weights(home: Path) -> Mapping[str, NDArray[np.float32]]:
     """The weights of the newest step in the run folder ``home``, whole, by the names of logical tensors."""
-    from megatron_run.contracts.state import MASTER
+    from megatron_run.contracts.optimizer import MASTER
     from megatron_run_engine.checkpoint.reader import Reader
     from megatron_run_engine.checkpoint.step_folder import find_step
 

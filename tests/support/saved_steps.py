@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_run.contracts.state import StatePiece
+from megatron_run.contracts.optimizer import StatePiece
 from megatron_run_engine.checkpoint.async_saver import AsyncSaver, Staging
 from megatron_run_engine.checkpoint.boxes import Box
 from megatron_run_engine.checkpoint.collectives import Ranks

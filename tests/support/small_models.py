@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_run.contracts import Microbatch, Model
-from megatron_run.contracts.state import StatePiece
+from megatron_run.contracts.optimizer import StatePiece
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.checkpoint.saving import Saver
 from megatron_run_engine.checkpoint.step_folder import Checkpoints

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_run.contracts.activity import Activity
-from megatron_run.contracts.state import StatePiece
+from megatron_run.contracts.optimizer import StatePiece
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.async_saver import AsyncSaver, Staging
 from megatron_run_engine.checkpoint.collectives import Ranks

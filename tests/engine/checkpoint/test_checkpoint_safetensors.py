@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_run.contracts.state import StatePiece
+from megatron_run.contracts.optimizer import StatePiece
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.files import FileSystem
 from megatron_run_engine.checkpoint.shard_file import DTYPES, encode_header, lay_out, read_header, write_shard

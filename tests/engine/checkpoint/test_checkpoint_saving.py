@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_run.contracts.activity import Activity
-from megatron_run.contracts.state import StatePiece
+from megatron_run.contracts.optimizer import StatePiece
 from megatron_run.errors import CheckpointError, ExitCode
 from megatron_run_engine.checkpoint.collectives import Ranks
 from megatron_run_engine.checkpoint.files import FileSystem, NewFile

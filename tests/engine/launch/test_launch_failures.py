@@ -19,10 +19,10 @@ from megatron_run_engine.launch.failures import (
     how_to_resume,
     interrupted,
     last_line,
-    last_log_line,
     last_saved,
     one_line,
 )
+from megatron_run_engine.launch.rank_output import last_log_line
 from megatron_run_engine.launch.results import RankResult
 
 

@@ -11,7 +11,7 @@ from megatron_run.contracts import PluginInfo
 from megatron_run.errors import CheckpointError
 from megatron_run.registry.loaded_plugin import Plugin
 from megatron_run_engine.checkpoint.manifest import About, PluginRecord
-from megatron_run_engine.training.state.resuming import changes, optimizer_upgrade, plugin_records, scaler_state
+from megatron_run_engine.training.state.resuming import optimizer_upgrade, plugin_changes, plugin_records, scaler_state
 from tests.support.saved_steps import about
 
 Upgrade = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
@@ -40,8 +40,8 @@ def test_the_lock_says_who_saved() -> None:
 
 def test_changed_plugins_are_listed() -> None:
     before, now = saved("schedule", "gpipe"), {"schedule": [plugin("schedule", "1f1b")]}
-    assert changes(before, now) == ["step 7 was saved with schedule=gpipe, resuming with schedule=1f1b"]
-    assert not changes(saved("schedule", "1f1b"), now)
+    assert plugin_changes(before, now) == ["step 7 was saved with schedule=gpipe, resuming with schedule=1f1b"]
+    assert not plugin_changes(saved("schedule", "1f1b"), now)
 
 
 def test_the_same_scaler_loads_what_it_saved() -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from megatron_run.contracts.optimizer import MASTER
 from megatron_run.contracts.scaler import scale_text
-from megatron_run.contracts.state import MASTER
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.files import size_text
 from megatron_run_engine.checkpoint.manifest import Manifest

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_run.contracts.state import MASTER
+from megatron_run.contracts.optimizer import MASTER
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.manifest import MANIFEST, AdaptersRecord
 from megatron_run_engine.checkpoint.reader import Reader

@@ -14,7 +14,7 @@ from megatron_run.errors import RunError
 from megatron_run_engine.checkpoint.shard_file import by_name, place
 
 if TYPE_CHECKING:
-    from megatron_run.contracts.state import StatePiece
+    from megatron_run.contracts.optimizer import StatePiece
     from megatron_run_engine.checkpoint.manifest import About
     from megatron_run_engine.checkpoint.saving import Saver, Shapes
 

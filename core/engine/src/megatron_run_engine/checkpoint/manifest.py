@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from megatron_run.contracts.state import MASTER
+from megatron_run.contracts.optimizer import MASTER
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.boxes import Box, cover_fault
 from megatron_run_engine.checkpoint.files import read_whole

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.contracts.activity import Activity
-from megatron_run.contracts.state import MASTER
+from megatron_run.contracts.optimizer import MASTER
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.collectives import as_note, on_rank0, raise_first
 from megatron_run_engine.checkpoint.files import FileSystem, lock, saving
@@ -27,7 +27,7 @@ from megatron_run_engine.checkpoint.shard_file import NAMES, file_name, split_in
 from megatron_run_engine.checkpoint.step_folder import LATEST, Checkpoints
 
 if TYPE_CHECKING:
-    from megatron_run.contracts.state import StatePiece
+    from megatron_run.contracts.optimizer import StatePiece
     from megatron_run_engine.checkpoint.collectives import Ranks
     from megatron_run_engine.checkpoint.manifest import About
 

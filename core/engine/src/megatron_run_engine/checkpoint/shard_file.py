@@ -27,7 +27,7 @@ from megatron_run_engine.checkpoint.manifest import ITEM_BYTES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_run.contracts.state import StatePiece
+    from megatron_run.contracts.optimizer import StatePiece
     from megatron_run_engine.checkpoint.files import FileSystem
 
 

@@ -23,7 +23,7 @@ import torch
 from megatron_run import __version__
 from megatron_run.config.yaml import yaml_text
 from megatron_run.contracts.format import ReadTensor, Weights
-from megatron_run.contracts.state import MASTER, StatePiece
+from megatron_run.contracts.optimizer import MASTER, StatePiece
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run.registry.choose_format import format_to_read, format_to_write
 from megatron_run.registry.discover import plain_name

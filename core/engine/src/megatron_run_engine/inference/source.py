@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.config.yaml import Node, parse
-from megatron_run.contracts.state import MASTER
+from megatron_run.contracts.optimizer import MASTER
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run.registry.choose_format import format_to_read
 from megatron_run_engine.checkpoint.adapted import MergedReader, open_step

@@ -4,7 +4,7 @@ Importing it is instant: torch is imported by the ranks, and by ``launch`` when 
 ``api`` (where ranks come from), ``local``, ``fork_server`` and ``rank`` (how one starts), ``worker`` (its work),
 ``failures`` (how its failure reaches the user), ``watchdog`` (how a hang is noticed).
 
-Imports: checkpoint, config, contracts, errors, planning, run_folder, runtime, safe_folder, training.
+Imports: checkpoint, config, contracts, data, errors, planning, run_folder, runtime, safe_folder, training.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from megatron_run_engine.training.process import (
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.launch.local import LocalPlan
     from megatron_run_engine.launch.task import Task
     from megatron_run_engine.run_folder import OpenedFolder, RunFolder
 
@@ -237,29 +238,16 @@ def _start_local(run: ResolvedRun, request: Request, options: LaunchOptions) -> 
 
 def _attempt(run: ResolvedRun, request: Request, options: LaunchOptions, *, fork: bool) -> RunResult:
     """One attempt in the run folder, from its opening to its end."""
-    from megatron_run_engine.launch.local import LocalPlan, run_local, terminal_writer
+    from megatron_run_engine.launch.local import run_local
     from megatron_run_engine.run_folder import open_run_folder
 
     opened = open_run_folder(run, options.arguments)
     with opened.lock:
         if opened.finished:
             return _already_finished(opened, options.tell)
-        size = run.sizes.world
-        plan = LocalPlan(
-            request=request,
-            folder=opened.folder,
-            size=size,
-            threads=threads_per_rank(run.config.run.threads, size),
-            environment=os.environ,
-            show=None if options.quiet else terminal_writer(),
-            shown_environment={} if options.quiet else _terminal(),
-            tell=options.tell,
-            debug=options.debug,
-            timeout=run.config.run.timeout,
-            fork=fork,
-        )
+        plan = _local_plan(run, request, opened.folder, options, fork=fork)
         try:
-            result = run_local(plan)
+            result = run_local(plan if options.quiet else replace(plan, shown_environment=_terminal()))
             if result.code == ExitCode.SIGINT:
                 result = replace(result, message=interrupted(result.message, result.folder))
         except BaseException as error:
@@ -269,13 +257,39 @@ def _attempt(run: ResolvedRun, request: Request, options: LaunchOptions, *, fork
     return result
 
 
+def _local_plan(
+    run: ResolvedRun,
+    request: Request,
+    folder: RunFolder,
+    options: LaunchOptions,
+    *,
+    fork: bool,
+    task: Task | None = None,
+) -> LocalPlan:
+    from megatron_run_engine.launch.local import LocalPlan, terminal_writer
+
+    return LocalPlan(
+        request=request,
+        folder=folder,
+        size=run.sizes.world,
+        threads=threads_per_rank(run.config.run.threads, run.sizes.world),
+        environment=os.environ,
+        show=None if options.quiet else terminal_writer(),
+        tell=options.tell,
+        debug=options.debug,
+        timeout=run.config.run.timeout,
+        fork=fork,
+        task=task,
+    )
+
+
 def run_task(run: ResolvedRun, request: Request, task: Task, options: LaunchOptions) -> RunResult:
     """Do ``task`` on local ranks, as many as ``run`` has, and return how it ended; its run folder is a passing one.
 
     ``request`` is what every rank resolves again. Raises :class:`RunError` for what is found before a rank starts, and
     :class:`FailedRunError` when one fails.
     """
-    from megatron_run_engine.launch.local import LocalPlan, run_local, terminal_writer
+    from megatron_run_engine.launch.local import run_local
     from megatron_run_engine.run_folder import RunFolder
 
     if (world := find_world(os.environ)) is not None:
@@ -285,21 +299,7 @@ def run_task(run: ResolvedRun, request: Request, task: Task, options: LaunchOpti
     with tempfile.TemporaryDirectory(prefix="megatron-run-task-") as scratch:
         folder = RunFolder(Path(scratch), 1)
         folder.logs.mkdir(parents=True)
-        result = run_local(
-            LocalPlan(
-                request=request,
-                folder=folder,
-                size=run.sizes.world,
-                threads=threads_per_rank(run.config.run.threads, run.sizes.world),
-                environment=os.environ,
-                show=None if options.quiet else terminal_writer(),
-                tell=options.tell,
-                debug=options.debug,
-                timeout=run.config.run.timeout,
-                fork=fork,
-                task=task,
-            )
-        )
+        result = run_local(_local_plan(run, request, folder, options, fork=fork, task=task))
         if result.code == ExitCode.SIGINT:
             raise KeyboardInterrupt
         if result.code:

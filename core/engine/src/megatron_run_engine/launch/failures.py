@@ -17,7 +17,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import traceback
@@ -27,8 +26,8 @@ from shlex import quote
 
 from megatron_run.errors import ExitCode, OutOfMemoryError, RankLostError, RunError
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
+from megatron_run_engine.launch.rank_output import last_log_line
 from megatron_run_engine.launch.results import RankResult
-from megatron_run_engine.run_folder.folder import open_log
 
 #: What gloo, NCCL and the store say when a peer is gone or silent. gloo throws plain RuntimeErrors.
 _CONNECTION = re.compile(
@@ -158,25 +157,3 @@ def _reason(cause: RankResult) -> str:
         return cause.message
     line = last_log_line(cause.log)
     return f"a rank ended with exit code {cause.status}{where}" + (f": {line}" if line else "")
-
-
-def last_log_line(log: Path, window: int = 8192) -> str:
-    """The last line of ``log`` that is not empty, as far as its last ``window`` bytes tell."""
-    try:
-        with os.fdopen(open_log(log, os.O_RDONLY), "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - window))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
-
-
-def count_warnings(log: Path) -> tuple[int, str]:
-    """How many lines of ``log`` are warnings, and the first of them."""
-    try:
-        with os.fdopen(open_log(log, os.O_RDONLY), encoding="utf-8", errors="replace") as lines:
-            found = [line.strip() for line in lines if "Warning:" in line or line.startswith(("WARNING", "warning:"))]
-    except OSError:
-        return 0, ""
-    return len(found), found[0] if found else ""

@@ -20,9 +20,10 @@ from pathlib import Path
 
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, RankLostError
-from megatron_run_engine.launch.failures import count_warnings, describe, first_cause
+from megatron_run_engine.launch.failures import describe, first_cause
 from megatron_run_engine.launch.fork_server import forked_ranks
 from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, page_path
+from megatron_run_engine.launch.rank_output import count_warnings
 from megatron_run_engine.launch.results import RankResult, RunResult, has_reported
 from megatron_run_engine.launch.signals import AFTER_THE_STEP, SAVING, caught_signals
 from megatron_run_engine.launch.start import RankProcess, RankStart, scratch_folder, spawned_ranks

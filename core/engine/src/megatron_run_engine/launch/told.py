@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
-from pathlib import Path
 
 from megatron_run.planning.choosing import EnvironmentNotice
+from megatron_run_engine.data.user_cache import user_cache
 
 
 def untold(notices: Iterable[str]) -> Iterator[str]:
@@ -20,13 +19,10 @@ def untold(notices: Iterable[str]) -> Iterator[str]:
 
 def _first_time(notice: str) -> bool:
     """Whether ``notice`` was not told yet in this environment; where nothing can be written it never was."""
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
-        told = (named if named.is_absolute() else Path.home() / ".cache") / "megatron-run" / "told"
-        told.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (told / sha256(f"{sys.prefix} {notice}".encode()).hexdigest()[:16]).touch(exist_ok=False)
+        (user_cache("told") / sha256(f"{sys.prefix} {notice}".encode()).hexdigest()[:16]).touch(exist_ok=False)
     except FileExistsError:
         return False
-    except (OSError, RuntimeError):  # a home that cannot be written, or none
+    except OSError:  # a home that cannot be written, or none
         return True
     return True

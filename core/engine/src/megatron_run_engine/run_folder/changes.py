@@ -141,7 +141,9 @@ class Refusal(NamedTuple):
     fix: str
 
 
-def refuse(found: Sequence[Change], request: Request, weights: Path, decided: Collection[str] = ()) -> Refusal | None:
+def find_refusal(
+    found: Sequence[Change], request: Request, weights: Path, decided: Collection[str] = ()
+) -> Refusal | None:
     """Return why a run cannot go on with the changes ``found``; None if ``request`` allows them all.
 
     ``decided`` are keys that an earlier attempt was allowed to change. ``weights`` is where the state lies.

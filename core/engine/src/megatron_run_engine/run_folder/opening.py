@@ -33,8 +33,8 @@ from megatron_run_engine.run_folder.changes import (
     check_names,
     digest,
     find_changes,
+    find_refusal,
     identity,
-    refuse,
     with_added_options,
 )
 from megatron_run_engine.run_folder.folder import RunFolder, is_run_id
@@ -267,7 +267,7 @@ def _check_same_run(path: Path, record: dict[str, Any], keys: dict[str, Any], ru
     check_names(run.request, run)
     before = with_added_options(record.get("identity", {}), run)
     found = find_changes(before, keys, run.request.allow_plugin_change)
-    refusal = refuse(found, run.request, path)
+    refusal = find_refusal(found, run.request, path)
     if refusal is not None:
         raise InputError(f"run folder {path} belongs to another run", why=refusal.why, fix=refusal.fix)
     return found

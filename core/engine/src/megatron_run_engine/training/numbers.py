@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import resource
+import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,7 +14,6 @@ from torch import Tensor
 
 from megatron_run.contracts import StepMetrics
 from megatron_run.errors import CheckpointError, ExitCode
-from megatron_run_engine.training.device import peak_memory_gib
 from megatron_run_engine.training.losses import LANGUAGE_MODEL
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def step_metrics(
         tokens_per_s=rate,
         tflops_per_device=tflops,
         mfu=None if facts.peak is None else tflops / facts.peak.tflops,
-        memory_peak_gib=peak_memory_gib(device),
+        memory_peak_gib=_peak_memory_gib(device),
         extra=_extra(numbers),
     )
 
@@ -179,3 +180,11 @@ def _extra(numbers: HostNumbers) -> dict[str, float]:
 def _known(number: float) -> float | None:
     """Return None for NaN, which stands on the device for a number that is not known."""
     return None if math.isnan(number) else number
+
+
+def _peak_memory_gib(device: torch.device) -> float:
+    """This process's peak memory in GiB: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # bytes on macOS, KiB on Linux

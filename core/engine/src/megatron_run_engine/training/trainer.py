@@ -20,7 +20,6 @@ from megatron_run_engine.runtime.execute import StepInputs
 from megatron_run_engine.training.build import Assembly, build
 from megatron_run_engine.training.capture_policy import CapturePolicy
 from megatron_run_engine.training.checked_plugins import open_split
-from megatron_run_engine.training.device import make_deterministic
 from megatron_run_engine.training.evaluate import Evaluator
 from megatron_run_engine.training.health.faulting import install_faults
 from megatron_run_engine.training.health.guards import Guards
@@ -38,6 +37,7 @@ from megatron_run_engine.training.numbers import (
 )
 from megatron_run_engine.training.observers import Beginning, Observers, start_observers
 from megatron_run_engine.training.peak import device_peak
+from megatron_run_engine.training.process import make_deterministic
 from megatron_run_engine.training.sample_text import generate_text, why_no_text
 from megatron_run_engine.training.state.checkpointing import Checkpointing
 from megatron_run_engine.training.state.resuming import Resumed

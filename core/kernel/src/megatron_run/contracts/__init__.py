@@ -32,7 +32,7 @@ from megatron_run.contracts.observer import (
     StepTrace,
     Timeline,
 )
-from megatron_run.contracts.optimizer import Optimizer
+from megatron_run.contracts.optimizer import MASTER, Optimizer, ReadState, StatePiece
 from megatron_run.contracts.parallel_layer import (
     Adapters,
     AttentionShape,
@@ -45,7 +45,6 @@ from megatron_run.contracts.parameters import Init, ParameterSpec, ParamInfo, Pa
 from megatron_run.contracts.plugin import KINDS, RUN_KINDS, PluginInfo, entry_point_group
 from megatron_run.contracts.scaler import Scaler, scale_notices, scale_text
 from megatron_run.contracts.schedule import Schedule
-from megatron_run.contracts.state import MASTER, ReadState, StatePiece
 
 __all__ = [
     "KINDS",

@@ -1,12 +1,10 @@
-"""The contract of kind ``optimizer``: data-parallel communication, sharding and the update."""
+"""The contract of kind ``optimizer``: data-parallel communication, sharding, the update, and the state to save."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
-
-from megatron_run.contracts.state import MASTER
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,7 +12,9 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts.model import Chunk
     from megatron_run.contracts.parameters import ParamInfo
-    from megatron_run.contracts.state import ReadState, StatePiece
+
+#: The field of the fp32 weights, which exists in every precision. All other fields belong to the update rule.
+MASTER = "master"
 
 
 class Optimizer(ABC):
@@ -153,3 +153,26 @@ class Optimizer(ABC):
             return read(name, field, starts, sizes) if field == MASTER else zeros(sizes)
 
         self.load_state(read_or_zeros)
+
+
+class StatePiece(NamedTuple):
+    """A box of one field of a logical tensor: values ``starts[i]`` to ``starts[i] + sizes[i] - 1`` in dimension i.
+
+    ``name`` is canonical (``Part.name``); ``field`` is :data:`MASTER` or one of the update rule (``exp_avg``, ...).
+    ``tensor`` has shape ``sizes``, and is a view if possible. A number for the whole tensor, such as the step count,
+    has no dimensions. Over all ranks, the pieces of a field cover the logical tensor, each value once.
+    """
+
+    name: str
+    field: str
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    tensor: Tensor
+
+
+class ReadState(Protocol):
+    """Reads boxes of a saved state; they need not be the boxes of the saved :class:`StatePiece` s."""
+
+    def __call__(self, name: str, field: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        """A box, of shape ``sizes``, of ``field`` of ``name``. Raises a RunError if it was not saved."""
+        ...

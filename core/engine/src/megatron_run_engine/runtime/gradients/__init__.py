@@ -22,8 +22,9 @@ The callbacks of one step, from the backward to the reduction::
         partial gradients are summed over their axis     groups.sum_
     Trainer._update                                    unscale_, clip_, step, start_param_sync
 
-To change *what* is sent, write a :class:`~megatron_run_engine.optim.ShardingStrategy` (in an optimizer plugin); *when*
-it is sent, see ``reducer.py``; *which* gradients are reduced together, see ``buckets.py``; *how* a gradient arrives and
+To change *what* is sent, write a :class:`~megatron_run_engine.optim.ShardingStrategy` in an optimizer plugin, as
+``builtin/optimizer/adamw.py`` and ``tests/examples/plugins/optimizer.py`` do in 50 lines; *when* it is sent, see
+``reducer.py``; *which* gradients are reduced together, see ``buckets.py``; *how* a gradient arrives and
 which arrival is the last, see ``accumulator.py``.
 
 The accumulator learns in the first step how often a parameter's gradient arrives per microbatch. In that step no

@@ -1,7 +1,8 @@
 """The state of a training: saving it, resuming from it, and starting from another run's weights.
 
 Why was a checkpoint refused? Every refusal is raised by one of these functions, in this order. A refusal on one rank is
-raised on all of them by ``checkpoint.collectives.on_all_ranks``, before any state has changed.
+raised on all of them by ``checkpoint.collectives.on_all_ranks``, before any state has changed. Which configuration
+belongs to another run, ``run_folder.changes.find_refusal`` says, for the run folder and for a step.
 
 ======================================================  ================================================
 refusal                                                 raised by

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_run.contracts import DataSource
-    from megatron_run.contracts.state import ReadState
+    from megatron_run.contracts.optimizer import ReadState
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.checkpoint.collectives import Ranks
     from megatron_run_engine.checkpoint.manifest import DataRecord, Manifest

@@ -29,8 +29,8 @@ from megatron_run_engine.run_folder.changes import (
     Change,
     allows_other_data,
     find_changes,
+    find_refusal,
     identity,
-    refuse,
     with_added_options,
 )
 from megatron_run_engine.training.numbers import Progress
@@ -85,8 +85,8 @@ def resume(
     base = on_all_ranks(ranks, lambda: open_base(run, assembly, manifest.about, checkpoints.folder(step), ranks))
     accepted = on_all_ranks(ranks, lambda: accept(run, manifest.about, data, checkpoints.path.parent, decided))
     if ranks.rank == 0:
-        changed = map(str, accepted.changes)
-        for line in (*changes(manifest.about, run.plugins), *changed, *rate_change(run, manifest.about, accepted)):
+        keys, plugins = map(str, accepted.changes), plugin_changes(manifest.about, run.plugins)
+        for line in (*plugins, *keys, *rate_change(run, manifest.about, accepted)):
             assembly.context.log.warning("%s", line)
     reader = Reader(checkpoints.folder(step), manifest)
     read = StateReader(
@@ -266,7 +266,7 @@ def accept(
     """
     allowed = run.request.allow_plugin_change
     found = find_changes(with_added_options(saved.identity, run), identity(run), allowed)
-    refusal = refuse(found, run.request, source, [each.key for each in found] if decided is None else decided)
+    refusal = find_refusal(found, run.request, source, [each.key for each in found] if decided is None else decided)
     if refusal is not None:
         what = f"step {saved.step} belongs to another run"
         raise CheckpointError(what, why=refusal.why, fix=refusal.fix)
@@ -390,7 +390,7 @@ def plugin_records(plugins: Plugins) -> dict[str, tuple[PluginRecord, ...]]:
     }
 
 
-def changes(saved: About, plugins: Plugins) -> list[str]:
+def plugin_changes(saved: About, plugins: Plugins) -> list[str]:
     """Return one line for each kind whose plugins differ from those that saved."""
     lines = []
     for kind, records in plugin_records(plugins).items():
