@@ -1,11 +1,9 @@
-"""Does what is learned depend on how it is computed? Random valid configurations against the single process.
+"""Does what is learned depend on how it is computed? Random valid configurations of everything that is installed.
 
     make compose                 (or python -m tests.compose --count 200 --seed 7)
 
-A composition draws what is learned (model, batch, decay, clipping, rule) and how it is carried out (ranks, schedule,
-layers, ZeRO-1, recomputation, capture, a resume on other ranks). Losses, gradient norms, evaluations and all final
-weights are compared in fp32, tightly enough that a weight decay of 0.051 for 0.05 is seen. What differs is made simpler
-until nothing more can be left out. Exits with 1 when something differs.
+``megatron_run_testing.composition`` says what is drawn and compared; `megatron-run plugins check --compose` does the
+same around one package. Exits with 1 when something differs.
 """
 
 from __future__ import annotations
@@ -13,43 +11,18 @@ from __future__ import annotations
 import os
 import sys
 from argparse import ArgumentParser
-from random import Random
 
-from tests.compose.compare import compare, faults
-from tests.compose.draw import Composition
+from megatron_run_testing.composition.campaign import search
+from megatron_run_testing.composition.space import Space
 
 
 def main(count: int, seed: int) -> int:
-    """Compare ``count`` compositions; print one line for each that is wrong, and the largest differences."""
-    random, wrong, seen = Random(seed), list[Composition](), list[tuple[float, ...]]()
-    refused = 0
-    while len(seen) + len(wrong) < count:
-        drawn = [Composition.drawn(random) for _ in range(min(20, count - len(seen) - len(wrong)))]
-        for composition, found in zip(drawn, compare(drawn), strict=True):
-            if found is None:
-                refused += 1
-            elif faults(found):
-                wrong.append(composition)
-                print(f"WRONG: {composition}: {'; '.join(faults(found))}", flush=True)
-            else:
-                seen.append(found.largest)
-        print(f"{len(seen)} equal, {len(wrong)} wrong, {refused} refused", file=sys.stderr, flush=True)
-    names = ("loss", "gradient norm", "evaluation", "weight")
-    largest = [max(values) for values in zip(*seen, strict=True)] if seen else []
-    print(f"{len(seen)} of {count} compositions equal, {refused} refused; largest differences: ", end="")
-    print(", ".join(f"{name} {value:.1e}" for name, value in zip(names, largest, strict=False)))
-    for composition in wrong:
-        print(f"simplest: {simplest(composition)}")
-    return 1 if wrong else 0
-
-
-def simplest(composition: Composition) -> Composition:
-    """The composition with as many axes at their simplest as still differs."""
-    for simpler in composition.simpler():
-        (found,) = compare([simpler])
-        if found is not None and faults(found):
-            return simplest(simpler)
-    return composition
+    """Compare ``count`` compositions; print the largest differences, and what to type for each that is wrong."""
+    found = search(Space.of_installed(), count, seed, lambda line: print(line, file=sys.stderr, flush=True))
+    print(found)
+    for difference in found.differences:
+        print(f"{difference.composition}: {'; '.join(difference.faults)}", *difference.commands, sep="\n    ")
+    return 0 if found.passed else 1
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ A new package is small, complete, and works from its first minute: ``templates``
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -132,14 +133,23 @@ def new(kind: str, name: str, folder: Path | None, *, as_json: bool) -> None:
 
 
 @plugins.command()
-@click.argument("target", metavar="KIND=NAME|FOLDER|FILE")
+@click.argument("target", metavar="KIND=NAME|FOLDER|FILE|PACKAGE")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set an option of the plugin; repeatable.")
+@click.option("--compose", is_flag=True, help="Instead train random configurations with the plugin, on 1 to 4 ranks.")
+@click.option("--count", type=click.IntRange(min=1), metavar="N", help="With --compose: how many [default: 20].")
+@click.option("--seed", type=int, metavar="N", help="With --compose: of the choices [default: 1].")
 @json_option
 @debug_option
-def check(target: str, sets: tuple[str, ...], *, as_json: bool) -> int:
+def check(
+    target: str, sets: tuple[str, ...], *, compose: bool, count: int | None, seed: int | None, as_json: bool
+) -> int:
     """Run the conformance suite on a plugin, package folder or file."""
     from megatron_run_testing.conformance import check as run_suite
 
+    if compose:
+        return _compose(target, sets, 20 if count is None else count, 1 if seed is None else seed, as_json=as_json)
+    if count is not None or seed is not None:
+        raise InputError("--count and --seed are of --compose", fix=f"add --compose: plugins check --compose {target}")
     reports = run_suite(target, sets)
     if as_json:
         print_json(reports)
@@ -148,6 +158,24 @@ def check(target: str, sets: tuple[str, ...], *, as_json: bool) -> int:
             click.echo(f"{report.plugin} ({report.source})")
             print_table([(f"  {each.state}", each.name, each.message) for each in report.results])
     return int(ExitCode.DONE if all(report.passed for report in reports) else ExitCode.PLUGIN)
+
+
+def _compose(target: str, sets: tuple[str, ...], count: int, seed: int, *, as_json: bool) -> int:
+    """Compare random configurations with the single process; show the simplest that differ, and what to type."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from megatron_run_testing.composition import check_composition
+
+    found = check_composition(target, sets, count, seed, tell)
+    if as_json:
+        print_json(found)
+    else:
+        for each in found:
+            click.echo(each)
+            for difference in each.differences:
+                click.echo(f"\n{difference.composition}: {'; '.join(difference.faults)}")
+                for command in difference.commands:
+                    click.echo(f"  {command}")
+    return int(ExitCode.DONE if all(each.passed for each in found) else ExitCode.PLUGIN)
 
 
 def _print_description(description: Description) -> None:

@@ -1,8 +1,10 @@
-"""Runs on ranks that live through many of them, and what each run shows."""
+"""Trains compositions on ranks that live through many of them; what each run shows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -12,14 +14,13 @@ from megatron_run.config.request import Request
 from megatron_run.contracts import EvalMetrics, Observer, StepMetrics
 from megatron_run.errors import ExitCode, InputError
 from megatron_run.planning import resolve
-from tests.support.training import found_once
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 #: Ranks that live, and seconds for which one waits for another.
-WORLD, PATIENCE = 4, 120
+WORLD, PATIENCE = 4, 60
 #: The step after which a run is interrupted that goes on elsewhere.
 HALF = 2
 
@@ -40,11 +41,30 @@ class Outcome:
 
 
 class Job(NamedTuple):
-    """A run in the folder ``home``: its attempts, one after the other. A run of one rank is given to ``rank``."""
+    """A run in the folder ``home``: its attempts, one after the other, on its ``width`` ranks from ``rank`` on."""
 
     home: str
     attempts: Sequence[Request]
     rank: int = 0
+
+    @property
+    def width(self) -> int:
+        """The most ranks of an attempt."""
+        return max(request.nproc or 1 for request in self.attempts)
+
+
+def in_rounds(jobs: Sequence[Job]) -> list[list[Job]]:
+    """``jobs`` side by side where they fit: those of a round have as many attempts, and ranks of their own."""
+    rounds = list[list[Job]]()
+    for job in sorted(jobs, key=lambda job: -job.width):
+        for others in rounds:
+            free = sum(other.width for other in others)
+            if len(job.attempts) == len(others[0].attempts) and free + job.width <= WORLD:
+                others.append(job._replace(rank=free))
+                break
+        else:
+            rounds.append([job])
+    return rounds
 
 
 class _Watch(Observer):
@@ -63,18 +83,20 @@ class _Watch(Observer):
         self._outcome.validation[metrics.step] = metrics.loss
 
 
-def work(rank: int, world: int, folder: str, jobs: Sequence[Job]) -> list[Outcome | None]:
-    """Do this rank's part of every job; what the first rank of each run saw, None on the others."""
+def work(rank: int, world: int, folder: str, rounds: Sequence[Sequence[Job]]) -> Iterator[Outcome | None]:
+    """Do this rank's part of every round, and yield what the first rank of each run saw, None on the others."""
     import torch.distributed as dist
 
     dist.barrier()
     dist.destroy_process_group()  # every attempt has a world of its own
     store = dist.FileStore(f"{folder}/meet", world)  # type: ignore[attr-defined]  # torch exports it without saying so
     meet = _Meeting(store, world)
-    with found_once():
-        found = [_run(job, rank, meet) for job in jobs]
+    for jobs in rounds:
+        mine = next((job for job in jobs if job.rank <= rank < job.rank + job.width), None)
+        with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):  # notices of hundreds of runs
+            outcome = _run(mine, rank, meet, len(jobs[0].attempts))
+        yield outcome
     _join(f"{folder}/end", rank, world)  # what started the ranks leaves with all of them
-    return found
 
 
 class _Meeting:
@@ -83,28 +105,32 @@ class _Meeting:
     def __init__(self, store: Any, world: int) -> None:
         self._store, self._world, self._number = store, world, 0
 
-    def __call__(self, fault: str) -> bool:
-        """Wait for all; whether any of them has a ``fault``."""
+    def __call__(self, home: str = "", fault: str = "") -> bool:
+        """Wait for all; whether any rank has had a ``fault`` in the run in ``home``."""
         self._number += 1
-        self._store.add(f"faults {self._number}", bool(fault))
+        if fault:
+            self._store.add(f"faults {home}", 1)
         if self._store.add(f"arrived {self._number}", 1) == self._world:
             self._store.set(f"all {self._number}", "")
         self._store.wait([f"all {self._number}"], timedelta(seconds=10 * PATIENCE))
-        return bool(self._store.add(f"faults {self._number}", 0))
+        return bool(home and self._store.add(f"faults {home}", 0))
 
 
-def _run(job: Job, rank: int, meet: _Meeting) -> Outcome | None:
-    outcome, place, failed = Outcome(), rank - job.rank, meet("")
-    for number, request in enumerate(job.attempts, start=1):
-        if 0 <= place < (request.nproc or 1) and not failed:
-            last = HALF if number < len(job.attempts) else None
+def _run(job: Job | None, rank: int, meet: _Meeting, attempts: int) -> Outcome | None:
+    outcome, failed = Outcome(), meet()
+    for number in range(1, attempts + 1):
+        if job is None:
+            meet()
+            continue
+        request, place = job.attempts[number - 1], rank - job.rank
+        if place < (request.nproc or 1) and not failed:
             try:
-                _attempt(job.home, request, place, number, outcome, last)
+                _attempt(job.home, request, place, number, outcome, HALF if number < attempts else None)
             except Exception as error:
                 outcome.refused = isinstance(error, InputError)
                 outcome.fault = f"attempt {number}, rank {place}: {type(error).__name__}: {error}"
-        failed = meet(outcome.fault) or failed
-    if place:
+        failed = meet(job.home, outcome.fault) or failed
+    if job is None or rank != job.rank:
         return None
     if failed:
         outcome.fault = outcome.fault or "another rank failed"

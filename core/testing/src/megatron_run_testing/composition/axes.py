@@ -1,19 +1,16 @@
-"""What a composition may choose, how one is drawn, and how it is made simpler.
+"""What a composition may choose.
 
-An axis has options, the simplest first; an option is the settings that it stands for. A composition names an option of
-each axis, so that it can be made simpler axis by axis.
+An axis has options, the simplest first; an option is the settings that it stands for. ``LEARNED`` decides what is
+learned: the single process has it too. ``CARRIED_OUT`` is how the work is done, and must not show.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from random import Random
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_run.config.request import Request
-
-#: Words of the command line: ``KEY=VALUE``, where the key of a plugin's choice is its kind.
+#: Words of the command line: ``KEY=VALUE``, where the key of a plugin's choice is its kind. ``parallel-layer=+NAME`` is
+#: stacked on the layers that are chosen.
 Settings = tuple[str, ...]
 
 
@@ -43,29 +40,74 @@ class Sizes(NamedTuple):
         """As settings."""
         return tuple(f"parallel.{name}={size}" for name, size in self._asdict().items() if size > 1)
 
+    def within(self, other: Sizes) -> bool:
+        """Whether no size is above that of ``other``, and one is below it."""
+        return self != other and all(mine <= theirs for mine, theirs in zip(self, other, strict=True))
 
+
+#: The prefix of an indexed dataset of short documents, which is written before it is needed.
+DOCUMENTS = "{documents}"
 #: Of every run. A large initialisation, rate and epsilon let a small fault move the weights, and keep rounding from
 #: doing so: Adam divides by little where gradients are zero but for rounding.
 BASE: Settings = (
-    *("model.hidden_size=16", "model.num_heads=4", "model.init_std=0.05", "data.vocab_size=64"),
+    *("model.hidden_size=16", "model.num_heads=4", "model.init_std=0.05", "model.dropout=0", "data.vocab_size=64"),
     *("train.sequence_length=8", "train.steps=4", "train.lr=2e-2", "train.lr_warmup=1"),
     *("eval.batches=1", "guard.straggler_interval=0", "run.peak_tflops=1", "observer.use=jsonl"),
 )
 #: Samples of a global batch: divisible by every micro batch on every number of data-parallel ranks.
 _BATCH = 8
 _RAMP = (f"train.ramp_up.start={_BATCH}", f"train.ramp_up.increment={_BATCH}", f"train.ramp_up.samples={2 * _BATCH}")
-
 _GROWS = ("train.weight_decay_end=0.1", "train.weight_decay_shape=linear")
+_ROPE = ("model.position=rope",)
+_EXPERTS = ("model.experts=4", "model.expert_ffn_size=16")
+_LATENT = (
+    *("model=deepseek", "model.kv_rank=8", "model.rope_head_size=4", "model.nope_head_size=4"),
+    "model.value_head_size=4",
+)
+_PAIRS = (
+    *("model=bert", "data=sentence-pairs", f"data.paths={DOCUMENTS}", "data.split=8,1,1"),
+    *("train.sequence_length=24", "model.head=pretraining", "model.norm_eps=1e-5"),
+)
+_PACKED = (
+    *("data=indexed", f"data.paths={DOCUMENTS}", "data.split=8,1,1", "data.end_of_document=0"),
+    *("data.packing=documents", "train.sequence_length=32"),
+)
 
 #: What decides what is learned: the single process has it too.
 LEARNED = (
+    Axis("network", [(), _LATENT, (*_LATENT, "model.query_rank=8", "model.mtp_layers=1"), _PAIRS]),
+    Axis("data", [(), _PACKED, tuple(each for each in _PACKED if "packing" not in each)]),
     Axis("layers", [("model.num_layers=4",), ("model.num_layers=8",)]),
     Axis("embeddings", [("model.tie_embeddings=true",), ("model.tie_embeddings=false",)]),
-    Axis("norm", [("model.norm=layernorm",), ("model.norm=rmsnorm",)]),
-    Axis("activation", [("model.activation=gelu",), ("model.activation=swiglu",)]),
-    Axis("position", [("model.position=learned",), ("model.position=rope",)]),
-    Axis("kv_heads", [(), ("model.num_kv_heads=2",)]),
-    Axis("bias", [("model.bias=true",), ("model.bias=false",)]),
+    Axis("norm", [(), ("model.norm=rmsnorm",), ("model.norm=layernorm_1p",), ("model.norm=rmsnorm_1p",)]),
+    Axis(
+        "norm_order", [(), ("model.norm_placement=post", "model.norm_order=post"), ("model.norm_placement=sandwich",)]
+    ),
+    Axis("qk_norm", [(), ("model.qk_norm=head",), ("model.norm=rmsnorm", "model.qk_norm=full")]),
+    Axis(
+        "activation",
+        [
+            (),
+            *((f"model.activation={name}",) for name in ("swiglu", "gelu_tanh", "relu_squared", "geglu", "geglu_tanh")),
+        ],
+    ),
+    Axis(
+        "position",
+        [
+            (),
+            _ROPE,
+            (*_ROPE, "model.rope_fraction=0.5", "model.rope_pattern=1,1,0"),
+            (*_ROPE, "model.rope_scaling=linear", "model.rope_factor=2"),
+            (*_ROPE, "model.rope_scaling=llama3", "model.rope_factor=4", "model.rope_original_length=4"),
+            (*_ROPE, "model.rope_scaling=yarn", "model.rope_factor=4", "model.rope_original_length=4"),
+        ],
+    ),
+    Axis("window", [(), ("model.attention_window=3",), ("model.attention_window=3", "model.window_pattern=1,0")]),
+    Axis("softcap", [(), ("model.attention_softcap=0.5", "model.logits_softcap=2")]),
+    Axis("heads", [(), ("model.num_kv_heads=2",), ("model.num_kv_heads=1",), ("model.head_size=8",)]),
+    Axis("bias", [(), ("model.bias=false",), ("model.bias=false", "model.qkv_bias=true"), ("model.qkv_bias=false",)]),
+    Axis("residual", [(), ("model.parallel_residual=true",), ("model.residual_scale=0.5",)]),
+    Axis("scales", [(), ("model.embedding_scale=4", "model.logits_scale=0.5"), ("model.attention_scale=0.4",)]),
     Axis(
         "experts",
         [
@@ -77,8 +119,21 @@ LEARNED = (
             ),
             ("model.experts=4", "model.expert_layer_freq=2", "model.shared_expert_ffn_size=16"),
             ("model.experts=4", "model.router_score_function=sigmoid", "model.token_dispatcher=allgather"),
+            (
+                *(*_EXPERTS, "model.router_groups=2", "model.router_score_function=sigmoid"),
+                *("model.router_bias_rate=0.05", "model.aux_loss_coeff=0", "model.router_topk_scaling_factor=2"),
+            ),
+            (
+                *(*_EXPERTS, "model.expert_layer_first=1", "model.shared_expert_ffn_size=16"),
+                *("model.shared_expert_gate=true", "model.router_norm_weights=false"),
+            ),
+            (
+                *(*_EXPERTS, "model.expert_layer_pattern=0,1", "model.expert_capacity_factor=1.0"),
+                *("model.expert_pad_to_capacity=true", "model.token_drop_policy=position"),
+            ),
         ],
     ),
+    Axis("adapters", [(), ("parallel-layer=+lora,rank=2,alpha=4,targets=all",)]),
     Axis("micro", [("train.micro_batch_size=1",), ("train.micro_batch_size=2",)]),
     Axis(
         "batch",
@@ -94,17 +149,15 @@ LEARNED = (
     Axis("rule", [("optimizer.eps=1e-3",), ("optimizer.rule=sgd",)]),
     Axis("loss", [(), ("model.loss_chunks=2",), ("train.loss_mean=token",), ("model.label_smoothing=0.1",)]),
     Axis("eval", [("eval.interval=0",), ("eval.interval=2",)]),
+    Axis("precision", [(), ("train.precision=bf16",), ("train.precision=fp16", "scaler=constant,loss_scale=256")]),
 )
-#: How a run is split over ranks, by the number of the option of ``ranks``.
+#: How a run is split over ranks, by the number of the option of ``ranks``; the first is the single process.
 SPLITS = (
     *(Sizes(), Sizes(tensor=2), Sizes(pipeline=2), Sizes(data=2), Sizes(data=2, expert=2)),
     *(Sizes(tensor=2, pipeline=2), Sizes(tensor=2, data=2), Sizes(tensor=2, data=2, expert=2)),
     *(Sizes(pipeline=2, data=2), Sizes(pipeline=2, data=2, expert=2)),
     *(Sizes(tensor=4), Sizes(pipeline=4), Sizes(data=4), Sizes(data=4, expert=2)),
 )
-_RANKS = Axis("ranks", [sizes.settings for sizes in SPLITS])
-#: The ranks on which the second half of the run resumes; the first option: it is not interrupted.
-_THEN = Axis("then", [(), *_RANKS.options])
 #: How the work is carried out: must not show.
 CARRIED_OUT = (
     Axis(
@@ -124,6 +177,7 @@ CARRIED_OUT = (
     Axis("messages", [(), ("parallel.scatter_messages=true",)], needs="tensor"),
     Axis("uneven", [(), ("parallel.embedding_as_layer=true",)], needs="pipeline"),
     Axis("update", [("optimizer=adamw",), ("optimizer=zero1",), ("optimizer=zero1,bucket_size=300",)]),
+    Axis("scaler", [(), ("scaler=constant,loss_scale=64",), ("scaler=dynamic,initial_loss_scale=64",)]),
     Axis(
         "recompute",
         [
@@ -135,66 +189,5 @@ CARRIED_OUT = (
         ],
     ),
     Axis("capture", [(), ("graph-capture=partial",)]),
-    Axis("save", [(), ("checkpoint.async_save=true",)]),
+    Axis("save", [(), ("checkpoint.async_save=true",), ("checkpoint.async_save=true", "checkpoint.interval=1")]),
 )
-_KINDS = ("optimizer", "schedule", "parallel-layer", "graph-capture")
-
-
-@dataclass(frozen=True)
-class Composition:
-    """The number of the chosen option of some axes; of the others it is 0, the simplest."""
-
-    choices: tuple[tuple[str, int], ...] = ()
-
-    @classmethod
-    def drawn(cls, random: Random) -> Composition:
-        """Draw one. Half of the axes keep their simplest option: few things meet at a time, but any two do."""
-        choices = {
-            axis.name: random.randrange(len(axis.options))
-            for axis in (*LEARNED, _THEN, *CARRIED_OUT)
-            if random.random() < 0.5
-        }
-        choices["ranks"] = random.randrange(1, len(SPLITS))  # there is something to compare
-        return cls(tuple((name, number) for name, number in choices.items() if number))
-
-    def simpler(self) -> Iterator[Composition]:
-        """Every composition with the simplest option of one more axis."""
-        for choice in self.choices:
-            yield replace(self, choices=tuple(other for other in self.choices if other != choice))
-
-    def _settings(self, axis: Axis) -> Settings:
-        return axis.options[dict(self.choices).get(axis.name, 0)]
-
-    @property
-    def reference(self) -> Request:
-        """The single process that learns the same."""
-        return self._request(self._learned, 1)
-
-    @property
-    def attempts(self) -> list[Request]:
-        """The run: one attempt, or another one that goes on from the middle, on other ranks."""
-        chosen = dict(self.choices)
-        splits = [SPLITS[chosen.get("ranks", 0)]] + ([SPLITS[chosen["then"] - 1]] if "then" in chosen else [])
-        return [self._attempt(sizes) for sizes in splits]
-
-    @property
-    def _learned(self) -> Settings:
-        return tuple(each for axis in LEARNED for each in self._settings(axis))
-
-    def _attempt(self, sizes: Sizes) -> Request:
-        """One attempt. What its sizes leave without an effect is left out, since it would be refused."""
-        if not any(each.startswith("model.experts=") for each in self._learned):
-            sizes = sizes._replace(expert=1)
-        axes = [axis for axis in CARRIED_OUT if not axis.needs or getattr(sizes, axis.needs) > 1]
-        carried = [each for axis in axes for each in self._settings(axis)]
-        return self._request((*self._learned, *carried, *sizes.settings), sizes.world)
-
-    def _request(self, settings: Settings, world: int) -> Request:
-        plugins = tuple(dict.fromkeys(each for each in settings if each.partition("=")[0] in _KINDS))
-        sets = (each for each in settings if each.partition("=")[0] not in _KINDS)
-        return Request(configs=("preset:tiny",), sets=(*BASE, *sets), plugins=plugins, nproc=world)
-
-    def __str__(self) -> str:
-        axes = {axis.name: axis for axis in (*LEARNED, _RANKS, _THEN, *CARRIED_OUT)}
-        said = [f"{name}: {' '.join(axes[name].options[number]) or 'one rank'}" for name, number in self.choices]
-        return "; ".join(said) or "the simplest"
