@@ -39,7 +39,7 @@ CAMPAIGNS: dict[str, Campaign] = {
         *(each(_made(folder / each.__name__), share) for each in (prepared, starts)),
         floods(_some(100, share), seed),
     ],
-    "fuzz": lambda folder, seed, jobs, share: fuzz_all(folder, _some(5000, share), seed),
+    "fuzz": lambda folder, seed, jobs, share: fuzz_all(folder, _some(100_000, share), seed, jobs),
 }
 
 

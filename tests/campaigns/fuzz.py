@@ -1,112 +1,240 @@
-"""Random changes of what is read: a configuration, a manifest, the header of a shard. An answer each time, soon."""
+"""Every reader of foreign bytes, with changed files: an answer or one of our errors, in time and within its memory.
+
+A worker process reads many inputs, one after the other, with a limit of its address space and an alarm for each. Who
+started it looks from outside, since a loop in C hears no alarm, and no Python survives a broken pointer. What gets a
+new answer is itself changed again, so that an input can get past one check and reach the next.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import random
+import contextlib
+import io
+import re
 import resource
+import shutil
+import signal
+import sys
 import time
-from collections.abc import Callable, Sequence
-from importlib.resources import files
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
 
-from megatron_run.config.request import Request
-from megatron_run.config.yaml import parse
-from megatron_run.errors import RunError
-from megatron_run.planning import resolve
-from megatron_run_engine.checkpoint.manifest import MANIFEST, read_manifest
-from megatron_run_engine.checkpoint.shard_file import read_header
-from tests.campaigns.figures import Figures, campaign
-from tests.support.saved_steps import random_state, save_alone
+from megatron_run.errors import Problems, RunError
+from tests.campaigns import foreign_readers, readers  # noqa: F401  # they enter themselves into the table
+from tests.campaigns.figures import Figures
+from tests.campaigns.fuzzed import READERS, FuzzedReader
+from tests.campaigns.mutations import changed, shrunk
+from tests.campaigns.samples import write_samples
+from tests.support.ranks import CONTEXT, start_server
 
-#: Seconds that an answer may take, and mebibytes that all answers together may need.
-PROMPT, MEMORY = 3.0, 256.0
-#: Bytes that mean something to one of the formats.
-TELLING = [b"{", b"}", b"[", b"]", b'"', b":", b",", b"\n", b"- ", b"&a", b"*a", b"!!", b"0", b"-1", b"1e999", b"\xff"]
-TELLING += [b"null", b"NaN", b"9" * 30, b"\\u0000", b"\0", b"..", b"/", b"\t", b"#", b"|", b">", b"%", b"@"]
-
-
-def changed(draw: random.Random, content: bytes) -> bytes:
-    """``content`` with a few changes: bytes replaced, left out, doubled, or something telling put in."""
-    data = bytearray(content)
-    for _ in range(draw.choice((1, 1, 2, 4, 16))):
-        at = draw.randrange(len(data) + 1)
-        end = min(len(data), at + draw.choice((1, 1, 4, 64)))
-        how = draw.randrange(4)
-        if how == 0:
-            data[at:end] = draw.randbytes(end - at)
-        elif how == 1:
-            del data[at:end]
-        elif how == 2:
-            data[at:at] = data[at:end]
-        else:
-            data[at:at] = draw.choice(TELLING)
-    return bytes(data)
+#: Seconds that an answer may take, those after which a worker is given up, and mebibytes that answers may need.
+PROMPT, GIVEN_UP, MEMORY = 3.0, 20.0, 512
+#: The most inputs that are changed again, and the longest of them in bytes.
+_CORPUS, _LONGEST = 40, 1 << 16
+#: The unchanging part of an answer.
+_DETAIL = re.compile(r"[0-9]+|'[^']*'|\"[^\"]*\"|/\S+")
 
 
-def fuzz(what: str, content: bytes, read: Callable[[bytes], object], count: int, seed: int) -> Figures:
-    """Let ``read`` have so many changes of ``content``: it may raise our errors, and nothing else."""
-    slowest, before, taken = 0.0, _peak(), 0
+class _TooLong(BaseException):
+    """No answer came in time. Not an Exception, which a reader might take for its own."""
 
-    def trial(each: int) -> Sequence[str]:
-        nonlocal slowest, taken
-        data, start = changed(random.Random(each), content), time.monotonic()
+
+@dataclass
+class Tally:
+    """What came of the inputs of one reader: their number, how many were taken, and each fault with an input."""
+
+    name: str
+    tried: int = 0
+    taken: int = 0
+    slowest: float = 0.0
+    grown: float = 0.0
+    answers: set[str] = field(default_factory=set)
+    faults: dict[str, bytes] = field(default_factory=dict)
+
+
+class Fuzzed:
+    """One reader under way: changes its file, reads it, and judges the answer."""
+
+    def __init__(self, reader: FuzzedReader, samples: Path, work: Path) -> None:
+        self._reader, self.tally = reader, Tally(reader.name)
+        top = Path(reader.file).parts[0]
+        shutil.copytree(samples / top, work / top, symlinks=True)
+        self.path = work / reader.file
+        self._whole = self.path.read_bytes()
+        self.corpus = [reader.inner(self._whole)]
+        with _silence():
+            reader.read(self.path)  # what is loaded or computed once counts for no input
+        self._before = _peak()
+
+    def limit_memory(self) -> None:
+        """From now on this process gets so much more and no more."""
+        limit = _address_space() + (MEMORY << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+    def attempt(self, content: bytes) -> str:
+        """Read ``content``; what was wrong with the answer, in one line, or nothing."""
+        self.path.write_bytes(self._reader.pack(self._whole, content))
+        self.tally.tried += 1
+        start = time.monotonic()
         try:
-            read(data)
-            taken += 1
+            with _alarm(), _silence():
+                self._reader.read(self.path)
+            self.tally.taken += 1
+            answer, fault = "taken", ""
         except RunError as error:
-            if not str(error).strip():
-                return [f"seed {each}: an error that says nothing"]
-        except Exception as error:
-            return [f"seed {each}: {type(error).__name__}: {error}"]
-        seconds = time.monotonic() - start
-        slowest = max(slowest, seconds)
-        return [f"seed {each}: it took {seconds:.1f} s"] if seconds > PROMPT else []
+            answer, fault = _DETAIL.sub("", f"{error.what} {error.why}"), _unfit(error)
+        except _TooLong as error:
+            answer = fault = f"no answer within {PROMPT:g} s, {_place(error)}"
+        except BaseException as error:
+            answer = fault = f"{type(error).__name__}, {_place(error)}"
+        self.tally.slowest = max(self.tally.slowest, time.monotonic() - start)
+        self.tally.grown = max(self.tally.grown, _peak() - self._before)
+        new = answer not in self.tally.answers and not fault
+        if new and len(self.corpus) < _CORPUS and len(content) <= _LONGEST:
+            self.corpus.append(content)
+        self.tally.answers.add(answer)
+        return fault
 
-    figures = campaign(what, trial, range(seed, seed + count))
-    grown = _peak() - before
-    figures.notes += [f"{taken} were still right", f"the slowest took {slowest * 1e3:.0f} ms"]
-    figures.notes.append(f"memory grew by {grown:.0f} MiB")
-    if grown > MEMORY:
-        figures.faults.append(f"memory grew by {grown:.0f} MiB")
-    return figures
+    def run(self, count: int, seed: int) -> Tally:
+        """Read ``count`` inputs; those by which the inputs of faults become small come on top."""
+        for number in range(seed, seed + count):
+            content = changed(number, self.corpus, self._reader.kind)
+            fault = self.attempt(content)
+            if fault and fault not in self.tally.faults:
+                self.tally.faults[fault] = shrunk(content, partial(self._has, fault))
+        return self.tally
+
+    def _has(self, fault: str, content: bytes) -> bool:
+        return self.attempt(content) == fault
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+@contextlib.contextmanager
+def _alarm() -> Iterator[None]:
+    """Within: an answer that takes too long is ended."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _TooLong
+
+    signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, PROMPT)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def _unfit(error: RunError) -> str:
+    """What is wrong with an error of ours: it is a line for each problem, and no command to a terminal."""
+    for each in error.problems if isinstance(error, Problems) else (error,):
+        if not str(each).strip():
+            return f"an error that says nothing, {_place(error)}"
+        if not str(each).replace("\n ", " ").isprintable():
+            return f"an error of several lines or with control characters, {_place(error)}"
+    return ""
+
+
+def _place(error: BaseException) -> str:
+    """The last line of ours, and the very last, that an error has passed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if "megatron_run" in frame.filename]
+    places = {f"{Path(frame.filename).name}:{frame.lineno}": None for frame in (*ours[-1:], *frames[-1:])}
+    return " to ".join(places)
 
 
 def _peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def fuzz_all(folder: Path, count: int, seed: int) -> list[Figures]:
-    """Each format, ``count`` changes each; whole configurations, which take longer, a tenth as many."""
-    saved = save_alone(folder / "c", 1, random_state(1, tensors=2)).folder(1)
-    preset = (files("megatron_run") / "presets" / "tiny.yaml").read_bytes()
-    body = (saved / MANIFEST).read_bytes()
-    body = body[len(b'{"manifest":') : body.rindex(b',\n"sha256"')]
-    shard = (saved / "rank-00000.safetensors").read_bytes()
-    length = 8 + int.from_bytes(shard[:8], "little")
-    forged = folder / "forged"
-    forged.mkdir()
+def _address_space() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
 
-    def manifest(data: bytes) -> object:
-        digest = hashlib.sha256(data).hexdigest()
-        (forged / MANIFEST).write_bytes(b'{"manifest":' + data + b',\n"sha256":"' + digest.encode() + b'"}\n')
-        return read_manifest(forged)
 
-    def begin(data: bytes) -> object:
-        (forged / "shard").write_bytes(data + shard[length:])
-        return read_header(forged / "shard")
+def _work(pipe: Connection, tasks: Sequence[tuple[str, int]], samples: Path, work: Path, seed: int) -> None:
+    """A worker: says which reader it begins with, and what came of it."""
+    sys.setrecursionlimit(1000)  # as a program's
+    for number, (name, count) in enumerate(tasks):
+        place = work / str(number)
+        place.mkdir(parents=True)
+        pipe.send(place / READERS[name].file)
+        fuzzed = Fuzzed(READERS[name], samples, place)
+        fuzzed.limit_memory()
+        pipe.send(fuzzed.run(count, seed))
+        shutil.rmtree(place)
 
-    def header(data: bytes) -> object:
-        return begin(len(data).to_bytes(8, "little") + data)
 
-    def configuration(data: bytes) -> object:
-        (forged / "run.yaml").write_bytes(data)
-        return resolve(Request((str(forged / "run.yaml"),), environment={}))
+def _watched(tasks: Sequence[tuple[str, int]], samples: Path, work: Path, seed: int) -> Iterator[Tally]:
+    """The tallies of ``tasks``. A worker that dies or hangs has met a fault, and another one does what is left."""
+    left = list(tasks)
+    while left:
+        reader, writer = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=_work, args=(writer, left, samples, work / str(len(left)), seed))
+        process.start()
+        writer.close()
+        file, began, ended = Path(), time.time(), ""
+        try:
+            while left and not ended:
+                if not reader.poll(1.0):
+                    stamp = file.stat().st_mtime if file.is_file() else began
+                    ended = f"no answer for {GIVEN_UP:g} s, in C" if time.time() - max(stamp, began) > GIVEN_UP else ""
+                elif isinstance(told := reader.recv(), Path):
+                    file, began = told, time.time()
+                else:
+                    left.pop(0)
+                    yield told
+        except EOFError:
+            process.join()
+            ended = f"it ended the process with {process.exitcode}"
+        process.kill()
+        process.join()
+        if ended:
+            content = file.read_bytes() if file.is_file() else b""
+            yield Tally(left.pop(0)[0], 1, faults={ended: content})
 
-    return [
-        fuzz("YAML changed at random", preset, lambda data: parse(data.decode("latin-1"), "x.yaml"), count, seed),
-        fuzz("a configuration changed at random, resolved", preset, configuration, count // 10, seed),
-        fuzz("a manifest changed at random, its SHA-256 made right", body, manifest, count, seed),
-        fuzz("the beginning of a shard changed at random", shard[:length], begin, count, seed),
-        fuzz("a shard's header changed at random, its length made right", shard[8:length], header, count, seed),
+
+def fuzz_all(folder: Path, count: int, seed: int, jobs: int, only: Sequence[str] = ()) -> list[Figures]:
+    """About ``count`` inputs for all readers together, or for those named ``only``; a row for each group of them."""
+    start_server()
+    names = list(only or READERS)
+    write_samples(folder / "samples", {Path(READERS[name].file).parts[0] for name in names})
+    whole = sum(READERS[name].share for name in names)
+    tasks = [(name, max(1, round(count * READERS[name].share / whole))) for name in names]
+    start = time.monotonic()
+    with ThreadPoolExecutor(jobs) as pool:
+        shares = [tasks[number::jobs] for number in range(jobs)]
+        found = pool.map(
+            lambda at: list(_watched(shares[at], folder / "samples", folder / f"work-{at}", seed)), range(jobs)
+        )
+        tallies = [tally for each in found for tally in each]
+    seconds = time.monotonic() - start
+    groups = dict.fromkeys(READERS[tally.name].group for tally in tallies)
+    of_group = {group: [each for each in tallies if READERS[each.name].group == group] for group in groups}
+    return [_figures(group, each, seconds) for group, each in of_group.items()]
+
+
+def _figures(group: str, tallies: Sequence[Tally], seconds: float) -> Figures:
+    tried, taken = sum(each.tried for each in tallies), sum(each.taken for each in tallies)
+    faults = [
+        f"{each.name}: {fault}, as {content[:300]!r}{' ...' if len(content) > 300 else ''}"
+        for each in tallies
+        for fault, content in each.faults.items()
     ]
+    answers = sum(len(each.answers) for each in tallies)
+    notes = [
+        f"{len(tallies)} readers" if len(tallies) > 1 else "1 reader",
+        f"{taken} were still right",
+        f"{answers} different answers",
+        f"the slowest took {max(each.slowest for each in tallies) * 1e3:.0f} ms",
+        f"memory grew by {max(each.grown for each in tallies):.0f} MiB",
+    ]
+    return Figures(f"changed at random: {group}", tried, faults, notes, seconds)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megatron_run.errors import DataError, InputError
+from megatron_run.safe_folder import parse_json
 from megatron_run_cli.grammar import debug_option, json_option, rank_options
 from megatron_run_cli.output import print_json, tell
 
@@ -198,7 +199,7 @@ def _read_prompts(file: Path) -> list[str]:
     """The lines of a file, or the strings of a JSON list. Raises :class:`DataError` for what is neither."""
     try:
         text = file.expanduser().read_text(encoding="utf-8")
-        found = json.loads(text) if file.suffix == ".json" else [line for line in text.splitlines() if line.strip()]
+        found = parse_json(text) if file.suffix == ".json" else [line for line in text.splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise DataError(f"{file} cannot be read", why=" ".join(str(error).split()), origin="--prompts") from error
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):

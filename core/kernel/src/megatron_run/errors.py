@@ -62,7 +62,7 @@ class RunError(Exception):
             line += f" (from {self.origin})"
         if self.fix:
             line += f"; {self.fix}"
-        return line
+        return printable(line)
 
 
 class InputError(RunError):
@@ -189,6 +189,19 @@ def locate(error: Exception, where: str) -> None:
         error.origin = ", ".join(filter(None, (error.origin, where)))
     else:
         error.add_note(where)
+
+
+def printable(text: str) -> str:
+    """``text`` with what a terminal would obey, or cannot show, escaped as Python does.
+
+    Names in a file of somebody else's end up in messages. A line's end stays where an indented line follows it: those
+    are tables of ours.
+    """
+    if text.isprintable():
+        return text
+    following = (*text[1:], "")
+    kept = (each.isprintable() or (each, after) == ("\n", " ") for each, after in zip(text, following, strict=True))
+    return "".join(each if keep else ascii(each)[1:-1] for each, keep in zip(text, kept, strict=True))
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

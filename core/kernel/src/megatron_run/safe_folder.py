@@ -19,6 +19,17 @@ LONGEST = 1 << 26
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
+def parse_json(content: bytes | str) -> Any:
+    """The value in ``content``, JSON that somebody else may have written.
+
+    Raises ValueError for what is no JSON, and for what is nested deeper than Python reads.
+    """
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
 class SafeFolder:
     """The folder ``path``, below which no link is followed and nothing is opened but regular files.
 
@@ -35,13 +46,13 @@ class SafeFolder:
         with os.fdopen(self.open(name, os.O_RDONLY), "rb") as file:
             if os.fstat(file.fileno()).st_size > limit:
                 raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(self.path / name))
-            return file.read(limit)
+            return file.read(os.fstat(file.fileno()).st_size)  # never ``limit``: it would be allocated
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """Return the mapping in the file ``name``, or None if it cannot be read."""
         try:
-            content = json.loads(self.read(name))
-        except (OSError, ValueError, RecursionError):
+            content = parse_json(self.read(name))
+        except (OSError, ValueError):
             return None
         return content if isinstance(content, dict) else None
 

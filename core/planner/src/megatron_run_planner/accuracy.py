@@ -97,7 +97,7 @@ def read_table(file: Path, vocabulary: int, recompute: Recompute | None, memory:
     """
     try:
         lines = list(csv.reader(file.read_text(encoding="utf-8-sig").splitlines()))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{file} cannot be read", why=str(error)) from None
     if not lines:
         raise InputError(f"{file} is empty", fix="the first line names the columns")

@@ -171,7 +171,7 @@ def read_whole(path: Path, limit: int = 1 << 26) -> bytes:
             raise CheckpointError(
                 f"{path} is too large", why=f"it has {size_text(size_of(file))}, and {size_text(limit)} are read"
             )
-        return file.read(limit)
+        return file.read(size_of(file))  # never ``limit``: it would be allocated
 
 
 def size_of(file: BufferedReader) -> int:

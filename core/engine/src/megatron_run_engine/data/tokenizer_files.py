@@ -11,11 +11,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import DataError
+from megatron_run.safe_folder import SafeFolder, parse_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -28,6 +28,8 @@ SENTENCEPIECE = ".model"
 _END, _BPE = "<|endoftext|>", ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 #: The most bytes that are read of a ``tokenizer_config.json``.
 _LARGEST = 1 << 26
+#: No vocabulary has as many ids.
+_MOST_IDS = 1 << 24
 _BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -67,6 +69,8 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
         raise
     except Exception as cause:  # the library raises a bare Exception
         raise _fault(f"tokenizer file {path} is broken", why=" ".join(str(cause).split())) from cause
+    if max(tokenizer.get_vocab().values(), default=0) >= _MOST_IDS:  # to_str() goes through all ids up to the highest
+        raise _fault(f"tokenizer file {path} is broken", why=f"it has an id above {_MOST_IDS}")
     tokenizer.no_truncation()  # they would drop the rest of every document
     tokenizer.no_padding()
     return tokenizer
@@ -118,9 +122,9 @@ def _options(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        with path.open("rb") as file:
-            options = json.loads(file.read(_LARGEST))
-    except (ValueError, RecursionError) as cause:
+        path = path.resolve()  # the files of a cache are links
+        options = parse_json(SafeFolder(path.parent).read(path.name, _LARGEST))
+    except (OSError, ValueError) as cause:
         raise _fault(f"{path} is broken", why=str(cause)) from cause
     return options if isinstance(options, dict) else {}
 

@@ -112,7 +112,10 @@ def logical_shapes(
     longest = longest_sequence(options, sequence_length) if options.position == "learned" else 1
     context = _context(options, longest)
     layout = (Place(0, 0, range(options.num_layers)),)
-    chunk = _make(model, context, options).build_chunk(0, layout, DenseLayers(context), {})
+    try:
+        chunk = _make(model, context, options).build_chunk(0, layout, DenseLayers(context), {})
+    except (TypeError, RuntimeError) as error:  # torch counts values in 63 bits
+        raise CheckpointError("the model has sizes that no tensor can have", why=_first_line(error)) from error
     return {part.name: part.shape for info in describe_parameters(chunk).values() for part in info.parts}
 
 
@@ -121,6 +124,10 @@ def _make(model: str, context: BuildContext, options: GptOptions) -> Model:
         return Gpt(context, options)
     made: Model = _installed(model).with_options(options).create(context=context)
     return made
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _context(options: GptOptions, sequence_length: int) -> BuildContext:

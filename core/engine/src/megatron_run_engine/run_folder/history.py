@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megatron_run.errors import InputError
-from megatron_run.safe_folder import SafeFolder
+from megatron_run.safe_folder import SafeFolder, parse_json
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
 
 #: The most bytes of numbers that are read: those of millions of steps.
@@ -47,8 +46,8 @@ class History:
         """The saved step with the lowest validation loss, the newest where none was evaluated; None without any."""
         checkpoints = Checkpoints(self.folder / CHECKPOINTS)
         saved = checkpoints.steps()
-        found = zip(self.evaluations.get("loss", []), self.evaluations.get("step", []), strict=True)
-        scored = [(loss, -step) for loss, step in found if loss is not None and step in saved]
+        found = zip(self.evaluations.get("loss", []), self.evaluations.get("step", []), strict=False)
+        scored = [(loss, -step) for loss, step in found if isinstance(loss, float) and step in saved]
         step = -min(scored)[1] if scored else saved[-1] if saved else None
         return None if step is None else checkpoints.folder(step)
 
@@ -69,14 +68,22 @@ def _columns(path: Path) -> Columns:
         content = b""
     except OSError as error:
         raise InputError(f"{path} cannot be read", why=error.strerror or str(error)) from error
-    read = map(_row, content.decode().splitlines())
+    lines = content[: content.rfind(b"\n") + 1].splitlines()  # a killed run leaves half a line at the end
+    read = (_row(path, number, line) for number, line in enumerate(lines, 1))
     rows = {row["step"]: row for row in read if "changes" not in row}  # a changed configuration is no step
     ordered = [rows[step] for step in sorted(rows)]
     names = dict.fromkeys(name for row in ordered for name in row)
     return {name: [row.get(name) for row in ordered] for name in names}
 
 
-def _row(line: str) -> Mapping[str, Any]:
+def _row(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
     """A line with what plugins have added among the other numbers."""
-    row: dict[str, Any] = json.loads(line)
-    return {**{name: value for name, value in row.items() if name != "extra"}, **row.get("extra", {})}
+    try:
+        row = parse_json(line)
+        found = {**{name: value for name, value in row.items() if name != "extra"}, **row.get("extra", {})}
+        whole = "changes" in found or type(found["step"]) is int
+    except (ValueError, TypeError, AttributeError, KeyError):
+        whole = False
+    if not whole:
+        raise InputError(f"line {number} of {path} is damaged", why="it is no JSON object with the number of a step")
+    return found

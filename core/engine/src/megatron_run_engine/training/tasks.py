@@ -6,7 +6,6 @@ scores windows, so that a task works on any topology. Definitions: Megatron-LM p
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from megatron_run.contracts import EvalMetrics
 from megatron_run.contracts.data import Split
 from megatron_run.contracts.schema import TASKS, read_task
 from megatron_run.errors import DataError, InputError
+from megatron_run.safe_folder import parse_json
 from megatron_run_engine.data.documents import find_documents
 from megatron_run_engine.runtime.generation.scoring import IGNORED, Score, Window, score, text_windows
 
@@ -205,7 +205,7 @@ def _passages(path: Path) -> list[str]:
 
 def _json_text(line: str, path: Path, number: int) -> str:
     try:
-        text = json.loads(line)["text"]
+        text = parse_json(line)["text"]
     except (ValueError, KeyError) as cause:
         raise DataError(
             f"line {number} of {path} is no passage", why="JSON with the field 'text' is expected"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -23,6 +22,7 @@ from megatron_run.registry.discover import Catalog, Entry, SourceDigests
 from megatron_run.registry.known import known_plugin
 from megatron_run.registry.load import FileNotRunError, from_object, load
 from megatron_run.registry.loaded_plugin import Plugin, UncheckedOptions, unloaded
+from megatron_run.safe_folder import SafeFolder, parse_json
 
 #: Kinds to which a plugin handed in from Python is added instead of replacing what was chosen.
 _ADDED = ("observer", "parallel-layer")
@@ -169,7 +169,7 @@ def _saved_with(merged: ConfigSource, kind: str, word: str) -> str:
     path = Path(str(folder.data)).expanduser()
     steps = [int(each.name[4:]) for each in path.glob("checkpoints/step*") if each.name[4:].isdecimal()]
     try:
-        manifest = json.loads((path / f"checkpoints/step{max(steps)}/manifest.json").read_bytes())
+        manifest = parse_json(SafeFolder(path).read(f"checkpoints/step{max(steps)}/manifest.json"))
         writers = manifest["manifest"]["about"]["plugins"][kind]
         (writer,) = (writer for writer in writers if writer["name"] == word.rpartition(":")[2])
         return f"step {max(steps)} of {path} was saved with {writer['distribution']}=={writer['version']}"

@@ -129,7 +129,10 @@ def read_device(word: str) -> Device:
             f"there is no device {word!r}",
             fix=did_you_mean(word, known) or f"the devices are {', '.join(known)}, or a YAML file",
         )
-    nodes = parse(file.read_text(encoding="utf-8"), str(file))
+    try:
+        nodes = parse(file.read_text(encoding="utf-8"), str(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} cannot be read", why=str(error)) from None
     told = {key: bare(node) for key, node in nodes.items()}
     if base := told.pop("like", None):
         if base not in shipped_devices():  # of files one may be like itself

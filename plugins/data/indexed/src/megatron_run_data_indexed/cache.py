@@ -75,7 +75,11 @@ def _mapped(entry: Path, names: Sequence[str]) -> Arrays | None:
     try:
         paths = {name: entry / f"{name}.npy" for name in names}
         return {name: np.asarray(np.load(path, mmap_mode="r")) for name, path in paths.items()}
-    except (FileNotFoundError, ValueError, EOFError):
+    except OSError as cause:
+        if isinstance(cause, FileNotFoundError):
+            return None
+        raise
+    except Exception:  # of a damaged header, which is Python source, the library lets through what the parser raises
         return None
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatron_run.safe_folder import parse_json
 from megatron_run_data_instruct.template import BEGIN, END, NoConversation
 
 if TYPE_CHECKING:
@@ -39,13 +40,13 @@ def lines_of(documents: Sequence[Document]) -> Iterator[Line]:
 def conversation(content: bytes) -> list[Message]:
     """The messages of a line. Raises :class:`NoConversation`."""
     try:
-        record = json.loads(content)
+        record = parse_json(content)
     except UnicodeDecodeError as cause:
         raise NoConversation(f"byte {cause.start} is not UTF-8") from cause
-    except RecursionError as cause:
-        raise NoConversation("it is nested too deeply") from cause
     except json.JSONDecodeError as cause:
         raise NoConversation(f"it is no JSON: {cause.msg} at character {cause.pos}") from cause
+    except ValueError as cause:  # too deep, or a number of thousands of digits
+        raise NoConversation(str(cause)) from cause
     if not isinstance(record, dict):
         raise NoConversation(f"it is {_kind(record)}, and must be an object")
     if "messages" in record:

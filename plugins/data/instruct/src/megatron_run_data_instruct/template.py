@@ -19,6 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_run.errors import DataError
+from megatron_run.safe_folder import parse_json
 from megatron_run_engine.data.tokenizer import CHAT_TEMPLATES
 
 #: Around what ``{% generation %}`` marks while a template renders: code points that no text may hold (Unicode 23.7).
@@ -32,6 +33,10 @@ PLAIN = (
 #: The names of the tokens that templates read.
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TEMPLATE, _CONFIG = CHAT_TEMPLATES
+#: What Python raises where a template computes, beside Jinja's own.
+_RAISED = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+#: The longest text or list that a product makes, and the most bits of a power.
+_LONGEST = 1 << 20
 _MARKS = re.compile(r"\{%[-+]?\s*generation\b")
 
 
@@ -54,6 +59,23 @@ class _Generation(Extension):
         return f"{BEGIN}{caller()}{END}"
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Products and powers are limited: Jinja computes constants while it reads a template, be they of any size."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """``left`` times, or to the power of, ``right``. Raises OverflowError for what would be long."""
+        if operator == "**":
+            size = left.bit_length() * abs(right) if isinstance(left, int) and isinstance(right, int) else 0
+        else:
+            sized, count = (left, right) if isinstance(right, int) else (right, left)
+            size = len(sized) * count if isinstance(sized, str | list | tuple) and isinstance(count, int) else 0
+        if size > _LONGEST:
+            raise OverflowError(f"{operator} makes something of length {size}")
+        return super().call_binop(context, operator, left, right)
+
+
 class ChatTemplate:
     """The template ``source``, read from ``path``; ``tokens`` are the special tokens that it may name.
 
@@ -61,7 +83,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, path: object, tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
@@ -70,8 +92,9 @@ class ChatTemplate:
         self.plain = source == PLAIN
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as cause:
-            why = f"line {cause.lineno}: {cause.message}"
+        except (jinja2.TemplateError, *_RAISED) as cause:
+            where = f"line {cause.lineno}: " if isinstance(cause, jinja2.TemplateSyntaxError) else ""
+            why = where + " ".join(str(cause).split())
             raise DataError(f"the chat template of {path} is broken", why=why, origin="data.template") from cause
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
@@ -100,7 +123,7 @@ class ChatTemplate:
     def _text(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool) -> str:
         try:
             return self._template.render(messages=list(messages), add_generation_prompt=prompt, **self._tokens)
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as cause:
+        except (jinja2.TemplateError, *_RAISED) as cause:
             raise NoConversation(f"the chat template refuses it: {' '.join(str(cause).split())}") from cause
 
 
@@ -149,8 +172,7 @@ def find_template(name: str, tokenizer: Path | None) -> ChatTemplate:
         return ChatTemplate(_read(beside), beside, tokens)
     found = config.get("chat_template")
     if isinstance(found, list):  # several, each with a name
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        found = named.get("default")
+        found = next((each.get("template") for each in found if _is_default(each)), None)
     if isinstance(found, str):
         return ChatTemplate(found, tokenizer and tokenizer.with_name(_CONFIG), tokens)
     return ChatTemplate(PLAIN, "this plugin", tokens)
@@ -160,10 +182,14 @@ def _config(tokenizer: Path | None) -> dict[str, Any]:
     if tokenizer is None or not (path := tokenizer.with_name(_CONFIG)).is_file():
         return {}
     try:
-        found = json.loads(_read(path))
+        found = parse_json(_read(path))
     except ValueError as cause:
         raise DataError(f"{path} is broken", why=str(cause), origin="data.tokenizer") from cause
     return found if isinstance(found, dict) else {}
+
+
+def _is_default(template: object) -> bool:
+    return isinstance(template, dict) and template.get("name") == "default"
 
 
 def _text_of(token: object) -> str:

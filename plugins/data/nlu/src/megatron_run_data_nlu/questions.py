@@ -6,7 +6,6 @@ A file that is not what its task publishes raises :class:`DataError` with its na
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from megatron_run.errors import DataError
+from megatron_run.safe_folder import parse_json
 
 Task = Literal["mnli", "qqp", "squad1", "squad2", "race"]
 Part = Literal["train", "validation", "test"]
@@ -81,7 +81,7 @@ def read_choices(task: Task, path: Path) -> Iterator[Choice]:
     elif path.suffix == ".jsonl":
         for number, line in enumerate(_text(path).splitlines(), 1):
             with _place(path, f"line {number}"):
-                yield from _entailment(json.loads(line), path.stem)
+                yield from _entailment(parse_json(line), path.stem)
     else:
         yield from _TABLES[task](path)
 
@@ -89,7 +89,7 @@ def read_choices(task: Task, path: Path) -> Iterator[Choice]:
 def read_questions(path: Path) -> Iterator[Question]:
     """The questions of a file of SQuAD."""
     with _place(path, "it"):
-        for article in json.loads(_text(path))["data"]:
+        for article in parse_json(_text(path))["data"]:
             for paragraph in article["paragraphs"]:
                 for asked in paragraph["qas"]:
                     given = () if asked.get("is_impossible") else asked["answers"]
@@ -123,7 +123,7 @@ _TABLES: Mapping[str, Callable[[Path], Iterator[Choice]]] = MappingProxyType({"m
 def _race(path: Path) -> Iterator[Choice]:
     """A passage with its questions; a blank of a question is filled with each option, which else follows it."""
     with _place(path, "it"):
-        passage = json.loads(_text(path))
+        passage = parse_json(_text(path))
         group = path.parent.name if path.parent.name in ("middle", "high") else ""
         for asked, options, answer in zip(passage["questions"], passage["options"], passage["answers"], strict=True):
             filled = [asked.replace("_", option) if "_" in asked else f"{asked} {option}" for option in options]
@@ -155,6 +155,6 @@ def _place(path: Path, place: str) -> Iterator[Any]:
     """Name file and place for content that is not what the task publishes."""
     try:
         yield
-    except (KeyError, ValueError, TypeError) as cause:
+    except (KeyError, ValueError, TypeError, AttributeError) as cause:
         said = f"it has no {cause}" if isinstance(cause, KeyError) else str(cause)
         raise DataError(f"{path}: {place} is not of this task", why=said, origin="data.folder") from cause

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_run.safe_folder import parse_json
 from megatron_run_format_megatron.settings import Arguments, Setting
 
 _GPT2 = "GPT2BPETokenizer"
@@ -69,7 +69,7 @@ def _ids(file: Path) -> int:
     try:
         if file.stat().st_size > _LARGEST:
             return 0
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
         ids = [token["id"] for token in content.get("added_tokens", [])]
         vocabulary = content["model"]["vocab"]
         ids += vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))

@@ -181,7 +181,7 @@ class Hub:
             self._lost(rank, message["gone"])
         elif "quiet" in message:
             page = Page.parse(base64.b64decode(message["page"])) if "page" in message else self._states[rank].page
-            self._states[rank] = RankState(page, message["quiet"], message["stopped"])
+            self._states[rank] = RankState(page, _seconds(message["quiet"]), _seconds(message["stopped"]))
 
     def _lost(self, rank: int, why: str) -> None:
         self._states[rank] = replace(self._states[rank], ended=True)
@@ -201,6 +201,13 @@ class Hub:
         speaker = min(innocent, default=error.rank)
         for rank, connection in known.items():
             connection.send(**self._verdict, speak=rank == speaker)
+
+
+def _seconds(said: object) -> float:
+    """A length of time that a sidecar reports. Raises ValueError for anything else."""
+    if not isinstance(said, int | float) or not 0 <= said < float("inf"):
+        raise ValueError(f"{said!r} seconds")
+    return float(said)
 
 
 def _open_files() -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_run.contracts.activity import Activity, Collective, Exchange, PhaseName
+from megatron_run.safe_folder import parse_json
 
 #: Changes, process id, step, steps done, ahead, peer, the slot of the collective that it is in, that collective's
 #: number, phase, detail: see :class:`Page`. A peer or a slot of -1 is none.
@@ -187,10 +188,10 @@ def _members(content: bytes) -> dict[str, range]:
     (length,) = _LENGTH.unpack_from(content, _MEMBERS)
     start = _MEMBERS + _LENGTH.size
     try:
-        packed = json.loads(content[start : start + length] or b"{}")
-    except ValueError:  # torn
+        packed = parse_json(content[start : start + length] or b"{}")
+        return {scope: range(*span) for scope, span in packed.items() if span}
+    except (ValueError, TypeError, AttributeError):  # torn
         return {}
-    return {scope: range(*span) for scope, span in packed.items() if span}
 
 
 def _text(field_: bytes) -> str:

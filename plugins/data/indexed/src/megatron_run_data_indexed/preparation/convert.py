@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from megatron_run.errors import DataError, InputError
-from megatron_run_data_indexed.preparation.inputs import blocks, find_inputs, missing, open_parquet
+from megatron_run.safe_folder import parse_json
+from megatron_run_data_indexed.preparation.inputs import blocks, find_inputs, missing, open_parquet, read_batches
 from megatron_run_data_indexed.preparation.inspect import document
 from megatron_run_data_indexed.preparation.records import lines
 from megatron_run_engine.data.indexed_files import Reader, Writer, dtype_for, index_path
@@ -86,14 +87,13 @@ def import_(source: Path, prefix: Path, key: str, *, overwrite: bool = False) ->
 
 def _token_lists(source: Path, key: str) -> Iterator[Any]:
     for number, value in enumerate(_values(source, key), start=1):
-        tokens = np.asarray(value) if isinstance(value, list) else None
-        whole = tokens is not None and tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not len(tokens))
-        if tokens is None or not whole or tokens.min(initial=0) < 0:
+        whole = isinstance(value, list) and all(type(each) is int and 0 <= each < 1 << 63 for each in value)
+        if not whole:
             raise DataError(
                 f"{source}, record {number} has no list of token ids under {key!r}",
                 fix="name it with --key; text becomes a dataset with megatron-run data prepare",
             )
-        yield tokens.astype(np.int64)
+        yield np.asarray(value, np.int64)
 
 
 def _values(source: Path, key: str) -> Iterable[Any]:
@@ -104,13 +104,14 @@ def _values(source: Path, key: str) -> Iterable[Any]:
             raise DataError(
                 f"{source} has no column {key!r}", fix=f"--key is one of {', '.join(file.schema_arrow.names)}"
             )
-        return (value for batch in file.iter_batches(_ROWS, columns=[key]) for value in batch.column(0).to_pylist())
+        batches = read_batches(source, file.iter_batches(_ROWS, columns=[key]))
+        return (value for batch in batches for value in batch.column(0).to_pylist())
     return (_field(line, key) for block in blocks([found], None, _BLOCK) for line in lines(block) if line.strip())
 
 
 def _field(line: bytes, key: str) -> Any:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
     return record.get(key) if isinstance(record, dict) else None

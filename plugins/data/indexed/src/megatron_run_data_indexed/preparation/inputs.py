@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import gzip
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob, has_magic
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from megatron_run.errors import DataError, InputError, did_you_mean
 
@@ -250,10 +251,23 @@ def open_parquet(path: Path) -> ParquetFile:
         from pyarrow.parquet import ParquetFile
     except ModuleNotFoundError as cause:
         raise missing(f"{path} needs the library pyarrow", "parquet") from cause
-    try:
+    with _naming(path):
         return ParquetFile(path)
+
+
+def read_batches(path: Path, batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield ``batches`` of the Parquet file ``path``. Raises :class:`DataError` where it is damaged."""
+    with _naming(path):
+        yield from batches
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the Parquet file ``path`` in what the library raises: OSError, ValueError, and errors of its own of both."""
+    try:
+        yield
     except (OSError, ValueError) as cause:
-        raise DataError(f"{path} is damaged", why=str(cause).splitlines()[0]) from cause
+        raise DataError(f"{path} is damaged", why=(str(cause).splitlines() or [""])[0]) from cause
 
 
 def missing(what: str, extra: str) -> DataError:

@@ -22,6 +22,7 @@ import numpy as np
 import xxhash
 
 from megatron_run.errors import DataError, InputError
+from megatron_run.safe_folder import parse_json
 from megatron_run_data_indexed.preparation.inputs import Block, Input, blocks
 from megatron_run_data_indexed.preparation.parts import Account, read_part, write_part
 from megatron_run_data_indexed.preparation.records import Reading, Record, read_records
@@ -320,7 +321,7 @@ def _removed_unless_begun(folder: Path) -> Iterator[None]:
 
 def _json(file: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = parse_json(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None
     return found if isinstance(found, dict) else None

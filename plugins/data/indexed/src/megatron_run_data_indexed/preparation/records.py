@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_run.errors import DataError, did_you_mean
-from megatron_run_data_indexed.preparation.inputs import Block, Input, blocks, open_parquet, separator_of
+from megatron_run_data_indexed.preparation.inputs import Block, Input, blocks, open_parquet, read_batches, separator_of
 
 Policy = Literal["refuse", "skip", "keep"]
 #: Rows of a Parquet file that are in memory at once.
@@ -121,17 +121,14 @@ def _rows(block: Block, key: str) -> Iterator[Record]:
     if key not in names:
         fix = did_you_mean(key, names) or f"--json-key is one of {', '.join(names)}"
         raise DataError(f"{block.source.path} has no column {key!r}", fix=fix)
-    try:
-        for batch in file.iter_batches(_ROWS, row_groups=[block.start], columns=[key]):
-            for value in batch.column(0).to_pylist():
-                if isinstance(value, bytes):
-                    yield _text(value)
-                elif isinstance(value, str):
-                    yield Record(value.encode("utf-8"))
-                else:
-                    yield Record(b"", f"column {key!r} holds a {_names(value)}, not text")
-    except (OSError, ValueError) as cause:
-        raise DataError(f"{block.source.path} is damaged", why=str(cause).splitlines()[0]) from cause
+    batches = file.iter_batches(_ROWS, row_groups=[block.start], columns=[key])
+    for value in (value for batch in read_batches(block.source.path, batches) for value in batch.column(0).to_pylist()):
+        if isinstance(value, bytes):
+            yield _text(value)
+        elif isinstance(value, str):
+            yield Record(value.encode("utf-8"))
+        else:
+            yield Record(b"", f"column {key!r} holds a {_names(value)}, not text")
 
 
 def _names(value: object) -> str:
