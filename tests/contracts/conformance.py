@@ -18,7 +18,9 @@ Options = Mapping[str, object]
 #: What must be said of a kind, as the network in which a model is tried, or of one plugin; else defaults are tried.
 SMALL: Mapping[str, Options] = {
     "model": {"num_layers": 4, "hidden_size": 16, "num_heads": 4, "vocab_size": 61},
+    "model=t5": {"encoder_length": 24, "head_size": 8},
     "model=deepseek": {"kv_rank": 8, "rope_head_size": 2, "nope_head_size": 4, "value_head_size": 4},
+    "data=span-corruption": {"encoder_length": 64},
     "scaler=constant": {"loss_scale": 1024},
 }
 #: Options that make another plugin of one, tried besides its defaults.
@@ -30,6 +32,7 @@ VARIANTS: Mapping[str, Mapping[str, Options]] = {
         **DECODERS,
     },
     "model=bert": {"norms after sums": {"norm_order": "post"}},
+    "model=t5": {"first, one encoder layer": {"activation": "relu", "tie_embeddings": False, "encoder_layers": 1}},
     "optimizer=zero1": {"of whole matrices": {"rule": "muon"}},
     "parallel-layer=tensor": {"without overlap": {"overlap": False}},
     "scaler=dynamic": {"short window": {"loss_scale_window": 7, "initial_loss_scale": 2.0**16, "hysteresis": 1}},
@@ -42,8 +45,8 @@ def installed_plugins() -> Iterator[tuple[str, Plugin]]:
         plugin, base = load(entry, "the conformance suite"), {**SMALL.get(entry.kind, {}), **SMALL.get(str(entry), {})}
         if str(plugin) == "data=indexed":
             base = {"paths": str(_small_dataset()), "vocab_size": 61, "split": "8,1,1"}
-        if str(plugin) == "data=sentence-pairs":
-            base = {"paths": str(_small_dataset()), "split": "8,1,1"}
+        if str(plugin) in ("data=sentence-pairs", "data=span-corruption"):
+            base |= {"paths": str(_small_dataset()), "split": "8,1,1"}
         if str(plugin) == "data=nlu":
             base = {"task": "race", **_small_task()}
         for name, variant in {"": {}, **VARIANTS.get(str(plugin), {})}.items():

@@ -30,6 +30,14 @@ class WholeSequence(Gpt):
         return replace(right, shape=(sequence_length, *right.shape[1:]))
 
 
+class ForgetsMemory(Gpt):
+    """Declares a tensor beside the stream, and sends none."""
+
+    def boundary(self, microbatch: Microbatch, micro_batch_size: int, sequence_length: int) -> Boundary:
+        right = super().boundary(microbatch, micro_batch_size, sequence_length)
+        return replace(right, beside={"memory": right})
+
+
 class ForgetsTokens(Gpt):
     def fields(self, position: int, layout: tuple[Place, ...]) -> tuple[str, ...]:
         return tuple(name for name in super().fields(position, layout) if name != "loss_mask")
@@ -90,6 +98,10 @@ WRONG = {
     WholeSequence: (
         "tensors between chunks match boundary under sequence parallelism",
         r"sequence_shards is 2, position 0 sends \(8, 2, 16\) torch.float64, boundary declares \(16, 2, 16\)",
+    ),
+    ForgetsMemory: (
+        "tensors between chunks match boundary",
+        r"position 0 sends \[\] beside x, boundary declares \['memory'\]",
     ),
     ForgetsTokens: ("it needs known fields only", "fields by position"),
     NumbersLayersByChunk: ("initial weights do not depend on the layout", "layers.2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,8 @@ from megatron_run_engine.runtime.execute import Executor, StepInputs, StepRecord
 from megatron_run_engine.runtime.gradients import GradientAccumulator, build_buckets, main_grad
 from megatron_run_engine.runtime.messages import Messenger
 from megatron_run_engine.runtime.parameter_init import describe_parameters
-from tests.support.toy_chunks import BOUNDARY, ToyChunk, by_autograd, thinning_boundary
+from tests.support.toy_chunks import PairedChunk, ToyChunk, by_autograd, toy_boundary
 from tests.support.witness import Witness
-
-
-def known_boundary(microbatch: Microbatch) -> Boundary:
-    """What the toy model declares."""
-    return BOUNDARY
 
 
 class Bench:
@@ -36,11 +32,14 @@ class Bench:
         stage: int,
         messenger: Messenger,
         *,
-        thinning: bool = False,
         make_chunk: Callable[..., ToyChunk] = ToyChunk,
+        thinning: bool = False,
+        paired: bool = False,
     ) -> None:
-        self.plan, self.stage, self.thinning, gradients = plan, stage, thinning, GradientAccumulator()
+        self.plan, self.stage, gradients = plan, stage, GradientAccumulator()
+        self.boundary = partial(toy_boundary, thinning=thinning, paired=paired)
         mine = sorted((place.chunk, k) for k, place in enumerate(plan.layout) if place.stage == stage)
+        make_chunk = PairedChunk if paired else make_chunk
         self.chunks = [make_chunk(k, k == len(plan.layout) - 1, gradients, thinning=thinning) for _, k in mine]
         infos = [describe_parameters(chunk) for chunk in self.chunks]
         build_buckets(infos, 1, torch.float64)
@@ -63,7 +62,7 @@ class Bench:
         """One step; ``boundary`` declares something else than what the chunks return, ``alter`` spoils the program."""
         inputs = StepInputs(
             microbatch=lambda m: Microbatch(m, 1, m, {"tokens": torch.zeros(1, 2)}),
-            boundary=boundary or (thinning_boundary if self.thinning else known_boundary),
+            boundary=boundary or self.boundary,
             report=lambda _, __, total, ___: self.losses.append(total.item()),
             seed=lambda _, weight: weight.double(),
             start_grad_sync=lambda chunk: self.synced.append((len(self.witness.actions), chunk)),
@@ -72,12 +71,19 @@ class Bench:
 
 
 def faults(
-    plan: Plan, stage: int, messenger: Messenger, lookahead: int | None = 1, *, thinning: bool = False, **spoiled: Any
+    plan: Plan,
+    stage: int,
+    messenger: Messenger,
+    lookahead: int | None = 1,
+    *,
+    thinning: bool = False,
+    paired: bool = False,
+    **spoiled: Any,
 ) -> list[str]:
     """Run one plan on this stage and say what differs from plain autograd and from the plan."""
-    bench, wrong = Bench(plan, stage, messenger, thinning=thinning), list[str]()
+    bench, wrong = Bench(plan, stage, messenger, thinning=thinning, paired=paired), list[str]()
     record = bench.run(lookahead=lookahead, **spoiled)
-    losses, weights, shifts = by_autograd(len(plan.layout), plan.microbatches, thinning=thinning)
+    losses, weights, shifts = by_autograd(len(plan.layout), plan.microbatches, thinning=thinning, paired=paired)
     for chunk in bench.chunks:
         for name, parameter, expected in (("A", chunk.weight, weights), ("shift", chunk.shift, shifts)):
             if not torch.allclose(main_grad(parameter), expected[chunk.position], rtol=1e-12, atol=1e-12):

@@ -22,7 +22,7 @@ from megatron_run_engine.runtime.messages import Messenger
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from tests.support.random_schedules import random_plan
 from tests.support.ranks import run_ranks
-from tests.support.toy_chunks import ToyChunk, by_autograd
+from tests.support.toy_chunks import PairedChunk, ToyChunk, by_autograd
 from tests.support.toy_stage import Bench, faults
 
 CPU = torch.device("cpu")
@@ -34,7 +34,8 @@ def run_random_plans(rank: int, world: int, seeds: range, lookahead: int | None)
     for seed in seeds:
         plan = random_plan(seed)
         if rank < plan.stages:
-            found[seed] = faults(plan, rank, Messenger(groups.channels, range(world), CPU), lookahead)
+            messenger = Messenger(groups.channels, range(world), CPU)
+            found[seed] = faults(plan, rank, messenger, lookahead, paired=seed % 2 == 1)
     return {seed: wrong for seed, wrong in found.items() if wrong}
 
 
@@ -58,7 +59,9 @@ def forwards_then_backwards(microbatches: int, *, ops: str) -> Plan:
 
 def test_a_split_backward_gives_the_gradients_of_a_whole_one() -> None:
     for ops in ("B", "IW"):
-        assert faults(forwards_then_backwards(3, ops=ops), 0, Messenger(None, [0], CPU)) == []
+        for paired in (False, True):
+            plan = forwards_then_backwards(3, ops=ops)
+            assert faults(plan, 0, Messenger(None, [0], CPU), paired=paired) == []
 
 
 def test_a_recomputed_forward_gives_the_same_gradients_and_reports_its_loss_once() -> None:
@@ -76,7 +79,8 @@ def test_a_recomputed_forward_of_a_later_chunk_begins_with_what_the_chunk_was_gi
     spec = ScheduleSpec(looped_layout(LayoutSpec(1, 2, 2)), 1, 2, 2)
     forwards, backwards = "F0.0 F0.1 F1.0 F1.1", "R0.1 B0.1 R0.0 B0.0 R1.1 B1.1 R1.0 B1.0"
     plan = verify(spec, [[Action.parse(word) for word in f"{forwards} {backwards}".split()]])
-    assert faults(plan, 0, Messenger(None, [0], CPU)) == []
+    for paired in (False, True):
+        assert faults(plan, 0, Messenger(None, [0], CPU), paired=paired) == []
 
 
 def send_wrong(rank: int, world: int) -> str:
@@ -160,6 +164,16 @@ def test_a_chunk_that_hands_nothing_on_is_told_so_with_rank_and_action() -> None
         error = raised_by(chunk)
         assert isinstance(error, PluginError)
         assert says in str(error)
+
+
+def test_a_chunk_and_its_boundary_name_the_same_tensors_beside_x() -> None:
+    beside = {"side": Boundary((5, 3), torch.float64)}
+    error = raised_by(ToyChunk, lambda _: Boundary((2, 3), torch.float64, beside))
+    assert isinstance(error, PluginError)
+    assert "the chunk returned nothing beside x, and the model's boundary declares side" in str(error)
+    error = raised_by(PairedChunk, lambda _: Boundary((2, 3), torch.float64, {"side": Boundary((4, 3), torch.float64)}))
+    assert isinstance(error, PluginError)
+    assert str(error).startswith("side beside the activation of microbatch 0")
 
 
 def test_an_exception_in_a_chunk_carries_rank_and_action_as_a_note() -> None:

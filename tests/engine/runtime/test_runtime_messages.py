@@ -71,7 +71,8 @@ def run_thinning_plans(rank: int, world: int, seeds: range, lookahead: int | Non
     for seed in seeds:
         plan = random_plan(seed)
         if rank < plan.stages:
-            found[seed] = faults(plan, rank, Messenger(wires, range(world), CPU), lookahead, thinning=True)
+            messenger = Messenger(wires, range(world), CPU)
+            found[seed] = faults(plan, rank, messenger, lookahead, thinning=True, paired=seed % 2 == 1)
     return {seed: wrong for seed, wrong in found.items() if wrong}
 
 
@@ -125,7 +126,7 @@ def test_activations_and_gradients_have_a_channel_each(monkeypatch: pytest.Monke
     for stage, (sent, received) in enumerate([(activation, gradient), (gradient, activation)]):
         used.clear()
         messenger = Messenger(wires, range(2), CPU)
-        messenger.send(sent, torch.zeros(2, 3), boundary)
+        messenger.send(sent, (torch.zeros(2, 3),), boundary)
         messenger.post(received, boundary)
         assert used == list(zip(("isend", "irecv"), ways if stage == 0 else reversed(ways), strict=True))
 
@@ -153,12 +154,12 @@ def share_messages(rank: int, world: int) -> tuple[list[int], list[Any]]:
     if topology.stage == 0:
         for message, boundary, (shape, _) in zip(messages, boundaries, CROSSING, strict=True):
             values = torch.arange(shape[0] * shape[1], dtype=torch.float32).view(shape[1], shape[0]).t()
-            messenger.send(message, values, boundary)
+            messenger.send(message, (values,), boundary)
         messenger.flush()
     else:
         for message, boundary in zip(messages, boundaries, strict=True):
             messenger.post(message, boundary)
-        received = [messenger.wait(message) for message in messages]
+        received = [tensor for message in messages for tensor in messenger.wait(message)]
     return sent, [[list(tensor.shape), tensor.tolist()] for tensor in received]
 
 
@@ -178,7 +179,7 @@ def test_of_a_shared_message_its_sender_keeps_no_more_than_its_part(monkeypatch:
     messenger = Messenger(wires, [5, 6], CPU, sharers=ParallelGroup(index=1, size=2))
     output = torch.randn(4, 6)
     whole = StorageWeakRef(output.untyped_storage())
-    messenger.send(Message("x", 0, 0, 1, 1), output, Boundary((4, 6), torch.float32))
+    messenger.send(Message("x", 0, 0, 1, 1), (output,), Boundary((4, 6), torch.float32))
     del output
     assert messenger.held_sends == 1
     assert whole.expired()
@@ -221,11 +222,11 @@ class Watched(Messenger):
 
     def post(self, message: Message, boundary: Boundary, *, one_order: bool = False) -> None:
         super().post(message, boundary, one_order=one_order)
-        self._watch(message, self._posted[message].tensor)
+        self._watch(message, self._posted[message][0].tensor)
 
-    def send(self, message: Message, tensor: Tensor, boundary: Boundary) -> None:
-        super().send(message, tensor, boundary)
-        self._watch(message, tensor)
+    def send(self, message: Message, tensors: tuple[Tensor, ...], boundary: Boundary) -> None:
+        super().send(message, tensors, boundary)
+        self._watch(message, tensors[0])
 
     def retire(self, messages: Iterable[Message]) -> None:
         super().retire(messages)

@@ -29,7 +29,7 @@ def outcome(
 
     def run(stage: int, channels: Channels) -> list[str]:
         messenger = Messenger(channels, range(plan.stages), torch.device("cpu"))
-        return faults(plan, stage, messenger, lookahead, thinning=thinning, alter=alter)
+        return faults(plan, stage, messenger, lookahead, thinning=thinning, paired=seed % 2 == 1, alter=alter)
 
     def alter(instruction: Instruction) -> Instruction:
         return instruction._replace(one_order=instruction.one_order is not mislabel)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -27,7 +28,7 @@ from megatron_run.contracts import (
     StackedLayers,
 )
 from megatron_run.contracts.actions import LayoutSpec, Place, looped_layout
-from megatron_run.contracts.data import as_fields
+from megatron_run.contracts.data import FIELDS, Field, as_fields
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing import Check, CheckFailed
@@ -113,7 +114,8 @@ _DOCUMENTS = ((0, 5, 6, 14, 16), (0, 16, 16, 16, 16))
 def model_checks(create: CreateModel, options: BaseModel) -> tuple[Check, ...]:
     """The checks that every model must pass, built from dense layers in float64.
 
-    ``options`` describe a small network with ``vocab_size`` set; it is cut into up to four chunks.
+    ``options`` describe a small network with ``vocab_size`` set; it is cut into up to four chunks. A field that the
+    model declares itself, beyond those of all data, holds random token ids.
     """
     bench = _Bench(create, options)
     checks: dict[str, Callable[[], str | None]] = {
@@ -149,20 +151,19 @@ class Built:
             chunk.train(mode)
         return self
 
-    def forward(self, microbatch: Microbatch) -> tuple[ChunkOut, list[Tensor]]:
-        """Run all chunks, each with its fields; return the output, and the tensors that crossed between chunks.
+    def forward(self, microbatch: Microbatch) -> tuple[ChunkOut, list[ChunkOut]]:
+        """Run all chunks, each with its fields; return the output, and those that crossed between chunks.
 
         The output contains the losses of all chunks; a loss that several chunks report is summed.
         """
-        x, crossed = None, []
+        out, crossed = ChunkOut(None), list[ChunkOut]()
         losses: dict[str, tuple[Tensor, Tensor]] = {}
         for position, chunk in enumerate(self.chunks):
             wanted = _names(self.model, position, self.layout)
             given = {name: field for name, field in microbatch.fields.items() if name in wanted}
-            out = chunk(x, replace(microbatch, fields=given))
-            x = out.x
-            if x is not None:
-                crossed.append(x)
+            out = chunk(out.x, replace(microbatch, fields=given), **out.beside)
+            if out.x is not None:
+                crossed.append(out)
             for name, (total, weight) in out.losses.items():
                 before, weights = losses.get(name, (0.0, 0.0))
                 losses[name] = (before + total, weights + weight)
@@ -221,14 +222,30 @@ class _Bench:
     def microbatch(self, **changes: object) -> Microbatch:
         """Two samples of 16 tokens."""
         vocab: int = getattr(self.options, "vocab_size")  # noqa: B009  # unknown to types
-        return replace(example_microbatch(vocab), **changes)  # type: ignore[arg-type]  # fields of Microbatch
+        microbatch, generator = example_microbatch(vocab), torch.Generator().manual_seed(1)
+        fields = dict(microbatch.fields)
+        for field in self.own_fields:
+            sizes = [16 if size == "s" else size or 1 for size in field.shape]
+            drawn = torch.randint(vocab, (2, *sizes), generator=generator).to(getattr(torch, field.dtype))
+            fields[field.name] = drawn.to(fields["tokens"].device)
+        return replace(microbatch, fields=fields, **changes)  # type: ignore[arg-type]  # fields of Microbatch
+
+    @cached_property
+    def own_fields(self) -> tuple[Field, ...]:
+        """The fields that the model declares itself, for data that has those of all data, in order."""
+        context = replace(single_process_context(self.options), fields=_PLAIN)
+        model, layout = self.create(context, self.options), looped_layout(LayoutSpec(1, 1, 1))
+        return tuple(field for field in as_fields(model.fields(0, layout)) if field.name not in FIELDS)
 
     def cuts_agree(self) -> None:
         """Loss and gradients equal those of the uncut model bit for bit.
 
-        Sums over several places may be rounded differently: a tied tensor's gradient, and auxiliary losses.
+        Sums over several places may be rounded differently: a tied tensor's gradient, auxiliary losses, and the
+        gradients of all that comes before a tensor which several chunks read.
         """
-        loss, gradients = self.built().step(self.microbatch())
+        whole = self.built()
+        loss, gradients = whole.step(self.microbatch())
+        shared = whole.model.boundary(replace(self.microbatch(), fields={}), 2, 16).beside
         for stages, chunks in _CUTS[1:]:
             built = self.built(stages, chunks)
             tied = {part.name for info in built.infos.values() if info.tie for part in info.parts}
@@ -237,7 +254,7 @@ class _Bench:
             _equal(f"{cut}: loss", found, loss, 1e-12 if len(built.model.metric_names) > 1 else 0.0)
             _same_names(cut, found_gradients, gradients)
             for name, gradient in gradients.items():
-                tolerance = 1e-12 if name in tied else 0.0
+                tolerance = 1e-12 if name in tied or shared else 0.0
                 _equal(f"{cut}: gradient of {name}", found_gradients[name], gradient, tolerance)
 
     def initial_weights_agree(self) -> None:
@@ -278,8 +295,8 @@ class _Bench:
     def gives_logits(self) -> None:
         """Logits are [s, b, p], and their cross entropy is the loss that the model computes from labels."""
         built, microbatch = self.built().train(mode=False), self.microbatch(train=False)
-        tokens = {"tokens": microbatch.fields["tokens"]}
-        logits = built.forward(replace(microbatch, fields=tokens))[0].logits
+        given = {name: x for name, x in microbatch.fields.items() if name not in ("labels", "loss_mask")}
+        logits = built.forward(replace(microbatch, fields=given))[0].logits
         vocab: int = getattr(self.options, "vocab_size")  # noqa: B009  # unknown to types
         if logits is None or logits.shape[:2] != (16, 2) or logits.shape[2] < vocab:
             found = None if logits is None else tuple(logits.shape)
@@ -295,7 +312,7 @@ class _Bench:
         for stages, chunks in _CUTS:
             built = self.built(stages, chunks)
             asked = [_names(built.model, position, built.layout) for position in range(len(built.layout))]
-            unknown = set().union(*asked) - _PLAIN
+            unknown = set().union(*asked) - _PLAIN - {field.name for field in self.own_fields}
             if unknown or "tokens" not in asked[0] or not {"labels", "loss_mask"} <= asked[-1]:
                 raise CheckFailed(f"{stages} stages x {chunks} chunks: fields by position are {asked}")
 
@@ -347,9 +364,16 @@ class _Bench:
     def _compare_boundary(self, built: Built) -> None:
         microbatch = self.microbatch()
         boundary = built.model.boundary(replace(microbatch, fields={}), 2, 16)  # as the engine asks
-        for position, x in enumerate(built.forward(microbatch)[1]):
-            if not boundary.fits(x):
-                raise CheckFailed(f"position {position} sends {tuple(x.shape)} {x.dtype}, boundary declares {boundary}")
+        for position, out in enumerate(built.forward(microbatch)[1]):
+            assert out.x is not None  # it crossed
+            if out.beside.keys() != boundary.beside.keys():
+                names = [sorted(each) for each in (out.beside, boundary.beside)]
+                raise CheckFailed(f"position {position} sends {names[0]} beside x, boundary declares {names[1]}")
+            for name, declared in zip(("x", *boundary.beside), boundary.tensors, strict=True):
+                x = out.beside.get(name, out.x)
+                if not declared.fits(x):
+                    what = f"position {position} sends {f'{name} ' if out.beside else ''}{tuple(x.shape)} {x.dtype}"
+                    raise CheckFailed(f"{what}, boundary declares {declared}")
 
     def segments_cover(self) -> None:
         """Every parameter is read by a segment, and (layer, index) identifies a segment."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_run.contracts.activity import PhaseName
     from megatron_run.pipeline.lower import Instruction, Message
     from megatron_run_engine.runtime.gradients import GradientAccumulator
-    from megatron_run_engine.runtime.messages import Messenger
+    from megatron_run_engine.runtime.messages import Messenger, Tensors
 
 #: The fields of a microbatch as ``Model.boundary`` sees it: fields differ between the two stages of a message.
 _NO_FIELDS: Mapping[str, Tensor] = MappingProxyType({})
@@ -38,7 +38,7 @@ _PHASES: Mapping[str, PhaseName] = MappingProxyType(
 class StepInputs:
     """The trainer's callbacks for one step or one evaluation.
 
-    ``microbatch`` loads microbatch m for this stage. ``boundary`` gives the shape and dtype of its messages, the same
+    ``microbatch`` loads microbatch m for this stage. ``boundary`` gives the shapes and dtypes of its messages, the same
     on every stage; it sees the microbatch without fields. ``report`` takes (microbatch, loss name, sum, weight), the
     last two as scalars. ``seed`` maps (loss name, weight) to the gradient with which that loss starts its backward; it
     is None without a backward. ``start_grad_sync`` is called with a chunk after the chunk's last backward.
@@ -66,14 +66,17 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class _InFlight:
-    """What a backward needs from its forward: the input, and graph edges instead of outputs.
+    """What a backward needs from its forward: the inputs, and graph edges instead of outputs.
+
+    Inputs and outputs are x and then what is beside it, in the order of the boundary; none at the ends of the model. An
+    output without a backward has no edge.
 
     An edge keeps the autograd graph alive but not the output's storage, which is freed once its message is consumed
     (Megatron-LM frees it by hand: ``deallocate_output_tensor``).
     """
 
-    x: Tensor | None
-    output: GradientEdge | None
+    inputs: Tensors
+    outputs: tuple[GradientEdge | None, ...]
     losses: tuple[tuple[GradientEdge, Tensor], ...]
 
 
@@ -93,7 +96,7 @@ class Executor:
     ) -> None:
         self._chunks, self._gradients, self._messenger, self._rank = chunks, gradients, messenger, rank
         self._activity = Activity() if activity is None else activity
-        self._handlers: dict[str, Callable[[Action, Tensor | None], Tensor | None]] = {
+        self._handlers: dict[str, Callable[[Action, Tensors], Tensors | None]] = {
             "F": self._forward,
             "B": self._backward,
             "I": self._input_gradient,
@@ -114,7 +117,7 @@ class Executor:
         self._microbatches: dict[int, Microbatch] = {}
         self._boundaries: dict[int, Boundary] = {}
         self._in_flight: dict[Key, _InFlight] = {}
-        self._to_recompute: dict[Key, Tensor | None] = {}
+        self._to_recompute: dict[Key, Tensors] = {}
         self._recomputed = {(a.microbatch, a.chunk) for a in (i.action for i in program) if a.op == "R"}
         done = 0
         try:
@@ -132,27 +135,27 @@ class Executor:
         action = instruction.action
         for message in instruction.post:
             self._messenger.post(message, self._boundary(message.microbatch), one_order=instruction.one_order)
-        received = self._messenger.wait(instruction.receive) if instruction.receive else None
+        received = self._messenger.wait(instruction.receive) if instruction.receive else ()
         # Only after the wait: what has just arrived proves that these sends were consumed.
         self._messenger.retire(instruction.retire)
         result = self._compute(action, received)
         self._record.executed.append(action)
         if instruction.send:
-            if result is None:
+            if not result:
                 raise _missing(instruction.send)
             self._messenger.send(instruction.send, result, self._boundary(action.microbatch))
         if instruction.sync and self._inputs.start_grad_sync is not None:
             self._activity.enter("gradient-reduce", action)
             self._inputs.start_grad_sync(action.chunk)
 
-    def _compute(self, action: Action, received: Tensor | None) -> Tensor | None:
+    def _compute(self, action: Action, received: Tensors) -> Tensors | None:
         self._activity.enter(_PHASES[action.op], action)
         if not profiler._is_profiler_enabled:  # a range costs ten microseconds also when nothing records it
             return self._timed(action, received)
         with profiler.record_function(str(action)):
             return self._timed(action, received)
 
-    def _timed(self, action: Action, received: Tensor | None) -> Tensor | None:
+    def _timed(self, action: Action, received: Tensors) -> Tensors | None:
         if self._clock is None:
             return self._handlers[action.op](action, received)
         start = self._clock()
@@ -160,63 +163,83 @@ class Executor:
         self._record.times.append((start, self._clock()))
         return result
 
-    def _forward(self, action: Action, x: Tensor | None) -> Tensor | None:
+    def _forward(self, action: Action, inputs: Tensors) -> Tensors:
         key = (action.microbatch, action.chunk)
         if key in self._recomputed:
-            self._to_recompute[key] = x  # this forward keeps its input only; R builds the graph
-        out = self._call(action, x, with_graph=self._inputs.seed is not None and key not in self._recomputed)
+            self._to_recompute[key] = inputs  # this forward keeps its inputs only; R builds the graph
+        with_graph = self._inputs.seed is not None and key not in self._recomputed
+        out, outputs = self._call(action, inputs, with_graph=with_graph)
         for name, (total, weight) in out.losses.items():
             self._inputs.report(action.microbatch, name, total.detach(), weight.detach())
         if out.logits is not None:
             self._record.logits[action.microbatch] = out.logits.detach()
-        return None if out.x is None else out.x.detach()
+        return tuple([output.detach() for output in outputs])
 
-    def _recompute(self, action: Action, received: Tensor | None) -> None:
+    def _recompute(self, action: Action, received: Tensors) -> None:
         # Losses were reported by the forward already.
         self._call(action, self._to_recompute.pop((action.microbatch, action.chunk)), with_graph=True)
 
-    def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
-        """Backpropagate the output's gradient and the losses' seeds; return the input's gradient."""
+    def _backward(self, action: Action, gradients: Tensors) -> Tensors | None:
+        """Backpropagate the outputs' gradients and the losses' seeds; return the inputs' gradients."""
         flight = self._in_flight.pop((action.microbatch, action.chunk))  # the last reference to the graph
         roots = [edge for edge, _ in flight.losses]
         seeds = [seed for _, seed in flight.losses]
-        if flight.output is not None:
-            assert gradient is not None  # lowering receives it for every position but the last
-            roots.append(flight.output)
-            seeds.append(gradient)
+        # Lowering receives gradients for every position but the last.
+        for edge, gradient in zip(flight.outputs, gradients, strict=True):
+            if edge is not None:
+                roots.append(edge)
+                seeds.append(gradient)
         # One call for all roots: a call per root would visit shared nodes twice, and fail on the freed graph.
         if roots:
             torch.autograd.backward(roots, seeds)
-        return None if flight.x is None else flight.x.grad
+        if not flight.inputs or flight.inputs[0].grad is None:
+            return None
+        return tuple([torch.zeros_like(x) if x.grad is None else x.grad for x in flight.inputs])
 
-    def _input_gradient(self, action: Action, gradient: Tensor | None) -> Tensor | None:
+    def _input_gradient(self, action: Action, gradients: Tensors) -> Tensors | None:
         with self._gradients.deferring((action.microbatch, action.chunk)):
-            return self._backward(action, gradient)
+            return self._backward(action, gradients)
 
-    def _weight_gradient(self, action: Action, received: Tensor | None) -> None:
+    def _weight_gradient(self, action: Action, received: Tensors) -> None:
         self._gradients.run_deferred((action.microbatch, action.chunk))
 
-    def _nothing(self, action: Action, received: Tensor | None) -> None:
+    def _nothing(self, action: Action, received: Tensors) -> None:
         """Compute nothing: S only marks where a gradient sync starts, which every instruction may do."""
 
-    def _call(self, action: Action, x: Tensor | None, *, with_graph: bool) -> ChunkOut:
-        if x is not None and with_graph:
-            x.requires_grad_()  # makes the received tensor a leaf: its .grad is the message to the previous stage
-        with torch.set_grad_enabled(with_graph):
-            out = self._chunks[action.chunk](x, self._microbatch(action.microbatch))
+    def _call(self, action: Action, inputs: Tensors, *, with_graph: bool) -> tuple[ChunkOut, Tensors]:
+        """Run the chunk; return what it returned, and of that what goes to the next position."""
+        microbatch, x = self._microbatch(action.microbatch), inputs[0] if inputs else None
+        beside = dict(zip(self._boundary(action.microbatch).beside, inputs[1:], strict=True)) if inputs[1:] else {}
         if with_graph:
-            self._in_flight[action.microbatch, action.chunk] = self._keep(x, out)
+            for each in inputs:
+                each.requires_grad_()  # makes a received tensor a leaf: its .grad goes to the previous stage
+        with torch.set_grad_enabled(with_graph):
+            out = self._chunks[action.chunk](x, microbatch, **beside)
+        outputs = () if out.x is None else (out.x, *self._beside(action, out))
+        if with_graph:
+            self._in_flight[action.microbatch, action.chunk] = self._keep(inputs, outputs, out.losses)
             self._record.peak_in_flight = max(self._record.peak_in_flight, len(self._in_flight))
-        return out
+        return out, outputs
 
-    def _keep(self, x: Tensor | None, out: ChunkOut) -> _InFlight:
+    def _beside(self, action: Action, out: ChunkOut) -> Iterable[Tensor]:
+        """What goes along with x, in the order of the boundary."""
+        declared = self._boundary(action.microbatch).beside
+        if out.beside.keys() != declared.keys():
+            returned, wanted = (", ".join(sorted(names)) or "nothing" for names in (out.beside, declared))
+            raise PluginError(
+                f"the chunk returned {returned} beside x, and the model's boundary declares {wanted}",
+                fix="make ChunkOut.beside and Boundary.beside name the same tensors",
+            )
+        return (out.beside[name] for name in declared)
+
+    def _keep(self, inputs: Tensors, outputs: Tensors, reported: Mapping[str, tuple[Tensor, Tensor]]) -> _InFlight:
         seed = self._inputs.seed
         assert seed is not None  # a graph is built only for a backward
         # An auxiliary loss may not depend on any parameter (a constant, or a frozen router): it has no backward.
-        losses = [(get_gradient_edge(total), seed(n, w)) for n, (total, w) in out.losses.items() if total.requires_grad]
+        losses = [(get_gradient_edge(total), seed(n, w)) for n, (total, w) in reported.items() if total.requires_grad]
         # Nor has the output of a chunk that holds a frozen embedding alone.
-        output = None if out.x is None or not out.x.requires_grad else get_gradient_edge(out.x)
-        return _InFlight(x, output, tuple(losses))
+        edges = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+        return _InFlight(inputs, tuple(edges), tuple(losses))
 
     def _microbatch(self, index: int) -> Microbatch:
         if index not in self._microbatches:

@@ -1,9 +1,11 @@
 """Messages between stages: post a receive, wait for it, send, and retire a send once it is proven consumed.
 
+A message is a microbatch's tensors at a boundary: one of most models, sent one after the other where there are more.
+
 A message that stays on its stage is passed in memory. Every other message crosses a directed channel in the order in
 which its sender sends. Receives are posted in that same order, so no tags are needed (NCCL has none).
 
-If only the sender knows the shape of a message, a header with the unknown sizes precedes it on the same channel. The
+If only the sender knows a shape of a message, a header with the unknown sizes precedes it on the same channel. The
 receive of the message cannot be posted before the header has arrived, and no later message may overtake it, so posts
 queue behind it in the sender's order. If every shape is known, there are no headers and no queue.
 
@@ -38,13 +40,15 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.comm import Channels, ParallelGroup
 
     _Operation = Callable[..., dist.Work | None]
+    #: x, or its gradient, then what is beside it.
+    Tensors = tuple[Tensor, ...]
 
 #: gloo's error text for a peer that does not answer; any other text means that the connection broke.
 _TIMEOUT_TEXT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 class _Transfer(NamedTuple):
-    """A tensor in transfer and its handle; if it is one part of a shared message, ``shape`` is the message's.
+    """A tensor in transfer and its handle; if it is one part of a shared tensor, ``shape`` is that one's.
 
     Where gloo carries the messages of GPUs, the tensor lies on the host.
     """
@@ -67,7 +71,7 @@ class Messenger:
     """Sends and receives the messages of one stage; ``ranks`` maps a stage to this rank's counterpart there.
 
     ``model`` is the name in errors of the plugin that declares the boundaries. ``sharers`` are the ranks of this stage
-    that hold the same tensors and send one part each; a message whose size they do not divide is sent whole by each.
+    that hold the same tensors and send one part each; a tensor whose size they do not divide is sent whole by each.
     ``activity`` is updated with each send and each wait.
     """
 
@@ -86,9 +90,9 @@ class Messenger:
         self._carried_on = torch.device("cpu") if by_host else device
         self._activity = Activity() if activity is None else activity
         self._model, self._sharers = model, sharers
-        self._local: dict[Message, Tensor] = {}
+        self._local: dict[Message, Tensors] = {}
         self._queued: defaultdict[int, deque[_QueuedReceive]] = defaultdict(deque)
-        self._posted: dict[Message, _Transfer] = {}
+        self._posted: dict[Message, tuple[_Transfer, ...]] = {}
         self._sent: dict[Message, tuple[_Transfer, ...]] = {}
 
     @property
@@ -97,7 +101,7 @@ class Messenger:
         return len(self._sent)
 
     def post(self, message: Message, boundary: Boundary, *, one_order: bool = False) -> None:
-        """Start receiving ``message`` into a new tensor of its boundary's shape and dtype.
+        """Start receiving ``message`` into new tensors of its boundary's shapes and dtypes.
 
         A receive behind an unknown shape is queued. With ``one_order`` (see the instruction) queueing would let another
         operation take its place in the communicator's order, so this blocks until the header has arrived.
@@ -118,39 +122,40 @@ class Messenger:
         while one_order and queue:
             self._take_header(queue)
 
-    def wait(self, message: Message) -> Tensor:
-        """Block until ``message`` has arrived, and return its tensor."""
+    def wait(self, message: Message) -> Tensors:
+        """Block until ``message`` has arrived, and return its tensors."""
         if message.local:
             return self._local.pop(message)
         while message not in self._posted:
             self._take_header(self._queued[message.source])
-        transfer = self._posted.pop(message)
-        self._finish("receive", message, transfer, message.source)
-        tensor = transfer.tensor.to(self._device)
-        if transfer.shape is None:
-            return tensor
-        # Safe as a collective: all sharers run the same instructions, so they gather in the same order.
-        return self._sharers.gather(tensor).view(transfer.shape)
+        return tuple([self._arrived(message, transfer) for transfer in self._posted.pop(message)])
 
-    def send(self, message: Message, tensor: Tensor, boundary: Boundary) -> None:
-        """Start sending ``tensor``, which belongs to the messenger until it is retired.
+    def send(self, message: Message, tensors: Tensors, boundary: Boundary) -> None:
+        """Start sending ``tensors``, in the order of ``boundary``; they belong to the messenger until it is retired.
 
-        Raises :class:`PluginError` if shape or dtype differ from the boundary: the receiver would abort, or silently
+        Raises :class:`PluginError` if a shape or dtype differs from the boundary: the receiver would abort, or silently
         misread the bytes.
         """
-        if not boundary.fits(tensor):
-            raise PluginError(
-                f"{message} is {tuple(tensor.shape)} {tensor.dtype}, {self._model} declared {boundary}",
-                fix="make Model.boundary and the chunk's output agree",
-            )
+        for name, each, tensor in zip(("", *boundary.beside), boundary.tensors, tensors, strict=True):
+            if not each.fits(tensor):
+                what = f"{name} beside {message}" if name else message
+                raise PluginError(
+                    f"{what} is {tuple(tensor.shape)} {tensor.dtype}, {self._model} declared {each}",
+                    fix="make Model.boundary and the chunk's output agree",
+                )
         if message.local:
-            self._local[message] = tensor
+            self._local[message] = tensors
             return
         self._activity.enter("send", Exchange(message, self._ranks[message.target]))
-        header = () if boundary.known else (self._send_sizes(message, boundary.unknown(tensor)),)
-        transfer = self._start(dist.isend, message, self._part_of(tensor).to(self._carried_on), message.target)
+        header = () if boundary.known else (self._send_sizes(message, tensors, boundary),)
         # Held until it is retired: on gloo the buffer must stay unchanged until the receiver has it.
-        self._sent[message] = (*header, transfer)
+        self._sent[message] = (
+            *header,
+            *[
+                self._start(dist.isend, message, self._part_of(tensor).to(self._carried_on), message.target)
+                for tensor in tensors
+            ],
+        )
 
     def retire(self, messages: Iterable[Message]) -> None:
         """Release sent tensors whose receivers are known to have consumed them."""
@@ -170,28 +175,43 @@ class Messenger:
                 queue.popleft()
                 self._receive(message, boundary)
             else:
-                sizes = torch.empty(boundary.shape.count(None), dtype=torch.int64, device=self._carried_on)
+                unknown = sum(each.shape.count(None) for each in boundary.tensors)
+                sizes = torch.empty(unknown, dtype=torch.int64, device=self._carried_on)
                 queue[0].header = self._start(dist.irecv, message, sizes, message.source)
 
     def _take_header(self, queue: deque[_QueuedReceive]) -> None:
-        """Wait for the header at the head of ``queue``; post the receive of its tensor, then those queued behind it."""
+        """Wait for the header at the head of ``queue``; post the receives of its message, then those behind it."""
         awaited = queue.popleft()
         assert awaited.header is not None  # _advance leaves no entry without a header at the head
         sizes = self._read(awaited.message, awaited.header)
         self._receive(awaited.message, awaited.boundary, sizes)
         self._advance(queue)
 
-    def _send_sizes(self, message: Message, sizes: Sequence[int]) -> _Transfer:
+    def _send_sizes(self, message: Message, tensors: Tensors, boundary: Boundary) -> _Transfer:
+        sizes = [size for each, x in zip(boundary.tensors, tensors, strict=True) for size in each.unknown(x)]
         header = torch.tensor(sizes, dtype=torch.int64, device=self._carried_on)
         return self._start(dist.isend, message, header, message.target)
 
     def _receive(self, message: Message, boundary: Boundary, sizes: Sequence[int] = ()) -> None:
-        shape = torch.Size(boundary.resolve(sizes))
+        told = iter(sizes)  # each tensor takes its own
+        self._posted[message] = tuple(
+            [self._receive_one(message, torch.Size(each.resolve(told)), each.dtype) for each in boundary.tensors]
+        )
+
+    def _receive_one(self, message: Message, shape: torch.Size, dtype: torch.dtype) -> _Transfer:
         shared = self._is_shared(shape)
         size = (shape.numel() // self._sharers.size,) if shared else shape
-        tensor = torch.empty(size, dtype=boundary.dtype, device=self._carried_on)
+        tensor = torch.empty(size, dtype=dtype, device=self._carried_on)
         transfer = self._start(dist.irecv, message, tensor, message.source)
-        self._posted[message] = transfer._replace(shape=shape if shared else None)
+        return transfer._replace(shape=shape if shared else None)
+
+    def _arrived(self, message: Message, transfer: _Transfer) -> Tensor:
+        self._finish("receive", message, transfer, message.source)
+        tensor = transfer.tensor.to(self._device)
+        if transfer.shape is None:
+            return tensor
+        # Safe as a collective: all sharers run the same instructions, so they gather in the same order.
+        return self._sharers.gather(tensor).view(transfer.shape)
 
     def _is_shared(self, shape: torch.Size) -> bool:
         """Whether a message of ``shape`` is sent in parts; it follows from the shape, so that both ends agree."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from torch import Tensor, nn
 
-    from megatron_run.contracts import Chunk, DataSource, Field
+    from megatron_run.contracts import Boundary, Chunk, DataSource, Field
     from megatron_run.contracts.actions import Action
     from megatron_run.contracts.topology import Axis
     from megatron_run.planning import ResolvedRun
@@ -96,10 +96,9 @@ def saved_by_chunk(run: ResolvedRun, options: BaseModel, data: DataSource, stage
         found = []
         for position, chunk in zip(positions, chunks, strict=True):
             boundary = model.boundary(microbatch, size, length)
-            shape = [each or 1 for each in boundary.shape]
-            x = torch.zeros(shape, dtype=boundary.dtype, requires_grad=True) if position else None
+            x, beside = _received(boundary) if position else (None, {})
             with context.rng.left_alone():
-                found.append(_saved(chunk, x, microbatch))
+                found.append(_saved(chunk, x, beside, microbatch))
     return found
 
 
@@ -109,7 +108,16 @@ def _batch(field: Field, size: int, length: int) -> Tensor:
     return torch.zeros((size, *sizes), dtype=getattr(torch, field.dtype))
 
 
-def _saved(chunk: Chunk, x: Tensor | None, microbatch: Microbatch) -> int:
+def _received(boundary: Boundary) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a chunk gets from the one before it, of which sizes that only the sender knows count as 1."""
+    x, *beside = (
+        torch.zeros([size or 1 for size in each.shape], dtype=each.dtype, requires_grad=True)
+        for each in boundary.tensors
+    )
+    return x, dict(zip(boundary.beside, beside, strict=True))
+
+
+def _saved(chunk: Chunk, x: Tensor | None, beside: dict[str, Tensor], microbatch: Microbatch) -> int:
     """Bytes of the storages that ``chunk`` saves, its parameters' and the batch's aside."""
     kept: dict[int, int] = {}
     alive: list[Tensor] = []  # a storage that is freed would give its number to another one
@@ -120,7 +128,7 @@ def _saved(chunk: Chunk, x: Tensor | None, microbatch: Microbatch) -> int:
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = chunk(x, microbatch)
+        out = chunk(x, microbatch, **beside)
     module = cast("nn.Module", chunk)  # as every chunk of the engine's models
     others = [*module.parameters(), *module.buffers(), *microbatch.fields.values()]
     for tensor in others:

@@ -64,17 +64,26 @@ class ChunkOut:
     ``x`` [s, b, h] goes to the next position; the last position returns None. ``losses`` maps a name to (sum, weight),
     both scalars: the language-model loss ``lm`` summed over tokens, and the number of tokens; an auxiliary loss, and 1.
     ``logits`` [s, b, p/t], this rank's part of the padded vocabulary, come from the last chunk if its microbatch has no
-    labels.
+    labels. ``beside`` holds what goes along with ``x``, by the names of :attr:`Boundary.beside`: an encoder's output,
+    for instance. A chunk may hand on what it received.
     """
 
     x: Tensor | None
     losses: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     logits: Tensor | None = None
+    beside: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """Shape and dtype of the tensor that crosses between stages for one microbatch.
+    """Shape and dtype of the tensor that crosses between stages for one microbatch, and of those ``beside`` it.
+
+    Most models send the residual stream alone. What another one sends beside it is declared by name, in any shape, and
+    has a gradient too, which is zero where a chunk makes no use of it::
+
+        Boundary((16, b, h), dtype, beside={"encoder": Boundary((48, b, h), dtype)})
+
+    The tensors of a microbatch are one message: they are sent one after the other, in the order declared here.
 
     A size of None is known to the sender only. It costs one more small message: the sizes are sent before the tensor. A
     size that follows from the microbatch's index and step needs no message, since every stage can compute it. A model
@@ -86,14 +95,20 @@ class Boundary:
 
     shape: tuple[int | None, ...]
     dtype: torch.dtype
+    beside: Mapping[str, Boundary] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"({', '.join('?' if size is None else str(size) for size in self.shape)}) {self.dtype}"
 
     @property
+    def tensors(self) -> tuple[Boundary, ...]:
+        """That of ``x``, then of each tensor beside it."""
+        return (self, *self.beside.values())
+
+    @property
     def known(self) -> bool:
-        """Whether every size is known to the receiver."""
-        return None not in self.shape
+        """Whether every size of every tensor is known to the receiver."""
+        return None not in self.shape and all(each.known for each in self.beside.values())
 
     def fits(self, x: Tensor) -> bool:
         """Whether ``x`` has this dtype, this number of dimensions and all known sizes."""
@@ -187,8 +202,11 @@ class Chunk(Protocol):
     tokens, and rows may be padded. Text is generated from any other chunk by reading all of it again for every token.
     """
 
-    def __call__(self, x: Tensor | None, microbatch: Microbatch) -> ChunkOut:
-        """Run the forward. ``x`` [s, b, h] comes from the previous position; it is None at the first."""
+    def __call__(self, x: Tensor | None, microbatch: Microbatch, **beside: Tensor) -> ChunkOut:
+        """Run the forward. ``x`` [s, b, h] comes from the previous position; it is None at the first.
+
+        What comes ``beside`` it are arguments of the names that :attr:`Boundary.beside` declares, none at the first.
+        """
         ...
 
     def segments(self) -> Sequence[Segment]:
@@ -241,7 +259,7 @@ class Model(ABC):
 
     @abstractmethod
     def boundary(self, microbatch: Microbatch, micro_batch_size: int, sequence_length: int) -> Boundary:
-        """Shape and dtype of the tensor between positions for ``microbatch``, which has no fields here.
+        """Shape and dtype of the tensor, or tensors, between positions for ``microbatch``, which has no fields here.
 
         Both ends of a message must compute the same boundary, and stages have different fields. So it may depend on
         ``index``, ``step``, ``sample0`` and ``train`` of the microbatch; a size that does not follow from these is

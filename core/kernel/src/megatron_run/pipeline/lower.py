@@ -21,10 +21,11 @@ from megatron_run.pipeline.plan import Plan, positions
 
 
 class Message(NamedTuple):
-    """One tensor sent from stage ``source`` to stage ``target``.
+    """What one stage, ``source``, sends to another, ``target``, for a microbatch.
 
-    ``x`` is an activation sent forward, ``g`` a gradient sent backward; ``position`` is the layout position that
-    consumes it. If ``source == target``, it passes between two chunks of one stage.
+    ``x`` is an activation sent forward, ``g`` a gradient sent backward, and where the model has some, the tensors
+    beside it; ``position`` is the layout position that consumes it. If ``source == target``, it passes between two
+    chunks of one stage.
     """
 
     kind: Literal["x", "g"]

@@ -1,0 +1,86 @@
+"""The options of model ``t5``; the defaults are those of T5 1.1's base size."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from megatron_run_engine.nn import TransformerSpec
+
+
+class T5Options(BaseModel):
+    """The keys of section ``model`` when it uses t5."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    num_layers: int = Field(24, ge=2, description="layers of encoder and decoder together")
+    encoder_layers: int | None = Field(None, ge=1, description="how many of them are the encoder's; unset: half")
+    hidden_size: int = Field(768, ge=1, description="width of the residual streams")
+    num_heads: int = Field(12, ge=1, description="attention heads")
+    head_size: int = Field(64, ge=1, description="features of a head")
+    ffn_size: int | None = Field(None, ge=1, description="width of the feed-forward layer; unset: 8/3 x hidden, even")
+    vocab_size: int | None = Field(None, ge=1, description="unpadded token ids; unset: the data's")
+    encoder_length: int = Field(512, ge=1, description="tokens that the encoder reads, as the data's")
+    position_buckets: int = Field(32, ge=4, description="biases of a head by the distance of query and key")
+    position_distance: int = Field(128, ge=2, description="from this distance on all share one bias")
+    activation: Literal["geglu_tanh", "relu"] = Field(
+        "geglu_tanh", description="of the feed-forward layer; relu: the first T5's"
+    )
+    tie_embeddings: bool = Field(True, description="the output layer is the embedding, its logits over sqrt(hidden)")
+    norm_eps: float = Field(1e-6, gt=0, description="added to the mean square")
+    dropout: float = Field(0.1, ge=0, lt=1, description="on embeddings, attention and residual connections")
+
+    @field_validator("encoder_layers")
+    @classmethod
+    def _leaves_a_decoder(cls, encoder: int | None, info: ValidationInfo) -> int | None:
+        layers = info.data.get("num_layers")
+        if encoder is not None and layers is not None and encoder >= layers:
+            raise ValueError(f"{encoder} of {layers} layers leave none for the decoder; raise num_layers")
+        return encoder
+
+    @field_validator("position_buckets")
+    @classmethod
+    def _both_directions(cls, buckets: int) -> int:
+        if buckets % 4:
+            raise ValueError(f"{buckets} is no multiple of 4: half of the encoder's are for keys behind the query")
+        return buckets
+
+    @field_validator("position_distance")
+    @classmethod
+    def _beyond_single_distances(cls, distance: int, info: ValidationInfo) -> int:
+        buckets = info.data.get("position_buckets")
+        if buckets is not None and distance <= buckets // 2:
+            raise ValueError(f"{distance} must exceed {buckets // 2}, half of position_buckets: each has a bias alone")
+        return distance
+
+    @property
+    def first_decoder_layer(self) -> int:
+        """The number of the first layer of the decoder, which is how many the encoder has."""
+        return self.num_layers // 2 if self.encoder_layers is None else self.encoder_layers
+
+    def spec(self, length: int) -> TransformerSpec:
+        """Return the layers that these options describe, for a decoder that reads ``length`` tokens.
+
+        Raises ValueError while ``vocab_size`` is unset.
+        """
+        if self.vocab_size is None:
+            raise ValueError("vocab_size is unset: fill it in from the data first")
+        return TransformerSpec(
+            layers=self.num_layers,
+            hidden=self.hidden_size,
+            heads=self.num_heads,
+            kv_heads=self.num_heads,
+            ffn=self.ffn_size or 2 * round(4 * self.hidden_size / 3),
+            vocab=self.vocab_size,
+            sequence_length=length,
+            head_features=self.head_size,
+            norm="rmsnorm",
+            norm_eps=self.norm_eps,
+            # Of relu the layers' shapes are gelu's: no gate.
+            activation="geglu_tanh" if self.activation == "geglu_tanh" else "gelu",
+            bias=False,
+            logits_scale=self.hidden_size**-0.5 if self.tie_embeddings else 1.0,
+            dropout=self.dropout,
+            init_std=self.hidden_size**-0.5,
+        )
