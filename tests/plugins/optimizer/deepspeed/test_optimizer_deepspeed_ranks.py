@@ -182,6 +182,7 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
         np.testing.assert_array_equal(value, other[name], err_msg=str(name))
 
 
+@pytest.mark.nightly  # three processes that each take ten seconds to import DeepSpeed
 def test_it_conforms_alone_and_together(tmp_path: Path) -> None:
     """In a process of its own, which DeepSpeed changes for life."""
     done = run_command((*COMMAND, "plugins", "check", "optimizer=deepspeed"), tmp_path)
