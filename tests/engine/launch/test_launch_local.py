@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 from megatron_run.errors import ExitCode
-from megatron_run_engine.launch.local import terminal_writer
-from megatron_run_engine.launch.rank_output import flush_output
+from megatron_run_engine.launch.rank_output import flush_output, terminal_writer
 from megatron_run_engine.launch.start import scratch_folder
 from megatron_run_engine.launch.watchdog.monitor import is_stopped
 from megatron_run_engine.training.process import rank_environment

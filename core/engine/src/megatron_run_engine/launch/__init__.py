@@ -2,7 +2,8 @@
 
 Importing it is instant: torch is imported by the ranks, and by ``launch`` when it resolves the run. Reading order:
 ``api`` (where ranks come from), ``local``, ``fork_server`` and ``rank`` (how one starts), ``worker`` (its work),
-``failures`` (how its failure reaches the user), ``watchdog`` (how a hang is noticed).
+``rank_output`` (where its words go), ``failures`` (how its failure reaches the user), ``watchdog`` (how a hang is
+noticed).
 
 Imports: checkpoint, config, contracts, data, errors, planning, run_folder, runtime, safe_folder, training.
 """

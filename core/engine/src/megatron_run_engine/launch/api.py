@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, InputError, RunError
 from megatron_run_engine.launch.failures import exit_code, how_to_resume, interrupted, last_line, last_saved
-from megatron_run_engine.launch.rank_output import flush_output
+from megatron_run_engine.launch.rank_output import flush_output, terminal_writer
 from megatron_run_engine.launch.restarts import Restarts, resumed
 from megatron_run_engine.launch.results import RunResult
 from megatron_run_engine.launch.told import untold
@@ -266,7 +266,7 @@ def _local_plan(
     fork: bool,
     task: Task | None = None,
 ) -> LocalPlan:
-    from megatron_run_engine.launch.local import LocalPlan, terminal_writer
+    from megatron_run_engine.launch.local import LocalPlan
 
     return LocalPlan(
         request=request,

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,7 +21,7 @@ from megatron_run.errors import ExitCode, RankLostError
 from megatron_run_engine.launch.failures import describe, first_cause
 from megatron_run_engine.launch.fork_server import forked_ranks
 from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, page_path
-from megatron_run_engine.launch.rank_output import count_warnings
+from megatron_run_engine.launch.rank_output import Relay, count_warnings
 from megatron_run_engine.launch.results import RankResult, RunResult, has_reported
 from megatron_run_engine.launch.signals import AFTER_THE_STEP, SAVING, caught_signals
 from megatron_run_engine.launch.start import RankProcess, RankStart, scratch_folder, spawned_ranks
@@ -36,8 +34,6 @@ from megatron_run_engine.training.process import available_cores, rank_environme
 #: Seconds that the other ranks get to end by themselves once one has failed: all are gone within 5.
 GRACE = 4.0
 _POLL = 0.02
-#: Seconds between two looks at rank 0's log: a progress bar moves ten times a second at most.
-_RELAY = 0.05
 #: Ends that do not trouble the other ranks: not yet, done, or stopped after a step on which all ranks agreed.
 _IN_ORDER = (None, ExitCode.DONE, ExitCode.TIME_LIMIT, ExitCode.SIGINT, ExitCode.SIGTERM)
 
@@ -244,50 +240,3 @@ def _tell_warnings(plan: LocalPlan, results: Sequence[RankResult]) -> None:
         result, _, text = next(each for each in found if each[1])
         count = f"{total} warning{'s' if total > 1 else ''} of other ranks"
         plan.tell(f"{count}, the first on rank {result.rank}: {text} (log: {result.log})")
-
-
-class Relay:
-    """Copies ``log`` to ``write`` from a thread. When the reader is gone (EPIPE), training continues unseen."""
-
-    def __init__(self, log: Path, write: Callable[[bytes], None]) -> None:
-        self._log, self._write = log, write
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
-
-    def start(self) -> None:
-        """Begin to copy."""
-        self._thread.start()
-
-    def finish(self, within: float = 2.0) -> None:
-        """Copy what is left and end; a terminal that does not take it in time is left alone."""
-        self._ended.set()
-        self._thread.join(within)
-
-    def _run(self) -> None:
-        try:
-            with os.fdopen(open_log(self._log, os.O_RDONLY), "rb") as log:
-                while not self._ended.is_set():
-                    self._copy(log.read())
-                    self._ended.wait(_RELAY)
-                self._copy(log.read())
-        except (OSError, ValueError):
-            return
-
-    def _copy(self, data: bytes) -> None:
-        if data:
-            self._write(data)
-
-
-def terminal_writer() -> Callable[[bytes], None]:
-    """Write bytes to standard output: unbuffered to its descriptor, else as text (a notebook has none)."""
-    try:
-        descriptor = sys.stdout.fileno()
-    except (OSError, ValueError, AttributeError):
-        return lambda data: print(data.decode(errors="replace"), end="", flush=True)  # noqa: T201  # the only way there
-
-    def write(data: bytes) -> None:
-        while data:
-            data = data[os.write(descriptor, data) :]
-
-    sys.stdout.flush()
-    return write

@@ -1,13 +1,18 @@
-"""What a rank prints: how it goes to its log, and what the launcher reads there."""
+"""What a rank prints: its way to the log, rank 0's from there to the terminal, and what the launcher reads of it."""
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from megatron_run_engine.run_folder.folder import open_log
+
+#: Seconds between two looks at rank 0's log: a progress bar moves ten times a second at most.
+_RELAY = 0.05
 
 
 def redirect_output(log: Path) -> None:
@@ -24,6 +29,53 @@ def flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
+
+
+class Relay:
+    """Copies ``log`` to ``write`` from a thread. When the reader is gone (EPIPE), training continues unseen."""
+
+    def __init__(self, log: Path, write: Callable[[bytes], None]) -> None:
+        self._log, self._write = log, write
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
+
+    def start(self) -> None:
+        """Begin to copy."""
+        self._thread.start()
+
+    def finish(self, within: float = 2.0) -> None:
+        """Copy what is left and end; a terminal that does not take it in time is left alone."""
+        self._ended.set()
+        self._thread.join(within)
+
+    def _run(self) -> None:
+        try:
+            with os.fdopen(open_log(self._log, os.O_RDONLY), "rb") as log:
+                while not self._ended.is_set():
+                    self._copy(log.read())
+                    self._ended.wait(_RELAY)
+                self._copy(log.read())
+        except (OSError, ValueError):
+            return
+
+    def _copy(self, data: bytes) -> None:
+        if data:
+            self._write(data)
+
+
+def terminal_writer() -> Callable[[bytes], None]:
+    """Write bytes to standard output: unbuffered to its descriptor, else as text (a notebook has none)."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError, AttributeError):
+        return lambda data: print(data.decode(errors="replace"), end="", flush=True)  # noqa: T201  # the only way there
+
+    def write(data: bytes) -> None:
+        while data:
+            data = data[os.write(descriptor, data) :]
+
+    sys.stdout.flush()
+    return write
 
 
 def last_log_line(log: Path, window: int = 8192) -> str:

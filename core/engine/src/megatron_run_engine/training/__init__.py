@@ -3,5 +3,5 @@
 ``trainer`` holds one step from top to bottom. ``state`` resumes and saves checkpoints, ``health`` checks losses,
 weights and ranks; ``environments`` finds the world that a process was started in, ``process`` prepares it.
 
-Imports: checkpoint, config, contracts, data, errors, pipeline, planning, registry, run_folder, runtime.
+Imports: checkpoint, config, contracts, data, errors, pipeline, planning, registry, run_folder, runtime, safe_folder.
 """
