@@ -15,8 +15,6 @@ from megatron_run_engine import train
 from megatron_run_engine.formats.convert import export_model, import_model
 from megatron_run_engine.runtime.rng import initial_generator
 
-peft = pytest.importorskip("peft", reason="an oracle of requirements-dev.txt")
-
 #: What PEFT asks of transformers, as transformers now calls it.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -48,6 +46,9 @@ def peft_losses(folder: Path, targets: dict[str, str]) -> tuple[list[float], dic
     """Losses of each step, and the merged weights. Adapters begin with the values that ours have for the seed."""
     from transformers import LlamaForCausalLM
 
+    peft = pytest.importorskip(
+        "peft", reason="an oracle of requirements-dev.txt"
+    )
     model: Any = LlamaForCausalLM.from_pretrained(folder)
     names = [theirs.rpartition(".")[2] for theirs in targets.values()]
     model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=names))
