@@ -84,9 +84,9 @@ def norm(weights: Weights, name: str, x: Tensor, options: Any) -> Tensor:
         return x
     weight = weights[f"{name}.weight"] + (1 if options.norm.endswith("_1p") else 0)
     if options.norm.startswith("rmsnorm"):
-        return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+        return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + options.norm_eps) * weight
     centred = x - x.mean(-1, keepdim=True)
-    scaled = centred / torch.sqrt(centred.pow(2).mean(-1, keepdim=True) + 1e-5)
+    scaled = centred / torch.sqrt(centred.pow(2).mean(-1, keepdim=True) + options.norm_eps)
     return scaled * weight + weights[f"{name}.bias"]
 
 

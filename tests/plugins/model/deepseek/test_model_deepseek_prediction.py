@@ -16,7 +16,7 @@ from megatron_run_model_deepseek.prediction import MTP_LOSS
 from megatron_run_testing import Check
 from megatron_run_testing.build_contexts import example_microbatch, logical_values, single_process_context
 from megatron_run_testing.model import Built, build_model, model_checks
-from tests.support import plain_gpt
+from tests.support import plain_gpt, plain_moe
 from tests.support.plain_gpt import Weights
 
 HEADS, ROPE, NOPE, VALUE, COEFFICIENT = 4, 4, 6, 8, 0.3
@@ -35,7 +35,17 @@ OPTIONS: dict[str, Any] = {
     "mtp_layers": 2,
     "mtp_loss_coeff": COEFFICIENT,
 }
+#: Layer 0 is dense; layer 1 and both predictors have experts.
+EXPERTS: dict[str, Any] = {
+    "experts": 4,
+    "expert_ffn_size": 12,
+    "expert_layer_first": 1,
+    "shared_expert_ffn_size": 16,
+    "router_score_function": "sigmoid",
+    "aux_loss_coeff": 0.0,
+}
 #: Bounds of the documents of two rows of 16 tokens.
+PREDICTED = ("predictors.1.block", "predictors.2.block")
 DOCUMENTS = torch.tensor([[0, 5, 12, 16], [0, 1, 15, 16]])
 
 
@@ -95,6 +105,10 @@ def losses(products: Tensor, targets: Tensor, options: Any) -> Tensor:
 
 def block(own: Weights, x: Tensor, options: Any) -> Tensor:
     x = x + attention(own, plain_gpt.norm(own, "attention.norm", x, options), options)
+    if not x.shape[1]:
+        return x
+    if "moe.norm.weight" in own:
+        return x + plain_moe.mixture(within(own, "moe."), plain_gpt.norm(own, "moe.norm", x, options), options).out
     return x + plain_gpt.mlp(own, plain_gpt.norm(own, "mlp.input.norm", x, options), options)
 
 
@@ -125,8 +139,9 @@ def attention(own: Weights, y: Tensor, options: Any) -> Tensor:
         {"logits_scale": 0.5, "logits_softcap": 4.0},
         {"logits_scale": 2.0, "label_smoothing": 0.2},
         {"logits_scale": 2.0, "label_smoothing": 0.2, "loss_chunks": 2},
+        EXPERTS,
     ],
-    ids=["untied", "tied", "capped", "smooth", "chunks"],
+    ids=["untied", "tied", "capped", "smooth", "chunks", "experts"],
 )
 @pytest.mark.parametrize("rows", ["whole", "packed"])
 def test_losses_and_every_gradient_are_those_of_plain_torch(rows: str, given: dict[str, Any]) -> None:
@@ -154,6 +169,27 @@ def test_the_mean_over_depths_is_reported_in_training_alone() -> None:
     total, weight = out.losses[MTP_LOSS]
     torch.testing.assert_close(total / weight, torch.stack(means).mean())
     assert built.forward(replace(microbatch, train=False))[0].losses.keys() == {"lm"}
+
+
+def test_routers_of_predictors_are_balanced_and_reported_with_the_others() -> None:
+    _, built = deepseek({**EXPERTS, "router_bias_rate": 0.5, "aux_loss_coeff": 0.01})
+    out, _ = built.forward(example_microbatch(61))
+    total, weight = out.losses["model/balance_loss"]
+    assert float(weight) == pytest.approx(0.01 * 3), "layer 1 and two predictors"
+    assert total / weight > 0.9
+    built.model.before_update(skipped=False)
+    biases = {name: value for name, value in logical_values(built.infos).items() if "expert_bias" in name}
+    assert biases.keys() == {f"{each}.moe.router.expert_bias" for each in ("layers.1", *PREDICTED)}
+    assert all(value.abs().max() == 0.5 for value in biases.values())
+
+
+def test_floating_point_operations_count_the_matrices_of_one_token() -> None:
+    """Six a parameter: of experts those of a token, and the output layer once for each prediction."""
+    _, built = deepseek({**EXPERTS, "experts": 2, "top_k": 2})
+    matrices = sum(p.numel() for p, info in built.infos.items() if p.ndim > 1 and "word" not in info.name)
+    padding = sum(len(p) - 61 for p, info in built.infos.items() if info.name == "output.weight") * 24
+    products = 4 * 16 * HEADS * (ROPE + NOPE + VALUE)  # of two layers and two predictors
+    assert built.model.flops_per_token(16) == 6 * (matrices - padding + 2 * 61 * 24 + products)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ EXPERTS = (
     "model.shared_expert_ffn_size=16",
 )
 PREDICTING = ("model.mtp_layers=2", "model.loss_chunks=2")
+BOTH = (*EXPERTS, *PREDICTING)
 #: Splits of two ranks: (settings, plugins); those of experts and of predictors have them.
 SPLITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tensor": (("parallel.tensor=2",), ("parallel-layer=tensor",)),
@@ -51,6 +52,9 @@ SPLITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("schedule=interleaved",),
     ),
     "predictors, data": (("parallel.data=2", *PREDICTING), ("optimizer=zero1",)),
+    "both, experts": (("parallel.expert=2", *BOTH), ()),
+    "both, sequence": (("parallel.tensor=2", "parallel.sequence=true", *BOTH), ("parallel-layer=tensor",)),
+    "both, pipeline": (("parallel.pipeline=2", *BOTH), ("schedule=zero-bubble", "optimizer=zero1")),
 }
 
 
@@ -59,7 +63,7 @@ def request(sets: tuple[str, ...] = (), plugins: tuple[str, ...] = ()) -> Reques
 
 
 def test_every_split_has_the_losses_of_one_process() -> None:
-    kinds = {"": (), "experts": EXPERTS, "predictors": PREDICTING}
+    kinds = {"": (), "experts": EXPERTS, "predictors": PREDICTING, "both": BOTH}
     alone = dict(zip(kinds, train_many(1, [request(sets) for sets in kinds.values()]), strict=True))
     norms = [ranks[0].norms[0] for ranks in alone.values()]
     assert len({round(norm, 3) for norm in norms}) == len(kinds), "three different models"

@@ -5,7 +5,7 @@ Legend: s sequence, b micro batch, h hidden, p padded vocabulary, t tensor-paral
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import Microbatch, ParallelLayers
     from megatron_run.contracts.schema import TrainSection
+    from megatron_run_engine.nn.block import Block
     from megatron_run_engine.nn.embedding import Embedding
     from megatron_run_engine.nn.moe.layer import RouterReports
+    from megatron_run_engine.nn.moe.router import Router
     from megatron_run_engine.nn.rotary import Rotary
     from megatron_run_engine.nn.spec import TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext
@@ -112,9 +114,8 @@ class DecoderChunk(nn.Module):
         #: Whether every layer here can keep what it needs of earlier tokens (:class:`megatron_run.contracts.Decoding`).
         self.caches = all(getattr(block.attention.core, "caches", False) for block in blocks.values())
         self.runner, self._forward_pass, self._routers = context.segments, ForwardPass(layers, context.train), routers
-        self._mixed = [block.moe.router for block in blocks.values() if isinstance(block, ExpertBlock)]
-        if routers is not None:
-            routers.watch(self._mixed)
+        self._mixed: list[Router] = []
+        self.watch_routers(blocks.values())
 
         self._reads = attention_fields(context, spec)
         # Built once: graph capture recognises a segment by its identity.
@@ -122,6 +123,13 @@ class DecoderChunk(nn.Module):
         self._blocks = tuple((tuple(map(self.finish, block.segments())), block.reports) for block in blocks.values())
         to_logits, to_losses = ((), ()) if output is None else self._make_head_segments(spec)
         self._head, self._losses = tuple(map(self.finish, to_logits)), tuple(map(self.finish, to_losses))
+
+    def watch_routers(self, blocks: Iterable[Block]) -> None:
+        """Count the choices of those ``blocks`` that have experts; they report in this order."""
+        found = [block.moe.router for block in blocks if isinstance(block, ExpertBlock)]
+        self._mixed += found
+        if self._routers is not None:
+            self._routers.watch(found)
 
     def finish(self, segment: Segment) -> Segment:
         """``segment`` as the chunk runs it, see :meth:`ForwardPass.finish`."""
@@ -142,11 +150,11 @@ class DecoderChunk(nn.Module):
             if self.embedding is not None:
                 x = self._run_embedding(microbatch)
             assert x is not None  # only the first position starts from tokens
-            reported = []
+            reported = list[dict[str, Tensor]]()
             for segments, names in self._blocks:
                 x, *values = self._run_block(segments, names, x, microbatch)
                 reported += [dict(zip(names, values, strict=True))] if names else []
-            out = self.run_head(x, microbatch) if self.output is not None else ChunkOut(x)
+            out = self.run_head(x, microbatch, reported) if self.output is not None else ChunkOut(x)
             if self._routers is None or not microbatch.train:
                 return out
             self._routers.count(reported, self._mixed)
@@ -167,8 +175,11 @@ class DecoderChunk(nn.Module):
         self.runner.run(segments, microbatch, environment)
         return environment["x"], *(environment[name] for name in names)
 
-    def run_head(self, x: Tensor, microbatch: Microbatch) -> ChunkOut:
-        """The stream after the last block [s, b, h] -> losses, or logits [s, b, p/t] without labels."""
+    def run_head(self, x: Tensor, microbatch: Microbatch, reported: list[dict[str, Tensor]]) -> ChunkOut:
+        """The stream after the last block [s, b, h] -> losses, or logits [s, b, p/t] without labels.
+
+        A head with blocks of experts adds what they report to ``reported``, in the order of :meth:`watch_routers`.
+        """
         if microbatch.decoding is not None and microbatch.decoding.last_only:
             x = x[-1:]
         environment = {"x": x, **microbatch.fields}

@@ -14,7 +14,7 @@ from megatron_run_engine.builtin.model.gpt import Gpt, expert_notices
 from megatron_run_engine.nn import Rotary, attention_fields, tie_to_word
 from megatron_run_model_deepseek.latent_attention import LatentAttention
 from megatron_run_model_deepseek.options import DeepSeekOptions
-from megatron_run_model_deepseek.prediction import MTP_LOSS, PredictingChunk, Predictor
+from megatron_run_model_deepseek.prediction import MTP_LOSS, PredictingChunk, Predictor, predictor_spec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -95,8 +95,11 @@ class DeepSeek(Gpt):
         latent = shape.matmul_parameters(spec.hidden, spec.heads)
         matrices = spec.matmul_parameters + spec.layers * (latent - usual * spec.hidden)
         products = sequence_length * spec.heads * (shape.head + shape.value)
-        # A predictor joins two vectors, and has a dense block and the output layer's products.
-        predictor = latent + spec.hidden * (2 * spec.hidden + 3 * spec.ffn + spec.vocab)
+        # A predictor joins two vectors, and has a block and the output layer's products.
+        experts = predictor_spec(spec, spec.layers).experts
+        features, routed = (spec.ffn, 0) if experts is None else (experts.ffn_features, experts.count)
+        routed += experts is not None and experts.shared_gate
+        predictor = latent + spec.hidden * (2 * spec.hidden + 3 * features + routed + spec.vocab)
         return 6.0 * (matrices + self._predicted * predictor + (spec.layers + self._predicted) * products)
 
 

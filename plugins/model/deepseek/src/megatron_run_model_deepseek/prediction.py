@@ -42,7 +42,7 @@ MTP_LOSS = "model/mtp_loss"
 class Predictor(nn.Module):
     """Depth ``depth``, from 1: the token ``depth`` places behind the next one. ``word`` embeds, ``output`` classifies.
 
-    The block is dense. Its layer's number lies behind the head's.
+    The block has experts where the model's last one has. Its layer's number lies behind the head's.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Predictor(nn.Module):
         self.stream_norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
         self.token_norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
         self.join = ReplicatedLinear(context, 2 * spec.hidden, spec.hidden, spec.init)
-        self.block = make_block(context, layers, replace(spec, experts=None), attention(self.layer, rotary))
+        self.block = make_block(context, layers, predictor_spec(spec, self.layer), attention(self.layer, rotary))
         self.final_norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
         self.cross_entropy = layers.cross_entropy(spec.vocab, spec.label_smoothing)
         self.scale, self._word, self._output = spec.embedding_scale, (word,), (output,)  # in tuples: not its children
@@ -116,6 +116,13 @@ class Predictor(nn.Module):
         )
 
 
+def predictor_spec(spec: TransformerSpec, layer: int) -> TransformerSpec:
+    """``spec`` for a further ``layer`` of the kind of the last one."""
+    experts = spec.experts
+    mixed = experts is not None and spec.layers - 1 in experts.layers
+    return replace(spec, experts=replace(experts, layers=frozenset({layer})) if experts and mixed else None)
+
+
 class PredictingChunk(DecoderChunk):
     """The last chunk of a model with predictors; ``coefficient`` weighs the mean of their losses."""
 
@@ -130,22 +137,26 @@ class PredictingChunk(DecoderChunk):
         super().__init__(*arguments, **named)
         self.word, self.coefficient = word, coefficient
         self.predictors = nn.ModuleDict({str(each.depth): each for each in predictors})
-        self._predicting = [tuple(map(self.finish, each.segments(self.logits))) for each in predictors]
+        self._predicting = [
+            (tuple(map(self.finish, each.segments(self.logits))), each.block.reports) for each in predictors
+        ]
+        self.watch_routers(each.block for each in predictors)
 
     def segments(self) -> Sequence[Segment]:
         """Every segment in forward order."""
-        return (*super().segments(), *(segment for segments in self._predicting for segment in segments))
+        return (*super().segments(), *(segment for segments, _ in self._predicting for segment in segments))
 
-    def run_head(self, x: Tensor, microbatch: Microbatch) -> ChunkOut:
+    def run_head(self, x: Tensor, microbatch: Microbatch, reported: list[dict[str, Tensor]]) -> ChunkOut:
         """As of every decoder, and in training the mean loss of the predictors."""
-        out = super().run_head(x, microbatch)
+        out = super().run_head(x, microbatch, reported)
         if not microbatch.train or "labels" not in microbatch.fields:
             return out
         found = []
-        for segments in self._predicting:
+        for segments, names in self._predicting:
             environment: dict[str, Any] = {**dict.fromkeys(("documents", "positions")), **microbatch.fields, "x": x}
             self.runner.run(segments, microbatch, environment)
             x = environment["x"]
+            reported += [{name: environment[name] for name in names}] if names else []
             found.append(environment["mtp"])
         mean = torch.stack(found).mean()
         loss = (self.coefficient * mean, mean.new_full((), self.coefficient))
