@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 
 from megatron_run.errors import RunError
@@ -148,6 +150,30 @@ def test_what_transformers_saved_is_imported_and_computes_the_same(case: str, sh
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), "no bit is lost on the way"
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"bos_token": "<s>", "eos_token": {"content": "<|im_end|>"}, "pad_token": "absent"}, (1, 3, None)),
+        ({}, (None, 2, None)),
+        (None, (None, 2, None)),
+    ],
+)
+def test_the_export_of_a_run_names_the_tokens_that_its_tokenizer_tells(
+    said: dict[str, Any] | None, expected: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    from transformers import GenerationConfig
+
+    saved_network(tmp_path / "run", LLAMA)
+    made = Tokenizer(WordLevel({"a": 0, "<s>": 1, "</s>": 2, "<|im_end|>": 3}, unk_token="a"))
+    made.save(str(tmp_path / "run" / "tokenizer.json"))
+    if said is not None:
+        (tmp_path / "run" / "tokenizer_config.json").write_text(json.dumps(said))
+    convert.export_model(tmp_path / "run", tmp_path / "hf", "huggingface")
+    config, generation = their_model(tmp_path / "hf").config, GenerationConfig.from_pretrained(tmp_path / "hf")
+    for found in (config, generation):
+        assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == expected
+
+
 def test_an_export_of_several_files_is_read_by_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built, _ = saved_network(tmp_path / "run", LLAMA)
     monkeypatch.setattr("megatron_run_format_huggingface.model_folder.SHARD", 8000)
@@ -222,7 +248,7 @@ def edit(folder: Path, **changes: Any) -> dict[str, Any]:
         ("llama", {"head_dim": 8}, ["q_proj.weight is [24, 24] there and [48, 24] here"]),
         ("llama", {"mlp_bias": True}, ["mlp_bias=True"]),
         ("llama", {"quantization_config": {"bits": 4}}, ["quantised"]),
-        ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 8.0}}, ["rope_type='longrope'"]),
+        ("llama", {"rope_parameters": {"rope_type": "su", "factor": 8.0}}, ["rope_type='su'"]),
         ("llama", {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2}}, ["rope_type='dynamic'"]),
         ("llama", {"num_attention_heads": 0}, ["num_heads"]),
     ],

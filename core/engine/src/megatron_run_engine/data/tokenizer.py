@@ -27,8 +27,9 @@ END_OF_DOCUMENT = (
 
 #: The name under which a tokenizer's file is kept beside the weights that were trained with it.
 TOKENIZER = "tokenizer.json"
-#: The files beside a tokenizer's that may hold its chat template. They go where it goes.
-CHAT_TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
+#: The file beside it that names special tokens, and those that may hold its chat template. They go where it goes.
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATES = ("chat_template.jinja", TOKENIZER_CONFIG)
 
 
 class Tokenizer(ABC):

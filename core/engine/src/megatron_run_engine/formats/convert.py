@@ -27,15 +27,22 @@ from megatron_run.contracts.optimizer import MASTER, StatePiece
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run.registry.choose_format import format_to_read, format_to_write
 from megatron_run.registry.discover import plain_name
-from megatron_run.safe_folder import SafeFolder
 from megatron_run_engine.checkpoint.adapted import MergedReader, open_step
 from megatron_run_engine.checkpoint.files import FileSystem, lock, saving
 from megatron_run_engine.checkpoint.manifest import About, DataRecord, TokenizerRecord, make_manifest
 from megatron_run_engine.checkpoint.saving import LOCK, Commit
 from megatron_run_engine.checkpoint.shard_file import NAMES, write_shard, written_type
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
-from megatron_run_engine.data.tokenizer import CHAT_TEMPLATES, TOKENIZER, byte_tokenizer_json, reads_bytes
+from megatron_run_engine.data.tokenizer import TOKENIZER
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes, names_fault
+from megatron_run_engine.formats.kept_files import (
+    SOURCE,
+    chat_templates,
+    files_beside,
+    kept_tokenizer,
+    source_files,
+    special_tokens,
+)
 from megatron_run_engine.run_folder.changes import digest
 
 if TYPE_CHECKING:
@@ -108,7 +115,7 @@ def export_model(source: Path | None, folder: Path, name: str, step: int | None 
             with checkpoints.offering_older(chosen, lambda older: f"to export step {older}: --step {older}"):
                 weights = read_step(checkpoints, chosen)
             target.write(weights, temporary)
-            for beside, content in _beside(weights, checkpoints, chosen):
+            for beside, content in files_beside(weights, checkpoints, chosen):
                 if not (temporary / beside).exists():  # what was imported with the model has been written
                     _write_file(temporary / beside, content, files)
             files.remove_folder(folder)
@@ -123,8 +130,6 @@ def export_model(source: Path | None, folder: Path, name: str, step: int | None 
 
 #: The configuration's name in an imported folder, as in a run folder.
 CONFIG = "config.yaml"
-#: The folder of files that travel unread.
-SOURCE = "source"
 #: Bytes of one file, and the most that an import holds where readers give no views of files. A larger tensor has a file
 #: of its own.
 PART = 2 << 30
@@ -154,56 +159,10 @@ def read_step(checkpoints: Checkpoints, step: int) -> Weights:
         step=step,
         sequence_length=identity.get("train.sequence_length"),
         moments=readers,
-        tokenizer=_kept_tokenizer(checkpoints, manifest),
-        files=_source_files(checkpoints.path.parent),
+        tokenizer=kept_tokenizer(checkpoints, manifest),
+        special_tokens=special_tokens(checkpoints, manifest),
+        files=source_files(checkpoints.path.parent),
     )
-
-
-def _source_files(home: Path) -> dict[str, Path]:
-    """What an import has kept of its source in ``home``, which may be somebody else's: no link is followed."""
-    paths = [path for path in (home / SOURCE).glob("*") if path.is_symlink() or path.is_file()]
-    for path in paths:
-        _read_own(home, f"{SOURCE}/{path.name}")
-    return {path.name: path for path in paths}
-
-
-def _read_own(home: Path, name: str) -> bytes | None:
-    """The file ``name`` of a run or an import, None if it is absent. Raises :class:`CheckpointError` for a link."""
-    try:
-        return SafeFolder(home).read(name)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        why, fix = error.strerror or str(error), "put the file itself there, or remove it"
-        raise CheckpointError(f"{error.filename or home / name} is not read", why=why, fix=fix) from error
-
-
-def _kept_tokenizer(checkpoints: Checkpoints, manifest: Manifest) -> Path | None:
-    """The tokenizer's file beside the checkpoints, unless the step was trained with another one."""
-    path, record = checkpoints.path.parent / TOKENIZER, manifest.about.tokenizer
-    content = _read_own(path.parent, TOKENIZER)
-    if content is None or (record and hashlib.sha256(content).hexdigest() != record.sha256):
-        return None
-    return path
-
-
-def _beside(weights: Weights, checkpoints: Checkpoints, step: int) -> Iterator[tuple[str, bytes]]:
-    """The tokenizer's file for another program, where one is known, and those that hold its chat template."""
-    if weights.tokenizer is None:
-        if reads_bytes(checkpoints.manifest(step).about.identity):
-            yield TOKENIZER, byte_tokenizer_json()
-        return
-    for name in (TOKENIZER, *CHAT_TEMPLATES):
-        content = _read_own(checkpoints.path.parent, name)
-        if content is not None:
-            yield name, content
-
-
-def _chat_templates(weights: Weights) -> list[Path]:
-    """The files beside the tokenizer of a source that hold its chat template."""
-    if weights.tokenizer is None:
-        return []
-    return [path for path in map(weights.tokenizer.with_name, CHAT_TEMPLATES) if path.is_file()]
 
 
 def _readers(manifest: Manifest, reader: Reader, field: str) -> dict[str, ReadTensor]:
@@ -229,7 +188,7 @@ def write_folder(weights: Weights, folder: Path, source: str, bad: Counter[str] 
         _write_file(folder / CONFIG, _config_text(weights, source, folder).encode(), files)
         if weights.tokenizer is not None:
             _write_file(folder / TOKENIZER, weights.tokenizer.read_bytes(), files)
-            for beside in _chat_templates(weights):
+            for beside in chat_templates(weights):
                 _write_file(folder / beside.name, beside.read_bytes(), files)
         if weights.files:
             files.make_folder(folder / SOURCE)

@@ -21,6 +21,7 @@ from megatron_run_format_huggingface.model_folder import (
     SHARD,
     Tensors,
     read_json,
+    special_ids,
     write_json,
     write_tensor_files,
 )
@@ -174,7 +175,7 @@ def write(weights: Weights, folder: Path) -> None:
         "attention_probs_dropout_prob": config["hidden_dropout_prob"],
         "dtype": "float32",
         "torch_dtype": "float32",  # the key's name in older versions
-        "pad_token_id": None,  # the tokenizer is unknown, and the default belongs to another one
+        "pad_token_id": special_ids(weights)["pad_token_id"],
     }
     write_json(folder / CONFIG, content, files)
     files.sync_folder(folder)

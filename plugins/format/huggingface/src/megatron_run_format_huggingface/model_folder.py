@@ -143,7 +143,8 @@ def _size(tensors: Iterable[Tensor]) -> int:
 
 CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
 #: Files beside it that come back as they were: what begins and ends a text, how it is generated.
-_TRAVEL = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+_GENERATION = "generation_config.json"
+_TRAVEL = (_GENERATION, "tokenizer_config.json", "special_tokens_map.json")
 #: Keys of ``config.json`` that its export takes over from the source.
 _TAKEN_OVER = ("bos_token_id", "eos_token_id", "pad_token_id")
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -230,14 +231,20 @@ def write(weights: Weights, folder: Path) -> None:
         family.positions: longest_sequence(options, weights.sequence_length),
         "dtype": half if half in _HALVES else "float32",
         "torch_dtype": half if half in _HALVES else "float32",  # the key's name in older versions
-        # None without a source: the tokenizer is unknown, and the family's default belongs to another one.
-        **{key: came_as.get(key) for key in _TAKEN_OVER},
+        **(special_ids(weights) if not came_as else {key: came_as.get(key) for key in _TAKEN_OVER}),
     }
     write_json(folder / CONFIG, config, files)
+    if not came_as and weights.special_tokens:
+        write_json(folder / _GENERATION, special_ids(weights), files)
     for name in _TRAVEL:
         if name in weights.files:
             write_json(folder / name, read_json(weights.files[name]), files)
     files.sync_folder(folder)
+
+
+def special_ids(weights: Weights) -> dict[str, int | None]:
+    """``bos_token_id`` and the like; None where the tokenizer is unknown, since a default belongs to another one."""
+    return {key: weights.special_tokens.get(key.removesuffix("_token_id")) for key in _TAKEN_OVER}
 
 
 def _packed(row: Row, tensors: Mapping[str, ReadTensor], half: torch.dtype | None) -> Tensor:
