@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,16 @@ PAIRS = [
 def test_exact_match_and_f1_are_those_of_the_official_script(found: str, right: str, exact: int, f1: float) -> None:
     assert metrics.exact_match(found, right) == exact
     assert metrics.word_f1(found, right) == pytest.approx(f1)
+
+
+def test_scores_of_random_answers_are_those_that_the_official_scripts_gave() -> None:
+    """Rows of the file: an answer, those that are right, and exact match and F1 of evaluate-v1.1.py and -v2.0.py."""
+    rows = json.loads((Path(__file__).parent / "official_scores.json").read_text())
+    assert sum(first != second for _, _, first, second in rows) >= 5, "the scripts differ in empty answers"
+    for found, right, *scores in rows:
+        for may_lack, (exact, f1) in zip((False, True), scores, strict=True):
+            given = metrics.squad({"q": found}, {"q": right}, may_lack=may_lack)
+            assert given == pytest.approx({"exact_match": exact, "f1": f1}), (found, right, may_lack)
 
 
 def test_the_best_of_several_answers_counts() -> None:

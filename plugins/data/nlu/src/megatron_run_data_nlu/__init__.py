@@ -96,7 +96,8 @@ class Nlu(DataSource):
         def judge(logits: NDArray[np.float32]) -> Mapping[str, float]:
             if isinstance(opened, Spans):
                 right = {each.name: [text for text, _ in each.answers] for each in opened.questions}
-                return squad(answers_of(opened, logits, may_lack=self._options.task == "squad2"), right)
+                may_lack = self._options.task == "squad2"
+                return squad(answers_of(opened, logits, may_lack=may_lack), right, may_lack=may_lack)
             found = logits[:, 0].argmax(-1)
             answers = np.array([question.answer for question in opened.questions])
             metrics = accuracy(found, answers, [question.group for question in opened.questions])

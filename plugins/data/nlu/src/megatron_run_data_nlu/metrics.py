@@ -43,24 +43,27 @@ def exact_match(found: str, right: str) -> float:
     return float(normalised(found) == normalised(right))
 
 
-def word_f1(found: str, right: str) -> float:
-    """The harmonic mean of precision and recall of words; of answers that are empty, whether both are."""
+def word_f1(found: str, right: str, *, may_lack: bool = True) -> float:
+    """The harmonic mean of precision and recall of words.
+
+    Where an answer is empty it is 1 if both are and a question ``may_lack`` an answer, else 0.
+    """
     ours, theirs = normalised(found).split(), normalised(right).split()
     if not ours or not theirs:
-        return float(ours == theirs)
+        return float(may_lack and ours == theirs)
     common = sum((Counter(ours) & Counter(theirs)).values())
     return 2 * common / (len(ours) + len(theirs))
 
 
-def squad(found: Mapping[str, str], right: Mapping[str, Sequence[str]]) -> dict[str, float]:
+def squad(found: Mapping[str, str], right: Mapping[str, Sequence[str]], *, may_lack: bool = True) -> dict[str, float]:
     """Exact match and F1 of the answers ``found`` by question, each against the nearest of those that are ``right``.
 
-    A question without an answer is answered by an empty text (evaluate-v2.0.py); answers that are empty once
-    normalised do not count as answers.
+    With ``may_lack`` as of SQuAD 2.0 (evaluate-v2.0.py): a question without an answer is answered by an empty text, and
+    answers that are empty once normalised do not count as answers. Else as of 1.1 (evaluate-v1.1.py).
     """
     exact = f1 = 0.0
     for question, answers in right.items():
-        counted = [answer for answer in answers if normalised(answer)] or [""]
+        counted = [answer for answer in answers if normalised(answer)] or [""] if may_lack else answers
         exact += max(exact_match(found[question], answer) for answer in counted)
-        f1 += max(word_f1(found[question], answer) for answer in counted)
+        f1 += max(word_f1(found[question], answer, may_lack=may_lack) for answer in counted)
     return {"exact_match": 100 * exact / len(right), "f1": 100 * f1 / len(right)}
