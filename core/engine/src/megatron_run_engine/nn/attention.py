@@ -106,7 +106,7 @@ class SelfAttention(Attention):
         super().__init__(layers, shape, spec.dropout)
         self.causal = spec.causal
         self.head_size, self.features = spec.head_size, [part.features for part in parts]
-        norm = None if spec.norm_placement == "post" else norm_of(layers, spec)
+        norm = norm_of(layers, spec) if spec.norms_first else None
         bias = spec.bias if spec.qkv_bias is None else spec.qkv_bias
         self.qkv = layers.column_linear(spec.hidden, parts, bias=bias, init=spec.init, norm=norm)
         self.qk_norm = qk_norms(context, layers, spec)

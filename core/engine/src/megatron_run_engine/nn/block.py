@@ -40,7 +40,8 @@ _PACKED = "its work follows where the documents of a packed row begin"
 class Block(nn.Module):
     """``x += dropout(attention(x))``, then ``x += dropout(feed-forward(x))``.
 
-    Each half begins with its norm, ends with one before it is added (``norm_placement=post``), or both (``sandwich``).
+    Each half begins with its norm, ends with one before it is added (``norm_placement=post``), or both (``sandwich``);
+    a derived block may end on the sum instead (``sum``).
     With a parallel residual both halves read the same x, and what the attention adds waits in ``added``. The attention
     reads the batch fields ``reads``.
 
@@ -125,7 +126,7 @@ class TransformerBlock(Block):
         reads: Names = (),
     ) -> None:
         super().__init__(layers, spec, attention, reads)
-        norm = None if spec.norm_placement == "post" else norm_of(layers, spec)
+        norm = norm_of(layers, spec) if spec.norms_first else None
         self.mlp = Mlp(layers, spec, spec.ffn, norm=norm)
 
     def feed(self, x: Tensor, *attended: Tensor) -> Tensor:

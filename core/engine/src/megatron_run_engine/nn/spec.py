@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_run.contracts import Init, NormKind
+from megatron_run.errors import nearest_divisors, nearest_multiples
 
 Scores = Literal["softmax", "sigmoid"]
 DropPolicy = Literal["probs", "position"]
@@ -70,7 +71,8 @@ class ExpertSpec:
 
 Position = Literal["learned", "rope"]
 Norm = NormKind
-NormPlacement = Literal["pre", "post", "sandwich"]
+#: Of a half's norms: before it, on what it adds to the stream, both, or on the sum.
+NormPlacement = Literal["pre", "post", "sandwich", "sum"]
 QkNorm = Literal["none", "head", "full"]
 Activation = Literal["gelu", "gelu_tanh", "relu_squared", "swiglu", "geglu", "geglu_tanh"]
 #: Activations that multiply a second product: their input layer has a gate.
@@ -96,6 +98,16 @@ class RopeScaling:
     attention_factor: float = 1.0
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
+
+
+def check_heads(hidden: int, heads: int, otherwise: str = "") -> None:
+    """Raise ValueError unless ``heads`` divide ``hidden``, with the nearest numbers and what to do ``otherwise``."""
+    if hidden % heads:
+        raise ValueError(
+            f"hidden_size {hidden} does not divide over {heads} heads: {hidden} / {heads} = {hidden / heads:g}; "
+            f"set num_heads to {nearest_divisors(hidden, heads)}, "
+            f"or hidden_size to {nearest_multiples(hidden, heads)}{otherwise}"
+        )
 
 
 @dataclass(frozen=True)
@@ -154,6 +166,11 @@ class TransformerSpec:
     def head_size(self) -> int:
         """Features of one attention head."""
         return self.head_features or self.hidden // self.heads
+
+    @property
+    def norms_first(self) -> bool:
+        """Whether a half of a block begins with a norm."""
+        return self.norm_placement in ("pre", "sandwich")
 
     @property
     def rotated_features(self) -> int:

@@ -127,7 +127,7 @@ def check_config(config: Config, options: NluOptions) -> Iterator[str]:
     if head != wanted:
         raise InputError(
             f"data.task={options.task} is answered by head={wanted}",
-            why=f"model={config.model.use} has {'no heads of tasks' if head is None else f'head={head}'}",
+            why=f"model={config.model.use} has {'no option head' if head is None else f'head={head}'}",
             fix=f"set model.use=bert and model.head={wanted}, or run megatron-run finetune --task {options.task}",
         )
     yield from ()

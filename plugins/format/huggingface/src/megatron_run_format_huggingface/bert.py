@@ -15,7 +15,7 @@ from megatron_run.contracts import Weights
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run_engine.checkpoint.files import FileSystem
 from megatron_run_engine.formats.gpt_tensors import names_fault, shapes_fault
-from megatron_run_format_huggingface.family import at_most_fp32
+from megatron_run_format_huggingface.family import at_most_fp32, dropout_notes, must_be
 from megatron_run_format_huggingface.model_folder import (
     CONFIG,
     SHARD,
@@ -63,14 +63,15 @@ _DEFAULTS: Mapping[str, Any] = {
     "add_cross_attention": False,
     "tie_word_embeddings": True,
 }
-#: Keys whose other values have no counterpart here.
-_ONLY: Mapping[str, Any] = {
-    "position_embedding_type": "absolute",
-    "is_decoder": False,
-    "add_cross_attention": False,
-    "tie_word_embeddings": True,
-}
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+#: Keys whose other values have no counterpart here.
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "position_embedding_type": ("absolute",),
+    "is_decoder": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+    "hidden_act": tuple(_ACTIVATIONS),
+}
 _HEADS = {"masked": "BertForMaskedLM", "pretraining": "BertForPreTraining"}
 #: Modules by their names there and here; h is the hidden size, f the feed-forward's, v the vocabulary, p positions, k
 #: token types. Each has the weight of this shape, and a bias of its first size unless it is an embedding.
@@ -114,9 +115,7 @@ def read(source: Path) -> Weights:
     Raises :class:`CheckpointError` with every reason why it cannot be imported.
     """
     config = {**_DEFAULTS, **read_json((source / CONFIG).resolve())}
-    reasons = [f"{key}={config[key]!r} (only {wanted!r})" for key, wanted in _ONLY.items() if config[key] != wanted]
-    if config["hidden_act"] not in _ACTIVATIONS:
-        reasons.append(f"hidden_act={config['hidden_act']!r} (only {' or '.join(map(repr, _ACTIVATIONS))})")
+    reasons = must_be(config, _ONLY)
     if "quantization_config" in config:
         reasons.append("its weights are quantised")
     if reasons:
@@ -208,9 +207,6 @@ def _read(read: ReadTensor) -> Tensor:
 
 
 def _notes(config: Mapping[str, Any], head: str) -> Iterator[str]:
-    rates = {key: config[key] for key in ("hidden_dropout_prob", "attention_probs_dropout_prob")}
-    if len(set(rates.values())) > 1:
-        said = ", ".join(f"{key}={rate}" for key, rate in rates.items())
-        yield f"the source has {said}, and model.dropout is one rate: {config['hidden_dropout_prob']} was taken"
+    yield from dropout_notes({key: config[key] for key in ("hidden_dropout_prob", "attention_probs_dropout_prob")})
     if head == "pretraining":
         yield "its head told whether a sentence follows another one; here it tells which of two came first"

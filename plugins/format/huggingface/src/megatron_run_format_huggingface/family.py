@@ -210,13 +210,7 @@ class Family(NamedTuple):
 
     def notes(self, config: Config) -> list[str]:
         """Lines for the user about what an import changes without changing a logit."""
-        rates = {key: config[key] for key in self.dropouts}
-        said = ", ".join(f"{key}={rate}" for key, rate in rates.items())
-        if len(rates) == 1 and any(rates.values()):
-            return [f"{said} was left out: model.dropout, here 0.0, acts on more than attention"]
-        if len(set(rates.values())) > 1:
-            return [f"the source has {said}, and model.dropout is one rate: {config[self.dropouts[0]]} was taken"]
-        return []
+        return dropout_notes({key: config[key] for key in self.dropouts})
 
     def rows(self, options: GptOptions, shapes: Mapping[str, Shape]) -> list[Row]:
         """Their tensors for our model, whose tensors have these ``shapes``."""
@@ -250,6 +244,16 @@ def must_be(config: Config, wanted: Mapping[str, tuple[Any, ...]]) -> list[str]:
         for key, values in wanted.items()
         if config.get(key) not in values
     ]
+
+
+def dropout_notes(rates: Config) -> list[str]:
+    """What becomes of several ``rates``, the first of which is taken; or of a single one, of attention alone."""
+    said = ", ".join(f"{key}={rate}" for key, rate in rates.items())
+    if len(rates) == 1 and any(rates.values()):
+        return [f"{said} was left out: model.dropout, here 0.0, acts on more than attention"]
+    if len(set(rates.values())) > 1:
+        return [f"the source has {said}, and model.dropout is one rate: {next(iter(rates.values()))} was taken"]
+    return []
 
 
 def _same(one: object, other: object) -> bool:

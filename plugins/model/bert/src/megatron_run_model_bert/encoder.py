@@ -69,7 +69,7 @@ class EncoderEmbedding(nn.Module):
         self.word = layers.vocab_embedding(spec.vocab, spec.hidden, init=spec.init)
         self.position = Positions(context, spec)
         self.token_type = TokenTypes(context, spec, options.token_types)
-        self.norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps) if spec.norm_placement == "post" else None
+        self.norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps) if spec.norm_placement == "sum" else None
         self.dropout = layers.dropout(spec.dropout)
         self.draws = spec.dropout > 0
         self.reads = first_fields(context)
@@ -107,8 +107,8 @@ def first_fields(context: BuildContext) -> tuple[str, ...]:
 class PostNormBlock(TransformerBlock):
     """``x = norm(x + dropout(attention(x)))``, then the same with the feed-forward network: figure 7 (a).
 
-    (Shoeybi et al. 2019; the order of Vaswani et al. 2017 and of the first BERT.) The engine's ``norm_placement=post``
-    has the same norms before the sum. Figure 7 (b) is :class:`TransformerBlock`, whose norms come first.
+    (Shoeybi et al. 2019; the order of Vaswani et al. 2017 and of the first BERT.) Figure 7 (b) is
+    :class:`TransformerBlock`, whose norms come first.
     """
 
     def attend(self, x: Tensor, *fields: Tensor | None, decoding: Decoding | None = None) -> Tensor:
@@ -193,7 +193,7 @@ class EncoderChunk(nn.Module):
 
 def _block(context: BuildContext, layers: ParallelLayers, spec: TransformerSpec, index: int) -> TransformerBlock:
     reads = attention_fields(context, spec)
-    made = PostNormBlock if spec.norm_placement == "post" else TransformerBlock
+    made = PostNormBlock if spec.norm_placement == "sum" else TransformerBlock
     block = made(layers, spec, SelfAttention(context, layers, spec, index, None), reads)
     follow_recompute(context, block)
     return block

@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from megatron_run.contracts import NewParts
-from megatron_run.errors import nearest_divisors, nearest_multiples
 from megatron_run_engine.nn import TransformerSpec
+from megatron_run_engine.nn.spec import check_heads
 
 HeadKind = Literal["masked", "pretraining", "classification", "choice", "span"]
 
@@ -52,12 +52,8 @@ class BertOptions(BaseModel):
     @classmethod
     def _heads_divide_hidden(cls, heads: int, info: ValidationInfo) -> int:
         hidden = info.data.get("hidden_size")
-        if hidden is not None and hidden % heads:
-            raise ValueError(
-                f"hidden_size {hidden} does not divide over {heads} heads: {hidden} / {heads} = {hidden / heads:g}; "
-                f"set num_heads to {nearest_divisors(hidden, heads)}, "
-                f"or hidden_size to {nearest_multiples(hidden, heads)}"
-            )
+        if hidden is not None:
+            check_heads(hidden, heads)
         return heads
 
     @field_validator("choices")
@@ -88,5 +84,5 @@ class BertOptions(BaseModel):
             dropout=self.dropout,
             init_std=self.init_std,
             causal=False,
-            norm_placement=self.norm_order,
+            norm_placement="sum" if self.norm_order == "post" else "pre",
         )

@@ -14,11 +14,11 @@ from megatron_run_engine.nn import ExpertSpec, TransformerSpec
 from megatron_run_engine.nn.spec import (
     Activation,
     Norm,
-    NormPlacement,
     Position,
     QkNorm,
     RopeScaling,
     RopeScalingKind,
+    check_heads,
 )
 
 #: One number for each layer, repeated to the last one.
@@ -84,7 +84,7 @@ class DecoderOptions(BaseModel):
     )
     norm: Norm = Field("layernorm", description="of the residual stream; _1p: times 1 + weight, as in Gemma")
     norm_eps: float = Field(1e-5, gt=0, description="added to the variance")
-    norm_placement: NormPlacement = Field(
+    norm_placement: Literal["pre", "post", "sandwich"] = Field(
         "pre", description="pre: before attention and feed-forward; post: on what they add; sandwich: both"
     )
     qk_norm: QkNorm = Field(
@@ -114,12 +114,8 @@ class DecoderOptions(BaseModel):
     @classmethod
     def _heads_divide_hidden(cls, heads: int, info: ValidationInfo) -> int:
         hidden, size = info.data.get("hidden_size"), info.data.get("head_size")
-        if size is None and hidden is not None and hidden % heads:
-            raise ValueError(
-                f"hidden_size {hidden} does not divide over {heads} heads: {hidden} / {heads} = {hidden / heads:g}; "
-                f"set num_heads to {nearest_divisors(hidden, heads)}, "
-                f"or hidden_size to {nearest_multiples(hidden, heads)}, or set head_size"
-            )
+        if size is None and hidden is not None:
+            check_heads(hidden, heads, ", or set head_size")
         return heads
 
     @field_validator("num_kv_heads")
