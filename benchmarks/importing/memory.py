@@ -11,11 +11,18 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from megatron_run.config.request import Request
+from megatron_run.planning import resolve
+from megatron_run_engine.checkpoint.collectives import WorldRanks
 from megatron_run_engine.inference.loaded_model import LoadedModel
 from megatron_run_engine.inference.network import plan
 from megatron_run_engine.inference.source import find_source
 from megatron_run_engine.runtime.world import World
+from megatron_run_engine.training.build import build
+from megatron_run_engine.training.state.checkpointing import shapes_of
+from megatron_run_engine.training.state.init_from import start_from
 
+#: A run on mock data that never steps.
+RUN = ("run.device=cpu", "data.use=mock", "data.vocab_size=32000", "train.steps=1", "train.micro_batch_size=1")
 #: Seconds between two samples.
 PERIOD = 0.002
 
@@ -47,6 +54,26 @@ class PeakAnonymous:
             self.peak = max(self.peak, self._now())
 
 
+def start_part(path: str, sets: list[str], plugins: list[str]) -> list[dict[str, Any]]:
+    """Build this rank's part of a run and start it from the weights at ``path``; what each rank found, on every rank.
+
+    Its share is what the run holds before its first step: parameters, masters of 16-bit ones, and fp32 gradients.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    configs = ("preset:tiny", f"{path}/config.yaml")
+    planned = resolve(Request(configs=configs, sets=(*RUN, *sets), plugins=tuple(plugins), nproc=size))
+    dist.barrier()
+    start = time.perf_counter()
+    with PeakAnonymous() as memory:
+        assembly = build(planned, World(rank, size, rank, size))
+        ranks = WorldRanks(assembly.context.groups, rank, size, assembly.context.device)
+        start_from(planned, assembly, Path(path), ranks, shapes_of(assembly.infos))
+        seconds = time.perf_counter() - start
+    weights = {each for described in assembly.infos for each in described}
+    share = sum(each.nbytes + 4 * each.numel() * (2 if each.itemsize < 4 else 1) for each in weights)
+    return _everybody({"share": share, "peak": memory.peak - memory.before, "seconds": seconds})
+
+
 def load_part(path: str, sets: list[str], plugins: list[str]) -> list[dict[str, Any]]:
     """Load this rank's part of the model at ``path``; what each rank found, on every rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -59,7 +86,11 @@ def load_part(path: str, sets: list[str], plugins: list[str]) -> list[dict[str, 
         seconds = time.perf_counter() - start
     parameters = {each for chunk in model.network.chunks for _, m in chunk.named_modules() for each in m.parameters()}
     share = sum(each.nbytes for each in parameters)
-    found = {"share": share, "peak": memory.peak - memory.before, "seconds": seconds}
-    everybody: list[dict[str, Any]] = [{}] * size
+    return _everybody({"share": share, "peak": memory.peak - memory.before, "seconds": seconds})
+
+
+def _everybody(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each rank ``found``, in their order."""
+    everybody: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everybody, found)
     return everybody
