@@ -25,6 +25,7 @@ def choice_text(task: Task, found: Choice, device: Device) -> str:
     batch = f"{best.split.global_batch} x {task.model.sequence} tokens"
     lines = [
         f"{task.model.parameters / 1e9:.1f}B parameters, {best.split.ranks} x {device.name}, batch {batch}",
+        *_reading(task),
         "",
         *_table(task, found.best, device),
         "",
@@ -35,6 +36,11 @@ def choice_text(task: Task, found: Choice, device: Device) -> str:
         *(f"  {count} {reason}" for reason, count in found.pruned.most_common() if count),
     ]
     return "\n".join(lines)
+
+
+def _reading(task: Task) -> list[str]:
+    """What the numbers below rest on, where the model is not read as it is."""
+    return [f"read as {task.reading}"] if task.reading else []
 
 
 def _table(task: Task, candidates: Sequence[Candidate], device: Device) -> list[str]:
@@ -95,7 +101,9 @@ def own_text(task: Task, shown: Sequence[Candidate], device: Device) -> str:
         return _pair_text(task, shown, device)
     (only,) = shown
     missing = [f"note: {_misfit(only, device)}"] if only.needed > device.memory else []
-    return "\n".join([*_table(task, shown, device), "", *_memory(only, device), *_cost(task, only), *missing])
+    return "\n".join(
+        [*_reading(task), *_table(task, shown, device), "", *_memory(only, device), *_cost(task, only), *missing]
+    )
 
 
 def _pair_text(task: Task, pair: Sequence[Candidate], device: Device) -> str:
@@ -103,6 +111,7 @@ def _pair_text(task: Task, pair: Sequence[Candidate], device: Device) -> str:
     change = two.step.seconds / one.step.seconds - 1
     return "\n".join(
         [
+            *_reading(task),
             *_table(task, pair, device),
             "",
             f"a step takes {abs(change):.1%} {'longer' if change > 0 else 'less'} with the change",
@@ -126,7 +135,11 @@ def _misfit(each: Candidate, device: Device) -> str:
 
 def own_record(task: Task, shown: Sequence[Candidate], device: Device) -> dict[str, Any]:
     """The same as data."""
-    return {"device": device.name, "candidates": [_record(task, each, device) for each in shown]}
+    return {
+        "device": device.name,
+        "reading": task.reading,
+        "candidates": [_record(task, each, device) for each in shown],
+    }
 
 
 def choice_record(task: Task, found: Choice, device: Device) -> dict[str, Any]:
@@ -134,6 +147,7 @@ def choice_record(task: Task, found: Choice, device: Device) -> dict[str, Any]:
     return {
         "device": device.name,
         "model": asdict(task.model),
+        "reading": task.reading,
         "best": [_record(task, each, device) for each in found.best],
         "tried": found.tried,
         "pruned": {reason: count for reason, count in found.pruned.items() if count},
@@ -164,6 +178,7 @@ def found_text(task: Task, answer: Answer, device: Device) -> str:
     return "\n".join(
         [
             f"{task.model.parameters / 1e9:.1f}B parameters over {split.pipeline} stages, {batch}",
+            *_reading(task),
             "",
             "    step  bubble  memory  chunks  schedule",
             *(
@@ -208,6 +223,7 @@ def found_record(task: Task, answer: Answer, device: Device) -> dict[str, Any]:
     plan = answer.candidate.plan
     return {
         "device": device.name,
+        "reading": task.reading,
         "searched": _record(task, answer.candidate, device),
         "bound": answer.bound,
         "places": [[place.stage, place.chunk, len(place.layers)] for place in plan.layout],
@@ -229,6 +245,7 @@ def yield_text(task: Task, best: Candidate, conditions: Conditions, month: Yield
     often = f"{month.failures:.1f} failures, one every {conditions.between_failures / 3600:.2f} h"
     return "\n".join(
         [
+            *_reading(task),
             f"{_settings(best)}: a step of {best.step.seconds:.3f} s",
             f"{days:g} days on {conditions.devices} devices: {often}",
             *(f"  {share:6.1%}  {name}" for name, share in shares.items()),
