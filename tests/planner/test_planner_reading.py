@@ -10,10 +10,12 @@ import torch
 from megatron_run.config.request import Request
 from megatron_run.contracts import DataSource
 from megatron_run.contracts.topology import Topology
-from megatron_run.planning import load_config
+from megatron_run.planning import load_config, resolve
 from megatron_run_engine.runtime.comm import Groups
 from megatron_run_engine.runtime.parameter_init import count_parameters, describe_parameters
 from megatron_run_engine.training.build import build_chunks, make_context, make_layers, with_vocabulary
+from megatron_run_engine.training.saved_activations import peak_activations
+from megatron_run_planner.memory import layer_activations
 from megatron_run_planner.task import read_task
 from tests.support.checkout import KERNEL
 
@@ -63,8 +65,42 @@ def counted(request: dict[str, Any] | str) -> tuple[float, float]:
     return parameters, model.flops_per_token(run.config.train.sequence_length)
 
 
-def small(model: dict[str, Any]) -> dict[str, Any]:
-    train = {"sequence_length": 32, "micro_batch_size": 1, "global_batch_size": 4, "steps": 2}
+def kept(model: dict[str, Any], parallel: dict[str, Any], layers: int) -> int:
+    """Bytes that one microbatch's forward leaves, counted in the layers themselves."""
+    config = {**small({**model, "num_layers": layers}, 1024), "parallel": parallel}
+    plugins = ("parallel-layer=tensor",) if parallel else ()
+    found = peak_activations(resolve(Request((config,), plugins=plugins)))
+    assert found is not None
+    return found[0]
+
+
+KEPT: dict[str, dict[str, Any]] = {
+    "gelu": {},
+    "grouped, rotary": {"num_kv_heads": 2, "position": "rope"},
+    "swiglu": {"activation": "swiglu", "bias": False},
+    "geglu": {"activation": "geglu", "ffn_size": 2816},
+}
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tensor": 2, "sequence": True}], ids=["alone", "sequence parallel"])
+@pytest.mark.parametrize("name", KEPT)
+def test_a_layer_keeps_what_the_planner_counts(name: str, parallel: dict[str, Any]) -> None:
+    """Without dropout and RMSNorm, of which a CPU keeps other pieces; all but statistics of norms and softmax."""
+    model = {**_GPT, "hidden_size": 1024, "num_heads": 16, **KEPT[name], "dropout": 0.0}
+    config = {**small(model, 1024), "parallel": parallel}
+    task = read_task(Request((config,)), None)
+    counted = (kept(model, parallel, 3) - kept(model, parallel, 1)) / 2
+    assert layer_activations(task.model, task.split) == pytest.approx(counted, rel=0.005)
+
+
+def small(model: dict[str, Any], sequence: int = 32) -> dict[str, Any]:
+    train = {
+        "precision": "bf16",
+        "sequence_length": sequence,
+        "micro_batch_size": 1,
+        "global_batch_size": 4,
+        "steps": 2,
+    }
     return {"version": 1, "model": {"use": "gpt", **model}, "train": train, "data": {"use": "mock", "vocab_size": 1000}}
 
 

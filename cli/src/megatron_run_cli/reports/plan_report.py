@@ -24,7 +24,7 @@ def choice_text(task: Task, found: Choice, device: Device) -> str:
     best = found.best[0]
     batch = f"{best.split.global_batch} x {task.model.sequence} tokens"
     lines = [
-        f"{task.model.parameters / 1e9:.1f}B parameters, {best.split.ranks} x {device.name}, batch {batch}",
+        f"{task.model.parameters / 1e9:.1f}B parameters fit {best.split.ranks} x {device.name}, batch {batch}",
         *_reading(task),
         "",
         *_table(task, found.best, device),
@@ -32,10 +32,18 @@ def choice_text(task: Task, found: Choice, device: Device) -> str:
         f"best: {_settings(best)}",
         *_memory(best, device),
         *_cost(task, best),
+        _next(best, device),
         f"of {found.tried} splits that divide:",
         *(f"  {count} {reason}" for reason, count in found.pruned.most_common() if count),
     ]
     return "\n".join(lines)
+
+
+def _next(best: Candidate, device: Device) -> str:
+    """What to type to train so."""
+    ranks, own = best.split.ranks, device.links.machine
+    start = f"--nproc {ranks}" if ranks <= own else f"on {-(-ranks // own)} machines (docs/jobs)"
+    return f"next: add --write best.yaml, then megatron-run best.yaml --dry-run, and megatron-run best.yaml {start}"
 
 
 def _reading(task: Task) -> list[str]:

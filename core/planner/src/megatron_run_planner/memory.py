@@ -64,13 +64,18 @@ def layer_activations(model: Model, split: Split) -> float:
     if split.recompute == "full":
         return _HALF * whole
     # Inputs of two norms, of attention and feed-forward layer; masks of two dropouts, a byte each.
-    kept = (4 * _HALF + 2) * whole
+    mask = 1 if model.dropout else 0
+    kept = (4 * _HALF + 2 * mask) * whole
     kept += _HALF * tokens * (model.qkv_width + model.context_width) / t  # queries, keys, values; the context
+    if model.rotary:
+        kept += _HALF * tokens * (model.qkv_width - (model.kv_heads or model.heads) * model.head_size) / t
     if split.recompute == "mlp":
-        kept -= (_HALF + 1) * whole  # of that half its input alone
+        kept -= (_HALF + mask) * whole  # of that half its input alone
     else:
         routed = tokens * max(1, model.top_k) if model.experts else tokens
-        kept += _HALF * routed * model.ffn_width * model.matrices / t  # what the activation reads and writes
+        kept += (
+            _HALF * routed * model.ffn_width * (model.matrices + model.keeps_gate) / t
+        )  # what the activation reads and writes
         kept += 2 * _HALF * routed * model.hidden if model.experts else 0  # copies for experts, and what comes back
         kept += _HALF * tokens * model.shared_ffn * model.matrices / t if model.experts else 0
     if not model.flash and split.recompute != "core":

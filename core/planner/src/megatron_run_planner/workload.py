@@ -36,8 +36,9 @@ class Model:
     ``tied``: the head shares the embedding's matrix. ``predictors`` of further tokens follow the last layer: each a
     dense layer, a matrix that joins two vectors, and the head's product. ``positions`` are learned vectors,
     ``head_extra`` weights of the head beside the product with the vocabulary, which it lacks without ``logits``, and
-    ``pooled`` weights that see one token of a row.
-    ``unread`` weights of a layer are known by their number alone.
+    ``pooled`` weights that see one token of a row. With ``rotary`` positions rotated queries and keys are kept beside
+    the projection's, with ``dropout`` its masks, and with ``keeps_gate`` the gate's activation. ``unread`` weights of a
+    layer are known by their number alone.
     """
 
     layers: int
@@ -63,6 +64,9 @@ class Model:
     head_extra: int = 0
     pooled: int = 0
     logits: bool = True
+    rotary: bool = False
+    dropout: bool = True
+    keeps_gate: bool = False
     unread: float = 0.0
 
     @cached_property

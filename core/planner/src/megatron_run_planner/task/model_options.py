@@ -17,7 +17,7 @@ from megatron_run_planner.workload import Latent, Model
 #: The models whose options are known, with the defaults in which they differ from ``gpt``.
 KNOWN: Mapping[str, Mapping[str, Any]] = {
     "gpt": {},
-    "deepseek": {"activation": "swiglu", "tie_embeddings": False, "position": "rope"},
+    "deepseek": {"activation": "swiglu", "tie_embeddings": False, "position": "rope", "dropout": 0.0},
     "bert": {"token_types": 2},
 }
 #: Heads of a model that has no option of that name.
@@ -65,6 +65,7 @@ class _Options(BaseModel):
     nope_head_size: int = 0
     value_head_size: int = 0
     mtp_layers: int = 0
+    dropout: float = 0.1
     head: str = "masked"
     choices: int = Field(1, ge=1)
 
@@ -130,6 +131,9 @@ def read_model(word: str, given: Mapping[str, Any], sequence: int, vocabulary: i
         head_extra=options.hidden_size**2 if bert and words else 0,
         pooled=options.hidden_size**2 if bert and options.head in _POOLED else 0,
         logits=words,
+        keeps_gate=options.activation.startswith("geglu"),
+        dropout=options.dropout > 0,
+        rotary=options.position == "rope" and not options.latent,
     )
     told = options.vocab_size or vocabulary
     return model, "; ".join(_approximations(word, options, told))
