@@ -162,6 +162,30 @@ def test_a_predicted_step_lasts_as_long_as_it_says(capsys: Output, tmp_path: Pat
         assert all(end <= start + 1e-3 for (_, end), (start, _) in pairwise(mine))
 
 
+def test_how_a_model_was_read_is_said(capsys: Output) -> None:
+    assert main(["plan", "preset:tiny", "--gpus", "1", "--as-is"]) == 0
+    assert "read as" in capsys.readouterr().out  # no vocabulary is given
+    assert main(["plan", "preset:tiny", "--gpus", "1", "--as-is", "--set", "model.vocab_size=128"]) == 0
+    assert "read as" not in capsys.readouterr().out
+    windows = ["--set", "model.vocab_size=128", "--set", "model.attention_window=8"]
+    assert main(["plan", "preset:tiny", "--gpus", "1", "--as-is", *windows, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["reading"].startswith("full attention because")
+
+
+def test_the_parameters_of_an_unknown_model_are_counted_in_its_layers(capsys: Output) -> None:
+    """A third-party model without attention: no closed form knows its layers."""
+    shape = ["num_layers=3", "hidden_size=64", "vocab_size=256"]
+    words = [word for key in shape for word in ("--set", f"model.{key}")]
+    chosen = ["--plugin", f"model={ROOT / 'tests/examples/plugins/model.py'}", *words]
+    assert main(["preset:tiny", *chosen, "--dry-run", "--json"]) == 0
+    parameters = json.loads(capsys.readouterr().out)["parameters"]
+    assert main(["plan", "preset:tiny", *chosen, "--gpus", "1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert f"{parameters:,} parameters" in told["reading"]
+    held = told["best"][0]["memory_by_stage"][0]["parameters"]
+    assert held == pytest.approx(2 * parameters, rel=0.05)
+
+
 def test_a_month_with_failures_yields_less_than_one_without(capsys: Output) -> None:
     useful = []
     for mtbf in ("1000h", "100000d"):

@@ -83,6 +83,8 @@ def stage_memories(
     from megatron_run_planner.memory import communication, recomputed, stage_memory, with_reserve
 
     task = _task(run)
+    if task and size and not task.known:
+        task = task.with_parameters(size.parameters)
     planned = stage_memory(task.model, task.split, run.plans[max(run.plans)]) if task else None
     found = []
     for stage in range(run.sizes.pipeline):
@@ -157,6 +159,8 @@ def _advice(memory: StageMemory) -> Iterator[str]:
         return
     enough = [each for each in found.alone if each.needed <= device.memory]
     short = [each for each in found.alone if each.needed > device.memory]
+    if memory.task and memory.task.reading and found.alone:
+        yield f"  by the planner, which reads {memory.task.reading}:"
     if enough:
         yield f"  enough: {_listed(enough)}"
     if short:

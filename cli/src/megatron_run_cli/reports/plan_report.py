@@ -24,17 +24,31 @@ def choice_text(task: Task, found: Choice, device: Device) -> str:
     best = found.best[0]
     batch = f"{best.split.global_batch} x {task.model.sequence} tokens"
     lines = [
-        f"{task.model.parameters / 1e9:.1f}B parameters, {best.split.ranks} x {device.name}, batch {batch}",
+        f"{task.model.parameters / 1e9:.1f}B parameters fit {best.split.ranks} x {device.name}, batch {batch}",
+        *_reading(task),
         "",
         *_table(task, found.best, device),
         "",
         f"best: {_settings(best)}",
         *_memory(best, device),
         *_cost(task, best),
+        _next(best, device),
         f"of {found.tried} splits that divide:",
         *(f"  {count} {reason}" for reason, count in found.pruned.most_common() if count),
     ]
     return "\n".join(lines)
+
+
+def _next(best: Candidate, device: Device) -> str:
+    """What to type to train so."""
+    ranks, own = best.split.ranks, device.links.machine
+    start = f"--nproc {ranks}" if ranks <= own else f"on {-(-ranks // own)} machines (docs/jobs)"
+    return f"next: add --write best.yaml, then megatron-run best.yaml --dry-run, and megatron-run best.yaml {start}"
+
+
+def _reading(task: Task) -> list[str]:
+    """What the numbers below rest on, where the model is not read as it is."""
+    return [f"read as {task.reading}"] if task.reading else []
 
 
 def _table(task: Task, candidates: Sequence[Candidate], device: Device) -> list[str]:
@@ -95,7 +109,9 @@ def own_text(task: Task, shown: Sequence[Candidate], device: Device) -> str:
         return _pair_text(task, shown, device)
     (only,) = shown
     missing = [f"note: {_misfit(only, device)}"] if only.needed > device.memory else []
-    return "\n".join([*_table(task, shown, device), "", *_memory(only, device), *_cost(task, only), *missing])
+    return "\n".join(
+        [*_reading(task), *_table(task, shown, device), "", *_memory(only, device), *_cost(task, only), *missing]
+    )
 
 
 def _pair_text(task: Task, pair: Sequence[Candidate], device: Device) -> str:
@@ -103,6 +119,7 @@ def _pair_text(task: Task, pair: Sequence[Candidate], device: Device) -> str:
     change = two.step.seconds / one.step.seconds - 1
     return "\n".join(
         [
+            *_reading(task),
             *_table(task, pair, device),
             "",
             f"a step takes {abs(change):.1%} {'longer' if change > 0 else 'less'} with the change",
@@ -126,7 +143,11 @@ def _misfit(each: Candidate, device: Device) -> str:
 
 def own_record(task: Task, shown: Sequence[Candidate], device: Device) -> dict[str, Any]:
     """The same as data."""
-    return {"device": device.name, "candidates": [_record(task, each, device) for each in shown]}
+    return {
+        "device": device.name,
+        "reading": task.reading,
+        "candidates": [_record(task, each, device) for each in shown],
+    }
 
 
 def choice_record(task: Task, found: Choice, device: Device) -> dict[str, Any]:
@@ -134,6 +155,7 @@ def choice_record(task: Task, found: Choice, device: Device) -> dict[str, Any]:
     return {
         "device": device.name,
         "model": asdict(task.model),
+        "reading": task.reading,
         "best": [_record(task, each, device) for each in found.best],
         "tried": found.tried,
         "pruned": {reason: count for reason, count in found.pruned.items() if count},
@@ -164,6 +186,7 @@ def found_text(task: Task, answer: Answer, device: Device) -> str:
     return "\n".join(
         [
             f"{task.model.parameters / 1e9:.1f}B parameters over {split.pipeline} stages, {batch}",
+            *_reading(task),
             "",
             "    step  bubble  memory  chunks  schedule",
             *(
@@ -208,6 +231,7 @@ def found_record(task: Task, answer: Answer, device: Device) -> dict[str, Any]:
     plan = answer.candidate.plan
     return {
         "device": device.name,
+        "reading": task.reading,
         "searched": _record(task, answer.candidate, device),
         "bound": answer.bound,
         "places": [[place.stage, place.chunk, len(place.layers)] for place in plan.layout],
@@ -229,6 +253,7 @@ def yield_text(task: Task, best: Candidate, conditions: Conditions, month: Yield
     often = f"{month.failures:.1f} failures, one every {conditions.between_failures / 3600:.2f} h"
     return "\n".join(
         [
+            *_reading(task),
             f"{_settings(best)}: a step of {best.step.seconds:.3f} s",
             f"{days:g} days on {conditions.devices} devices: {often}",
             *(f"  {share:6.1%}  {name}" for name, share in shares.items()),

@@ -67,7 +67,10 @@ def hop(links: Links, size: float, stride: int) -> float:
 
 
 def layer_time(model: Model, split: Split, device: Device) -> Passes:
-    """One layer: forward, and backward with what it recomputes."""
+    """One layer: forward, and backward with what it recomputes; of several kinds the mean."""
+    if len(model.kinds) > 1:
+        parts = [layer_time(kind, split, device).times(share) for share, kind in model.kinds]
+        return parts[0].then(parts[1])
     work = layer_operators(model, split.micro_batch, split.tensor, split.expert)
     products = sum(_product(each, device) for each in work.products)
     attention = work.attention / (device.peak * device.products.attention)

@@ -55,21 +55,29 @@ def available(memory: float) -> float:
 def layer_activations(model: Model, split: Split) -> float:
     """Bytes that one layer keeps of one microbatch until its backward.
 
-    With full recomputation only the layer's input is kept.
+    With full recomputation only the layer's input is kept. Of several kinds of layers it is the mean.
     """
+    if len(model.kinds) > 1:
+        return sum(share * layer_activations(kind, split) for share, kind in model.kinds)
     t, tokens = split.tensor, split.micro_batch * model.sequence
     whole = tokens * model.hidden / (t if split.sequence_parallel else 1)
     if split.recompute == "full":
         return _HALF * whole
     # Inputs of two norms, of attention and feed-forward layer; masks of two dropouts, a byte each.
-    kept = (4 * _HALF + 2) * whole
+    mask = 1 if model.dropout else 0
+    kept = (4 * _HALF + 2 * mask) * whole
     kept += _HALF * tokens * (model.qkv_width + model.context_width) / t  # queries, keys, values; the context
+    if model.rotary:
+        kept += _HALF * tokens * (model.qkv_width - (model.kv_heads or model.heads) * model.head_size) / t
     if split.recompute == "mlp":
-        kept -= (_HALF + 1) * whole  # of that half its input alone
+        kept -= (_HALF + mask) * whole  # of that half its input alone
     else:
         routed = tokens * max(1, model.top_k) if model.experts else tokens
-        kept += _HALF * routed * model.ffn_width * model.matrices / t  # what the activation reads and writes
+        kept += (
+            _HALF * routed * model.ffn_width * (model.matrices + model.keeps_gate) / t
+        )  # what the activation reads and writes
         kept += 2 * _HALF * routed * model.hidden if model.experts else 0  # copies for experts, and what comes back
+        kept += _HALF * tokens * model.shared_ffn * model.matrices / t if model.experts else 0
     if not model.flash and split.recompute != "core":
         kept += 5 * split.micro_batch * model.heads * model.sequence**2 / t  # scores, their dropout and its mask
     return kept
@@ -81,25 +89,29 @@ def stage_memory(model: Model, split: Split, plan: Plan) -> list[RankMemory]:
     Each stage holds the layers of all (microbatch, chunk) pairs that the plan has in flight there; a backward also
     holds what it recomputes of one layer.
     """
-    layers: list[dict[int, int]] = [{} for _ in range(plan.stages)]
-    for place in plan.layout:
-        layers[place.stage][place.chunk] = len(place.layers)
+    places = [[place for place in plan.layout if place.stage == stage] for stage in range(plan.stages)]
     ends = plan.layout[0].stage, plan.layout[-1].stage
-    return [
-        rank_memory(
-            model, split, sum(held.values()), [stage == end for end in ends], _layers_in_flight(plan, stage, held)
-        )
-        for stage, held in enumerate(layers)
-    ]
+    found = []
+    for stage, mine in enumerate(places):
+        part = model.part(layer for place in mine for layer in place.layers)
+        count = sum(len(place.layers) for place in mine)
+        memory = rank_memory(part, split, count, [stage == end for end in ends], 0)
+        kept = _in_flight(plan, stage, {each.chunk: _place_activations(model, split, each.layers) for each in mine})
+        found.append(replace(memory, activations=memory.activations + kept))
+    return found
 
 
-def _layers_in_flight(plan: Plan, stage: int, layers: Mapping[int, int]) -> int:
-    """The most layers, of all microbatches, between forward and backward; ``layers`` are those of each chunk."""
-    if len({*layers.values()}) == 1:
-        return plan.peak_held[stage] * layers[0]
+def _place_activations(model: Model, split: Split, layers: range) -> float:
+    return len(layers) * layer_activations(model.part(layers), split)
+
+
+def _in_flight(plan: Plan, stage: int, kept: Mapping[int, float]) -> float:
+    """The most bytes of all microbatches between forward and backward, of which each chunk has ``kept``."""
+    if len({*kept.values()}) == 1:
+        return plan.peak_held[stage] * kept[0]
     actions = plan.lists[stage]
     changes = activations(actions, "BW")
-    return max(accumulate(change * layers[a.chunk] for change, a in zip(changes, actions, strict=True)))
+    return max(accumulate(change * kept[a.chunk] for change, a in zip(changes, actions, strict=True)))
 
 
 def least_memory(model: Model, split: Split) -> RankMemory:
@@ -116,15 +128,14 @@ def rank_memory(model: Model, split: Split, layers: float, ends: Sequence[bool],
     """
     table = model.vocabulary * model.hidden / split.tensor
     shared = ends[0] and ends[1] and model.tied
-    dense = layers * model.attention_parameters / split.tensor + table * (1 if shared else sum(ends))
-    mixed = layers * model.ffn_parameters / split.tensor
-    experts = mixed / split.expert if model.experts else 0.0
-    dense += 0.0 if model.experts else mixed
+    dense = layers * model.dense_parameters / split.tensor + table * (1 if shared else sum(ends))
+    dense += model.predictors * model.predictor_parameters / split.tensor if ends[1] else 0.0
+    experts = layers * model.expert_parameters / split.tensor / split.expert
     own = dense / split.data + experts * split.expert / split.data if split.zero1 else dense + experts
     layer = layer_activations(model, split)
     tokens = split.micro_batch * model.sequence
     # Logits, their fp32 copy, and the gradient of the logits.
-    logits = (2 * _HALF + _FULL) * tokens * model.vocabulary / split.tensor if ends[1] else 0.0
+    logits = (2 * _HALF + _FULL) * tokens * model.vocabulary / split.tensor if ends[1] and model.logits else 0.0
     return RankMemory(
         parameters=_HALF * (dense + experts),
         gradients=_FULL * (dense + experts),

@@ -60,10 +60,13 @@ def layer_operators(model: Model, micro_batch: int, tensor: int, expert: int = 1
     if model.experts:
         held = max(1.0, model.experts / expert)
         rows = n * model.top_k / held
-        feed = (Product(rows, up / t, h, held), Product(rows, h, width / t, held))
+        feed = [Product(rows, up / t, h, held), Product(rows, h, width / t, held)]
     else:
         held, rows = 1.0, n
-        feed = (Product(n, up / t, h), Product(n, h, width / t))
+        feed = [Product(n, up / t, h), Product(n, h, width / t)]
+    if model.experts and model.shared_ffn:
+        shared = model.shared_ffn
+        feed += [Product(n, shared * (model.matrices - 1) / t, h), Product(n, h, shared / t)]
     products = (Product(n, model.qkv_width / t, h), Product(n, h, model.context_width / t), *feed)
     scores = micro_batch * model.heads / t * model.sequence**2
     sweeps = [

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_run.errors import RunError
+from megatron_run.errors import InputError, RunError
 from megatron_run_planner.devices import Device
 from megatron_run_planner.schedules import Schedules
 from megatron_run_planner.search import Candidate, Search
 from megatron_run_planner.task import Task
-from megatron_run_planner.workload import Split
+from megatron_run_planner.workload import Model, Split
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def changes(split: Split, task: Task, device: Device) -> Iterator[tuple[tuple[st
         if not split.global_batch % (half * split.data):
             yield (f"train.micro_batch_size={half}",), replace(split, micro_batch=half)
     wider = replace(split, tensor=2 * split.tensor, **_copies(split))
-    if wider.tensor <= device.links.machine and not (model.heads % wider.tensor or _kv(task) % wider.tensor):
+    if wider.tensor <= device.links.machine and _splits(model, wider.tensor):
         plugin = ("parallel-layer=tensor",) if split.tensor == 1 else ()
         yield (*plugin, f"parallel.tensor={wider.tensor}", f"parallel.data={wider.data}"), wider
     deeper = replace(split, pipeline=2 * split.pipeline, **_copies(split))
@@ -128,8 +128,12 @@ def changes(split: Split, task: Task, device: Device) -> Iterator[tuple[tuple[st
         yield (*plugin, f"parallel.pipeline={deeper.pipeline}", f"parallel.data={deeper.data}"), deeper
 
 
-def _kv(task: Task) -> int:
-    return task.model.kv_heads or task.model.heads
+def _splits(model: Model, tensor: int) -> bool:
+    try:
+        model.split_over(tensor)
+    except InputError:
+        return False
+    return True
 
 
 def _copies(split: Split) -> dict[str, Any]:

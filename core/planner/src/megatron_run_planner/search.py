@@ -132,8 +132,10 @@ class Search:
             if tensor > links.machine:
                 self._pruned["tensor ranks beyond one machine"] += 1
                 continue
-            if model.heads % tensor or (model.kv_heads or model.heads) % tensor:
-                self._pruned["heads do not divide over tensor ranks"] += 1
+            try:
+                model.split_over(tensor)
+            except InputError:
+                self._pruned["heads or features do not divide over tensor ranks"] += 1
                 continue
             for pipeline in _divisors(self._ranks // tensor):
                 if pipeline > model.layers:

@@ -7,7 +7,7 @@ the one that a run would execute (:mod:`megatron_run.pipeline`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_run.contracts.actions import Place
 from megatron_run.contracts.observer import Bar, Timeline
@@ -51,11 +51,23 @@ def place_times(
     model: Model, split: Split, device: Device, layout: Sequence[Place], layer: Passes | None = None
 ) -> list[Passes]:
     """Forward and backward of a microbatch at each position of ``layout``, of whose layers each takes ``layer``."""
-    layer = layer or layer_time(model, split, device)
-    times = [layer.times(len(place.layers)) for place in layout]
+    if model.dense_layers:
+        times = [layer_time(model.part(each.layers), split, device).times(len(each.layers)) for each in layout]
+    else:
+        layer = layer or layer_time(model, split, device)
+        times = [layer.times(len(place.layers)) for place in layout]
     times[0] = times[0].then(embedding_time(model, split, device))
-    times[-1] = times[-1].then(head_time(model, split, device))
+    times[-1] = times[-1].then(last_time(model, split, device))
     return times
+
+
+def last_time(model: Model, split: Split, device: Device) -> Passes:
+    """What follows the last layer: the head, and for each predictor of a further token a dense layer and a head."""
+    head = head_time(model, split, device)
+    if not model.predictors:
+        return head
+    dense = layer_time(replace(model, experts=0, top_k=0, dense_layers=()), split, device)
+    return head.then(dense.then(head).times(model.predictors))
 
 
 def step_time(model: Model, split: Split, device: Device, plan: Plan) -> StepTime:
@@ -141,9 +153,8 @@ def after_backward(model: Model, split: Split, device: Device) -> tuple[float, f
     A tied embedding is summed between the first and the last stage. With ``zero1`` each rank updates its share.
     """
     share = model.layers / split.pipeline / split.tensor
-    dense: float = share * model.attention_parameters + model.vocabulary * model.hidden / split.tensor
-    experts = share * model.ffn_parameters / split.expert if model.experts else 0.0
-    dense += 0.0 if model.experts else share * model.ffn_parameters
+    dense: float = share * model.dense_parameters + model.vocabulary * model.hidden / split.tensor
+    experts = share * model.expert_parameters / split.expert
     links = device.links
     reduction = all_reduce(links, split.gradient_bytes * dense, split.data, split.tensor)
     if experts:

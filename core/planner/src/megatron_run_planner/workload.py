@@ -5,21 +5,40 @@ Legend: ``s`` sequence, ``b`` micro batch, ``h`` hidden, ``t`` tensor-parallel s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from megatron_run.contracts.parallel_layer import even_part
 
 #: Nothing, the core of the attention, the feed-forward half, or the whole layer: as `train.recompute` has it.
 Recompute = Literal["none", "core", "mlp", "full"]
+
+
+class Latent(NamedTuple):
+    """Multi-head latent attention: features of the latents (0: queries have none), and of parts of a head."""
+
+    keys: int
+    queries: int
+    rotating: int
+    plain: int
+    value: int
 
 
 @dataclass(frozen=True)
 class Model:
     """A decoder. ``kv_heads`` and ``ffn`` of 0 stand for ``heads`` and 4 x ``hidden``.
 
-    ``gated`` feed-forward layers have a third matrix. With ``experts``, every layer has that many feed-forward layers
-    of width ``expert_ffn`` (0: ``ffn``), of which a token meets ``top_k``. ``flash`` attention never stores its s x s
-    scores. ``tied``: the head shares the embedding's matrix.
+    ``gated`` feed-forward layers have a third matrix. With ``experts``, every layer but the ``dense_layers`` has that
+    many feed-forward layers of width ``expert_ffn`` (0: ``ffn``), of which a token meets ``top_k``, and a shared one of
+    ``shared_ffn``, with a gate of its own if ``shared_gate``. ``flash`` attention never stores its s x s scores.
+    ``tied``: the head shares the embedding's matrix. ``predictors`` of further tokens follow the last layer: each a
+    dense layer, a matrix that joins two vectors, and the head's product. ``positions`` are learned vectors,
+    ``head_extra`` weights of the head beside the product with the vocabulary, which it lacks without ``logits``, and
+    ``pooled`` weights that see one token of a row. With ``rotary`` positions rotated queries and keys are kept beside
+    the projection's, with ``dropout`` its masks, and with ``keeps_gate`` the gate's activation. ``unread`` weights of a
+    layer are known by their number alone.
     """
 
     layers: int
@@ -36,26 +55,78 @@ class Model:
     flash: bool = False
     tied: bool = True
     head: int = 0
+    dense_layers: tuple[int, ...] = ()
+    shared_ffn: int = 0
+    shared_gate: bool = False
+    latent: Latent | None = None
+    predictors: int = 0
+    positions: int = 0
+    head_extra: int = 0
+    pooled: int = 0
+    logits: bool = True
+    rotary: bool = False
+    dropout: bool = True
+    keeps_gate: bool = False
+    unread: float = 0.0
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[float, Model], ...]:
+        """The kinds of layers, each as a model that has no other, with its share of the layers."""
+        if not (self.experts and self.dense_layers):
+            return ((1.0, self),)
+        dense = len(self.dense_layers) / self.layers
+        plain = replace(self, dense_layers=(), experts=0, top_k=0, shared_ffn=0, shared_gate=False)
+        return tuple(pair for pair in ((1 - dense, replace(self, dense_layers=())), (dense, plain)) if pair[0])
+
+    def part(self, layers: Iterable[int]) -> Model:
+        """The model with these layers alone, numbered anew; what they are on average is what all layers are."""
+        indices = list(layers)
+        if not self.dense_layers or not indices:
+            return self
+        dense = [index for index, layer in enumerate(indices) if layer in self.dense_layers]
+        return replace(self, layers=len(indices), dense_layers=tuple(dense))
+
+    def split_over(self, tensor: int) -> None:
+        """Raise :class:`InputError` unless all splits over ``tensor`` ranks, as layers do when they are built."""
+        even_part(self.heads, tensor, "attention heads (model.num_heads)")
+        even_part(self.kv_heads or self.heads, tensor, "key-value heads (model.num_kv_heads)")
+        for _, kind in self.kinds:
+            key = "expert_ffn_size" if kind.experts and kind.expert_ffn else "ffn_size"
+            even_part(kind.ffn_width, tensor, f"features of the feed-forward layer (model.{key})")
+            even_part(kind.shared_ffn, tensor, "features of the shared expert (model.shared_expert_ffn_size)")
 
     @property
     def head_size(self) -> float:
-        """Width of a head."""
+        """Width of a head; of latent attention the mean of keys' and values', as its products take them."""
+        if self.latent:
+            return (self.latent.rotating + self.latent.plain + self.latent.value) / 2
         return self.head or self.hidden / self.heads
 
     @property
     def context_width(self) -> float:
         """Width of what all heads give to the output projection."""
-        return self.heads * self.head_size
+        return self.heads * (self.latent.value if self.latent else self.head_size)
 
     @property
     def plain(self) -> bool:
         """Whether its layers are those of GPT-2, at which layers were measured."""
-        return not (self.gated or self.experts or self.flash or self.kv_heads not in (0, self.heads))
+        return not (self.gated or self.experts or self.latent or self.flash or self.kv_heads not in (0, self.heads))
 
     @property
     def qkv_width(self) -> float:
-        """Columns of the projection to queries, keys and values."""
-        return (self.heads + 2 * (self.kv_heads or self.heads)) * self.head_size
+        """Columns of the projection to queries, keys and values; of others as many as have the same weights."""
+        if self.latent:
+            return self._latent_parameters / self.hidden + self.unread / self.hidden
+        return (self.heads + 2 * (self.kv_heads or self.heads)) * self.head_size + self.unread / self.hidden
+
+    @property
+    def _latent_parameters(self) -> float:
+        """Weights of latent attention before the output projection."""
+        assert self.latent is not None, "asked for latent attention alone"
+        keys, queries, rotating, plain, value = self.latent
+        size, hidden = self.heads * (rotating + plain), self.hidden
+        query = queries * (hidden + size) if queries else hidden * size
+        return query + hidden * (keys + rotating) + keys * self.heads * (plain + value)
 
     @property
     def ffn_width(self) -> int:
@@ -73,16 +144,36 @@ class Model:
         return self.hidden * (self.qkv_width + self.context_width)
 
     @cached_property
-    def ffn_parameters(self) -> float:
-        """Weights of a layer's feed-forward part, all experts and the router included."""
-        one = self.matrices * self.hidden * self.ffn_width
-        return one * self.experts + self.hidden * self.experts if self.experts else one
+    def expert_parameters(self) -> float:
+        """Weights of a layer's experts, which expert-parallel ranks share out; the mean over its kinds of layers."""
+        return sum(share * kind.experts * kind.matrices * kind.hidden * kind.ffn_width for share, kind in self.kinds)
+
+    @cached_property
+    def dense_parameters(self) -> float:
+        """Weights of a layer that every expert-parallel rank holds; the mean over its kinds of layers."""
+        return sum(share * (kind.attention_parameters + kind._common_parameters) for share, kind in self.kinds)
+
+    @property
+    def _common_parameters(self) -> float:
+        """Of a layer of one kind, the weights of its feed-forward part without experts; routers count here."""
+        if not self.experts:
+            return self.matrices * self.hidden * self.ffn_width
+        return self.hidden * (self.matrices * self.shared_ffn + self.experts + self.shared_gate)
+
+    @property
+    def predictor_parameters(self) -> float:
+        """Weights of one predictor of a further token, without the tables that it shares."""
+        dense = replace(self, experts=0)
+        return dense.attention_parameters + dense._common_parameters + 2 * self.hidden**2
 
     @property
     def parameters(self) -> float:
         """Weights of the model, without biases and norms."""
-        tables = self.vocabulary * self.hidden * (1 if self.tied else 2)
-        return self.layers * (self.attention_parameters + self.ffn_parameters) + tables
+        tables = (
+            (self.vocabulary * (1 if self.tied else 2) + self.positions) * self.hidden + self.head_extra + self.pooled
+        )
+        layers = self.layers * (self.dense_parameters + self.expert_parameters)
+        return layers + tables + self.predictors * self.predictor_parameters
 
     @cached_property
     def flops_per_token(self) -> float:
@@ -90,9 +181,13 @@ class Model:
 
         6 per weight that the token meets, and 12 s h a layer for all scores (Narayanan et al. 2021, appendix).
         """
-        met = self.matrices * self.hidden * self.ffn_width * (self.top_k or 1)
-        layer = 6 * (self.attention_parameters + met) + 12 * self.sequence * self.context_width
-        return self.layers * layer + 6 * self.hidden * self.vocabulary
+        met = self.dense_parameters + sum(
+            share * kind.expert_parameters * kind.top_k / kind.experts for share, kind in self.kinds if kind.experts
+        )
+        scores = 12 * self.sequence * self.heads * self.head_size
+        head = 6 * self.hidden * self.vocabulary
+        predicted = self.predictors * (6 * self.predictor_parameters + scores + head)
+        return self.layers * (6 * met + scores) + predicted + 6 * self.head_extra + (head if self.logits else 0.0)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from megatron_run.contracts.parameters import Init
-from megatron_run.errors import InputError
+from megatron_run.errors import InputError, nearest_divisors, nearest_multiples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +34,20 @@ class LinearPart:
 
     def __str__(self) -> str:
         return f"features of {self.name}" + (f" ({self.key})" if self.key else "")
+
+
+def even_part(size: int, ranks: int, what: str, axis: str = "tensor") -> int:
+    """``size`` of ``what`` over ``ranks``. Raises :class:`InputError` with the arithmetic if it does not divide.
+
+    Layers ask it while they are built, and planners before.
+    """
+    if size % ranks:
+        raise InputError(
+            f"{size} {what} do not split over {ranks} {axis}-parallel ranks: {size} / {ranks} = {size / ranks:g}",
+            fix=f"set parallel.{axis} to {nearest_divisors(size, ranks)}, "
+            f"or choose {nearest_multiples(size, ranks)} {what}",
+        )
+    return size // ranks
 
 
 #: The norms of a model. The scale of one that ends in ``_1p`` is 1 plus its weight, which starts at zero.

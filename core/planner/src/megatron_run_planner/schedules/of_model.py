@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megatron_run_planner.devices import Device
-from megatron_run_planner.layer_time import Passes, embedding_time, head_time, layer_time
+from megatron_run_planner.layer_time import Passes, embedding_time, layer_time
 from megatron_run_planner.memory import available, layer_activations, rank_memory
 from megatron_run_planner.schedules.workload_costs import Pipeline, Work
-from megatron_run_planner.step_time import message_time
+from megatron_run_planner.step_time import last_time, message_time
 from megatron_run_planner.workload import Model, Split
 
 
@@ -17,13 +17,16 @@ def pipeline_of(model: Model, split: Split, device: Device) -> Pipeline:
     reserve.
     """
     none = rank_memory(model, split, 0, [False, False], 0).total
-    layer = rank_memory(model, split, 1, [False, False], 0).total - none
+    works = {}
+    for _, kind in model.kinds:
+        state = rank_memory(kind, split, 1, [False, False], 0).total - none
+        works[bool(kind.experts)] = _work(layer_time(kind, split, device), layer_activations(kind, split), state)
     ends = [rank_memory(model, split, 0, has, 0).total - none for has in ([True, False], [False, True], [True, True])]
-    work = _work(layer_time(model, split, device), layer_activations(model, split), layer)
+    mixed = [bool(model.experts) and layer not in model.dense_layers for layer in range(model.layers)]
     return Pipeline(
-        layers=(work,) * model.layers,
+        layers=tuple(works[each] for each in mixed),
         before=_work(embedding_time(model, split, device), 0.0, ends[0]),
-        after=_work(head_time(model, split, device), 0.0, ends[1]),
+        after=_work(last_time(model, split, device), 0.0, ends[1]),
         stages=split.pipeline,
         chunks=split.chunks,
         microbatches=split.microbatches,

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from megatron_run.contracts import Part
-from megatron_run.errors import InputError, nearest_divisors, nearest_multiples
+from megatron_run.contracts.parallel_layer import even_part
 from megatron_run_engine.runtime.comm import ParallelGroup
 
 if TYPE_CHECKING:
@@ -29,16 +29,8 @@ class Split:
     axis: Axis = "tensor"
 
     def part(self, size: int, what: str) -> int:
-        """``size`` over the number of ranks. Raises :class:`InputError` with the arithmetic if it does not divide."""
-        ranks = self.peers.size
-        if size % ranks:
-            raise InputError(
-                f"{size} {what} do not split over {ranks} {self.axis}-parallel ranks: "
-                f"{size} / {ranks} = {size / ranks:g}",
-                fix=f"set parallel.{self.axis} to {nearest_divisors(size, ranks)}, "
-                f"or choose {nearest_multiples(size, ranks)} {what}",
-            )
-        return size // ranks
+        """``size`` over the number of ranks. Raises as :func:`even_part`."""
+        return even_part(size, self.peers.size, what, self.axis)
 
     def features(self, parts: tuple[LinearPart, ...]) -> int:
         """This rank's output features, summed over ``parts``. Raises as :meth:`part`."""

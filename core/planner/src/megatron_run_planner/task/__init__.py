@@ -1,15 +1,10 @@
-"""What a configuration asks for, as the planner sees it; read without loading any plugin, and written back.
-
-A model is known by the options that model ``gpt`` has; other models that use the same names are read alike.
-"""
+"""What a configuration asks for, as the planner sees it; read without loading any plugin, and written back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron_run.config.merge import ConfigSource
 from megatron_run.config.origin import section_of
@@ -21,35 +16,14 @@ from megatron_run.config.yaml import yaml_text
 from megatron_run.contracts.schema import ParallelSection, TrainSection
 from megatron_run.errors import Findings, InputError, nearest_multiples
 from megatron_run.planning.layer_split import is_uneven, layer_counts
+from megatron_run.planning.rank_grid import ExpertSplit
 from megatron_run_planner.schedules import named
 from megatron_run_planner.search import Candidate
+from megatron_run_planner.task.model_options import KNOWN, read_model
 from megatron_run_planner.workload import Model, Recompute, Split
 
 #: Parameters of layers are 12 L h^2; with h = 128 L, as GPT-3's larger models have, that is 12 * 128^2 L^3.
 _ASPECT = 128
-
-
-#: Activations of two matrices in.
-_GATED = ("swiglu", "geglu", "geglu_tanh")
-
-
-class _Options(BaseModel):
-    """The options of a decoder that decide its time and memory; others are ignored."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    num_layers: int = Field(ge=1)
-    hidden_size: int = Field(ge=1)
-    num_heads: int = Field(ge=1)
-    num_kv_heads: int | None = None
-    head_size: int | None = None
-    ffn_size: int | None = None
-    vocab_size: int | None = None
-    activation: str = "gelu"
-    tie_embeddings: bool = True
-    experts: int = 0
-    top_k: int = 2
-    expert_ffn_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +32,8 @@ class Task:
 
     ``split`` is its sections ``train`` and ``parallel`` over ``ranks``; ``steps`` is None when the run has no length.
     ``schedule`` is named with its options, and ``counts`` are the layers of each place where the user gave them.
+    ``reading`` says which parts of the model were read as others, and why; of one that is not ``known``, parameters
+    and FLOPs too.
     """
 
     model: Model
@@ -66,6 +42,14 @@ class Task:
     counts: tuple[int, ...]
     steps: int | None
     sections: Mapping[str, Any]
+    reading: str = ""
+    known: bool = True
+
+    def with_parameters(self, count: int) -> Task:
+        """The task with so many parameters of the model, counted elsewhere: those not read count in every layer."""
+        unread = (count - self.model.parameters) / self.model.layers
+        told = f"{self.reading}; its {count:,} parameters were counted in its layers"
+        return replace(self, model=replace(self.model, unread=self.model.unread + unread), reading=told)
 
     @property
     def tokens(self) -> float | None:
@@ -95,7 +79,8 @@ def read_task(request: Request, ranks: int | None) -> Task:
     findings.settle()
     assert train is not None, "what is wrong was raised"
     assert parallel is not None, "and so was this"
-    model = _model(merged, train)
+    word = merged.choices["model"][0].word.rpartition(":")[2]
+    model, reading = _model(word, merged, train)
     ways = parallel.tensor * parallel.pipeline
     copies = max(1, ranks // ways) if ranks else parallel.data or 1
     split = Split(
@@ -119,7 +104,7 @@ def read_task(request: Request, ranks: int | None) -> Task:
             model.layers, parallel, [index % split.pipeline for index in range(split.pipeline * split.chunks)]
         )
     steps = train.steps or (train.samples and train.samples // train.global_batch_size)
-    return Task(model, split, _schedule(merged, split), counts, steps, _sections(merged))
+    return Task(model, split, _schedule(merged, split), counts, steps, _sections(merged), reading, word in KNOWN)
 
 
 def _schedule(merged: ConfigSource, split: Split) -> str:
@@ -139,7 +124,10 @@ def _recomputed(train: TrainSection) -> Recompute:
 
 
 def check_sizes(task: Task, ranks: int | None) -> None:
-    """Raise :class:`InputError` unless devices, batch, heads and layers of the task's own split divide."""
+    """Raise :class:`InputError` unless devices, batch, heads, features, layers and experts of the task's split divide.
+
+    Heads, features and experts are checked by what checks them when a run starts and its layers are built.
+    """
     model, split = task.model, task.split
     ways = split.tensor * split.pipeline
     if ranks not in (None, split.ranks):
@@ -153,41 +141,22 @@ def check_sizes(task: Task, ranks: int | None) -> None:
             f"microbatches of {split.micro_batch}",
             fix=f"set it to {nearest_multiples(split.global_batch, split.micro_batch * split.data)}",
         )
-    if model.heads % split.tensor or split.pipeline * split.chunks > model.layers:
+    model.split_over(split.tensor)
+    if split.pipeline * split.chunks > model.layers:
         raise InputError(
-            f"{model.heads} heads and {model.layers} layers do not divide over parallel.tensor={split.tensor}, "
-            f"parallel.pipeline={split.pipeline}, parallel.chunks={split.chunks}",
+            f"{model.layers} layers are fewer than the places of parallel.pipeline={split.pipeline} x "
+            f"parallel.chunks={split.chunks}",
             fix="lower them",
         )
+    parallel = ParallelSection(tensor=split.tensor, pipeline=split.pipeline, data=split.data, expert=split.expert)
+    ExpertSplit(model.experts, parallel, None, split.ranks).check()
 
 
-def _model(merged: ConfigSource, train: TrainSection) -> Model:
+def _model(word: str, merged: ConfigSource, train: TrainSection) -> tuple[Model, str]:
+    """The model, and how it was read."""
     given = {key[1]: _typed(value.data) for key, value in merged.values.items() if key[0] == "model" and len(key) == 2}
-    try:
-        options = _Options.model_validate(given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        raise InputError(
-            f"model.{name}: {first['msg'].lower()}", fix="plan needs num_layers, hidden_size and num_heads"
-        ) from None
     told = merged.values.get(("data", "vocab_size"))
-    return Model(
-        layers=options.num_layers,
-        hidden=options.hidden_size,
-        heads=options.num_heads,
-        sequence=train.sequence_length,
-        vocabulary=options.vocab_size or (int(_typed(told.data)) if told else 50257),
-        kv_heads=options.num_kv_heads or 0,
-        ffn=options.ffn_size or 0,
-        gated=options.activation in _GATED,
-        head=options.head_size or 0,
-        experts=options.experts,
-        top_k=options.top_k if options.experts else 0,
-        expert_ffn=options.expert_ffn_size or 0,
-        flash=True,
-        tied=options.tie_embeddings,
-    )
+    return read_model(word, given, train.sequence_length, int(_typed(told.data)) if told else None)
 
 
 def _typed(value: Any) -> Any:
