@@ -98,7 +98,8 @@ def stage_memories(
                 held |= {"activations": planned[stage].activations, "logits": planned[stage].logits}
             if task:
                 held["recomputed"] = recomputed(task.model, task.split) if activations is not None else 0.0
-                held["communication"] = communication(task.model, task.split)
+                # As the planner counts the stream: what is received and what is sent, forward and backward.
+                held["communication"] = communication(task.model, task.split) + 4 * size.beside
         if device:
             total = sum(held.values())
             held["reserve"] = with_reserve(total) - total

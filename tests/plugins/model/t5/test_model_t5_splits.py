@@ -6,13 +6,17 @@ where a stage does, on three within one.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_run.config.request import Request
+from megatron_run.planning import resolve
 from megatron_run_engine.data.indexed_files import Writer
+from megatron_run_engine.training.memory_estimate import model_size
+from megatron_run_engine.training.saved_activations import peak_activations
 from tests.support.training import Seen, train_many
 
 #: How each topology is asked for.
@@ -92,6 +96,20 @@ def test_every_topology_trains_as_one_process_does(corpus: Path, names: list[str
     expected = dict(zip(alone, (ranks[0] for ranks in singles), strict=True))
     for found, (_, layers) in zip(runs, asked, strict=True):
         same(found, expected[layers])
+
+
+def test_a_dry_run_counts_all_that_crosses_and_what_a_stage_only_hands_on(corpus: Path) -> None:
+    """The first stage of four has an encoder layer, the second too, and holds the decoder's stream for it."""
+    run = resolve(request(corpus, 4, ("parallel.pipeline=4", "train.micro_batch_size=2"), ("schedule=1f1b",)))
+    size, held = model_size(run), peak_activations(run)
+    assert size.beside == 4 * (48 * 2 * 32 + 2 * 32 * 2)
+    longer = request(corpus, 4, ("parallel.pipeline=4", "train.micro_batch_size=2"), ("schedule=1f1b",))
+    longer = replace(longer, sets=tuple(each.replace("length=16", "length=20") for each in longer.sets))
+    more = peak_activations(resolve(longer))
+    assert held is not None
+    assert more is not None
+    # Of each microbatch in flight, three on the second stage, four more tokens of 32 features in two rows.
+    assert more[1] - held[1] == 3 * 4 * (4 * 2 * 32)
 
 
 def _layers(sets: tuple[str, ...], _: tuple[str, ...]) -> tuple[str, ...]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
-from megatron_run.contracts import mixture_options
+from megatron_run.contracts import Microbatch, mixture_options
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.errors import InputError, RunError, advice, did_you_mean
 from megatron_run.planning.rank_grid import attribute
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.nn import Parameter
 
-    from megatron_run.contracts import CaptureSize, Chunk, DataSource, GraphCapture, Optimizer, ParamInfo
+    from megatron_run.contracts import CaptureSize, Chunk, DataSource, GraphCapture, Model, Optimizer, ParamInfo
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.runtime.context import BuildContext
 
@@ -61,7 +62,8 @@ class ModelSize(NamedTuple):
 
     A tied embedding counts on every stage that holds a copy of it. ``vocab`` is the number of token ids, and
     ``padded_vocab`` the number of embedding rows over all tensor-parallel ranks. ``captures`` is what graph capture
-    would record on each stage in a step of the full batch. ``mixture`` is None if no layer has experts.
+    would record on each stage in a step of the full batch. ``mixture`` is None if no layer has experts. ``beside`` is
+    the bytes that a message holds beside the residual stream, 0 where no stage sends any.
     """
 
     parameters: int
@@ -70,6 +72,7 @@ class ModelSize(NamedTuple):
     padded_vocab: int
     captures: tuple[CaptureSize, ...]
     mixture: Mixture | None
+    beside: int
 
 
 def model_size(run: ResolvedRun) -> ModelSize:
@@ -104,13 +107,15 @@ def _model_size(run: ResolvedRun) -> ModelSize:
     alone = replace(context, topology=Topology(Sizes(), 0))
     make_layers(run, alone).check_names(cast("list[nn.Module]", chunks))
     _check_capture(run, alone, chunks)
-    return ModelSize(total, tuple(stages), context.vocab_size, padded, tuple(captures), _mixture(options, everyone))
+    mixture, beside = _mixture(options, everyone), _beside(run, on_ranks[0].model) if run.sizes.pipeline > 1 else 0
+    return ModelSize(total, tuple(stages), context.vocab_size, padded, tuple(captures), mixture, beside)
 
 
 class _Built(NamedTuple):
     """A rank's part of the model on the meta device."""
 
     context: BuildContext
+    model: Model
     chunks: Sequence[Chunk]
     infos: Sequence[dict[Parameter, ParamInfo]]
 
@@ -127,7 +132,14 @@ def _build(run: ResolvedRun, options: BaseModel, data: DataSource, stage: int, e
     context = make_context(run, topology, Groups(), torch.device("meta"), options, data.fields)
     model, _, chunks = build_chunks(run, context, make_layers(run, context))
     check_fields(run, model, data)
-    return _Built(context, chunks, [describe_parameters(chunk) for chunk in chunks])
+    return _Built(context, model, chunks, [describe_parameters(chunk) for chunk in chunks])
+
+
+def _beside(run: ResolvedRun, model: Model) -> int:
+    """Bytes beside the stream in a message of a step's first microbatch; sizes that only senders know count as 1."""
+    train = run.config.train
+    boundary = model.boundary(Microbatch(0, 1, 0, {}), train.micro_batch_size, train.sequence_length)
+    return sum(prod(size or 1 for size in each.shape) * each.dtype.itemsize for each in boundary.beside.values())
 
 
 def _mixture(options: BaseModel, ranks: Sequence[_Built]) -> Mixture | None:

@@ -118,7 +118,10 @@ def _received(boundary: Boundary) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _saved(chunk: Chunk, x: Tensor | None, beside: dict[str, Tensor], microbatch: Microbatch) -> int:
-    """Bytes of the storages that ``chunk`` saves, its parameters' and the batch's aside."""
+    """Bytes of the storages that ``chunk`` saves, its parameters' and the batch's aside.
+
+    What it received counts in any case: the executor holds it until the backward, for its gradient.
+    """
     kept: dict[int, int] = {}
     alive: list[Tensor] = []  # a storage that is freed would give its number to another one
 
@@ -127,6 +130,8 @@ def _saved(chunk: Chunk, x: Tensor | None, beside: dict[str, Tensor], microbatch
         kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         return tensor
 
+    for received in (*([] if x is None else [x]), *beside.values()):
+        pack(received)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         out = chunk(x, microbatch, **beside)
     module = cast("nn.Module", chunk)  # as every chunk of the engine's models
