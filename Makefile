@@ -116,6 +116,7 @@ docs: $(DEV)
 	$(PY) -m tests.docs.key_tables
 	$(PY) -m tests.docs.flag_tables
 	$(PY) -m tests.docs.family_table
+	$(PY) -m tests.docs.field_table
 	$(PY) -m tests.docs.consoles
 	$(PY) -m tests.docs.walk
 	$(PY) -m tests.architecture.picture

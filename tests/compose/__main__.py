@@ -2,8 +2,8 @@
 
     make compose                 (or python -m tests.compose --count 200 --seed 7)
 
-``megatron_run_testing.composition`` says what is drawn and compared; `megatron-run plugins check --compose` does the
-same around one package. Exits with 1 when something differs.
+``megatron_run_testing.conformance.composition`` says what is drawn and compared. `megatron-run plugins check --compose`
+does the same around one package. Exits with 1 when something differs.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 import sys
 from argparse import ArgumentParser
 
-from megatron_run_testing.composition.campaign import search
-from megatron_run_testing.composition.space import Space
+from megatron_run_testing.conformance.composition.campaign import search
+from megatron_run_testing.conformance.composition.space import Space
 
 
 def main(count: int, seed: int) -> int:

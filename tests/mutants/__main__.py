@@ -34,6 +34,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--changed", action="store_true", help="those of files that were changed")
     parser.add_argument("--since", default="HEAD", metavar="REVISION", help="what --changed compares with")
     parser.add_argument("--new", action="store_true", help="those that were not tried yet")
+    parser.add_argument("--field", action="store_true", help="those that rebuild bugs of other trainers")
     parser.add_argument("--check", action="store_true", help="only see that every mutant can still be planted")
     parser.add_argument("--trust", action="store_true", help="do not look whether tests pass without a mutant")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="mutants at once")
@@ -63,7 +64,8 @@ def _chosen(mutants: Sequence[Mutant], results: Results, asked: argparse.Namespa
         named = not asked.only or mutant.id in asked.only
         touched = not asked.changed or mutant.source(ROOT) in changed
         fresh = not asked.new or mutant.id not in results.of
-        if package and named and touched and fresh:
+        rebuilt = not asked.field or bool(mutant.bug)
+        if package and named and touched and fresh and rebuilt:
             yield mutant
 
 

@@ -3,7 +3,8 @@
 They lie in the TOML files beside this one. A table ``[[file]]`` names a ``module`` and the ``tests`` of its mutants; a
 ``[[file.mutant]]`` has an ``id``, says what it ``breaks``, and replaces the text ``find``, which occurs once in the
 module, by ``put``. ``tests`` of its own take the place of the file's, and words after a path choose among its tests, as
-pytest's ``-k``. ``survives`` says why no test can notice it.
+pytest's ``-k``; with ``nightly`` among them, among the nightly ones. ``survives`` says why no test can notice it,
+``bug`` which one of another trainer it rebuilds.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Mutant:
     put: str
     tests: tuple[str, ...]
     survives: str = ""
+    bug: str = ""
 
     def source(self, root: Path) -> Path:
         """The file of its module in the checkout at ``root``. Raises LookupError."""

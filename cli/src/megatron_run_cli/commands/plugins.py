@@ -163,7 +163,7 @@ def check(
 def _compose(target: str, sets: tuple[str, ...], count: int, seed: int, *, as_json: bool) -> int:
     """Compare random configurations with the single process; show the simplest that differ, and what to type."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from megatron_run_testing.composition import check_composition
+    from megatron_run_testing.conformance.composition import check_composition
 
     found = check_composition(target, sets, count, seed, tell)
     if as_json:

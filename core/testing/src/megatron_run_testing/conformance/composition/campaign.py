@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -17,9 +17,9 @@ from megatron_run.registry.choose import choose
 from megatron_run.registry.discover import Entry, scan
 from megatron_run.registry.load import load
 from megatron_run.registry.loaded_plugin import Plugin
-from megatron_run_testing.composition.compare import NAMES, Compared, compare, refusal, write_documents
-from megatron_run_testing.composition.space import Composition, Space
 from megatron_run_testing.conformance import project_entries
+from megatron_run_testing.conformance.composition.compare import NAMES, Compared, compare, refusal, write_documents
+from megatron_run_testing.conformance.composition.space import Composition, Space
 
 #: Compositions that are trained by one set of ranks.
 _AT_ONCE = 20
@@ -44,6 +44,7 @@ class Findings:
 
     plugin: str = ""
     equal: int = 0
+    different: int = 0
     refused: int = 0
     differences: list[Difference] = field(default_factory=list)
     largest: dict[str, float] = field(default_factory=lambda: dict.fromkeys(NAMES, 0.0))
@@ -52,12 +53,12 @@ class Findings:
     @property
     def passed(self) -> bool:
         """Whether everything was equal."""
-        return not self.differences
+        return not self.different
 
     def __str__(self) -> str:
         named = f"{self.plugin}: " if self.plugin else ""
         largest = ", ".join(f"{name} {value:.1e}" for name, value in self.largest.items())
-        compared = self.equal + len(self.differences)
+        compared = self.equal + self.different
         return (
             f"{named}{self.equal} of {compared} compositions equal, {self.refused} refused, in {self.seconds:.0f} s; "
             f"largest differences in fp32: {largest}"
@@ -122,7 +123,8 @@ def search(space: Space, count: int, seed: int, told: Told = lambda _: None, plu
                 _note(found, composition, compared)
         found.refused = reasons.total()
         told(f"{found.equal} equal, {len(wrong)} different, {found.refused} refused, {time.monotonic() - start:.0f} s")
-    found.differences = _told(_simplest_of(wrong, told))
+    found.different = len(wrong)
+    found.differences = _told(_simplest_of(wrong, told)) if wrong else []
     found.seconds = time.monotonic() - start
     return found
 
@@ -140,19 +142,23 @@ def simplest(composition: Composition, compared: Compared) -> tuple[Composition,
     return composition, compared
 
 
-def _simplest_of(wrong: Iterable[tuple[Composition, Compared]], told: Told) -> list[tuple[Composition, Compared]]:
+def _simplest_of(wrong: Sequence[tuple[Composition, Compared]], told: Told) -> list[tuple[Composition, Compared]]:
     """The simplest compositions. What contains one of them is taken to differ for the same reason."""
+    bare = sorted(
+        {each for composition, _ in wrong for each in composition.barest()}, key=lambda each: each.sizes.world
+    )
+    told(f"making {len(wrong)} simpler")
+    splits = [(each, seen) for each, seen in zip(bare, compare(bare), strict=True) if seen.faults]
     found = list[tuple[Composition, Compared]]()
     for composition, compared in sorted(wrong, key=lambda each: len(each[0].choices)):
-        if not any(composition.contains(simple) for simple, _ in found):
-            told(f"making it simpler: {composition}")
-            found.append(simplest(composition, compared))
+        if any(composition.contains(simple) for simple, _ in found):
+            continue
+        split = next((each for each in splits if composition.contains(each[0])), None)
+        found.append(split or simplest(composition, compared))
     return found
 
 
 def _told(found: Sequence[tuple[Composition, Compared]]) -> list[Difference]:
-    if not found:
-        return []
     documents = write_documents(_kept())
     return [
         Difference(str(composition), tuple(seen.faults), tuple(composition.commands("composition", documents)))

@@ -12,8 +12,8 @@ import numpy as np
 from megatron_run.config.request import Request
 from megatron_run.errors import Problems
 from megatron_run.planning import resolve
-from megatron_run_testing.composition.attempts import WORLD, Job, Outcome, in_rounds, work
-from megatron_run_testing.composition.space import Composition, with_documents
+from megatron_run_testing.conformance.composition.attempts import WORLD, Job, Outcome, in_rounds, work
+from megatron_run_testing.conformance.composition.space import Composition, with_documents
 from megatron_run_testing.ranks import run_on_ranks
 
 Tolerances = tuple[float, float, float, float]

@@ -19,8 +19,20 @@ from megatron_run.errors import InputError
 from megatron_run.registry.discover import Catalog, scan
 from megatron_run.registry.load import load
 from megatron_run.registry.loaded_plugin import Plugin
-from megatron_run_testing.composition.axes import BASE, CARRIED_OUT, DOCUMENTS, LEARNED, SPLITS, Axis, Settings, Sizes
+from megatron_run_testing.conformance.composition.axes import (
+    BASE,
+    CARRIED_OUT,
+    DOCUMENTS,
+    HALF,
+    LEARNED,
+    SPLITS,
+    Axis,
+    Settings,
+    Sizes,
+)
 
+#: A run that goes on elsewhere saves the step from which it does.
+RESUMED: Settings = (f"checkpoint.interval={HALF}",)
 #: What a run has that chooses none.
 _DEFAULTS = {"model": "gpt", "data": "mock", "optimizer": "adamw"}
 
@@ -144,9 +156,7 @@ class Composition:
         everything = [number for number, sizes in enumerate(self.space.splits) if sizes.within(self.sizes) and number]
         numbers = [*everything, dict(self.choices).get("ranks", 0)]
         for number in sorted(numbers, key=lambda number: self.space.splits[number].world):
-            bare = replace(self, choices=(("ranks", number),))
-            if bare.choices != self.choices:
-                yield bare
+            yield replace(self, choices=(("ranks", number),))
 
     def with_one(self) -> Iterator[Composition]:
         """Its ranks and one more choice."""
@@ -179,10 +189,15 @@ class Composition:
 
     @property
     def attempts(self) -> list[Request]:
-        """The run: one attempt, or another one that goes on from the middle, on other ranks."""
+        """The run: one attempt, or another one that goes on from the middle, on other ranks.
+
+        It goes on from a step that the first one saved while it trained, asynchronously where it does that.
+        """
         chosen, splits = dict(self.choices), self.space.splits
-        sizes = [splits[chosen.get("ranks", 0)]] + ([splits[chosen["then"] - 1]] if "then" in chosen else [])
-        return [self._attempt(each) for each in sizes]
+        if "then" not in chosen:
+            return [self._attempt(self.sizes)]
+        first, then = (self._attempt(sizes, RESUMED) for sizes in (self.sizes, splits[chosen["then"] - 1]))
+        return [first, replace(then, resume=str(HALF))]
 
     @property
     def _learned(self) -> Settings:
@@ -191,13 +206,13 @@ class Composition:
     def _settings(self, axis: Axis) -> Settings:
         return axis.options[dict(self.choices).get(axis.name, 0)]
 
-    def _attempt(self, sizes: Sizes) -> Request:
-        """One attempt. What its sizes leave without an effect is left out, since it would be refused."""
+    def _attempt(self, sizes: Sizes, more: Settings = ()) -> Request:
+        """One attempt, with ``more`` where nothing else is said. What its sizes leave without an effect is left out."""
         if not any(each.startswith("model.experts=") for each in self._learned):
             sizes = sizes._replace(expert=1)
         axes = [axis for axis in self.space.carried_out if not axis.needs or getattr(sizes, axis.needs) > 1]
         carried = [each for axis in axes for each in self._settings(axis)]
-        return self._request((*self._learned, *carried, *sizes.settings), sizes.world)
+        return self._request((*more, *self._learned, *carried, *sizes.settings), sizes.world)
 
     def _request(self, settings: Settings, world: int) -> Request:
         """The last word for a key counts; a key of a plugin's that the chosen one does not have is left out."""
@@ -226,11 +241,8 @@ class Composition:
 
     def commands(self, folder: str, documents: str) -> list[str]:
         """What to type: the single process, and the run in ``folder``."""
-        attempts, said = self.attempts, [_command(self.reference, documents, f"{folder}/alone")]
-        for number, request in enumerate(attempts):
-            more = ["--set", "checkpoint.interval=2"] if len(attempts) > 1 else []
-            said.append(" ".join([_command(request, documents, f"{folder}/split"), *more, *(["--resume 2"] * number)]))
-        return said
+        requests = {f"{folder}/alone": [self.reference], f"{folder}/split": self.attempts}
+        return [_command(each, documents, home) for home, several in requests.items() for each in several]
 
     def __str__(self) -> str:
         axes = self.space.axes
@@ -265,4 +277,5 @@ def _command(request: Request, documents: str, folder: str) -> str:
             words += ["--set", each]
     if request.nproc and request.nproc > 1:
         words += ["--nproc", str(request.nproc)]
-    return " ".join(["megatron-run", *map(quote, words), "--set", f"run.folder={quote(folder)}"])
+    words += ["--set", f"run.folder={folder}", *(() if request.resume == "auto" else ("--resume", request.resume))]
+    return " ".join(["megatron-run", *map(quote, words)])

@@ -6,6 +6,6 @@ weights are compared in fp32, tightly enough that a weight decay of 0.051 for 0.
 until nothing more can be left out, and told as commands to type.
 """
 
-from megatron_run_testing.composition.campaign import Difference, Findings, check_composition, search
+from megatron_run_testing.conformance.composition.campaign import Difference, Findings, check_composition, search
 
 __all__ = ["Difference", "Findings", "check_composition", "search"]

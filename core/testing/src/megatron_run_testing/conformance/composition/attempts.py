@@ -14,6 +14,7 @@ from megatron_run.config.request import Request
 from megatron_run.contracts import EvalMetrics, Observer, StepMetrics
 from megatron_run.errors import ExitCode, InputError
 from megatron_run.planning import resolve
+from megatron_run_testing.conformance.composition.axes import HALF
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 #: Ranks that live, and seconds for which one waits for another.
 WORLD, PATIENCE = 4, 60
-#: The step after which a run is interrupted that goes on elsewhere.
-HALF = 2
 
 
 @dataclass

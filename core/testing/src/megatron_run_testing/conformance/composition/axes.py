@@ -45,6 +45,8 @@ class Sizes(NamedTuple):
         return self != other and all(mine <= theirs for mine, theirs in zip(self, other, strict=True))
 
 
+#: The step from which a run goes on that is interrupted.
+HALF = 2
 #: The prefix of an indexed dataset of short documents, which is written before it is needed.
 DOCUMENTS = "{documents}"
 #: Of every run. A large initialisation, rate and epsilon let a small fault move the weights, and keep rounding from

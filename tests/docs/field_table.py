@@ -1,0 +1,48 @@
+"""The table of the field's silent bugs is made from the list of mutants and what became of them, after a marker.
+
+``make docs`` brings it up to date; a test fails where it is not.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+
+from tests.mutants.catalogue import LISTS, read_mutants
+from tests.mutants.results import RESULTS, Results
+from tests.support.checkout import ROOT
+
+PAGE = ROOT / "docs" / "composition.md"
+
+_TABLE = re.compile(r"(?<=<!-- field -->\n).*?(?=<!-- end of field -->)", re.DOTALL)
+_CHECK = re.compile(r"test_field and (\w+)\]")
+
+
+def table() -> str:
+    """Bug, what was planted, what kills it, and how the last trial ended; then what was not planted, and why."""
+    found = Results.read(RESULTS).of
+    rows = ["| bug of another trainer | planted here | composition | outcome |", "|---|---|---|---|"]
+    for mutant in read_mutants():
+        if mutant.bug:
+            check = _CHECK.findall(mutant.tests[0])
+            outcome = found[mutant.id].outcome if mutant.id in found else "not tried"
+            rows.append(f"| {mutant.bug} | {mutant.breaks} | `{check[0]}` | {outcome} |")
+    return "\n".join([*rows, "", "The others have nothing here to be planted in:", "", *_absent()]) + "\n"
+
+
+def _absent() -> Iterator[str]:
+    listed = tomllib.loads((LISTS / "field.toml").read_text(encoding="utf-8"))["absent"]
+    yield from (f"- {each['bug']}: {each['why']}." for each in listed)
+
+
+def refreshed(page: str) -> str:
+    """``page`` with the table as list and results are now. Raises ValueError for a page without the marker."""
+    found, count = _TABLE.subn(lambda _: f"\n{table()}\n", page)
+    if count != 1:
+        raise ValueError(f"{PAGE.name} has {count} markers of the table, expected 1")
+    return found
+
+
+if __name__ == "__main__":
+    PAGE.write_text(refreshed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
