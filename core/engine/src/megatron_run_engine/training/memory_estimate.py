@@ -13,7 +13,13 @@ from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.errors import InputError, RunError, advice, did_you_mean
 from megatron_run.planning.rank_grid import attribute
 from megatron_run_engine.runtime.comm import Groups
-from megatron_run_engine.runtime.parameter_init import count_parameters, describe_parameters, frozen, trained
+from megatron_run_engine.runtime.parameter_init import (
+    count_parameters,
+    describe_parameters,
+    frozen,
+    shapes_of,
+    trained,
+)
 from megatron_run_engine.training.build import build_chunks, check_fields, make_context, make_layers, with_vocabulary
 
 if TYPE_CHECKING:
@@ -61,7 +67,8 @@ class ModelSize(NamedTuple):
 
     A tied embedding counts on every stage that holds a copy of it. ``vocab`` is the number of token ids, and
     ``padded_vocab`` the number of embedding rows over all tensor-parallel ranks. ``captures`` is what graph capture
-    would record on each stage in a step of the full batch. ``mixture`` is None if no layer has experts.
+    would record on each stage in a step of the full batch. ``mixture`` is None if no layer has experts. ``shapes`` are
+    those of the logical tensors that initial weights must have: of the frozen ones, where only adapters learn.
     """
 
     parameters: int
@@ -70,6 +77,7 @@ class ModelSize(NamedTuple):
     padded_vocab: int
     captures: tuple[CaptureSize, ...]
     mixture: Mixture | None
+    shapes: Mapping[str, tuple[int, ...]]
 
 
 def model_size(run: ResolvedRun) -> ModelSize:
@@ -104,7 +112,14 @@ def _model_size(run: ResolvedRun) -> ModelSize:
     alone = replace(context, topology=Topology(Sizes(), 0))
     make_layers(run, alone).check_names(cast("list[nn.Module]", chunks))
     _check_capture(run, alone, chunks)
-    return ModelSize(total, tuple(stages), context.vocab_size, padded, tuple(captures), _mixture(options, everyone))
+    mixture = _mixture(options, everyone)
+    return ModelSize(total, tuple(stages), context.vocab_size, padded, tuple(captures), mixture, _shapes(everyone))
+
+
+def _shapes(ranks: Sequence[_Built]) -> Mapping[str, tuple[int, ...]]:
+    infos = [described for rank in ranks for described in rank.infos]
+    kept = [frozen(described) for described in infos]
+    return shapes_of(kept if any(kept) else infos)
 
 
 class _Built(NamedTuple):
