@@ -39,7 +39,7 @@ def main() -> None:
     """Resolve, look the hashes up, and write the lock."""
     versions = resolved()
     LOCK.write_text(lock_text(hashes(versions)), encoding="utf-8")
-    print(f"{LOCK.name}: {len(versions)} packages")
+    print(f"{LOCK.name}: {len(versions)} packages")  # noqa: T201  # a command
 
 
 def asked() -> list[str]:
