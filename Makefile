@@ -38,7 +38,7 @@ PRODUCTS := $(addprefix tests/integration/test_integration_,\
   $(addsuffix .py,experts scatter_messages tensor tensor_random tensor_text))
 
 .PHONY: run test lint types unit gpu te te-env grid graph-grid compose nightly campaigns mutants setup format docs site wheels
-.PHONY: bundle clean
+.PHONY: bundle clean lock
 run: $(RUNTIME)
 	.venv/bin/megatron-run --plugin schedule=interleaved
 
@@ -86,6 +86,10 @@ mutants: $(DEV)
 	$(PY) -m tests.mutants
 
 setup: $(DEV)
+# With LOCKED=1 what is installed first is what requirements.lock names, file by file (Linux, x86-64, Python 3.11); torch,
+# whose builds differ, follows by its version. `lock` writes that file anew: minutes, after a change of requirements.
+lock: $(DEV)
+	$(PY) -m tests.bundle.lock
 
 # Members that left the tree are uninstalled first, so that no stale entry point stays behind.
 .venv/.runtime-$(STATE):
@@ -93,6 +97,7 @@ setup: $(DEV)
 	@rm -f .venv/.runtime-* .venv/.dev-*
 	@ours=$$($(PY) -m pip list --format=freeze 2>/dev/null | sed -n 's/^\(megatron-run[^=@ ]*\).*/\1/p'); \
 	  [ -z "$$ours" ] || $(PIP) uninstall -y $$ours
+	$(if $(LOCKED),$(PIP) install --no-deps --require-hashes -r requirements.lock)
 	$(PIP) install -c constraints.txt hatchling editables
 	$(PIP) install -c constraints.txt --no-build-isolation $(addprefix -e ./,$(MEMBERS))
 	@touch $@

@@ -101,6 +101,10 @@ def test_a_release_is_published_without_a_token() -> None:
     jobs = read(ROOT / ".github" / "workflows" / "release.yml")["jobs"]
     assert "make wheels" in [step.get("run") for step in jobs["build"]["steps"]]  # all of MEMBERS, and the root
     assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    assert jobs["build"]["env"]["LOCKED"] == "1"
+    used = [step.get("uses", "") for step in jobs["build"]["steps"]]
+    (attested,) = (at for at, action in enumerate(used) if action.startswith("actions/attest-build-provenance@"))
+    assert attested < next(at for at, action in enumerate(used) if action.startswith("actions/upload-artifact@"))
     assert "secrets." not in (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
 
 

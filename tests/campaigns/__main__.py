@@ -23,6 +23,7 @@ from tests.campaigns.hangs import flipped_replicas, hangs, slow_steps
 from tests.campaigns.kills import kills
 from tests.campaigns.malformed import damaged_runs, malformed
 from tests.campaigns.stops import stops
+from tests.campaigns.surroundings import surroundings
 
 #: What each campaign needs: a folder, a first seed, how many runs there may be at once, and the share of it to do.
 Campaign = Callable[[Path, int, int, float], Sequence[Figures]]
@@ -39,6 +40,7 @@ CAMPAIGNS: dict[str, Campaign] = {
         *(each(_made(folder / each.__name__), share) for each in (prepared, starts)),
         floods(_some(100, share), seed),
     ],
+    "surroundings": surroundings,
     "fuzz": lambda folder, seed, jobs, share: fuzz_all(folder, _some(100_000, share), seed, jobs),
 }
 

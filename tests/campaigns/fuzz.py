@@ -185,12 +185,13 @@ def _watched(tasks: Sequence[tuple[str, int]], samples: Path, work: Path, seed: 
         try:
             while left and not ended:
                 if not reader.poll(1.0):
-                    stamp = file.stat().st_mtime if file.is_file() else began
-                    ended = f"no answer for {GIVEN_UP:g} s, in C" if time.time() - max(stamp, began) > GIVEN_UP else ""
+                    silent = time.time() - max(began, _written(file))
+                    ended = f"no answer for {GIVEN_UP:g} s, in C" if silent > GIVEN_UP else ""
                 elif isinstance(told := reader.recv(), Path):
                     file, began = told, time.time()
                 else:
                     left.pop(0)
+                    print(f"  {told.name}: {told.tried}", file=sys.stderr, flush=True)  # noqa: T201  # a command
                     yield told
         except EOFError:
             process.join()
@@ -200,6 +201,14 @@ def _watched(tasks: Sequence[tuple[str, int]], samples: Path, work: Path, seed: 
         if ended:
             content = file.read_bytes() if file.is_file() else b""
             yield Tally(left.pop(0)[0], 1, faults={ended: content})
+
+
+def _written(file: Path) -> float:
+    """When ``file`` was written last; the worker may be removing it."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def fuzz_all(folder: Path, count: int, seed: int, jobs: int, only: Sequence[str] = ()) -> list[Figures]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_run.errors import ExitCode
+from megatron_run_cli.commands import data
 from megatron_run_cli.main import main
 
 Output = pytest.CaptureFixture[str]
@@ -101,3 +102,15 @@ def test_the_cache_is_listed_and_pruned(
     assert main(["data", "cache"]) == 0
     assert "large.txt" in capsys.readouterr().out
     assert as_json(capsys, "data", "cache", "--prune", "--days", "0")["entries"] == []
+
+
+@pytest.mark.usefixtures("source")
+def test_prepare_says_now_and_then_how_far_it_is_where_nobody_watches(
+    capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["data", "prepare", "mine.jsonl", "--out", "d/set", "--tokenizer", "bytes", "--workers", "1"]
+    assert main(words) == 0
+    assert "MB" not in capsys.readouterr().err  # it was quick
+    monkeypatch.setattr(data, "LINE_EVERY", 0.0)
+    assert main([*words, "--overwrite"]) == 0
+    assert "tokens; about 0 s left" in capsys.readouterr().err

@@ -1,7 +1,15 @@
 from __future__ import annotations
 
-from megatron_run_cli.reports.dry_run import slots_text
+from pathlib import Path
+
+import pytest
+
+from megatron_run.errors import CheckpointError, InputError, Problems
+from megatron_run.planning import resolve
+from megatron_run_cli.reports.dry_run import dry_run_text, slots_text
 from megatron_run_engine.capture import Pass, shared_slots
+from tests.support.forked import tiny
+from tests.support.small_models import LENGTH, saved_network
 
 
 def test_the_picture_shows_who_holds_a_slot_and_until_when() -> None:
@@ -9,3 +17,42 @@ def test_the_picture_shows_who_holds_a_slot_and_until_when() -> None:
     first, second, legend = slots_text(order, shared_slots(order)).splitlines()
     assert (first, second) == ("slot 0 |0-a.|", "slot 1 |.1-b|")
     assert "digit" in legend
+
+
+def report(folder: Path, **values: object) -> str:
+    asked = tiny(folder, {key.replace("__", "."): value for key, value in values.items()})
+    return dry_run_text(resolve(asked, plan_only=True))
+
+
+def test_a_dry_run_refuses_a_folder_that_a_start_would_and_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    with pytest.raises(InputError, match="it holds other files and no"):
+        report(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert "parameters of the model" in report(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_dry_run_refuses_weights_with_other_positions_than_the_sequence(tmp_path: Path) -> None:
+    given = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 32, "position": "learned"}
+    _, options = saved_network(tmp_path / "source", given)
+    model = {f"model.{key}": value for key, value in options.model_dump(mode="json").items() if value is not None}
+    values = {**model, "run.init_from": str(tmp_path / "source"), "data.vocab_size": 32}
+
+    def shown(length: int) -> str:
+        asked = tiny(tmp_path / "run", {**values, "train.sequence_length": length})
+        return dry_run_text(resolve(asked, plan_only=True))
+
+    assert shown(LENGTH)
+    with pytest.raises(CheckpointError, match=rf"embedding.position.weight is \[{LENGTH}, 16\] there"):
+        shown(2 * LENGTH)
+
+
+def test_a_dry_run_says_when_a_rank_needs_more_than_this_machine_has(tmp_path: Path) -> None:
+    assert "this machine cannot train it: a rank needs" in report(tmp_path / "run", model__hidden_size=10_000_000)
+
+
+def test_a_row_longer_than_berts_positions_is_refused_when_it_is_planned(tmp_path: Path) -> None:
+    values = {"model.max_positions": 8, "train.sequence_length": 16}
+    with pytest.raises(Problems, match="a row of 16 tokens"):
+        resolve(tiny(tmp_path / "run", values, ("model=bert",)))

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from megatron_run.errors import CheckpointError
+from megatron_run_engine.checkpoint import reader as reader_module
 from megatron_run_engine.checkpoint.boxes import Box
 from megatron_run_engine.checkpoint.collectives import Ranks
-from megatron_run_engine.checkpoint.reader import Reader
+from megatron_run_engine.checkpoint.reader import Reader, TensorFile
 from megatron_run_engine.checkpoint.saving import Saver
 from megatron_run_engine.checkpoint.shard_file import DTYPES
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
@@ -103,3 +104,18 @@ def test_a_file_is_opened_when_it_is_needed_and_not_before(tmp_path: Path) -> No
         (checkpoints.folder(1) / name).unlink()
     read = reader.read("w", "master", pieces[0].starts, pieces[0].sizes)
     assert torch.equal(read, state["w"]["master"][slice(pieces[0].starts[0], pieces[0].box.stops[0])]), needed
+
+
+def test_a_file_that_is_removed_once_its_header_was_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_alone(tmp_path, 1, random_state(1)).folder(1) / "rank-00000.safetensors"
+    header = reader_module.read_header(path)
+
+    def read_and_lose(path: Path) -> object:
+        path.unlink()
+        return header
+
+    monkeypatch.setattr(reader_module, "read_header", read_and_lose)
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors cannot be read: No such file"):
+        TensorFile(path)

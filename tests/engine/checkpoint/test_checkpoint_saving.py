@@ -15,7 +15,7 @@ from megatron_run.contracts.activity import Activity
 from megatron_run.contracts.optimizer import StatePiece
 from megatron_run.errors import CheckpointError, ExitCode
 from megatron_run_engine.checkpoint.collectives import Ranks
-from megatron_run_engine.checkpoint.files import FileSystem, NewFile
+from megatron_run_engine.checkpoint.files import FileSystem, NewFile, lock
 from megatron_run_engine.checkpoint.saving import Saver
 from megatron_run_engine.checkpoint.shard_file import split_into_files
 from megatron_run_engine.checkpoint.step_folder import Checkpoints, verify_files
@@ -321,3 +321,16 @@ def test_a_state_with_gaps_is_not_committed(pieces: list[StatePiece], why: str, 
         saver.save(about(1), pieces, {"w": (4,)})
     assert why in str(error.value)
     assert names(tmp_path / "c") == {".lock"}
+
+
+def test_a_lock_whose_close_fails_is_no_failed_save(tmp_path: Path) -> None:
+    close = os.close
+
+    def closed_but(handle: int) -> None:
+        close(handle)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with mock.patch.object(os, "close", closed_but), lock(tmp_path / "lock", "mine"):
+        pass
+    with lock(tmp_path / "lock", "mine again"):
+        pass

@@ -6,6 +6,7 @@ batches are planned, and with a device the planner's own count of memory is show
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import ENGINE, RunError, how_to_install
@@ -42,8 +43,7 @@ def dry_run_text(run: ResolvedRun, device: Device | None = None, svg: Path | Non
     if run.unloaded:
         memory = _memory(run, None, None, device, svg)
         return "\n\n".join([describe(run), *([memory_text(memory)] if device else []), *step, _needs_engine()])
-    open_data(run)
-    size = _model_size(run)
+    size = _checked_size(run)
     activations = _activations(run)
     parts = [describe(run), _parameters_text(size, activations)]
     parts.append(memory_text(_memory(run, size, activations, device, svg)))
@@ -52,7 +52,7 @@ def dry_run_text(run: ResolvedRun, device: Device | None = None, svg: Path | Non
     parts += step
     if any(captured.regions for captured in size.captures):
         parts.append(_captures_text(size.captures, plan))
-    notices = _machine_notices(run)
+    notices = _machine_notices(run, size)
     return "\n\n".join([*parts, *(f"note: {notice}" for notice in notices)])
 
 
@@ -86,12 +86,11 @@ def dry_run_json(run: ResolvedRun, device: Device | None = None, svg: Path | Non
     if run.unloaded:
         planned = memory_record(_memory(run, None, None, device, svg))
         return {**told, "memory": planned, "notices": [*told["notices"], _needs_engine()]}
-    open_data(run)
-    size = _model_size(run)
+    size = _checked_size(run)
     activations = _activations(run)
     return {
         **told,
-        "notices": [*told["notices"], *_machine_notices(run)],
+        "notices": [*told["notices"], *_machine_notices(run, size)],
         "parameters": size.parameters,
         "parameters_by_stage": [stage.parameters for stage in size.stages],
         "padding_by_stage": [stage.padding for stage in size.stages],
@@ -107,20 +106,31 @@ def dry_run_json(run: ResolvedRun, device: Device | None = None, svg: Path | Non
     }
 
 
-def _model_size(run: ResolvedRun) -> ModelSize:
+def _checked_size(run: ResolvedRun) -> ModelSize:
+    """The sizes of the model, once all is checked that a start would refuse: run folder, data, and initial weights."""
+    from megatron_run_engine.run_folder import check_run_folder
     from megatron_run_engine.training.memory_estimate import model_size
+    from megatron_run_engine.training.state.init_from import check_shapes
 
-    return model_size(run)
+    check_run_folder(run)
+    open_data(run)
+    size = model_size(run)
+    check_shapes(run, size.shapes)
+    return size
 
 
-def _machine_notices(run: ResolvedRun) -> list[str]:
+def _machine_notices(run: ResolvedRun, size: ModelSize) -> list[str]:
     """Why this machine could not train the run, if it could not."""
     from megatron_run_engine.training.process import check_local_devices
 
     try:
-        check_local_devices(run)
+        devices = check_local_devices(run)
     except RunError as error:
         return [f"this machine cannot train it: {error}"]
+    needed = max(sum(stage.memory.values()) for stage in size.stages)
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if devices == ("cpu",) and needed > there:
+        return [f"this machine cannot train it: a rank needs {_amount(needed)}, and it has {_amount(there)}"]
     return []
 
 

@@ -7,7 +7,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
@@ -135,7 +135,8 @@ def lock(path: Path, owner: str) -> Iterator[None]:
         os.write(handle, f"{owner}\n".encode())
         yield
     finally:
-        os.close(handle)
+        with suppress(OSError):  # it is closed whatever the file system says, and nothing of it matters any more
+            os.close(handle)
 
 
 @contextmanager

@@ -32,7 +32,12 @@ class TensorFile:
         header = read_header(path)
         self.entries: Mapping[str, Entry] = header.entries
         self._data = header.data
-        self._content = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+        try:
+            size = path.stat().st_size
+            self._content = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        except (OSError, RuntimeError) as error:  # a training has retired the step since its header was read
+            why = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+            raise CheckpointError(f"{path} cannot be read", why=why or "") from error
 
     def read(self, name: str) -> Tensor:
         """Return the tensor ``name``. It shares memory with the file: copy it, never write to it. Raises KeyError."""

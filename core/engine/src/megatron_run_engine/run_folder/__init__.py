@@ -10,13 +10,20 @@ from __future__ import annotations
 
 from megatron_run_engine.run_folder.folder import RunFolder, open_log
 from megatron_run_engine.run_folder.history import History
-from megatron_run_engine.run_folder.opening import FolderLock, OpenedFolder, join_run_folder, open_run_folder
+from megatron_run_engine.run_folder.opening import (
+    FolderLock,
+    OpenedFolder,
+    check_run_folder,
+    join_run_folder,
+    open_run_folder,
+)
 
 __all__ = [
     "FolderLock",
     "History",
     "OpenedFolder",
     "RunFolder",
+    "check_run_folder",
     "join_run_folder",
     "open_log",
     "open_run_folder",

@@ -160,6 +160,18 @@ def open_run_folder(run: ResolvedRun, arguments: Sequence[str] = (), base: Path 
     return opened
 
 
+def check_run_folder(run: ResolvedRun) -> None:
+    """Raise what :func:`open_run_folder` would for the folder ``run.folder``; nothing is written, and no lock taken."""
+    wanted = run.config.run.folder
+    if wanted is None:
+        return
+    path = _follow_sibling_link(wanted.expanduser().absolute())
+    _check_entries(path)
+    record = _read_record(path) if path.is_dir() else None
+    if record is not None:
+        _check_same_run(path, record, identity(run), run)
+
+
 def join_run_folder(path: Path, attempt: int, run_id: str, rank: int, wait: float = VISIBLE_WITHIN) -> RunFolder:
     """Return the folder that rank 0 opened, for another rank.
 
@@ -196,13 +208,18 @@ def _new_folder(base: Path) -> Path:
 
 def _chosen_folder(wanted: Path) -> Path:
     path = _follow_sibling_link(wanted.expanduser().absolute())
+    _check_entries(path)
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _check_entries(path: Path) -> None:
+    """Raise :class:`InputError` for a file, and for a folder of something else than a run."""
     if path.exists() and not path.is_dir():
         raise _refusal(path, "it is a file")
-    path.mkdir(parents=True, exist_ok=True)
-    entries = {entry.name for entry in path.iterdir()}
+    entries = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
     if "run.json" not in entries and not all(map(_BEFORE.fullmatch, entries)):
         raise _refusal(path, "it holds other files and no run.json")
-    return path
 
 
 def _follow_sibling_link(path: Path) -> Path:

@@ -11,7 +11,7 @@ from megatron_run.contracts import Init, ParameterSpec, ParamInfo, Part
 from megatron_run_engine.runtime.rng import initial_generator
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor, nn
     from torch.nn import Parameter
@@ -45,6 +45,11 @@ def describe_parameters(chunk: Chunk, tensor_rank: int = 0) -> dict[Parameter, P
 def canonical(path: str) -> str:
     """The prefix of names for the module at ``path``: a layer in another stands as ``base`` where that one does."""
     return ".".join(name for name in path.split(".") if name != _WRAPPED)
+
+
+def shapes_of(infos: Iterable[Mapping[Parameter, ParamInfo]]) -> dict[str, tuple[int, ...]]:
+    """Return the global shapes of the logical tensors of which ``infos`` describe parts."""
+    return {part.name: part.shape for described in infos for info in described.values() for part in info.parts}
 
 
 def trained(infos: dict[Parameter, ParamInfo]) -> dict[Parameter, ParamInfo]:

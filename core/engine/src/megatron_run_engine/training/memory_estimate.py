@@ -14,7 +14,13 @@ from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.errors import InputError, RunError, advice, did_you_mean
 from megatron_run.planning.rank_grid import attribute
 from megatron_run_engine.runtime.comm import Groups
-from megatron_run_engine.runtime.parameter_init import count_parameters, describe_parameters, frozen, trained
+from megatron_run_engine.runtime.parameter_init import (
+    count_parameters,
+    describe_parameters,
+    frozen,
+    shapes_of,
+    trained,
+)
 from megatron_run_engine.training.build import build_chunks, check_fields, make_context, make_layers, with_vocabulary
 
 if TYPE_CHECKING:
@@ -62,8 +68,15 @@ class ModelSize(NamedTuple):
 
     A tied embedding counts on every stage that holds a copy of it. ``vocab`` is the number of token ids, and
     ``padded_vocab`` the number of embedding rows over all tensor-parallel ranks. ``captures`` is what graph capture
-    would record on each stage in a step of the full batch. ``mixture`` is None if no layer has experts. ``beside`` is
-    the bytes that a message holds beside the residual stream, 0 where no stage sends any.
+    mixture, beside = _mixture(options, everyone), _beside(run, on_ranks[0].model) if run.sizes.pipeline > 1 else 0
+    counts = (context.vocab_size, padded)
+    return ModelSize(total, tuple(stages), *counts, tuple(captures), mixture, beside, _shapes(everyone))
+
+
+def _shapes(ranks: Sequence[_Built]) -> Mapping[str, tuple[int, ...]]:
+    infos = [described for rank in ranks for described in rank.infos]
+    kept = [frozen(described) for described in infos]
+    return shapes_of(kept if any(kept) else infos)
     """
 
     parameters: int
@@ -73,6 +86,7 @@ class ModelSize(NamedTuple):
     captures: tuple[CaptureSize, ...]
     mixture: Mixture | None
     beside: int
+    shapes: Mapping[str, tuple[int, ...]]
 
 
 def model_size(run: ResolvedRun) -> ModelSize:
@@ -107,8 +121,19 @@ def _model_size(run: ResolvedRun) -> ModelSize:
     alone = replace(context, topology=Topology(Sizes(), 0))
     make_layers(run, alone).check_names(cast("list[nn.Module]", chunks))
     _check_capture(run, alone, chunks)
+<<<<<<< HEAD
     mixture, beside = _mixture(options, everyone), _beside(run, on_ranks[0].model) if run.sizes.pipeline > 1 else 0
     return ModelSize(total, tuple(stages), context.vocab_size, padded, tuple(captures), mixture, beside)
+=======
+    mixture = _mixture(options, everyone)
+    return ModelSize(total, tuple(stages), context.vocab_size, padded, tuple(captures), mixture, _shapes(everyone))
+
+
+def _shapes(ranks: Sequence[_Built]) -> Mapping[str, tuple[int, ...]]:
+    infos = [described for rank in ranks for described in rank.infos]
+    kept = [frozen(described) for described in infos]
+    return shapes_of(kept if any(kept) else infos)
+>>>>>>> trust
 
 
 class _Built(NamedTuple):

@@ -27,11 +27,14 @@ from megatron_run_model_bert.heads import (
 from megatron_run_model_bert.options import BertOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch.nn import Parameter
 
     from megatron_run.contracts import Microbatch, ParallelLayers
     from megatron_run.contracts.actions import Place
     from megatron_run.contracts.data import Field
+    from megatron_run.contracts.schema import Config
     from megatron_run_engine.runtime.context import BuildContext
 
 __all__ = ["Bert", "BertOptions"]
@@ -118,10 +121,22 @@ class Bert(Model):
         return row.flops_per_token - 6.0 * row.hidden * row.vocab
 
 
+def check_config(config: Config, options: BertOptions) -> Iterator[str]:
+    """Yield nothing. Raises :class:`InputError` for rows that are longer than the model has positions."""
+    row = config.train.sequence_length // options.choices
+    if options.max_positions is not None and row > options.max_positions:
+        raise InputError(
+            f"a row of {row} tokens (train.sequence_length) is longer than the model's {options.max_positions} "
+            "positions (model.max_positions)",
+            fix="lower train.sequence_length, or raise model.max_positions",
+        )
+    yield from ()
+
+
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
     """Describe the plugin."""
-    return PluginInfo("model", "bert", options=BertOptions)
+    return PluginInfo("model", "bert", options=BertOptions, check_config=check_config)
 
 
 @hookimpl

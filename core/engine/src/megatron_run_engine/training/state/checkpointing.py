@@ -27,17 +27,15 @@ from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.data.tokenizer import CHAT_TEMPLATES, TOKENIZER
 from megatron_run_engine.run_folder.changes import digest, identity
 from megatron_run_engine.runtime.comm import create_aside, patience
-from megatron_run_engine.runtime.parameter_init import frozen, trained
+from megatron_run_engine.runtime.parameter_init import frozen, shapes_of, trained
 from megatron_run_engine.training.numbers import Progress
 from megatron_run_engine.training.state.init_from import branch, start_from
 from megatron_run_engine.training.state.resuming import Resumed, choose_on_rank0, files_at_once, plugin_records, resume
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Sequence
 
-    from torch.nn import Parameter
-
-    from megatron_run.contracts import Dataset, ParamInfo
+    from megatron_run.contracts import Dataset
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.run_folder import RunFolder
     from megatron_run_engine.training.build import Assembly
@@ -229,11 +227,6 @@ class Checkpointing:
             tokenizer=self._tokenizer,
             adapters=self._adapters,
         )
-
-
-def shapes_of(infos: Iterable[Mapping[Parameter, ParamInfo]]) -> dict[str, tuple[int, ...]]:
-    """Return the global shapes of the logical tensors of which ``infos`` describe parts."""
-    return {part.name: part.shape for described in infos for info in described.values() for part in info.parts}
 
 
 def keep_tokenizer(file: Path | None, folder: RunFolder) -> TokenizerRecord | None:

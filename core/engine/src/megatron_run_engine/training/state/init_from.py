@@ -57,6 +57,18 @@ def check_source(run: ResolvedRun) -> None:
         accept(run, about, about.data, checkpoints.path.parent, None)
 
 
+def check_shapes(run: ResolvedRun, shapes: Shapes) -> None:
+    """Check that the weights of ``run.init_from`` have ``shapes``, as :func:`start_from` does. Raises as it does.
+
+    An option that follows from another one (the positions from ``train.sequence_length``) differs here alone.
+    """
+    path = run.config.run.init_from
+    if path is not None and not _resumes(run):
+        checkpoints, step = choose_source(run, path)
+        reader = open_step(checkpoints, step, checkpoints.manifest(step), verify=False)
+        _compare(run, reader.shapes(), [json.dumps(shapes)], checkpoints.folder(step), new_parts(run).prefixes)
+
+
 def unloaded_weights(run: ResolvedRun) -> str:
     """Return a notice if a configuration lies beside imported weights with which the run does not start, else ""."""
     config = run.config.run

@@ -1,0 +1,299 @@
+"""Machines that misbehave: disks that refuse, observers that block or raise, limits, and many runs at once."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from megatron_run.errors import CheckpointError, InputError
+from megatron_run.planning import resolve
+from megatron_run_engine.checkpoint.reader import Reader
+from megatron_run_engine.checkpoint.step_folder import Checkpoints
+from megatron_run_engine.run_folder import open_run_folder
+from tests.campaigns.figures import Figures, campaign, some
+from tests.support.forked import learned, run_forked, tiny
+from tests.support.saved_steps import random_state, save_alone
+
+#: How a disk refuses, and the calls in which it does; a close that fails has closed.
+ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES)
+CALLS = ("mkdir", "unlink", "rmdir", "rename", "replace", "open", "write", "fsync", "close", "ftruncate")
+
+
+@contextmanager
+def failing(call: str, nth: int, number: int) -> Iterator[list[int]]:
+    """Within: the ``nth`` use of ``os.<call>`` in this process raises ``number``; yields the uses so far."""
+    real, uses = getattr(os, call), [0]
+
+    def used(*arguments: Any, **options: Any) -> Any:
+        if call == "open" and not (len(arguments) > 1 and arguments[1] & os.O_CREAT):
+            return real(*arguments, **options)  # what is only read is the fuzzer's
+        uses[0] += 1
+        if uses[0] == nth:
+            if call == "close":
+                real(*arguments)
+            raise OSError(number, os.strerror(number), str(arguments[0]))
+        return real(*arguments, **options)
+
+    with mock.patch.object(os, call, used):
+        yield uses
+
+
+def _points(act: Callable[[], object], reset: Callable[[], object]) -> list[tuple[str, int, int]]:
+    """Every use of every call that ``act`` makes, with each error."""
+    found = []
+    for call in CALLS:
+        reset()
+        with failing(call, 0, 0) as uses:
+            act()
+        found += list(product([call], range(1, uses[0] + 1), ERRORS))
+    return found
+
+
+def refused_saves(folder: Path, share: float = 1.0) -> Figures:
+    """A call of a save fails: it says so in one line or has succeeded; what was saved stays; the next save works."""
+    states = [random_state(seed, 2) for seed in range(5)]
+    home = folder / "checkpoints"
+
+    def reset() -> None:
+        shutil.rmtree(home, ignore_errors=True)
+        for step in (1, 2):
+            save_alone(home, step, states[step])
+
+    def save() -> object:
+        return save_alone(home, 3, states[3])
+
+    points = _points(save, reset)
+
+    def trial(index: int) -> Sequence[str]:
+        call, nth, number = points[index]
+        reset()
+        said = ""
+        with failing(call, nth, number):
+            try:
+                save()
+            except CheckpointError as error:
+                said = str(error)
+        faults = [f"it said {said!r}"] if said and not (said.isprintable() and os.strerror(number) in said) else []
+        checkpoints = Checkpoints(home)
+        newest = checkpoints.newest()
+        if newest not in (2, 3):
+            return [f"{call} {nth} {errno.errorcode[number]}: the newest step is {newest}"]
+        checkpoints.verify(newest)
+        save_alone(home, 4, states[4]).verify(4)
+        return [f"{call} {nth} {errno.errorcode[number]}: {each}" for each in faults]
+
+    what = "a disk that refuses one call of a save: one line, what was saved stays, the next save works"
+    figures = campaign(what, trial, some(len(points), share))
+    figures.notes.append(f"{len(points) // len(ERRORS)} calls, {len(ERRORS)} errors")
+    return figures
+
+
+def refused_starts(folder: Path, share: float = 1.0) -> Figures:
+    """A call of the launcher in its run folder fails: one line or a start; the same command goes on."""
+    home = folder / "run"
+    run = resolve(tiny(home, nproc=1))
+
+    def reset() -> None:
+        shutil.rmtree(home, ignore_errors=True)
+
+    def start() -> object:
+        return open_run_folder(run).lock.release()  # type: ignore[func-returns-value]
+
+    points = _points(start, reset)
+
+    def trial(index: int) -> Sequence[str]:
+        call, nth, number = points[index]
+        reset()
+        said = ""
+        with failing(call, nth, number):
+            try:
+                start()
+            except InputError as error:
+                said = str(error)
+        opened = open_run_folder(run)
+        opened.lock.release()
+        fits = not said or (said.isprintable() and os.strerror(number) in said)
+        return [] if fits else [f"{call} {nth} {errno.errorcode[number]}: it said {said!r}"]
+
+    what = "a disk that refuses one call of a start: one line, and the same command goes on"
+    return campaign(what, trial, some(len(points), share))
+
+
+#: What an observer does in a hook, and how a run may end then.
+MISDEEDS: Mapping[str, tuple[str, tuple[int, ...]]] = {
+    "raises": ("raise KeyError('mine')", (0,)),
+    "runs out of memory": ("raise MemoryError", (0, 7)),
+    "recurses": ("self.{hook}(*_)", (0,)),
+    "exits": ("raise SystemExit(3)", (1, 3, 4)),
+    "leaves": ("__import__('os')._exit(0)", (4,)),
+    "blocks": ("__import__('time').sleep(3600)", (4,)),
+    "stops itself": ("__import__('os').kill(__import__('os').getpid(), 19)", (4,)),
+}
+HOOKS = ("on_train_start", "on_step_end", "on_eval_end", "on_checkpoint", "on_train_end")
+OBSERVER = """
+from megatron_run.contracts import Observer, PluginInfo
+from megatron_run.hookspecs import hookimpl
+
+
+class Odd(Observer):
+    def {hook}(self, *_):
+        {deed}
+
+
+@hookimpl
+def megatron_run_plugin_info():
+    return PluginInfo("observer", "odd")
+
+
+@hookimpl
+def megatron_run_create_observer():
+    return Odd()
+"""
+
+
+def odd_observers(folder: Path, share: float = 1.0, jobs: int = 1) -> Figures:
+    """An observer misbehaves in one hook of rank 0 of two: training goes on, or the rank is named in one line."""
+    cases = list(product(HOOKS, MISDEEDS))
+
+    def trial(index: int) -> Sequence[str]:
+        hook, name = cases[index]
+        deed, codes = MISDEEDS[name]
+        home = folder / str(index)
+        home.mkdir()
+        (home / "odd.py").write_text(OBSERVER.format(hook=hook, deed=deed.format(hook=hook)))
+        values = {"run.timeout": 2.0, "eval.interval": 2, "observer.use": f"jsonl,{home / 'odd.py'}"}
+        ended = run_forked(tiny(home / "run", values, nproc=2), timeout=180.0)
+        faults = [] if ended.code in codes else [f"exit code {ended.code}: {ended.message}"]
+        faults += [f"it said {ended.message!r}"] if "\n" in ended.message else []
+        faults += ["steps are missing"] if not ended.code and len(learned(home / "run")) != 4 else []
+        faults += ["rank 0 is not named"] if ended.code == 4 and "rank 0" not in ended.message else []
+        return [f"{hook} {name}: {each}" for each in faults]
+
+    what = "an observer that raises, blocks or leaves: training goes on, or rank 0 is named"
+    return campaign(what, trial, some(len(cases), share), jobs)
+
+
+#: What a shell limits before the command, and variables that lead nowhere.
+LIMITS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    **{f"{count} open files": (f"ulimit -n {count}", {}) for count in (8, 16, 32, 64, 128)},
+    **{f"{size} MB of memory": (f"ulimit -v {size * 1000}", {}) for size in (100, 500, 1000, 2000, 4000)},
+    **{f"files of {size} kB": (f"ulimit -f {size}", {}) for size in (0, 1, 20)},
+    **{f"{seconds} s of CPU": (f"ulimit -t {seconds}", {}) for seconds in (1, 4)},
+    "no TMPDIR": ("true", {"TMPDIR": "/nowhere/at/all"}),
+    "a TMPDIR that is a file": ("true", {"TMPDIR": "/etc/passwd"}),
+    "a read-only TMPDIR": ("true", {"TMPDIR": "/proc"}),
+    "no HOME": ("true", {"HOME": "/nowhere/at/all"}),
+    "a cache that is a file": ("true", {"XDG_CACHE_HOME": "/etc/passwd"}),
+    "a read-only folder": ("cd /proc", {}),
+    **{f"{count} processes": (f"ulimit -u {count}", {}) for count in (1, 8)},
+}
+#: Exit codes of a shell for what a signal ended: of memory, CPU and the length of files.
+KILLED = (134, 137, 139, 152, 153)
+
+
+def limited(folder: Path, share: float = 1.0) -> Figures:
+    """The command under limits of the shell: it trains, or says why not in a line; it never hangs."""
+    cases = list(LIMITS)
+
+    def trial(index: int) -> Sequence[str]:
+        limit, variables = LIMITS[cases[index]]
+        home = folder / str(index)
+        home.mkdir()
+        command = f"{limit} && exec {sys.executable} -P -m megatron_run_cli preset:tiny --nproc 2 --set train.steps=2"
+        place = () if limit.startswith("cd") else ("--set", f"run.folder={home / 'run'}")
+        words = " ".join((command, "--set eval.batches=1", *place))
+        ran = subprocess.run(
+            ["/bin/bash", "-c", words],
+            cwd=home, env={**os.environ, **variables}, capture_output=True, text=True, check=False, timeout=300,
+        )  # fmt: skip
+        ours = [line for line in ran.stderr.splitlines() if line.startswith("megatron-run: ")]
+        if ran.returncode in (0, 2, 4, 5, 7):
+            well = ran.returncode == 0 or (ours and "Traceback" not in ran.stderr)
+        else:  # there was no room to say anything: Python itself could not start, or the system ended it
+            well = ran.returncode in KILLED or "megatron_run_cli/__main__" not in ran.stderr.replace(os.sep, "/")
+        return [] if well else [f"{cases[index]}: exit code {ran.returncode}: {ran.stderr.strip()[-300:]}"]
+
+    figures = campaign(
+        "limits of files, memory, CPU and processes; no TMPDIR: one line", trial, some(len(cases), share)
+    )
+    figures.notes.append("as root, whom a limit of processes does not bind" if os.geteuid() == 0 else "as a user")
+    return figures
+
+
+def together(folder: Path, count: int = 20) -> list[Figures]:
+    """So many runs at once: in a tree of folders all train, in one folder one trains and the others are refused."""
+
+    def tree(index: int) -> Sequence[str]:
+        ended = run_forked(tiny(folder / "tree" / str(index), nproc=1), timeout=600.0)
+        return [] if ended.code == 0 else [f"run {index}: exit code {ended.code}: {ended.message}"]
+
+    def one(index: int) -> Sequence[str]:
+        ended = run_forked(tiny(folder / "one", nproc=1), timeout=600.0)
+        fits = ended.code == 0 or (ended.code == 2 and "is in use" in ended.message)
+        return [] if fits else [f"run {index}: exit code {ended.code}: {ended.message}"]
+
+    trees = campaign(f"{count} runs started at once in one tree of folders: all train", tree, range(count), count)
+    ones = campaign(
+        f"{count} runs started at once in one folder: one trains, no record is lost", one, range(count), count
+    )
+    if sorted(learned(folder / "one")) != [1, 2, 3, 4]:
+        ones.faults.append(f"steps {sorted(learned(folder / 'one'))} were trained")
+    return [trees, ones]
+
+
+def removed_while_loaded(folder: Path, count: int, seed: int) -> Figures:
+    """A step that a training retires while somebody reads it: a whole step or one line, never anything else."""
+    state = random_state(seed, tensors=4)
+
+    def trial(index: int) -> Sequence[str]:
+        home = folder / str(index)
+        checkpoints = save_alone(home, 1, state)
+        gone = threading.Timer(index % 25 * 2e-4, shutil.rmtree, (home / "step1",), {"ignore_errors": True})
+        gone.start()
+        try:
+            manifest = checkpoints.verify(1)
+            reader = Reader(checkpoints.folder(1), manifest)
+            for name, shape in reader.shapes().items():
+                reader.read(name, "master", (0,) * len(shape), shape)
+        except CheckpointError as error:
+            if not str(error).isprintable():
+                return [f"it said {error}"]
+        finally:
+            gone.join()
+            shutil.rmtree(home, ignore_errors=True)
+        return []
+
+    return campaign("a step that is removed while it is read: read whole, or one line", trial, range(count))
+
+
+def surroundings(folder: Path, seed: int, jobs: int, share: float) -> list[Figures]:
+    """All of these."""
+
+    def place(name: str) -> Path:
+        (folder / name).mkdir()
+        return folder / name
+
+    with ExitStack() as stack:
+        with suppress(ValueError, OSError):
+            soft = resource.getrlimit(resource.RLIMIT_CORE)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, soft[1]))
+            stack.callback(resource.setrlimit, resource.RLIMIT_CORE, soft)
+        return [
+            refused_saves(place("saves"), share),
+            refused_starts(place("starts"), share),
+            removed_while_loaded(place("removed"), max(1, round(200 * share)), seed),
+            odd_observers(place("observers"), share, jobs),
+            *together(place("together"), max(2, round(20 * share))),
+            limited(place("limits"), share),
+        ]
