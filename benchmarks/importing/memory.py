@@ -16,9 +16,9 @@ from megatron_run_engine.checkpoint.collectives import WorldRanks
 from megatron_run_engine.inference.loaded_model import LoadedModel
 from megatron_run_engine.inference.network import plan
 from megatron_run_engine.inference.source import find_source
+from megatron_run_engine.runtime.parameter_init import shapes_of
 from megatron_run_engine.runtime.world import World
 from megatron_run_engine.training.build import build
-from megatron_run_engine.training.state.checkpointing import shapes_of
 from megatron_run_engine.training.state.init_from import start_from
 
 #: A run on mock data that never steps.

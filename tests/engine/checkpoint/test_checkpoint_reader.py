@@ -110,7 +110,7 @@ def test_a_file_that_is_removed_once_its_header_was_read_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save_alone(tmp_path, 1, random_state(1)).folder(1) / "rank-00000.safetensors"
-    header = reader_module.read_header(path)
+    header = read_header(path)
 
     def read_and_lose(path: Path) -> object:
         path.unlink()

@@ -46,9 +46,7 @@ def peft_losses(folder: Path, targets: dict[str, str]) -> tuple[list[float], dic
     """Losses of each step, and the merged weights. Adapters begin with the values that ours have for the seed."""
     from transformers import LlamaForCausalLM
 
-    peft = pytest.importorskip(
-        "peft", reason="an oracle of requirements-dev.txt"
-    )
+    peft = pytest.importorskip("peft", reason="an oracle of requirements-dev.txt")
     model: Any = LlamaForCausalLM.from_pretrained(folder)
     names = [theirs.rpartition(".")[2] for theirs in targets.values()]
     model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=names))

@@ -68,15 +68,9 @@ class ModelSize(NamedTuple):
 
     A tied embedding counts on every stage that holds a copy of it. ``vocab`` is the number of token ids, and
     ``padded_vocab`` the number of embedding rows over all tensor-parallel ranks. ``captures`` is what graph capture
-    mixture, beside = _mixture(options, everyone), _beside(run, on_ranks[0].model) if run.sizes.pipeline > 1 else 0
-    counts = (context.vocab_size, padded)
-    return ModelSize(total, tuple(stages), *counts, tuple(captures), mixture, beside, _shapes(everyone))
-
-
-def _shapes(ranks: Sequence[_Built]) -> Mapping[str, tuple[int, ...]]:
-    infos = [described for rank in ranks for described in rank.infos]
-    kept = [frozen(described) for described in infos]
-    return shapes_of(kept if any(kept) else infos)
+    would record on each stage in a step of the full batch. ``mixture`` is None if no layer has experts. ``beside`` are
+    the bytes that a message holds beside the residual stream, 0 where no stage sends any. ``shapes`` are those of the
+    logical tensors that initial weights must have: of the frozen ones, where only adapters learn.
     """
 
     parameters: int
@@ -121,19 +115,15 @@ def _model_size(run: ResolvedRun) -> ModelSize:
     alone = replace(context, topology=Topology(Sizes(), 0))
     make_layers(run, alone).check_names(cast("list[nn.Module]", chunks))
     _check_capture(run, alone, chunks)
-<<<<<<< HEAD
     mixture, beside = _mixture(options, everyone), _beside(run, on_ranks[0].model) if run.sizes.pipeline > 1 else 0
-    return ModelSize(total, tuple(stages), context.vocab_size, padded, tuple(captures), mixture, beside)
-=======
-    mixture = _mixture(options, everyone)
-    return ModelSize(total, tuple(stages), context.vocab_size, padded, tuple(captures), mixture, _shapes(everyone))
+    counts = (context.vocab_size, padded)
+    return ModelSize(total, tuple(stages), *counts, tuple(captures), mixture, beside, _shapes(everyone))
 
 
 def _shapes(ranks: Sequence[_Built]) -> Mapping[str, tuple[int, ...]]:
     infos = [described for rank in ranks for described in rank.infos]
     kept = [frozen(described) for described in infos]
     return shapes_of(kept if any(kept) else infos)
->>>>>>> trust
 
 
 class _Built(NamedTuple):

@@ -143,7 +143,7 @@ class T5Chunk(DecoderChunk):
                 self.runner.run(segments, microbatch, environment)
                 streams |= {"x": environment["x"], "encoder": environment["encoder"]}
             if self.output is not None:
-                return self.run_head(streams["x"], microbatch)
+                return self.run_head(streams["x"], microbatch, [])
             return ChunkOut(streams["x"], beside={name: streams[name] for name in BESIDE})
 
     def _biases(self, streams: dict[str, Any], mask: Tensor | None) -> dict[str, Any]:
