@@ -14,7 +14,7 @@ from megatron_run_engine.checkpoint.boxes import Box
 from megatron_run_engine.checkpoint.collectives import Ranks
 from megatron_run_engine.checkpoint.reader import Reader, TensorFile
 from megatron_run_engine.checkpoint.saving import Saver
-from megatron_run_engine.checkpoint.shard_file import DTYPES
+from megatron_run_engine.checkpoint.shard_file import DTYPES, read_header
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from tests.support.saved_steps import (
     RUN,
