@@ -30,6 +30,9 @@ class T5Options(BaseModel):
     tie_embeddings: bool = Field(True, description="the output layer is the embedding, its logits over sqrt(hidden)")
     norm_eps: float = Field(1e-6, gt=0, description="added to the mean square")
     dropout: float = Field(0.1, ge=0, lt=1, description="on embeddings, attention and residual connections")
+    init_std: float | None = Field(
+        None, gt=0, description="of initial matrices but the embedding, which has 1; unset: 1/sqrt(hidden)"
+    )
 
     @field_validator("encoder_layers")
     @classmethod
@@ -82,5 +85,5 @@ class T5Options(BaseModel):
             bias=False,
             logits_scale=self.hidden_size**-0.5 if self.tie_embeddings else 1.0,
             dropout=self.dropout,
-            init_std=self.hidden_size**-0.5,
+            init_std=self.init_std or self.hidden_size**-0.5,
         )
