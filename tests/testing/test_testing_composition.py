@@ -76,7 +76,7 @@ def test_the_single_process_learns_the_same_and_shares_nothing_of_how(everything
     assert refusal(composition) == ""
 
 
-@pytest.mark.parametrize("network", [1, 2, 3])
+@pytest.mark.parametrize("network", [1, 2, 3, 4])
 def test_a_network_gets_the_settings_that_it_has(network: int, everything: Space) -> None:
     """Of one that has other options, those of gpt are left out, not refused."""
     learned = {axis.name: axis for axis in LEARNED}

@@ -70,6 +70,10 @@ _PAIRS = (
     *("model=bert", "data=sentence-pairs", f"data.paths={DOCUMENTS}", "data.split=8,1,1"),
     *("train.sequence_length=24", "model.head=pretraining", "model.norm_eps=1e-5"),
 )
+_SPANS = (
+    *("model=t5", "data=span-corruption", f"data.paths={DOCUMENTS}", "data.split=8,1,1", "data.encoder_length=24"),
+    *("train.sequence_length=16", "model.encoder_length=24", "model.head_size=4", "model.norm_eps=1e-5"),
+)
 _PACKED = (
     *("data=indexed", f"data.paths={DOCUMENTS}", "data.split=8,1,1", "data.end_of_document=0"),
     *("data.packing=documents", "train.sequence_length=32"),
@@ -77,7 +81,7 @@ _PACKED = (
 
 #: What decides what is learned: the single process has it too.
 LEARNED = (
-    Axis("network", [(), _LATENT, (*_LATENT, "model.query_rank=8", "model.mtp_layers=1"), _PAIRS]),
+    Axis("network", [(), _LATENT, (*_LATENT, "model.query_rank=8", "model.mtp_layers=1"), _PAIRS, _SPANS]),
     Axis("data", [(), _PACKED, tuple(each for each in _PACKED if "packing" not in each)]),
     Axis("layers", [("model.num_layers=4",), ("model.num_layers=8",)]),
     Axis("embeddings", [("model.tie_embeddings=true",), ("model.tie_embeddings=false",)]),
