@@ -71,8 +71,8 @@ _PAIRS = (
     *("train.sequence_length=24", "model.head=pretraining", "model.norm_eps=1e-5"),
 )
 _SPANS = (
-    *("model=t5", "data=span-corruption", f"data.paths={DOCUMENTS}", "data.split=8,1,1"),
-    *("train.sequence_length=16", "model.encoder_length=40", "data.encoder_length=40"),
+    *("model=t5", "data=span-corruption", f"data.paths={DOCUMENTS}", "data.split=8,1,1", "data.encoder_length=24"),
+    *("train.sequence_length=16", "model.encoder_length=24", "model.head_size=4", "model.norm_eps=1e-5"),
 )
 _PACKED = (
     *("data=indexed", f"data.paths={DOCUMENTS}", "data.split=8,1,1", "data.end_of_document=0"),
