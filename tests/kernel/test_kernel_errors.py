@@ -97,3 +97,16 @@ def test_a_plugin_is_installed_together_with_the_engine_that_it_lacks(
     kernel = tmp_path / "core/kernel/src/megatron_run/errors.py"
     asked = how_to_install("megatron-run-scaler-dynamic", kernel)
     assert asked == f"pip install -e {tmp_path}/core/engine -e {tmp_path}/plugins/scaler/dynamic"
+
+
+def test_a_message_brings_a_terminal_nothing_but_text_and_tables() -> None:
+    assert str(InputError("a\x1b[2J\nmegatron-run: done\r", why="\ud800 \u202e")) == (
+        "a\\x1b[2J\\nmegatron-run: done\\r: \\ud800 \\u202e"
+    )
+    assert str(InputError("these differ\n  rank 0: x\n  rank 1: y")) == "these differ\n  rank 0: x\n  rank 1: y"
+    assert str(InputError("é 漢字")) == "é 漢字"
+
+
+def test_a_word_of_absurd_length_is_compared_with_none() -> None:
+    assert did_you_mean("a" * 100_000, ["a" * 99_999]) == ""
+    assert did_you_mean("interleavd", ["a" * 100_000, "interleaved"]) == "did you mean 'interleaved'?"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run.safe_folder import SafeFolder
+from megatron_run.safe_folder import SafeFolder, parse_json
 
 TOUCHING: dict[str, Callable[[SafeFolder, str], object]] = {
     "read": lambda files, name: files.read(name),
@@ -111,3 +111,13 @@ def test_descriptors_are_closed_whatever_happens(files: SafeFolder, outside: Pat
             with pytest.raises(OSError, match=r"."):
                 how(files, name) if how is not TOUCHING["make"] else how(files, f"link/{name}")
     assert sum(1 for _ in Path("/proc/self/fd").iterdir()) == before
+
+
+def test_a_small_file_takes_little_memory_whatever_the_limit_is(tmp_path: Path) -> None:
+    (tmp_path / "small").write_bytes(b"{}")
+    assert SafeFolder(tmp_path).read("small", limit=1 << 60) == b"{}"
+
+
+def test_json_that_is_nested_too_deeply_is_no_json() -> None:
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse_json("[" * 100_000)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_run.errors import CheckpointError
-from megatron_run_engine.checkpoint import reader as reader_module
 from megatron_run_engine.checkpoint.boxes import Box
 from megatron_run_engine.checkpoint.collectives import Ranks
 from megatron_run_engine.checkpoint.reader import Reader, TensorFile
@@ -116,6 +115,6 @@ def test_a_file_that_is_removed_once_its_header_was_read_is_named(
         path.unlink()
         return header
 
-    monkeypatch.setattr(reader_module, "read_header", read_and_lose)
+    monkeypatch.setattr("megatron_run_engine.checkpoint.reader.read_header", read_and_lose)
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors cannot be read: No such file"):
         TensorFile(path)

@@ -204,9 +204,15 @@ def printable(text: str) -> str:
     return "".join(each if keep else ascii(each)[1:-1] for each, keep in zip(text, kept, strict=True))
 
 
+#: Characters of a word that is compared with others: the time grows with the product of two lengths.
+LONGEST_WORD = 200
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``"did you mean 'interleaved'?"``, or an empty string if no known word is similar."""
-    near = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    if len(word) > LONGEST_WORD:
+        return ""
+    near = get_close_matches(word, [each for each in known if len(each) <= LONGEST_WORD], n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else ""
 
 

@@ -123,9 +123,9 @@ def read_table(file: Path, vocabulary: int, recompute: Recompute | None, memory:
 def _row(file: Path, number: int, line: Sequence[str], where: dict[str, int], vocabulary: int) -> Measured:
     try:
         told = {quantity: float(line[index]) for quantity, index in where.items()}
-    except (ValueError, IndexError):
+        whole = {name: int(value) for name, value in told.items() if name != "milliseconds"}
+    except (ValueError, IndexError, OverflowError):
         raise InputError(f"{file}:{number}: a column holds no number", fix="correct or remove the row") from None
-    whole = {name: int(value) for name, value in told.items() if name != "milliseconds"}
     model = Model(whole["layers"], whole["hidden"], whole["heads"], whole["sequence"], vocabulary)
     split = Split(
         tensor=whole["tensor"],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
+from megatron_run.errors import LONGEST_WORD
 from megatron_run_format_megatron.flags.kinds import (
     Flag,
     Verdict,
@@ -221,11 +222,16 @@ def near(name: str) -> str | None:
     """The known flag that ``name`` may be a misspelling of: at most one typing error in eight letters; else None."""
     wanted = name.replace("_", "-")
     errors, known = min((_errors(wanted, flag.name), flag.name) for flag in FLAGS if "*" not in flag.name)
-    return known if errors <= len(wanted) // 8 else None
+    return known if errors <= len(wanted) // 8 and len(wanted) <= LONGEST_WORD else None
 
 
 def _errors(word: str, known: str) -> int:
-    """How many letters are to be inserted, removed or replaced to make ``known`` of ``word`` (Levenshtein)."""
+    """How many letters are to be inserted, removed or replaced to make ``known`` of ``word`` (Levenshtein).
+
+    At least so many as one is longer than the other, which is the answer for a word of absurd length.
+    """
+    if len(word) > LONGEST_WORD:
+        return len(word) - len(known)
     row = list(range(len(known) + 1))
     for count, letter in enumerate(word, 1):
         before, row = row, [count]
