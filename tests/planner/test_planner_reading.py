@@ -48,6 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "expert_layer_first": 2,
         "shared_expert_ffn_size": 96,
     },
+    "one more token behind a dense layer": {**_MIXED, **_LATENT, "mtp_layers": 1, "expert_layer_pattern": [1, 0]},
     "bert": {**_GPT, "use": "bert", "head": "masked"},
     "bert, classes": {**_GPT, "use": "bert", "head": "classification"},
 }

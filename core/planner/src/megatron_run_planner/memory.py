@@ -129,8 +129,11 @@ def rank_memory(model: Model, split: Split, layers: float, ends: Sequence[bool],
     table = model.vocabulary * model.hidden / split.tensor
     shared = ends[0] and ends[1] and model.tied
     dense = layers * model.dense_parameters / split.tensor + table * (1 if shared else sum(ends))
-    dense += model.predictors * model.predictor_parameters / split.tensor if ends[1] else 0.0
     experts = layers * model.expert_parameters / split.tensor / split.expert
+    if ends[1] and model.predictors:
+        block = model.predictor
+        dense += model.predictors * (block.dense_parameters + model.predictor_join) / split.tensor
+        experts += model.predictors * block.expert_parameters / split.tensor / split.expert
     own = dense / split.data + experts * split.expert / split.data if split.zero1 else dense + experts
     layer = layer_activations(model, split)
     tokens = split.micro_batch * model.sequence

@@ -7,7 +7,7 @@ the one that a run would execute (:mod:`megatron_run.pipeline`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_run.contracts.actions import Place
 from megatron_run.contracts.observer import Bar, Timeline
@@ -62,12 +62,12 @@ def place_times(
 
 
 def last_time(model: Model, split: Split, device: Device) -> Passes:
-    """What follows the last layer: the head, and for each predictor of a further token a dense layer and a head."""
+    """What follows the last layer: the head, and for each predictor a layer like the last one and a head."""
     head = head_time(model, split, device)
     if not model.predictors:
         return head
-    dense = layer_time(replace(model, experts=0, top_k=0, dense_layers=()), split, device)
-    return head.then(dense.then(head).times(model.predictors))
+    block = layer_time(model.predictor, split, device)
+    return head.then(block.then(head).times(model.predictors))
 
 
 def step_time(model: Model, split: Split, device: Device, plan: Plan) -> StepTime:

@@ -34,7 +34,7 @@ class Model:
     many feed-forward layers of width ``expert_ffn`` (0: ``ffn``), of which a token meets ``top_k``, and a shared one of
     ``shared_ffn``, with a gate of its own if ``shared_gate``. ``flash`` attention never stores its s x s scores.
     ``tied``: the head shares the embedding's matrix. ``predictors`` of further tokens follow the last layer: each a
-    dense layer, a matrix that joins two vectors, and the head's product. ``positions`` are learned vectors,
+    layer like the last, a matrix that joins two vectors, and the head's product. ``positions`` are learned vectors,
     ``head_extra`` weights of the head beside the product with the vocabulary, which it lacks without ``logits``, and
     ``pooled`` weights that see one token of a row. With ``rotary`` positions rotated queries and keys are kept beside
     the projection's, with ``dropout`` its masks, and with ``keeps_gate`` the gate's activation. ``unread`` weights of a
@@ -161,10 +161,22 @@ class Model:
         return self.hidden * (self.matrices * self.shared_ffn + self.experts + self.shared_gate)
 
     @property
-    def predictor_parameters(self) -> float:
-        """Weights of one predictor of a further token, without the tables that it shares."""
-        dense = replace(self, experts=0)
-        return dense.attention_parameters + dense._common_parameters + 2 * self.hidden**2
+    def _met_parameters(self) -> float:
+        """Weights of a layer that a token meets; the mean over its kinds of layers."""
+        return self.dense_parameters + sum(
+            share * kind.expert_parameters * kind.top_k / kind.experts for share, kind in self.kinds if kind.experts
+        )
+
+    @cached_property
+    def predictor(self) -> Model:
+        """The block of a predictor of a further token, as a model whose layers are of the last one's kind."""
+        dense = self.layers - 1 in self.dense_layers
+        return self.kinds[-1][1] if dense else replace(self, dense_layers=())
+
+    @property
+    def predictor_join(self) -> int:
+        """Weights with which a predictor joins two vectors."""
+        return 2 * self.hidden**2
 
     @property
     def parameters(self) -> float:
@@ -173,7 +185,8 @@ class Model:
             (self.vocabulary * (1 if self.tied else 2) + self.positions) * self.hidden + self.head_extra + self.pooled
         )
         layers = self.layers * (self.dense_parameters + self.expert_parameters)
-        return layers + tables + self.predictors * self.predictor_parameters
+        block = self.predictor.dense_parameters + self.predictor.expert_parameters
+        return layers + tables + self.predictors * (block + self.predictor_join)
 
     @cached_property
     def flops_per_token(self) -> float:
@@ -181,12 +194,10 @@ class Model:
 
         6 per weight that the token meets, and 12 s h a layer for all scores (Narayanan et al. 2021, appendix).
         """
-        met = self.dense_parameters + sum(
-            share * kind.expert_parameters * kind.top_k / kind.experts for share, kind in self.kinds if kind.experts
-        )
+        met = self._met_parameters
         scores = 12 * self.sequence * self.heads * self.head_size
         head = 6 * self.hidden * self.vocabulary
-        predicted = self.predictors * (6 * self.predictor_parameters + scores + head)
+        predicted = self.predictors * (6 * (self.predictor._met_parameters + self.predictor_join) + scores + head)
         return self.layers * (6 * met + scores) + predicted + 6 * self.head_extra + (head if self.logits else 0.0)
 
 

@@ -154,6 +154,6 @@ def _approximations(word: str, options: _Options, vocabulary: int | None) -> Ite
     if options.attention_window:
         yield "full attention because windows are not timed"
     if options.mtp_layers:
-        yield "a dense layer and a head for each further token because predictors are not timed by themselves"
+        yield "a layer and a head for each further token because predictors are not timed by themselves"
     if options.choices > 1:
         yield f"rows of a {options.choices}th of the sequence, one a sample, because choices are not batched"
