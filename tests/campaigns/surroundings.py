@@ -186,7 +186,7 @@ def odd_observers(folder: Path, share: float = 1.0, jobs: int = 1) -> Figures:
 
 #: What a shell limits before the command, and variables that lead nowhere.
 LIMITS: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    **{f"{count} open files": (f"ulimit -n {count}", {}) for count in (8, 16, 32, 64, 128)},
+    **{f"{count} open files": (f"ulimit -n {count}", {}) for count in (16, 32, 64, 128)},
     **{f"{size} MB of memory": (f"ulimit -v {size * 1000}", {}) for size in (100, 500, 1000, 2000, 4000)},
     **{f"files of {size} kB": (f"ulimit -f {size}", {}) for size in (0, 1, 20)},
     **{f"{seconds} s of CPU": (f"ulimit -t {seconds}", {}) for seconds in (1, 4)},
