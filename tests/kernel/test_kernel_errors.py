@@ -18,6 +18,7 @@ from megatron_run.errors import (
     locate,
     nearest_divisors,
     nearest_multiples,
+    printable,
 )
 from tests.support.checkout import ROOT
 
@@ -30,6 +31,16 @@ def test_the_same_command_may_succeed_after_what_came_from_outside() -> None:
 def test_an_error_is_one_line_of_what_why_origin_and_fix() -> None:
     assert str(InputError("no", why="because", origin="--set a.b", fix="do")) == "no: because (from --set a.b); do"
     assert str(InputError("no", fix="do")) == "no; do"
+
+
+def test_a_name_that_others_chose_neither_reaches_the_terminal_nor_begins_a_line() -> None:
+    """Tensors, files and messages in what was downloaded: a title, a cleared screen, a line that looks like ours."""
+    forged = "h.\x1b]0;mine\x07\x1b[2J\r\nmegatron-run: all is well\u202e\udc80\x85"
+    line = str(InputError("no", why=forged, origin=forged, fix=f"do{forged}"))
+    assert line.isprintable()
+    assert "h.\\x1b]0;mine\\x07" in line
+    assert printable("what differs\n  a: 1\n  b: \x07é") == "what differs\n  a: 1\n  b: \\x07é"
+    assert str(Problems([InputError(forged), InputError("b")])).count("\n") == 1
 
 
 def test_an_exception_is_told_where_it_was_raised() -> None:

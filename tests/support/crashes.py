@@ -83,15 +83,15 @@ class RecordingFileSystem(FileSystem):
         self.note("rename", source, target)
         super().replace(source, target)
 
-    def unlink(self, path: Path) -> None:
+    def unlink(self, path: Path, folder: int | None = None) -> None:
         """Note and do; what is not there is not noted."""
-        super().unlink(path)
+        super().unlink(path, folder)
         self.note("remove", path)
 
-    def remove_folder(self, path: Path) -> None:
+    def remove_folder(self, path: Path, folder: int | None = None) -> None:
         """Note and do."""
         self.note("remove", path)
-        super().remove_folder(path)
+        super().remove_folder(path, folder)
 
     def sync_folder(self, path: Path) -> None:
         """Note only."""

@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from megatron_run.errors import printable
+
 
 def print_json(content: object) -> None:
     """One JSON document; dataclasses become objects."""
@@ -27,19 +29,19 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
         return
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        click.echo(printable("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()))
 
 
 def tell(line: str) -> None:
     """A line of ours beside the output."""
-    click.echo(f"megatron-run: {line}", err=True)
+    click.echo(f"megatron-run: {printable(line)}", err=True)
 
 
 def tell_error(message: str, cause: BaseException | None = None) -> None:
     """Each line of ``message`` with the program's name; continuation lines, which are indented, stay as they are."""
     if cause is not None:
         traceback.print_exception(cause)
-    for line in message.splitlines():
+    for line in map(printable, message.split("\n")):
         click.echo(line if line.startswith(" ") else f"megatron-run: {line}", err=True)
 
 

@@ -272,6 +272,29 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     assert names(elsewhere) == {"precious"}
 
 
+@pytest.mark.parametrize("place", [".", "inner"])
+def test_a_link_that_takes_a_folders_place_while_it_is_removed_costs_nobody_a_file(tmp_path: Path, place: str) -> None:
+    """Who may write into a run folder swaps at the first removal, when the folder has been looked at."""
+    home, old = tmp_path / "home", tmp_path / "old"
+    (old / "inner").mkdir(parents=True)
+    home.mkdir()
+    for folder in (old, old / "inner", home):
+        (folder / "a").touch()
+        (folder / "precious").touch()
+    swapped = old if place == "." else old / "inner"
+
+    class Swapping(FileSystem):
+        def unlink(self, path: Path, folder: int | None = None) -> None:
+            if path == swapped / "a":
+                swapped.rename(tmp_path / "aside")
+                swapped.symlink_to(home)
+            super().unlink(path, folder)
+
+    with pytest.raises(OSError, match="Not a directory"):
+        Swapping().remove_tree(old)
+    assert names(home) == {"a", "precious"}
+
+
 def test_two_jobs_do_not_save_at_once(tmp_path: Path) -> None:
     class Nested(FileSystem):
         def create(self, path: Path) -> NewFile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,20 @@ def test_a_broken_file_is_one_line(tmp_path: Path, content: str | None, message:
         open_tokenizer(str(path))
     assert caught.value.exit_code == ExitCode.DATA
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},  # the library panics, which is no Exception
+        {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "absent"}},  # a bare Exception
+        {"decoder": {"type": "Strip", "content": "?", "start": 0, "stop": 9}},
+    ],
+)
+def test_a_file_that_fails_the_library_in_use_is_named(tmp_path: Path, place: dict[str, object]) -> None:
+    content = json.loads(words(tmp_path).read_text())
+    path = tmp_path / "hostile.json"
+    path.write_text(json.dumps(content | place))
+    with pytest.raises(DataError, match=r"hostile\.json fails on"):  # noqa: PT012  # some fail in the last call alone
+        JsonTokenizer(path).encode(b"one b", "x")
+        JsonTokenizer(path).decode([3])

@@ -35,11 +35,15 @@ def test_the_chat_template_of_a_run_goes_where_its_tokenizer_goes(tmp_path: Path
 
 def test_a_folder_of_links_is_imported_as_caches_have_them(tmp_path: Path) -> None:
     saved_network(tmp_path / "run", LLAMA)
+    (tmp_path / "run" / "tokenizer.json").write_bytes(byte_tokenizer_json())
     convert.export_model(tmp_path / "run", tmp_path / "blobs", "huggingface")
-    (tmp_path / "snapshot").mkdir()
+    snapshot = tmp_path / "snapshots" / "c0ffee"
+    snapshot.mkdir(parents=True)
     for blob in (tmp_path / "blobs").iterdir():
-        (tmp_path / "snapshot" / blob.name).symlink_to(blob)
-    assert convert.import_model(tmp_path / "snapshot", tmp_path / "back").format == "huggingface"
+        (snapshot / blob.name).symlink_to(Path("../../blobs") / blob.name)
+    (tmp_path / "latest").symlink_to(snapshot)
+    assert convert.import_model(tmp_path / "latest", tmp_path / "back").format == "huggingface"
+    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == byte_tokenizer_json()
 
 
 def test_an_export_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,15 +87,18 @@ def test_an_export_copies_nothing_that_a_link_in_the_run_leads_to(tmp_path: Path
     assert not (tmp_path / "hf").exists()
 
 
-def test_an_import_follows_the_links_of_its_source_to_tokenizer_and_template(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "chat_template.jinja", "generation_config.json", "config.json", "model.safetensors"]
+)
+def test_an_import_takes_nothing_from_outside_of_its_source(tmp_path: Path, name: str) -> None:
+    """A model that somebody has prepared would carry off the file that its link names."""
     saved_network(tmp_path / "run", LLAMA)
     (tmp_path / "run" / "tokenizer.json").write_bytes(byte_tokenizer_json())
     (tmp_path / "run" / "chat_template.jinja").write_text("{{ messages }}")
     convert.export_model(tmp_path / "run", tmp_path / "hf", "huggingface")
-    for name in ("tokenizer.json", "chat_template.jinja"):
-        (tmp_path / "hf" / name).rename(tmp_path / name)
-        (tmp_path / "hf" / name).symlink_to(tmp_path / name)
-    convert.import_model(tmp_path / "hf", tmp_path / "ours")
-    for name in ("tokenizer.json", "chat_template.jinja"):
-        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / name).read_bytes()
-        assert not (tmp_path / "ours" / name).is_symlink()
+    (tmp_path / "hf" / "generation_config.json").write_text("{}")
+    (tmp_path / "hf" / name).rename(tmp_path / name)
+    (tmp_path / "hf" / name).symlink_to(tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"is not read: it is a symbolic link to .*; put the file itself there"):
+        convert.import_model(tmp_path / "hf", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_run.contracts.optimizer import MASTER
 from megatron_run.contracts.scaler import scale_text
-from megatron_run.errors import CheckpointError
+from megatron_run.errors import CheckpointError, printable
 from megatron_run_engine.checkpoint.files import size_text
 from megatron_run_engine.checkpoint.manifest import Manifest
 from megatron_run_engine.checkpoint.step_folder import Checkpoints, check_length, verify_files
@@ -104,7 +104,7 @@ def inspect_text(manifest: Manifest) -> str:
     lines += _section("plugins", chosen)
     lines += _section("files", [(name, size_text(file.bytes)) for name, file in sorted(manifest.files.items())])
     lines += _section("tensors", [(name, _tensor_text(manifest, name)) for name in sorted(manifest.tensors)])
-    return "\n".join(lines[:-1])
+    return "\n".join(map(printable, lines[:-1]))  # names and texts are whoever's wrote the step
 
 
 def _tensor_text(manifest: Manifest, name: str) -> str:

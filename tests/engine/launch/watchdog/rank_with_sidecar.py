@@ -7,6 +7,7 @@ does not know the secret and orders it to end.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -31,9 +32,10 @@ def main() -> None:
         secret = "handed down by rank 0"
         client = SidecarClient(World(1, 2, launcher="torchrun"), run, 30.0, os.dup(2))
         run.files.make("logs/attempt-001")
-        run.files.replace("logs/attempt-001/.hub", secret.encode())
         with socket.create_server(("127.0.0.1", 0)) as hub_host:
-            client.start(f"127.0.0.1:{hub_host.getsockname()[1]}", activity)
+            told = {"hub": f"127.0.0.1:{hub_host.getsockname()[1]}", "secret": secret}
+            run.files.write_json("logs/attempt-001/.hub", told)
+            client.start(activity)
             connection = Connection(hub_host.accept()[0])
             knows = secret if what == "hubless" else "another"
             assert Stranger(connection).identify(connection, knows, range(2)) == (1 if what == "hubless" else None)
@@ -44,12 +46,11 @@ def main() -> None:
     else:
         run.files.make("logs/attempt-001")
         client = SidecarClient(World(launcher="torchrun"), run, 1.0, os.dup(2))
-        hub = client.start_hub()
-        client.start(hub["hub"], activity)
+        client.start_hub()
+        client.start(activity)
         file = folder / "logs" / "attempt-001" / ".hub"
         assert file.stat().st_mode & 0o77 == 0, "only this user may read it"
-        secret = file.read_text()
-        assert secret not in str(hub), "what goes through the rendezvous is told to whoever asks"
+        secret = json.loads(file.read_text())["secret"]
         client.forget_secret()
         assert not file.exists()
     assert client._process is not None

@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from megatron_run.contracts import DataSource
 from megatron_run.errors import DataError
 from megatron_run_data_instruct import InstructOptions, megatron_run_create_data
+from megatron_run_data_instruct.renderer import Broken, Refused, Renderer
 from megatron_run_testing import Check
 from megatron_run_testing.data import data_checks
 from tests.support.training import train
@@ -214,6 +215,27 @@ def test_a_template_that_fails_or_escapes_is_one_line(tmp_path: Path, template: 
     (tmp_path / "bad.jinja").write_text(template)
     with pytest.raises(DataError, match=message):
         source(data, template=str(tmp_path / "bad.jinja")).dataset("train", 64, 0)
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{% for i in range(9**5) %}{% for j in range(9**5) %}{% endfor %}{% endfor %}", "renders for seconds"),
+        ("{{ 'a' * 9**11 }}", "more than 2 GiB"),
+        ("{{ '%3000000000d' % 1 }}", "more than 2 GiB"),
+        ("{% for a in b %}" * 30 + "{% endfor %}" * 30, "nested too deeply"),
+    ],
+)
+def test_a_template_has_limits_of_time_and_memory(template: str, why: str) -> None:
+    with pytest.raises(Broken, match=why):
+        Renderer(template, seconds=0).render({})
+
+
+def test_a_macro_without_end_is_refused_and_the_next_text_is_rendered() -> None:
+    renderer = Renderer("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) if a else 'next' }}")
+    with pytest.raises(Refused, match="without end"):
+        renderer.render({"a": 1})
+    assert renderer.render({"a": 0}) == "next"
 
 
 def test_splits_are_disjoint_and_a_new_line_moves_no_other(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Most tests compile with ``aot_eager``, which runs the traced graphs by eager ope
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from megatron_run.contracts import Microbatch, Schedule, Segment
 from megatron_run.contracts.actions import Action
 from megatron_run.errors import GraphCaptureError, InputError, PluginError
 from megatron_run_engine.builtin.model.gpt import GptOptions
+from megatron_run_engine.data.user_cache import COMPILED
 from megatron_run_engine.nn.linear import linear
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
@@ -265,6 +267,20 @@ def test_a_layer_that_counts_in_a_tensor_is_refused() -> None:
 def test_what_follows_the_routing_is_refused_with_the_reason() -> None:
     with pytest.raises(InputError, match="segment moe_experts of layer 0 cannot be captured: its shapes follow"):
         Pipeline(Sequential(), 1, model=EXPERTS, make=lambda c: compile_capture(c, scope=("moe_experts",)))  # type: ignore[arg-type,return-value]
+
+
+def test_nothing_is_compiled_into_a_folder_in_which_others_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies there is loaded as a library."""
+    monkeypatch.setenv(COMPILED, "unset")  # restored afterwards, whatever is written meanwhile
+    monkeypatch.delenv(COMPILED)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "megatron-run").mkdir()
+    (tmp_path / "megatron-run").chmod(0o777)
+    for check in (lambda: check_compiler(CPU, "inductor"), lambda: find_compiler("inductor", "default")):
+        with pytest.raises(PluginError, match="no folder for compiled libraries"):
+            check()
 
 
 def test_a_missing_compiler_or_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,13 +87,15 @@ class FileSystem:
         """Replace a file by another, atomically."""
         source.replace(target)
 
-    def unlink(self, path: Path) -> None:
-        """Remove a file or a link."""
-        path.unlink()
+    def unlink(self, path: Path, folder: int | None = None) -> None:
+        """Remove a file or a link, from the ``folder`` of that descriptor if there is one."""
+        with _naming(path):
+            os.unlink(path if folder is None else path.name, dir_fd=folder)  # Path knows no descriptors
 
-    def remove_folder(self, path: Path) -> None:
+    def remove_folder(self, path: Path, folder: int | None = None) -> None:
         """Remove an empty folder."""
-        path.rmdir()
+        with _naming(path):
+            os.rmdir(path if folder is None else path.name, dir_fd=folder)
 
     def sync_folder(self, path: Path) -> None:
         """Return once the names in the folder are on disk: a rename survives a power failure only after this."""
@@ -104,14 +106,18 @@ class FileSystem:
         finally:
             os.close(handle)
 
-    def remove_tree(self, path: Path) -> None:
-        """Remove a folder with its contents. Links are removed, not followed."""
-        for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
-            if entry.is_dir(follow_symlinks=False):
-                self.remove_tree(Path(entry.path))
-            else:
-                self.unlink(Path(entry.path))
-        self.remove_folder(path)
+    def remove_tree(self, path: Path, folder: int | None = None) -> None:
+        """Remove a folder with its contents. Links are removed, not followed, nor what takes a folder's place."""
+        name = path if folder is None else path.name
+        handle = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            with os.scandir(handle) as entries:
+                found = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries)
+            for inner, is_folder in found:
+                (self.remove_tree if is_folder else self.unlink)(path / inner, handle)
+        finally:
+            os.close(handle)
+        self.remove_folder(path, folder)
 
 
 @contextmanager
@@ -173,6 +179,20 @@ def read_whole(path: Path, limit: int = 1 << 26) -> bytes:
                 f"{path} is too large", why=f"it has {size_text(size_of(file))}, and {size_text(limit)} are read"
             )
         return file.read(size_of(file))  # never ``limit``: it would be allocated
+
+
+def followed(path: Path) -> Path:
+    """The file that ``path`` in a folder of another program's stands for: itself, or what it is a link to.
+
+    Links may lead within the folder and, from a snapshot in Hugging Face's cache, to the cache's blobs. Others would
+    bring files of the user's into a model that somebody has prepared, and out with it: :class:`CheckpointError`.
+    """
+    target, home = path.resolve(), path.parent.resolve()
+    blobs = home.parent.with_name("blobs") if home.parent.name == "snapshots" else home
+    if not any(target.is_relative_to(each) for each in (home, blobs)):
+        why, fix = f"it is a symbolic link to {target}, outside of its folder", "put the file itself there"
+        raise CheckpointError(f"{path} is not read", why=why, fix=fix)
+    return target
 
 
 def size_of(file: BufferedReader) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from hashlib import sha256
 from importlib.metadata import version
@@ -110,7 +111,7 @@ class JsonTokenizer(Tokenizer):
     unit = "token"
 
     def __init__(self, path: Path) -> None:
-        self._tokenizer = read_tokenizer(path)
+        self._tokenizer, self._path = read_tokenizer(path), path
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         known = [vocabulary[name] for name in END_OF_DOCUMENT if name in vocabulary]
         highest = max(vocabulary.values(), default=-1)  # ids may have gaps, so their number is not enough
@@ -130,23 +131,39 @@ class JsonTokenizer(Tokenizer):
 
     def encode(self, content: bytes, source: object) -> NDArray[np.integer[Any]]:
         """Return the ids of a UTF-8 document, without the special tokens that a template would add, such as [CLS]."""
-        return np.array(self._tokenizer.encode(_text(content, source), add_special_tokens=False).ids, np.int64)
+        text = _text(content, source)
+        with self._naming(source):
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
 
     def encode_batch(self, documents: Sequence[tuple[object, bytes]]) -> Sequence[NDArray[np.integer[Any]]]:
         """Return the ids of each (source, content), by as many threads as the library takes."""
         texts = [_text(content, source) for source, content in documents]
-        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # fast: no offsets
+        with self._naming("a document"):
+            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # fast: no offsets
         return [np.array(each.ids, np.int64) for each in encoded]
 
     def encode_places(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the ids of ``text`` as :meth:`encode` does, and where their tokens lie in it."""
-        found = self._tokenizer.encode(text, add_special_tokens=False)
+        with self._naming("the text"):
+            found = self._tokenizer.encode(text, add_special_tokens=False)
         places = np.array(found.offsets, np.int64).reshape(-1, 2)
         return np.array(found.ids, np.int64), places[:, 0], places[:, 1]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens`` without special tokens."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        with self._naming("ids"):
+            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    @contextmanager
+    def _naming(self, source: object) -> Iterator[None]:
+        """Raise :class:`DataError` for whatever the library does to ``source`` by a file that is wrong in itself."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as cause:  # it raises bare Exceptions, and panics, which are none
+            why = " ".join(str(cause).split())
+            raise DataError(f"tokenizer {self._path} fails on {source}", why=why, origin="data.tokenizer") from cause
 
 
 class SentencePieceTokenizer(Tokenizer):

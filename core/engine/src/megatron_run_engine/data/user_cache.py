@@ -9,7 +9,8 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -32,6 +33,22 @@ def user_cache(name: str) -> Path:
     folder = root / name
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
+
+
+#: The variable by which torch is told where compiled libraries are kept, and how its own choice begins.
+COMPILED, _SHARED = "TORCHINDUCTOR_CACHE_DIR", "torchinductor_"
+
+
+def keep_compiled(environment: MutableMapping[str, str]) -> None:
+    """Let torch's compiler keep libraries, and load them, in this user's cache, unless the user named a folder.
+
+    torch's own choice is a name in the shared temporary folder that anybody can guess, and make first: what lies there
+    is executed. Raises :class:`OSError` as :func:`user_cache` does.
+    """
+    named = Path(environment.get(COMPILED, ""))
+    guessed = named.name.startswith(_SHARED) and named.parent == Path(tempfile.gettempdir())
+    if not named.is_absolute() or guessed:  # torch writes its choice into the variable once it is imported
+        environment[COMPILED] = str(user_cache("inductor"))
 
 
 @contextmanager

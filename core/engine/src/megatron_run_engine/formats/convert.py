@@ -28,7 +28,7 @@ from megatron_run.errors import CheckpointError, InputError
 from megatron_run.registry.choose_format import format_to_read, format_to_write
 from megatron_run.registry.discover import plain_name
 from megatron_run_engine.checkpoint.adapted import MergedReader, open_step
-from megatron_run_engine.checkpoint.files import FileSystem, lock, saving
+from megatron_run_engine.checkpoint.files import FileSystem, followed, lock, read_whole, saving
 from megatron_run_engine.checkpoint.manifest import About, DataRecord, TokenizerRecord, make_manifest
 from megatron_run_engine.checkpoint.saving import LOCK, Commit
 from megatron_run_engine.checkpoint.shard_file import NAMES, write_shard, written_type
@@ -187,15 +187,20 @@ def write_folder(weights: Weights, folder: Path, source: str, bad: Counter[str] 
     with saving(f"{folder} could not be written"), new_folder(folder, files):
         _write_file(folder / CONFIG, _config_text(weights, source, folder).encode(), files)
         if weights.tokenizer is not None:
-            _write_file(folder / TOKENIZER, weights.tokenizer.read_bytes(), files)
+            _write_file(folder / TOKENIZER, _given(weights.tokenizer), files)
             for beside in chat_templates(weights):
-                _write_file(folder / beside.name, beside.read_bytes(), files)
+                _write_file(folder / beside.name, _given(beside), files)
         if weights.files:
             files.make_folder(folder / SOURCE)
         for name, path in weights.files.items():
-            _write_file(folder / SOURCE / name, path.read_bytes(), files)
+            _write_file(folder / SOURCE / name, _given(path), files)
         bad = Counter[str]() if bad is None else bad
         return _write_step(weights, Checkpoints(folder / CHECKPOINTS), identity, files, bad)
+
+
+def _given(path: Path) -> bytes:
+    """A file of the source that travels along. Raises :class:`CheckpointError` for one from elsewhere or too large."""
+    return read_whole(followed(path))
 
 
 def _write_file(path: Path, content: bytes, files: FileSystem) -> None:
@@ -345,7 +350,7 @@ def _about(weights: Weights, identity: Mapping[str, Any]) -> About:
 def _tokenizer_record(file: Path | None) -> TokenizerRecord | None:
     if file is None:
         return None
-    return TokenizerRecord(name=str(file), sha256=hashlib.sha256(file.read_bytes()).hexdigest())
+    return TokenizerRecord(name=str(file), sha256=hashlib.sha256(_given(file)).hexdigest())
 
 
 def count_values(manifest: Manifest) -> int:

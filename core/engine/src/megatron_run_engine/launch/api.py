@@ -28,7 +28,7 @@ from megatron_run_engine.training.process import (
     borrowed_process,
     check_local_devices,
     forks_ranks,
-    quiet_torch,
+    prepare_torch,
     threads_per_rank,
 )
 
@@ -78,7 +78,7 @@ def launch(request: Request, options: LaunchOptions, mode: LaunchMode = "auto") 
     """
     world = find_world(os.environ, mode)
     if world is not None:
-        quiet_torch(os.environ)  # before resolve imports torch; local ranks get it in their environment
+        prepare_torch(os.environ)  # before resolve imports torch; local ranks get it in their environment
     from megatron_run.planning import resolve
 
     if world is None:

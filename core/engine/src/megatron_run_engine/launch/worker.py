@@ -120,9 +120,8 @@ class RankWorker:
             PageWriter(self._page, activity, ahead=world.device != "cpu")
         elif world.launcher != "local":
             self._sidecar = sidecar = SidecarClient(world, self.folder, timeout, self._terminal)
-            started = attempt(lambda: sidecar.start_hub() if world.rank == 0 else {})
-            hub = rendezvous.agree("watchdog", started, lambda address: address).first
-            rendezvous.agree("sidecar", attempt(lambda: sidecar.start(hub["hub"], activity)))
+            rendezvous.agree("watchdog", attempt(lambda: sidecar.start_hub() if world.rank == 0 else None))
+            rendezvous.agree("sidecar", attempt(lambda: sidecar.start(activity)))
             if world.rank == 0:
                 sidecar.forget_secret()
         if world.size > 1:

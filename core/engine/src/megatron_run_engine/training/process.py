@@ -1,6 +1,6 @@
 """What a rank's process gets: its device, its CPU threads, and the environment that must stand before it starts.
 
-torch is imported inside the functions that need it: :func:`quiet_torch` must set its variable before that. The choice
+torch is imported inside the functions that need it: :func:`prepare_torch` must set its variable before that. The choice
 of threads and environment was measured: ``python -m benchmarks.single --only settings waiting``.
 """
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from megatron_run.errors import InputError
+from megatron_run_engine.data.user_cache import keep_compiled
 from megatron_run_engine.runtime.world import World
 
 if TYPE_CHECKING:
@@ -266,7 +267,7 @@ def rank_environment(base: Mapping[str, str], threads: int, local_size: int, cor
     elif "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", SPIN_BRIEFLY)
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    quiet_torch(environment)
+    prepare_torch(environment)
     tunables = environment.get("GLIBC_TUNABLES", "")
     tuned = "glibc.malloc." in tunables or any(name.startswith(_ALLOCATORS) for name in environment)
     if _has_glibc() and not tuned:
@@ -279,9 +280,11 @@ def _has_glibc() -> bool:
     return name in getattr(os, "confstr_names", {}) and bool(os.confstr(name))
 
 
-def quiet_torch(environment: MutableMapping[str, str]) -> None:
+def prepare_torch(environment: MutableMapping[str, str]) -> None:
     """Before torch is imported: silence its C++ warnings about peers that are late or gone, which we report ourselves.
 
-    A level that the user has set stays.
+    A level that the user has set stays. What torch compiles is kept where nobody else writes, if there is such a place.
     """
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with suppress(OSError):
+        keep_compiled(environment)

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_run.safe_folder import parse_json
-from megatron_run_data_instruct.template import BEGIN, END, NoConversation
+from megatron_run_data_instruct.renderer import BEGIN, END
+from megatron_run_data_instruct.template import NoConversation
 
 if TYPE_CHECKING:
     from pathlib import Path

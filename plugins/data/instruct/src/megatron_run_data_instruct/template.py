@@ -1,29 +1,23 @@
 """Chat templates: Jinja in a sandbox, as transformers renders them, and where in the text the responses are.
 
-A template comes with a model from anywhere, so it runs in Jinja's immutable sandbox and sees plain values only.
+A template comes with a model from anywhere, so it runs in Jinja's immutable sandbox, sees plain values only, and has
+limits of time and memory (``renderer``).
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
-
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any
 
 from megatron_run.errors import DataError
 from megatron_run.safe_folder import parse_json
+from megatron_run_data_instruct.renderer import BEGIN, END, Broken, Refused, Renderer, compiled, rendered
 from megatron_run_engine.data.tokenizer import CHAT_TEMPLATES
 
-#: Around what ``{% generation %}`` marks while a template renders: code points that no text may hold (Unicode 23.7).
-BEGIN, END = "\ufdd0", "\ufdd1"
 #: The template of a tokenizer without one. The end-of-document token follows the last turn.
 PLAIN = (
     "{% for message in messages %}{{ message.role | capitalize }}: "
@@ -33,47 +27,13 @@ PLAIN = (
 #: The names of the tokens that templates read.
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TEMPLATE, _CONFIG = CHAT_TEMPLATES
-#: What Python raises where a template computes, beside Jinja's own.
-_RAISED = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
-#: The longest text or list that a product makes, and the most bits of a power.
-_LONGEST = 1 << 20
+#: The most bytes of a template or a ``tokenizer_config.json``.
+_LARGEST = 1 << 26
 _MARKS = re.compile(r"\{%[-+]?\s*generation\b")
 
 
 class NoConversation(Exception):
     """What is wrong with a line, or with its messages to the template."""
-
-
-class _Generation(Extension):
-    """The tag ``{% generation %}``, which marks what a model says."""
-
-    tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Render the body, between marks."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-    def _marked(self, caller: Any) -> str:
-        return f"{BEGIN}{caller()}{END}"
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Products and powers are limited: Jinja computes constants while it reads a template, be they of any size."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """``left`` times, or to the power of, ``right``. Raises OverflowError for what would be long."""
-        if operator == "**":
-            size = left.bit_length() * abs(right) if isinstance(left, int) and isinstance(right, int) else 0
-        else:
-            sized, count = (left, right) if isinstance(right, int) else (right, left)
-            size = len(sized) * count if isinstance(sized, str | list | tuple) and isinstance(count, int) else 0
-        if size > _LONGEST:
-            raise OverflowError(f"{operator} makes something of length {size}")
-        return super().call_binop(context, operator, left, right)
 
 
 class ChatTemplate:
@@ -83,19 +43,10 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, path: object, tokens: Mapping[str, str]) -> None:
-        environment = _Sandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals.update(raise_exception=_refuse, strftime_now=_now)
-        self._tokens, self._marks = dict(tokens), bool(_MARKS.search(source))
-        self.plain = source == PLAIN
-        try:
-            self._template = environment.from_string(source)
-        except (jinja2.TemplateError, *_RAISED) as cause:
-            where = f"line {cause.lineno}: " if isinstance(cause, jinja2.TemplateSyntaxError) else ""
-            why = where + " ".join(str(cause).split())
-            raise DataError(f"the chat template of {path} is broken", why=why, origin="data.template") from cause
+        self._path, self._tokens, self._marks = path, dict(tokens), bool(_MARKS.search(source))
+        self.plain = source == PLAIN  # ours: it needs no process of its own
+        with self._broken():
+            self._render = partial(rendered, compiled(source)) if self.plain else Renderer(source).render
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
         """The text of ``messages``, and the characters of it, from and to, that are responses.
@@ -121,10 +72,20 @@ class ChatTemplate:
         return marked, spans
 
     def _text(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool) -> str:
+        variables = {**self._tokens, "messages": list(messages), "add_generation_prompt": prompt}
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=prompt, **self._tokens)
-        except (jinja2.TemplateError, *_RAISED) as cause:
-            raise NoConversation(f"the chat template refuses it: {' '.join(str(cause).split())}") from cause
+            with self._broken():
+                return self._render(variables)
+        except Refused as cause:
+            raise NoConversation(f"the chat template refuses it: {cause}") from cause
+
+    @contextmanager
+    def _broken(self) -> Iterator[None]:
+        try:
+            yield
+        except Broken as cause:
+            what = f"the chat template of {self._path} is broken"
+            raise DataError(what, why=str(cause), origin="data.template") from cause
 
 
 def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
@@ -137,25 +98,6 @@ def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
         plain.append(inner)
         length += len(inner)
     return "".join(plain), spans
-
-
-def _refuse(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.now().astimezone().strftime(form)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,  # the names and order that templates use
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as json.dumps writes it: Jinja's own filter escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def find_template(name: str, tokenizer: Path | None) -> ChatTemplate:
@@ -200,7 +142,11 @@ def _text_of(token: object) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(_LARGEST + 1)
+        if len(content) > _LARGEST:
+            raise DataError(f"{path} is too large", why=f"more than {_LARGEST >> 20} MiB", origin="data.template")
+        return content.decode()
     except (OSError, UnicodeDecodeError) as cause:
         why = getattr(cause, "strerror", None) or "it is not UTF-8"
         raise DataError(f"{path} cannot be read", why=why, origin="data.template") from cause

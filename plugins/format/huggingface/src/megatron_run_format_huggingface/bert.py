@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.contracts import Weights
 from megatron_run.errors import CheckpointError, InputError
-from megatron_run_engine.checkpoint.files import FileSystem
+from megatron_run_engine.checkpoint.files import FileSystem, followed
 from megatron_run_engine.formats.gpt_tensors import names_fault, shapes_fault
 from megatron_run_format_huggingface.family import at_most_fp32, dropout_notes, must_be
 from megatron_run_format_huggingface.model_folder import (
@@ -114,7 +114,7 @@ def read(source: Path) -> Weights:
 
     Raises :class:`CheckpointError` with every reason why it cannot be imported.
     """
-    config = {**_DEFAULTS, **read_json((source / CONFIG).resolve())}
+    config = {**_DEFAULTS, **read_json(followed(source / CONFIG))}
     reasons = must_be(config, _ONLY)
     if "quantization_config" in config:
         reasons.append("its weights are quantised")

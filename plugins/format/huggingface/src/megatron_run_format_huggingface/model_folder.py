@@ -14,7 +14,7 @@ import torch
 
 from megatron_run.contracts import ReadTensor, Weights
 from megatron_run.errors import CheckpointError, InputError
-from megatron_run_engine.checkpoint.files import FileSystem, read_whole
+from megatron_run_engine.checkpoint.files import FileSystem, followed, read_whole
 from megatron_run_engine.checkpoint.reader import TensorFile
 from megatron_run_engine.checkpoint.shard_file import write_tensors
 from megatron_run_engine.formats.gpt_tensors import (
@@ -47,7 +47,7 @@ class Tensors:
 
     def __init__(self, folder: Path) -> None:
         #: The files of a cache are links.
-        self._files = {name: TensorFile((folder / name).resolve()) for name in _file_names(folder)}
+        self._files = {name: TensorFile(followed(folder / name)) for name in _file_names(folder)}
         #: Where each tensor lies, by its name.
         self.entries: dict[str, Entry] = {}
         self._file_of: dict[str, TensorFile] = {}
@@ -77,7 +77,7 @@ def _file_names(folder: Path) -> list[str]:
             why=f"{pickled[0]} is a pickle, which could execute anything" if pickled else "",
             fix="save the model as safetensors: in transformers, from_pretrained(...).save_pretrained(...)",
         )
-    places = read_json((folder / INDEX).resolve()).get("weight_map")
+    places = read_json(followed(folder / INDEX)).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise CheckpointError(f"{folder / INDEX} cannot be used", why="it has no weight_map")
     names = sorted({str(name) for name in places.values()})
@@ -169,7 +169,7 @@ def read(source: Path) -> Weights:
 
     Raises :class:`CheckpointError` with every reason why it cannot be imported.
     """
-    config = read_json((source / CONFIG).resolve())
+    config = read_json(followed(source / CONFIG))
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         kind, known = config.get("model_type"), ", ".join(FAMILIES)

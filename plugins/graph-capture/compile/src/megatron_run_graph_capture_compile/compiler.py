@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from megatron_run.errors import PluginError, advice, did_you_mean
+from megatron_run_engine.data.user_cache import COMPILED, keep_compiled
 
 if TYPE_CHECKING:
     from megatron_run_graph_capture_compile.compiled import Compiled, Compiler
@@ -31,6 +32,7 @@ def check_compiler(device: torch.device, backend: str) -> None:
         )
     if backend != "inductor":
         return
+    _check_cache()
     if device.type == "cuda":
         if find_spec("triton") is None:
             raise PluginError(
@@ -50,12 +52,26 @@ def _check_program(name: str, language: str, variable: str) -> None:
         )
 
 
+def _check_cache() -> None:
+    """Raise :class:`PluginError` if there is no folder of this user's alone for what inductor compiles and loads."""
+    try:
+        keep_compiled(os.environ)
+    except OSError as cause:
+        raise PluginError(
+            "graph-capture=compile has no folder for compiled libraries",
+            why=cause.strerror or str(cause),
+            fix=f"set {COMPILED} to a folder in which only you may write, or {_INSTEAD}",
+        ) from cause
+
+
 def find_compiler(backend: str, mode: str) -> Compiler:
     """A function that compiles graphs with a ``backend`` of ``torch.compile``, for inductor in ``mode``.
 
     The backend is called itself. ``torch.compile`` would read Python again, of which a graph has none, and check guards
     in each call, which a graph does not need: it is called with tensors like its examples only.
     """
+    if backend == "inductor":
+        _check_cache()
 
     def compile_graph(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Compiled:
         if backend == "inductor":

@@ -41,30 +41,31 @@ class SidecarClient:
         self._timeout = timeout
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start_hub(self) -> dict[str, str]:
-        """Start the sidecar of rank 0, which keeps the hub: where it listens, as the argument ``hub`` of :meth:`start`.
+    def start_hub(self) -> None:
+        """Start the sidecar of rank 0, which keeps the hub, and tell the other ranks where it listens.
 
-        The secret by which hub and sidecars know each other is handed down by a file in the run folder, which only this
-        user may read: the rendezvous would tell it to whoever asks.
+        They read that, and the secret by which hub and sidecars know each other, from a file in the run folder, which
+        only this user may read. The rendezvous would tell the secret to whoever asks, and the place of whoever tells it
+        one: somebody who sits there passes the proofs on, and speaks for both once they are given.
         """
         secret = secrets.token_hex(32)
         files = self._run_folder.files
         files.remove(self._secret_file)  # of a job that was killed
-        with files.create(self._secret_file, mode=0o600) as file:
-            file.write(secret.encode())
         here = self._world.local_size == self._world.size
         host = self._world.init_method.removeprefix("tcp://").rpartition(":")[0]
         address = "127.0.0.1" if here else own_address(host)
         output = self._launch(secret=secret, listen=address)
-        return {"hub": f"{address or host}:{json.loads(output.readline())['hub']}"}
+        orders = {"hub": f"{address or host}:{json.loads(output.readline())['hub']}", "secret": secret}
+        with files.create(self._secret_file, mode=0o600) as file:
+            file.write(json.dumps(orders).encode())
 
-    def start(self, hub: str, activity: Activity, visible_within: float = VISIBLE_WITHIN) -> None:
+    def start(self, activity: Activity, visible_within: float = VISIBLE_WITHIN) -> None:
         """Start this rank's sidecar, unless it keeps the hub and runs, and show it ``activity``.
 
         Raises OSError when the secret is not there after ``visible_within`` seconds, which a network file system needs.
         """
         if self._process is None:
-            self._launch(hub=hub, secret=self._read_secret(time.monotonic() + visible_within))
+            self._launch(**self._read_secret(time.monotonic() + visible_within))
         PageWriter(self._page, activity, ahead=self._world.device != "cpu")
         threading.Thread(target=self._listen, name="sidecar", daemon=True).start()
 
@@ -77,13 +78,15 @@ class SidecarClient:
     def _secret_file(self) -> str:
         return f"{self._run_folder.logs.relative_to(self._run_folder.path)}/.hub"
 
-    def _read_secret(self, deadline: float) -> str:
+    def _read_secret(self, deadline: float) -> dict[str, str]:
         while True:
             try:
-                return self._run_folder.files.read(self._secret_file, limit=1024).decode()
+                found: dict[str, str] = json.loads(self._run_folder.files.read(self._secret_file, limit=1024))
             except FileNotFoundError:
                 if time.monotonic() > deadline:
                     raise
+            else:
+                return found
             time.sleep(0.1)
 
     def close(self, code: ExitCode) -> None:

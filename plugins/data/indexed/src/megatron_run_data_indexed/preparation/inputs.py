@@ -44,6 +44,8 @@ _FOREIGN = {
 _MAGIC: dict[str, bytes] = {"gz": b"\x1f\x8b", "zst": b"\x28\xb5\x2f\xfd"}
 _PROBE = 8192
 _CHUNK = 2**20
+#: The most bytes of one document in a compressed file: a thousand times its length may be packed zeros.
+LARGEST_RECORD = 2**30
 
 
 @dataclass(frozen=True)
@@ -210,8 +212,13 @@ def _unpacked(source: Input, separator: bytes | None, size: int) -> Iterator[tup
     """The contents of a compressed file in pieces that end with a ``separator``, and the bytes that each came from."""
     waiting, start = bytearray(), 0
     with source.path.open("rb") as packed, _opened(source, packed) as file:
-        while chunk := _read(source, file, _CHUNK if separator else -1):
+        while chunk := _read(source, file, _CHUNK):
             waiting += chunk
+            if len(waiting) > LARGEST_RECORD:
+                raise DataError(
+                    f"{source.path} unpacks to more than {LARGEST_RECORD >> 20} MiB without an end of a document",
+                    fix="unpack it to see what it is; --separator says what ends a document of a text",
+                )
             if separator is None or len(waiting) < size:
                 continue
             cut = waiting.rfind(separator, max(0, len(waiting) - len(chunk) - len(separator)))

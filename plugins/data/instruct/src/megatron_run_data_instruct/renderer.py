@@ -1,0 +1,173 @@
+"""Renders a chat template in a process of its own, which has limits of time and memory.
+
+Jinja's sandbox keeps a template from files and from Python, and bounds neither: twenty characters ask for a text of ten
+gigabytes, three loops for centuries. The process is this file, run by itself: it imports Jinja and nothing of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+#: Around what ``{% generation %}`` marks while a template renders: code points that no text may hold (Unicode 23.7).
+BEGIN, END = "\ufdd0", "\ufdd1"
+#: Seconds of processor time for one rendering, which takes milliseconds, and bytes of memory.
+_SECONDS, _MEMORY = 5, 2 << 30
+
+
+class Refused(Exception):
+    """What the template says of its messages, or what fails as it renders them."""
+
+
+class Broken(Exception):
+    """It is no template, or it takes more than it may."""
+
+
+class Renderer:
+    """The template ``source``, in its process until this object is gone; ``seconds`` limit a rendering.
+
+    Raises :class:`Broken`.
+    """
+
+    def __init__(self, source: str, seconds: int = _SECONDS) -> None:
+        words = (sys.executable, "-P", __file__, str(seconds))
+        self._process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        weakref.finalize(self, _end, self._process)
+        self._ask(source)
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """The text for ``variables``, which JSON can hold. Raises :class:`Refused` and :class:`Broken`."""
+        return self._ask(variables)
+
+    def _ask(self, what: object) -> str:
+        pipes = self._process.stdin, self._process.stdout
+        assert pipes[0] is not None
+        assert pipes[1] is not None
+        try:
+            pipes[0].write(json.dumps(what).encode() + b"\n")
+            pipes[0].flush()
+            answer = json.loads(pipes[1].readline())
+        except (BrokenPipeError, ValueError):  # it is gone
+            raise Broken(_why(self._process.wait())) from None
+        for kind, error in (("refused", Refused), ("broken", Broken)):
+            if kind in answer:
+                raise error(answer[kind])
+        text: str = answer["text"]
+        return text
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()
+
+
+def _why(code: int) -> str:
+    if code == -signal.SIGXCPU:
+        return "it renders for seconds, and a conversation takes milliseconds"
+    return f"the process that renders it ended with {code}"
+
+
+class _Generation(Extension):
+    """The tag ``{% generation %}``, which marks what a model says."""
+
+    tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Render the body, between marks."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Any) -> str:
+        return f"{BEGIN}{caller()}{END}"
+
+
+def compiled(source: str) -> jinja2.Template:
+    """The template ``source`` in Jinja's immutable sandbox. Raises :class:`Broken`."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(raise_exception=_refuse, strftime_now=_now)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as cause:
+        raise Broken(f"line {cause.lineno}: {cause.message}") from cause
+    except (SyntaxError, RecursionError) as cause:  # Python's, of what Jinja makes of it
+        raise Broken("it is nested too deeply") from cause
+
+
+def rendered(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+    """The text of ``template``. Raises :class:`Refused`."""
+    try:
+        return template.render(**variables)
+    except RecursionError as cause:
+        raise Refused("a macro calls itself without end") from cause
+    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as cause:
+        raise Refused(" ".join(str(cause).split())) from cause
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().astimezone().strftime(form)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,  # the names and order that templates use
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as json.dumps writes it: Jinja's own filter escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def serve(seconds: int) -> None:
+    """Answer each line of standard input: first a template, then what it is rendered with."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    template = None
+    for line in sys.stdin.buffer:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        limit = int(used.ru_utime + used.ru_stime) + 1 + seconds
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+        answer = {"text": ""}
+        try:
+            if template is None:
+                template = compiled(json.loads(line))
+            else:
+                answer["text"] = rendered(template, json.loads(line))
+        except Refused as cause:
+            answer = {"refused": str(cause)}
+        except Broken as cause:
+            answer = {"broken": str(cause)}
+        except MemoryError:
+            answer = {"broken": f"it takes more than {_MEMORY >> 30} GiB"}
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))
