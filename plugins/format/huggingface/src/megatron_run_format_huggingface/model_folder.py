@@ -82,7 +82,7 @@ def _file_names(folder: Path) -> list[str]:
         raise CheckpointError(f"{folder / INDEX} cannot be used", why="it has no weight_map")
     names = sorted({str(name) for name in places.values()})
     for name in names:
-        if "/" in name or name.startswith("."):
+        if "/" in name or "\0" in name or name.startswith("."):
             raise CheckpointError(f"{folder / INDEX} cannot be used", why=f"{name!r} is not a file beside it")
     return names
 
