@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from megatron_run.errors import DataError
 from megatron_run_data_indexed.preparation import inputs
 from megatron_run_data_indexed.preparation.inputs import find_inputs
 
@@ -21,3 +25,16 @@ def test_the_separator_of_documents_is_found_wherever_blocks_are_cut(tmp_path: P
         content = path.read_bytes()
         assert b"".join(content[cut.start : cut.stop] for cut in cuts) == content
         assert all(content[: cut.stop].endswith(b"<end>") for cut in cuts[:-1])
+
+
+def test_a_small_file_that_unpacks_to_one_endless_document_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory would hold all of it: a megabyte of packed zeros is a gigabyte."""
+    monkeypatch.setattr(inputs, "LARGEST_RECORD", 2**22)
+    path = tmp_path / "bomb.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "' + b"a" * 2**23 + b'"}\n'))
+    for separator in (b"\n", None):
+        source = replace(inputs.find_inputs([str(path)])[0][0], format="text")
+        with pytest.raises(DataError, match=r"bomb\.jsonl\.gz unpacks to more than 4 MiB"):
+            list(inputs.blocks([source], separator, 2**20))
