@@ -2,18 +2,21 @@
 
 ``python -m benchmarks.planner`` prints the errors of the shipped description. ``--fit FILE`` fits it anew and writes
 it; ``--picture FILE`` draws them; ``--cross`` fits once for each model and each machine size that is left out
-(minutes).
+(minutes). ``--executed`` leaves the tables aside, calibrates on this machine and compares with runs on it.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from benchmarks.planner import executed, memory
 from benchmarks.planner.fit import Weighted, fit_constants, fit_shapes
 from benchmarks.planner.picture import picture
 from benchmarks.planner.tables import measured, narayanan
+from benchmarks.support.report import heading
 from megatron_run.config.yaml import yaml_text
 from megatron_run_planner.accuracy import Accuracy, Compared, Measured, compare, summarise
 from megatron_run_planner.devices import Device, read_device
@@ -79,11 +82,31 @@ def main() -> None:
     parser.add_argument("--fit", type=Path, metavar="FILE", help="fit, and write the description")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw predicted and measured steps as SVG")
     parser.add_argument("--cross", action="store_true", help="fit for each part that is left out")
+    parser.add_argument("--executed", action="store_true", help="calibrate here, then run and predict configurations")
+    parser.add_argument("--memory", action="store_true", help="bytes of whole steps here, beside a dry run's count")
+    parser.add_argument("--device", type=Path, metavar="FILE", help="with --executed: a calibration made before")
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="with --executed or --memory: write results there")
     chosen = parser.parse_args()
+    if chosen.memory:
+        words = (parser.prog, *sys.argv[1:])
+        lines = [*heading("Planned against measured memory", words), *memory.report(quick=chosen.quick)]
+        print("\n".join(lines))
+        if chosen.write:
+            (chosen.write / "planner_memory.md").write_text("\n".join(lines) + "\n", "utf-8")
+        return
+    if chosen.executed:
+        words = (parser.prog, *sys.argv[1:])
+        executed.main(words, quick=chosen.quick, device_file=chosen.device, output=chosen.write)
+        return
     device, schedules = read_device("a100"), Schedules()
     tables: Tables = {"single": measured("single"), "multi": measured("multi"), "narayanan": narayanan()}
     if chosen.quick:
         tables = {name: rows[::10] for name, rows in tables.items()}
+    of_tables(device, schedules, tables, chosen)
+
+
+def of_tables(device: Device, schedules: Schedules, tables: Tables, chosen: argparse.Namespace) -> None:
+    """Print the errors of every table, and do what else was ``chosen``."""
     if chosen.fit:
         device = fit(device, tables)[1]
         chosen.fit.write_text(described(device), encoding="utf-8")

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from megatron_run.errors import ExitCode
 from megatron_run_cli.main import main
+from megatron_run_planner.devices import read_device
+from tests.planner.surveyed import TRUE, surveyed
 from tests.support.checkout import ROOT
 
 Output = pytest.CaptureFixture[str]
@@ -241,3 +245,17 @@ def test_the_planner_loads_neither_torch_nor_numpy(tmp_path: Path) -> None:
         [sys.executable, "-c", code, *CHECK], capture_output=True, timeout=60, check=False, cwd=tmp_path
     )
     assert done.returncode == 0
+
+
+def test_a_calibration_writes_a_device_that_plan_reads(
+    capsys: Output, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured = asdict(replace(surveyed(TRUE), half_products=[(64, 64, 64, 1e-6)]))
+    monkeypatch.setattr("megatron_run_engine.training.calibration.survey.survey", lambda say: measured)
+    file = tmp_path / "here.yaml"
+    assert main(["plan", "calibrate", "--device-name", "here", "--output", str(file)]) == 0
+    assert "products   88 GFLOP/s, in bf16 524" in capsys.readouterr().out
+    assert read_device(str(file)).name == "here"
+    assert main(["plan", "preset:tiny", "--gpus", "2", "--device", str(file)]) == 0
+    assert "2 x here" in capsys.readouterr().out
+    assert main(["plan", "calibrate", "--output", str(tmp_path / "none" / "here.yaml")]) == ExitCode.INPUT

@@ -51,9 +51,9 @@ def test_the_constants_alone_predict_shapes_that_were_not_measured(schedules: Sc
 
 def test_a_measured_shape_speaks_for_itself_and_for_no_distant_one() -> None:
     shape = A100.layers[0]
-    assert A100.measured_ratio(LayerShape(*shape[:-1])) == pytest.approx(shape.ratio, rel=0.02)
-    far = LayerShape(*shape[:-1])._replace(hidden=shape.hidden * 8)
-    assert A100.measured_ratio(far) == pytest.approx(1, abs=1e-6)
+    assert A100.measured_ratio(LayerShape._make(shape[:5])) == pytest.approx((shape.ratio,) * 2, rel=0.02)
+    far = LayerShape._make(shape[:5])._replace(hidden=shape.hidden * 8)
+    assert A100.measured_ratio(far) == pytest.approx((1, 1), abs=1e-6)
 
 
 def test_only_models_that_must_recompute_are_taken_to() -> None:

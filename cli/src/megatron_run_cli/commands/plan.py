@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from megatron_run.errors import InputError
 from megatron_run_cli.grammar import Command, DefaultGroup, debug_option, json_option, run_options
 from megatron_run_cli.output import print_json_line
 
@@ -72,7 +73,10 @@ class Length(click.ParamType[float]):
             self.fail(str(error), param, ctx)
 
 
-@click.group(cls=Plan, subcommand_metavar="[CONFIG]... --gpus N --device NAME | schedule | goodput | check TABLE")
+@click.group(
+    cls=Plan,
+    subcommand_metavar="[CONFIG]... --gpus N --device NAME | schedule | goodput | check TABLE | calibrate",
+)
 def plan() -> None:
     """Find the fastest way to run a model on given devices, or compare predictions with measured steps.
 
@@ -82,6 +86,7 @@ def plan() -> None:
     megatron-run plan schedule CONFIG --write mine.py    a schedule found for the stages of CONFIG
     megatron-run plan goodput CONFIG --gpus 16384        what a month with failures yields
     megatron-run plan check TABLE.csv --device a100      predictions beside measured steps
+    megatron-run plan calibrate --output here.yaml       measures this machine's cores as a device
     """  # noqa: D301  # click wants the character, not its name
 
 
@@ -326,3 +331,25 @@ def check(
         print_json_line(accuracy_record(found, machine))
     else:
         click.echo(accuracy_text(found, machine, every=rows))
+
+
+@plan.command()
+@click.option("--device-name", metavar="NAME", help="Name in reports [default: the processor's].")
+@click.option("--output", type=_FILE, default="device.yaml", show_default=True, metavar="FILE", help="What to write.")
+@debug_option
+def calibrate(device_name: str | None, output: Path) -> None:
+    """Measure this machine's cores, in about two minutes, and describe one as a device for --device.
+
+    Ranks are taken to have one thread each (run.threads=1) and to share the cores. Nothing else should run meanwhile.
+    """
+    from megatron_run_cli.reports.plan_report import device_lines
+    from megatron_run_engine.training.calibration.survey import processor_name, survey
+    from megatron_run_planner.accuracy.calibrate import Survey, describe, device_text
+
+    if not output.parent.is_dir():
+        raise InputError(f"{output} cannot be written", why="its folder does not exist", fix="name another file")
+    measured = Survey(**survey(lambda what: click.echo(f"measuring {what}")))
+    device = describe(measured, device_name or f"one of {measured.cores} cores of {processor_name()}")
+    output.write_text(device_text(device, f"Measured by megatron-run plan calibrate on {processor_name()}."), "utf-8")
+    click.echo("\n".join(device_lines(device, measured)))
+    click.echo(f"written: {output}; megatron-run plan CONFIG --device {output}")

@@ -44,9 +44,9 @@ def dry_run_text(run: ResolvedRun, device: Device | None = None, svg: Path | Non
         memory = _memory(run, None, None, device, svg)
         return "\n\n".join([describe(run), *([memory_text(memory)] if device else []), *step, _needs_engine()])
     size = _checked_size(run)
-    activations = _activations(run)
-    parts = [describe(run), _parameters_text(size, activations)]
-    parts.append(memory_text(_memory(run, size, activations, device, svg)))
+    counted = _step_memory(run)
+    parts = [describe(run), _parameters_text(size, counted)]
+    parts.append(memory_text(_memory(run, size, counted, device, svg)))
     if size.mixture is not None:
         parts.append(_mixture_text(size.mixture, size.parameters, run.sizes.expert))
     parts += step
@@ -57,9 +57,13 @@ def dry_run_text(run: ResolvedRun, device: Device | None = None, svg: Path | Non
 
 
 def _memory(
-    run: ResolvedRun, size: ModelSize | None, activations: list[int] | None, device: Device | None, svg: Path | None
+    run: ResolvedRun,
+    size: ModelSize | None,
+    counted: list[dict[str, int]] | None,
+    device: Device | None,
+    svg: Path | None,
 ) -> StageMemory:
-    memory = stage_memories(run, size, activations, device)
+    memory = stage_memories(run, size, counted, device)
     if svg:
         write_memory_svg(memory, svg)
     return memory
@@ -87,7 +91,7 @@ def dry_run_json(run: ResolvedRun, device: Device | None = None, svg: Path | Non
         planned = memory_record(_memory(run, None, None, device, svg))
         return {**told, "memory": planned, "notices": [*told["notices"], _needs_engine()]}
     size = _checked_size(run)
-    activations = _activations(run)
+    counted = _step_memory(run)
     return {
         **told,
         "notices": [*told["notices"], *_machine_notices(run, size)],
@@ -95,8 +99,8 @@ def dry_run_json(run: ResolvedRun, device: Device | None = None, svg: Path | Non
         "parameters_by_stage": [stage.parameters for stage in size.stages],
         "padding_by_stage": [stage.padding for stage in size.stages],
         "memory_by_stage": [dict(stage.memory) for stage in size.stages],
-        "activations_by_stage": activations,
-        "memory": memory_record(_memory(run, size, activations, device, svg)),
+        "activations_by_stage": counted and [roles["activations"] for roles in counted],
+        "memory": memory_record(_memory(run, size, counted, device, svg)),
         "padded_vocab": size.padded_vocab,
         "mixture": _mixture_record(size),
         "graphs_by_stage": [
@@ -172,26 +176,27 @@ def _captures_text(captures: Sequence[CaptureSize], plan: Plan) -> str:
     )
 
 
-def _activations(run: ResolvedRun) -> list[int] | None:
-    from megatron_run_engine.training.saved_activations import peak_activations
+def _step_memory(run: ResolvedRun) -> list[dict[str, int]] | None:
+    from megatron_run_engine.training.step_memory import step_memory
 
-    return peak_activations(run)
+    return step_memory(run)
 
 
-def _parameters_text(size: ModelSize, activations: list[int] | None) -> str:
+def _parameters_text(size: ModelSize, counted: list[dict[str, int]] | None) -> str:
     held = [
         f"{rank.parameters:,} on stage {stage}" + (f" (and {rank.padding:,} of padding)" if rank.padding else "")
         for stage, rank in enumerate(size.stages)
     ]
     memory = [f"  stage {stage}: {_memory_text(rank)}" for stage, rank in enumerate(size.stages)]
-    if activations is not None:
-        memory = [f"{line}; activations {_amount(held)}" for line, held in zip(memory, activations, strict=True)]
+    if counted is not None:
+        held_by_stage = [roles["activations"] for roles in counted]
+        memory = [f"{line}; activations {_amount(held)}" for line, held in zip(memory, held_by_stage, strict=True)]
     return "\n".join(
         (
             f"parameters of the model: {size.parameters:,}",
             f"parameters of a rank: {', '.join(held)}",
             f"vocabulary: {size.vocab:,}, padded to {size.padded_vocab:,}",
-            f"memory of a rank, without {'messages' if activations else 'activations and messages'}:",
+            f"memory of a rank, without {'messages' if counted else 'activations and messages'}:",
             *memory,
         )
     )

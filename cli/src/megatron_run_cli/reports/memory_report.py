@@ -30,7 +30,7 @@ ROLES = {
     "optimizer": ("o", "#009e73"),
     "frozen": ("f", "#999999"),
     "activations": ("a", "#e69f00"),
-    "recomputed": ("r", "#d55e00"),
+    "temporaries": ("t", "#d55e00"),
     "logits": ("l", "#f7c873"),
     "communication": ("c", "#cc79a7"),
     "reserve": ("x", "#d9d9d9"),
@@ -44,7 +44,7 @@ _WIDTH, _PIXELS, _GIB, _MIB = 80, 640.0, 2**30, 2**20
 class StageMemory:
     """Bytes by role of a rank of each stage; ``device`` is what they should fit, ``task`` the planner's view, if any.
 
-    ``counted``: the activations were counted in the very layers, and are not the planner's.
+    ``counted``: what a step takes was counted in the very layers, and is not the planner's.
     """
 
     stages: tuple[Mapping[str, float], ...]
@@ -74,13 +74,16 @@ class StageMemory:
 
 
 def stage_memories(
-    run: ResolvedRun, size: ModelSize | None, activations: Sequence[int] | None, device: Device | None
+    run: ResolvedRun,
+    size: ModelSize | None,
+    counted: Sequence[Mapping[str, int]] | None,
+    device: Device | None,
 ) -> StageMemory:
-    """The memory of ``run``: ``size`` and ``activations`` as they were counted, the rest as the planner has it.
+    """The memory of ``run``: ``size``, and what else is ``counted`` at a step's peak; uncounted, the planner's.
 
     With ``device``, what allocator, context and libraries take is part of it (``reserve``).
     """
-    from megatron_run_planner.memory import communication, recomputed, stage_memory, with_reserve
+    from megatron_run_planner.memory import stage_memory, with_reserve
 
     task = _task(run)
     if task and size and not task.known:
@@ -92,19 +95,16 @@ def stage_memories(
             held: dict[str, float] = asdict(planned[stage]) if planned else {}
         else:
             held = {role: held for role, held in size.stages[stage].memory.items() if role != _ON_HOST}
-            if activations is not None:
-                held["activations"] = activations[stage]
+            if counted is not None:
+                held |= counted[stage]
             elif planned:
-                held |= {"activations": planned[stage].activations, "logits": planned[stage].logits}
-            if task:
-                held["recomputed"] = recomputed(task.model, task.split) if activations is not None else 0.0
-                # As the planner counts the stream: what is received and what is sent, forward and backward.
-                held["communication"] = communication(task.model, task.split) + 4 * size.beside
+                told = planned[stage]
+                held |= {"activations": told.activations, "logits": told.logits, "communication": told.communication}
         if device:
             total = sum(held.values())
             held["reserve"] = with_reserve(total) - total
         found.append({role: held[role] for role in ROLES if held.get(role)})
-    return StageMemory(tuple(found), device, task, activations is not None)
+    return StageMemory(tuple(found), device, task, counted is not None)
 
 
 def _task(run: ResolvedRun) -> Task | None:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from megatron_run_planner.accuracy import Accuracy, Compared
+    from megatron_run_planner.accuracy.calibrate import Survey
     from megatron_run_planner.devices import Device
     from megatron_run_planner.goodput import Conditions, Yield
     from megatron_run_planner.schedules.for_task import Answer
@@ -326,3 +327,23 @@ def accuracy_record(found: Accuracy, device: Device) -> dict[str, Any]:
             for row, predicted in found.rows
         ],
     }
+
+
+def device_lines(device: Device, survey: Survey) -> list[str]:
+    """What a measured device reaches, and what its ranks cost each other."""
+    half = max(2 * rows * columns * depth / seconds for rows, columns, depth, seconds in survey.half_products)
+    lines = [
+        f"{device.name}",
+        f"  products   {device.peak * device.products.efficiency / 1e9:,.0f} GFLOP/s, in bf16 {half / 1e9:,.0f}",
+        f"  memory     {device.bandwidth / 1e9:,.1f} GB/s",
+        f"  a layer    {device.host.layer * 1e3:.2f} ms for calls alone, {len(device.layers)} shapes measured",
+    ]
+    if device.cores:
+        pairs = ", ".join(f"{busy} ranks {factor:.2f}" for busy, factor in device.cores.slowdown)
+        lines.append(f"  together   {pairs} times as long")
+    lines += [
+        f"  a sum      {each.latency * 1e6:,.0f} us + {each.bandwidth / 1e9:.2f} GB/s, "
+        f"{each.members} of {each.ranks} ranks"
+        for each in device.links.sums
+    ]
+    return lines

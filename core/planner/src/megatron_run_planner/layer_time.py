@@ -2,7 +2,8 @@
 
 A product takes its FLOPs at the share of the peak that its shape reaches, a sweep its bytes at the memory's share, and
 neither less than one kernel. The device works on them while the host launches kernels: where both take about as long,
-neither hides the other wholly, and the two are joined as the sides of a right triangle. Collectives come on top.
+neither hides the other wholly, and the two are joined as the sides of a right triangle. On a processor they add.
+Collectives come on top.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from megatron_run_planner.devices import Device, LayerShape, Links
 from megatron_run_planner.operators import Product, Sweep, layer_operators
 from megatron_run_planner.workload import Model, Split
 
-#: Bytes of an activation or gradient.
-_WIDTH = 2
+#: Bytes of a value in the sweeps of :mod:`~megatron_run_planner.operators`.
+_COUNTED = 2
 
 
 class Passes(NamedTuple):
@@ -49,6 +50,18 @@ def all_reduce(links: Links, size: float, ranks: int, stride: int = 1) -> float:
     return links.machine_latency * log2(ranks) + wire / min(links.bandwidth, members * links.machine_bandwidth)
 
 
+def sum_over(device: Device, split: Split, size: float, members: int, stride: int = 1) -> float:
+    """Seconds in which ``members`` ranks of ``split`` sum ``size`` bytes.
+
+    Where ranks share cores it is what was measured with as many of them, or the nearest.
+    """
+    if members == 1 or not device.links.sums:
+        return all_reduce(device.links, size, members, stride)
+    world = split.ranks
+    near = min(device.links.sums, key=lambda each: abs(log2(each.members / members)) + abs(log2(each.ranks / world)))
+    return near.latency + 2 * (members - 1) / members * size / near.bandwidth
+
+
 def exchange(links: Links, size: float, ranks: int, stride: int = 1) -> float:
     """Seconds of an all-to-all in which each of ``ranks`` keeps 1/n of its ``size`` bytes and sends the others."""
     if ranks == 1:
@@ -59,8 +72,11 @@ def exchange(links: Links, size: float, ranks: int, stride: int = 1) -> float:
     return links.machine_latency * log2(ranks) + wire / links.machine_bandwidth
 
 
-def hop(links: Links, size: float, stride: int) -> float:
-    """Seconds until ``size`` bytes have reached the neighbouring stage, ``stride`` devices away."""
+def hop(links: Links, size: float, stride: int, ranks: int = 1) -> float:
+    """Seconds until ``size`` bytes have reached the neighbouring stage, ``stride`` devices of ``ranks`` away."""
+    if links.messages:
+        near = min(links.messages, key=lambda each: abs(each.ranks - ranks))
+        return near.latency + size / near.bandwidth
     if stride < links.machine:
         return links.latency + size / links.bandwidth
     return links.machine_latency + size / links.machine_bandwidth
@@ -76,35 +92,73 @@ def layer_time(model: Model, split: Split, device: Device) -> Passes:
     attention = work.attention / (device.peak * device.products.attention)
     scores = max(attention, 2 * device.host.kernel)
     swept = sum(_sweep(each, device) for each in work.sweeps)
-    tokens = split.micro_batch * model.sequence
-    # An all-reduce after attention and one after the feed-forward layer; with sequence parallelism, as much in halves.
-    shared = 2 * all_reduce(device.links, _WIDTH * tokens * model.hidden, split.tensor)
-    if model.experts:
-        routed = _WIDTH * tokens * model.top_k * model.hidden / split.tensor
-        shared += 2 * exchange(device.links, routed, split.expert, split.tensor)
+    shared = _shared(model, split, device)
     host = device.host.layer + (device.host.softmax if work.unfused else 0)
+    if model.experts:
+        host += device.host.experts + device.host.expert * model.experts / split.expert
+    share = device.host.forward
     # Attention that keeps no scores computes them again in its backward.
     again = 2.5 if model.flash else 2
-    forward = hypot(products + scores + swept, host / 3) + shared
+    forward = _joined(products + scores + swept, host * share, device)
     whole = 2 * products + again * scores + device.sweeps.backward * swept
-    backward = hypot(whole, host * 2 / 3) + shared
+    backward = _joined(whole, host * (1 - share), device)
     shape = LayerShape(model.hidden, model.heads, model.sequence, split.tensor, split.micro_batch)
-    ratio = device.measured_ratio(shape) if model.plain else 1.0
+    ahead, back = device.measured_ratio(shape) if model.plain(fused=device.fused) else (1.0, 1.0)
+    half = _joined(
+        sum(_product(each, device) for each in work.products[2:]) + _sweep(work.sweeps[2], device), 0, device
+    )
+    if not device.host.overlaps:
+        half += host * share / 2
+    if device.cores:  # ratios are those of one rank's work: what ranks say to each other was measured by itself
+        forward, backward, half, products = forward * ahead, backward * back, half * ahead, products * back
     repeated = {
         "none": 0.0,
         "core": scores + sum(_sweep(each, device) for each in work.sweeps[4:]),
-        "mlp": sum(_product(each, device) for each in work.products[2:]) + _sweep(work.sweeps[2], device) + shared / 2,
-        "full": forward,
+        "mlp": half + shared / 2,
+        "full": forward + shared,
     }[split.recompute]
-    return Passes(forward, backward + repeated, products).times(ratio)
+    passes = Passes(forward + shared, backward + shared + repeated, products)
+    return passes if device.cores else passes.times(ahead)
+
+
+def _shared(model: Model, split: Split, device: Device) -> float:
+    """Seconds that ranks exchange in a forward of one layer, and as many in its backward.
+
+    A sum after attention and one after the feed-forward layer; with sequence parallelism, as much in halves.
+    """
+    tokens = split.micro_batch * model.sequence
+    shared = 2 * sum_over(device, split, device.width * tokens * model.hidden, split.tensor)
+    if model.experts and split.expert > 1:
+        routed = device.width * tokens * model.top_k * model.hidden / split.tensor
+        shared += 2 * _exchanged(routed, split, device)
+    return _as_work(shared, split, device)
+
+
+def _exchanged(size: float, split: Split, device: Device) -> float:
+    """An all-to-all among the expert ranks; where sums were measured, as many bytes as half of one takes."""
+    if not device.links.sums:
+        return exchange(device.links, size, split.expert, split.tensor)
+    return sum_over(device, split, size / 2, split.expert)
+
+
+def _as_work(seconds: float, split: Split, device: Device) -> float:
+    """``seconds`` measured while all ranks of ``split`` share the cores, as those that one rank alone would take."""
+    return seconds / device.cores.slower(split.ranks) if device.cores else seconds
 
 
 def embedding_time(model: Model, split: Split, device: Device) -> Passes:
     """The embedding: a gather forward, a scatter backward, and the sum over the tensor ranks."""
-    size = _WIDTH * split.micro_batch * model.sequence * model.hidden
+    size = device.width * split.micro_batch * model.sequence * model.hidden
     moved = 2 * size / (device.bandwidth * device.sweeps.efficiency)
-    forward = hypot(moved, device.host.embedding / 3) + all_reduce(device.links, size, split.tensor)
-    return Passes(forward, hypot(2 * moved, device.host.embedding * 2 / 3))
+    shared = _as_work(sum_over(device, split, size, split.tensor), split, device)
+    host = device.host
+    forward = _joined(moved, host.embedding * host.forward, device) + shared
+    return Passes(forward, _joined(2 * moved, host.embedding * (1 - host.forward), device))
+
+
+def loading_time(model: Model, split: Split, device: Device) -> Passes:
+    """A microbatch: every stage that needs its fields loads it, in its forward."""
+    return Passes(device.host.batch + device.host.token * split.micro_batch * model.sequence, 0.0)
 
 
 def head_time(model: Model, split: Split, device: Device) -> Passes:
@@ -113,10 +167,17 @@ def head_time(model: Model, split: Split, device: Device) -> Passes:
     columns = model.vocabulary / split.tensor
     product = _product(Product(tokens, columns, model.hidden), device)
     swept = device.sweeps.loss * 4 * tokens * columns / (device.bandwidth * device.sweeps.efficiency)
-    small = 3 * all_reduce(device.links, 4 * tokens, split.tensor)
-    large = all_reduce(device.links, _WIDTH * tokens * model.hidden, split.tensor)
-    forward = hypot(product + swept / 2, device.host.head / 3) + small
-    return Passes(forward, hypot(2 * product + swept / 2, device.host.head * 2 / 3) + large, product)
+    small = _as_work(3 * sum_over(device, split, 4 * tokens, split.tensor), split, device)
+    large = _as_work(sum_over(device, split, device.width * tokens * model.hidden, split.tensor), split, device)
+    host, ahead = device.host, device.sweeps.loss_forward
+    forward = _joined(product + swept * ahead, host.head * host.forward, device) + small
+    backward = _joined(2 * product + swept * (1 - ahead), host.head * (1 - host.forward), device) + large
+    return Passes(forward, backward, product)
+
+
+def _joined(computed: float, launched: float, device: Device) -> float:
+    """What takes ``computed`` seconds on the device and ``launched`` on its host."""
+    return hypot(computed, launched) if device.host.overlaps else computed + launched
 
 
 def _product(product: Product, device: Device) -> float:
@@ -129,5 +190,5 @@ def _product(product: Product, device: Device) -> float:
 
 
 def _sweep(sweep: Sweep, device: Device) -> float:
-    each = sweep.bytes / (device.bandwidth * device.sweeps.efficiency)
+    each = sweep.bytes * device.width / _COUNTED / (device.bandwidth * device.sweeps.efficiency)
     return max(each, device.host.kernel) * sweep.kernels

@@ -208,7 +208,7 @@ def shares(model: Model, split: Split, device: Device, step: StepTime) -> dict[s
     """Parts of ``step`` that are no computation, each as a fraction of it."""
     layer = layer_time(model, split, device)
     free = device.links.model_copy(update={"bandwidth": 1e30, "latency": 0.0})
-    free = free.model_copy(update={"machine_bandwidth": 1e30, "machine_latency": 0.0})
+    free = free.model_copy(update={"machine_bandwidth": 1e30, "machine_latency": 0.0, "sums": (), "messages": ()})
     silent = layer_time(model, split, device.model_copy(update={"links": free}))
     kept = layer_time(model, replace(split, recompute="none"), device)
     whole = layer.forward + layer.backward

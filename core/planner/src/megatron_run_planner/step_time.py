@@ -14,11 +14,10 @@ from megatron_run.contracts.observer import Bar, Timeline
 from megatron_run.pipeline.plan import Plan, positions
 from megatron_run.pipeline.simulate import simulate
 from megatron_run_planner.devices import Device
-from megatron_run_planner.layer_time import Passes, all_reduce, embedding_time, head_time, hop, layer_time
+from megatron_run_planner.devices.shared_cores import simulate_shared
+from megatron_run_planner.layer_time import Passes, embedding_time, head_time, hop, layer_time, loading_time, sum_over
 from megatron_run_planner.workload import Model, Split
 
-#: Bytes of an activation or gradient.
-_WIDTH = 2
 #: Parts in which a stage's gradients are reduced, at most: a bucket each.
 _BUCKETS = 8
 
@@ -58,6 +57,10 @@ def place_times(
         times = [layer.times(len(place.layers)) for place in layout]
     times[0] = times[0].then(embedding_time(model, split, device))
     times[-1] = times[-1].then(last_time(model, split, device))
+    loading = loading_time(model, split, device)
+    for stage in {layout[0].stage, layout[-1].stage}:
+        first = next(index for index, place in enumerate(layout) if place.stage == stage)
+        times[first] = times[first].then(loading)
     return times
 
 
@@ -77,7 +80,10 @@ def step_time(model: Model, split: Split, device: Device, plan: Plan) -> StepTim
     pipeline = max(done[-1] for done in ends)
     busy = split.microbatches * sum(each.forward + each.backward for each in times)
     update, reduction = after_backward(model, split, device)
-    if split.overlap:
+    if device.cores:  # what a backward hides takes the cores from it
+        update *= device.cores.slower(split.ranks)
+        busy *= device.cores.slower(split.ranks)
+    elif split.overlap:
         # The last microbatch's backward hides what the layers behind it send; the last bucket's comes after it.
         buckets = min(_BUCKETS, max(1, model.layers // split.pipeline))
         reduction = max(reduction / buckets, reduction - times[0].backward * split.chunks)
@@ -89,9 +95,12 @@ def simulated(
 ) -> Sequence[Sequence[float]]:
     """When each action of each stage ends. ``times`` are those of the positions of the plan's layout."""
     costs = [
-        {"F": each.forward, "B": each.backward, "I": each.backward - each.weights, "W": each.weights} for each in times
+        {"F": each.forward, "B": each.backward, "I": each.backward - each.weights, "W": each.weights, "R": each.forward}
+        for each in times
     ]
     message = message_time(model, split, device)
+    if device.cores:
+        return simulate_shared(plan, costs, message, split.tensor * split.data, device.cores)
     return simulate(plan.layout, plan.microbatches, plan.lists, costs, message).ends
 
 
@@ -126,7 +135,8 @@ def estimate(model: Model, split: Split, device: Device, layout: Sequence[Place]
     """Seconds of a step with 1F1B or its interleaved form, without a simulation.
 
     The busiest stage runs all microbatches; the others fill and drain the pipeline once, by chunks. It is exact for
-    1F1B when messages take no time, and a lower bound else. ``layer`` is :func:`layer_time`'s, if it is known already.
+    1F1B when messages take no time, and a lower bound else; ranks that share cores are taken to be busy all the time.
+    ``layer`` is :func:`layer_time`'s, if it is known already.
     """
     times = place_times(model, split, device, layout, layer)
     stages = [0.0] * split.pipeline
@@ -134,17 +144,19 @@ def estimate(model: Model, split: Split, device: Device, layout: Sequence[Place]
         stages[place.stage] += each.forward + each.backward
     around = (sum(stages) - max(stages)) / split.chunks
     hops = 2 * (split.pipeline - 1) * message_time(model, split, device)
-    return split.microbatches * max(stages) + around + hops + sum(after_backward(model, split, device))
+    pipeline = split.microbatches * max(stages) + around
+    slower = device.cores.slower(split.ranks) if device.cores else 1.0
+    return slower * pipeline + hops + sum(after_backward(model, split, device))
 
 
 def message_time(model: Model, split: Split, device: Device) -> float:
     """Seconds until the activations of a microbatch have reached the next stage."""
     if split.pipeline == 1:
         return 0.0
-    size: float = _WIDTH * split.micro_batch * model.sequence * model.hidden
+    size: float = device.width * split.micro_batch * model.sequence * model.hidden
     if split.sequence_parallel or split.scatter_messages:
         size /= split.tensor
-    return hop(device.links, size, split.tensor * split.data)
+    return hop(device.links, size, split.tensor * split.data, split.ranks)
 
 
 def after_backward(model: Model, split: Split, device: Device) -> tuple[float, float]:
@@ -155,15 +167,13 @@ def after_backward(model: Model, split: Split, device: Device) -> tuple[float, f
     share = model.layers / split.pipeline / split.tensor
     dense: float = share * model.dense_parameters + model.vocabulary * model.hidden / split.tensor
     experts = share * model.expert_parameters / split.expert
-    links = device.links
-    reduction = all_reduce(links, split.gradient_bytes * dense, split.data, split.tensor)
+    reduction = sum_over(device, split, split.gradient_bytes * dense, split.data, split.tensor)
     if experts:
-        reduction += all_reduce(
-            links, split.gradient_bytes * experts, split.data // split.expert, split.tensor * split.expert
-        )
+        copies, stride = split.data // split.expert, split.tensor * split.expert
+        reduction += sum_over(device, split, split.gradient_bytes * experts, copies, stride)
     if model.tied and split.pipeline > 1:
-        table = _WIDTH * model.vocabulary * model.hidden / split.tensor
-        reduction += all_reduce(links, table, 2, split.ranks // 2)
+        table = device.width * model.vocabulary * model.hidden / split.tensor
+        reduction += sum_over(device, split, table, 2, split.ranks // 2)
     own = dense / split.data + experts * split.expert / split.data if split.zero1 else dense + experts
-    update = device.sweeps.update * own / (device.bandwidth * device.sweeps.efficiency)
+    update = device.sweeps.update * own / (device.bandwidth * device.sweeps.efficiency) + device.host.step
     return update, reduction

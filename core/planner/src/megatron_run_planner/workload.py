@@ -107,10 +107,12 @@ class Model:
         """Width of what all heads give to the output projection."""
         return self.heads * (self.latent.value if self.latent else self.head_size)
 
-    @property
-    def plain(self) -> bool:
-        """Whether its layers are those of GPT-2, at which layers were measured."""
-        return not (self.gated or self.experts or self.latent or self.flash or self.kv_heads not in (0, self.heads))
+    def plain(self, *, fused: bool) -> bool:
+        """Whether its layers are those of GPT-2, at which layers were measured; ``fused``: without stored scores."""
+        return (
+            not (self.gated or self.experts or self.latent or self.kv_heads not in (0, self.heads))
+            and self.flash == fused
+        )
 
     @property
     def qkv_width(self) -> float:

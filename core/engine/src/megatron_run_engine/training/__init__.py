@@ -1,7 +1,8 @@
 """The training loop: builds a rank, runs steps, evaluates and saves.
 
 ``trainer`` holds one step from top to bottom. ``state`` resumes and saves checkpoints, ``health`` checks losses,
-weights and ranks; ``environments`` finds the world that a process was started in, ``process`` prepares it.
+weights and ranks; ``calibration`` measures the machine; ``environments`` finds the world that a process was started in,
+``process`` prepares it.
 
-Imports: checkpoint, config, contracts, data, errors, pipeline, planning, registry, run_folder, runtime, safe_folder.
-"""
+Imports: checkpoint, config, contracts, data, errors, nn, pipeline, planning, registry, run_folder, runtime, safe_folder.
+"""  # noqa: E501  # the imports stand on one line

@@ -92,23 +92,23 @@ def saved_by_chunk(run: ResolvedRun, options: BaseModel, data: DataSource, stage
         model, positions, chunks = build_chunks(run, context, make_layers(run, context))
         train = run.config.train
         size, length = train.micro_batch_size, train.sequence_length
-        microbatch = Microbatch(0, 1, 0, {field.name: _batch(field, size, length) for field in data.fields})
+        microbatch = Microbatch(0, 1, 0, {field.name: microbatch_field(field, size, length) for field in data.fields})
         found = []
         for position, chunk in zip(positions, chunks, strict=True):
             boundary = model.boundary(microbatch, size, length)
-            x, beside = _received(boundary) if position else (None, {})
+            x, beside = received_tensors(boundary) if position else (None, {})
             with context.rng.left_alone():
                 found.append(_saved(chunk, x, beside, microbatch))
     return found
 
 
-def _batch(field: Field, size: int, length: int) -> Tensor:
+def microbatch_field(field: Field, size: int, length: int) -> Tensor:
     """A microbatch of ``field``, of which sizes that the data chooses count as 1."""
     sizes = [length if each == "s" else each or 1 for each in field.shape]
     return torch.zeros((size, *sizes), dtype=getattr(torch, field.dtype))
 
 
-def _received(boundary: Boundary) -> tuple[Tensor, dict[str, Tensor]]:
+def received_tensors(boundary: Boundary) -> tuple[Tensor, dict[str, Tensor]]:
     """What a chunk gets from the one before it, of which sizes that only the sender knows count as 1."""
     x, *beside = (
         torch.zeros([size or 1 for size in each.shape], dtype=each.dtype, requires_grad=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from math import exp, log, log2
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
@@ -14,8 +14,6 @@ from megatron_run.contracts.schema import Section
 from megatron_run.errors import InputError, did_you_mean
 
 _SHIPPED = Path(__file__).parent
-#: A measured shape speaks for shapes within about a third of an octave (a factor 1.27) of it.
-_REACH = 0.35
 
 
 class Products(Section):
@@ -38,27 +36,86 @@ class Sweeps(Section):
     efficiency: float = Field(gt=0, le=1, description="share of the memory bandwidth")
     backward: float = Field(gt=0, description="bytes of a layer's backward, in units of its forward's")
     loss: float = Field(gt=0, description="passes over fp32 logits by head and loss, forward and backward")
+    loss_forward: float = Field(0.5, ge=0, le=1, description="share of these that the forward makes")
     update: float = Field(gt=0, description="bytes that the optimizer moves for a parameter")
 
 
 class Host(Section):
-    """Seconds that the host needs to launch kernels. A device that computes faster than that waits."""
+    """Seconds that the host needs to launch kernels. A device that computes faster than that waits.
+
+    Where nothing ``overlaps``, as on a processor, the thread that launches computes too: the two add.
+    """
 
     layer: float = Field(ge=0, description="forward and backward of one layer")
     softmax: float = Field(ge=0, description="the extra kernels of a softmax that is not fused")
     head: float = Field(ge=0, description="norm, head and loss, forward and backward")
     embedding: float = Field(ge=0, description="embedding, forward and backward")
     kernel: float = Field(ge=0, description="shortest time of one kernel on the device")
+    overlaps: bool = Field(True, description="the device computes while the host launches")
+    forward: float = Field(1 / 3, ge=0, le=1, description="share of these that forwards take")
+    experts: float = Field(0.0, ge=0, description="routing of one layer of experts, forward and backward")
+    expert: float = Field(0.0, ge=0, description="calls of one expert, forward and backward")
+    batch: float = Field(0.0, ge=0, description="loading a microbatch")
+    token: float = Field(0.0, ge=0, description="loading one of its tokens")
+    step: float = Field(0.0, ge=0, description="one step, whatever the model")
+
+
+class MeasuredSum(NamedTuple):
+    """Sums over each ``members`` of ``ranks`` ranks of a machine: seconds of a small one, bytes a second of a large."""
+
+    members: PositiveInt
+    ranks: PositiveInt
+    latency: PositiveFloat
+    bandwidth: PositiveFloat
+
+
+class MeasuredMessage(NamedTuple):
+    """A message between neighbours among ``ranks`` ranks of a machine."""
+
+    ranks: PositiveInt
+    latency: PositiveFloat
+    bandwidth: PositiveFloat
 
 
 class Links(Section):
-    """Links inside a machine and between machines, as ring all-reduces see them."""
+    """Links inside a machine and between machines, as ring all-reduces see them.
+
+    Where ranks share cores, ``sums`` and ``messages`` are what was measured with as many ranks there.
+    """
 
     machine: int = Field(ge=1, description="devices of one machine")
     bandwidth: float = Field(gt=0, description="bytes a second of a ring inside a machine")
     latency: float = Field(ge=0, description="seconds of a collective of two ranks inside; grows with log2 of ranks")
     machine_bandwidth: float = Field(gt=0, description="bytes a second of one device's share of the network")
     machine_latency: float = Field(ge=0, description="the same latency between machines")
+    sums: tuple[MeasuredSum, ...] = ()
+    messages: tuple[MeasuredMessage, ...] = ()
+
+
+class Cores(Section):
+    """Cores that the ranks of a machine share, each rank one thread.
+
+    ``slowdown`` holds (ranks that compute at once, their time over that of one alone), by growing ranks.
+    """
+
+    count: int = Field(ge=1, description="cores of the machine")
+    slowdown: tuple[tuple[PositiveInt, PositiveFloat], ...] = ((1, 1.0),)
+
+    def slower(self, busy: int) -> float:
+        """How much slower a rank computes while ``busy`` do: measured, or in proportion between and beyond."""
+        below, above = self.slowdown[0], self.slowdown[-1]
+        for ranks, factor in self.slowdown:
+            if ranks == busy:
+                return factor
+            if ranks < busy:
+                below = ranks, factor
+            else:
+                above = ranks, factor
+                break
+        if below[0] >= above[0]:
+            return below[1] * max(1.0, busy / max(below[0], self.count))
+        share = (busy - below[0]) / (above[0] - below[0])
+        return below[1] + share * (above[1] - below[1])
 
 
 class LayerShape(NamedTuple):
@@ -72,7 +129,10 @@ class LayerShape(NamedTuple):
 
 
 class MeasuredLayer(NamedTuple):
-    """A plain layer's measured time at one shape, as the ``ratio`` to what the constants give."""
+    """A plain layer's measured time at one shape, as the ``ratio`` to what the constants give.
+
+    With ``backward`` the ratio is the forward's alone.
+    """
 
     hidden: PositiveInt
     heads: PositiveInt
@@ -80,34 +140,44 @@ class MeasuredLayer(NamedTuple):
     tensor: PositiveInt
     micro_batch: PositiveInt
     ratio: PositiveFloat
+    backward: PositiveFloat | None = None
 
 
 class Device(Section):
-    """One kind of device in its machine. Bytes, seconds, FLOP/s."""
+    """One kind of device in its machine. Bytes, seconds, FLOP/s.
+
+    Peak and measured layers are those of values of ``width`` bytes, and of attention that stores scores or, with
+    ``fused``, does not. A measured shape speaks for shapes within ``reach`` octaves.
+    """
 
     name: str = Field(description="name in reports")
     memory: float = Field(gt=0, description="bytes of memory")
-    peak: float = Field(gt=0, description="dense 16-bit FLOP/s")
+    peak: float = Field(gt=0, description="dense FLOP/s of values of that width")
     bandwidth: float = Field(gt=0, description="bytes a second of memory")
+    width: Literal[2, 4] = Field(2, description="bytes of an activation or a weight")
+    fused: bool = Field(False, description="whether the measured layers have fused attention")
+    reach: float = Field(0.35, gt=0, description="octaves within which a measured shape speaks for others")
+    cores: Cores | None = None
     products: Products
     sweeps: Sweeps
     host: Host
     links: Links
     layers: tuple[MeasuredLayer, ...] = ()
 
-    def measured_ratio(self, shape: LayerShape) -> float:
-        """Measured over modelled time of layers like ``shape``: 1 far from every measured one.
+    def measured_ratio(self, shape: LayerShape) -> tuple[float, float]:
+        """Measured over modelled time of layers like ``shape``, forward and backward: 1 far from every measured one.
 
         The logarithms of the measured ratios are averaged, with weights that fall with the distance in octaves
         (a Gaussian kernel); the model's own ratio, 1, takes part with a small weight.
         """
-        total, weight = 0.0, 0.02
+        forward, backward, weight = 0.0, 0.0, 0.02
         for one in self.layers:
-            away = sum(log2(a / b) ** 2 for a, b in zip(shape, one[:-1], strict=True))
-            share = exp(-away / (2 * _REACH**2))
-            total += share * log(one.ratio)
+            away = sum(log2(a / b) ** 2 for a, b in zip(shape, one[:5], strict=True))
+            share = exp(-away / (2 * self.reach**2))
+            forward += share * log(one.ratio)
+            backward += share * log(one.backward or one.ratio)
             weight += share
-        return exp(total / weight)
+        return exp(forward / weight), exp(backward / weight)
 
 
 @cache

@@ -181,7 +181,7 @@ def summarise(compared: tuple[Compared, ...]) -> Accuracy:
         tasks[each.row.group].append(each)
     regrets = tuple(_regret(each) for each in tasks.values() if len(each) > 1)
     mean = sum(abs(each.error) for each in compared) / len(compared)
-    return Accuracy(compared, mean, _kendall(machines.values()), regrets)
+    return Accuracy(compared, mean, kendall(machines.values()), regrets)
 
 
 def _regret(task: Sequence[Compared]) -> float:
@@ -189,7 +189,7 @@ def _regret(task: Sequence[Compared]) -> float:
     return chosen.row.seconds / min(each.row.seconds for each in task) - 1
 
 
-def _kendall(groups: Iterable[Sequence[Compared]]) -> float:
+def kendall(groups: Iterable[Sequence[Compared]]) -> float:
     """Kendall's tau-b over the pairs within each group; 1 where there is no pair."""
     balance = one = other = 0
     for group in groups:

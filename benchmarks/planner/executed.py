@@ -1,0 +1,281 @@
+"""Steps of real runs on this machine beside what the planner predicts of them after calibrating on it.
+
+Each configuration runs several times, in rounds over all of them, so that a disturbance hits no single one; a step's
+time is the typical one of each round, and of these the median. Predicted is the step time that `plan` gives for the
+very request. The order of actions is compared on every rank, and between ranks wherever one action ended before another
+began.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from benchmarks.planner.picture import Scale, picture
+from benchmarks.support.report import heading, table
+from megatron_run.config.request import Request
+from megatron_run_engine.training.calibration.on_ranks import Task as Measurement
+from megatron_run_engine.training.calibration.on_ranks import on_ranks
+from megatron_run_engine.training.calibration.survey import processor_name, step_seconds, survey
+from megatron_run_engine.training.calibration.timed_run import time_request
+from megatron_run_planner.accuracy import Accuracy, Compared, Measured, kendall, summarise
+from megatron_run_planner.accuracy.calibrate import Survey, describe, device_text
+from megatron_run_planner.devices import Device, read_device
+from megatron_run_planner.schedules import Schedules
+from megatron_run_planner.step_time import place_times, simulated, step_time
+from megatron_run_planner.task import read_task
+
+RESULTS = Path(__file__).parents[1] / "results"
+#: Rounds over all configurations, and steps of a run that are timed.
+ROUNDS, STEPS = 5, 9
+SPLIT = "parallel-layer=tensor"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A run: what differs from four layers of 128 on sequences of 128, four microbatches of two samples."""
+
+    ranks: int
+    plugins: tuple[str, ...] = ()
+    sets: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What differs, in words."""
+        words = [f"{self.ranks} rank{'s' if self.ranks > 1 else ''}", *self.plugins]
+        return " ".join([*words, *(f"{key.partition('.')[2]}={value}" for key, value in self.sets.items())])
+
+    @property
+    def request(self) -> Request:
+        """The run as a request."""
+        sets: dict[str, Any] = {
+            "model.num_layers": 4,
+            "model.hidden_size": 128,
+            "model.num_heads": 4,
+            "train.sequence_length": 128,
+            "train.micro_batch_size": 2,
+            "train.global_batch_size": 8,
+            "train.steps": 1000,
+            "data.vocab_size": 1024,
+            "eval.interval": 0,
+            "run.threads": 1,
+            "run.device": "cpu",
+        } | self.sets
+        return Request(("preset:tiny",), tuple(f"{key}={value}" for key, value in sets.items()), self.plugins)
+
+
+def sized(hidden: int, heads: int, sequence: int = 128, micro_batch: int = 2, batch: int = 8, layers: int = 4) -> Any:
+    """The sizes of a model and its batch."""
+    return {
+        "model.hidden_size": hidden,
+        "model.num_heads": heads,
+        "train.sequence_length": sequence,
+        "train.micro_batch_size": micro_batch,
+        "train.global_batch_size": batch,
+        "model.num_layers": layers,
+    }
+
+
+def stages(count: int, **more: Any) -> dict[str, Any]:
+    """Pipeline stages."""
+    return {"parallel.pipeline": count, **{f"parallel.{key}": value for key, value in more.items()}}
+
+
+FULL, HALF = {"train.recompute": "full"}, {"train.recompute": "mlp"}
+EXPERTS = {"model.experts": 4}
+CONFIGURATIONS = (
+    Configuration(1),
+    Configuration(1, (), sized(256, 8)),
+    Configuration(1, (), sized(192, 6, 64, 4, 16)),
+    Configuration(1, (), sized(384, 6, 128, 1, 4)),
+    Configuration(1, (), sized(512, 8, 64, 2, 4, layers=2)),
+    Configuration(1, (), sized(128, 4, 256, 1, 8, layers=6)),
+    Configuration(1, (), FULL),
+    Configuration(1, (), sized(256, 4) | HALF),
+    Configuration(1, (), EXPERTS),
+    Configuration(1, (), {"data.vocab_size": 8192}),
+    Configuration(2, ("schedule=1f1b",), stages(2)),
+    Configuration(2, ("schedule=1f1b",), stages(2) | sized(256, 4, 128, 1, 8)),
+    Configuration(2, ("schedule=gpipe",), stages(2) | sized(192, 6)),
+    Configuration(2, ("schedule=interleaved",), stages(2, chunks=2)),
+    Configuration(2, ("schedule=zero-bubble",), stages(2)),
+    Configuration(2, ("schedule=1f1b",), stages(2) | FULL),
+    Configuration(2, (SPLIT,), {"parallel.tensor": 2}),
+    Configuration(2, (SPLIT,), {"parallel.tensor": 2} | sized(384, 8, 128, 1, 4)),
+    Configuration(2, (SPLIT,), {"parallel.tensor": 2} | FULL),
+    Configuration(2, (), {"parallel.data": 2}),
+    Configuration(2, (), {"parallel.data": 2} | sized(256, 8, 64, 4, 16)),
+    Configuration(2, ("optimizer=zero1",), {"parallel.data": 2} | sized(384, 6, 64, 2, 8)),
+    Configuration(2, (), {"parallel.data": 2, "parallel.expert": 2} | EXPERTS),
+    Configuration(4, ("schedule=1f1b",), stages(4)),
+    Configuration(4, ("schedule=gpipe",), stages(4) | sized(256, 4, 64, 2, 16)),
+    Configuration(4, ("schedule=zero-bubble",), stages(4) | sized(192, 6)),
+    Configuration(4, ("schedule=interleaved",), stages(4, chunks=2) | sized(128, 4, layers=8)),
+    Configuration(4, (SPLIT,), {"parallel.tensor": 4} | sized(256, 8)),
+    Configuration(4, (), {"parallel.data": 4} | sized(192, 6, batch=16)),
+    Configuration(4, ("optimizer=zero1",), {"parallel.data": 4} | sized(256, 8, 64, 2, 16)),
+    Configuration(4, (SPLIT, "schedule=1f1b"), stages(2, tensor=2) | sized(256, 8)),
+    Configuration(4, ("schedule=1f1b",), stages(2, data=2) | sized(128, 4, batch=16)),
+    Configuration(4, (SPLIT,), {"parallel.tensor": 2, "parallel.data": 2} | sized(384, 6, batch=16)),
+    Configuration(4, ("schedule=1f1b",), stages(2, data=2) | sized(256, 4, 64, 2, 16) | FULL),
+)
+
+
+class Executed(NamedTuple):
+    """What was seen of a configuration: seconds of a step in each round, and one step's actions of each rank."""
+
+    rounds: list[float]
+    actions: list[list[tuple[str, float, float]]]
+
+
+class Judged(NamedTuple):
+    """A configuration executed and predicted. ``ordered``: every rank ran its actions in the simulated order.
+
+    ``agreeing``: of pairs of actions of different stages of which one ended before the other began, the share that the
+    simulation has in the same order.
+    """
+
+    configuration: Configuration
+    compared: Compared
+    spread: float
+    ordered: bool
+    agreeing: float
+
+
+def execute(chosen: Sequence[Configuration], rounds: int) -> list[Executed]:
+    """Run each configuration once a round."""
+    found = [Executed([], []) for _ in chosen]
+    for _ in range(rounds):
+        for world in sorted({each.ranks for each in chosen}):
+            mine = [index for index, each in enumerate(chosen) if each.ranks == world]
+            tasks = [
+                Measurement(time_request, {"request": chosen[index].request.to_json(), "steps": STEPS})
+                for index in mine
+            ]
+            for index, ranks in zip(mine, on_ranks(world, tasks), strict=True):
+                found[index].rounds.append(max(step_seconds(each["wall"]) for each in ranks))
+                found[index].actions[:] = [each["actions"][-1] for each in ranks]
+    return found
+
+
+def judge(configuration: Configuration, executed: Executed, device: Device, schedules: Schedules) -> Judged:
+    """Compare one configuration with what the planner says of it."""
+    task = read_task(configuration.request, configuration.ranks)
+    split = task.split
+    plan = schedules.plan(task.schedule, task.model.layers, split.pipeline, split.chunks, split.microbatches)
+    seconds = median(executed.rounds)
+    row = Measured(task.model, split, seconds)
+    compared = Compared(row, step_time(task.model, split, device, plan).seconds)
+    ends = simulated(place_times(task.model, split, device, plan.layout), task.model, split, device, plan)
+    per_stage = split.tensor * split.data
+    ordered = all(
+        [name for name, _, _ in actions] == [str(action) for action in plan.lists[rank // per_stage]]
+        for rank, actions in enumerate(executed.actions)
+    )
+    firsts = executed.actions[::per_stage]
+    spread = max(executed.rounds) / min(executed.rounds) - 1
+    return Judged(configuration, compared, spread, ordered and len(ends) == len(firsts), agreement(firsts, ends))
+
+
+def agreement(stages: Sequence[Sequence[tuple[str, float, float]]], ends: Sequence[Sequence[float]]) -> float:
+    """Of pairs across stages that the execution orders, the share that the simulated ends order alike."""
+    alike = total = 0
+    for one, other in combinations(range(len(stages)), 2):
+        for (_, start, end), simulated_end in zip(stages[one], ends[one], strict=True):
+            for (_, begin, close), simulated_close in zip(stages[other], ends[other], strict=True):
+                if end <= begin or close <= start:
+                    total += 1
+                    alike += (end <= begin) == (simulated_end <= simulated_close + 1e-9)
+    return alike / total if total else 1.0
+
+
+def report(found: Sequence[Judged], device: Device, rounds: int) -> Iterator[str]:
+    """The summary, and a line a configuration."""
+    errors = [abs(each.compared.error) for each in found]
+    tau = kendall([[each.compared for each in found]])
+    within = sum(error <= 0.1 for error in errors)
+    yield ""
+    yield (
+        f"{len(found)} configurations, {rounds} rounds: mean error {sum(errors) / len(errors):.1%}, worst "
+        f"{max(errors):.1%}, {within} within 10%; Kendall's tau {tau:.3f}; order of actions equal on every rank in "
+        f"{sum(each.ordered for each in found)}."
+    )
+    yield f"Device: {device.name}, one thread a rank."
+    yield ""
+    rows = [
+        (
+            each.configuration.name,
+            f"{each.compared.row.seconds * 1e3:.1f}",
+            f"{each.compared.predicted * 1e3:.1f}",
+            f"{each.compared.error:+.1%}",
+            f"{each.spread:.1%}",
+            "yes" if each.ordered else "no",
+            f"{each.agreeing:.1%}",
+        )
+        for each in found
+    ]
+    columns = ("run", "executed ms", "predicted ms", "error", "spread of rounds", "same order", "between ranks")
+    yield from table(columns, rows)
+
+
+def record(found: Sequence[Judged], device: Device, rounds: int) -> dict[str, Any]:
+    """The same as data."""
+    errors = [abs(each.compared.error) for each in found]
+    return {
+        "device": device.model_dump(exclude_none=True),
+        "rounds": rounds,
+        "mean_error": sum(errors) / len(errors),
+        "worst_error": max(errors),
+        "kendall": kendall([[each.compared for each in found]]),
+        "rows": [
+            {
+                "run": each.configuration.name,
+                "executed": each.compared.row.seconds,
+                "predicted": each.compared.predicted,
+                "error": each.compared.error,
+                "spread": each.spread,
+                "same_order": each.ordered,
+                "between_ranks": each.agreeing,
+                "split": asdict(each.compared.row.split),
+            }
+            for each in found
+        ],
+    }
+
+
+def main(words: Sequence[str], *, quick: bool, device_file: Path | None, output: Path | None) -> None:
+    """Calibrate unless there is a description, execute, compare, and write ``planner_executed`` where asked."""
+    say: Callable[[str], None] = lambda what: print(f"measuring {what}", flush=True)  # noqa: E731
+    if device_file is None:
+        measured = Survey(**survey(say))
+        device = describe(measured, f"one of {measured.cores} cores of {processor_name()}")
+    else:
+        device = read_device(str(device_file))
+    chosen, rounds = (CONFIGURATIONS[::4], 1) if quick else (CONFIGURATIONS, ROUNDS)
+    say(f"{len(chosen)} configurations, {rounds} times each")
+    schedules = Schedules()
+    found = [judge(*pair, device, schedules) for pair in zip(chosen, execute(chosen, rounds), strict=True)]
+    text = [*heading("Executed against predicted steps", words), *report(found, device, rounds)]
+    print("\n".join(text))
+    if output:
+        output.mkdir(parents=True, exist_ok=True)
+        whole = {"this machine": summary_of(found)}
+        (output / "planner_executed.md").write_text("\n".join(text) + "\n", "utf-8")
+        (output / "planner_executed.json").write_text(
+            json.dumps(record(found, device, rounds), indent=1) + "\n", "utf-8"
+        )
+        scale = Scale(0.005, 2.0, (0.01, 0.1, 1.0))
+        (output / "planner_executed.svg").write_text(picture(whole, scale), "utf-8")
+        (output / "planner_executed_device.yaml").write_text(
+            device_text(device, "As calibrated before the runs."), "utf-8"
+        )
+
+
+def summary_of(found: Sequence[Judged]) -> Accuracy:
+    """The rows as the planner's own summary."""
+    return summarise(tuple(each.compared for each in found))

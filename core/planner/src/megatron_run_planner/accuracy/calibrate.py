@@ -1,0 +1,365 @@
+"""From what was measured of a machine's cores to the description of a device: a core each, one thread a rank.
+
+Operators come first: the curves of products, the bandwidth of sweeps, attention. What the layers of real runs take
+beyond these is the host's, by least squares; what then is left at a measured shape is its ratio.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product as pairs
+from math import exp, log
+from statistics import median
+from typing import Any
+
+from megatron_run.config.request import Request
+from megatron_run.config.yaml import yaml_text
+from megatron_run_planner.devices import (
+    Cores,
+    Device,
+    Host,
+    LayerShape,
+    Links,
+    MeasuredLayer,
+    MeasuredMessage,
+    MeasuredSum,
+    Products,
+    Sweeps,
+)
+from megatron_run_planner.layer_time import embedding_time, head_time, layer_time
+from megatron_run_planner.schedules import Schedules
+from megatron_run_planner.step_time import step_time
+from megatron_run_planner.task import read_task
+from megatron_run_planner.workload import Model, Split
+
+#: Rows and depths at which a product may reach half of its peak: those that are tried.
+_HALVES = tuple(2 ** (power / 2) for power in range(-2, 19))
+#: Octaves within which a measured shape speaks for others: those measured lie about one apart.
+_REACH = 0.6
+#: Bytes of a sum or message up to which it counts as small.
+_SMALL = 2**14
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What was measured: seconds of each operator, run, sum and message, with its shape before it.
+
+    ``products`` are (rows, columns, depth, seconds) in fp32, ``half_products`` in bf16; ``sweeps`` (bytes, seconds);
+    ``attention`` (micro batch, heads, sequence, head size, forward, backward); ``sums`` (members, ranks, bytes,
+    seconds); ``messages`` (ranks, bytes, seconds); ``together`` (ranks at once, seconds of the same work). ``runs``
+    hold the sizes of a small training, and ``forward`` and ``backward`` of a microbatch and the ``rest`` of a step.
+    ``anchors`` are trainings on several ranks: ``request``, ``ranks`` and ``seconds`` of a step, and the ``constant``
+    of so many ranks that each settles.
+    """
+
+    cores: int
+    memory: float
+    products: Sequence[Sequence[float]]
+    half_products: Sequence[Sequence[float]]
+    sweeps: Sequence[Sequence[float]]
+    attention: Sequence[Sequence[float]]
+    runs: Sequence[Mapping[str, Any]]
+    sums: Sequence[Sequence[float]]
+    messages: Sequence[Sequence[float]]
+    together: Sequence[Sequence[float]]
+    anchors: Sequence[Mapping[str, Any]] = ()
+
+
+def describe(survey: Survey, name: str) -> Device:
+    """The device that ``survey`` measured."""
+    peak = max(2 * rows * columns * depth / seconds for rows, columns, depth, seconds in survey.products)
+    bandwidth = max(size / seconds for size, seconds in survey.sweeps)
+    device = Device(
+        name=name,
+        memory=survey.memory,
+        peak=peak,
+        bandwidth=bandwidth,
+        width=4,
+        fused=True,
+        reach=_REACH,
+        products=_products(survey, peak),
+        sweeps=Sweeps(efficiency=_typical_bandwidth(survey) / bandwidth, backward=2, loss=4, update=20),
+        host=Host(layer=0, softmax=0, head=0, embedding=0, kernel=0, overlaps=False),
+        links=_links(survey),
+        cores=_cores(survey),
+    )
+    device = _with_layers(device, survey)
+    device = _with_head(device, survey)
+    device = _with_update(device, survey)
+    device = _with_experts(device, survey)
+    return rounded(_with_anchors(device, survey))
+
+
+def _products(survey: Survey, peak: float) -> Products:
+    """The curve of shares of ``peak`` that lies nearest to what products reached, in logarithms."""
+    reached = [
+        (rows, min(columns, depth), log(2 * rows * columns * depth / seconds / peak))
+        for rows, columns, depth, seconds in survey.products
+    ]
+    best = (float("inf"), 0.0, 0.0, 0.0)
+    for rows, depth in pairs((0.0, *_HALVES), repeat=2):
+        left = [share + log(1 + rows / each) + log(1 + depth / deep) for each, deep, share in reached]
+        centre = min(0.0, median(left))
+        best = min(best, (sum(abs(each - centre) for each in left), exp(centre), rows, depth))
+    flops = sum(4 * b * heads * s**2 * size / forward for b, heads, s, size, forward, _ in survey.attention)
+    attention = flops / len(survey.attention) / peak
+    return Products(
+        efficiency=best[1],
+        rows=best[2],
+        depth=best[3],
+        attention=min(1.0, attention),
+        wide=1e9,
+        wide_efficiency=best[1],
+    )
+
+
+def _typical_bandwidth(survey: Survey) -> float:
+    """Bytes a second of sweeps of the size that activations of small layers have."""
+    return median(size / seconds for size, seconds in survey.sweeps if 2**18 <= size <= 2**22)
+
+
+def _links(survey: Survey) -> Links:
+    by_ranks: defaultdict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    for members, ranks, size, seconds in survey.sums:
+        wire = 2 * (members - 1) / members * size
+        by_ranks[int(members), int(ranks)].append((wire, seconds))
+    sums = [MeasuredSum(*key, *_line(points)) for key, points in sorted(by_ranks.items())]
+    worlds = sorted({int(ranks) for ranks, _, _ in survey.messages})
+    lines = {
+        world: _line([(size, seconds) for ranks, size, seconds in survey.messages if ranks == world])
+        for world in worlds
+    }
+    latency, bandwidth = lines[worlds[0]]
+    return Links(
+        machine=max(each.ranks for each in sums),
+        latency=latency,
+        bandwidth=bandwidth,
+        machine_latency=latency,
+        machine_bandwidth=bandwidth,
+        sums=tuple(sums),
+        messages=tuple(MeasuredMessage(world, *line) for world, line in lines.items()),
+    )
+
+
+def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Latency, and bytes a second, of (bytes, seconds): the median of the small ones, then what the large ones add."""
+    points = list(points)
+    latency = median(seconds for size, seconds in points if size <= _SMALL)
+    rates = [size / (seconds - latency) for size, seconds in points if size > _SMALL and seconds > latency]
+    return latency, median(rates) if rates else 1e12
+
+
+def _cores(survey: Survey) -> Cores:
+    alone = next(seconds for busy, seconds in survey.together if busy == 1)
+    slowdown, least = [], 1.0
+    for busy, seconds in sorted(survey.together, key=lambda pair: pair[0]):
+        least = max(least, seconds / alone)
+        slowdown.append((int(busy), least))
+    return Cores(count=survey.cores, slowdown=tuple(slowdown))
+
+
+def model_of(run: Mapping[str, Any]) -> tuple[Model, Split]:
+    """The model and split that a run of a survey stands for."""
+    model = Model(
+        layers=run["layers"],
+        hidden=run["hidden"],
+        heads=run["heads"],
+        sequence=run["sequence"],
+        vocabulary=run["vocabulary"] * run["tensor"],
+        flash=True,
+        experts=run["experts"],
+        top_k=2 if run["experts"] else 0,
+    )
+    batch = run["micro_batch"] * run["microbatches"]
+    return model, Split(tensor=run["tensor"], micro_batch=run["micro_batch"], global_batch=batch, gradient_bytes=4)
+
+
+def _layers(survey: Survey, *, experts: bool) -> list[tuple[Model, Split, float, float]]:
+    """Model, split and seconds of one layer's forward and backward, for each two runs that differ in depth alone."""
+    sizes = ("hidden", "heads", "sequence", "micro_batch", "tensor", "vocabulary", "microbatches", "experts")
+    by_shape: defaultdict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    for run in survey.runs:
+        by_shape[tuple(run[key] for key in sizes)].append(run)
+    found = []
+    for runs in by_shape.values():
+        if len(runs) == 2 and bool(runs[0]["experts"]) == experts:
+            shallow, deep = sorted(runs, key=lambda run: int(run["layers"]))
+            more = deep["layers"] - shallow["layers"]
+            forward, backward = ((deep[key] - shallow[key]) / more for key in ("forward", "backward"))
+            found.append((*model_of(deep), forward, backward))
+    return found
+
+
+def _alone(device: Device) -> Device:
+    """``device`` as one rank has it, to which nobody else says anything."""
+    links = device.links.model_copy(update={"sums": (MeasuredSum(2, 2, 1e-12, 1e30),)})
+    return device.model_copy(update={"links": links, "cores": Cores(count=1)})
+
+
+def _with_layers(device: Device, survey: Survey) -> Device:
+    """Host, sweeps and backward from the layers' times, then their ratios."""
+    rows: list[tuple[Sequence[float], float]] = []
+    bare = _alone(_changed(device, "sweeps", efficiency=1.0, backward=1e-9))
+    once = _alone(_changed(device, "sweeps", efficiency=1.0, backward=1.0))
+    for model, split, forward, backward in _layers(survey, experts=False):
+        left, swept = layer_time(model, split, bare), layer_time(model, split, once)
+        work = swept.backward - left.backward
+        rows.append(((work / forward, 0.0, 1 / forward, 0.0), (forward - left.forward + work) / forward))
+        rows.append(((0.0, work / backward, 0.0, 1 / backward), (backward - left.backward) / backward))
+    ahead, back, first, second = _least_squares(rows)
+    share = 1 / max(ahead, 1.0)
+    device = _changed(device, "sweeps", efficiency=share, backward=max(1e-3, back * share))
+    device = _changed(device, "host", layer=first + second, forward=first / ((first + second) or 1.0))
+    measured = []
+    for model, split, forward, backward in _layers(survey, experts=False):
+        modelled = layer_time(model, split, _alone(device))
+        shape = LayerShape(model.hidden, model.heads, model.sequence, split.tensor, split.micro_batch)
+        ratios = (round(forward / modelled.forward, 3), round(backward / modelled.backward, 3))
+        measured.append(MeasuredLayer(*shape, *ratios))
+    return device.model_copy(update={"layers": tuple(sorted(measured))})
+
+
+def _with_head(device: Device, survey: Survey) -> Device:
+    """Loss, head and loading: what runs take beyond their layers, forward and backward."""
+    rows: list[tuple[Sequence[float], float]] = []
+    swept = device.bandwidth * device.sweeps.efficiency
+    bare = _alone(_changed(device, "sweeps", loss=1e-9))
+    share = device.host.forward
+    for run in survey.runs:
+        if run["experts"]:
+            continue
+        model, split = model_of(run)
+        layers, head = layer_time(model, split, _alone(device)).times(model.layers), head_time(model, split, bare)
+        rest = head.then(embedding_time(model, split, bare))
+        tokens = split.micro_batch * model.sequence
+        logits = 4 * tokens * run["vocabulary"] / swept
+        whole, left = run["forward"], run["forward"] - layers.forward - rest.forward
+        rows.append(((logits / whole, 0.0, share / whole, 1 / whole, tokens / whole), left / whole))
+        whole, left = run["backward"], run["backward"] - layers.backward - rest.backward
+        rows.append(((0.0, logits / whole, (1 - share) / whole, 0.0, 0.0), left / whole))
+    ahead, back, head_host, batch, token = _least_squares(rows)
+    device = _changed(device, "sweeps", loss=max(1e-3, ahead + back), loss_forward=ahead / ((ahead + back) or 1.0))
+    return _changed(device, "host", head=head_host, batch=batch, token=token)
+
+
+def _with_update(device: Device, survey: Survey) -> Device:
+    """Update of a parameter and what else a step takes."""
+    rows: list[tuple[Sequence[float], float]] = []
+    swept = device.bandwidth * device.sweeps.efficiency
+    for run in survey.runs:
+        model, split = model_of(run)
+        parameters = model.layers * (model.dense_parameters + model.expert_parameters) / split.tensor
+        parameters += run["vocabulary"] * model.hidden
+        rows.append(((parameters / swept / run["rest"], 1 / run["rest"]), 1.0))
+    update, step = _least_squares(rows)
+    return _changed(_changed(device, "sweeps", update=max(1e-3, update)), "host", step=step)
+
+
+def _with_experts(device: Device, survey: Survey) -> Device:
+    """Routing, and calls of each expert."""
+    rows: list[tuple[Sequence[float], float]] = []
+    for model, split, forward, backward in _layers(survey, experts=True):
+        modelled = layer_time(model, split, _alone(device))
+        whole = forward + backward
+        rows.append(((1 / whole, model.experts / whole), (whole - modelled.forward - modelled.backward) / whole))
+    if len(rows) < 2:
+        return device
+    routing, each = _least_squares(rows)
+    return _changed(device, "host", experts=routing, expert=each)
+
+
+def _with_anchors(device: Device, survey: Survey) -> Device:
+    """What ranks cost each other inside a training: each anchor settles the constant that it depends on most.
+
+    Microbenchmarks find the others: in a training ranks also wait to be woken, and their caches are shared.
+    """
+    schedules = Schedules()
+    for anchor in survey.anchors:
+        ranks = int(anchor["ranks"])
+        task = read_task(Request.from_json(anchor["request"]), ranks)
+        split = task.split
+        plan = schedules.plan(task.schedule, task.model.layers, split.pipeline, split.chunks, split.microbatches)
+        low, high, changed = _constant(device, str(anchor["constant"]), ranks, split)
+        for _ in range(40):
+            middle = (low * high) ** 0.5
+            late = step_time(task.model, split, changed(middle), plan).seconds > anchor["seconds"]
+            low, high = (low, middle) if late else (middle, high)
+        device = changed((low * high) ** 0.5)
+    return device
+
+
+def _constant(device: Device, name: str, ranks: int, split: Split) -> tuple[float, float, Callable[[float], Device]]:
+    """The least and the largest plausible value of a constant, and the device with another value of it."""
+    links = device.links
+    if name == "slowdown":
+        assert device.cores is not None, "cores were measured"
+        cores = device.cores
+        least = max(1.0, ranks / cores.count)
+
+        def slower(value: float) -> Device:
+            pairs = [(busy, value if busy == ranks else factor) for busy, factor in cores.slowdown]
+            return device.model_copy(update={"cores": Cores(count=cores.count, slowdown=tuple(pairs))})
+
+        return least, 3 * least, slower
+    if name == "sum":
+
+        def sums(value: float) -> Device:
+            here = (split.tensor, ranks)
+            found = [each._replace(latency=value) if each[:2] == here else each for each in links.sums]
+            return device.model_copy(update={"links": links.model_copy(update={"sums": tuple(found)})})
+
+        return 1e-5, 0.05, sums
+
+    def messages(value: float) -> Device:
+        found = [each._replace(latency=value) if each.ranks == ranks else each for each in links.messages]
+        return device.model_copy(update={"links": links.model_copy(update={"messages": tuple(found)})})
+
+    return 1e-5, 0.05, messages
+
+
+def rounded(device: Device) -> Device:
+    """``device`` with constants of four digits."""
+    return Device.model_validate(_rounded(device.model_dump()))
+
+
+def _rounded(told: Any) -> Any:
+    if isinstance(told, dict):
+        return {name: _rounded(value) for name, value in told.items()}
+    if isinstance(told, tuple | list):
+        return [_rounded(value) for value in told]
+    return float(f"{told:.4g}") if isinstance(told, float) else told
+
+
+def device_text(device: Device, about: str = "") -> str:
+    """``device`` as a YAML file with the comment ``about``: a line for each measured shape."""
+    told = device.model_dump(exclude={"layers"}, exclude_none=True)
+    rows = [f"  - [{', '.join(str(each) for each in layer if each is not None)}]\n" for layer in device.layers]
+    head = "".join(f"# {line}\n" for line in about.splitlines())
+    shapes = "# hidden, heads, sequence, tensor, micro batch, ratio of the forward, of the backward\nlayers:\n"
+    return "".join([head, yaml_text(told), *([shapes, *rows] if rows else [])])
+
+
+def _changed(device: Device, section: str, **values: float) -> Device:
+    return device.model_copy(update={section: getattr(device, section).model_copy(update=values)})
+
+
+def _least_squares(rows: Sequence[tuple[Sequence[float], float]]) -> list[float]:
+    """The factors, none below 0, whose sums come nearest to the targets: coordinate descent on the squares."""
+    count = len(rows[0][0])
+    found = [0.0] * count
+    for _ in range(2000):
+        before = list(found)
+        for index in range(count):
+            top = bottom = 0.0
+            for terms, target in rows:
+                others = (
+                    sum(term * value for term, value in zip(terms, found, strict=True)) - terms[index] * found[index]
+                )
+                top += terms[index] * (target - others)
+                bottom += terms[index] ** 2
+            found[index] = max(0.0, top / bottom) if bottom else 0.0
+        if all(abs(one - other) <= 1e-9 * abs(one) for one, other in zip(found, before, strict=True)):
+            break
+    return found

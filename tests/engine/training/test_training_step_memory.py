@@ -1,0 +1,51 @@
+"""What is counted of a step on fake tensors is what lives in a real one; `benchmarks.planner --memory` compares 46."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.planner.memory import CONFIGURATIONS, Configuration, live_bytes, planned_bytes
+from megatron_run.pipeline.lower import lower
+from megatron_run_engine.training.step_memory import ChunkBytes, walk
+from megatron_run_planner.schedules import Schedules
+
+
+def check(configuration: Configuration) -> None:
+    (planned,) = planned_bytes(configuration.request)
+    assert planned == pytest.approx(live_bytes(configuration.request.to_json()), rel=0.005), configuration.name
+
+
+def test_the_peak_of_a_step_is_what_was_counted() -> None:
+    check(Configuration(1, (), {"model.num_layers": 1, "model.dropout": 0.1, "train.recompute": "mlp"}))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "configuration", [each for each in CONFIGURATIONS if each.ranks == 1], ids=lambda each: each.name
+)
+def test_the_peak_of_every_kind_of_step_is_what_was_counted(configuration: Configuration) -> None:
+    check(configuration)
+
+
+def test_microbatches_in_flight_and_messages_add_up() -> None:
+    """1F1B over two stages: two microbatches in flight on the first, each of 100 bytes; messages of 7 and 5."""
+    size = ChunkBytes(kept=100, waiting=0, forward=120, alone=0, backward=30, input=0, weight=0, out=7, back=0)
+    plan = Schedules().plan("1f1b", 2, 2, 1, 4)
+    told = walk(lower(plan, 0, 1), [size], 1)
+    assert told["activations"] + told["temporaries"] == 2 * 100 + 30 + 4
+    last = walk(lower(plan, 1, 1), [size._replace(out=0, back=7)], 0)
+    assert last["activations"] == 100 + 7
+    assert last["temporaries"] == 30
+    assert last["communication"] >= 7
+
+
+def test_a_split_backward_keeps_what_waits_for_w() -> None:
+    size = ChunkBytes(kept=100, waiting=60, forward=120, alone=0, backward=0, input=50, weight=10, out=0, back=0)
+    plan = Schedules().plan("zero-bubble", 2, 2, 1, 4)
+    most, held = 0, 0
+    for action in plan.lists[1]:
+        taken = {"F": 120, "I": 50, "W": 10}.get(action.op, 0)
+        most = max(most, held + taken)
+        held += {"F": 100, "I": -40, "W": -60}.get(action.op, 0)
+    told = walk(lower(plan, 1, 1), [size], 0)
+    assert told["activations"] + told["temporaries"] == most
