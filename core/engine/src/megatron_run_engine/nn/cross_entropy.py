@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 #: Values processed at a time on a CPU: 1 MiB of fp32.
 CACHED = 2**18
+#: Slices of a fake tensor, about.
+_FAKE_SLICES = 16
 LOG2_E = 1 / math.log(2)
 
 
@@ -257,9 +259,11 @@ def _logit_at(real: Tensor, column: Tensor) -> Tensor:
 def _row_blocks(logits: Tensor) -> Iterator[slice]:
     """Slices that cover all rows: on a CPU as many rows each as its caches hold in fp32, elsewhere one slice.
 
-    One as well for a fake tensor, which has no values to cache: a dry run would spend most of its time here.
+    A fake tensor, of which a dry run counts the memory, is cut into few slices: each operation on one costs as much as
+    on a real one, and a thousand of them were most of a dry run. What a slice needs besides is then still little.
     """
     count, columns = logits.shape
-    cuts = logits.device.type == "cpu" and not hasattr(logits, "fake_mode")
-    step = max(1, CACHED // columns) if cuts else max(1, count)
+    step = max(1, CACHED // columns) if logits.device.type == "cpu" else max(1, count)
+    if hasattr(logits, "fake_mode"):
+        step = max(step, count // _FAKE_SLICES)
     return (slice(start, start + step) for start in range(0, max(1, count), step))
