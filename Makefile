@@ -33,7 +33,7 @@ unexport PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 export DS_BUILD_OPS := 0
 
 CORES    := $(shell getconf _NPROCESSORS_ONLN)
-SPREAD   := -n $(if $(filter 1 2 3,$(CORES)),$(shell expr $(CORES) + 1),4) --dist loadfile --no-loadscope-reorder
+SPREAD   := -n $(if $(filter 1 2,$(CORES)),$(shell expr $(CORES) + 2),4) --dist loadfile --no-loadscope-reorder
 PRODUCTS := $(addprefix tests/integration/test_integration_,\
   $(addsuffix .py,experts scatter_messages tensor tensor_random tensor_text))
 
@@ -51,7 +51,7 @@ lint: $(DEV)
 types: $(DEV)
 	$(PY) -m mypy
 # Tests of one file stay in one process: they share what is costly to make. Many wait for processes of their own, so there
-# is one more than cores, and not more than four. Those marked `nightly` are left out. tests/conftest.py puts the longest
+# are two more than cores, and not more than four. Those marked `nightly` are left out. tests/conftest.py puts the longest
 # files first; xdist's own order, by the number of tests, would put many of them last.
 unit: $(DEV)
 	$(PY) -m pytest -q $(SPREAD)

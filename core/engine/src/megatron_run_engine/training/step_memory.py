@@ -23,6 +23,7 @@ from megatron_run.contracts.topology import Topology
 from megatron_run.errors import RunError
 from megatron_run.pipeline.lower import lower
 from megatron_run_engine.nn.linear import can_widen
+from megatron_run_engine.runtime.gradients import build_buckets
 from megatron_run_engine.runtime.parameter_init import describe_parameters, trained
 from megatron_run_engine.training.build import (
     DTYPES,
@@ -37,7 +38,7 @@ from megatron_run_engine.training.saved_activations import PlannedGroups, microb
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from megatron_run.contracts import Boundary, Chunk, ChunkOut, DataSource, Optimizer
+    from megatron_run.contracts import Boundary, Chunk, ChunkOut, DataSource
     from megatron_run.contracts.actions import Action
     from megatron_run.pipeline.lower import Instruction, Message
     from megatron_run.planning import ResolvedRun
@@ -187,8 +188,9 @@ def count_chunks(run: ResolvedRun, stage: int, known: dict[object, list[ChunkByt
         for described in infos:
             for parameter, info in trained(described).items():
                 context.gradients.adopt(parameter, info.name)
-        optimizer = cast("Optimizer", run.one("optimizer").create(context=context))
-        optimizer.attach(chunks, [trained(described) for described in infos], grad_scale=1 / run.sizes.data)
+        # An optimizer may talk to its peers, or have a library look at addresses: gradients get buffers without it.
+        own_type = getattr(run.one("optimizer").options, "grad_dtype", "main") == "param"
+        build_buckets([trained(described) for described in infos], 1, None if own_type else dtypes.main)
         train = run.config.train
         size, length = train.micro_batch_size, train.sequence_length
         fields = {field.name: microbatch_field(field, size, length) for field in data.fields}
