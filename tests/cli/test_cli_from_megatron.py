@@ -12,7 +12,7 @@ from tests.support.megatron_checkpoints import GPT, random_state, save_sharded
 
 SCRIPT = """
 torchrun pretrain_gpt.py --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --train-iters 2 \\
-    --global-batch-size 2 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 --qk-layernorm
+    --global-batch-size 2 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 --quick-geglu
 """
 Output = pytest.CaptureFixture[str]
 
@@ -21,7 +21,7 @@ def test_the_yaml_of_a_script_configures_a_run(tmp_path: Path, capsys: Output) -
     (tmp_path / "train.sh").write_text(SCRIPT)
     assert main(["config", "from-megatron", str(tmp_path / "train.sh")]) == 0
     said = capsys.readouterr()
-    assert said.err == "megatron-run: --qk-layernorm: queries and keys are not normalised\n"
+    assert said.err == "megatron-run: --quick-geglu: its sigmoid form of GeLU is none of model.activation\n"
     (tmp_path / "mine.yaml").write_text(said.out)
     assert main(["config", "show", str(tmp_path / "mine.yaml"), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

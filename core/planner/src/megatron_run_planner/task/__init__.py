@@ -156,7 +156,8 @@ def _model(word: str, merged: ConfigSource, train: TrainSection) -> tuple[Model,
     """The model, and how it was read."""
     given = {key[1]: _typed(value.data) for key, value in merged.values.items() if key[0] == "model" and len(key) == 2}
     told = merged.values.get(("data", "vocab_size"))
-    return read_model(word, given, train.sequence_length, int(_typed(told.data)) if told else None)
+    size = _typed(told.data) if told else None  # None as well where the data tell it themselves
+    return read_model(word, given, train.sequence_length, None if size is None else int(size))
 
 
 def _typed(value: Any) -> Any:
