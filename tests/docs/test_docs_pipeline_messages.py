@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import product
@@ -127,6 +128,11 @@ def test_the_loops_call_all_nine_operations() -> None:
 
 def called(loop: Iterable[Action | Call]) -> set[str]:
     return {step.operation for step in loop if isinstance(step, Call)}
+
+
+def test_the_page_shows_what_the_program_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "tests/examples/messages/stage_program.py"))
+    assert f"```text\n{capsys.readouterr().out}```\n" in PAGE
 
 
 def test_a_steady_pair_of_1f1b_is_send_forward_recv_backward() -> None:
