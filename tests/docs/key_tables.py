@@ -2,8 +2,9 @@
 
 A table is the marker ``<!-- keys: NAME -->`` on a line of its own, followed by rows. NAME is a section (``train``),
 ``use`` for the choice of each kind's plugin, or ``KIND=PLUGIN`` for the options of a built-in plugin; a
-package's README has its own. ``NAME of key, default`` shows these columns alone. ``make docs`` brings every table up to
-date; a test fails where one is not.
+package's README has its own. ``NAME of key, default`` shows these columns alone. A value is a type with its bounds, or
+the words to choose from; the default is bold. ``make docs`` brings every table up to date; a test fails where one is
+not.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from tests.support.checkout import MEMBERS, ROOT
 
 REFERENCE = ROOT / "docs" / "configuration.md"
 
-_COLUMNS = ("key", "type", "default", "meaning")
+_COLUMNS = ("key", "value", "meaning")
 #: What the command says in words, as a column has it.
 _SHORT = {"true or false": "bool", "one of ": "", "at least ": ">=", "at most ": "<=", "above ": ">", "below ": "<"}
+#: Defaults of keys that are not set.
+_NOTHING = ("unset", "[]", "{}", '""')
 _TABLE = re.compile(r"<!-- keys: (?P<name>\S+)(?: of (?P<columns>[\w, ]+))? -->\n\n(?:\|.*\n)*\n*(?P<last>\Z)?")
 
 
@@ -58,18 +61,34 @@ def refreshed(page: str, known: Mapping[str, Iterable[KeyInfo]]) -> str:
 
 
 def _table(keys: Iterable[KeyInfo], columns: Sequence[str]) -> str:
-    cells = (dict(zip(_COLUMNS, _cells(info), strict=True)) for info in keys)
-    rows = "".join(f"| {' | '.join(row[column] for column in columns)} |\n" for row in cells)
+    rows = "".join(f"| {' | '.join(cells[column] for column in columns)} |\n" for cells in map(_cells, keys))
     return f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n{rows}"
 
 
-def _cells(info: KeyInfo) -> tuple[str, ...]:
+def _cells(info: KeyInfo) -> dict[str, str]:
+    cells = {
+        "key": f"`{info.name}`",
+        "value": _value(info),
+        "default": info.default_text,
+        "meaning": info.description,
+    }
+    return {column: text.replace("|", r"\|") for column, text in cells.items()}
+
+
+def _value(info: KeyInfo) -> str:
+    """``int >=1, **2**``; ``**auto**, cpu``, where the default is one of the words; ``**true**`` for a bool."""
     kind = info.kind
     for words, short in _SHORT.items():
         kind = kind.replace(words, short)
     kind = re.sub(r"^([a-z ]+), (?=[<>])", r"\1 ", kind)
-    cells = f"`{info.name}`", kind, info.default_text, info.description
-    return tuple(cell.replace("|", r"\|") for cell in cells)
+    default = info.default_text
+    if default in _NOTHING:
+        return kind
+    if kind == "bool":
+        return f"**{default}**"
+    among = re.compile(rf"(?:(?<![\w ])|(?<=, )){re.escape(default)}(?!\w)")
+    bold = f"**`{default}`**" if default.startswith("[") else f"**{default}**"
+    return among.sub(bold, kind) if among.search(kind) else f"{kind}, {bold}"
 
 
 if __name__ == "__main__":
