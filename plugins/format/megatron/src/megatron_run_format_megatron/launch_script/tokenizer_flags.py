@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_run.safe_folder import parse_json
-from megatron_run_format_megatron.settings import Arguments, Setting
+from megatron_run_format_megatron.launch_script.settings import Arguments, Setting
 
 _GPT2 = "GPT2BPETokenizer"
 #: Tokenizers with one vocabulary, and the number of its ids.

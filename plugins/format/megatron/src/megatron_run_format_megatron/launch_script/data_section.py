@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron_run_format_megatron.settings import Arguments, Setting, default_of
-from megatron_run_format_megatron.tokenizer_flags import find_vocabulary, last_token, tokenizer_file, tokenizer_words
+from megatron_run_format_megatron.launch_script.settings import Arguments, Setting, default_of
+from megatron_run_format_megatron.launch_script.tokenizer_flags import (
+    find_vocabulary,
+    last_token,
+    tokenizer_file,
+    tokenizer_words,
+)
 
 _SPLIT = (969.0, 30.0, 1.0)  # Megatron's default
 #: The flags that need to know where documents end, and their keys.
