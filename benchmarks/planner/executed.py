@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks.planner.configuration import FULL, HALF, SPLIT, Configuration, sized, stages
 from benchmarks.planner.picture import Scale, picture
 from benchmarks.support.report import heading, table
-from megatron_run.config.request import Request
 from megatron_run_engine.training.calibration.on_ranks import Task as Measurement
 from megatron_run_engine.training.calibration.on_ranks import on_ranks
 from megatron_run_engine.training.calibration.survey import processor_name, step_seconds, survey
@@ -33,60 +33,6 @@ from megatron_run_planner.task import read_task
 RESULTS = Path(__file__).parents[1] / "results"
 #: Rounds over all configurations, and steps of a run that are timed.
 ROUNDS, STEPS = 5, 9
-SPLIT = "parallel-layer=tensor"
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """A run: what differs from four layers of 128 on sequences of 128, four microbatches of two samples."""
-
-    ranks: int
-    plugins: tuple[str, ...] = ()
-    sets: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """What differs, in words."""
-        words = [f"{self.ranks} rank{'s' if self.ranks > 1 else ''}", *self.plugins]
-        return " ".join([*words, *(f"{key.partition('.')[2]}={value}" for key, value in self.sets.items())])
-
-    @property
-    def request(self) -> Request:
-        """The run as a request."""
-        sets: dict[str, Any] = {
-            "model.num_layers": 4,
-            "model.hidden_size": 128,
-            "model.num_heads": 4,
-            "train.sequence_length": 128,
-            "train.micro_batch_size": 2,
-            "train.global_batch_size": 8,
-            "train.steps": 1000,
-            "data.vocab_size": 1024,
-            "eval.interval": 0,
-            "run.threads": 1,
-            "run.device": "cpu",
-        } | self.sets
-        return Request(("preset:tiny",), tuple(f"{key}={value}" for key, value in sets.items()), self.plugins)
-
-
-def sized(hidden: int, heads: int, sequence: int = 128, micro_batch: int = 2, batch: int = 8, layers: int = 4) -> Any:
-    """The sizes of a model and its batch."""
-    return {
-        "model.hidden_size": hidden,
-        "model.num_heads": heads,
-        "train.sequence_length": sequence,
-        "train.micro_batch_size": micro_batch,
-        "train.global_batch_size": batch,
-        "model.num_layers": layers,
-    }
-
-
-def stages(count: int, **more: Any) -> dict[str, Any]:
-    """Pipeline stages."""
-    return {"parallel.pipeline": count, **{f"parallel.{key}": value for key, value in more.items()}}
-
-
-FULL, HALF = {"train.recompute": "full"}, {"train.recompute": "mlp"}
 EXPERTS = {"model.experts": 4}
 CONFIGURATIONS = (
     Configuration(1),

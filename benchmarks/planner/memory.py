@@ -11,11 +11,11 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.planner.executed import FULL, HALF, SPLIT, sized, stages
+from benchmarks.planner.configuration import FULL, HALF, SPLIT, Configuration, sized, stages
 from benchmarks.support.report import table
 from megatron_run.config.request import Request
 from megatron_run.planning import resolve
@@ -32,33 +32,8 @@ from megatron_run_engine.training.trainer import Trainer
 STEPS = (2, 3)
 BF16, DROPOUT = {"train.precision": "bf16"}, {"model.dropout": 0.1}
 LLAMA = {"model.activation": "swiglu", "model.norm": "rmsnorm", "model.position": "rope", "model.num_kv_heads": 2}
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """A run: what differs from four layers of 128 on sequences of 64, four microbatches of two samples."""
-
-    ranks: int
-    plugins: tuple[str, ...] = ()
-    sets: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """What differs, in words."""
-        words = [f"{self.ranks} rank{'s' if self.ranks > 1 else ''}", *self.plugins]
-        return " ".join([*words, *(f"{key.partition('.')[2]}={value}" for key, value in self.sets.items())])
-
-    @property
-    def request(self) -> Request:
-        """The run as a request."""
-        sets: dict[str, Any] = {**sized(128, 4, 64), "train.steps": 100, "data.vocab_size": 1024, "eval.interval": 0}
-        sets |= {"run.threads": 1, "run.device": "cpu", **self.sets}
-        texts = tuple(f"{key}={value}" for key, value in sets.items())
-        return Request(("preset:tiny",), texts, self.plugins, nproc=self.ranks)
-
-
 PIPE, GPIPE, ZERO = ("schedule=1f1b",), ("schedule=gpipe",), ("optimizer=zero1",)
-CONFIGURATIONS = (
+_RUNS = (
     *(Configuration(1, (), more) for more in ({}, BF16, DROPOUT, FULL, HALF, BF16 | FULL, LLAMA, LLAMA | BF16 | HALF)),
     Configuration(1, (), {"train.recompute": "core_attn", **BF16, **DROPOUT}),
     Configuration(1, (), sized(256, 4, 128)),
@@ -84,6 +59,7 @@ CONFIGURATIONS = (
     Configuration(4, ZERO, {"parallel.data": 4} | BF16),
     Configuration(4, (SPLIT,), {"parallel.tensor": 4}),
 )
+CONFIGURATIONS = tuple(replace(each, sequence=64) for each in _RUNS)
 
 
 class Counted(NamedTuple):

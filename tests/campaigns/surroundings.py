@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from megatron_run.errors import CheckpointError, InputError
@@ -49,14 +49,36 @@ def failing(call: str, nth: int, number: int) -> Iterator[list[int]]:
         yield uses
 
 
-def _points(act: Callable[[], object], reset: Callable[[], object]) -> list[tuple[str, int, int]]:
+class Refusal(NamedTuple):
+    """The ``nth`` use of ``os.<call>`` raises the error ``number``."""
+
+    call: str
+    nth: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.call} {self.nth} {errno.errorcode[self.number]}"
+
+    def faults_of(self, act: Callable[[], object], error: type[Exception]) -> list[str]:
+        """Do ``act`` with this refusal: it succeeds, or raises ``error`` with one line that quotes the system's."""
+        try:
+            with failing(*self):
+                act()
+        except error as raised:
+            said = str(raised)
+            if not (said.isprintable() and os.strerror(self.number) in said):
+                return [f"{self}: it said {said!r}"]
+        return []
+
+
+def _refusals(act: Callable[[], object], reset: Callable[[], object]) -> list[Refusal]:
     """Every use of every call that ``act`` makes, with each error."""
     found = []
     for call in CALLS:
         reset()
         with failing(call, 0, 0) as uses:
             act()
-        found += list(product([call], range(1, uses[0] + 1), ERRORS))
+        found += [Refusal(call, nth, number) for nth in range(1, uses[0] + 1) for number in ERRORS]
     return found
 
 
@@ -73,29 +95,22 @@ def refused_saves(folder: Path, share: float = 1.0) -> Figures:
     def save() -> object:
         return save_alone(home, 3, states[3])
 
-    points = _points(save, reset)
+    refusals = _refusals(save, reset)
 
     def trial(index: int) -> Sequence[str]:
-        call, nth, number = points[index]
         reset()
-        said = ""
-        with failing(call, nth, number):
-            try:
-                save()
-            except CheckpointError as error:
-                said = str(error)
-        faults = [f"it said {said!r}"] if said and not (said.isprintable() and os.strerror(number) in said) else []
+        faults = refusals[index].faults_of(save, CheckpointError)
         checkpoints = Checkpoints(home)
         newest = checkpoints.newest()
         if newest not in (2, 3):
-            return [f"{call} {nth} {errno.errorcode[number]}: the newest step is {newest}"]
+            return [f"{refusals[index]}: the newest step is {newest}"]
         checkpoints.verify(newest)
         save_alone(home, 4, states[4]).verify(4)
-        return [f"{call} {nth} {errno.errorcode[number]}: {each}" for each in faults]
+        return faults
 
     what = "a disk that refuses one call of a save: one line, what was saved stays, the next save works"
-    figures = campaign(what, trial, some(len(points), share))
-    figures.notes.append(f"{len(points) // len(ERRORS)} calls, {len(ERRORS)} errors")
+    figures = campaign(what, trial, some(len(refusals), share))
+    figures.notes.append(f"{len(refusals) // len(ERRORS)} calls, {len(ERRORS)} errors")
     return figures
 
 
@@ -110,24 +125,16 @@ def refused_starts(folder: Path, share: float = 1.0) -> Figures:
     def start() -> object:
         return open_run_folder(run).lock.release()  # type: ignore[func-returns-value]
 
-    points = _points(start, reset)
+    refusals = _refusals(start, reset)
 
     def trial(index: int) -> Sequence[str]:
-        call, nth, number = points[index]
         reset()
-        said = ""
-        with failing(call, nth, number):
-            try:
-                start()
-            except InputError as error:
-                said = str(error)
-        opened = open_run_folder(run)
-        opened.lock.release()
-        fits = not said or (said.isprintable() and os.strerror(number) in said)
-        return [] if fits else [f"{call} {nth} {errno.errorcode[number]}: it said {said!r}"]
+        faults = refusals[index].faults_of(start, InputError)
+        open_run_folder(run).lock.release()
+        return faults
 
     what = "a disk that refuses one call of a start: one line, and the same command goes on"
-    return campaign(what, trial, some(len(points), share))
+    return campaign(what, trial, some(len(refusals), share))
 
 
 #: What an observer does in a hook, and how a run may end then.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.planner.memory import CONFIGURATIONS, Configuration, live_bytes, planned_bytes
+from benchmarks.planner.configuration import Configuration
+from benchmarks.planner.memory import CONFIGURATIONS, live_bytes, planned_bytes
 from megatron_run.pipeline.lower import lower
 from megatron_run_engine.training.step_memory import ChunkBytes, walk
 from megatron_run_planner.schedules import Schedules
@@ -16,7 +17,7 @@ def check(configuration: Configuration) -> None:
 
 
 def test_the_peak_of_a_step_is_what_was_counted() -> None:
-    check(Configuration(1, (), {"model.num_layers": 1, "model.dropout": 0.1, "train.recompute": "mlp"}))
+    check(Configuration(1, (), {"model.num_layers": 1, "model.dropout": 0.1, "train.recompute": "mlp"}, sequence=64))
 
 
 @pytest.mark.nightly
