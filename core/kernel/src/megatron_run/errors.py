@@ -145,7 +145,7 @@ def system_limit(error: BaseException) -> RunError | None:
     text = str(error) if isinstance(error, RuntimeError) else ""  # gloo, and Python's own threads, have no numbers
     if number in (errno.EMFILE, errno.ENFILE) or os.strerror(errno.EMFILE) in text:
         return _too_few("files are open", resource.RLIMIT_NOFILE, "ulimit -n")
-    if number == errno.EAGAIN or "can't start new thread" in text:
+    if number == errno.EAGAIN or os.strerror(errno.EAGAIN) in text or "can't start new thread" in text:
         return _too_few("processes or threads run", resource.RLIMIT_NPROC, "ulimit -u")
     if isinstance(error, MemoryError) or number == errno.ENOMEM:
         return OutOfMemoryError("the host ran out of memory", fix="free some, or allow more with ulimit -v")
