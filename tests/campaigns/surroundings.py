@@ -191,51 +191,65 @@ def odd_observers(folder: Path, share: float = 1.0, jobs: int = 1) -> Figures:
     return campaign(what, trial, some(len(cases), share), jobs)
 
 
-#: What a shell limits before the command, and variables that lead nowhere.
-LIMITS: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    **{f"{count} open files": (f"ulimit -n {count}", {}) for count in (16, 32, 64, 128)},
-    **{f"{size} MB of memory": (f"ulimit -v {size * 1000}", {}) for size in (100, 500, 1000, 2000, 4000)},
-    **{f"files of {size} kB": (f"ulimit -f {size}", {}) for size in (0, 1, 20)},
-    **{f"{seconds} s of CPU": (f"ulimit -t {seconds}", {}) for seconds in (1, 4)},
-    "no TMPDIR": ("true", {"TMPDIR": "/nowhere/at/all"}),
-    "a TMPDIR that is a file": ("true", {"TMPDIR": "/etc/passwd"}),
-    "a read-only TMPDIR": ("true", {"TMPDIR": "/proc"}),
-    "no HOME": ("true", {"HOME": "/nowhere/at/all"}),
-    "a cache that is a file": ("true", {"XDG_CACHE_HOME": "/etc/passwd"}),
-    "a read-only folder": ("cd /proc", {}),
-    **{f"{count} processes": (f"ulimit -u {count}", {}) for count in (1, 8)},
+class Place(NamedTuple):
+    """Where the command is typed: after ``shell`` commands, with ``variables``, and by a user who is not root."""
+
+    shell: str
+    variables: Mapping[str, str] = {}
+    plain: bool = False
+
+
+#: What a shell limits before the command, and variables and folders that lead nowhere.
+PLACES: Mapping[str, Place] = {
+    **{f"{count} open files": Place(f"ulimit -n {count}") for count in (5, 8, 12, 16, 32, 64, 128)},
+    **{f"{size} MB of memory": Place(f"ulimit -v {size * 1000}") for size in (100, 500, 1000, 2000, 4000)},
+    **{f"files of {size} kB": Place(f"ulimit -f {size}") for size in (0, 1, 20)},
+    **{f"{seconds} s of CPU": Place(f"ulimit -t {seconds}") for seconds in (1, 4)},
+    **{f"{count} processes": Place(f"ulimit -u {count}", plain=True) for count in (1, 2, 3, 4, 8, 32)},
+    "no TMPDIR": Place("true", {"TMPDIR": "/nowhere/at/all"}),
+    "a TMPDIR that is a file": Place("true", {"TMPDIR": "/etc/passwd"}),
+    "a read-only TMPDIR": Place("true", {"TMPDIR": "/proc"}),
+    "no HOME": Place("true", {"HOME": "/nowhere/at/all"}),
+    "a read-only HOME": Place("mkdir -m 500 home", {"HOME": "home"}, plain=True),
+    "a cache that is a file": Place("true", {"XDG_CACHE_HOME": "/etc/passwd"}),
+    "a read-only folder": Place("cd /proc"),
+    "a read-only run folder": Place("mkdir -m 500 run", plain=True),
 }
 #: Exit codes of a shell for what a signal ended: of memory, CPU and the length of files.
 KILLED = (134, 137, 139, 152, 153)
+#: How root becomes somebody else, who still reads what this checkout's interpreter is made of.
+AS_NOBODY = (
+    *("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"),
+    *("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"),
+)
 
 
 def limited(folder: Path, share: float = 1.0) -> Figures:
     """The command under limits of the shell: it trains, or says why not in a line; it never hangs."""
-    cases = list(LIMITS)
+    cases = list(PLACES)
 
     def trial(index: int) -> Sequence[str]:
-        limit, variables = LIMITS[cases[index]]
+        shell, variables, plain = PLACES[cases[index]]
         home = folder / str(index)
-        home.mkdir()
-        command = f"{limit} && exec {sys.executable} -P -m megatron_run_cli preset:tiny --nproc 2 --set train.steps=2"
-        place = () if limit.startswith("cd") else ("--set", f"run.folder={home / 'run'}")
+        home.mkdir(mode=0o777)
+        home.chmod(0o777)
+        command = f"{shell} && exec {sys.executable} -P -m megatron_run_cli preset:tiny --nproc 2 --set train.steps=2"
+        place = () if shell.startswith("cd") else ("--set", "run.folder=run")
         words = " ".join((command, "--set eval.batches=1", *place))
+        user = AS_NOBODY if plain and os.geteuid() == 0 else ()
         ran = subprocess.run(
-            ["/bin/bash", "-c", words],
+            [*user, "/bin/bash", "-c", words],
             cwd=home, env={**os.environ, **variables}, capture_output=True, text=True, check=False, timeout=300,
         )  # fmt: skip
         ours = [line for line in ran.stderr.splitlines() if line.startswith("megatron-run: ")]
         if ran.returncode in (0, 2, 4, 5, 7):
             well = ran.returncode == 0 or (ours and "Traceback" not in ran.stderr)
         else:  # there was no room to say anything: Python itself could not start, or the system ended it
-            well = ran.returncode in KILLED or "megatron_run_cli/__main__" not in ran.stderr.replace(os.sep, "/")
+            well = ran.returncode in KILLED or "megatron_run" not in ran.stderr
         return [] if well else [f"{cases[index]}: exit code {ran.returncode}: {ran.stderr.strip()[-300:]}"]
 
-    figures = campaign(
-        "limits of files, memory, CPU and processes; no TMPDIR: one line", trial, some(len(cases), share)
-    )
-    figures.notes.append("as root, whom a limit of processes does not bind" if os.geteuid() == 0 else "as a user")
-    return figures
+    what = "limits of files, memory, CPU and processes; no TMPDIR or HOME, read-only folders: trained, or one line"
+    return campaign(what, trial, some(len(cases), share))
 
 
 def together(folder: Path, count: int = 20) -> list[Figures]:

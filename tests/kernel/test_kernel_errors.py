@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from megatron_run.errors import (
     nearest_divisors,
     nearest_multiples,
     printable,
+    system_limit,
 )
 from tests.support.checkout import ROOT
 
@@ -26,6 +29,35 @@ from tests.support.checkout import ROOT
 def test_the_same_command_may_succeed_after_what_came_from_outside() -> None:
     """Scripts that resubmit jobs go by it."""
     assert [int(code) for code in ExitCode if code.retry] == [4, 75, 143]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (
+            OSError(errno.EMFILE, "Too many open files"),
+            2,
+            r"too many files are open: ulimit -n allows \d+; .*ulimit -n 4096",
+        ),
+        (OSError(errno.ENFILE, "Too many open files in system"), 2, "too many files are open"),
+        (RuntimeError("[enforce fail at socket.cc:24] socket: Too many open files"), 2, "too many files are open"),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), 2, "too many processes or threads run"),
+        (RuntimeError("can't start new thread"), 2, "allow more: ulimit -u 4096"),
+        (RuntimeError("Resource temporarily unavailable"), 2, "allow more: ulimit -u 4096"),  # torch's threads
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 7, "the host ran out of memory"),
+        (MemoryError(), 7, "the host ran out of memory"),
+    ],
+)
+def test_what_the_machine_refuses_is_a_line_that_says_what_to_allow(error: Exception, code: int, line: str) -> None:
+    known = system_limit(error)
+    assert known is not None
+    assert known.exit_code == code
+    assert re.match(f".*{line}", str(known))
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOENT, "No such file"), RuntimeError("mine"), ValueError("mine")])
+def test_any_other_error_is_no_limit(error: Exception) -> None:
+    assert system_limit(error) is None
 
 
 def test_an_error_is_one_line_of_what_why_origin_and_fix() -> None:

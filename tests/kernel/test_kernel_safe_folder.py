@@ -113,6 +113,26 @@ def test_descriptors_are_closed_whatever_happens(files: SafeFolder, outside: Pat
     assert sum(1 for _ in Path("/proc/self/fd").iterdir()) == before
 
 
+def test_a_descriptor_whose_close_fails_is_not_closed_again(files: SafeFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then its number may be that of another thread's file."""
+    files.make("a/b")
+    before, real = set(Path("/proc/self/fd").iterdir()), os.close
+    for failing in range(3):
+        closed: list[int] = []
+
+        def close(handle: int, failing: int = failing, closed: list[int] = closed) -> None:
+            closed.append(handle)
+            real(handle)
+            if len(closed) == failing + 1:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "close", close)
+            with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+                files.remove("a/b/absent")
+        assert set(Path("/proc/self/fd").iterdir()) == before
+
+
 def test_a_small_file_takes_little_memory_whatever_the_limit_is(tmp_path: Path) -> None:
     (tmp_path / "small").write_bytes(b"{}")
     assert SafeFolder(tmp_path).read("small", limit=1 << 60) == b"{}"

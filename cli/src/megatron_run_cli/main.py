@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import click
 
 from megatron_run import __version__
-from megatron_run.errors import EngineMissingError, ExitCode, RunError, check_engine
+from megatron_run.errors import EngineMissingError, ExitCode, RunError, check_engine, system_limit
 from megatron_run_cli.commands.checkpoint import checkpoint, export, import_
 from megatron_run_cli.commands.config import config
 from megatron_run_cli.commands.data import data
@@ -76,6 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(error.exit_code)
     except ModuleNotFoundError as error:
         return _without_engine(error, debug="--debug" in words)
+    except (MemoryError, OSError, RuntimeError) as error:
+        known = system_limit(error)
+        if known is None:
+            raise
+        tell_error(str(known), error if "--debug" in words else None)
+        return int(known.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return int(ExitCode.SIGINT)
     except SystemExit:  # how click ends when nobody reads, as in `megatron-run plugins list | head -1`

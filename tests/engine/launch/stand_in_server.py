@@ -1,10 +1,12 @@
 """The fork server without torch: ``stand_in_server.py PIDS HOW BEHAVIOUR... JOB CONTROL``, with stand-in ranks.
 
-HOW is what an import does: nothing (``plain``), it starts a thread (``thread``), or it takes long (``slow``).
+HOW is what an import does: nothing (``plain``), it starts a thread (``thread``), or it takes long (``slow``); where
+it is ``crowded``, the machine has no room for one more process.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
@@ -29,6 +31,12 @@ def preload(_job: Job, _size: int) -> None:
     Path(PIDS, "server.pid").write_text(str(os.getpid()))
     if HOW == "slow":
         time.sleep(60)
+    if HOW == "crowded":
+        os.fork = refuse
+
+
+def refuse() -> int:
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
 def be_stand_in(job: Path, _run: None) -> int:
@@ -45,4 +53,4 @@ if __name__ == "__main__":
         mock.patch.multiple(fork_server, preload=preload, main=be_stand_in, RANK_PROGRAM=spawned),
         mock.patch.dict(sys.modules, torch=SimpleNamespace(cuda=cuda)),
     ):
-        fork_server.serve(Path(JOB), socket.socket(fileno=int(CONTROL)))
+        sys.exit(fork_server.serve(Path(JOB), socket.socket(fileno=int(CONTROL))))

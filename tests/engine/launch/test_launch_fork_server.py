@@ -71,6 +71,14 @@ def test_exit_codes_pass_through(launcher: Launcher, code: int) -> None:
     assert result.code == (ExitCode.BUG if code == 9 else code)
 
 
+def test_a_machine_without_room_for_one_more_process_is_named_with_what_to_allow(launcher: Launcher) -> None:
+    result = forked(launcher, "*:exit 0", how="crowded")
+    assert result.code == ExitCode.INPUT
+    assert result.message.startswith(
+        "a rank ended with exit code 2: too many processes or threads run: ulimit -u allows"
+    )
+
+
 def test_a_killed_rank_is_lost_and_named_with_its_signal(launcher: Launcher) -> None:
     result = forked(launcher, "*:wait", "1:kill", grace=0.2)
     assert result.code == ExitCode.RANK_LOST

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from megatron_run.errors import ExitCode
+from megatron_run.errors import ExitCode, InputError
 from megatron_run_engine.launch.rank_output import flush_output, terminal_writer
 from megatron_run_engine.launch.start import scratch_folder
 from megatron_run_engine.launch.watchdog.monitor import is_stopped
@@ -191,6 +192,45 @@ def test_a_second_signal_kills_at_once(launcher: Launcher, number: signal.Signal
     sender.join()
     assert result.code == 128 + number
     assert no_process_left(launcher)
+
+
+@pytest.mark.parametrize(
+    ("number", "line"),
+    [
+        (errno.EMFILE, "too many files are open: ulimit -n allows"),
+        (errno.ENOSPC, r"the ranks cannot be started: No space left on device: .*; run\.folder and TMPDIR must"),
+        (errno.EROFS, "the ranks cannot be started: Read-only file system"),
+    ],
+    ids=["files", "space", "read-only"],
+)
+def test_what_the_machine_refuses_a_launcher_is_one_line_whatever_it_refuses(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, number: int, line: str
+) -> None:
+    """At each place where it opens a file for writing, or asks for a pipe."""
+
+    def refuse(nth: int, call: str) -> bool:
+        real, uses = getattr(os, call), 0
+
+        def used(*arguments: Any, **options: Any) -> Any:
+            nonlocal uses
+            if call == "open" and not arguments[1] & os.O_CREAT:
+                return real(*arguments, **options)
+            uses += 1
+            if uses == nth:
+                raise OSError(number, os.strerror(number), "mine")
+            return real(*arguments, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, used)
+            try:
+                assert launcher("*:exit 0", show=None).code == ExitCode.DONE
+            except InputError as error:
+                assert re.match(line, str(error))
+        return uses < nth
+
+    for call in ("open", "pipe", "mkdir"):
+        assert any(refuse(nth, call) for nth in range(1, 30)), call
+        assert no_process_left(launcher)
 
 
 def test_signal_handlers_are_given_back(launcher: Launcher) -> None:

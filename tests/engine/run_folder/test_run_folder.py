@@ -209,6 +209,34 @@ def test_the_lock_of_a_killed_job_is_free(tmp_path: Path) -> None:
     FolderLock(tmp_path).release()
 
 
+@pytest.mark.parametrize("call", ["ftruncate", "write"])
+def test_a_lock_that_does_not_get_its_holders_name_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, refuse)
+        with pytest.raises(OSError, match="quota"):
+            FolderLock(tmp_path)
+    FolderLock(tmp_path).release()
+
+
+def test_a_lock_whose_close_fails_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, lock = os.close, FolderLock(tmp_path)
+
+    def close(handle: int) -> None:
+        real(handle)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "close", close)
+        lock.release()
+    lock.release()
+    FolderLock(tmp_path).release()
+
+
 def test_without_flock_a_file_stands_for_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -292,6 +320,17 @@ def test_a_folder_that_was_moved_meanwhile_ends_in_a_line(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match=r"the run folder .*here is gone: .*run.folder where it is now") as caught:
         folder.end(ExitCode.DONE)
     assert "\n" not in str(caught.value)
+
+
+def test_an_end_that_cannot_be_recorded_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = opened(tiny(tmp_path)).folder
+
+    def refuse(_: SafeFolder, name: str, mode: int = 0) -> BinaryIO:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), name)
+
+    monkeypatch.setattr(SafeFolder, "create", refuse)
+    with pytest.raises(CheckpointError, match=r"ended is not recorded: .*quota.*status\.json"):
+        folder.end(ExitCode.DONE)
 
 
 def test_a_folder_of_an_older_version_is_joined_and_its_added_options_are_kept_to_their_defaults(

@@ -6,6 +6,9 @@ Every mistake of a user raises one of these, and is printed as one line; only a 
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -134,6 +137,25 @@ class Problems(RunError):
 
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.problems)
+
+
+def system_limit(error: BaseException) -> RunError | None:
+    """What the user is told where ``error`` is a limit of the machine or of the shell, else None."""
+    number = error.errno if isinstance(error, OSError) else None
+    text = str(error) if isinstance(error, RuntimeError) else ""  # gloo, and Python's own threads, have no numbers
+    if number in (errno.EMFILE, errno.ENFILE) or os.strerror(errno.EMFILE) in text:
+        return _too_few("files are open", resource.RLIMIT_NOFILE, "ulimit -n")
+    if number == errno.EAGAIN or os.strerror(errno.EAGAIN) in text or "can't start new thread" in text:
+        return _too_few("processes or threads run", resource.RLIMIT_NPROC, "ulimit -u")
+    if isinstance(error, MemoryError) or number == errno.ENOMEM:
+        return OutOfMemoryError("the host ran out of memory", fix="free some, or allow more with ulimit -v")
+    return None
+
+
+def _too_few(what: str, limit: int, command: str) -> InputError:
+    allowed = resource.getrlimit(limit)[0]
+    why = f"{command} allows {allowed}" if allowed != resource.RLIM_INFINITY else "the machine allows no more"
+    return InputError(f"too many {what}", why=why, fix=f"allow more: {command} 4096")
 
 
 #: The distribution that brings torch, and the modules that come with it.

@@ -121,9 +121,8 @@ class SafeFolder:
         handle = os.open(self.path, _FOLDER)
         try:
             for count, part in enumerate(folders, 1):
-                inner = self._enter(handle, part, "/".join(folders[:count]))
-                os.close(handle)
-                handle = inner
+                outer, handle = handle, self._enter(handle, part, "/".join(folders[:count]))
+                os.close(outer)  # what fails to close is closed: a second time would be another file's end
             yield handle, last
         finally:
             os.close(handle)

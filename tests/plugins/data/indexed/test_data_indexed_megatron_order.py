@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from megatron_run.errors import DataError
 from megatron_run_data_indexed import IndexedOptions, megatron_run_create_data
-from megatron_run_data_indexed.megatron_order import build, split_bounds
+from megatron_run_data_indexed.megatron_order import build, fits, split_bounds
+from megatron_run_data_indexed.samples import GPTSamples
 from megatron_run_engine.data.indexed_files import Reader
 from tests.plugins.data.indexed.corpora import END, built, corpus, gpt_config, megatron
 
@@ -40,6 +42,45 @@ def test_indices_equal_gpt_datasets(tmp_path: Path, seed: int) -> None:
         made = getattr(found, "shuffle" if name == "shuffle" else f"{name}s")
         assert made.dtype == wanted.dtype
         np.testing.assert_array_equal(made, wanted)
+    assert fits(found, read.lengths, (first, last), sequence_length, samples)
+
+
+def _changed(numbers: NDArray[Any], place: tuple[int, ...], value: int) -> NDArray[Any]:
+    changed = numbers.copy()
+    changed[place] = value
+    return changed
+
+
+def test_indices_that_lead_outside_do_not_fit(tmp_path: Path) -> None:
+    read = Reader(corpus(tmp_path / "a", 1, 40))
+    asked = (read.lengths, (5, 30), 8, 300)
+    index = build(*asked, 1)
+    documents, samples, shuffle = index
+    for wrong in (
+        index._replace(documents=_changed(documents, (3,), 4)),
+        index._replace(documents=_changed(documents, (3,), 30)),
+        index._replace(documents=documents[:-1]),
+        index._replace(samples=_changed(samples, (7, 0), len(documents))),
+        index._replace(samples=_changed(samples, (7, 0), -1)),
+        index._replace(samples=_changed(samples, (7, 1), int(read.lengths.max()) + 1)),
+        index._replace(samples=samples.astype(np.int64)),
+        index._replace(samples=samples[:, :1]),
+        index._replace(samples=samples[:, 0]),
+        index._replace(shuffle=_changed(shuffle, (0,), len(shuffle))),
+        index._replace(shuffle=shuffle[:-1]),
+        index._replace(shuffle=shuffle.astype(np.int64)),
+    ):
+        assert not fits(wrong, *asked)
+
+
+def test_a_sample_that_is_not_of_its_length_is_refused(tmp_path: Path) -> None:
+    """Within its bounds, and yet not what was written: of a damaged disk, or of somebody else's."""
+    read = Reader(corpus(tmp_path / "a", 1, 40))
+    index = build(read.lengths, (0, 40), 8, None, 1)
+    for column, value in ((0, 0), (0, len(index.documents) - 1), (1, 0), (1, int(read.lengths.max()))):
+        samples = GPTSamples(read, index._replace(samples=_changed(index.samples, (9, column), value)), 8)
+        with pytest.raises(DataError, match=r"the cached sample order is damaged: sample [89] has \d+ tokens?, not 9"):
+            list(map(samples.__getitem__, range(len(samples))))
 
 
 @pytest.mark.parametrize("shares", [(969, 30, 1), (90, 5, 5), (1, 0, 0), (1, 1, 1), (0.7, 0.2, 0.1), (98, 2, 0)])

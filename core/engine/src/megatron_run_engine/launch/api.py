@@ -8,14 +8,14 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_run.config.request import Request
-from megatron_run.errors import ExitCode, InputError, RunError
+from megatron_run.errors import CheckpointError, ExitCode, InputError, RunError
 from megatron_run_engine.launch.failures import exit_code, how_to_resume, interrupted, last_line, last_saved
 from megatron_run_engine.launch.rank_output import flush_output, terminal_writer
 from megatron_run_engine.launch.restarts import Restarts, resumed
@@ -213,7 +213,8 @@ def _train_here(run: ResolvedRun) -> RunResult:
             try:
                 code = train_in_folder(run, world, opened.folder)
             except BaseException as error:
-                opened.folder.end(exit_code(error), last_line(error, opened.folder.path))
+                with suppress(CheckpointError):  # the first failure is told
+                    opened.folder.end(exit_code(error), last_line(error, opened.folder.path))
                 raise
             message = interrupted(f"stopped by {code.name}", opened.folder.path) if code is ExitCode.SIGINT else ""
             opened.folder.end(code, message)
@@ -251,9 +252,11 @@ def _attempt(run: ResolvedRun, request: Request, options: LaunchOptions, *, fork
             if result.code == ExitCode.SIGINT:
                 result = replace(result, message=interrupted(result.message, result.folder))
         except BaseException as error:
-            opened.folder.end(ExitCode.BUG, repr(error))
+            with suppress(CheckpointError):  # the first failure is told
+                opened.folder.end(exit_code(error), last_line(error, opened.folder.path))
             raise
-        opened.folder.end(result.code, result.message)
+        with suppress(CheckpointError) if result.code else nullcontext():
+            opened.folder.end(result.code, result.message)
     return result
 
 

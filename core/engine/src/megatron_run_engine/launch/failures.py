@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
-from megatron_run.errors import ExitCode, OutOfMemoryError, RankLostError, RunError
+from megatron_run.errors import ExitCode, OutOfMemoryError, RankLostError, RunError, system_limit
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
 from megatron_run_engine.launch.rank_output import last_log_line
 from megatron_run_engine.launch.results import RankResult
@@ -45,6 +45,10 @@ def classify(error: BaseException) -> RunError | None:
         return error
     if isinstance(error, MemoryError):
         return OutOfMemoryError("the host ran out of memory", origin=_notes(error), fix=_SMALLER)
+    limit = system_limit(error)
+    if limit is not None:
+        limit.origin = _notes(error)
+        return limit
     if not isinstance(error, RuntimeError):
         return None
     import torch

@@ -19,14 +19,14 @@ import signal
 import socket
 import subprocess
 import sys
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, main
+from megatron_run.errors import ExitCode
+from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, failed_start, main
 from megatron_run_engine.launch.rank_output import flush_output, redirect_output
 from megatron_run_engine.launch.start import RankProcess, RankStart, SpawnedRank, spawn
 
@@ -150,8 +150,19 @@ def _decode(line: bytes) -> list[RankStart]:
 # --- The server's side ---
 
 
-def serve(job: Path, control: socket.socket) -> None:
-    """Import, start the ranks, and report their ends until the launcher has closed its end of ``control``."""
+def serve(job: Path, control: socket.socket) -> int:
+    """Import, start the ranks, and report their ends until the launcher has closed its end of ``control``.
+
+    Returns the exit status of this process, which is that of the ranks that it could not start.
+    """
+    try:
+        _serve(job, control)
+    except Exception as error:
+        return failed_start(error)
+    return 0
+
+
+def _serve(job: Path, control: socket.socket) -> None:
     with control.makefile("rb") as file:
         starts = _decode(file.readline())
     run = preload(Job.read(job), len(starts))
@@ -259,10 +270,10 @@ def become_rank(job: Path, start: RankStart, run: ResolvedRun | None = None) -> 
         if "numpy.random" in sys.modules:  # Python's own generator is seeded anew by a fork, and torch's by the run
             sys.modules["numpy.random"].seed()
         status = main(job, run)
-    except BaseException:
+    except BaseException as error:
+        status = int(ExitCode.BUG)
         with suppress(ValueError):  # it may have closed its output
-            traceback.print_exc()
-        status = 1
+            status = failed_start(error)
     flush_output()
     os._exit(status)
 
@@ -274,5 +285,5 @@ def _tell(control: socket.socket, word: str, rank: int, number: int) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback when Ctrl-C comes during the imports
-    serve(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))
-    os._exit(0)  # nothing is left to do, and finalizers of what was imported take a while
+    status = serve(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))
+    os._exit(status)  # nothing is left to do, and finalizers of what was imported take a while

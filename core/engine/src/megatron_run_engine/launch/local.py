@@ -24,7 +24,7 @@ from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, page_path
 from megatron_run_engine.launch.rank_output import Relay, count_warnings
 from megatron_run_engine.launch.results import RankResult, RunResult, has_reported
 from megatron_run_engine.launch.signals import AFTER_THE_STEP, SAVING, caught_signals
-from megatron_run_engine.launch.start import RankProcess, RankStart, scratch_folder, spawned_ranks
+from megatron_run_engine.launch.start import RankProcess, RankStart, scratch_folder, spawned_ranks, starting
 from megatron_run_engine.launch.task import Task
 from megatron_run_engine.launch.watchdog.monitor import Watchdog
 from megatron_run_engine.launch.watchdog.page import Page
@@ -67,14 +67,15 @@ class LocalPlan:
 def run_local(plan: LocalPlan) -> RunResult:
     """Start the ranks, wait for them all, and return how the run ended. Signals are forwarded meanwhile."""
     with ExitStack() as cleanup:
-        scratch = cleanup.enter_context(scratch_folder())
-        signals = cleanup.enter_context(caught_signals(*AFTER_THE_STEP))
-        ranks = _Ranks(plan, scratch)
-        cleanup.enter_context(ranks.started())
-        relay = Relay(plan.folder.log(0), plan.show) if plan.show is not None else None
-        if relay is not None:
-            relay.start()  # after the last start of a rank: forked ones would miss this thread
-            cleanup.callback(relay.finish)
+        with starting():
+            scratch = cleanup.enter_context(scratch_folder())
+            signals = cleanup.enter_context(caught_signals(*AFTER_THE_STEP))
+            ranks = _Ranks(plan, scratch)
+            cleanup.enter_context(ranks.started())
+            relay = Relay(plan.folder.log(0), plan.show) if plan.show is not None else None
+            if relay is not None:
+                relay.start()  # after the last start of a rank: forked ones would miss this thread
+                cleanup.callback(relay.finish)
         ranks.wait(signals)
         if relay is not None:
             relay.finish()

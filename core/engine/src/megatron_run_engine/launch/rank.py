@@ -11,11 +11,13 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_run.config.request import Request
+from megatron_run.errors import ExitCode, system_limit
 from megatron_run_engine.launch.rank_output import flush_output
 from megatron_run_engine.launch.task import Task
 
@@ -95,6 +97,16 @@ def main(path: Path, run: ResolvedRun | None = None) -> int:
     return result.status
 
 
+def failed_start(error: BaseException) -> int:
+    """The exit status of a process that fails before it is a rank; what the log says last is what the user is told."""
+    known = system_limit(error)
+    if known is None:
+        traceback.print_exception(error)
+        return int(ExitCode.BUG)
+    print(known, file=sys.stderr)  # noqa: T201  # into the log
+    return int(known.exit_code)
+
+
 def hold_lifeline(descriptor: int) -> None:
     """Kill this process and its children as soon as nobody holds the other end of the pipe.
 
@@ -111,6 +123,9 @@ def hold_lifeline(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    status = main(Path(sys.argv[1]))
+    try:
+        status = main(Path(sys.argv[1]))
+    except Exception as error:
+        status = failed_start(error)
     flush_output()
     os._exit(status)  # skip finalizers: they may wait for a communicator whose peer is gone

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from megatron_run.errors import InputError, system_limit
 from megatron_run.safe_folder import SafeFolder
 from megatron_run_engine.run_folder.folder import open_log
 
@@ -133,6 +134,22 @@ def spawned_ranks(
                 if rank.poll() is None:
                     rank.kill_group()
                     rank.wait()
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Within: what the operating system refuses to a launcher becomes a :class:`RunError`."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        limit = system_limit(error)
+        if limit is None and not isinstance(error, OSError):
+            raise
+        raise limit or InputError(
+            "the ranks cannot be started",
+            why=f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}",
+            fix="run.folder and TMPDIR must lie where there is room and files can be written",
+        ) from error
 
 
 @contextmanager

@@ -146,7 +146,7 @@ class RunFolder:
     def end(self, code: ExitCode, message: str = "") -> None:
         """Report how this attempt ended. The step is the one of the last heartbeat.
 
-        Raises :class:`CheckpointError` when the folder is not there any more.
+        Raises :class:`CheckpointError` when the folder is not there any more, or cannot be written.
         """
         last = self.read_status() or Status("starting", 0, self.attempt, 0.0)
         stopped = code in (ExitCode.SIGINT, ExitCode.SIGTERM, ExitCode.TIME_LIMIT)
@@ -159,6 +159,12 @@ class RunFolder:
                 f"the run folder {self.path} is gone",
                 why="it was moved or deleted while the run was in it, so how the run ended is not recorded",
                 fix="resume with run.folder where it is now; leave it in its place until a run has ended",
+            ) from cause
+        except OSError as cause:
+            raise CheckpointError(
+                f"how the run in {self.path} ended is not recorded",
+                why=f"{cause.strerror}: {cause.filename}",
+                fix="once the folder can be written, the same command goes on",
             ) from cause
 
     def _write(self, status: Status) -> None:

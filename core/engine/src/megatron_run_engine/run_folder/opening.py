@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
@@ -23,7 +24,7 @@ from socket import gethostname
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from megatron_run.errors import InputError
+from megatron_run.errors import InputError, system_limit
 from megatron_run.planning.describe import run_record
 from megatron_run.planning.run import to_yaml
 from megatron_run.safe_folder import SafeFolder
@@ -67,21 +68,26 @@ class FolderLock:
         handle = os.open(self._path, flags | os.O_NONBLOCK, 0o644)
         try:
             self._lock(handle)
+            os.ftruncate(handle, 0)  # only now: until the lock is held, the content names its holder
+            os.write(handle, _process_name())
         except BaseException:
             os.close(handle)
+            self._remove_exclusive()
             raise
         self._handle = handle
-        os.ftruncate(handle, 0)  # only now: until the lock is held, the content names its holder
-        os.write(handle, _process_name())
 
     def release(self) -> None:
         """Release the lock. Idempotent."""
-        if self._handle is not None:
-            os.close(self._handle)  # .lock itself stays: a job that waits on a removed file would lock nothing
-            self._handle = None
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with suppress(OSError):  # a close that fails has closed, and nobody needs what was in the file
+                os.close(handle)  # .lock itself stays: a job that waits on a removed file would lock nothing
+        self._remove_exclusive()
+
+    def _remove_exclusive(self) -> None:
         if self._owns_file:
-            self._exclusive.unlink(missing_ok=True)
             self._owns_file = False
+            self._exclusive.unlink(missing_ok=True)
 
     def __enter__(self) -> FolderLock:
         return self
@@ -150,7 +156,7 @@ def open_run_folder(run: ResolvedRun, arguments: Sequence[str] = (), base: Path 
             lock.release()
             raise
     except OSError as error:
-        raise InputError(
+        raise system_limit(error) or InputError(
             f"run folder {wanted or base} cannot be used",
             why=f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}",
             fix="choose another run.folder",

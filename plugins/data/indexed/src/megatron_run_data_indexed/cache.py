@@ -42,26 +42,30 @@ def key(*parts: object) -> str:
 
 
 def cached(
-    folder: Path | None, name: str, arrays: Sequence[str], build: Callable[[], Sequence[NDArray[Any]]]
+    folder: Path | None,
+    name: str,
+    arrays: Sequence[str],
+    build: Callable[[], Sequence[NDArray[Any]]],
+    fits: Callable[[Arrays], bool],
 ) -> Arrays:
     """Return the ``arrays`` of the entry ``name``, read-only and mapped, built by ``build`` if it is not there.
 
-    The ``folder`` None is one in the user's cache. Raises :class:`DataError` for a folder in which nothing can be
-    written or read.
+    One of which ``fits`` says that ``build`` cannot have made it is built again. The ``folder`` None is one in the
+    user's cache. Raises :class:`DataError` for a folder in which nothing can be written or read.
     """
     entry = Path(name)
     try:
         folder = user_cache("indexed") if folder is None else folder
         entry = folder / name
-        if (found := _mapped(entry, arrays)) is not None:
+        if (found := _mapped(entry, arrays, fits)) is not None:
             return found
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / f"{name}.lock"):
-            if (found := _mapped(entry, arrays)) is not None:
+            if (found := _mapped(entry, arrays, fits)) is not None:
                 return found  # another rank has built it meanwhile
             shutil.rmtree(entry, ignore_errors=True)
             _write(entry, dict(zip(arrays, build(), strict=True)))
-        made = _mapped(entry, arrays)
+        made = _mapped(entry, arrays, fits)
     except OSError as cause:
         why = f"{cause.strerror or cause}: {cause.filename or entry}"
         raise DataError("the sample order cannot be cached", why=why, fix="set data.cache to another folder") from cause
@@ -70,11 +74,19 @@ def cached(
     return made
 
 
-def _mapped(entry: Path, names: Sequence[str]) -> Arrays | None:
-    """Return the arrays of ``entry``, None if one is missing or was cut short."""
+def within(numbers: NDArray[Any], form: tuple[object, tuple[int, ...]], first: int, end: int) -> bool:
+    """Whether ``numbers`` are of ``form``, kind and shape, and each is at least ``first`` and below ``end``."""
+    if (numbers.dtype, numbers.shape) != form:
+        return False
+    return not numbers.size or (first <= int(numbers.min()) and int(numbers.max()) < end)
+
+
+def _mapped(entry: Path, names: Sequence[str], fits: Callable[[Arrays], bool]) -> Arrays | None:
+    """Return the arrays of ``entry``, None if one is missing, was cut short or does not fit."""
     try:
         paths = {name: entry / f"{name}.npy" for name in names}
-        return {name: np.asarray(np.load(path, mmap_mode="r")) for name, path in paths.items()}
+        arrays = {name: np.asarray(np.load(path, mmap_mode="r")) for name, path in paths.items()}
+        return arrays if fits(arrays) else None
     except OSError as cause:
         if isinstance(cause, FileNotFoundError):
             return None

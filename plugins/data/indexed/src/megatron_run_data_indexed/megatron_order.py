@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron_run.errors import DataError
 from megatron_run_data_indexed.blend import normalised
+from megatron_run_data_indexed.cache import within
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -56,17 +57,50 @@ def build(
     split without a token.
     """
     first, last = bounds
-    per_epoch = int(lengths[first:last].sum(dtype=np.int64))
-    if not per_epoch:
-        raise DataError("the split holds no token", why=f"it has {last - first} sequences")
-    wanted = 0 if samples is None else samples * sequence_length + 1
-    epochs = max(1, -(-wanted // per_epoch))
+    per_epoch, epochs = _epochs(lengths, bounds, sequence_length, samples)
     apart, before_last = _last_epoch_apart(per_epoch, epochs, sequence_length, samples)
     state = np.random.RandomState(seed)  # its streams are frozen for ever, and they are megatron-core's
     documents = _shuffled_documents(first, last, epochs, state, apart=apart)
     places = _sample_starts(lengths, documents, sequence_length, epochs * per_epoch)
     number = len(places) - 1
     return GPTIndex(documents, places, _shuffle(before_last if apart else number, number, state))
+
+
+def fits(
+    index: GPTIndex, lengths: NDArray[np.int32], bounds: tuple[int, int], sequence_length: int, samples: int | None
+) -> bool:
+    """Whether ``index`` can be what :func:`build` returns: its kinds and shapes, and no number that leads outside."""
+    first, last = bounds
+    per_epoch, epochs = _epochs(lengths, bounds, sequence_length, samples)
+    count, number = epochs * (last - first), (epochs * per_epoch - 1) // sequence_length
+    longest, kind = int(lengths[first:last].max()), _kind_of_places(count)
+    return (
+        within(index.documents, (np.int32, (count,)), first, last)
+        and index.samples.shape == (number + 1, 2)
+        and within(index.samples[:, 0], (kind, (number + 1,)), 0, count)
+        and within(index.samples[:, 1], (kind, (number + 1,)), 0, longest + 1)
+        and within(index.shuffle, (_kind_of_samples(number), (number,)), 0, number)
+    )
+
+
+def _epochs(
+    lengths: NDArray[np.int32], bounds: tuple[int, int], sequence_length: int, samples: int | None
+) -> tuple[int, int]:
+    """Return the tokens of an epoch, and the number of epochs that ``samples`` need."""
+    first, last = bounds
+    per_epoch = int(lengths[first:last].sum(dtype=np.int64))
+    if not per_epoch:
+        raise DataError("the split holds no token", why=f"it has {last - first} sequences")
+    wanted = 0 if samples is None else samples * sequence_length + 1
+    return per_epoch, max(1, -(-wanted // per_epoch))
+
+
+def _kind_of_places(documents: int) -> type[np.signedinteger[Any]]:
+    return np.int32 if documents <= np.iinfo(np.int32).max else np.int64
+
+
+def _kind_of_samples(number: int) -> type[np.integer[Any]]:
+    return np.uint32 if number < np.iinfo(np.uint32).max - 1 else np.int64
 
 
 def _last_epoch_apart(per_epoch: int, epochs: int, sequence_length: int, samples: int | None) -> tuple[bool, int]:
@@ -103,7 +137,7 @@ def _sample_starts(
     places = np.bincount(samples_ended, minlength=number)[:number]
     np.cumsum(places, out=places)
     places[0] = 0  # though sequences without a token may come first
-    samples = np.empty((number, 2), np.int32 if len(documents) <= np.iinfo(np.int32).max else np.int64)
+    samples = np.empty((number, 2), _kind_of_places(len(documents)))
     samples[:, 0] = places
     samples[:, 1] = np.arange(number, dtype=np.int64) * sequence_length - bounds[places]
     return samples
@@ -111,7 +145,7 @@ def _sample_starts(
 
 def _shuffle(before_last: int, number: int, state: np.random.RandomState) -> NDArray[Any]:
     """Return the samples shuffled, those of a last epoch that is apart after all others."""
-    numbers = np.arange(number, dtype=np.uint32 if number < np.iinfo(np.uint32).max - 1 else np.int64)
+    numbers = np.arange(number, dtype=_kind_of_samples(number))
     state.shuffle(numbers[:before_last])
     if before_last < number:
         state.shuffle(numbers[before_last:])

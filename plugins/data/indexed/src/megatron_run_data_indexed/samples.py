@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from megatron_run.contracts.data import DOCUMENTS, LABELS, LOSS_MASK, POSITIONS, TOKENS, Field
+from megatron_run.errors import DataError, plural
 from megatron_run_data_indexed.blend import places_in
 from megatron_run_data_indexed.permutation import Permutation
 
@@ -108,9 +109,14 @@ class GPTSamples:
         (place, begin), (last, end) = self._index.samples[sample : sample + 2].tolist()
         parts = [self._reader[sequence] for sequence in self._index.documents[place : last + 1].tolist()]
         if len(parts) == 1:
-            return parts[0][begin : end + 1].astype(np.int64)
-        parts[0], parts[-1] = parts[0][begin:], parts[-1][: end + 1]
-        return np.concatenate(parts).astype(np.int64)
+            parts[0] = parts[0][begin : end + 1]
+        elif parts:
+            parts[0], parts[-1] = parts[0][begin:], parts[-1][: end + 1]
+        found = sum(map(len, parts))
+        if found != self._length + 1:
+            why = f"sample {sample} has {plural(found, 'token')}, not {self._length + 1}"
+            raise DataError("the cached sample order is damaged", why=why, fix="set data.cache to another folder")
+        return (parts[0] if len(parts) == 1 else np.concatenate(parts)).astype(np.int64)
 
 
 class Blend(Generic[T_co]):

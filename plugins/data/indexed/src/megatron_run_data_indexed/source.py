@@ -15,7 +15,8 @@ from megatron_run.contracts.data import Field
 from megatron_run.errors import DataError, InputError, plural
 from megatron_run_data_indexed import megatron_order
 from megatron_run_data_indexed.blend import blend, normalised, places_in
-from megatron_run_data_indexed.cache import cached, key
+from megatron_run_data_indexed.cache import cached, key, within
+from megatron_run_data_indexed.megatron_order import GPTIndex
 from megatron_run_data_indexed.samples import (
     Blend,
     GPTSamples,
@@ -33,6 +34,7 @@ from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, sam
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from megatron_run_data_indexed.cache import Arrays
     from megatron_run_data_indexed.options import IndexedOptions
     from megatron_run_data_indexed.samples import Windows
     from megatron_run_engine.data.tokenizer import Tokenizer
@@ -200,15 +202,24 @@ class Indexed(DataSource):
         first, last = bounds = self._bounds(reader, split)
         made_from = (reader.lengths[first:last], bounds, sequence_length, samples, seed)
         build = partial(megatron_order.build, reader.lengths, bounds, sequence_length, samples, seed)
-        arrays = cached(self._folder, f"gpt-{key(*made_from)}", megatron_order.GPTIndex._fields, build)
-        return GPTSamples(reader, megatron_order.GPTIndex(**arrays), sequence_length)
+
+        def fits(found: Arrays) -> bool:
+            return megatron_order.fits(GPTIndex(**found), reader.lengths, bounds, sequence_length, samples)
+
+        arrays = cached(self._folder, f"gpt-{key(*made_from)}", GPTIndex._fields, build, fits)
+        return GPTSamples(reader, GPTIndex(**arrays), sequence_length)
 
     def _blended(self, datasets: Sequence[Windows], weights: Sequence[float], size: int) -> Windows:
         def build() -> tuple[NDArray[np.int16], NDArray[np.int64]]:
             choices = blend(weights, size)
             return choices, places_in(choices, len(datasets))
 
-        arrays = cached(self._folder, f"blend-{key(list(weights), size)}", ("choices", "places"), build)
+        def fits(found: Arrays) -> bool:
+            return within(found["choices"], (np.int16, (size,)), 0, len(datasets)) and within(
+                found["places"], (np.int64, (size,)), 0, size
+            )
+
+        arrays = cached(self._folder, f"blend-{key(list(weights), size)}", ("choices", "places"), build, fits)
         return Blend(datasets, arrays["choices"], arrays["places"])
 
     @property
