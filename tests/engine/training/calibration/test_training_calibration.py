@@ -10,9 +10,14 @@ from megatron_run.config.request import Request
 from megatron_run.errors import InputError
 from megatron_run.planning import resolve
 from megatron_run_engine.runtime.world import World
-from megatron_run_engine.training.calibration.links import time_messages, time_sums
+from megatron_run_engine.training.calibration.microbenchmarks import (
+    time_attention,
+    time_messages,
+    time_products,
+    time_sums,
+    time_sweeps,
+)
 from megatron_run_engine.training.calibration.on_ranks import Task, on_ranks
-from megatron_run_engine.training.calibration.operators import time_attention, time_products, time_sweeps
 from megatron_run_engine.training.calibration.survey import runs, summary
 from megatron_run_engine.training.calibration.timed_run import time_run
 

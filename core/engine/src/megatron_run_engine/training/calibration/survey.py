@@ -16,14 +16,15 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from megatron_run.config.request import Request
-from megatron_run_engine.training.calibration.links import time_messages, time_sums
-from megatron_run_engine.training.calibration.on_ranks import Task, on_ranks
-from megatron_run_engine.training.calibration.operators import (
+from megatron_run_engine.training.calibration.microbenchmarks import (
     time_attention,
+    time_messages,
     time_products,
+    time_sums,
     time_sweeps,
     time_together,
 )
+from megatron_run_engine.training.calibration.on_ranks import Task, on_ranks
 from megatron_run_engine.training.calibration.timed_run import time_request
 from megatron_run_engine.training.process import available_cores
 
