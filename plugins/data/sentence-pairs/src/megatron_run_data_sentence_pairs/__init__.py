@@ -1,7 +1,7 @@
 """data=sentence-pairs: what BERT learns from, out of Megatron's indexed datasets.
 
-Reading order: here the source, ``pairs`` (samples), ``masking`` (hidden words), ``vocabulary`` (what a tokenizer must
-tell), ``draws`` (random numbers of a sample).
+Reading order: here the source, ``pairs`` (samples), ``masking`` (hidden words, and the random numbers of a sample),
+``vocabulary`` (what a tokenizer must tell).
 """
 
 from __future__ import annotations

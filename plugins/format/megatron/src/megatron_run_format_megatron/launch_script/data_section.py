@@ -1,17 +1,22 @@
-"""The section ``data``: which datasets a launch script reads, how it splits them, and what ends a document."""
+"""The section ``data``: datasets of a launch script, their split, the tokenizer and its ids, what ends a document."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from megatron_run.safe_folder import parse_json
 from megatron_run_format_megatron.launch_script.settings import Arguments, Setting, default_of
-from megatron_run_format_megatron.launch_script.tokenizer_flags import (
-    find_vocabulary,
-    last_token,
-    tokenizer_file,
-    tokenizer_words,
-)
 
+_GPT2 = "GPT2BPETokenizer"
+#: Tokenizers with one vocabulary, and the number of its ids.
+_SIZES = {_GPT2: 50257, "Llama2Tokenizer": 32000}
+#: Why a vocabulary is as large as it is where no argument says how much of it is real.
+WITH_PADDING = "with its padding: nothing tells it from the rest"
+#: Tokenizers whose tokens are numbers already.
+_NUMBERS = ("NullTokenizer", "NullMultimodalTokenizer")
+_LARGEST = 256 << 20  # bytes of a tokenizer's file
+_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 _SPLIT = (969.0, 30.0, 1.0)  # Megatron's default
 #: The flags that need to know where documents end, and their keys.
 _ENDS = {
@@ -19,6 +24,90 @@ _ENDS = {
     "reset_position_ids": "reset_positions",
     "reset_attention_mask": "reset_attention",
 }
+
+
+def find_vocabulary(arguments: Arguments) -> Setting | None:
+    """The number of token ids: without padding if the arguments tell, else with padding, else None.
+
+    A ``tokenizer.json`` that is here counts its own ids.
+    """
+    given = arguments.get
+    kind, size, padded = given("tokenizer_type"), given("vocab_size"), given("padded_vocab_size")
+    key, asked = "model.vocab_size", f"--tokenizer-type {kind}"
+    if kind == _GPT2:
+        return Setting(key, _SIZES[_GPT2], f"{asked}: GPT-2's")
+    if size is not None:
+        if kind in _NUMBERS:
+            return Setting(key, size + 1, f"--vocab-size and the end of a document, {asked}")
+        return Setting(key, size, "--vocab-size")
+    if padded is not None:
+        return Setting(key, padded, WITH_PADDING)
+    if kind is None and given("merge_file"):
+        return Setting(key, _SIZES[_GPT2], "--merge-file: GPT-2's")
+    file = tokenizer_file(arguments)
+    if file is not None and (counted := _ids(file)):
+        return Setting(key, counted, f"--tokenizer-model: the ids of {file}")
+    return Setting(key, _SIZES[kind], f"{asked}: Llama 2's") if kind in _SIZES else None
+
+
+def last_token(arguments: Arguments) -> Setting | None:
+    """The token that ends a document, where the flags tell: GPT-2's last id, or the id after those of the numbers."""
+    vocabulary = find_vocabulary(arguments)
+    told = arguments.get("tokenizer_type") in _NUMBERS or (
+        vocabulary is not None and vocabulary.why.endswith("GPT-2's")
+    )
+    if vocabulary is None or not told or vocabulary.why == WITH_PADDING:
+        return None
+    return vocabulary._replace(value=vocabulary.value - 1)
+
+
+def tokenizer_file(arguments: Arguments) -> Path | None:
+    """The file of the `tokenizers` library that ``--tokenizer-model`` names, itself or by its folder, if it is here."""
+    named = arguments.get("tokenizer_model")
+    if not named:
+        return None
+    path = Path(str(named)).expanduser()
+    file = path / "tokenizer.json" if path.is_dir() else path
+    return file if file.suffix == ".json" and file.is_file() else None
+
+
+def _ids(file: Path) -> int:
+    """One more than the highest id in a tokenizer's file; 0 where it cannot be read."""
+    try:
+        if file.stat().st_size > _LARGEST:
+            return 0
+        content = parse_json(file.read_text(encoding="utf-8"))
+        ids = [token["id"] for token in content.get("added_tokens", [])]
+        vocabulary = content["model"]["vocab"]
+        ids += vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return max(ids, default=-1) + 1
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0
+
+
+def tokenizer_notes(arguments: Arguments) -> Iterator[tuple[str, str]]:
+    """What the user does about a tokenizer: the flags as written, and the words. Nothing where there is none."""
+    given = arguments.get
+    flags, file = tokenizer_words(arguments), tokenizer_file(arguments)
+    if given("tokenizer_type") in _NUMBERS or not flags:
+        return
+    if file is not None and not given("data_path"):
+        yield flags, f"read by data.tokenizer={file}"
+    elif file is None:
+        yield flags, "data.tokenizer takes tokenizer.json, vocab.json, vocab.txt and .model files"
+    if find_vocabulary(arguments) is None:
+        why = "the number of its ids is in its files, which are not here"
+        yield flags, f"set model.vocab_size and data.vocab_size: {why}"
+
+
+def tokenizer_words(arguments: Arguments) -> str:
+    """The flags of a tokenizer as written, but those for numbers; empty where there are none."""
+    given = arguments.get
+    kind = given("tokenizer_type")
+    named = [f"--{name.replace('_', '-')} {given(name)}" for name in _FILES if given(name)]
+    tiktoken = [f"--{name.replace('_', '-')} {value}" for name, value in arguments.items() if "tiktoken" in name]
+    told = [f"--tokenizer-type {kind}"] if kind else []
+    return " ".join([*told, *named, *tiktoken]) if told or named else ""
 
 
 def data(arguments: Arguments) -> Iterator[Setting]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from megatron_run.config.yaml import flow
 from megatron_run.errors import InputError, plural
 from megatron_run_format_megatron.launch_script import layer_kernels, run_keys
-from megatron_run_format_megatron.launch_script.data_section import data
+from megatron_run_format_megatron.launch_script.data_section import data, find_vocabulary, tokenizer_notes
 from megatron_run_format_megatron.launch_script.flags import find, near
 from megatron_run_format_megatron.launch_script.flags.kinds import Flag, Verdict, number, off, on, only, whole
 from megatron_run_format_megatron.launch_script.model_section import (
@@ -26,7 +26,6 @@ from megatron_run_format_megatron.launch_script.model_section import (
 )
 from megatron_run_format_megatron.launch_script.script import Script, is_known, read_script
 from megatron_run_format_megatron.launch_script.settings import Setting, default_of, given_or_default
-from megatron_run_format_megatron.launch_script.tokenizer_flags import find_vocabulary, tokenizer_notes
 
 _TOLD = (Verdict.DIFFERS, Verdict.ABSENT, Verdict.SAME)
 _WIDTH = 40  # columns before a comment
