@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 
-from megatron_run_format_megatron.flags import FLAGS
-from megatron_run_format_megatron.flags.kinds import Verdict
+from megatron_run_format_megatron.launch_script.flags import FLAGS
+from megatron_run_format_megatron.launch_script.flags.kinds import Verdict
 from tests.support.checkout import ROOT
 
 PAGE = ROOT / "plugins" / "format" / "megatron" / "README.md"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_run_format_megatron.flags.kinds import Verdict
+from megatron_run_format_megatron.launch_script.flags.kinds import Verdict
 from tests.docs.flag_tables import PAGE, names, refreshed
 
 

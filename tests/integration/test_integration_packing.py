@@ -10,7 +10,7 @@ import pytest
 from megatron_run.config.request import Request
 from megatron_run.errors import RunError
 from megatron_run.planning import resolve
-from tests.support.training import Seen, train_many
+from tests.support.training import learned_alike, train_many
 
 #: How each topology is asked for. The model has four layers, of which stages in the middle have some.
 TOPOLOGIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -50,12 +50,6 @@ def request(texts: Path, nproc: int, sets: tuple[str, ...], plugins: tuple[str, 
     return Request(("preset:tiny",), (*common, *sets), ("data=text", *plugins), nproc=nproc)
 
 
-def same(found: list[Seen], expected: Seen) -> None:
-    np.testing.assert_allclose(found[0].losses, expected.losses, rtol=2e-6)
-    np.testing.assert_allclose(found[0].norms, expected.norms, rtol=1e-5)
-    np.testing.assert_allclose(found[0].validation, expected.validation, rtol=2e-6)
-
-
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     "names",
@@ -72,7 +66,7 @@ def test_packed_rows_train_alike_in_every_topology(texts: Path, names: list[str]
         sets = tuple(word for word in TOPOLOGIES[name][0] if word.startswith("model."))
         alone.append(request(texts, 1, sets, ()))
     for seen, expected in zip(found, train_many(1, alone, timeout=550), strict=True):
-        same(seen, expected[0])
+        learned_alike(seen, expected[0])
 
 
 def test_a_model_that_ignores_documents_is_refused(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,7 @@ from megatron_run_engine.runtime.comm import Groups, ParallelGroup
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_graph_capture_partial import backend_for
-from megatron_run_graph_capture_partial.capture import PartialCapture
-from megatron_run_graph_capture_partial.options import PartialOptions
+from megatron_run_graph_capture_partial.capture import PartialCapture, PartialOptions
 from megatron_run_parallel_layer_tensor import TensorLayers
 from megatron_run_testing.build_contexts import context_at, example_microbatch, prepare, single_process_context
 

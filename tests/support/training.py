@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 from megatron_run.config.request import Request
 from tests.support.ranks import run_ranks
 from tests.support.witness import Witness
@@ -47,6 +49,13 @@ class Seen:
     def planned(self) -> list[str]:
         """The actions that the plan has for this rank, but S, which computes nothing."""
         return [str(action) for action in self.plan.lists[self.stage] if action.op != "S"]
+
+
+def learned_alike(found: Sequence[Seen], expected: Seen) -> None:
+    """Assert that the ranks ``found`` learned what one process did, up to the order of sums."""
+    np.testing.assert_allclose(found[0].losses, expected.losses, rtol=2e-6)
+    np.testing.assert_allclose(found[0].norms, expected.norms, rtol=1e-5)
+    np.testing.assert_allclose(found[0].validation, expected.validation, rtol=2e-6)
 
 
 def train(world: int, *, sets: tuple[str, ...] = (), plugins: tuple[str, ...] = (), timeout: float = 200) -> list[Seen]:

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron_run_graph_capture_partial.arena import Arena
 from megatron_run_graph_capture_partial.backend import weak_alias
-from megatron_run_graph_capture_partial.executors import in_python
-from megatron_run_graph_capture_partial.tape import Tape
+from megatron_run_graph_capture_partial.tape import Tape, in_python
 
 
 class TapeGraph:

@@ -8,7 +8,7 @@ from megatron_run_engine.nn.parallel import Split
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_parallel_layer_te import EngineLayers
 from megatron_run_parallel_layer_te.library import Engine
-from megatron_run_parallel_layer_te.options import Options
+from megatron_run_parallel_layer_te.precision import Options
 from tests.plugins.engine import recipes as engine_recipes
 from tests.plugins.engine import stand_in as engine_stand_in
 

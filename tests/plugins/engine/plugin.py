@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_run.contracts import ParallelLayers, PluginInfo
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.runtime.context import BuildContext
-from megatron_run_parallel_layer_te.options import Options
+from megatron_run_parallel_layer_te.precision import Options
 from tests.plugins.engine.layers import engine_layers
 
 

@@ -14,7 +14,7 @@ from megatron_run import load_config
 from megatron_run.contracts import DataSource, Split
 from megatron_run.errors import DataError, InputError, Problems
 from megatron_run_data_indexed import IndexedOptions, megatron_run_create_data
-from megatron_run_data_indexed.permutation import Permutation
+from megatron_run_data_indexed.samples import Permutation
 from megatron_run_engine.data.indexed_files import MAGIC, Reader
 from megatron_run_testing.data import data_checks
 from tests.contracts.conformance import failures

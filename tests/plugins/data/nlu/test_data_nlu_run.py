@@ -12,7 +12,7 @@ from megatron_run.config.request import Request
 from megatron_run_cli.main import main
 from megatron_run_engine.data.indexed_files import Writer
 from tests.plugins.data.nlu import published
-from tests.support.training import train_many
+from tests.support.training import learned_alike, train_many
 
 SPLIT = (
     *("parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2", "parallel.data=1"),
@@ -48,9 +48,7 @@ def test_heads_on_a_split_model_train_and_answer_as_on_one_process(home: Path) -
     split = train_many(4, [request(home, task, 4, *SPLIT) for task in tasks], timeout=200)
     alone = train_many(1, [request(home, task, 1) for task in tasks], timeout=200)
     for found, expected in zip(split, alone, strict=True):
-        np.testing.assert_allclose(found[0].losses, expected[0].losses, rtol=2e-6)
-        np.testing.assert_allclose(found[0].norms, expected[0].norms, rtol=1e-5)
-        np.testing.assert_allclose(found[0].validation, expected[0].validation, rtol=2e-6)
+        learned_alike(found, expected[0])
         assert found[0].judged == expected[0].judged
         assert found[0].judged[0]
 

@@ -12,8 +12,7 @@ import pytest
 
 from megatron_run.errors import DataError, InputError
 from megatron_run_data_sentence_pairs import PairOptions, SentencePairs, megatron_run_create_data
-from megatron_run_data_sentence_pairs.draws import Draws
-from megatron_run_data_sentence_pairs.masking import Masking
+from megatron_run_data_sentence_pairs.masking import Draws, Masking
 from megatron_run_engine.data.indexed_files import Writer
 
 LENGTH = 64

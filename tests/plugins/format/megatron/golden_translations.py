@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_run_format_megatron.translate import Translation, translate, yaml
+from megatron_run_format_megatron.launch_script.translate import Translation, translate, yaml
 
 GOLDEN = Path(__file__).parent / "golden"
 SCRIPTS = sorted(GOLDEN.glob("*.sh"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_run_format_megatron.translate import translate
+from megatron_run_format_megatron.launch_script.translate import translate
 
 LATENT = "--multi-latent-attention --position-embedding-type rope --disable-bias-linear"
 LATENTS = f"{LATENT} --qk-layernorm --swiglu --normalization RMSNorm"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_run.errors import InputError
-from megatron_run_format_megatron.launch_script import compute, is_known, load_script, read_script
+from megatron_run_format_megatron.launch_script.script import compute, is_known, load_script, read_script
 
 #: How people write such scripts. Each prints its arguments where ``train.py`` is a program that does.
 SCRIPTS = {

@@ -12,10 +12,10 @@ from megatron_run.config.request import Request
 from megatron_run.errors import InputError
 from megatron_run.planning import resolve
 from megatron_run.planning.run import ResolvedRun
-from megatron_run_format_megatron.flags import FLAGS, find
-from megatron_run_format_megatron.flags.kinds import Verdict
-from megatron_run_format_megatron.launch_script import read_script
-from megatron_run_format_megatron.translate import Translation, read_flags, translate, yaml
+from megatron_run_format_megatron.launch_script.flags import FLAGS, find
+from megatron_run_format_megatron.launch_script.flags.kinds import Verdict
+from megatron_run_format_megatron.launch_script.script import read_script
+from megatron_run_format_megatron.launch_script.translate import Translation, read_flags, translate, yaml
 from tests.plugins.format.megatron.golden_translations import SCRIPTS, translated
 
 GPT = """

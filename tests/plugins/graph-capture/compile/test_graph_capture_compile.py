@@ -23,9 +23,8 @@ from megatron_run_engine.data.user_cache import COMPILED
 from megatron_run_engine.nn.linear import linear
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
-from megatron_run_graph_capture_compile.capture import CompileCapture
+from megatron_run_graph_capture_compile.capture import CompileCapture, CompileOptions
 from megatron_run_graph_capture_compile.compiler import check_compiler, find_compiler
-from megatron_run_graph_capture_compile.options import CompileOptions
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
 from megatron_run_testing import Check

@@ -8,7 +8,7 @@ import torch
 from megatron_run.contracts import Microbatch, Segment
 from megatron_run.contracts.actions import Action
 from megatron_run_graph_capture_partial import megatron_run_create_graph_capture
-from megatron_run_graph_capture_partial.options import PartialOptions
+from megatron_run_graph_capture_partial.capture import PartialOptions
 from megatron_run_testing.build_contexts import single_process_context
 from megatron_run_testing.graph_capture import graph_capture_checks
 from tests.contracts.conformance import failures

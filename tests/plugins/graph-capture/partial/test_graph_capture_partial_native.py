@@ -19,7 +19,7 @@ import torch
 
 from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run_graph_capture_partial import find_executor, native
-from megatron_run_graph_capture_partial.executors import in_python, out_form
+from megatron_run_graph_capture_partial.tape import in_python, out_form
 from tests.plugins.graph_bench import Pipeline
 from tests.support.processes import alive, wait_until
 

@@ -20,11 +20,9 @@ from megatron_run_engine.capture import Hooks, RegionCapture
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_graph_capture_te import check_device
-from megatron_run_graph_capture_te.callables import GraphedRegion
-from megatron_run_graph_capture_te.capture import TeCapture
-from megatron_run_graph_capture_te.handover import can_share
+from megatron_run_graph_capture_te.capture import TeCapture, TeOptions, check_config
+from megatron_run_graph_capture_te.handover import GraphedRegion, can_share
 from megatron_run_graph_capture_te.library import Engine, find_engine
-from megatron_run_graph_capture_te.options import TeOptions, check_config
 from megatron_run_schedule_interleaved import Interleaved
 from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
 from megatron_run_testing import Check

@@ -19,9 +19,8 @@ from megatron_run_engine.builtin.model.gpt import GptOptions
 from megatron_run_engine.capture import RegionCapture
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_graph_capture_partial.arena import Arena
-from megatron_run_graph_capture_te.capture import TeCapture
+from megatron_run_graph_capture_te.capture import TeCapture, TeOptions
 from megatron_run_graph_capture_te.library import Engine, find_engine
-from megatron_run_graph_capture_te.options import TeOptions
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_interleaved import Interleaved
 from megatron_run_testing.graph_capture import graph_capture_checks

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron_run.config.request import Request
-from megatron_run_engine.data.indexed_files import Writer
-from tests.support.training import Seen, train_many
+from tests.support.indexed_texts import write_texts
+from tests.support.training import learned_alike, train_many
 
 #: How each topology is asked for. The model has four layers.
 TOPOLOGIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -38,13 +37,7 @@ TOPOLOGIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of 10 to 90 bytes, in which some bytes are likelier than others."""
-    prefix, generator = tmp_path_factory.mktemp("pairs") / "docs", np.random.default_rng(0)
-    with Writer(prefix, np.uint16) as writer:
-        for _ in range(200):
-            writer.add(97 + generator.integers(0, 26, generator.integers(10, 90)) ** 2 // 26)
-            writer.end_document()
-    return prefix
+    return write_texts(tmp_path_factory.mktemp("pairs") / "docs")
 
 
 def request(corpus: Path, nproc: int, sets: tuple[str, ...], plugins: tuple[str, ...], order: str) -> Request:
@@ -54,12 +47,6 @@ def request(corpus: Path, nproc: int, sets: tuple[str, ...], plugins: tuple[str,
         *("train.steps=3", "eval.interval=3", "eval.batches=1"),
     )
     return Request(("preset:tiny",), (*common, *sets), plugins, nproc=nproc)
-
-
-def same(found: list[Seen], expected: Seen) -> None:
-    np.testing.assert_allclose(found[0].losses, expected.losses, rtol=2e-6)
-    np.testing.assert_allclose(found[0].norms, expected.norms, rtol=1e-5)
-    np.testing.assert_allclose(found[0].validation, expected.validation, rtol=2e-6)
 
 
 @pytest.mark.multiproc
@@ -78,7 +65,7 @@ def test_every_topology_trains_as_one_process_does(corpus: Path, order: str, nam
     found = train_many(4, [request(corpus, 4, *TOPOLOGIES[name], order) for name in names], timeout=550)
     (expected,) = train_many(1, [request(corpus, 1, (), (), order)], timeout=550)
     for seen in found:
-        same(seen, expected[0])
+        learned_alike(seen, expected[0])
 
 
 @pytest.mark.multiproc
@@ -98,4 +85,4 @@ def test_masks_of_dropout_follow_samples_and_layers_alone(corpus: Path) -> None:
     splits = {("parallel.pipeline=2",): ("schedule=1f1b",), ("parallel.data=2", "train.recompute=full"): ()}
     asked = [request(corpus, 2, (*dropping, *sets), plugins, "pre") for sets, plugins in splits.items()]
     for found in train_many(2, asked):
-        same(found, expected)
+        learned_alike(found, expected)

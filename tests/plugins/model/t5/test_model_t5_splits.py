@@ -9,15 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron_run.config.request import Request
 from megatron_run.planning import resolve
-from megatron_run_engine.data.indexed_files import Writer
 from megatron_run_engine.training.memory_estimate import model_size
 from megatron_run_engine.training.saved_activations import peak_activations
-from tests.support.training import Seen, train_many
+from tests.support.indexed_texts import write_texts
+from tests.support.training import learned_alike, train_many
 
 #: How each topology is asked for.
 TOPOLOGIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -54,13 +53,7 @@ TOPOLOGIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of 10 to 90 bytes, in which some bytes are likelier than others."""
-    prefix, generator = tmp_path_factory.mktemp("texts") / "docs", np.random.default_rng(0)
-    with Writer(prefix, np.uint16) as writer:
-        for _ in range(200):
-            writer.add(97 + generator.integers(0, 26, generator.integers(10, 90)) ** 2 // 26)
-            writer.end_document()
-    return prefix
+    return write_texts(tmp_path_factory.mktemp("texts") / "docs")
 
 
 def request(corpus: Path, nproc: int, sets: tuple[str, ...], plugins: tuple[str, ...]) -> Request:
@@ -70,12 +63,6 @@ def request(corpus: Path, nproc: int, sets: tuple[str, ...], plugins: tuple[str,
         *("train.steps=3", "eval.interval=3", "eval.batches=1"),
     )
     return Request(("preset:tiny",), (*common, *sets), plugins, nproc=nproc)
-
-
-def same(found: list[Seen], expected: Seen) -> None:
-    np.testing.assert_allclose(found[0].losses, expected.losses, rtol=2e-6)
-    np.testing.assert_allclose(found[0].norms, expected.norms, rtol=1e-5)
-    np.testing.assert_allclose(found[0].validation, expected.validation, rtol=2e-6)
 
 
 #: The border between the two, both kinds of split, and messages within a stage.
@@ -95,7 +82,7 @@ def test_every_topology_trains_as_one_process_does(corpus: Path, names: list[str
     singles = train_many(1, [request(corpus, 1, layers, ()) for layers in alone], timeout=550)
     expected = dict(zip(alone, (ranks[0] for ranks in singles), strict=True))
     for found, (_, layers) in zip(runs, asked, strict=True):
-        same(found, expected[layers])
+        learned_alike(found, expected[layers])
 
 
 def test_a_dry_run_counts_all_that_crosses_and_what_a_stage_only_hands_on(corpus: Path) -> None:

@@ -19,8 +19,8 @@ from megatron_run_engine.launch import local
 from megatron_run_engine.run_folder.changes import find_changes, identity
 from megatron_run_optimizer_deepspeed import check_config
 from megatron_run_optimizer_deepspeed.library import MINIMUM, check_kind
-from megatron_run_optimizer_deepspeed.options import Options
 from megatron_run_optimizer_deepspeed.partitions import ALIGNMENT, flat_groups
+from megatron_run_optimizer_deepspeed.rule import Options
 from tests.support.checkout import PLUGINS
 from tests.support.fake_plugins import FakeSite
 

@@ -58,7 +58,7 @@ def adamw(context: BuildContext, **options: Any) -> Optimizer:
 
 def deepspeed(context: BuildContext, **options: Any) -> Optimizer:
     from megatron_run_optimizer_deepspeed import megatron_run_create_optimizer
-    from megatron_run_optimizer_deepspeed.options import Options
+    from megatron_run_optimizer_deepspeed.rule import Options
 
     return megatron_run_create_optimizer(context, Options(**options))
 

@@ -16,7 +16,7 @@ from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.nn import LayerNorm
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
-from megatron_run_parallel_layer_te.weight_gradients import after_backward
+from megatron_run_parallel_layer_te.layers import after_backward
 from megatron_run_testing import Check
 from megatron_run_testing.build_contexts import logical_gradients, logical_values, prepare, single_process_context
 from megatron_run_testing.parallel_layer import parallel_layer_checks

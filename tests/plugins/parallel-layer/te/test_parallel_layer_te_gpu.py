@@ -12,7 +12,7 @@ import torch
 from megatron_run.contracts import Init, LinearPart, ParallelLayers
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_parallel_layer_te import megatron_run_create_parallel_layer
-from megatron_run_parallel_layer_te.options import Options
+from megatron_run_parallel_layer_te.precision import Options
 from megatron_run_testing.build_contexts import single_process_context
 from megatron_run_testing.parallel_layer import parallel_layer_checks
 from tests.contracts.conformance import failures

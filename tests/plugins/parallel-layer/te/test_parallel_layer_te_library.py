@@ -21,8 +21,7 @@ from megatron_run_engine.runtime.comm import ParallelGroup
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_parallel_layer_te import EngineLayers, shapes
 from megatron_run_parallel_layer_te.library import Engine, find_engine
-from megatron_run_parallel_layer_te.options import Options
-from megatron_run_parallel_layer_te.precision import Precision, QuantizedWeight, make_recipe
+from megatron_run_parallel_layer_te.precision import Options, Precision, QuantizedWeight, make_recipe
 from megatron_run_testing.build_contexts import single_process_context
 from tests.plugins.engine import recipes, stand_in
 from tests.plugins.engine.cuda_on_tapes import pretend

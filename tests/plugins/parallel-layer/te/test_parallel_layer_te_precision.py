@@ -15,8 +15,7 @@ from megatron_run.planning import resolve
 from megatron_run_engine.nn.parallel import Split
 from megatron_run_engine.runtime.comm import ParallelGroup
 from megatron_run_parallel_layer_te import EngineLayers
-from megatron_run_parallel_layer_te.options import Options
-from megatron_run_parallel_layer_te.precision import Precision, check_gpu, make_recipe
+from megatron_run_parallel_layer_te.precision import Options, Precision, check_gpu, make_recipe
 from megatron_run_testing.build_contexts import prepare, single_process_context
 from tests.plugins.engine import recipes
 from tests.plugins.engine.layers import STAND_IN, engine_layers

@@ -1,6 +1,6 @@
 """data=nlu: the tasks on which the Megatron-LM paper fine-tunes BERT, from their published files.
 
-Reading order: ``questions`` (files), ``rows`` (samples), ``answers`` and ``metrics`` (what logits are worth), here the
+Reading order: ``questions`` (files), ``rows`` (samples), ``metrics`` (what logits are worth), here the
 source, ``recipes`` (table 6 of the paper).
 """
 
@@ -19,8 +19,7 @@ from megatron_run.contracts.data import LABELS, LOSS_MASK, TOKENS
 from megatron_run.contracts.data import Field as BatchField
 from megatron_run.errors import DataError, InputError
 from megatron_run.hookspecs import hookimpl
-from megatron_run_data_nlu.answers import answers_of
-from megatron_run_data_nlu.metrics import accuracy, binary_f1, squad
+from megatron_run_data_nlu.metrics import accuracy, answers_of, binary_f1, squad
 from megatron_run_data_nlu.questions import Task, files_of, read_choices, read_questions
 from megatron_run_data_nlu.rows import Choices, Reader, Spans
 from megatron_run_engine.data.tokenizer import Tokenizer, json_file, open_tokenizer

@@ -1,4 +1,4 @@
-"""Whole-word n-gram masking (Joshi et al. 2019, "SpanBERT"; Devlin et al. 2018).
+"""Whole-word n-gram masking (Joshi et al. 2019, "SpanBERT"; Devlin et al. 2018), and the numbers that it draws.
 
 Words are chosen in runs of up to three, whole: all tokens of a word or none. A run is hidden as one: 80% of the runs
 become mask tokens, 10% random ones, and 10% stay as they are. The shorter the run, the likelier: 1/n for n words, as
@@ -17,10 +17,27 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from megatron_run_data_sentence_pairs.draws import Draws
-
 #: Of the chosen runs, the share that becomes mask tokens, and up to which share the others become random tokens.
 _MASKED, _REPLACED = 0.8, 0.9
+
+
+class Draws:
+    """Draws from the raw stream of PCG64, which NumPy guarantees for ever, unlike that of its Generator."""
+
+    def __init__(self, *key: int) -> None:
+        self._raw = np.random.PCG64(list(key))
+
+    def uniform(self) -> float:
+        """A number in [0, 1), of 53 bits."""
+        return int(self._raw.random_raw() >> 11) * 2.0**-53
+
+    def below(self, n: int) -> int:
+        """One of 0..n-1."""
+        return int(self.uniform() * n)
+
+    def order(self, n: int) -> NDArray[np.int64]:
+        """The numbers 0..n-1, shuffled."""
+        return np.argsort(self._raw.random_raw(n), kind="stable")
 
 
 @dataclass(frozen=True)

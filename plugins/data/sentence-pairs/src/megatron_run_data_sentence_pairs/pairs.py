@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_run_data_sentence_pairs.draws import Draws
-from megatron_run_engine.data.batches import sample_index
+from megatron_run_data_sentence_pairs.masking import Draws
+from megatron_run_engine.data.prepared_texts import DrawnSamples
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -53,7 +53,7 @@ class Documents:
         return tokens, self._sentences[begin:end] - start
 
 
-class Pairs:
+class Pairs(DrawnSamples):
     """One sample for each piece of ``parts``; all that is drawn for it follows from ``key``, epoch and index."""
 
     def __init__(
@@ -70,9 +70,6 @@ class Pairs:
 
     def __len__(self) -> int:
         return int(self._ends[-1])
-
-    def __getitem__(self, index: int) -> Mapping[str, NDArray[Any]]:
-        return self.sample(index, 0)
 
     def sample(self, index: int, epoch: int) -> dict[str, NDArray[Any]]:
         """Sample ``index`` as it is in ``epoch``. Raises IndexError beyond the last."""
@@ -116,19 +113,3 @@ class Pairs:
             "documents": np.array((0, used, self._length), np.int64),
             "swapped": np.array(int(swapped), np.int64),
         }
-
-
-class Epochs:
-    """The samples of ``pairs`` in the order of a run, without end: each epoch shuffles and hides anew."""
-
-    in_order = True
-
-    def __init__(self, pairs: Pairs, seed: int) -> None:
-        self._pairs, self._seed = pairs, seed
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def __getitem__(self, index: int) -> Mapping[str, NDArray[Any]]:
-        epoch = index // len(self._pairs)
-        return self._pairs.sample(sample_index(len(self._pairs), self._seed, index), epoch)

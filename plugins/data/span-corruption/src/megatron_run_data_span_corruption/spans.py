@@ -10,13 +10,13 @@ The lengths of runs, and of what is between them, are drawn uniformly among all 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_run_engine.data.batches import sample_index
+from megatron_run_engine.data.prepared_texts import DrawnSamples
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -90,7 +90,7 @@ def span_vocabulary(tokenizer: Tokenizer, runs: int) -> SpanVocabulary:
     return SpanVocabulary(padding, end, np.array(sentinels, np.int64), tokenizer.vocab_size + len(lacking))
 
 
-class Spans:
+class Spans(DrawnSamples):
     """One sample for each ``length`` tokens of each of ``texts``; its runs follow from ``key``, epoch and index.
 
     A sample has ``sizes`` tokens for encoder and decoder, of which the last may be padding.
@@ -111,9 +111,6 @@ class Spans:
 
     def __len__(self) -> int:
         return int(self._ends[-1])
-
-    def __getitem__(self, index: int) -> Mapping[str, NDArray[Any]]:
-        return self.sample(index, 0)
 
     def sample(self, index: int, epoch: int) -> dict[str, NDArray[Any]]:
         """Sample ``index`` as it is in ``epoch``. Raises IndexError beyond the last."""
@@ -143,19 +140,3 @@ class Spans:
             "encoder_tokens": encoder,
             "encoder_mask": (np.arange(len(encoder)) < len(read)).astype(np.int64),
         }
-
-
-class Epochs:
-    """The samples of ``spans`` in the order of a run, without end: each epoch shuffles and takes out other runs."""
-
-    in_order = True
-
-    def __init__(self, spans: Spans, seed: int) -> None:
-        self._spans, self._seed = spans, seed
-
-    def __len__(self) -> int:
-        return len(self._spans)
-
-    def __getitem__(self, index: int) -> Mapping[str, NDArray[Any]]:
-        epoch = index // len(self._spans)
-        return self._spans.sample(sample_index(len(self._spans), self._seed, index), epoch)

@@ -1,10 +1,8 @@
 """Megatron-LM: its checkpoints are imported, its launch scripts become configurations. Nothing of either is executed.
 
-Reading order. Checkpoints: ``import_checkpoint`` (from a folder to ``Weights``), ``rank_files`` and ``torch_dist`` (the
-two layouts on the disk), ``tensor_names`` (from their tensors to ours), ``untrusted`` (reading pickles without
-executing them). Scripts: ``launch_script`` (the words of the training command), ``flags`` (the table of flags),
-``settings``, ``model_section``, ``attention_section``, ``tokenizer_flags``, ``layer_kernels`` and ``run_keys`` (the
-keys they become), ``translate`` (the whole configuration, as YAML).
+Reading order: ``import_checkpoint`` (from a folder to ``Weights``), ``rank_files`` and ``torch_dist`` (the two layouts
+on the disk, whose pickles are read without executing them), ``tensor_names`` (from their tensors to ours);
+``launch_script`` (from the words of the training command to YAML).
 """
 
 from __future__ import annotations
@@ -37,8 +35,8 @@ class MegatronLM(Format):
 
     def translate_script(self, script: Path) -> TranslatedScript:
         """The configuration that the flags of a launch script ask for."""
-        from megatron_run_format_megatron.launch_script import load_script
-        from megatron_run_format_megatron.translate import translate, yaml
+        from megatron_run_format_megatron.launch_script.script import load_script
+        from megatron_run_format_megatron.launch_script.translate import translate, yaml
 
         translation = translate(load_script(script), str(script))
         return TranslatedScript(yaml(translation, str(script)), (*translation.remarks, *translation.warnings))

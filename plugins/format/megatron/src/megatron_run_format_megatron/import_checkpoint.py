@@ -12,12 +12,12 @@ import torch
 from megatron_run.contracts import Weights
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run_engine.checkpoint.files import read_whole
-from megatron_run_format_megatron.attention_section import is_latent, is_rotated
-from megatron_run_format_megatron.model_section import experts, network, network_faults
+from megatron_run_format_megatron.launch_script.attention_section import is_latent, is_rotated
+from megatron_run_format_megatron.launch_script.data_section import WITH_PADDING, find_vocabulary
+from megatron_run_format_megatron.launch_script.model_section import experts, network, network_faults
+from megatron_run_format_megatron.launch_script.settings import Setting
 from megatron_run_format_megatron.rank_files import Found, count_of, is_sharded, read_shards
-from megatron_run_format_megatron.settings import Setting
 from megatron_run_format_megatron.tensor_names import Network, our_tensors
-from megatron_run_format_megatron.tokenizer_flags import WITH_PADDING, find_vocabulary
 from megatron_run_format_megatron.torch_dist import is_distributed, read_distributed
 
 if TYPE_CHECKING:

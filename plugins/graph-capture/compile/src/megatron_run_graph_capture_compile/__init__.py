@@ -16,9 +16,8 @@ import torch
 
 from megatron_run.contracts import PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run_graph_capture_compile.capture import CompileCapture
+from megatron_run_graph_capture_compile.capture import CompileCapture, CompileOptions, check_config
 from megatron_run_graph_capture_compile.compiler import check_compiler, find_compiler
-from megatron_run_graph_capture_compile.options import CompileOptions, check_config
 
 if TYPE_CHECKING:
     from megatron_run.contracts import GraphCapture

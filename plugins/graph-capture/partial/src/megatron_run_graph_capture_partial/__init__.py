@@ -3,9 +3,9 @@
 They become CUDA graphs on a CUDA device, and tapes of operations with the same rules on a CPU. Dynamic segments, such
 as the dispatch of tokens to experts, run eagerly in between.
 
-Reading order: ``capture`` (the entry points for the engine), ``reuse`` (how often each region is recorded),
-``recording`` (in the order of the run), ``region_graph`` (one region and its autograd function), ``backend``, then
-``tape`` with ``arena`` and ``executors``, or ``cuda``.
+Reading order: ``capture`` (options, entry points for the engine, how often each region is recorded), ``recording`` (in
+the order of the run), ``region_graph`` (one region and its autograd function), ``backend``, then ``tape`` with
+``arena`` and ``native``, or ``cuda``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING
 
 from megatron_run.contracts import PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run_graph_capture_partial.capture import PartialCapture
-from megatron_run_graph_capture_partial.executors import in_python
-from megatron_run_graph_capture_partial.options import PartialOptions, check_config
-from megatron_run_graph_capture_partial.tape import Executor, TapeBackend
+from megatron_run_graph_capture_partial.capture import PartialCapture, PartialOptions, check_config
+from megatron_run_graph_capture_partial.tape import Executor, TapeBackend, in_python
 
 if TYPE_CHECKING:
     import logging

@@ -1,32 +1,114 @@
-"""The plugin's entry points: how often each region is recorded, in which pools, and with which backend."""
+"""The options, and the entry points for the engine: how often each region is recorded, in which pools, with what."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import CaptureSize
+from megatron_run.errors import InputError
 from megatron_run_engine.capture import (
     STEP,
+    Pass,
     Recorded,
     RegionCapture,
     by_chunk,
     chained,
+    check_capture,
     every_segment,
     kept_streams,
     passes,
+    recordings,
     refusing_breaks,
+    shared_slots,
+    slots_by_chunk,
 )
 from megatron_run_graph_capture_partial.recording import Recording, StaticTensors
-from megatron_run_graph_capture_partial.reuse import Reuse, per_microbatch, per_slot
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_run.contracts import Action, Region, Segment
+    from megatron_run.contracts.schema import Config
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_graph_capture_partial.backend import Backend, Graph
-    from megatron_run_graph_capture_partial.options import PartialOptions
+
+
+class PartialOptions(BaseModel):
+    """What is captured, how often, and what happens on a mismatch."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    scope: tuple[str, ...] = Field(
+        ("attn",),
+        min_length=1,
+        description="segments; those of gpt: embedding, attn, mlp, head, loss, and of experts moe_router, "
+        "moe_preprocess, moe_dispatch, moe_experts, moe_combine; or step: forward and backward of all of it as one",
+    )
+    graph_reuse: Literal["per_microbatch", "per_slot"] = Field(
+        "per_microbatch", description="graphs per microbatch of a round, or per microbatch in flight"
+    )
+    capture_after: int = Field(1, ge=1, description="eager steps before the capture")
+    strict: bool = Field(False, description="a mismatch raises an error instead of another capture")
+    chain: bool = Field(True, description="read a region's inputs in place from the previous one")
+    executor: Literal["python", "native"] = Field(
+        "python", description="of CPU replays; native is compiled on first use"
+    )
+
+
+def check_config(config: Config, options: PartialOptions) -> Iterator[str]:
+    """Notice if nothing would be captured. Raises InputError for settings that exclude replay or break ``strict``."""
+    yield from check_capture("partial", config, options, recomputes=True, whole_step=True)
+    if STEP in options.scope and options.graph_reuse == "per_slot":
+        raise InputError(
+            "graph-capture.scope=step with graph_reuse=per_slot",
+            why="a whole step is one graph, which no microbatch replays for another",
+            fix="leave one of them out",
+        )
+
+
+#: (chunk, microbatch or copy)
+Key = tuple[int, int]
+
+
+class Reuse(NamedTuple):
+    """Which copies of a region are recorded, and which microbatch replays which copy.
+
+    ``recorded`` is the order of recording. ``copies`` maps (chunk, microbatch) to the copy that it replays; ``slots``
+    maps (chunk, copy) to one of ``slot_count`` slots of static inputs, and ``pools`` to the pool that holds its memory.
+    """
+
+    recorded: tuple[Pass, ...]
+    copies: Mapping[Key, int]
+    slots: Mapping[Key, int]
+    slot_count: int
+    pools: Mapping[Key, int]
+
+
+def per_microbatch(order: Sequence[Pass], chunks: int) -> Reuse:
+    """Graphs of every microbatch of a round, in one pool, in the order of the run: many graphs, little memory.
+
+    A round ends when nothing is in flight; rounds that are alike share their graphs
+    (:func:`megatron_run_engine.capture.recordings`).
+    """
+    recorded, copies = recordings(order, chunks)
+    slots = shared_slots(recorded)
+    return Reuse(recorded, copies, slots.of, slots.count, dict.fromkeys(slots.of, 0))
+
+
+def per_slot(order: Sequence[Pass], chunks: int) -> Reuse:
+    """The fewest possible graphs: one set per chunk (whose weights are fixed) and slot.
+
+    Each set has its own pool, since its graphs replay between those of any other set: no order of reuse is safe.
+    """
+    by_chunk = slots_by_chunk(order, chunks)
+    keys = [(chunk, slot) for chunk, slots in enumerate(by_chunk) for slot in range(slots.count)]
+    recorded = tuple(Pass(kind, *key) for key in keys for kind in ("F", "B", "end"))
+    copies = {key: slot for slots in by_chunk for key, slot in slots.of.items()}
+    numbers = {key: number for number, key in enumerate(keys)}
+    return Reuse(recorded, copies, numbers, len(keys), numbers)
 
 
 class PartialCapture(RegionCapture):

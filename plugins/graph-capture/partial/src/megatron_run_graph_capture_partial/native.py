@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_run_graph_capture_partial.executors import call_of, in_python
-from megatron_run_graph_capture_partial.tape import Executor, Operation
+from megatron_run_graph_capture_partial.tape import Executor, Operation, call_of, in_python
 
 if TYPE_CHECKING:
     import logging

@@ -1,7 +1,7 @@
 """Graph capture ``te``: regions of layers are recorded and replayed by NVIDIA Transformer Engine.
 
-Reading order: ``library`` (finding it, and what surrounds its captures), ``capture`` (the entry points for the engine),
-``handover`` (the library's arguments, and the checks that it does not make), ``callables`` (wrappers of its results).
+Reading order: ``library`` (finding it, and what surrounds its captures), ``capture`` (options, entry points for the
+engine), ``handover`` (the library's arguments, the checks that it does not make, and wrappers of its results).
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import torch
 
 from megatron_run.contracts import PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run_graph_capture_te.capture import TeCapture
+from megatron_run_graph_capture_te.capture import TeCapture, TeOptions, check_config
 from megatron_run_graph_capture_te.library import find_engine
-from megatron_run_graph_capture_te.options import TeOptions, check_config
 
 if TYPE_CHECKING:
     from megatron_run.contracts import GraphCapture

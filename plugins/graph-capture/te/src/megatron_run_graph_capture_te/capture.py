@@ -1,22 +1,24 @@
-"""The plugin's entry points: the regions of the run, recorded by Transformer Engine."""
+"""The options, and the entry points for the engine: the regions of the run, recorded by Transformer Engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import CaptureSize
 from megatron_run_engine.capture import (
     Recorded,
     RegionCapture,
     by_chunk,
+    check_capture,
     kept_streams,
     passes,
     recordings,
     shared_slots,
 )
-from megatron_run_graph_capture_te.callables import GraphedRegion
-from megatron_run_graph_capture_te.handover import check_inputs, check_order, prepare
+from megatron_run_graph_capture_te.handover import GraphedRegion, check_inputs, check_order, prepare
 from megatron_run_graph_capture_te.library import Engine, captures_of_one_thread
 
 if TYPE_CHECKING:
@@ -24,8 +26,29 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import Action, Region, Segment
+    from megatron_run.contracts.schema import Config
     from megatron_run_engine.runtime.context import BuildContext
-    from megatron_run_graph_capture_te.options import TeOptions
+
+
+class TeOptions(BaseModel):
+    """What is captured, when, and what happens on a mismatch."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    scope: tuple[str, ...] = Field(
+        ("attn",),
+        min_length=1,
+        description="segments; those of gpt: attn, mlp, head, loss, and of experts moe_router, moe_preprocess, "
+        "moe_dispatch, moe_experts, moe_combine",
+    )
+    capture_after: int = Field(3, ge=1, description="eager steps before the capture")
+    strict: bool = Field(False, description="a mismatch raises an error instead of another capture")
+    warmup: int = Field(3, ge=1, description="runs of each region before it is recorded")
+
+
+def check_config(config: Config, options: TeOptions) -> Iterator[str]:
+    """Notice if nothing would be captured. Raises InputError for settings that exclude replay or break ``strict``."""
+    yield from check_capture("te", config, options)
 
 
 class TeCapture(RegionCapture):

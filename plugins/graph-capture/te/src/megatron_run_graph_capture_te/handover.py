@@ -1,8 +1,12 @@
-"""The arguments for Transformer Engine, made from the same regions and order as any capture, and checked first.
+"""What Transformer Engine is handed, made from the same regions and order as any capture, and what it hands back.
 
 The library numbers forward passes by chunk, then by microbatch, then by region. It takes the k-th forward and the k-th
 backward of a chunk for its k-th microbatch, whatever the schedule meant. What it is handed are the recorded copies of
-:func:`megatron_run_engine.capture.recordings`, in the place of microbatches.
+:func:`megatron_run_engine.capture.recordings`, in the place of microbatches, checked first.
+
+Its callable for one region and microbatch runs between two autograd functions of ours. They check the order before each
+replay, report weight gradients after it, and copy tensors that leave the chunk. Other results of a graph are its own
+memory, valid until its backward has replayed.
 """
 
 from __future__ import annotations
@@ -15,13 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatron_run.errors import GraphCaptureError, InputError, RunError
 from megatron_run_engine.capture import Slots, call, shared_slots, zeros_like
 
 if TYPE_CHECKING:
+    from torch.nn import Parameter
+
     from megatron_run.contracts import Action, Region, Segment
-    from megatron_run_engine.capture import Linted, Pass
+    from megatron_run_engine.capture import Hooks, Linted, Pass
 
 _INSTEAD = "choose --plugin graph-capture=partial"
 
@@ -185,3 +192,66 @@ def _without_gradient(kind: type[RunError], region: Region) -> RunError:
         why="nothing that it is given has a gradient, so that nothing would tell when its backward was replayed",
         fix=f"leave {region.segments[0].name} out of graph-capture.scope, or {_INSTEAD}",
     )
+
+
+@dataclass(frozen=True)
+class GraphedRegion:
+    """``run`` is the library's callable; ``first`` and ``last`` mark the ends of the region's chunk.
+
+    ``differentiable`` says of each output whether it has a gradient: the library marks none as having none.
+    """
+
+    run: Callable[..., Any]
+    arrivals: tuple[Parameter, ...]
+    first: bool
+    last: bool
+    differentiable: tuple[bool, ...]
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether any output can be differentiated."""
+        return any(self.differentiable)
+
+    def replay(self, hooks: Hooks, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Replay the region on ``tensors``; differentiable."""
+        hooks.before_forward()
+        entered = _Enter.apply(self, hooks, *tensors)  # type: ignore[no-untyped-call]  # torch's
+        found = self.run(*entered)
+        outputs = found if isinstance(found, tuple) else (found,)
+        left: tuple[Tensor, ...] = _Leave.apply(self, hooks, *outputs)  # type: ignore[no-untyped-call]  # torch's
+        return left
+
+
+class _Enter(torch.autograd.Function):
+    """Identity in the forward; its backward runs after the library's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, region: GraphedRegion, hooks: Hooks, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.region, ctx.hooks = region, hooks
+        ctx.set_materialize_grads(False)  # an input without gradient stays None instead of becoming zeros
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.hooks.after_backward()
+        copied = ctx.region.first
+        return (None, None, *(g.clone() if copied and g is not None else g for g in gradients))
+
+
+class _Leave(torch.autograd.Function):
+    """Identity in the forward, but for copies; its backward runs before the library's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, region: GraphedRegion, hooks: Hooks, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.hooks = hooks
+        outputs = tuple(tensor.clone() if region.last else tensor.view_as(tensor) for tensor in tensors)
+        marked = zip(outputs, region.differentiable, strict=True)
+        ctx.mark_non_differentiable(*(output for output, differentiable in marked if not differentiable))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.hooks.before_backward()
+        return (None, None, *gradients)

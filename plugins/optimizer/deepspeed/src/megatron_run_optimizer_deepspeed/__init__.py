@@ -3,8 +3,8 @@
 DeepSpeed's own code splits optimizer state and the update over the data-parallel ranks. It is imported when a run
 starts, never before.
 
-Reading order: ``options``, ``library`` (finding DeepSpeed), ``partitions`` (the values that a rank updates, and
-their boxes), ``zero`` (the used part of DeepSpeed), ``optimizer`` and ``rule``.
+Reading order: ``rule`` (options, and the rule that they choose), ``library`` (finding DeepSpeed), ``partitions`` (the
+values that a rank updates, and their boxes), ``zero`` (the used part of DeepSpeed), ``optimizer``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.optim import check_update
 from megatron_run_optimizer_deepspeed.library import find_deepspeed
 from megatron_run_optimizer_deepspeed.optimizer import DeepSpeedZero
-from megatron_run_optimizer_deepspeed.options import Options
+from megatron_run_optimizer_deepspeed.rule import Options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from megatron_run.contracts import Chunk, ParamInfo, ReadState, StatePiece
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_engine.runtime.gradients import Bucket
-    from megatron_run_optimizer_deepspeed.options import Options
     from megatron_run_optimizer_deepspeed.partitions import FlatGroup, Shard
+    from megatron_run_optimizer_deepspeed.rule import Options
 
 
 class DeepSpeedZero(Optimizer):

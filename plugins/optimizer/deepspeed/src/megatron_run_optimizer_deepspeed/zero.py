@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-    from megatron_run_optimizer_deepspeed.options import Options
     from megatron_run_optimizer_deepspeed.partitions import FlatGroup
+    from megatron_run_optimizer_deepspeed.rule import Options
 
 
 class Zero(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no types

@@ -4,8 +4,8 @@ The split and the names of weights are the same; the GPU kernels differ: norm an
 The ends of the model, the loss and dropout are megatron_run's own. Transformer Engine is imported when a run starts,
 never before.
 
-Reading order: ``library`` (finding it), ``shapes`` (planning without it), ``options``, ``precision`` (FP8),
-``linear``, ``weight_gradients``.
+Reading order: ``library`` (finding it), ``shapes`` (planning without it), ``precision`` (options, FP8), ``tools``,
+``layers``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,9 @@ import torch
 from megatron_run.contracts import ParallelLayers, PluginInfo
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.nn.parallel import Split, SplitLayers
-from megatron_run_parallel_layer_te.attention import CoreAttention
+from megatron_run_parallel_layer_te.layers import ColumnLinear, CoreAttention, Norm, RowLinear
 from megatron_run_parallel_layer_te.library import Engine, find_engine
-from megatron_run_parallel_layer_te.linear import ColumnLinear, RowLinear
-from megatron_run_parallel_layer_te.norm import Norm
-from megatron_run_parallel_layer_te.options import Options, check_config
-from megatron_run_parallel_layer_te.precision import Precision, check_gpu
+from megatron_run_parallel_layer_te.precision import Options, Precision, check_config, check_gpu
 from megatron_run_parallel_layer_te.tools import Tools
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from megatron_run_engine.nn.parallel import Split
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_parallel_layer_te.library import Engine
-    from megatron_run_parallel_layer_te.options import Options
-    from megatron_run_parallel_layer_te.precision import Precision
+    from megatron_run_parallel_layer_te.precision import Options, Precision
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from megatron_run_format_huggingface.families.mistral import MISTRAL
 from megatron_run_format_huggingface.families.mixtral import MIXTRAL
 from megatron_run_format_huggingface.families.olmo2 import OLMO2
 from megatron_run_format_huggingface.families.phi3 import PHI3
-from megatron_run_format_huggingface.families.qwen import QWEN2, QWEN3
-from megatron_run_format_huggingface.families.qwen_moe import QWEN3_MOE
+from megatron_run_format_huggingface.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from megatron_run_format_huggingface.families.smollm3 import SMOLLM3
 from megatron_run_format_huggingface.families.stablelm import STABLELM
 from megatron_run_format_huggingface.families.starcoder2 import STARCODER2

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from megatron_run.errors import InputError
-from megatron_run_format_megatron.flags import FLAGS
+from megatron_run_format_megatron.launch_script.flags import FLAGS
 
 _LONGEST = 500  # characters of a pattern, and layers
 

@@ -13,20 +13,19 @@ from typing import Any, NamedTuple
 
 from megatron_run.config.yaml import flow
 from megatron_run.errors import InputError, plural
-from megatron_run_format_megatron import layer_kernels, run_keys
-from megatron_run_format_megatron.data_section import data
-from megatron_run_format_megatron.flags import find, near
-from megatron_run_format_megatron.flags.kinds import Flag, Verdict, number, off, on, only, whole
-from megatron_run_format_megatron.launch_script import Script, is_known, read_script
-from megatron_run_format_megatron.model_section import (
+from megatron_run_format_megatron.launch_script import layer_kernels, run_keys
+from megatron_run_format_megatron.launch_script.data_section import data, find_vocabulary, tokenizer_notes
+from megatron_run_format_megatron.launch_script.flags import find, near
+from megatron_run_format_megatron.launch_script.flags.kinds import Flag, Verdict, number, off, on, only, whole
+from megatron_run_format_megatron.launch_script.model_section import (
     dispatcher_faults,
     expert_faults,
     experts,
     network,
     network_faults,
 )
-from megatron_run_format_megatron.settings import Setting, default_of, given_or_default
-from megatron_run_format_megatron.tokenizer_flags import find_vocabulary, tokenizer_notes
+from megatron_run_format_megatron.launch_script.script import Script, is_known, read_script
+from megatron_run_format_megatron.launch_script.settings import Setting, default_of, given_or_default
 
 _TOLD = (Verdict.DIFFERS, Verdict.ABSENT, Verdict.SAME)
 _WIDTH = 40  # columns before a comment

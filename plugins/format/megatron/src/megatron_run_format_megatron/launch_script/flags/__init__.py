@@ -9,7 +9,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 from megatron_run.errors import LONGEST_WORD
-from megatron_run_format_megatron.flags.kinds import (
+from megatron_run_format_megatron.launch_script.flags.kinds import (
     Flag,
     Verdict,
     key_flag,
@@ -23,7 +23,7 @@ from megatron_run_format_megatron.flags.kinds import (
     whole,
     wholes,
 )
-from megatron_run_format_megatron.flags.without_key import WITHOUT_KEY
+from megatron_run_format_megatron.launch_script.flags.without_key import WITHOUT_KEY
 
 _MODEL = (
     key_flag("--num-layers", "model.num_layers", whole),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_run_format_megatron.flags.kinds import absent_flag, differs_flag, network_flag, same_flag
+from megatron_run_format_megatron.launch_script.flags.kinds import absent_flag, differs_flag, network_flag, same_flag
 
 _ALWAYS = (
     same_flag("--enable-experimental", "there is no such gate"),

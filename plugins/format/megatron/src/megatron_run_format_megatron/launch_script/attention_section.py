@@ -10,7 +10,13 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megatron_run_format_megatron.settings import Arguments, Setting, default_of, given_or_default, layer_pattern
+from megatron_run_format_megatron.launch_script.settings import (
+    Arguments,
+    Setting,
+    default_of,
+    given_or_default,
+    layer_pattern,
+)
 
 _ROTATED, _LEARNED, _NONE = "rope", "learned_absolute", "none"
 #: What Megatron's rotations stretched as in Llama 3 take for granted, and YaRN's.

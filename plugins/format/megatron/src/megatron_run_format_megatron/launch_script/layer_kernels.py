@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from megatron_run_format_megatron.settings import Arguments, Setting, given_or_default
+from megatron_run_format_megatron.launch_script.settings import Arguments, Setting, given_or_default
 
 #: Megatron's FP8 recipes by the names of ``parallel-layer=te``.
 _RECIPES: Mapping[str, str] = MappingProxyType(

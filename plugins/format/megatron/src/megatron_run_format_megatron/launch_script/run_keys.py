@@ -8,7 +8,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
-from megatron_run_format_megatron.settings import (
+from megatron_run_format_megatron.launch_script.settings import (
     Arguments,
     Setting,
     default_of,

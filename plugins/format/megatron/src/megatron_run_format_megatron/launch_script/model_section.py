@@ -8,9 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_run.config.yaml import flow
-from megatron_run_format_megatron.attention_section import FIXED_BY_LATENTS, attention, attention_faults, is_latent
-from megatron_run_format_megatron.flags import FLAGS
-from megatron_run_format_megatron.settings import (
+from megatron_run_format_megatron.launch_script.attention_section import (
+    FIXED_BY_LATENTS,
+    attention,
+    attention_faults,
+    is_latent,
+)
+from megatron_run_format_megatron.launch_script.flags import FLAGS
+from megatron_run_format_megatron.launch_script.settings import (
     Arguments,
     Setting,
     default_of,
