@@ -20,15 +20,17 @@ _CHECK = re.compile(r"test_field and (\w+)\]")
 
 
 def table() -> str:
-    """Bug, what was planted, what kills it, and how the last trial ended; then what was not planted, and why."""
-    found = Results.read(RESULTS).of
-    rows = ["| bug of another trainer | planted here | composition | outcome |", "|---|---|---|---|"]
-    for mutant in read_mutants():
-        if mutant.bug:
-            check = _CHECK.findall(mutant.tests[0])
-            outcome = found[mutant.id].outcome if mutant.id in found else "not tried"
-            rows.append(f"| {mutant.bug} | {mutant.breaks} | `{check[0]}` | {outcome} |")
-    return "\n".join([*rows, "", "The others have nothing here to be planted in:", "", *_absent()]) + "\n"
+    """How many were found; bug, what was planted, and what finds it; then what was not planted, and why."""
+    found, planted = Results.read(RESULTS).of, [mutant for mutant in read_mutants() if mutant.bug]
+    killed = [mutant for mutant in planted if mutant.id in found and found[mutant.id].outcome == "killed"]
+    rows = [
+        f"{len(killed)} of {len(planted)} are found:",
+        "",
+        "| bug of another trainer | planted here | found by |",
+        "|---|---|---|",
+        *(f"| {each.bug} | {each.breaks} | `{_CHECK.findall(each.tests[0])[0]}` |" for each in planted),
+    ]
+    return "\n".join([*rows, "", "Not planted:", "", *_absent()]) + "\n"
 
 
 def _absent() -> Iterator[str]:

@@ -1,15 +1,15 @@
 """The reference of the configuration is made from the models themselves, between markers on its page.
 
-A table is the marker ``<!-- keys: NAME -->`` on a line of its own, followed by rows. NAME is a section (``train``),
-``use`` for the choice of each kind's plugin, or ``KIND=PLUGIN`` for the options of a built-in plugin; a
-package's README has its own. ``NAME of key, default`` shows these columns alone. ``make docs`` brings every table up to
-date; a test fails where one is not.
+A list is the marker ``<!-- keys: NAME -->`` on a line of its own, followed by a line a key. NAME is a section
+(``train``), ``use`` for the choice of each kind's plugin, or ``KIND=PLUGIN`` for the options of a built-in plugin; a
+package's README has its own. ``NAME of default`` shows defaults alone. A value is a type with its bounds, or the words
+to choose from; the default is bold. ``make docs`` brings every list up to date; a test fails where one is not.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from megatron_run.config.origin import section_of
 from megatron_run_cli.reports.keys import KeyInfo, installed_plugins, kernel_keys, model_keys
@@ -17,14 +17,15 @@ from tests.support.checkout import MEMBERS, ROOT
 
 REFERENCE = ROOT / "docs" / "configuration.md"
 
-_COLUMNS = ("key", "type", "default", "meaning")
-#: What the command says in words, as a column has it.
+#: What the command says in words, as a line has it.
 _SHORT = {"true or false": "bool", "one of ": "", "at least ": ">=", "at most ": "<=", "above ": ">", "below ": "<"}
-_TABLE = re.compile(r"<!-- keys: (?P<name>\S+)(?: of (?P<columns>[\w, ]+))? -->\n\n(?:\|.*\n)*\n*(?P<last>\Z)?")
+#: Defaults of keys that are not set.
+_NOTHING = ("unset", "[]", "{}", '""')
+_LIST = re.compile(r"<!-- keys: (?P<name>\S+)(?P<short> of default)? -->\n\n(?:- .*\n)*\n*(?P<last>\Z)?")
 
 
 def tables() -> dict[str, list[KeyInfo]]:
-    """Name of a table -> its keys: those of the kernel, and the options of every plugin of this repository."""
+    """Name of a list -> its keys: those of the kernel, and the options of every plugin of this repository."""
     found: dict[str, list[KeyInfo]] = {}
     for info in kernel_keys():
         section, _, key = info.name.partition(".")
@@ -39,37 +40,48 @@ def tables() -> dict[str, list[KeyInfo]]:
 
 
 def names(page: str) -> list[str]:
-    """The tables that ``page`` shows, in order."""
-    return [match["name"] for match in _TABLE.finditer(page)]
+    """The lists that ``page`` shows, in order."""
+    return [match["name"] for match in _LIST.finditer(page)]
 
 
 def refreshed(page: str, known: Mapping[str, Iterable[KeyInfo]]) -> str:
-    """``page`` with every table as the models are now, and an empty line after each but the last.
+    """``page`` with every list as the models are now, and an empty line after each but the last.
 
-    Raises KeyError for a table that is not in ``known``.
+    Raises KeyError for a list that is not in ``known``.
     """
 
-    def table(match: re.Match[str]) -> str:
+    def lines(match: re.Match[str]) -> str:
+        line = _default if match["short"] else _whole
         marker, after = match[0].partition("\n")[0], "\n" if match["last"] is None else ""
-        columns = match["columns"].split(", ") if match["columns"] else _COLUMNS
-        return f"{marker}\n\n{_table(known[match['name']], columns)}{after}"
+        listed = "".join(f"- {line(info)}\n" for info in known[match["name"]])
+        return f"{marker}\n\n{listed}{after}"
 
-    return _TABLE.sub(table, page)
-
-
-def _table(keys: Iterable[KeyInfo], columns: Sequence[str]) -> str:
-    cells = (dict(zip(_COLUMNS, _cells(info), strict=True)) for info in keys)
-    rows = "".join(f"| {' | '.join(row[column] for column in columns)} |\n" for row in cells)
-    return f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n{rows}"
+    return _LIST.sub(lines, page)
 
 
-def _cells(info: KeyInfo) -> tuple[str, ...]:
+def _default(info: KeyInfo) -> str:
+    return f"`{info.name}`: {info.default_text}"
+
+
+def _whole(info: KeyInfo) -> str:
+    meaning = info.description.replace("*", r"\*")
+    return f"`{info.name}` ({_value(info)}) {meaning}"
+
+
+def _value(info: KeyInfo) -> str:
+    """``int >=1, **2**``; ``**auto**, cpu``, where the default is one of the words; ``**true**`` for a bool."""
     kind = info.kind
     for words, short in _SHORT.items():
         kind = kind.replace(words, short)
     kind = re.sub(r"^([a-z ]+), (?=[<>])", r"\1 ", kind)
-    cells = f"`{info.name}`", kind, info.default_text, info.description
-    return tuple(cell.replace("|", r"\|") for cell in cells)
+    default = info.default_text
+    if default in _NOTHING:
+        return kind
+    if kind == "bool":
+        return f"**{default}**"
+    among = re.compile(rf"(?:(?<![\w ])|(?<=, )){re.escape(default)}(?!\w)")
+    bold = f"**`{default}`**" if default.startswith("[") else f"**{default}**"
+    return among.sub(bold, kind) if among.search(kind) else f"{kind}, {bold}"
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ def test_each_test_that_is_named_exists() -> None:
     assert not [f"{file}::{name}" for file, name in named if f"\ndef {name}(" not in (TESTS / file).read_text()]
 
 
-def test_each_row_of_the_table_names_one() -> None:
-    rows = PAGE.partition("| fault |")[2].partition("\n\n")[0].splitlines()[2:]
-    assert len(rows) > 25
-    assert not [row for row in rows if "::test_" not in row]
+def test_each_fault_of_the_list_names_one() -> None:
+    faults = PAGE.partition("## Fault by fault")[2].partition("\n## ")[0].split("\n- ")[1:]
+    assert len(faults) > 25
+    assert not [fault for fault in faults if "::test_" not in fault]
 
 
 def test_all_kinds_and_phases_are_told() -> None:

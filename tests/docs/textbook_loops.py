@@ -27,7 +27,6 @@ class Call(NamedTuple):
     """One call: the sends are of the results of ``sent``, the receives are the inputs of ``received``."""
 
     operation: str
-    phase: str
     sent: tuple[Action, ...] = ()
     received: tuple[Action, ...] = ()
 
@@ -50,24 +49,24 @@ def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> Iter
     backwards = [Action("B", m, 0) for m in range(microbatches)]
     warmup = min(stages - stage - 1, microbatches)
     for forward in forwards[:warmup]:
-        yield Call("recv_forward", "warm-up", received=(forward,))
+        yield Call("recv_forward", received=(forward,))
         yield forward
-        yield Call("send_forward", "warm-up", sent=(forward,))
+        yield Call("send_forward", sent=(forward,))
     steady = list(zip(forwards[warmup:], backwards, strict=False))
     if steady:
-        yield Call("recv_forward", "before the steady phase", received=(steady[0][0],))
+        yield Call("recv_forward", received=(steady[0][0],))
     for index, (forward, backward) in enumerate(steady):
         yield forward
-        yield Call("send_forward_recv_backward", "steady, between F and B", (forward,), (backward,))
+        yield Call("send_forward_recv_backward", (forward,), (backward,))
         yield backward
         if index + 1 < len(steady):
-            yield Call("send_backward_recv_forward", "steady, between B and F", (backward,), (steady[index + 1][0],))
+            yield Call("send_backward_recv_forward", (backward,), (steady[index + 1][0],))
         else:
-            yield Call("send_backward", "last of the steady phase", sent=(backward,))
+            yield Call("send_backward", sent=(backward,))
     for backward in backwards[len(steady) :]:
-        yield Call("recv_backward", "cool-down", received=(backward,))
+        yield Call("recv_backward", received=(backward,))
         yield backward
-        yield Call("send_backward", "cool-down", sent=(backward,))
+        yield Call("send_backward", sent=(backward,))
 
 
 def interleaved(stage: int, stages: int, chunks: int, microbatches: int) -> Iterator[Action | Call]:
@@ -81,25 +80,25 @@ def interleaved(stage: int, stages: int, chunks: int, microbatches: int) -> Iter
     warmup = min(2 * (stages - stage - 1) + (chunks - 1) * stages, len(visits))
     remaining = len(visits) - warmup
     fused = "send_forward_backward_recv_forward_backward"
-    yield Call("recv_forward", "before the warm-up", received=_at(forwards, 0))
+    yield Call("recv_forward", received=_at(forwards, 0))
     for k in range(warmup):
         yield forwards[k]
         if k == warmup - 1 and remaining:
             received = (*_at(forwards, k + 1), *_at(backwards, 0))
-            yield Call(fused, "last of the warm-up", (forwards[k],), received)
+            yield Call(fused, (forwards[k],), received)
         else:
-            yield Call("send_forward_recv_forward", "warm-up", (forwards[k],), _at(forwards, k + 1))
+            yield Call("send_forward_recv_forward", (forwards[k],), _at(forwards, k + 1))
     for k in range(remaining):
         yield forwards[warmup + k]
         yield backwards[k]
         sent = (forwards[warmup + k], backwards[k])
         received = (*_at(forwards, warmup + k + 1), *_at(backwards, k + 1))
-        yield Call(fused, "steady", sent, received)
+        yield Call(fused, sent, received)
     if not remaining:
-        yield Call("recv_backward", "before the cool-down, where nothing is steady", received=_at(backwards, 0))
+        yield Call("recv_backward", received=_at(backwards, 0))
     for k in range(remaining, len(visits)):
         yield backwards[k]
-        yield Call("send_backward_recv_backward", "cool-down", (backwards[k],), _at(backwards, k + 1))
+        yield Call("send_backward_recv_backward", (backwards[k],), _at(backwards, k + 1))
 
 
 def _at(actions: Sequence[Action], index: int) -> tuple[Action, ...]:

@@ -15,9 +15,7 @@ def names(operation: str, messages: Iterable[Message | None]) -> str:
     return " ".join(f"{operation} {m.kind}{m.microbatch} {m.source}>{m.target}," for m in messages if m)
 
 
-for title, lookahead in (("gloo", 1), ("NCCL", None)):
-    print(f"{title}: stage 1")
-    for step in lower(plan, 1, lookahead):
-        before = f"{names('post', step.post)} {names('wait', [step.receive])} {names('retire', step.retire)}"
-        after = names("send", [step.send]) + " start the gradient sync" * step.sync
-        print(" ", " ".join(f"{before} {step.action}, {after}".split()).strip(","))
+for step in lower(plan, stage=1, lookahead=1):  # as on gloo
+    before = f"{names('post', step.post)} {names('wait', [step.receive])} {names('retire', step.retire)}"
+    after = names("send", [step.send]) + " start the gradient sync" * step.sync
+    print(" ".join(f"{before} {step.action}, {after}".split()).strip(","))

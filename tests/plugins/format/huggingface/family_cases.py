@@ -210,17 +210,12 @@ SPLIT = (
 
 
 def table() -> str:
-    """Which of the families are proven to do what, as a table in Markdown."""
+    """Which of the families are proven to do what, as a table in Markdown with one row for all that are alike."""
     tried, split = {case.family for case in CASES.values()}, {CASES[name].family for name in SPLIT}
     experts = {CASES[name].family for name in EXPERTS_SPLIT}
-    lines = [
-        "| `model_type` | import | export | tensor | pipeline | expert | tokenizer |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, family in FAMILIES.items():
-        mixed = any("{expert}" in theirs for theirs in family.tensors)
-        yes = [name in tried, name in tried, name in split, name in split]
-        cells = ["yes" if each else "no" for each in yes]
-        cells += [("yes" if name in experts else "no") if mixed else "", "yes" if name in tried else "no"]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name in FAMILIES:
+        proven = {"import, export, tokenizer": tried, "tensor, pipeline": split, "expert": experts}
+        alike.setdefault(tuple(what for what, of in proven.items() if name in of), []).append(f"`{name}`")
+    rows = (f"| {', '.join(names)} | {', '.join(proven) or 'nothing'} |" for proven, names in alike.items())
+    return "\n".join(["| `model_type` | proven |", "|---|---|", *rows]) + "\n"

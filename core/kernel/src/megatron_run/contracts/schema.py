@@ -56,7 +56,7 @@ class RunSection(Section):
         "auto", description="CPU threads per rank; auto: cores / local ranks"
     )
     start_method: Literal["auto", "spawn"] = Field(
-        "auto", description="auto: CPU ranks are forked from one process with all imports; spawn: each imports anew"
+        "auto", description="auto: fork CPU ranks from one process with all imports; spawn: each imports anew"
     )
     timeout: float = Field(600.0, gt=0, description="seconds to wait for a rank to join, answer or progress")
     time_limit: Duration | None = Field(
@@ -72,7 +72,7 @@ class RunSection(Section):
         None, description="start from the weights of this run folder, saved step or imported folder"
     )
     branch_from: str | None = Field(
-        None, description="RUN@STEP: go on from a step of another run with all of its state, in a folder of its own"
+        None, description="RUN@STEP: go on from this step with all of its state, in another folder"
     )
 
     @field_validator("branch_from")
@@ -112,9 +112,9 @@ class TrainSection(Section):
     )
     lr_warmup: Span = Field(Span.parse("1%"), description="linear warm-up from 0")
     lr_decay: Span = Field(Span.parse("100%"), description="end of the decay, from the start of training")
-    lr_wsd: Span = Field(Span.parse("10%"), description="length of the final decay of wsd")
+    lr_wsd: Span = Field(Span.parse("10%"), description="length of wsd's final decay")
     lr_wsd_shape: Literal["exponential", "minus_sqrt", "linear", "cosine"] = Field(
-        "exponential", description="shape of the final decay of wsd"
+        "exponential", description="shape of wsd's final decay"
     )
     weight_decay: float = Field(0.01, ge=0, description="decoupled; not on biases and other 1-D parameters")
     weight_decay_end: float | None = Field(None, ge=0, description="weight decay at the end of the run")
@@ -194,7 +194,7 @@ class ParallelSection(Section):
     data: int | None = Field(None, ge=1, description="copies of the model; unset: world / (tensor x pipeline)")
     sequence: bool = Field(False, description="sequence parallelism: split norms and dropout over tensor ranks")
     scatter_messages: bool = Field(
-        False, description="each tensor rank sends 1 / tensor of a message to the next stage, which gathers it"
+        False, description="tensor ranks send a part of each message, and gather it in the next stage"
     )
     layers: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (), description="layers of each stage and chunk in model order; empty: even"
@@ -235,7 +235,7 @@ class EvalSection(Section):
     interval: Span = Field(Span.parse(1000), description="between evaluations; 0: only at the end")
     batches: int = Field(10, ge=1, description="global batches per evaluation")
     tasks: Annotated[tuple[str, ...], BeforeValidator(_tasks)] = Field(
-        (), description="also evaluated each time, one or more: perplexity=FILE, wikitext=FILE, lambada=FILE"
+        (), description="evaluated each time too: perplexity=FILE, wikitext=FILE, lambada=FILE"
     )
     sample: int = Field(0, ge=0, description="tokens to generate after training")
     prompt: str = Field("", description="start of the generated text")

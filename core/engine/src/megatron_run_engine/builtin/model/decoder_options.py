@@ -44,10 +44,10 @@ class DecoderOptions(BaseModel):
     rope_theta: float = Field(10000.0, gt=0, description="base of the rotation angles")
     rope_fraction: float = Field(1.0, gt=0, le=1, description="share of a head's features that rotate, the first ones")
     rope_pattern: Pattern = Field(
-        (), description="1: the layer rotates, 0: it has no positions; repeated to the last layer; unset: all rotate"
+        (), description="1: the layer rotates, 0: it has no positions; repeated; unset: all rotate"
     )
     rope_scaling: RopeScalingKind | None = Field(
-        None, description="how rotations stretch to longer sequences than those of the first training; unset: not"
+        None, description="how rotations stretch to sequences longer than the first training's; unset: not"
     )
     rope_factor: float = Field(1.0, ge=1, description="how many times longer; of model.rope_scaling")
     rope_original_length: int | None = Field(
@@ -64,14 +64,15 @@ class DecoderOptions(BaseModel):
         "sqrt(1 + ln(factor) / ln(original length)) for longrope, else 1",
     )
     rope_short_factors: tuple[Positive, ...] = Field(
-        (), description="longrope: how many times slower each pair turns where train.sequence_length is no longer"
+        (),
+        description="longrope: times slower each pair turns if train.sequence_length is at most rope_original_length",
     )
-    rope_long_factors: tuple[Positive, ...] = Field((), description="longrope: the same where it is longer")
+    rope_long_factors: tuple[Positive, ...] = Field((), description="longrope: the same if it is above")
     attention_window: int | None = Field(
         None, ge=1, description="tokens that a query sees, itself the last of them; unset: all before it"
     )
     window_pattern: Pattern = Field(
-        (), description="1: the layer has the window, 0: it sees all; repeated to the last layer; unset: all have it"
+        (), description="1: the layer has the window, 0: it sees all; repeated; unset: all have it"
     )
     window_rope_theta: float | None = Field(
         None, gt=0, description="base of the angles in layers with a window, unscaled; unset: as in the others"
@@ -107,7 +108,7 @@ class DecoderOptions(BaseModel):
     loss_chunks: int = Field(
         1,
         ge=1,
-        description="pieces of a microbatch for which logits are made one at a time; 1: logits of all tokens",
+        description="pieces of a microbatch whose logits are made one at a time",
     )
 
     @field_validator("num_heads")

@@ -30,7 +30,7 @@ class GptOptions(DecoderOptions):
     expert_layer_freq: int = Field(1, ge=1, description="layers 0, n, 2n, ... have experts")
     expert_layer_first: int = Field(0, ge=0, description="the layers before this one are dense")
     expert_layer_pattern: tuple[Literal[0, 1], ...] = Field(
-        (), description="1: experts, 0: dense; repeated to the last layer; replaces expert_layer_freq"
+        (), description="1: experts, 0: dense; repeated; replaces expert_layer_freq"
     )
     router_score_function: Scores = Field("softmax", description="from router logits to scores")
     router_pre_softmax: bool = Field(
@@ -43,10 +43,10 @@ class GptOptions(DecoderOptions):
         1, ge=1, validate_default=True, description="groups among whose experts a token chooses"
     )
     router_group_best: int = Field(
-        2, ge=1, validate_default=True, description="best scores of a group that are added up to compare groups"
+        2, ge=1, validate_default=True, description="best scores of a group, summed to compare groups"
     )
     router_bias_rate: float = Field(
-        0.0, ge=0, description="step of the biases that balance experts without a loss, such as 1e-3; 0: no biases"
+        0.0, ge=0, description="step of biases that balance experts without a loss, such as 1e-3; 0: none"
     )
     aux_loss_coeff: float = Field(0.01, ge=0, description="of the load-balancing loss")
     z_loss_coeff: float = Field(0.0, ge=0, description="of the router z-loss, such as 1e-3")
@@ -62,7 +62,7 @@ class GptOptions(DecoderOptions):
     shared_expert_gate: bool = Field(False, description="gate the shared expert")
     token_dispatcher: Dispatch = Field("alltoall", description="how tokens reach experts on other ranks")
     expert_pad_to_capacity: bool = Field(
-        False, description="pad every expert's tokens to its capacity: shapes are fixed, so graphs can capture all"
+        False, description="pad every expert's tokens to its capacity, so graphs can capture all"
     )
 
     @field_validator("experts")
