@@ -191,6 +191,43 @@ def odd_observers(folder: Path, share: float = 1.0, jobs: int = 1) -> Figures:
     return campaign(what, trial, some(len(cases), share), jobs)
 
 
+SLOW = """
+import os, time
+
+
+def fsync(handle, real=getattr(os.fsync, "real", os.fsync)):  # launcher and rank both import this
+    time.sleep({seconds})
+    real(handle)
+
+
+fsync.real = fsync.__defaults__[0]
+os.fsync = fsync
+"""
+
+
+def slow_disks(folder: Path, share: float = 1.0, jobs: int = 1) -> Figures:
+    """Every fsync takes a part of the limit, and there is no alarm; or longer, and rank 0 is named with the save."""
+    limit = 4.0
+    cases = list(product((0.3, 0.6, 5.0), ("false", "true")))
+
+    def trial(index: int) -> Sequence[str]:
+        part, behind = cases[index]
+        home = folder / str(index)
+        home.mkdir()
+        slow = SLOW.format(seconds=part * limit)
+        (home / "odd.py").write_text(slow + OBSERVER.format(hook="on_train_end", deed="pass"))
+        values = {"run.timeout": limit, "checkpoint.async_save": behind, "observer.use": f"jsonl,{home / 'odd.py'}"}
+        ended = run_forked(tiny(home / "run", values, nproc=2), timeout=300.0)
+        if part < 1:
+            fits = ended.code == 0 and len(learned(home / "run")) == 4
+        else:
+            fits = ended.code == 4 and "rank 0" in ended.message and "save" in ended.message
+        return [] if fits else [f"{part} of the limit, async {behind}: exit code {ended.code}: {ended.message}"]
+
+    what = "a disk on which every fsync is slow: no alarm; slower than the limit: rank 0 and its save are named"
+    return campaign(what, trial, some(len(cases), share), jobs)
+
+
 class Place(NamedTuple):
     """Where the command is typed: after ``shell`` commands, with ``variables``, and by a user who is not root."""
 
@@ -315,6 +352,7 @@ def surroundings(folder: Path, seed: int, jobs: int, share: float) -> list[Figur
             refused_starts(place("starts"), share),
             removed_while_loaded(place("removed"), max(1, round(200 * share)), seed),
             odd_observers(place("observers"), share, jobs),
+            slow_disks(place("slow-disks"), share, jobs),
             *together(place("together"), max(2, round(20 * share))),
             limited(place("limits"), share),
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
@@ -146,6 +147,27 @@ def test_a_long_file_says_again_and_again_that_it_goes_on_when_it_is_written_and
     with mock.patch("megatron_run_engine.checkpoint.files._BLOCK", 4096):
         verify_share(checkpoints, 1, Alone(), lambda: read.append(1))
     assert len(read) == -(-file.stat().st_size // 4096)
+
+
+def test_no_two_waits_for_the_disk_follow_each_other_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slow disk each may take most of the watchdog's limit. The fourth save removes a step."""
+    real, activity = os.fsync, Activity()
+    said: list[str] = []
+    activity.recorder = lambda step, name, detail: said.append(name)
+
+    def fsync(handle: int) -> None:
+        said.append("fsync")
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    saver = Saver(Checkpoints(tmp_path / "c"), Alone(), RUN, activity=activity)
+    for step in range(1, 5):
+        (pieces,) = dealt(step, STATE, 1)
+        saver.save(about(step), pieces, shapes_of(STATE))
+    assert said.count("fsync") > 4 * 4
+    assert ("fsync", "fsync") not in set(pairwise(said)), said
 
 
 def test_a_disk_is_waited_for_while_much_is_written_and_not_for_all_of_it_at_the_end(tmp_path: Path) -> None:

@@ -112,8 +112,11 @@ def have_a_child(folder: Path, code: str) -> None:
         os._exit(int(code))
 
 
-def keep_page(job: Path, rest: str) -> None:
-    """``slow`` for three seconds, ``wait`` in a collective, ``stop`` by a signal, ``kill``, ``hang`` or ``desert``."""
+def keep_page(folder: Path, job: Path, rest: str) -> None:
+    """``slow`` for three seconds, ``wait`` in a collective, ``stop`` by a signal, ``kill``, ``hang`` or ``desert``.
+
+    With ``after`` before it, once rank 0 waits.
+    """
     activity = Activity()
     activity.members["world"] = (0, 1)
     PageWriter(page_path(job, RANK), activity)
@@ -121,8 +124,14 @@ def keep_page(job: Path, rest: str) -> None:
     activity.enter("optimizer")
     if rest == "wait":
         activity.collective("all-reduce", "world", 8).__enter__()
+        Path(folder, f"{RANK}.waits").touch()
     else:
         activity.enter("backward", "B0.0")
+    if rest.startswith("after "):
+        rest = rest.removeprefix("after ")
+        while not Path(folder, "0.waits").exists():
+            activity.enter("backward", "B0.0")
+            time.sleep(0.02)
     if rest in ("stop", "kill"):
         os.kill(os.getpid(), signal.SIGSTOP if rest == "stop" else signal.SIGKILL)
     if rest == "slow":
@@ -155,7 +164,7 @@ def main() -> None:
         "talk": talk,
         "wait": lambda: None,
         "lock": lambda: ctypes.PyDLL(None).sleep(60),  # unlike CDLL, it keeps the interpreter lock
-        "page": lambda: keep_page(Path(job), rest),
+        "page": lambda: keep_page(Path(folder), Path(job), rest),
     }
     actions[word]()
     Path(folder, f"{RANK}.ready").touch()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from megatron_run.errors import InputError
-from megatron_run_format_megatron.launch_script.script import compute, is_known, load_script, read_script
+from megatron_run_format_megatron.launch_script.script import MAX_BYTES, compute, is_known, load_script, read_script
 
 #: How people write such scripts. Each prints its arguments where ``train.py`` is a program that does.
 SCRIPTS = {
@@ -111,6 +112,15 @@ def test_what_is_no_script_is_one_line(text: str, why: str) -> None:
         read_script(text, "x.sh")
     assert why in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("piece", ["(", ")", "a=$((", "a=( b ) ", "export "])
+def test_a_long_statement_takes_time_by_its_length_and_not_by_its_square(piece: str) -> None:
+    """The longest that is read; it took minutes."""
+    start = time.process_time()
+    with pytest.raises(InputError, match="starts no training"):
+        read_script(piece * (MAX_BYTES // len(piece)), "x.sh")
+    assert time.process_time() - start < 15
 
 
 @pytest.mark.parametrize(("content", "why"), [(b"\0" * 9, "it is binary"), (b"#" * (257 << 10), "above 256 KiB")])

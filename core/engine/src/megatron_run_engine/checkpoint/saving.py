@@ -58,7 +58,7 @@ class Commit:
             raise CheckpointError(f"{path} cannot hold checkpoints", why=f"it is a symbolic link to {path.readlink()}")
         if not path.is_dir():
             self._files.make_folder(path)
-            self._files.sync_folder(path.parent)
+            self._sync_folder(path.parent)
 
     def begin(self, step: int) -> Path:
         """Remove what killed jobs left behind, and create the temporary folder."""
@@ -75,10 +75,10 @@ class Commit:
         temporary, target = self.temporary(step), self._checkpoints.folder(step)
         self._activity.enter("save-manifest", target.name)
         self._write(temporary / MANIFEST, manifest.encode())
-        self._files.sync_folder(temporary)  # all names within must be on disk before the rename can be
+        self._sync_folder(temporary)  # all names within must be on disk before the rename can be
         self._activity.enter("save-rename", target.name)
         self._files.rename(temporary, target)
-        self._files.sync_folder(self._checkpoints.path)
+        self._sync_folder(self._checkpoints.path)
         self._activity.enter("save-latest", target.name)
         self._point_latest_at(target)
 
@@ -117,7 +117,7 @@ class Commit:
         moved = [folder.with_name(f"{folder.name}-set-aside-by-attempt-{attempt:03d}") for folder in folders]
         for folder, name in zip(folders, moved, strict=True):
             self._files.rename(folder, name)
-        self._files.sync_folder(self._checkpoints.path)
+        self._sync_folder(self._checkpoints.path)
         return [folder.name for folder in moved]
 
     def give_up(self, step: int) -> None:
@@ -132,18 +132,23 @@ class Commit:
             self._files.unlink(temporary)
         self._write(temporary, f"{target.name}\n".encode())
         self._files.replace(temporary, path)
-        self._files.sync_folder(self._checkpoints.path)
+        self._sync_folder(self._checkpoints.path)
 
     def _write(self, path: Path, content: bytes) -> None:
         with self._files.create(path) as file:
             file.write(content)
             file.sync()
+        self._activity.heartbeat()
+
+    def _sync_folder(self, path: Path) -> None:
+        self._files.sync_folder(path)
+        self._activity.heartbeat()  # each wait for the disk has the whole time limit
 
     def _remove(self, step: int) -> None:
         """Rename a step, then remove it: a half removed step must not look like a damaged one."""
         deleted = self._checkpoints.path / f"{_DELETED}step{step}-{self._run}"
         self._files.rename(self._checkpoints.folder(step), deleted)
-        self._files.sync_folder(self._checkpoints.path)
+        self._sync_folder(self._checkpoints.path)
         self._files.remove_tree(deleted)
 
     def _clean(self) -> None:

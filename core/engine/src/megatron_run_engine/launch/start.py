@@ -142,10 +142,11 @@ def starting() -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        limit = system_limit(error)
-        if limit is None and not isinstance(error, OSError):
+        if limit := system_limit(error):
+            raise limit from error
+        if not isinstance(error, OSError):
             raise
-        raise limit or InputError(
+        raise InputError(
             "the ranks cannot be started",
             why=f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}",
             fix="run.folder and TMPDIR must lie where there is room and files can be written",

@@ -151,32 +151,32 @@ def _statements(text: str, name: str) -> Iterator[list[Word]]:
 
 def _command(statement: Sequence[Word], script: Script) -> Sequence[Word]:
     """Follow the assignments at the start of ``statement`` and return the remaining command, without brackets."""
-    rest, declaring = statement, False
-    while rest:
-        text, line = rest[0]
+    at, declaring = 0, False
+    while at < len(statement):
+        text, line = statement[at]
         if text in _DECIDING:
             script.branches.append(line)
         assignment = _ASSIGNMENT.fullmatch(text)
         if assignment:
-            rest = _assign(assignment, rest, script.variables)
+            at = _assign(assignment, statement, at, script.variables)
         elif declaring or text in _BEFORE or text in _KEYWORDS or text in _DECLARING or text in "()":
-            rest, declaring = rest[1:], declaring or text in _DECLARING
+            at, declaring = at + 1, declaring or text in _DECLARING
         else:
             break
-    return [word for word in rest if word.text not in "()"]
+    return [word for word in statement[at:] if word.text not in "()"]
 
 
-def _assign(assignment: re.Match[str], rest: Sequence[Word], variables: dict[str, list[str]]) -> Sequence[Word]:
-    """Set a variable to a word, or to the words in brackets, and return what follows."""
+def _assign(assignment: re.Match[str], statement: Sequence[Word], at: int, variables: dict[str, list[str]]) -> int:
+    """Set a variable to the word at ``at``, or to those in brackets after it, and return the place of what follows."""
     name, more, text = assignment.groups()
     before = variables.get(name, []) if more else []
-    texts = [word.text for word in rest]
-    if not text and texts[1:2] == ["("]:
-        stop = texts.index(")") if ")" in texts else len(texts)
-        variables[name] = before + [word for each in texts[2:stop] for word in expand(each, variables)]
-        return rest[stop + 1 :]
+    if not text and [word.text for word in statement[at + 1 : at + 2]] == ["("]:
+        places = range(at + 2, len(statement))
+        stop = next((place for place in places if statement[place].text == ")"), len(statement))
+        variables[name] = before + [each for word in statement[at + 2 : stop] for each in expand(word.text, variables)]
+        return stop + 1
     variables[name] = ["".join([*before, *expand(text, variables, split=False)])]
-    return rest[1:]
+    return at + 1
 
 
 def _nested(word: str) -> list[str]:
