@@ -11,7 +11,7 @@ from megatron_run_planner.devices import Device, read_device
 from megatron_run_planner.layer_time import all_reduce, layer_time
 from megatron_run_planner.operators import layer_operators
 from megatron_run_planner.schedules import Schedules, spread
-from megatron_run_planner.step_time import estimate, message_time, step_time
+from megatron_run_planner.step_time import after_backward, estimate, message_time, step_time
 from megatron_run_planner.workload import Model, Split
 
 A100 = read_device("a100")
@@ -115,3 +115,18 @@ def test_layers_that_do_not_divide_are_dealt_out() -> None:
     assert spread(10, 4) == (3, 3, 2, 2)
     plan = Schedules().plan("1f1b", 10, 4, 1, 4)
     assert [len(place.layers) for place in plan.layout] == [3, 3, 2, 2]
+
+
+def test_the_stage_that_holds_most_is_waited_for() -> None:
+    """Update and reduction are those of one stage's own layers, experts and tables, not of the average stage."""
+    split = Split(pipeline=2, data=4, micro_batch=1, global_batch=16)
+    model = Model(4, 1024, 16, 256, 1, experts=8, top_k=2, dense_layers=(0, 1))
+    experts = looped_layout(LayoutSpec(2, 1, 4, (2, 2)))
+    mixed = replace(model, dense_layers=(0, 2))
+    update, reduction = after_backward(model, split, A100, experts)
+    assert update > 1.6 * after_backward(mixed, split, A100, experts)[0]
+    most = after_backward(replace(model, dense_layers=()), split, A100, experts)
+    assert (update, reduction) == pytest.approx(most)
+    untied = replace(model, vocabulary=50000, tied=False)
+    assert untied.tables(first=True, last=True) == 2 * untied.tables(first=True, last=False) == 2 * 50000 * 1024
+    assert replace(untied, tied=True).tables(first=True, last=True) == 50000 * 1024

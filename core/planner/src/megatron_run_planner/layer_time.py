@@ -135,15 +135,15 @@ def _shared(model: Model, split: Split, device: Device) -> float:
 
 
 def _exchanged(size: float, split: Split, device: Device) -> float:
-    """An all-to-all among the expert ranks; where sums were measured, as many bytes as half of one takes."""
+    """An all-to-all among the expert ranks; where sums were measured, in proportion to one of half its bytes."""
     if not device.links.sums:
         return exchange(device.links, size, split.expert, split.tensor)
-    return sum_over(device, split, size / 2, split.expert)
+    return device.links.exchange * sum_over(device, split, size / 2, split.expert)
 
 
 def _as_work(seconds: float, split: Split, device: Device) -> float:
     """``seconds`` measured while all ranks of ``split`` share the cores, as those that one rank alone would take."""
-    return seconds / device.cores.slower(split.ranks) if device.cores else seconds
+    return seconds / device.cores.slower(split.ranks, split.ranks) if device.cores else seconds
 
 
 def embedding_time(model: Model, split: Split, device: Device) -> Passes:

@@ -180,6 +180,11 @@ class Model:
         """Weights with which a predictor joins two vectors."""
         return 2 * self.hidden**2
 
+    def tables(self, *, first: bool, last: bool) -> float:
+        """Weights of embedding and head on a stage that is the first, the last or both."""
+        words = self.vocabulary * self.hidden * (1 if first and last and self.tied else first + last)
+        return words + first * self.positions * self.hidden
+
     @property
     def parameters(self) -> float:
         """Weights of the model, without biases and norms."""

@@ -14,7 +14,7 @@ from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run_engine.runtime.comm import create_groups
 
 #: Exchanges of a round, and rounds, of which the median counts: ranks that wait are woken late now and then.
-_CALLS, _ROUNDS = 10, 7
+_CALLS, _ROUNDS = 8, 5
 
 
 def time_sums(sizes: Sequence[int], members: int) -> list[float]:
