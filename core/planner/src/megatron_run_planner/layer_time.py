@@ -115,9 +115,9 @@ def layer_time(model: Model, split: Split, device: Device) -> Passes:
         "none": 0.0,
         "core": scores + sum(_sweep(each, device) for each in work.sweeps[4:]),
         "mlp": half + shared / 2,
-        "full": forward + shared,
+        "full": forward + shared + _counted(model, split, device),
     }[split.recompute]
-    passes = Passes(forward + shared, backward + shared + repeated, products)
+    passes = Passes(forward + shared + _counted(model, split, device), backward + shared + repeated, products)
     return passes if device.cores else passes.times(ahead)
 
 
@@ -132,6 +132,13 @@ def _shared(model: Model, split: Split, device: Device) -> float:
         routed = device.width * tokens * model.top_k * model.hidden / split.tensor
         shared += 2 * _exchanged(routed, split, device)
     return _as_work(shared, split, device)
+
+
+def _counted(model: Model, split: Split, device: Device) -> float:
+    """Seconds in which expert ranks tell each other how many tokens they send, where small sums were measured."""
+    if not (model.experts and split.expert > 1 and device.links.sums):
+        return 0.0
+    return _as_work(_exchanged(8.0 * model.experts, split, device), split, device)
 
 
 def _exchanged(size: float, split: Split, device: Device) -> float:

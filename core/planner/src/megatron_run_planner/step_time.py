@@ -192,6 +192,8 @@ def _finish(part: Model, layers: int, tables: float, split: Split, device: Devic
         reduction += sum_over(device, split, table, 2, split.ranks // 2)
     if device.links.sums:  # where steps were fitted as a whole, these are among what every step takes
         reduction += _AGREEMENTS * sum_over(device, split, 8.0, split.ranks)
+        if split.zero1 and split.data > 2:  # gloo sums whole buckets there, and parameters are gathered besides
+            reduction += sum_over(device, split, device.width * (dense + experts) / 2, split.data, split.tensor)
     own = dense / split.data + experts * split.expert / split.data if split.zero1 else dense + experts
     update = device.sweeps.update * own / (device.bandwidth * device.sweeps.efficiency) + device.host.step
     return update, reduction
