@@ -30,9 +30,9 @@ def of(found: list[Event], phase: str, name: str = "") -> list[Event]:
 def test_each_stage_is_a_named_track_with_its_actions(plan: Plan) -> None:
     found = events(plan)
     tracks = {each["tid"]: each["args"]["name"] for each in of(found, "M", "thread_name")}
-    assert tracks == {stage: f"stage {stage}" for stage in range(plan.stages)}
+    assert tracks == {stage + 1: f"stage {stage}" for stage in range(plan.stages)}
     for stage, actions in enumerate(plan.lists):
-        slices = [each for each in of(found, "X") if each["tid"] == stage]
+        slices = [each for each in of(found, "X") if each["tid"] == stage + 1]
         assert [each["name"] for each in slices] == [str(action) for action in actions]
         assert [each["ts"] + each["dur"] for each in slices] == [end * 1000 for end in plan.ends[stage]]
 

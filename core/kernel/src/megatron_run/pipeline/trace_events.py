@@ -40,10 +40,10 @@ def trace_events(
     stages: Sequence[Sequence[Bar]], layout: Sequence[Place], *, process: int = 0, title: str, unit: float = UNIT
 ) -> Iterator[Event]:
     """The events of one step, whose bars are in units of ``unit`` microseconds; ``process`` numbers the steps."""
-    yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": title}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}}
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": title}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
     for stage, bars in enumerate(stages):
-        track = {"pid": process, "tid": stage}
+        track = {"pid": process, "tid": _track(stage)}
         yield {"ph": "M", "name": "thread_name", **track, "args": {"name": f"stage {stage}"}}
         yield {"ph": "M", "name": "thread_sort_index", **track, "args": {"sort_index": stage}}
         yield from ({**_slice(bar, unit), **track} for bar in bars)
@@ -92,8 +92,13 @@ def _arrows(stages: Sequence[Sequence[Bar]], layout: Sequence[Place], process: i
         # Perfetto reads numbers alone, and joins arrows of one number over all processes.
         flow = {"name": kind, "cat": "message", "pid": process, "id": process << 32 | number}
         leaves = max(bar.start, bar.end - 1 / unit)  # inside the bar: viewers attach an arrow to the bar at its time
-        yield {"ph": "s", **flow, "tid": layout[position].stage, "ts": _moment(leaves, unit)}
-        yield {"ph": "f", "bp": "e", **flow, "tid": layout[target].stage, "ts": _moment(used.start, unit)}
+        yield {"ph": "s", **flow, "tid": _track(layout[position].stage), "ts": _moment(leaves, unit)}
+        yield {"ph": "f", "bp": "e", **flow, "tid": _track(layout[target].stage), "ts": _moment(used.start, unit)}
+
+
+def _track(stage: int) -> int:
+    """The number of a stage's track: from 1, since Perfetto takes a thread 0 for the process's own."""
+    return stage + 1
 
 
 def _moment(when: float, unit: float) -> float:
