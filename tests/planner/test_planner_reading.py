@@ -50,6 +50,19 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "one more token behind a dense layer": {**_MIXED, **_LATENT, "mtp_layers": 1, "expert_layer_pattern": [1, 0]},
     "bert": {**_GPT, "use": "bert", "head": "masked"},
+    "t5": {"num_layers": 6, "hidden_size": 256, "num_heads": 4, "vocab_size": 1000, "use": "t5", "encoder_length": 48},
+    "t5 of relu, a short encoder": {
+        "num_layers": 7,
+        "hidden_size": 256,
+        "num_heads": 8,
+        "head_size": 48,
+        "vocab_size": 1000,
+        "use": "t5",
+        "encoder_layers": 2,
+        "encoder_length": 24,
+        "activation": "relu",
+        "tie_embeddings": False,
+    },
     "bert, classes": {**_GPT, "use": "bert", "head": "classification"},
 }
 

@@ -53,7 +53,7 @@ def place_times(
     model: Model, split: Split, device: Device, layout: Sequence[Place], layer: Passes | None = None
 ) -> list[Passes]:
     """Forward and backward of a microbatch at each position of ``layout``, of whose layers each takes ``layer``."""
-    if model.dense_layers:
+    if model.several_kinds:
         times = [layer_time(model.part(each.layers), split, device).times(len(each.layers)) for each in layout]
     else:
         layer = layer or layer_time(model, split, device)
@@ -156,7 +156,7 @@ def message_time(model: Model, split: Split, device: Device) -> float:
     """Seconds until the activations of a microbatch have reached the next stage."""
     if split.pipeline == 1:
         return 0.0
-    size: float = device.width * split.micro_batch * model.sequence * model.hidden
+    size: float = device.width * split.micro_batch * model.tokens * model.hidden
     if split.sequence_parallel or split.scatter_messages:
         size /= split.tensor
     return hop(device.links, size, split.tensor * split.data, split.ranks)
@@ -175,7 +175,7 @@ def after_backward(model: Model, split: Split, device: Device, layout: Sequence[
     for stage, mine in held.items():
         count, tables = sum(map(len, mine)), model.tables(first=stage == ends[0], last=stage == ends[1])
         part = model.part(layer for layers in mine for layer in layers)
-        kinds[count, tables, part.dense_layers] = part
+        kinds[count, tables, part.dense_layers, part.encoder_layers, part.across] = part
     return max((_finish(part, *key[:2], split, device) for key, part in kinds.items()), key=sum)
 
 
