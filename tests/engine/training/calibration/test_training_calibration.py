@@ -76,9 +76,14 @@ def test_rounds_are_pooled_and_what_disturbed_one_is_not_seen() -> None:
     def measured(slow: float) -> Round:
         step = {"forward": [slow, slow], "backward": [2 * slow], "rest": [slow]}
         sizes = (len(PRODUCTS), len(PRODUCTS[::4]), len(SWEEPS))
-        operators = [*([slow] * size for size in sizes), [[slow, 2 * slow]] * len(ATTENTION)]
-        shared = {"sums": [(2, 2, 64, slow)], "messages": [(2, 64, slow)], "together": [(1, slow)]}
-        return Round(operators, [step] * len(runs()), **shared, anchors=[[9.0, 9.0, slow, slow]] * len(ANCHORS))
+        return Round(
+            operators=[*([slow] * size for size in sizes), [(slow, 2 * slow)] * len(ATTENTION)],
+            runs=[step] * len(runs()),
+            sums=[(2, 2, 64, slow)],
+            messages=[(2, 64, slow)],
+            together=[(1, slow)],
+            anchors=[[9.0, 9.0, slow, slow]] * len(ANCHORS),
+        )
 
     found = surveyed([measured(1.0), measured(2.0), measured(1.0)])
     assert found == surveyed([measured(1.0)])

@@ -334,8 +334,8 @@ def _shared_constants(device: Device, world: int) -> list[_Constant]:
         for busy, factor, least in slow
     ]
     for each in (each for each in links.sums if each.ranks == world):
-        found.append(_Constant(each.latency, 1e-5, 0.05, partial(_with_sum, each[:2], "latency")))
-        found.append(_Constant(each.bandwidth, 1e8, 1e11, partial(_with_sum, each[:2], "bandwidth")))
+        found.append(_Constant(each.latency, 1e-5, 0.05, partial(_with_latency, each[:2])))
+        found.append(_Constant(each.bandwidth, 1e8, 1e11, partial(_with_bandwidth, each[:2])))
     sent = [each for each in links.messages if each.ranks == world]
     found += [_Constant(each.latency, 1e-5, 0.05, partial(_with_message, world)) for each in sent]
     if world == min(each.ranks for each in links.sums):
@@ -356,8 +356,16 @@ def _with_slowdown(busy: int, name: str, device: Device, value: float) -> Device
     return device.model_copy(update={"cores": device.cores.model_copy(update={name: tuple(found)})})
 
 
-def _with_sum(key: tuple[int, int], name: str, device: Device, value: float) -> Device:
-    sums = tuple(each._replace(**{name: value}) if each[:2] == key else each for each in device.links.sums)
+def _with_latency(key: tuple[int, int], device: Device, value: float) -> Device:
+    return _with_sums(device, key, lambda each: each._replace(latency=value))
+
+
+def _with_bandwidth(key: tuple[int, int], device: Device, value: float) -> Device:
+    return _with_sums(device, key, lambda each: each._replace(bandwidth=value))
+
+
+def _with_sums(device: Device, key: tuple[int, int], change: Callable[[MeasuredSum], MeasuredSum]) -> Device:
+    sums = tuple(change(each) if each[:2] == key else each for each in device.links.sums)
     return device.model_copy(update={"links": device.links.model_copy(update={"sums": sums})})
 
 
