@@ -22,7 +22,7 @@ from megatron_run_engine.runtime.comm import create_groups
 #: Seconds that the calls of one round take together, at least, and rounds.
 _ROUND, _ROUNDS = 0.015, 4
 #: Exchanges of a round, and rounds, of which the median counts: ranks that wait are woken late now and then.
-_CALLS, _EXCHANGES = 10, 7
+_CALLS, _EXCHANGES = 8, 5
 
 
 def least_seconds(call: Callable[[], object]) -> float:
