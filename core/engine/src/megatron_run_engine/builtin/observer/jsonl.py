@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: Version of the lines. It is raised when the meaning of a field changes.
 VERSION = 1
-#: Bytes of a line that a run may have begun: far more than any has. What somebody else left may be a hole of any length.
+#: Bytes of a line that a run may have begun, far more than any has: what somebody else left may be a hole of 40 GB.
 LONGEST_LINE = 1 << 24
 
 
