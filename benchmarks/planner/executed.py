@@ -1,19 +1,19 @@
 """Steps of real runs on this machine beside what the planner predicts of them after calibrating on it.
 
-Each configuration runs several times, in rounds over all of them, so that a disturbance hits no single one; a step's
-time is the typical one of each round, and of these the median. Predicted is the step time that `plan` gives for the
-very request. The order of actions is compared on every rank, and between ranks wherever one action ended before another
-began.
+Calibration and runs take turns, in rounds over everything, so that a disturbance hits no single one and both see the
+same machine; the calibration has trainings of its own and looks at none of these. A step's time is the typical one of
+the steps of all rounds, as in the calibration. Predicted is the step time that `plan` gives for the very request. How
+well half of the rounds predict the other half is what no prediction can surpass. The order of actions is compared on
+every rank, and between ranks wherever one action ended before another began.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import combinations
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.planner.configuration import FULL, HALF, SPLIT, Configuration, sized, stages
@@ -21,7 +21,13 @@ from benchmarks.planner.picture import Scale, picture
 from benchmarks.support.report import heading, table
 from megatron_run_engine.training.calibration.on_ranks import Task as Measurement
 from megatron_run_engine.training.calibration.on_ranks import on_ranks
-from megatron_run_engine.training.calibration.survey import processor_name, step_seconds, survey
+from megatron_run_engine.training.calibration.survey import (
+    WORLDS,
+    Round,
+    processor_name,
+    step_seconds,
+    surveyed,
+)
 from megatron_run_engine.training.calibration.timed_run import time_request
 from megatron_run_planner.accuracy import Accuracy, Compared, Measured, kendall, summarise
 from megatron_run_planner.accuracy.calibrate import Survey, describe, device_text
@@ -32,50 +38,52 @@ from megatron_run_planner.task import read_task
 
 RESULTS = Path(__file__).parents[1] / "results"
 #: Rounds over all configurations, and steps of a run that are timed.
-ROUNDS, STEPS = 5, 9
+ROUNDS, STEPS = 4, 6
 EXPERTS = {"model.experts": 4}
+#: Their steps differ by a factor of 1.1 on average and of 20 in all, so that an order can be kept or lost.
 CONFIGURATIONS = (
-    Configuration(1),
-    Configuration(1, (), sized(256, 8)),
-    Configuration(1, (), sized(192, 6, 64, 4, 16)),
-    Configuration(1, (), sized(384, 6, 128, 1, 4)),
+    Configuration(1, (), sized(128, 4, 64, 1, 4, layers=3)),
+    Configuration(1, (), sized(128, 4, 128, 1, 3)),
+    Configuration(1, (), sized(192, 6, 64, 4, 20)),
     Configuration(1, (), sized(512, 8, 64, 2, 4, layers=2)),
-    Configuration(1, (), sized(128, 4, 256, 1, 8, layers=6)),
-    Configuration(1, (), FULL),
-    Configuration(1, (), sized(256, 4) | HALF),
-    Configuration(1, (), EXPERTS),
-    Configuration(1, (), {"data.vocab_size": 8192}),
-    Configuration(2, ("schedule=1f1b",), stages(2)),
-    Configuration(2, ("schedule=1f1b",), stages(2) | sized(256, 4, 128, 1, 8)),
-    Configuration(2, ("schedule=gpipe",), stages(2) | sized(192, 6)),
-    Configuration(2, ("schedule=interleaved",), stages(2, chunks=2)),
-    Configuration(2, ("schedule=zero-bubble",), stages(2)),
-    Configuration(2, ("schedule=1f1b",), stages(2) | FULL),
-    Configuration(2, (SPLIT,), {"parallel.tensor": 2}),
-    Configuration(2, (SPLIT,), {"parallel.tensor": 2} | sized(384, 8, 128, 1, 4)),
-    Configuration(2, (SPLIT,), {"parallel.tensor": 2} | FULL),
-    Configuration(2, (), {"parallel.data": 2}),
+    Configuration(1, (), sized(384, 6, 128, 1, 9)),
+    Configuration(1, (), sized(256, 8, 128, 2, 32)),
+    Configuration(1, (), sized(128, 4, 256, 1, 16, layers=6)),
+    Configuration(1, (), sized(128, 4, 128, 2, 4) | FULL),
+    Configuration(1, (), sized(256, 4, 128, 2, 16, layers=5) | HALF),
+    Configuration(1, (), sized(128, 4, 128, 2, 12) | EXPERTS),
+    Configuration(1, (), sized(128, 4, 128, 2, 8) | {"data.vocab_size": 8192}),
+    Configuration(2, ("schedule=1f1b",), stages(2) | sized(128, 4, 64, 2, 4)),
+    Configuration(2, ("schedule=1f1b",), stages(2) | sized(256, 4, 128, 1, 24)),
+    Configuration(2, ("schedule=gpipe",), stages(2) | sized(192, 6, batch=16)),
+    Configuration(2, ("schedule=interleaved",), stages(2, chunks=2) | sized(128, 4, 128, 2, 24)),
+    Configuration(2, ("schedule=zero-bubble",), stages(2) | sized(128, 4, 128, 2, 8)),
+    Configuration(2, ("schedule=1f1b",), stages(2) | sized(192, 6, 128, 2, 16, layers=6) | FULL),
+    Configuration(2, (SPLIT,), {"parallel.tensor": 2} | sized(128, 4, 128, 1, 4, layers=2)),
+    Configuration(2, (SPLIT,), {"parallel.tensor": 2} | sized(384, 8, 128, 1, 10)),
+    Configuration(2, (SPLIT,), {"parallel.tensor": 2} | sized(128, 4, 128, 2, 12) | FULL),
+    Configuration(2, (), {"parallel.data": 2} | sized(128, 4, 128, 2, 8)),
     Configuration(2, (), {"parallel.data": 2} | sized(256, 8, 64, 4, 16)),
-    Configuration(2, ("optimizer=zero1",), {"parallel.data": 2} | sized(384, 6, 64, 2, 8)),
-    Configuration(2, (), {"parallel.data": 2, "parallel.expert": 2} | EXPERTS),
-    Configuration(4, ("schedule=1f1b",), stages(4)),
+    Configuration(2, ("optimizer=zero1",), {"parallel.data": 2} | sized(384, 6, 64, 2, 12)),
+    Configuration(2, (), {"parallel.data": 2, "parallel.expert": 2} | sized(128, 4, 128, 2, 12) | EXPERTS),
+    Configuration(4, ("schedule=1f1b",), stages(4) | sized(128, 4, 128, 2, 8)),
     Configuration(4, ("schedule=gpipe",), stages(4) | sized(256, 4, 64, 2, 16)),
-    Configuration(4, ("schedule=zero-bubble",), stages(4) | sized(192, 6)),
-    Configuration(4, ("schedule=interleaved",), stages(4, chunks=2) | sized(128, 4, layers=8)),
-    Configuration(4, (SPLIT,), {"parallel.tensor": 4} | sized(256, 8)),
-    Configuration(4, (), {"parallel.data": 4} | sized(192, 6, batch=16)),
-    Configuration(4, ("optimizer=zero1",), {"parallel.data": 4} | sized(256, 8, 64, 2, 16)),
-    Configuration(4, (SPLIT, "schedule=1f1b"), stages(2, tensor=2) | sized(256, 8)),
+    Configuration(4, ("schedule=zero-bubble",), stages(4) | sized(192, 6, 128, 2, 32)),
+    Configuration(4, ("schedule=interleaved",), stages(4, chunks=2) | sized(256, 4, 128, 1, 20, layers=8)),
+    Configuration(4, (SPLIT,), {"parallel.tensor": 4} | sized(256, 8, 128, 2, 10)),
+    Configuration(4, (), {"parallel.data": 4} | sized(192, 6, batch=24)),
+    Configuration(4, ("optimizer=zero1",), {"parallel.data": 4} | sized(256, 8, 64, 2, 32)),
+    Configuration(4, (SPLIT, "schedule=1f1b"), stages(2, tensor=2) | sized(256, 8, batch=16)),
     Configuration(4, ("schedule=1f1b",), stages(2, data=2) | sized(128, 4, batch=16)),
-    Configuration(4, (SPLIT,), {"parallel.tensor": 2, "parallel.data": 2} | sized(384, 6, batch=16)),
-    Configuration(4, ("schedule=1f1b",), stages(2, data=2) | sized(256, 4, 64, 2, 16) | FULL),
+    Configuration(4, (SPLIT,), {"parallel.tensor": 2, "parallel.data": 2} | sized(384, 6, batch=20)),
+    Configuration(4, ("schedule=1f1b",), stages(2, data=2) | sized(256, 4, 64, 2, 32) | FULL),
 )
 
 
 class Executed(NamedTuple):
-    """What was seen of a configuration: seconds of a step in each round, and one step's actions of each rank."""
+    """What was seen of a configuration: seconds of the steps of each round, and one step's actions of each rank."""
 
-    rounds: list[float]
+    rounds: list[list[float]]
     actions: list[list[tuple[str, float, float]]]
 
 
@@ -83,30 +91,24 @@ class Judged(NamedTuple):
     """A configuration executed and predicted. ``ordered``: every rank ran its actions in the simulated order.
 
     ``agreeing``: of pairs of actions of different stages of which one ended before the other began, the share that the
-    simulation has in the same order.
+    simulation has in the same order. ``halves`` are the seconds of a step by every other round, and by those between.
     """
 
     configuration: Configuration
     compared: Compared
     spread: float
+    halves: tuple[float, float]
     ordered: bool
     agreeing: float
 
 
-def execute(chosen: Sequence[Configuration], rounds: int) -> list[Executed]:
-    """Run each configuration once a round."""
-    found = [Executed([], []) for _ in chosen]
-    for _ in range(rounds):
-        for world in sorted({each.ranks for each in chosen}):
-            mine = [index for index, each in enumerate(chosen) if each.ranks == world]
-            tasks = [
-                Measurement(time_request, {"request": chosen[index].request.to_json(), "steps": STEPS})
-                for index in mine
-            ]
-            for index, ranks in zip(mine, on_ranks(world, tasks), strict=True):
-                found[index].rounds.append(max(step_seconds(each["wall"]) for each in ranks))
-                found[index].actions[:] = [each["actions"][-1] for each in ranks]
-    return found
+def execute(world: int, chosen: Sequence[Configuration], found: Sequence[Executed]) -> None:
+    """Run each configuration of so many ranks once, and add what was seen to ``found``."""
+    mine = [index for index, each in enumerate(chosen) if each.ranks == world]
+    tasks = [Measurement(time_request, {"request": chosen[index].request.to_json(), "steps": STEPS}) for index in mine]
+    for index, ranks in zip(mine, on_ranks(world, tasks), strict=True):
+        found[index].rounds.append([max(steps) for steps in zip(*(each["wall"] for each in ranks), strict=True)])
+        found[index].actions[:] = [each["actions"][-1] for each in ranks]
 
 
 def judge(configuration: Configuration, executed: Executed, device: Device, schedules: Schedules) -> Judged:
@@ -114,7 +116,7 @@ def judge(configuration: Configuration, executed: Executed, device: Device, sche
     task = read_task(configuration.request, configuration.ranks)
     split = task.split
     plan = schedules.plan(task.schedule, task.model.layers, split.pipeline, split.chunks, split.microbatches)
-    seconds = median(executed.rounds)
+    seconds = step_seconds(executed.rounds)
     row = Measured(task.model, split, seconds)
     compared = Compared(row, step_time(task.model, split, device, plan).seconds)
     ends = simulated(place_times(task.model, split, device, plan.layout), task.model, split, device, plan)
@@ -124,8 +126,16 @@ def judge(configuration: Configuration, executed: Executed, device: Device, sche
         for rank, actions in enumerate(executed.actions)
     )
     firsts = executed.actions[::per_stage]
-    spread = max(executed.rounds) / min(executed.rounds) - 1
-    return Judged(configuration, compared, spread, ordered and len(ends) == len(firsts), agreement(firsts, ends))
+    each_round = [step_seconds([steps]) for steps in executed.rounds]
+    halves = tuple(step_seconds(executed.rounds[start::2] or executed.rounds) for start in (0, 1))
+    return Judged(
+        configuration,
+        compared,
+        max(each_round) / min(each_round) - 1,
+        (halves[0], halves[1]),
+        ordered and len(ends) == len(firsts),
+        agreement(firsts, ends),
+    )
 
 
 def agreement(stages: Sequence[Sequence[tuple[str, float, float]]], ends: Sequence[Sequence[float]]) -> float:
@@ -151,6 +161,11 @@ def report(found: Sequence[Judged], device: Device, rounds: int) -> Iterator[str
         f"{max(errors):.1%}, {within} within 10%; Kendall's tau {tau:.3f}; order of actions equal on every rank in "
         f"{sum(each.ordered for each in found)}."
     )
+    same = floor(found)
+    yield (
+        f"Half of the rounds as a prediction of the other half: mean error {same.mean_error:.1%}, worst "
+        f"{max(abs(each.error) for each in same.rows):.1%}; Kendall's tau {kendall([same.rows]):.3f}."
+    )
     yield f"Device: {device.name}, one thread a rank."
     yield ""
     rows = [
@@ -169,6 +184,13 @@ def report(found: Sequence[Judged], device: Device, rounds: int) -> Iterator[str
     yield from table(columns, rows)
 
 
+def floor(found: Sequence[Judged]) -> Accuracy:
+    """What one half of the rounds says of the other: the same runs on the same machine, predicted perfectly."""
+    return summarise(
+        tuple(Compared(replace(each.compared.row, seconds=each.halves[1]), each.halves[0]) for each in found)
+    )
+
+
 def record(found: Sequence[Judged], device: Device, rounds: int) -> dict[str, Any]:
     """The same as data."""
     errors = [abs(each.compared.error) for each in found]
@@ -185,6 +207,7 @@ def record(found: Sequence[Judged], device: Device, rounds: int) -> dict[str, An
                 "predicted": each.compared.predicted,
                 "error": each.compared.error,
                 "spread": each.spread,
+                "halves": each.halves,
                 "same_order": each.ordered,
                 "between_ranks": each.agreeing,
                 "split": asdict(each.compared.row.split),
@@ -197,15 +220,22 @@ def record(found: Sequence[Judged], device: Device, rounds: int) -> dict[str, An
 def main(words: Sequence[str], *, quick: bool, device_file: Path | None, output: Path | None) -> None:
     """Calibrate unless there is a description, execute, compare, and write ``planner_executed`` where asked."""
     say: Callable[[str], None] = lambda what: print(f"measuring {what}", flush=True)  # noqa: E731
+    chosen, rounds = (CONFIGURATIONS[::4], 1) if quick else (CONFIGURATIONS, ROUNDS)
+    executed = [Executed([], []) for _ in chosen]
+    measured = [Round() for _ in range(rounds)]
+    for number, each in enumerate(measured, 1):
+        for world in WORLDS:
+            say(f"{world} rank{'s' if world > 1 else ''}, round {number} of {rounds}")
+            if device_file is None:
+                each.measure(world)
+            execute(world, chosen, executed)
     if device_file is None:
-        measured = Survey(**survey(say))
-        device = describe(measured, f"one of {measured.cores} cores of {processor_name()}")
+        survey = Survey(**surveyed(measured))
+        device = describe(survey, f"one of {survey.cores} cores of {processor_name()}")
     else:
         device = read_device(str(device_file))
-    chosen, rounds = (CONFIGURATIONS[::4], 1) if quick else (CONFIGURATIONS, ROUNDS)
-    say(f"{len(chosen)} configurations, {rounds} times each")
     schedules = Schedules()
-    found = [judge(*pair, device, schedules) for pair in zip(chosen, execute(chosen, rounds), strict=True)]
+    found = [judge(*pair, device, schedules) for pair in zip(chosen, executed, strict=True)]
     text = [*heading("Executed against predicted steps", words), *report(found, device, rounds)]
     print("\n".join(text))
     if output:
@@ -218,7 +248,7 @@ def main(words: Sequence[str], *, quick: bool, device_file: Path | None, output:
         scale = Scale(0.005, 2.0, (0.01, 0.1, 1.0))
         (output / "planner_executed.svg").write_text(picture(whole, scale), "utf-8")
         (output / "planner_executed_device.yaml").write_text(
-            device_text(device, "As calibrated before the runs."), "utf-8"
+            device_text(device, "As calibrated between the runs."), "utf-8"
         )
 
 

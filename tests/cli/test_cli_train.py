@@ -131,6 +131,7 @@ def test_ctrl_c_saves_the_step_and_says_so(tmp_path: Path) -> None:
     assert (status(tmp_path)["message"], status(tmp_path)["step"]) == (line, saved)
 
 
+@pytest.mark.nightly  # torchrun itself; local ranks, and a forked agent with a rank that dies, are tried every time
 def test_ctrl_c_saves_under_torchrun_too(tmp_path: Path) -> None:
     with started(
         (*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "megatron_run_cli", *ENDLESS), tmp_path

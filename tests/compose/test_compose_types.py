@@ -152,7 +152,7 @@ def give_rules(axis: Any, sequence: bool) -> None:
     mappings._G.spmd_typecheck = staticmethod(leave)
     mappings._GatherSequence.spmd_typecheck = from_to(V, R)
     mappings._ScatterSequence.spmd_typecheck = from_to(None, V)
-    import_module(f"{nn}.parallel.column")._ColumnLinear.spmd_typecheck = staticmethod(column)
+    mappings._ColumnLinear.spmd_typecheck = staticmethod(column)
     local = {
         "linear": ["_Linear"],
         "grouped": ["_GroupedLinear"],

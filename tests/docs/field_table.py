@@ -20,15 +20,18 @@ _CHECK = re.compile(r"test_field and (\w+)\]")
 
 
 def table() -> str:
-    """How many were found; bug, what was planted, and what finds it; then what was not planted, and why."""
+    """How many were found; the thread, what was planted, and what finds it; then what was not planted, and why."""
     found, planted = Results.read(RESULTS).of, [mutant for mutant in read_mutants() if mutant.bug]
     killed = [mutant for mutant in planted if mutant.id in found and found[mutant.id].outcome == "killed"]
     rows = [
         f"{len(killed)} of {len(planted)} are found:",
         "",
-        "| bug of another trainer | planted here | found by |",
+        "| thread | planted here | found by |",
         "|---|---|---|",
-        *(f"| {each.bug} | {each.breaks} | `{_CHECK.findall(each.tests[0])[0]}` |" for each in planted),
+        *(
+            f"| {each.bug.partition(':')[0]} | {each.breaks} | `{_CHECK.findall(each.tests[0])[0]}` |"
+            for each in planted
+        ),
     ]
     return "\n".join([*rows, "", "Not planted:", "", *_absent()]) + "\n"
 

@@ -37,15 +37,6 @@ def test_a_run_says_what_it_will_do_and_leaves_its_numbers(tmp_path: Path) -> No
     assert last < first
 
 
-@pytest.mark.nightly
-@pytest.mark.multiproc
-def test_a_sweep_finds_the_same_loss_under_two_schedules(tmp_path: Path) -> None:
-    printed = output("two_schedules.py", tmp_path)
-    losses = dict(re.findall(r"^(\w+): loss ([\d.]+), \d+ tokens/s$", printed, re.M))
-    assert set(losses) == {"1f1b", "interleaved"}
-    assert losses["1f1b"] == losses["interleaved"]
-
-
 def test_an_object_handed_in_sees_every_step(tmp_path: Path) -> None:
     assert re.search(r"^4 losses, the last 4\.\d+$", output("plugin_object.py", tmp_path), re.M)
 

@@ -104,9 +104,9 @@ def _run_case(rank: int, world: int, case: Case) -> Ran:
 
     from megatron_run.config.request import Request
     from megatron_run_engine.runtime.context import Dtypes
-    from megatron_run_engine.training import build, sample_text
+    from megatron_run_engine.training import build, evaluate
 
-    ran, make, write = Ran(Seen()), build.build, sample_text.generate_text
+    ran, make, write = Ran(Seen()), build.build, evaluate.generate_text
 
     def watched_build(*arguments: Any) -> Any:
         assembly = make(*arguments)

@@ -18,7 +18,7 @@ from tests.integration.pieces import Case, Ran, joined, run_cases
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(3600 if WHOLE else 600)]
 
-STEPS, RANKS = 20 if WHOLE else 3, 4
+STEPS, RANKS = 20 if WHOLE else 2, 4
 SETS = (
     "train.global_batch_size=4",
     "train.micro_batch_size=1",  # the same everywhere: balance and capacity are those of a microbatch

@@ -14,12 +14,12 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
 DATA = f"data={Path(__file__).with_name('masked_data.py')}"
 SETS = (
-    "train.steps=3",
+    "train.steps=2",
     "train.global_batch_size=8",
     "train.lr_warmup=0",
     "train.lr_shape=constant",
     "train.sequence_length=16",
-    "eval.interval=3",
+    "eval.interval=2",
     "eval.batches=1",
     "model.hidden_size=32",
     "model.num_heads=4",

@@ -17,7 +17,7 @@ from tests.integration.pieces import Array, Case, Ran, joined, run_cases
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(3600 if WHOLE else 600)]
 
-EACH, BATCH = 3, 8
+EACH, BATCH = 5 if WHOLE else 2, 8
 STEPS = 20 if WHOLE else EACH
 SETS = (
     f"train.global_batch_size={BATCH}",

@@ -72,8 +72,9 @@ def surveyed(device: Device, anchors: Sequence[Mapping[str, Any]] = ()) -> Surve
     for each in sizes:
         run: dict[str, Any] = {**dict(zip(_NAMES, each, strict=True)), "tensor": 1}
         model, split = model_of(run)
-        (times,) = place_times(model, split, alone, looped_layout(LayoutSpec(1, 1, model.layers, ())))
-        rest = after_backward(model, split, alone)[0]
+        layout = looped_layout(LayoutSpec(1, 1, model.layers, ()))
+        (times,) = place_times(model, split, alone, layout)
+        rest = after_backward(model, split, alone, layout)[0]
         runs.append({**run, "forward": times.forward, "backward": times.backward, "rest": rest})
     swept = device.bandwidth * device.sweeps.efficiency
     (sums,) = device.links.sums
@@ -101,7 +102,7 @@ def anchored(device: Device) -> tuple[Task, list[dict[str, Any]]]:
     request = Request(("preset:tiny",), sets, ("parallel-layer=tensor",))
     task = read_task(request, 2)
     seconds = step_time(task.model, task.split, device, plan_of(task)).seconds
-    return task, [{"constant": "sum", "request": request.to_json(), "ranks": 2, "seconds": seconds}]
+    return task, [{"request": request.to_json(), "ranks": 2, "seconds": seconds}]
 
 
 def plan_of(task: Task) -> Plan:

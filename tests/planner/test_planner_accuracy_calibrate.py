@@ -33,7 +33,7 @@ def test_a_description_predicts_the_runs_that_it_was_made_of(survey: Survey, fou
             (times,) = place_times(model, split, alone, layout)
             assert times.forward == pytest.approx(run["forward"], rel=0.06), run
             assert times.backward == pytest.approx(run["backward"], rel=0.06), run
-            assert after_backward(model, split, alone)[0] == pytest.approx(run["rest"], rel=0.05)
+            assert after_backward(model, split, alone, layout)[0] == pytest.approx(run["rest"], rel=0.05)
 
 
 def test_trainings_on_several_ranks_settle_what_they_cost_each_other(survey: Survey) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -11,6 +12,7 @@ from megatron_run.config.request import Request
 from megatron_run.contracts import DataSource
 from megatron_run.contracts.topology import Topology
 from megatron_run.planning import load_config, resolve
+from megatron_run_engine.nn.attention import CoreAttention
 from megatron_run_engine.runtime.comm import Groups
 from megatron_run_engine.runtime.parameter_init import count_parameters, describe_parameters
 from megatron_run_engine.training.build import build_chunks, make_context, make_layers, with_vocabulary
@@ -50,6 +52,19 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "one more token behind a dense layer": {**_MIXED, **_LATENT, "mtp_layers": 1, "expert_layer_pattern": [1, 0]},
     "bert": {**_GPT, "use": "bert", "head": "masked"},
+    "t5": {"num_layers": 6, "hidden_size": 256, "num_heads": 4, "vocab_size": 1000, "use": "t5", "encoder_length": 48},
+    "t5 of relu, a short encoder": {
+        "num_layers": 7,
+        "hidden_size": 256,
+        "num_heads": 8,
+        "head_size": 48,
+        "vocab_size": 1000,
+        "use": "t5",
+        "encoder_layers": 2,
+        "encoder_length": 24,
+        "activation": "relu",
+        "tie_embeddings": False,
+    },
     "bert, classes": {**_GPT, "use": "bert", "head": "classification"},
 }
 
@@ -92,6 +107,22 @@ def test_a_layer_keeps_what_the_planner_counts(name: str, parallel: dict[str, An
     task = read_task(Request((config,)), None)
     counted = (kept(model, parallel, 3) - kept(model, parallel, 1)) / 2
     assert layer_activations(task.model, task.split) == pytest.approx(counted, rel=0.005)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_dropout_keeps_a_byte_a_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is the engine's own dropout, and a GPU's. Attention's is left out: a CPU keeps probabilities for it."""
+    of = CoreAttention.of
+    monkeypatch.setattr(CoreAttention, "of", lambda shape, dropout: of(shape, 0.0))
+    parallel = {"tensor": 2}
+    model = {**_GPT, "hidden_size": 1024, "num_heads": 16, **KEPT[name], "dropout": 0.1}
+    task = read_task(Request(({**small(model, 1024), "parallel": parallel},)), None)
+    counted = (kept(model, parallel, 3) - kept(model, parallel, 1)) / 2
+    assert layer_activations(task.model, task.split) == pytest.approx(counted, rel=0.005)
+    masked = layer_activations(task.model, task.split) - layer_activations(
+        replace(task.model, dropout=False), task.split
+    )
+    assert masked == 2 * 1024 * 1024
 
 
 def small(model: dict[str, Any], sequence: int = 32) -> dict[str, Any]:

@@ -42,3 +42,12 @@ def test_ranks_slow_each_other_only_while_they_compute() -> None:
 @pytest.mark.parametrize(("busy", "slower"), [(1, 1.0), (2, 1.2), (3, 1.9), (4, 2.6), (8, 5.2)])
 def test_what_was_not_measured_lies_between_or_in_proportion(busy: int, slower: float) -> None:
     assert Cores(count=2, slowdown=((1, 1.0), (2, 1.2), (4, 2.6))).slower(busy) == pytest.approx(slower)
+
+
+def test_ranks_that_outnumber_the_cores_meet_on_one_of_them() -> None:
+    """Two of four ranks compute: the other two left them on one core for a while."""
+    cores = Cores(count=2, slowdown=((1, 1.0), (2, 1.2)), crowded=((1, 1.0), (2, 1.6), (4, 2.6)))
+    assert [cores.slower(2, ranks) for ranks in (2, 4)] == [1.2, 1.6]
+    assert cores.slower(3, 4) == pytest.approx(2.1)
+    plan = Schedules().plan("gpipe", 2, 2, 1, 1)
+    assert max(done[-1] for done in simulate_shared(plan, [COSTS] * 2, 0.0, 2, cores)) == pytest.approx(6.0 * 1.6)

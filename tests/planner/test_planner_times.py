@@ -11,7 +11,7 @@ from megatron_run_planner.devices import Device, read_device
 from megatron_run_planner.layer_time import all_reduce, layer_time
 from megatron_run_planner.operators import layer_operators
 from megatron_run_planner.schedules import Schedules, spread
-from megatron_run_planner.step_time import estimate, message_time, step_time
+from megatron_run_planner.step_time import after_backward, estimate, message_time, place_times, step_time
 from megatron_run_planner.workload import Model, Split
 
 A100 = read_device("a100")
@@ -43,6 +43,34 @@ def test_a_layers_operators_are_its_flops(model: Model, tensor: int) -> None:
     flops = sum(each.flops for each in work.products) + work.attention
     per_layer = (model.flops_per_token - 6 * model.hidden * model.vocabulary) / model.layers
     assert flops * tensor == pytest.approx(per_layer / 3 * 2 * model.sequence)
+
+
+#: Three layers that read 512 tokens, and five that write 128 and look at those.
+T5 = Model(8, 1024, 16, 128, 32000, ffn=2816, gated=True, flash=True, encoder_layers=3, across=512)
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_an_encoders_layers_read_its_own_text_and_the_others_look_at_it(tensor: int) -> None:
+    kinds = [T5.kind_of(layer) for layer in range(8)]
+    assert [(kind.sequence, kind.across) for kind in kinds] == [(512, 0)] * 3 + [(128, 512)] * 5
+    work = [layer_operators(kind, 2, tensor) for kind in kinds]
+    flops = sum(each.flops for one in work for each in one.products) + sum(one.attention for one in work)
+    layers = T5.flops_per_token - 6 * T5.hidden * T5.vocabulary
+    assert flops * tensor == pytest.approx(layers / 3 * 2 * T5.sequence)
+
+
+def test_stages_of_an_encoder_and_of_a_decoder_have_their_own_times() -> None:
+    split = Split(pipeline=2, micro_batch=1, global_batch=8)
+    device = even(A100)
+    layout = looped_layout(LayoutSpec(2, 1, 8, (3, 5)))
+    first, second = place_times(replace(T5, vocabulary=1), split, device, layout)
+    encoder, decoder = (layer_time(T5.kind_of(layer), split, device) for layer in (0, 7))
+    assert first.forward == pytest.approx(3 * encoder.forward, rel=0.05)
+    assert second.forward == pytest.approx(5 * decoder.forward, rel=0.05)
+    alone = replace(T5, encoder_layers=0, across=0)
+    assert message_time(T5, split, A100) > 2 * message_time(alone, split, A100) - A100.links.latency
+    matrices = T5.hidden * 4 * T5.hidden
+    assert T5.parameters - alone.parameters == pytest.approx(5 * matrices)
 
 
 def test_experts_compute_what_their_tokens_choose() -> None:
@@ -115,3 +143,18 @@ def test_layers_that_do_not_divide_are_dealt_out() -> None:
     assert spread(10, 4) == (3, 3, 2, 2)
     plan = Schedules().plan("1f1b", 10, 4, 1, 4)
     assert [len(place.layers) for place in plan.layout] == [3, 3, 2, 2]
+
+
+def test_the_stage_that_holds_most_is_waited_for() -> None:
+    """Update and reduction are those of one stage's own layers, experts and tables, not of the average stage."""
+    split = Split(pipeline=2, data=4, micro_batch=1, global_batch=16)
+    model = Model(4, 1024, 16, 256, 1, experts=8, top_k=2, dense_layers=(0, 1))
+    experts = looped_layout(LayoutSpec(2, 1, 4, (2, 2)))
+    mixed = replace(model, dense_layers=(0, 2))
+    update, reduction = after_backward(model, split, A100, experts)
+    assert update > 1.6 * after_backward(mixed, split, A100, experts)[0]
+    most = after_backward(replace(model, dense_layers=()), split, A100, experts)
+    assert (update, reduction) == pytest.approx(most)
+    untied = replace(model, vocabulary=50000, tied=False)
+    assert untied.tables(first=True, last=True) == 2 * untied.tables(first=True, last=False) == 2 * 50000 * 1024
+    assert replace(untied, tied=True).tables(first=True, last=True) == 50000 * 1024

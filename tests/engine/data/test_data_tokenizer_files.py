@@ -11,7 +11,7 @@ import pytest
 
 from megatron_run.errors import DataError
 from megatron_run_engine.data.tokenizer import json_file, open_tokenizer
-from megatron_run_engine.data.train_tokenizer import KINDS, train_tokenizer
+from megatron_run_engine.data.tokenizer_files import KINDS, train_tokenizer
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,6 +1,7 @@
 """The linear layer whose backward can be split."""
 
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 import torch
@@ -8,9 +9,7 @@ from torch import Tensor
 from torch.library import Library
 from torch.nn import Parameter
 
-from megatron_run_engine.nn import wide_product
-from megatron_run_engine.nn.linear import _widens, add_product, linear
-from megatron_run_engine.nn.wide_product import _gemm
+from megatron_run_engine.nn.linear import _gemm, _widens, add_product, linear
 from megatron_run_engine.runtime.gradients import GradientAccumulator, main_grad
 
 
@@ -126,7 +125,7 @@ def error_of_sums(dtype: torch.dtype) -> float:
 def test_a_device_that_widens_adds_16_bit_products_without_rounding_them(
     dtype: torch.dtype, rounded: float, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wide_product, "_gemm", lambda: None)  # as on a CPU without AMX
+    monkeypatch.setattr(import_module(add_product.__module__), "_gemm", lambda: None)  # as on a CPU without AMX
     assert error_of_sums(dtype) > rounded
     request.getfixturevalue("_device_that_widens")
     assert error_of_sums(dtype) < 1e-6

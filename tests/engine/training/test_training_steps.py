@@ -20,7 +20,7 @@ from megatron_run.planning.learning_rate import LearningRate
 from megatron_run_engine.runtime.metrics import Metrics
 from megatron_run_engine.training.evaluate import Evaluator
 from megatron_run_engine.training.loader import BatchLoader
-from megatron_run_engine.training.losses import Losses
+from megatron_run_engine.training.numbers import Losses
 from megatron_run_testing.build_contexts import logical_gradients, logical_values
 from tests.support import plain_gpt
 from tests.support.training_bench import Bench

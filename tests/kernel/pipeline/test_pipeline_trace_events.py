@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 
+from megatron_run.contracts.actions import Action, Place
+from megatron_run.contracts.observer import Bar
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.timeline import timeline
 from megatron_run.pipeline.trace_events import Event, trace_document, trace_events
@@ -27,9 +30,9 @@ def of(found: list[Event], phase: str, name: str = "") -> list[Event]:
 def test_each_stage_is_a_named_track_with_its_actions(plan: Plan) -> None:
     found = events(plan)
     tracks = {each["tid"]: each["args"]["name"] for each in of(found, "M", "thread_name")}
-    assert tracks == {stage: f"stage {stage}" for stage in range(plan.stages)}
+    assert tracks == {stage + 1: f"stage {stage}" for stage in range(plan.stages)}
     for stage, actions in enumerate(plan.lists):
-        slices = [each for each in of(found, "X") if each["tid"] == stage]
+        slices = [each for each in of(found, "X") if each["tid"] == stage + 1]
         assert [each["name"] for each in slices] == [str(action) for action in actions]
         assert [each["ts"] + each["dur"] for each in slices] == [end * 1000 for end in plan.ends[stage]]
 
@@ -75,3 +78,14 @@ def test_two_steps_share_a_file() -> None:
     both = [event for process in (0, 1) for event in trace_events(stages, plan.layout, process=process, title="a")]
     assert {each["pid"] for each in both} == {0, 1}
     assert len({each["id"] for each in both if each["ph"] == "s"}) == len(of(both, "s"))
+
+
+def test_a_viewer_that_counts_nanoseconds_finds_no_overlap_and_every_arrow() -> None:
+    """Moments of which no decimal fraction is exact, as clocks give them; numbers are all that Perfetto joins by."""
+    bars = [Bar(Action("F", number, 0), number / 7e6, (number + 1) / 7e6) for number in range(200)]
+    found = list(trace_events([bars], (Place(0, 0, range(1)),), title="mine", unit=1e6))
+    slices = [(each["ts"] * 1000, each["dur"] * 1000) for each in of(found, "X")]
+    assert all(moment == int(moment) for both in slices for moment in both)
+    assert all(a + length <= b for (a, length), (b, _) in pairwise(slices))
+    plan = one_forward_one_backward_plan()
+    assert all(isinstance(each["id"], int) for each in events(plan) if each["ph"] in "sf")

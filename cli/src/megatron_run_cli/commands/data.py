@@ -283,7 +283,7 @@ def train_tokenizer_(
     with _indexed():
         from megatron_run_data_indexed.preparation.inputs import find_inputs
         from megatron_run_data_indexed.preparation.records import Reading, texts
-    from megatron_run_engine.data.train_tokenizer import train_tokenizer
+    from megatron_run_engine.data.tokenizer_files import train_tokenizer
 
     inputs, _ = find_inputs(names, form)
     size = train_tokenizer(texts(inputs, Reading(key, _unescaped(separator), "skip")), kind, vocab_size, out)

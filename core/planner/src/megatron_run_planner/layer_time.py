@@ -104,9 +104,8 @@ def layer_time(model: Model, split: Split, device: Device) -> Passes:
     backward = _joined(whole, host * (1 - share), device)
     shape = LayerShape(model.hidden, model.heads, model.sequence, split.tensor, split.micro_batch)
     ahead, back = device.measured_ratio(shape) if model.plain(fused=device.fused) else (1.0, 1.0)
-    half = _joined(
-        sum(_product(each, device) for each in work.products[2:]) + _sweep(work.sweeps[2], device), 0, device
-    )
+    feeding = sum(_product(each, device) for each in work.products[work.attending :])
+    half = _joined(feeding + _sweep(work.sweeps[2], device), 0, device)
     if not device.host.overlaps:
         half += host * share / 2
     if device.cores:  # ratios are those of one rank's work: what ranks say to each other was measured by itself
@@ -114,41 +113,49 @@ def layer_time(model: Model, split: Split, device: Device) -> Passes:
     repeated = {
         "none": 0.0,
         "core": scores + sum(_sweep(each, device) for each in work.sweeps[4:]),
-        "mlp": half + shared / 2,
-        "full": forward + shared,
+        "mlp": half + shared / (3 if model.across else 2),
+        "full": forward + shared + _counted(model, split, device),
     }[split.recompute]
-    passes = Passes(forward + shared, backward + shared + repeated, products)
+    passes = Passes(forward + shared + _counted(model, split, device), backward + shared + repeated, products)
     return passes if device.cores else passes.times(ahead)
 
 
 def _shared(model: Model, split: Split, device: Device) -> float:
     """Seconds that ranks exchange in a forward of one layer, and as many in its backward.
 
-    A sum after attention and one after the feed-forward layer; with sequence parallelism, as much in halves.
+    A sum after each attention and one after the feed-forward layer; with sequence parallelism, as much in halves.
     """
     tokens = split.micro_batch * model.sequence
-    shared = 2 * sum_over(device, split, device.width * tokens * model.hidden, split.tensor)
+    sums = 3 if model.across else 2
+    shared = sums * sum_over(device, split, device.width * tokens * model.hidden, split.tensor)
     if model.experts and split.expert > 1:
         routed = device.width * tokens * model.top_k * model.hidden / split.tensor
         shared += 2 * _exchanged(routed, split, device)
     return _as_work(shared, split, device)
 
 
+def _counted(model: Model, split: Split, device: Device) -> float:
+    """Seconds in which expert ranks tell each other how many tokens they send, where small sums were measured."""
+    if not (model.experts and split.expert > 1 and device.links.sums):
+        return 0.0
+    return _as_work(_exchanged(8.0 * model.experts, split, device), split, device)
+
+
 def _exchanged(size: float, split: Split, device: Device) -> float:
-    """An all-to-all among the expert ranks; where sums were measured, as many bytes as half of one takes."""
+    """An all-to-all among the expert ranks; where sums were measured, in proportion to one of half its bytes."""
     if not device.links.sums:
         return exchange(device.links, size, split.expert, split.tensor)
-    return sum_over(device, split, size / 2, split.expert)
+    return device.links.exchange * sum_over(device, split, size / 2, split.expert)
 
 
 def _as_work(seconds: float, split: Split, device: Device) -> float:
     """``seconds`` measured while all ranks of ``split`` share the cores, as those that one rank alone would take."""
-    return seconds / device.cores.slower(split.ranks) if device.cores else seconds
+    return seconds / device.cores.slower(split.ranks, split.ranks) if device.cores else seconds
 
 
 def embedding_time(model: Model, split: Split, device: Device) -> Passes:
     """The embedding: a gather forward, a scatter backward, and the sum over the tensor ranks."""
-    size = device.width * split.micro_batch * model.sequence * model.hidden
+    size = device.width * split.micro_batch * model.tokens * model.hidden
     moved = 2 * size / (device.bandwidth * device.sweeps.efficiency)
     shared = _as_work(sum_over(device, split, size, split.tensor), split, device)
     host = device.host
@@ -158,7 +165,7 @@ def embedding_time(model: Model, split: Split, device: Device) -> Passes:
 
 def loading_time(model: Model, split: Split, device: Device) -> Passes:
     """A microbatch: every stage that needs its fields loads it, in its forward."""
-    return Passes(device.host.batch + device.host.token * split.micro_batch * model.sequence, 0.0)
+    return Passes(device.host.batch + device.host.token * split.micro_batch * model.tokens, 0.0)
 
 
 def head_time(model: Model, split: Split, device: Device) -> Passes:

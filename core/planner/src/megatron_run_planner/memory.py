@@ -67,6 +67,9 @@ def layer_activations(model: Model, split: Split) -> float:
     mask = 1 if model.dropout else 0
     kept = (4 * _HALF + 2 * mask) * whole
     kept += _HALF * tokens * (model.qkv_width + model.context_width) / t  # queries, keys, values; the context
+    if model.across:  # its norm's input and output and its mask; queries and context; the encoder's keys and values
+        kept += (2 * _HALF + mask) * whole
+        kept += 2 * _HALF * (tokens + split.micro_batch * model.across) * model.context_width / t
     if model.rotary:
         kept += _HALF * tokens * (model.qkv_width - (model.kv_heads or model.heads) * model.head_size) / t
     if split.recompute == "mlp":
@@ -164,7 +167,7 @@ def communication(model: Model, split: Split) -> float:
     Gradients and sharded parameters take none: their buckets are parts of the flat buffers, reduced and gathered in
     place.
     """
-    whole = _HALF * split.micro_batch * model.sequence * model.hidden
+    whole = _HALF * split.micro_batch * model.tokens * model.hidden
     message = whole / (split.tensor if split.sequence_parallel else 1)
     held = 4 * message if split.pipeline > 1 else 0.0
     held += 2 * whole if split.sequence_parallel and split.tensor > 1 else 0.0

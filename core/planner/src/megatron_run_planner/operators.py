@@ -39,14 +39,15 @@ class Sweep(NamedTuple):
 class Operators(NamedTuple):
     """One forward: ``attention`` FLOPs of scores and context, and whether the softmax is ``unfused``.
 
-    ``products`` are two of the attention and then those of the feed-forward layer; ``sweeps`` the norms, the residual
-    connections, the activation, the heads' layouts, and then those of stored scores.
+    ``products`` are ``attending`` of the attention and then those of the feed-forward layer; ``sweeps`` the norms, the
+    residual connections, the activation, the heads' layouts, and then those of stored scores.
     """
 
     products: tuple[Product, ...]
     attention: float
     sweeps: tuple[Sweep, ...]
     unfused: bool = False
+    attending: int = 2
 
 
 def layer_operators(model: Model, micro_batch: int, tensor: int, expert: int = 1) -> Operators:
@@ -55,25 +56,29 @@ def layer_operators(model: Model, micro_batch: int, tensor: int, expert: int = 1
     With experts, every rank computes as many choices of tokens as it brings (an even load over ``expert`` ranks).
     """
     n, h, t = micro_batch * model.sequence, model.hidden, tensor
-    width = model.ffn_width
-    up = width * (model.matrices - 1)
+    wide = model.ffn_width
+    up = wide * (model.matrices - 1)
     if model.experts:
         held = max(1.0, model.experts / expert)
         rows = n * model.top_k / held
-        feed = [Product(rows, up / t, h, held), Product(rows, h, width / t, held)]
+        feed = [Product(rows, up / t, h, held), Product(rows, h, wide / t, held)]
     else:
         held, rows = 1.0, n
-        feed = [Product(n, up / t, h), Product(n, h, width / t)]
+        feed = [Product(n, up / t, h), Product(n, h, wide / t)]
     if model.experts and model.shared_ffn:
         shared = model.shared_ffn
         feed += [Product(n, shared * (model.matrices - 1) / t, h), Product(n, h, shared / t)]
-    products = (Product(n, model.qkv_width / t, h), Product(n, h, model.context_width / t), *feed)
+    width = model.context_width / t
+    attending = [Product(n, model.qkv_width / t, h), Product(n, h, width)]
+    if model.across:  # queries and output, then keys and values of the encoder's tokens
+        attending += [Product(n, width, h), Product(n, h, width), Product(micro_batch * model.across, 2 * width, h)]
     scores = micro_batch * model.heads / t * model.sequence**2
+    parts = 3 if model.across else 2
     sweeps = [
-        Sweep(2 * _WIDTH * n * h, 2),  # the two norms
-        Sweep(3.5 * _WIDTH * n * h, 2),  # bias, dropout and residual, with the dropout's mask
+        Sweep(2 * _WIDTH * n * h, parts),  # the norms
+        Sweep(3.5 * _WIDTH * n * h, parts),  # bias, dropout and residual, with the dropout's mask
         Sweep(2 * _WIDTH * rows * held * up / t),  # bias and activation
-        Sweep(2 * _WIDTH * n * model.context_width / t, 3),  # queries, keys and values, each to its own layout
+        Sweep(2 * _WIDTH * n * width, 3 * (parts - 1)),  # queries, keys and values, each to its own layout
     ]
     if not model.flash:
         sweeps += [Sweep(2 * _WIDTH * scores), Sweep(2.5 * _WIDTH * scores)]  # softmax; dropout with its mask
@@ -81,4 +86,6 @@ def layer_operators(model: Model, micro_batch: int, tensor: int, expert: int = 1
     unfused = not model.flash and (micro_batch * model.heads / t) % 4 != 0
     if unfused:
         sweeps.append(Sweep(2 * _WIDTH * scores, 6))
-    return Operators(products, 4 * scores * model.head_size, tuple(sweeps), unfused)
+    looks = micro_batch * model.heads / t * model.sequence * model.across
+    flops = 4 * (scores + looks) * model.head_size
+    return Operators((*attending, *feed), flops, tuple(sweeps), unfused, len(attending))

@@ -6,6 +6,7 @@ the one that a run would execute (:mod:`megatron_run.pipeline`).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from megatron_run_planner.workload import Model, Split
 
 #: Parts in which a stage's gradients are reduced, at most: a bucket each.
 _BUCKETS = 8
+#: Sums of one number over all ranks in a step: of the metrics, of values that are not finite, of the squares of norms.
+_AGREEMENTS = 3
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ def place_times(
     model: Model, split: Split, device: Device, layout: Sequence[Place], layer: Passes | None = None
 ) -> list[Passes]:
     """Forward and backward of a microbatch at each position of ``layout``, of whose layers each takes ``layer``."""
-    if model.dense_layers:
+    if model.several_kinds:
         times = [layer_time(model.part(each.layers), split, device).times(len(each.layers)) for each in layout]
     else:
         layer = layer or layer_time(model, split, device)
@@ -79,10 +82,10 @@ def step_time(model: Model, split: Split, device: Device, plan: Plan) -> StepTim
     ends = simulated(times, model, split, device, plan)
     pipeline = max(done[-1] for done in ends)
     busy = split.microbatches * sum(each.forward + each.backward for each in times)
-    update, reduction = after_backward(model, split, device)
+    update, reduction = after_backward(model, split, device, plan.layout)
     if device.cores:  # what a backward hides takes the cores from it
-        update *= device.cores.slower(split.ranks)
-        busy *= device.cores.slower(split.ranks)
+        update *= device.cores.slower(split.ranks, split.ranks)
+        busy *= device.cores.slower(split.ranks, split.ranks)
     elif split.overlap:
         # The last microbatch's backward hides what the layers behind it send; the last bucket's comes after it.
         buckets = min(_BUCKETS, max(1, model.layers // split.pipeline))
@@ -145,35 +148,52 @@ def estimate(model: Model, split: Split, device: Device, layout: Sequence[Place]
     around = (sum(stages) - max(stages)) / split.chunks
     hops = 2 * (split.pipeline - 1) * message_time(model, split, device)
     pipeline = split.microbatches * max(stages) + around
-    slower = device.cores.slower(split.ranks) if device.cores else 1.0
-    return slower * pipeline + hops + sum(after_backward(model, split, device))
+    slower = device.cores.slower(split.ranks, split.ranks) if device.cores else 1.0
+    return slower * pipeline + hops + sum(after_backward(model, split, device, layout))
 
 
 def message_time(model: Model, split: Split, device: Device) -> float:
     """Seconds until the activations of a microbatch have reached the next stage."""
     if split.pipeline == 1:
         return 0.0
-    size: float = device.width * split.micro_batch * model.sequence * model.hidden
+    size: float = device.width * split.micro_batch * model.tokens * model.hidden
     if split.sequence_parallel or split.scatter_messages:
         size /= split.tensor
     return hop(device.links, size, split.tensor * split.data, split.ranks)
 
 
-def after_backward(model: Model, split: Split, device: Device) -> tuple[float, float]:
-    """Seconds of the update and of the reduction of gradients, on the stage that has most parameters.
+def after_backward(model: Model, split: Split, device: Device, layout: Sequence[Place]) -> tuple[float, float]:
+    """Seconds of the update and of the reduction of gradients, on the stage that takes longest for both.
 
     A tied embedding is summed between the first and the last stage. With ``zero1`` each rank updates its share.
     """
-    share = model.layers / split.pipeline / split.tensor
-    dense: float = share * model.dense_parameters + model.vocabulary * model.hidden / split.tensor
-    experts = share * model.expert_parameters / split.expert
+    held: defaultdict[int, list[range]] = defaultdict(list)
+    for place in layout:
+        held[place.stage].append(place.layers)
+    ends = layout[0].stage, layout[-1].stage
+    kinds = {}  # stages that hold the same take the same time
+    for stage, mine in held.items():
+        count, tables = sum(map(len, mine)), model.tables(first=stage == ends[0], last=stage == ends[1])
+        part = model.part(layer for layers in mine for layer in layers)
+        kinds[count, tables, part.dense_layers, part.encoder_layers, part.across] = part
+    return max((_finish(part, *key[:2], split, device) for key, part in kinds.items()), key=sum)
+
+
+def _finish(part: Model, layers: int, tables: float, split: Split, device: Device) -> tuple[float, float]:
+    """Seconds of update and reduction on a stage that holds ``layers`` like those of ``part``, and ``tables``."""
+    dense: float = (layers * part.dense_parameters + tables) / split.tensor
+    experts = layers * part.expert_parameters / split.tensor / split.expert
     reduction = sum_over(device, split, split.gradient_bytes * dense, split.data, split.tensor)
     if experts:
         copies, stride = split.data // split.expert, split.tensor * split.expert
         reduction += sum_over(device, split, split.gradient_bytes * experts, copies, stride)
-    if model.tied and split.pipeline > 1:
-        table = device.width * model.vocabulary * model.hidden / split.tensor
+    if part.tied and split.pipeline > 1:
+        table = device.width * part.vocabulary * part.hidden / split.tensor
         reduction += sum_over(device, split, table, 2, split.ranks // 2)
+    if device.links.sums:  # where steps were fitted as a whole, these are among what every step takes
+        reduction += _AGREEMENTS * sum_over(device, split, 8.0, split.ranks)
+        if split.zero1 and split.data > 2:  # gloo sums whole buckets there, and parameters are gathered besides
+            reduction += sum_over(device, split, device.width * (dense + experts) / 2, split.data, split.tensor)
     own = dense / split.data + experts * split.expert / split.data if split.zero1 else dense + experts
     update = device.sweeps.update * own / (device.bandwidth * device.sweeps.efficiency) + device.host.step
     return update, reduction

@@ -39,6 +39,9 @@ class Model:
     ``pooled`` weights that see one token of a row. With ``rotary`` positions rotated queries and keys are kept beside
     the projection's, with ``dropout`` its masks, and with ``keeps_gate`` the gate's activation. ``unread`` weights of a
     layer are known by their number alone.
+
+    With ``encoder_layers``, so many layers come first and read a text of their own, of ``across`` tokens; the others
+    attend to what these made of it, by four more matrices.
     """
 
     layers: int
@@ -68,10 +71,16 @@ class Model:
     dropout: bool = True
     keeps_gate: bool = False
     unread: float = 0.0
+    encoder_layers: int = 0
+    across: int = 0
 
     @cached_property
     def kinds(self) -> tuple[tuple[float, Model], ...]:
         """The kinds of layers, each as a model that has no other, with its share of the layers."""
+        if self.encoder_layers:
+            reading = self.encoder_layers / self.layers
+            encoder = replace(self, encoder_layers=0, across=0, sequence=self.across)
+            return (reading, encoder), (1 - reading, replace(self, encoder_layers=0))
         if not (self.experts and self.dense_layers):
             return ((1.0, self),)
         dense = len(self.dense_layers) / self.layers
@@ -81,10 +90,30 @@ class Model:
     def part(self, layers: Iterable[int]) -> Model:
         """The model with these layers alone, numbered anew; what they are on average is what all layers are."""
         indices = list(layers)
+        if self.encoder_layers and indices:
+            first = sum(index < self.encoder_layers for index in indices)
+            kinds = [kind for _, kind in self.kinds]
+            if first in (0, len(indices)):
+                return replace(kinds[0] if first else kinds[1], layers=len(indices))
+            return replace(self, layers=len(indices), encoder_layers=first)
         if not self.dense_layers or not indices:
             return self
         dense = [index for index, layer in enumerate(indices) if layer in self.dense_layers]
         return replace(self, layers=len(indices), dense_layers=tuple(dense))
+
+    def kind_of(self, layer: int) -> Model:
+        """The kind of one layer, as a model that has no other."""
+        return self.part((layer,)).kinds[0][1]
+
+    @property
+    def several_kinds(self) -> bool:
+        """Whether its layers differ."""
+        return bool(self.dense_layers or self.encoder_layers)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sample that are embedded, and travel between stages."""
+        return self.sequence + (self.across if self.encoder_layers else 0)
 
     def split_over(self, tensor: int) -> None:
         """Raise :class:`InputError` unless all splits over ``tensor`` ranks, as layers do when they are built."""
@@ -110,7 +139,7 @@ class Model:
     def plain(self, *, fused: bool) -> bool:
         """Whether its layers are those of GPT-2, at which layers were measured; ``fused``: without stored scores."""
         return (
-            not (self.gated or self.experts or self.latent or self.kv_heads not in (0, self.heads))
+            not (self.gated or self.experts or self.latent or self.across or self.kv_heads not in (0, self.heads))
             and self.flash == fused
         )
 
@@ -143,7 +172,7 @@ class Model:
     @cached_property
     def attention_parameters(self) -> float:
         """Weights of a layer's attention, without biases and norms."""
-        return self.hidden * (self.qkv_width + self.context_width)
+        return self.hidden * (self.qkv_width + self.context_width + (4 * self.context_width if self.across else 0))
 
     @cached_property
     def expert_parameters(self) -> float:
@@ -180,6 +209,11 @@ class Model:
         """Weights with which a predictor joins two vectors."""
         return 2 * self.hidden**2
 
+    def tables(self, *, first: bool, last: bool) -> float:
+        """Weights of embedding and head on a stage that is the first, the last or both."""
+        words = self.vocabulary * self.hidden * (1 if first and last and self.tied else first + last)
+        return words + first * self.positions * self.hidden
+
     @property
     def parameters(self) -> float:
         """Weights of the model, without biases and norms."""
@@ -196,11 +230,24 @@ class Model:
 
         6 per weight that the token meets, and 12 s h a layer for all scores (Narayanan et al. 2021, appendix).
         """
+        if self.encoder_layers:
+            return self._flops_of_both_texts
         met = self._met_parameters
         scores = 12 * self.sequence * self.heads * self.head_size
         head = 6 * self.hidden * self.vocabulary
         predicted = self.predictors * (6 * (self.predictor._met_parameters + self.predictor_join) + scores + head)
         return self.layers * (6 * met + scores) + predicted + 6 * self.head_extra + (head if self.logits else 0.0)
+
+    @property
+    def _flops_of_both_texts(self) -> float:
+        """With an encoder: those of a sample over its decoder's tokens. Keys and values of it are the encoder's."""
+        (_, encoder), (_, decoder) = self.kinds
+        ratio = self.across / self.sequence
+        reading = 6 * encoder.dense_parameters + 12 * self.across * self.context_width
+        elsewhere = 2 * (1 - ratio) * self.hidden * self.context_width
+        writing = 6 * (decoder.dense_parameters - elsewhere) + 12 * (self.sequence + self.across) * self.context_width
+        head = 6 * self.hidden * self.vocabulary
+        return self.encoder_layers * ratio * reading + (self.layers - self.encoder_layers) * writing + head
 
 
 @dataclass(frozen=True)

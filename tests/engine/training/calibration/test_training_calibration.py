@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,25 @@ from megatron_run.config.request import Request
 from megatron_run.errors import InputError
 from megatron_run.planning import resolve
 from megatron_run_engine.runtime.world import World
-from megatron_run_engine.training.calibration.links import time_messages, time_sums
+from megatron_run_engine.training.calibration.microbenchmarks import (
+    time_attention,
+    time_messages,
+    time_products,
+    time_sums,
+    time_sweeps,
+)
 from megatron_run_engine.training.calibration.on_ranks import Task, on_ranks
-from megatron_run_engine.training.calibration.operators import time_attention, time_products, time_sweeps
-from megatron_run_engine.training.calibration.survey import runs, summary
+from megatron_run_engine.training.calibration.survey import (
+    ANCHORS,
+    ATTENTION,
+    PRODUCTS,
+    SWEEPS,
+    Round,
+    runs,
+    spans,
+    summary,
+    surveyed,
+)
 from megatron_run_engine.training.calibration.timed_run import time_run
 
 TINY = Request(("preset:tiny",), ("run.threads=1", "train.steps=50"))
@@ -28,7 +44,7 @@ def test_a_run_is_timed_action_by_action_in_the_plans_order(tmp_path: Path) -> N
         ends = [moment for _, *both in actions for moment in both]
         assert ends == sorted(ends)
         assert ends[-1] - ends[0] < wall
-    told = summary({"actions": times.actions, "processor": times.processor})
+    told = summary([spans({"actions": times.actions, "processor": times.processor})])
     assert told["forward"] > 0 < told["backward"]
     assert not list(tmp_path.glob("checkpoints/*"))
 
@@ -51,6 +67,33 @@ def test_every_run_of_a_survey_resolves() -> None:
     for run in runs()[::8]:
         sizes = resolve(run.request()).config.train
         assert sizes.global_batch_size == run.micro_batch * run.microbatches
+
+
+def test_every_training_on_several_ranks_resolves() -> None:
+    for anchor in ANCHORS:
+        run = resolve(replace(anchor.request(), nproc=anchor.ranks))
+        assert run.config.train.global_batch_size == 6 * run.config.train.micro_batch_size * run.sizes.data
+
+
+def test_rounds_are_pooled_and_what_disturbed_one_is_not_seen() -> None:
+    """Three rounds, the second of which took twice as long in all: the survey is that of the others."""
+
+    def measured(slow: float) -> Round:
+        step = {"forward": [slow, slow], "backward": [2 * slow], "rest": [slow]}
+        sizes = (len(PRODUCTS), len(PRODUCTS[::4]), len(SWEEPS))
+        return Round(
+            operators=[*([slow] * size for size in sizes), [(slow, 2 * slow)] * len(ATTENTION)],
+            runs=[step] * len(runs()),
+            sums=[(2, 2, 64, slow)],
+            messages=[(2, 64, slow)],
+            together=[(1, slow)],
+            anchors=[[9.0, 9.0, slow, slow]] * len(ANCHORS),
+        )
+
+    found = surveyed([measured(1.0), measured(2.0), measured(1.0)])
+    assert found == surveyed([measured(1.0)])
+    assert [each["seconds"] for each in found["anchors"]] == [1.0] * len(ANCHORS)
+    assert found["runs"][0]["backward"] == 2 * found["runs"][0]["forward"]
 
 
 @pytest.mark.nightly

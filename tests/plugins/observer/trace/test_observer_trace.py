@@ -117,11 +117,11 @@ def test_a_file_holds_the_step_as_it_ran_and_as_planned(tmp_path: Path) -> None:
     assert other["planned"]["busy_s"] == pytest.approx([0.03, 0.03])
     slices = [each for each in document["traceEvents"] if each["ph"] == "X" and each["pid"] == 0]
     assert [(each["tid"], each["name"], each["ts"], each["dur"]) for each in slices] == [
-        (0, "F0.0", 0, pytest.approx(10_000)),
-        (0, "B0.0", pytest.approx(42_000), pytest.approx(20_000)),
-        (1, "F0.0", pytest.approx(11_000), pytest.approx(10_000)),
-        (1, "I0.0", pytest.approx(21_000), pytest.approx(10_000)),
-        (1, "W0.0", pytest.approx(31_000), pytest.approx(10_000)),
+        (1, "F0.0", 0, pytest.approx(10_000)),
+        (1, "B0.0", pytest.approx(42_000), pytest.approx(20_000)),
+        (2, "F0.0", pytest.approx(11_000), pytest.approx(10_000)),
+        (2, "I0.0", pytest.approx(21_000), pytest.approx(10_000)),
+        (2, "W0.0", pytest.approx(31_000), pytest.approx(10_000)),
     ]
 
 
@@ -206,7 +206,7 @@ def test_the_command_traces_a_run(tmp_path: Path) -> None:
         check_document(document)
         ran = [each for each in document["traceEvents"] if each["ph"] == "X" and each["pid"] == 0]
         for stage, actions in enumerate(plan.lists):
-            assert [each["name"] for each in ran if each["tid"] == stage] == [str(action) for action in actions]
+            assert [each["name"] for each in ran if each["tid"] == stage + 1] == [str(action) for action in actions]
         assert titles(document)[0].startswith(f"step {step} as it ran: ")
         assert 0 < document["otherData"]["planned"]["makespan_s"] < 60
     predicted = ["plan", "preset:tiny", "--plugin", "schedule=interleaved", "--set", "parallel.pipeline=2"]

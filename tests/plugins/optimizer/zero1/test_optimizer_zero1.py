@@ -51,19 +51,19 @@ def run_pairs(world: int, variants: dict[str, tuple[str, ...]]) -> None:
 
 @pytest.mark.multiproc
 def test_on_two_ranks_it_equals_adamw_bit_for_bit() -> None:
-    long = ("train.steps=5", "parallel.data=2")
+    long = ("train.steps=3", "parallel.data=2")
     run_pairs(
         2,
         {
             "clipped": (*long, "train.clip_norm=0.5"),
             "not clipped": (*long, "train.clip_norm=0"),
-            "bf16": ("train.steps=5", "train.precision=bf16"),
-            "fp16": ("train.steps=5", "train.precision=fp16", "scaler.loss_scale=1024"),
-            "16-bit gradients": ("train.steps=5", "train.precision=bf16", "optimizer.grad_dtype=param"),
-            "momentum": ("train.steps=4", "optimizer.rule=sgd", "optimizer.momentum=0.9"),
-            "whole matrices": ("train.steps=4", "optimizer.rule=muon"),
-            "tiny buckets": ("train.steps=4", "optimizer.bucket_size=1"),
-            "one bucket": ("train.steps=4", "optimizer.bucket_size=10000000"),
+            "bf16": ("train.steps=3", "train.precision=bf16"),
+            "fp16": ("train.steps=3", "train.precision=fp16", "scaler.loss_scale=1024"),
+            "16-bit gradients": ("train.steps=3", "train.precision=bf16", "optimizer.grad_dtype=param"),
+            "momentum": ("train.steps=3", "optimizer.rule=sgd", "optimizer.momentum=0.9"),
+            "whole matrices": ("train.steps=3", "optimizer.rule=muon"),
+            "tiny buckets": ("train.steps=3", "optimizer.bucket_size=1"),
+            "one bucket": ("train.steps=3", "optimizer.bucket_size=10000000"),
         },
     )
 
@@ -83,7 +83,7 @@ def test_parameters_are_on_their_way_after_a_step_only_with_overlap(
 
 @pytest.mark.multiproc
 def test_overlap_changes_no_bit() -> None:
-    sets = (*COMMON, "train.steps=6", "parallel.data=2")
+    sets = (*COMMON, "train.steps=3", "parallel.data=2")
     overlapped, waiting = run_cases(2, [Case((*sets, *more), ("optimizer=zero1",)) for more in ((), WAITING)])
     assert_same(overlapped, waiting)
 
@@ -96,14 +96,14 @@ def test_on_four_ranks_it_equals_adamw_bit_for_bit_in_every_layout() -> None:
     run_pairs(
         4,
         {
-            "dp 4, clipped": ("train.steps=5", "parallel.data=4", "train.clip_norm=0.5"),
-            "dp 4, not clipped": ("train.steps=5", "parallel.data=4", "train.clip_norm=0"),
-            "pp 2, tied embeddings": (*pipeline, "train.steps=4", "schedule.use=1f1b"),
-            "pp 2, bf16": (*pipeline, "train.steps=4", "schedule.use=1f1b", "train.precision=bf16"),
-            "pp 2, untied": (*pipeline, "train.steps=4", "schedule.use=1f1b", "model.tie_embeddings=false"),
-            "vpp 2": (*pipeline, "train.steps=4", "schedule.use=interleaved", "parallel.chunks=2"),
-            "zero-bubble": (*pipeline, "train.steps=4", "schedule.use=zero-bubble"),
-            "tp 2": (*tensor, "train.steps=4"),
-            "tp 2, sequence": (*tensor, "train.steps=4", "parallel.sequence=true"),
+            "dp 4, clipped": ("train.steps=3", "parallel.data=4", "train.clip_norm=0.5"),
+            "dp 4, not clipped": ("train.steps=3", "parallel.data=4", "train.clip_norm=0"),
+            "pp 2, tied embeddings": (*pipeline, "train.steps=3", "schedule.use=1f1b"),
+            "pp 2, bf16": (*pipeline, "train.steps=3", "schedule.use=1f1b", "train.precision=bf16"),
+            "pp 2, untied": (*pipeline, "train.steps=3", "schedule.use=1f1b", "model.tie_embeddings=false"),
+            "vpp 2": (*pipeline, "train.steps=3", "schedule.use=interleaved", "parallel.chunks=2"),
+            "zero-bubble": (*pipeline, "train.steps=3", "schedule.use=zero-bubble"),
+            "tp 2": (*tensor, "train.steps=3"),
+            "tp 2, sequence": (*tensor, "train.steps=3", "parallel.sequence=true"),
         },
     )

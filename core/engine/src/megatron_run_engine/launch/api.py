@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING
 from megatron_run.config.request import Request
 from megatron_run.errors import CheckpointError, ExitCode, InputError, RunError
 from megatron_run_engine.launch.failures import exit_code, how_to_resume, interrupted, last_line, last_saved
-from megatron_run_engine.launch.rank_output import flush_output, terminal_writer
+from megatron_run_engine.launch.rank_output import flush_output, terminal_writer, untold
 from megatron_run_engine.launch.restarts import Restarts, resumed
 from megatron_run_engine.launch.results import RunResult
-from megatron_run_engine.launch.told import untold
 from megatron_run_engine.runtime.world import World
 from megatron_run_engine.training.environments import LaunchMode, find_world
 from megatron_run_engine.training.process import (
@@ -35,7 +34,7 @@ from megatron_run_engine.training.process import (
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.launch.local import LocalPlan
-    from megatron_run_engine.launch.task import Task
+    from megatron_run_engine.launch.worker import Task
     from megatron_run_engine.run_folder import OpenedFolder, RunFolder
 
 #: How other launchers start ranks again.

@@ -25,9 +25,9 @@ from megatron_run_engine.launch.rank_output import Relay, count_warnings
 from megatron_run_engine.launch.results import RankResult, RunResult, has_reported
 from megatron_run_engine.launch.signals import AFTER_THE_STEP, SAVING, caught_signals
 from megatron_run_engine.launch.start import RankProcess, RankStart, scratch_folder, spawned_ranks, starting
-from megatron_run_engine.launch.task import Task
 from megatron_run_engine.launch.watchdog.monitor import Watchdog
 from megatron_run_engine.launch.watchdog.page import Page
+from megatron_run_engine.launch.worker import Task
 from megatron_run_engine.run_folder import RunFolder, open_log
 from megatron_run_engine.training.process import available_cores, rank_environment
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, system_limit
 from megatron_run_engine.launch.rank_output import flush_output
-from megatron_run_engine.launch.task import Task
+from megatron_run_engine.launch.worker import Task
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun

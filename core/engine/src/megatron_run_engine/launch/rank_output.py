@@ -1,14 +1,20 @@
-"""What a rank prints: its way to the log, rank 0's from there to the terminal, and what the launcher reads of it."""
+"""What a rank prints: its way to the log, rank 0's from there to the terminal, and what the launcher reads of it.
+
+Notices about an environment are told once in it; each leaves an empty file in the user's cache.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
+from megatron_run.planning.choosing import EnvironmentNotice
+from megatron_run_engine.data.user_cache import user_cache
 from megatron_run_engine.run_folder.folder import open_log
 
 #: Seconds between two looks at rank 0's log: a progress bar moves ten times a second at most.
@@ -98,3 +104,21 @@ def count_warnings(log: Path) -> tuple[int, str]:
     except OSError:
         return 0, ""
     return len(found), found[0] if found else ""
+
+
+def untold(notices: Iterable[str]) -> Iterator[str]:
+    """``notices`` without those about this environment that were told before; those that remain count as told."""
+    for notice in notices:
+        if not isinstance(notice, EnvironmentNotice) or _first_time(notice):
+            yield notice
+
+
+def _first_time(notice: str) -> bool:
+    """Whether ``notice`` was not told yet in this environment; where nothing can be written it never was."""
+    try:
+        (user_cache("told") / sha256(f"{sys.prefix} {notice}".encode()).hexdigest()[:16]).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # a home that cannot be written, or none
+        return True
+    return True

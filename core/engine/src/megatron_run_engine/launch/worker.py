@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,10 @@ from megatron_run.contracts.activity import Activity
 from megatron_run.errors import CheckpointError, ExitCode, RankLostError
 from megatron_run.planning.run import digest
 from megatron_run_engine.launch.failures import classify, exit_code, last_line
-from megatron_run_engine.launch.rank_output import redirect_output
+from megatron_run_engine.launch.rank_output import redirect_output, untold
 from megatron_run_engine.launch.rendezvous import PeerError, Rendezvous, attempt, check_digests, check_gpus
 from megatron_run_engine.launch.results import RankResult
 from megatron_run_engine.launch.signals import stopping_on_signals
-from megatron_run_engine.launch.told import untold
 from megatron_run_engine.launch.watchdog.page import PageWriter
 from megatron_run_engine.launch.watchdog.sidecar_client import SidecarClient
 from megatron_run_engine.run_folder import OpenedFolder, RunFolder, join_run_folder, open_run_folder
@@ -32,12 +32,34 @@ from megatron_run_engine.training.process import assign_device, gpu_name, set_th
 from megatron_run_engine.training.trainer import train_rank
 
 if TYPE_CHECKING:
+    from megatron_run.config.request import Request
     from megatron_run.planning import ResolvedRun
 
 #: Seconds to wait for the others when this rank could not read run.timeout.
 _DEFAULT_TIMEOUT = 600.0
 #: What a rank does once its process group exists.
 Work = Callable[["ResolvedRun", World, Activity], None]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of ``module``, whose functions get ``arguments``, a mapping of JSON's types.
+
+    ``resolve_run(request, arguments)`` returns the run, equal on all ranks; ``work(run, world, activity, arguments)``
+    does this rank's part of the task.
+    """
+
+    module: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def resolve_run(self, request: Request) -> ResolvedRun:
+        """The run, as the module makes it."""
+        run: ResolvedRun = import_module(self.module).resolve_run(request, self.arguments)
+        return run
+
+    def work(self, run: ResolvedRun, world: World, activity: Activity) -> None:
+        """Do this rank's part."""
+        import_module(self.module).work(run, world, activity, self.arguments)
 
 
 class RankWorker:

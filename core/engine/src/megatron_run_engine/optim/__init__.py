@@ -4,15 +4,23 @@
 ``ShardingStrategy`` decides: ``optimizer=adamw`` replicates the update, ``optimizer=zero1`` shards it. The picture of a
 step's callbacks is in :mod:`megatron_run_engine.runtime.gradients`.
 
-Reading order: ``flat`` (the contract), ``sharding`` (what a rank updates), ``update`` and ``update_rules`` (the
-arithmetic, and the state in checkpoints), ``ranges`` (which values lie where).
+Reading order: ``flat`` (the contract), ``sharding`` (which values lie where, and what a rank updates), ``update``
+and ``update_rules`` (the arithmetic, and the state in checkpoints).
 
 Imports: contracts, errors, registry, runtime.
 """
 
 from megatron_run_engine.optim.flat import FlatOptimizer
-from megatron_run_engine.optim.ranges import FlatBox, ParamRange, PartBox, boxes, param_range, param_ranges, part_boxes
-from megatron_run_engine.optim.sharding import ShardingStrategy
+from megatron_run_engine.optim.sharding import (
+    FlatBox,
+    ParamRange,
+    PartBox,
+    ShardingStrategy,
+    boxes,
+    param_range,
+    param_ranges,
+    part_boxes,
+)
 from megatron_run_engine.optim.update_rules import UpdateOptions, check_update
 
 __all__ = [

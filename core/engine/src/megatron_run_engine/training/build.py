@@ -27,8 +27,7 @@ from megatron_run_engine.runtime.offload import make_offload
 from megatron_run_engine.runtime.parameter_init import describe_parameters, initialise, trained
 from megatron_run_engine.runtime.rng import RandomStreams
 from megatron_run_engine.runtime.segments import SegmentRunner
-from megatron_run_engine.training.checked_layers import CheckedLayers
-from megatron_run_engine.training.checked_plugins import CheckedScaler
+from megatron_run_engine.training.checked_plugins import CheckedLayers, CheckedScaler
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,10 @@
-"""Evaluation: the loss on held-out samples, computed by a forward-only plan for the same layout."""
+"""Evaluation: the loss on held-out samples, computed by a forward-only plan for the same layout.
+
+Beyond the loss there are metrics that the data makes of a model's logits for all samples of a split; and at the end of
+a training a sample of text (``eval.sample``).
+
+Legend: b rows of a pass, s positions of the logits, k classes.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +12,19 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron_run.contracts import EvalMetrics
+import torch
+
+from megatron_run.contracts import EvalMetrics, Microbatch
 from megatron_run.errors import DataError, InputError
-from megatron_run_engine.data.batches import sample_at
+from megatron_run_engine.data.batches import fields, sample_at
 from megatron_run_engine.runtime.execute import StepInputs
-from megatron_run_engine.runtime.generation import Network
+from megatron_run_engine.runtime.generation import Generation, Network, Sampling, TextTokens
 from megatron_run_engine.runtime.metrics import Metrics
-from megatron_run_engine.training.judging import answers
-from megatron_run_engine.training.losses import LANGUAGE_MODEL, Losses
+from megatron_run_engine.training.numbers import LANGUAGE_MODEL, Losses
 from megatron_run_engine.training.tasks import Reader, make_work, run_task
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -25,6 +32,53 @@ if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.training.build import Assembly
     from megatron_run_engine.training.loader import BatchLoader
+
+#: What a model must not see to be asked for logits.
+_ANSWERS = ("labels", "loss_mask")
+
+
+@torch.no_grad()
+def answers(network: Network, dataset: Dataset, names: Sequence[str], batch: int) -> Tensor:
+    """Logits of every sample of ``dataset``, ``batch`` in a pass: fp32 [n, s, k] on the CPU of every rank.
+
+    ``names`` are the fields of the samples. Collective over the world; the data-parallel copies take turns. The head
+    is one that every tensor-parallel rank computes whole.
+    """
+    topology, device = network.context.topology, network.context.device
+    copies, copy = topology.sizes.data, topology.peers("data").index(topology.rank)
+    given = [name for name in names if name not in _ANSWERS]
+    firsts = range(0, len(dataset), batch)
+    found = torch.empty(0)
+    for turn in range(0, len(firsts), copies):
+        first = firsts[min(turn + copy, len(firsts) - 1)]
+        # Rows are filled with the last sample: passes of one shape, which sequence and schedule were planned for.
+        numbers = [min(first + row, len(dataset) - 1) for row in range(batch)]
+        logits = _pass(network, Microbatch(0, 0, 0, fields(dataset, numbers, given, device), train=False))
+        if not found.numel():
+            found = torch.zeros(len(dataset), *_shape(network, logits), dtype=torch.float32, device=device)
+        if logits is not None and turn + copy < len(firsts):
+            found[first : first + batch] = logits[: len(dataset) - first]
+    if topology.stage == network.last:
+        network.context.groups.sum_(found, "data")
+    return network.share(found).cpu()
+
+
+def _pass(network: Network, microbatch: Microbatch) -> Tensor | None:
+    """Logits [b, s, k] in fp32; None on a stage without the head."""
+    rows, columns = microbatch.fields["tokens"].shape
+    boundary = partial(network.model.boundary, micro_batch_size=rows, sequence_length=columns)
+    record = network.executor.run(network.program, StepInputs(lambda _: microbatch, boundary, report=_ignore))
+    return record.logits[0].transpose(0, 1).float() if record.logits else None
+
+
+def _shape(network: Network, logits: Tensor | None) -> tuple[int, ...]:
+    """The sizes s and k of the logits, on stages without the head too."""
+    sizes = torch.tensor([0, 0] if logits is None else logits.shape[1:], device=network.context.device)
+    return tuple(network.share(sizes).tolist())
+
+
+def _ignore(microbatch: int, name: str, total: Tensor, weight: Tensor) -> None:
+    """Ignore losses: there are no labels."""
 
 
 class Evaluator:
@@ -114,3 +168,44 @@ def set_training(chunks: Iterable[Chunk], *, training: bool) -> None:
     """Switch dropout on or off in every module of ``chunks``."""
     for chunk in chunks:
         chunk.train(training)
+
+
+def generate_text(run: ResolvedRun, assembly: Assembly) -> str | None:
+    """Generate ``eval.sample`` tokens after ``eval.prompt``. Collective.
+
+    Return None if the data is not text, or the model does not predict the next token.
+
+    ``megatron-run generate --seed SEED``, with ``train.seed``, writes the same. Without a prompt the text begins after
+    a line break, or where the tokenizer knows none, after the end of another text.
+    """
+    data, asked = assembly.data, run.config.eval
+    prompt = data.encode(asked.prompt or "\n") if assembly.model.predicts_next else None
+    if prompt is None:
+        return None
+    if not prompt and data.end_of_text is not None and data.end_of_text < assembly.context.vocab_size:
+        prompt = [data.end_of_text]
+    if not prompt:
+        return None
+    assembly.context.groups.activity.enter("generate")
+    program = assembly.programs.forward_only(1)
+    network = Network(
+        assembly.context, assembly.model, assembly.chunks, assembly.executor, program, run.layout[-1].stage
+    )
+    text = TextTokens(list(prompt))
+    sampling = Sampling(temperature=asked.temperature, seed=run.config.train.seed)
+    set_training(assembly.chunks, training=False)
+    for _ in Generation(network, [text], sampling).steps():
+        text.ended = len(text.tokens) >= len(prompt) + asked.sample
+    set_training(assembly.chunks, training=True)
+    return data.decode(text.tokens)
+
+
+def why_no_text(run: ResolvedRun, assembly: Assembly) -> str:
+    """Return why :func:`generate_text` returned None, as a line for the user."""
+    data, asked = run.one("data"), run.config.eval
+    nothing = f"eval.sample={asked.sample} generates nothing"
+    if not assembly.model.predicts_next:
+        return f"{nothing}: {run.one('model')} does not predict the next token"
+    if assembly.data.encode(asked.prompt or "\n") is None:
+        return f"{nothing}: the samples of {data} are no text"
+    return f"{nothing}: the tokenizer makes no token of eval.prompt={asked.prompt!r}; set one of words that it knows"

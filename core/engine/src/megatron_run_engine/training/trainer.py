@@ -18,16 +18,16 @@ from megatron_run.planning.batch_size import BatchSizes, run_length, total_sampl
 from megatron_run.planning.learning_rate import LearningRate, WeightDecay
 from megatron_run_engine.runtime.execute import StepInputs
 from megatron_run_engine.training.build import Assembly, build
-from megatron_run_engine.training.capture_policy import CapturePolicy
 from megatron_run_engine.training.checked_plugins import open_split
-from megatron_run_engine.training.evaluate import Evaluator
+from megatron_run_engine.training.evaluate import Evaluator, generate_text, why_no_text
 from megatron_run_engine.training.health.faulting import install_faults
 from megatron_run_engine.training.health.guards import Guards
 from megatron_run_engine.training.loader import BatchLoader
-from megatron_run_engine.training.losses import LANGUAGE_MODEL, Losses
 from megatron_run_engine.training.numbers import (
+    LANGUAGE_MODEL,
     MISMATCH,
     STOP,
+    Losses,
     Progress,
     StepDone,
     StepFacts,
@@ -38,10 +38,9 @@ from megatron_run_engine.training.numbers import (
 from megatron_run_engine.training.observers import Beginning, Observers, start_observers
 from megatron_run_engine.training.peak import device_peak
 from megatron_run_engine.training.process import make_deterministic
-from megatron_run_engine.training.sample_text import generate_text, why_no_text
 from megatron_run_engine.training.state.checkpointing import Checkpointing
 from megatron_run_engine.training.state.resuming import Resumed
-from megatron_run_engine.training.step_runner import StepRunner
+from megatron_run_engine.training.step_runner import CapturePolicy, StepRunner
 from megatron_run_engine.training.tracing import start_tracing
 
 if TYPE_CHECKING:

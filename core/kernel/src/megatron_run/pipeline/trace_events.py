@@ -27,6 +27,8 @@ NAMES: Mapping[str, str] = {
 }
 #: Length in microseconds of a planned unit, the forward of one chunk.
 UNIT = 1000.0
+#: Parts of a microsecond to which moments are rounded.
+_EIGHTHS = 8
 
 
 def trace_document(events: Sequence[Event]) -> dict[str, Any]:
@@ -38,10 +40,10 @@ def trace_events(
     stages: Sequence[Sequence[Bar]], layout: Sequence[Place], *, process: int = 0, title: str, unit: float = UNIT
 ) -> Iterator[Event]:
     """The events of one step, whose bars are in units of ``unit`` microseconds; ``process`` numbers the steps."""
-    yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": title}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}}
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": title}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
     for stage, bars in enumerate(stages):
-        track = {"pid": process, "tid": stage}
+        track = {"pid": process, "tid": _track(stage)}
         yield {"ph": "M", "name": "thread_name", **track, "args": {"name": f"stage {stage}"}}
         yield {"ph": "M", "name": "thread_sort_index", **track, "args": {"sort_index": stage}}
         yield from ({**_slice(bar, unit), **track} for bar in bars)
@@ -55,8 +57,8 @@ def _slice(bar: Bar, unit: float) -> Event:
         "ph": "X",
         "name": str(action),
         "cat": NAMES[action.op],
-        "ts": bar.start * unit,
-        "dur": (bar.end - bar.start) * unit,
+        "ts": _moment(bar.start, unit),
+        "dur": _moment(bar.end, unit) - _moment(bar.start, unit),
         "args": {"operation": NAMES[action.op], "microbatch": action.microbatch, "chunk": action.chunk},
     }
 
@@ -69,7 +71,7 @@ def _counter(stage: int, bars: Sequence[Bar], unit: float) -> Iterator[Event]:
             held += change
             when = bar.start if change > 0 else bar.end
             name = f"in flight, stage {stage}"
-            yield {"ph": "C", "name": name, "ts": when * unit, "args": {"activations": held}}
+            yield {"ph": "C", "name": name, "ts": _moment(when, unit), "args": {"activations": held}}
 
 
 def _arrows(stages: Sequence[Sequence[Bar]], layout: Sequence[Place], process: int, unit: float) -> Iterator[Event]:
@@ -81,13 +83,27 @@ def _arrows(stages: Sequence[Sequence[Bar]], layout: Sequence[Place], process: i
         for bar in line
         if bar.action.op in "FBI"
     }
-    for (op, microbatch, position), bar in bars.items():
+    for number, ((op, microbatch, position), bar) in enumerate(bars.items()):
         target = position + (1 if op == "F" else -1)
         used = bars.get((op, microbatch, target))
         if used is None or layout[target].stage == layout[position].stage:
             continue
         kind = "activation" if op == "F" else "gradient"
-        flow = {"name": kind, "cat": "message", "pid": process, "id": f"{process}.{kind}.{microbatch}.{target}"}
+        # Perfetto reads numbers alone, and joins arrows of one number over all processes.
+        flow = {"name": kind, "cat": "message", "pid": process, "id": process << 32 | number}
         leaves = max(bar.start, bar.end - 1 / unit)  # inside the bar: viewers attach an arrow to the bar at its time
-        yield {"ph": "s", **flow, "tid": layout[position].stage, "ts": leaves * unit}
-        yield {"ph": "f", "bp": "e", **flow, "tid": layout[target].stage, "ts": used.start * unit}
+        yield {"ph": "s", **flow, "tid": _track(layout[position].stage), "ts": _moment(leaves, unit)}
+        yield {"ph": "f", "bp": "e", **flow, "tid": _track(layout[target].stage), "ts": _moment(used.start, unit)}
+
+
+def _track(stage: int) -> int:
+    """The number of a stage's track: from 1, since Perfetto takes a thread 0 for the process's own."""
+    return stage + 1
+
+
+def _moment(when: float, unit: float) -> float:
+    """``when`` in microseconds, to the eighth: whole nanoseconds, of which binary fractions lose none.
+
+    Perfetto counts in nanoseconds, and drops a bar that begins one before another's end.
+    """
+    return round(when * unit * _EIGHTHS) / _EIGHTHS

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product as pairs
 from math import exp, log
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_run.config.request import Request
 from megatron_run.config.yaml import yaml_text
+from megatron_run.contracts.actions import LayoutSpec, looped_layout
+from megatron_run.pipeline.plan import Plan
 from megatron_run_planner.devices import (
     Cores,
     Device,
@@ -30,8 +33,8 @@ from megatron_run_planner.devices import (
 )
 from megatron_run_planner.layer_time import embedding_time, head_time, layer_time
 from megatron_run_planner.schedules import Schedules
-from megatron_run_planner.step_time import step_time
-from megatron_run_planner.task import read_task
+from megatron_run_planner.step_time import place_times, step_time
+from megatron_run_planner.task import Task, read_task
 from megatron_run_planner.workload import Model, Split
 
 #: Rows and depths at which a product may reach half of its peak: those that are tried.
@@ -40,6 +43,8 @@ _HALVES = tuple(2 ** (power / 2) for power in range(-2, 19))
 _REACH = 0.6
 #: Bytes of a sum or message up to which it counts as small.
 _SMALL = 2**14
+#: An octave away from its microbenchmark costs a constant as much as an error of so much in one training.
+_PULL = 0.02
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,7 @@ class Survey:
     ``attention`` (micro batch, heads, sequence, head size, forward, backward); ``sums`` (members, ranks, bytes,
     seconds); ``messages`` (ranks, bytes, seconds); ``together`` (ranks at once, seconds of the same work). ``runs``
     hold the sizes of a small training, and ``forward`` and ``backward`` of a microbatch and the ``rest`` of a step.
-    ``anchors`` are trainings on several ranks: ``request``, ``ranks`` and ``seconds`` of a step, and the ``constant``
-    of so many ranks that each settles.
+    ``anchors`` are trainings on several ranks: ``request``, ``ranks`` and ``seconds`` of a step.
     """
 
     cores: int
@@ -157,7 +161,7 @@ def _cores(survey: Survey) -> Cores:
     for busy, seconds in sorted(survey.together, key=lambda pair: pair[0]):
         least = max(least, seconds / alone)
         slowdown.append((int(busy), least))
-    return Cores(count=survey.cores, slowdown=tuple(slowdown))
+    return Cores(count=survey.cores, slowdown=tuple(slowdown), crowded=tuple(slowdown))
 
 
 def model_of(run: Mapping[str, Any]) -> tuple[Model, Split]:
@@ -176,7 +180,7 @@ def model_of(run: Mapping[str, Any]) -> tuple[Model, Split]:
     return model, Split(tensor=run["tensor"], micro_batch=run["micro_batch"], global_batch=batch, gradient_bytes=4)
 
 
-def _layers(survey: Survey, *, experts: bool) -> list[tuple[Model, Split, float, float]]:
+def _layers(survey: Survey) -> list[tuple[Model, Split, float, float]]:
     """Model, split and seconds of one layer's forward and backward, for each two runs that differ in depth alone."""
     sizes = ("hidden", "heads", "sequence", "micro_batch", "tensor", "vocabulary", "microbatches", "experts")
     by_shape: defaultdict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
@@ -184,7 +188,7 @@ def _layers(survey: Survey, *, experts: bool) -> list[tuple[Model, Split, float,
         by_shape[tuple(run[key] for key in sizes)].append(run)
     found = []
     for runs in by_shape.values():
-        if len(runs) == 2 and bool(runs[0]["experts"]) == experts:
+        if len(runs) == 2 and not runs[0]["experts"]:
             shallow, deep = sorted(runs, key=lambda run: int(run["layers"]))
             more = deep["layers"] - shallow["layers"]
             forward, backward = ((deep[key] - shallow[key]) / more for key in ("forward", "backward"))
@@ -203,7 +207,7 @@ def _with_layers(device: Device, survey: Survey) -> Device:
     rows: list[tuple[Sequence[float], float]] = []
     bare = _alone(_changed(device, "sweeps", efficiency=1.0, backward=1e-9))
     once = _alone(_changed(device, "sweeps", efficiency=1.0, backward=1.0))
-    for model, split, forward, backward in _layers(survey, experts=False):
+    for model, split, forward, backward in _layers(survey):
         left, swept = layer_time(model, split, bare), layer_time(model, split, once)
         work = swept.backward - left.backward
         rows.append(((work / forward, 0.0, 1 / forward, 0.0), (forward - left.forward + work) / forward))
@@ -213,7 +217,7 @@ def _with_layers(device: Device, survey: Survey) -> Device:
     device = _changed(device, "sweeps", efficiency=share, backward=max(1e-3, back * share))
     device = _changed(device, "host", layer=first + second, forward=first / ((first + second) or 1.0))
     measured = []
-    for model, split, forward, backward in _layers(survey, experts=False):
+    for model, split, forward, backward in _layers(survey):
         modelled = layer_time(model, split, _alone(device))
         shape = LayerShape(model.hidden, model.heads, model.sequence, split.tensor, split.micro_batch)
         ratios = (round(forward / modelled.forward, 3), round(backward / modelled.backward, 3))
@@ -258,65 +262,159 @@ def _with_update(device: Device, survey: Survey) -> Device:
 
 
 def _with_experts(device: Device, survey: Survey) -> Device:
-    """Routing, and calls of each expert."""
+    """Routing, and calls of each expert: what runs with experts take beyond their products and sweeps."""
     rows: list[tuple[Sequence[float], float]] = []
-    for model, split, forward, backward in _layers(survey, experts=True):
-        modelled = layer_time(model, split, _alone(device))
-        whole = forward + backward
-        rows.append(((1 / whole, model.experts / whole), (whole - modelled.forward - modelled.backward) / whole))
-    if len(rows) < 2:
+    for run in survey.runs:
+        if run["experts"]:
+            model, split = model_of(run)
+            layout = looped_layout(LayoutSpec(1, 1, model.layers, ()))
+            (modelled,) = place_times(model, split, _alone(device), layout)
+            whole = run["forward"] + run["backward"]
+            more = whole - modelled.forward - modelled.backward
+            rows.append(((model.layers / whole, model.layers * model.experts / whole), more / whole))
+    if not rows:
         return device
     routing, each = _least_squares(rows)
     return _changed(device, "host", experts=routing, expert=each)
 
 
 def _with_anchors(device: Device, survey: Survey) -> Device:
-    """What ranks cost each other inside a training: each anchor settles the constant that it depends on most.
+    """What ranks cost each other inside trainings, by least squares on the logarithms of their errors.
 
-    Microbenchmarks find the others: in a training ranks also wait to be woken, and their caches are shared.
+    Microbenchmarks say where to start: in a training ranks also wait to be woken, and their caches are shared. A
+    constant that no training depends on stays there.
     """
-    schedules = Schedules()
-    for anchor in survey.anchors:
-        ranks = int(anchor["ranks"])
-        task = read_task(Request.from_json(anchor["request"]), ranks)
-        split = task.split
-        plan = schedules.plan(task.schedule, task.model.layers, split.pipeline, split.chunks, split.microbatches)
-        low, high, changed = _constant(device, str(anchor["constant"]), ranks, split)
-        for _ in range(40):
-            middle = (low * high) ** 0.5
-            late = step_time(task.model, split, changed(middle), plan).seconds > anchor["seconds"]
-            low, high = (low, middle) if late else (middle, high)
-        device = changed((low * high) ** 0.5)
+    for world in sorted({int(each["ranks"]) for each in survey.anchors}):
+        told = [_Anchor.read(each) for each in survey.anchors if each["ranks"] == world]
+        device = _fitted(device, _shared_constants(device, world), told)
     return device
 
 
-def _constant(device: Device, name: str, ranks: int, split: Split) -> tuple[float, float, Callable[[float], Device]]:
-    """The least and the largest plausible value of a constant, and the device with another value of it."""
-    links = device.links
-    if name == "slowdown":
-        assert device.cores is not None, "cores were measured"
-        cores = device.cores
-        least = max(1.0, ranks / cores.count)
+class _Anchor(NamedTuple):
+    """A training that was measured."""
 
-        def slower(value: float) -> Device:
-            pairs = [(busy, value if busy == ranks else factor) for busy, factor in cores.slowdown]
-            return device.model_copy(update={"cores": Cores(count=cores.count, slowdown=tuple(pairs))})
+    task: Task
+    plan: Plan
+    seconds: float
 
-        return least, 3 * least, slower
-    if name == "sum":
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> _Anchor:
+        """From a survey."""
+        task = read_task(Request.from_json(told["request"]), int(told["ranks"]))
+        split = task.split
+        plan = Schedules().plan(task.schedule, task.model.layers, split.pipeline, split.chunks, split.microbatches)
+        return cls(task, plan, float(told["seconds"]))
 
-        def sums(value: float) -> Device:
-            here = (split.tensor, ranks)
-            found = [each._replace(latency=value) if each[:2] == here else each for each in links.sums]
-            return device.model_copy(update={"links": links.model_copy(update={"sums": tuple(found)})})
+    def error(self, device: Device) -> float:
+        """Logarithm of predicted over measured."""
+        return log(step_time(self.task.model, self.task.split, device, self.plan).seconds / self.seconds)
 
-        return 1e-5, 0.05, sums
 
-    def messages(value: float) -> Device:
-        found = [each._replace(latency=value) if each.ranks == ranks else each for each in links.messages]
-        return device.model_copy(update={"links": links.model_copy(update={"messages": tuple(found)})})
+class _Constant(NamedTuple):
+    """A constant of a device: its value, the least and largest plausible one, and the device with another one."""
 
-    return 1e-5, 0.05, messages
+    value: float
+    low: float
+    high: float
+    changed: Callable[[Device, float], Device]
+
+
+def _shared_constants(device: Device, world: int) -> list[_Constant]:
+    """What so many ranks cost each other: slowdowns of more than half of them, sums, messages and exchanges."""
+    cores, links = device.cores, device.links
+    assert cores is not None, "cores were measured"
+    crowded = world > cores.count
+    slow = [
+        (busy, factor, max(1.0, busy / cores.count))
+        for busy, factor in (cores.crowded if crowded else cores.slowdown)
+        if 1 < busy <= world
+    ]
+    found = [
+        _Constant(factor, least, 3 * least, partial(_with_slowdown, busy, "crowded" if crowded else "slowdown"))
+        for busy, factor, least in slow
+    ]
+    for each in (each for each in links.sums if each.ranks == world):
+        found.append(_Constant(each.latency, 1e-5, 0.05, partial(_with_latency, each[:2])))
+        found.append(_Constant(each.bandwidth, 1e8, 1e11, partial(_with_bandwidth, each[:2])))
+    sent = [each for each in links.messages if each.ranks == world]
+    found += [_Constant(each.latency, 1e-5, 0.05, partial(_with_message, world)) for each in sent]
+    if world == min(each.ranks for each in links.sums):
+        found.append(_Constant(links.exchange, 0.2, 10, _with_exchange))
+    return found
+
+
+def _with_exchange(device: Device, value: float) -> Device:
+    return _changed(device, "links", exchange=value)
+
+
+def _with_slowdown(busy: int, name: str, device: Device, value: float) -> Device:
+    assert device.cores is not None, "cores were measured"
+    found, least = [], 1.0
+    for ranks, factor in getattr(device.cores, name):
+        least = max(least, value if ranks == busy else factor)
+        found.append((ranks, least))
+    return device.model_copy(update={"cores": device.cores.model_copy(update={name: tuple(found)})})
+
+
+def _with_latency(key: tuple[int, int], device: Device, value: float) -> Device:
+    return _with_sums(device, key, lambda each: each._replace(latency=value))
+
+
+def _with_bandwidth(key: tuple[int, int], device: Device, value: float) -> Device:
+    return _with_sums(device, key, lambda each: each._replace(bandwidth=value))
+
+
+def _with_sums(device: Device, key: tuple[int, int], change: Callable[[MeasuredSum], MeasuredSum]) -> Device:
+    sums = tuple(change(each) if each[:2] == key else each for each in device.links.sums)
+    return device.model_copy(update={"links": device.links.model_copy(update={"sums": sums})})
+
+
+def _with_message(ranks: int, device: Device, value: float) -> Device:
+    found = tuple(each._replace(latency=value) if each.ranks == ranks else each for each in device.links.messages)
+    return device.model_copy(update={"links": device.links.model_copy(update={"messages": found})})
+
+
+def _fitted(device: Device, constants: Sequence[_Constant], anchors: Sequence[_Anchor]) -> Device:
+    """``device`` with ``constants`` moved so that ``anchors`` are predicted best: Gauss-Newton on the logarithms."""
+    start = [log(min(max(each.value, each.low), each.high)) for each in constants]
+
+    def at(point: Sequence[float]) -> Device:
+        changed = device
+        for constant, value in zip(constants, point, strict=True):
+            changed = constant.changed(changed, exp(value))
+        return changed
+
+    def cost(errors: Sequence[float], point: Sequence[float]) -> float:
+        pull = sum((_PULL * (one - other)) ** 2 for one, other in zip(point, start, strict=True))
+        return sum(each**2 for each in errors) + pull
+
+    point, shift = list(start), 0.02
+    errors = [each.error(device) for each in anchors]
+    for _ in range(12):
+        moved = [
+            at([value + shift * (index == other) for other, value in enumerate(point)]) for index in range(len(point))
+        ]
+        slopes = [
+            [(each.error(one) - error) / shift for one in moved] for each, error in zip(anchors, errors, strict=True)
+        ]
+        rows = [(slope, -error) for slope, error in zip(slopes, errors, strict=True)]
+        for index, value in enumerate(point):
+            pull = [_PULL * (index == other) for other in range(len(point))]
+            rows.append((pull, _PULL * (start[index] - value)))
+        step, size = _least_squares(rows, least=-1.0), 1.0
+        while size > 0.05:
+            trial = [
+                min(max(value + size * change, log(each.low)), log(each.high))
+                for value, change, each in zip(point, step, constants, strict=True)
+            ]
+            found = [each.error(at(trial)) for each in anchors]
+            if cost(found, trial) < cost(errors, point):
+                break
+            size /= 2
+        else:
+            return at(point)
+        point, errors = trial, found
+    return at(point)
 
 
 def rounded(device: Device) -> Device:
@@ -345,8 +443,8 @@ def _changed(device: Device, section: str, **values: float) -> Device:
     return device.model_copy(update={section: getattr(device, section).model_copy(update=values)})
 
 
-def _least_squares(rows: Sequence[tuple[Sequence[float], float]]) -> list[float]:
-    """The factors, none below 0, whose sums come nearest to the targets: coordinate descent on the squares."""
+def _least_squares(rows: Sequence[tuple[Sequence[float], float]], least: float = 0.0) -> list[float]:
+    """The factors, none below ``least``, whose sums come nearest to the targets: coordinate descent on the squares."""
     count = len(rows[0][0])
     found = [0.0] * count
     for _ in range(2000):
@@ -359,7 +457,7 @@ def _least_squares(rows: Sequence[tuple[Sequence[float], float]]) -> list[float]
                 )
                 top += terms[index] * (target - others)
                 bottom += terms[index] ** 2
-            found[index] = max(0.0, top / bottom) if bottom else 0.0
+            found[index] = max(least, top / bottom) if bottom else 0.0
         if all(abs(one - other) <= 1e-9 * abs(one) for one, other in zip(found, before, strict=True)):
             break
     return found

@@ -88,6 +88,7 @@ class Links(Section):
     latency: float = Field(ge=0, description="seconds of a collective of two ranks inside; grows with log2 of ranks")
     machine_bandwidth: float = Field(gt=0, description="bytes a second of one device's share of the network")
     machine_latency: float = Field(ge=0, description="the same latency between machines")
+    exchange: float = Field(1.0, gt=0, description="time of an all-to-all over that of a sum of half its bytes")
     sums: tuple[MeasuredSum, ...] = ()
     messages: tuple[MeasuredMessage, ...] = ()
 
@@ -95,22 +96,25 @@ class Links(Section):
 class Cores(Section):
     """Cores that the ranks of a machine share, each rank one thread.
 
-    ``slowdown`` holds (ranks that compute at once, their time over that of one alone), by growing ranks.
+    ``slowdown`` holds (ranks that compute at once, their time over that of one alone), by growing ranks; ``crowded``
+    the same where there are more ranks than cores: those that wait leave two that compute on one core for a while.
     """
 
     count: int = Field(ge=1, description="cores of the machine")
     slowdown: tuple[tuple[PositiveInt, PositiveFloat], ...] = ((1, 1.0),)
+    crowded: tuple[tuple[PositiveInt, PositiveFloat], ...] = ()
 
-    def slower(self, busy: int) -> float:
-        """How much slower a rank computes while ``busy`` do: measured, or in proportion between and beyond."""
-        below, above = self.slowdown[0], self.slowdown[-1]
-        for ranks, factor in self.slowdown:
-            if ranks == busy:
+    def slower(self, busy: int, ranks: int = 1) -> float:
+        """How much slower a rank computes while ``busy`` of ``ranks`` do: measured, or in proportion between them."""
+        table = self.crowded if self.crowded and ranks > self.count else self.slowdown
+        below, above = table[0], table[-1]
+        for number, factor in table:
+            if number == busy:
                 return factor
-            if ranks < busy:
-                below = ranks, factor
+            if number < busy:
+                below = number, factor
             else:
-                above = ranks, factor
+                above = number, factor
                 break
         if below[0] >= above[0]:
             return below[1] * max(1.0, busy / max(below[0], self.count))

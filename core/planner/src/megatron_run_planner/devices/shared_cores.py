@@ -43,7 +43,7 @@ def simulate_shared(
                     left[stage] = costs[position].get(action.op, 0.0)
         if not left and not arriving:
             return ends
-        slower = cores.slower(len(left) * ranks) if left else 1.0
+        slower = cores.slower(len(left) * ranks, len(plan.lists) * ranks) if left else 1.0
         until = min([now + seconds * slower for seconds in left.values()] + [at for at, _ in arriving[:1]])
         for stage in list(left):
             left[stage] -= (until - now) / slower

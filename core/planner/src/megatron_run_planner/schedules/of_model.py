@@ -17,14 +17,14 @@ def pipeline_of(model: Model, split: Split, device: Device) -> Pipeline:
     reserve.
     """
     none = rank_memory(model, split, 0, [False, False], 0).total
+    kinds = [model.kind_of(layer) for layer in range(model.layers)]
     works = {}
-    for _, kind in model.kinds:
+    for kind in set(kinds):
         state = rank_memory(kind, split, 1, [False, False], 0).total - none
-        works[bool(kind.experts)] = _work(layer_time(kind, split, device), layer_activations(kind, split), state)
+        works[kind] = _work(layer_time(kind, split, device), layer_activations(kind, split), state)
     ends = [rank_memory(model, split, 0, has, 0).total - none for has in ([True, False], [False, True], [True, True])]
-    mixed = [bool(model.experts) and layer not in model.dense_layers for layer in range(model.layers)]
     return Pipeline(
-        layers=tuple(works[each] for each in mixed),
+        layers=tuple(works[each] for each in kinds),
         before=_work(embedding_time(model, split, device), 0.0, ends[0]),
         after=_work(last_time(model, split, device), 0.0, ends[1]),
         stages=split.pipeline,

@@ -1,7 +1,7 @@
 """The options of a model as the planner reads them, and in a line what it reads only approximately.
 
-The planner loads no plugin: it knows the options of ``gpt``, ``deepseek`` and ``bert`` by name. Another model that has
-their names is read as a plain decoder.
+The planner loads no plugin: it knows the options of ``gpt``, ``deepseek``, ``bert`` and ``t5`` by name. Another model
+that has their names is read as a plain decoder.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
     "gpt": {},
     "deepseek": {"activation": "swiglu", "tie_embeddings": False, "position": "rope", "dropout": 0.0},
     "bert": {"token_types": 2},
+    "t5": {"activation": "geglu_tanh", "position": "biases", "head_size": 64, "encoder_length": 512},
 }
 #: Heads of a model that has no option of that name.
 _FOREIGN: Mapping[str, Any] = {"num_heads": 1}
@@ -68,6 +69,8 @@ class _Options(BaseModel):
     dropout: float = 0.1
     head: str = "masked"
     choices: int = Field(1, ge=1)
+    encoder_layers: int | None = Field(None, ge=1)
+    encoder_length: int = 0
 
     @field_validator("expert_layer_pattern", mode="before")
     @classmethod
@@ -107,6 +110,10 @@ def read_model(word: str, given: Mapping[str, Any], sequence: int, vocabulary: i
     row, bert = sequence // options.choices, word == "bert"
     positions = (options.max_positions or row) if options.position == "learned" else 0
     words = not bert or options.head in _OVER_WORDS
+    encoder, ffn = 0, options.ffn_size or 0
+    if word == "t5":
+        encoder = options.num_layers // 2 if options.encoder_layers is None else options.encoder_layers
+        ffn = ffn or 2 * round(4 * options.hidden_size / 3)
     model = Model(
         layers=options.num_layers,
         hidden=options.hidden_size,
@@ -114,7 +121,7 @@ def read_model(word: str, given: Mapping[str, Any], sequence: int, vocabulary: i
         sequence=row,
         vocabulary=options.vocab_size or vocabulary or _VOCABULARY,
         kv_heads=0 if options.latent else options.num_kv_heads or 0,
-        ffn=options.ffn_size or 0,
+        ffn=ffn,
         gated=options.activation in _GATED,
         head=options.head_size or 0,
         experts=options.experts,
@@ -134,6 +141,8 @@ def read_model(word: str, given: Mapping[str, Any], sequence: int, vocabulary: i
         keeps_gate=options.activation.startswith("geglu"),
         dropout=options.dropout > 0,
         rotary=options.position == "rope" and not options.latent,
+        encoder_layers=encoder,
+        across=options.encoder_length if encoder else 0,
     )
     told = options.vocab_size or vocabulary
     return model, "; ".join(_approximations(word, options, told))
@@ -153,6 +162,8 @@ def _approximations(word: str, options: _Options, vocabulary: int | None) -> Ite
         yield "one projection with latent attention's weights because latents are not timed one by one"
     if options.attention_window:
         yield "full attention because windows are not timed"
+    if word == "t5":
+        yield "attention without its biases because what they cost is the kernel's"
     if options.mtp_layers:
         yield "a layer and a head for each further token because predictors are not timed by themselves"
     if options.choices > 1:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from megatron_run.contracts import ParameterSpec, Part
 from megatron_run_engine.nn.embedding import embed
-from megatron_run_engine.nn.parallel.column import column_linear
-from megatron_run_engine.nn.parallel.mappings import g, scatter_sequence
+from megatron_run_engine.nn.parallel.mappings import column_linear, g, scatter_sequence
 from megatron_run_engine.nn.parameter import empty_parameter, owned
 from megatron_run_engine.runtime.comm import ALONE
 

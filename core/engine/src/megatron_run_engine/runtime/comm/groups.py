@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_run.contracts.activity import Activity
 from megatron_run.contracts.topology import Axis
-from megatron_run_engine.runtime.comm.host import passes_host, start
+from megatron_run_engine.runtime.comm.gloo import passes_host, start
 from megatron_run_engine.runtime.comm.parallel_group import ParallelGroup
 
 if TYPE_CHECKING:

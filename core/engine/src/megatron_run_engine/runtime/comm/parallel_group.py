@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_run.contracts.activity import Activity
 from megatron_run_engine.runtime.comm import gloo
-from megatron_run_engine.runtime.comm.host import start
+from megatron_run_engine.runtime.comm.gloo import start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from megatron_run_engine.runtime.comm.host import Waitable
+    from megatron_run_engine.runtime.comm.gloo import Waitable
 
 
 #: The phase of a wait that is not recorded.

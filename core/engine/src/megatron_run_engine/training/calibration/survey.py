@@ -11,19 +11,20 @@ import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from megatron_run.config.request import Request
-from megatron_run_engine.training.calibration.links import time_messages, time_sums
-from megatron_run_engine.training.calibration.on_ranks import Task, on_ranks
-from megatron_run_engine.training.calibration.operators import (
+from megatron_run_engine.training.calibration.microbenchmarks import (
     time_attention,
+    time_messages,
     time_products,
+    time_sums,
     time_sweeps,
     time_together,
 )
+from megatron_run_engine.training.calibration.on_ranks import Task, on_ranks
 from megatron_run_engine.training.calibration.timed_run import time_request
 from megatron_run_engine.training.process import available_cores
 
@@ -38,8 +39,9 @@ SWEEPS = (2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
 #: (micro batch, heads, sequence, head size)
 ATTENTION = ((1, 4, 64, 32), (2, 4, 128, 64), (4, 8, 128, 64), (1, 4, 256, 64), (2, 8, 256, 64))
 #: Bytes of what ranks sum or send.
-MESSAGES = (2**6, 2**14, 2**17, 2**20, 2**23)
-RANKS = (2, 4)
+MESSAGES = (2**6, 2**14, 2**18, 2**21)
+#: Numbers of ranks that measure.
+WORLDS = (1, 2, 4)
 
 
 class Run(NamedTuple):
@@ -85,7 +87,9 @@ SHAPES = (
 )  # fmt: skip
 #: Layers of a shallow and of a deep run.
 DEPTHS = (1, 3)
-STEPS = 7
+STEPS = 5
+#: Times that everything is measured: what disturbs a machine for some seconds hits one of them.
+ROUNDS = 2
 
 
 def runs() -> list[Run]:
@@ -97,69 +101,130 @@ def runs() -> list[Run]:
     return found
 
 
-#: Trainings on several ranks, and the constant that each settles.
-ANCHORS: Sequence[tuple[str, int, Sequence[str], Mapping[str, Any]]] = (
-    ("slowdown", 2, (), {"parallel.data": 2}),
-    ("sum", 2, ("parallel-layer=tensor",), {"parallel.tensor": 2}),
-    ("message", 2, ("schedule=1f1b",), {"parallel.pipeline": 2}),
-    ("slowdown", 4, (), {"parallel.data": 4}),
-    ("sum", 4, ("parallel-layer=tensor",), {"parallel.tensor": 4}),
-    ("sum", 4, ("parallel-layer=tensor",), {"parallel.tensor": 2, "parallel.data": 2}),
-    ("message", 4, ("schedule=1f1b",), {"parallel.pipeline": 4}),
+class Anchor(NamedTuple):
+    """A training on several ranks, that settles what ranks cost each other: sizes of a run, and how it is split."""
+
+    ranks: int
+    hidden: int
+    sequence: int
+    plugins: Sequence[str]
+    sets: Mapping[str, Any]
+
+    def request(self) -> Request:
+        """Four layers, and six microbatches on each of the data-parallel ranks."""
+        micro_batch = 128 // self.sequence
+        run = Run(
+            self.hidden,
+            self.hidden // 32,
+            self.sequence,
+            micro_batch,
+            4,
+            microbatches=6 * self.sets.get("parallel.data", 1),
+            experts=self.sets.get("model.experts", 0),
+        )
+        keys = ("model.head_size", "model.ffn_size", "model.experts")
+        sets = [each for each in run.request().sets if not each.startswith(keys)]
+        return Request(
+            configs=("preset:tiny",),
+            sets=(*sets, *(f"{key}={value}" for key, value in self.sets.items())),
+            plugins=tuple(self.plugins),
+        )
+
+
+_TENSOR, _STAGES = ("parallel-layer=tensor",), ("schedule=1f1b",)
+#: Each way to split alone, and two at once; a large and a small model, since latencies tell in small ones.
+ANCHORS = (
+    Anchor(2, 256, 128, (), {"parallel.data": 2}),
+    Anchor(2, 128, 64, (), {"parallel.data": 2}),
+    Anchor(2, 256, 128, _TENSOR, {"parallel.tensor": 2}),
+    Anchor(2, 128, 64, _TENSOR, {"parallel.tensor": 2}),
+    Anchor(2, 256, 128, _STAGES, {"parallel.pipeline": 2}),
+    Anchor(2, 128, 64, _STAGES, {"parallel.pipeline": 2}),
+    Anchor(2, 256, 128, (), {"parallel.data": 2, "parallel.expert": 2, "model.experts": 4}),
+    Anchor(2, 128, 64, (), {"parallel.data": 2, "parallel.expert": 2, "model.experts": 4}),
+    Anchor(4, 256, 128, (), {"parallel.data": 4}),
+    Anchor(4, 128, 64, (), {"parallel.data": 4}),
+    Anchor(4, 256, 128, _TENSOR, {"parallel.tensor": 4}),
+    Anchor(4, 256, 128, _TENSOR, {"parallel.tensor": 2, "parallel.data": 2}),
+    Anchor(4, 256, 128, _STAGES, {"parallel.pipeline": 4}),
+    Anchor(4, 128, 64, _STAGES, {"parallel.pipeline": 4}),
+    Anchor(4, 256, 128, _STAGES, {"parallel.pipeline": 2, "parallel.data": 2}),
+    Anchor(4, 128, 64, _STAGES, {"parallel.pipeline": 2, "parallel.data": 2}),
+    Anchor(4, 128, 128, (*_TENSOR, *_STAGES), {"parallel.pipeline": 2, "parallel.tensor": 2}),
 )
 
 
-def anchor_request(plugins: Sequence[str], parallel: Mapping[str, Any]) -> Request:
-    """A training of four layers and six microbatches on each of its data-parallel ranks."""
-    run = Run(256, 8, 128, 1, 4, microbatches=6 * parallel.get("parallel.data", 1))
-    keys = ("model.head_size", "model.ffn_size")
-    sets = [each for each in run.request().sets if not each.startswith(keys)]
-    return Request(
-        configs=("preset:tiny",),
-        sets=(*sets, *(f"{key}={value}" for key, value in parallel.items())),
-        plugins=tuple(plugins),
-    )
+@dataclass
+class Round:
+    """Everything measured once. Of operators and exchanges seconds, of trainings those of each step and action."""
 
+    operators: list[list[Any]] = field(default_factory=list)
+    runs: list[Mapping[str, Any]] = field(default_factory=list)
+    sums: list[tuple[int, int, int, float]] = field(default_factory=list)
+    messages: list[tuple[int, int, float]] = field(default_factory=list)
+    together: list[tuple[int, float]] = field(default_factory=list)
+    anchors: list[list[float]] = field(default_factory=list)
 
-def survey(say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure this machine. ``say`` is told what is being measured.
+    def measure(self, world: int) -> None:
+        """Measure what is measured on so many ranks, once for each of :data:`WORLDS`, in this order."""
+        if world == 1:
+            self._measure_alone()
+        else:
+            self._measure_shared(world)
 
-    The result has the fields of the planner's ``calibrate.Survey``.
-    """
-    say("products, sweeps and attention")
-    operators = [
-        Task(time_products, {"shapes": PRODUCTS, "dtype": "float32"}),
-        Task(time_products, {"shapes": PRODUCTS[::4], "dtype": "bfloat16"}),
-        Task(time_sweeps, {"sizes": SWEEPS}),
-        Task(time_attention, {"shapes": ATTENTION}),
-    ]
-    chosen = runs()
-    arguments: list[Mapping[str, Any]] = [
-        {"request": run.request().to_json(), "steps": STEPS, "by_processor": True} for run in chosen
-    ]
-    (fp32,), (bf16,), (sweeps,), (attention,), *timed = on_ranks(
-        1, [*operators, *(Task(time_request, each) for each in arguments)]
-    )
-    sums, messages, together, anchors = [], [], [], []
-    for world in RANKS:
-        say(f"{world} ranks that share the cores")
-        members = [each for each in RANKS if each <= world]
+    def _measure_alone(self) -> None:
+        operators = [
+            Task(time_products, {"shapes": PRODUCTS, "dtype": "float32"}),
+            Task(time_products, {"shapes": PRODUCTS[::4], "dtype": "bfloat16"}),
+            Task(time_sweeps, {"sizes": SWEEPS}),
+            Task(time_attention, {"shapes": ATTENTION}),
+        ]
+        timed = [
+            Task(time_request, {"request": run.request().to_json(), "steps": STEPS, "by_processor": True})
+            for run in runs()
+        ]
+        alone = [found for (found,) in on_ranks(1, [*operators, *timed])]
+        self.operators = alone[: len(operators)]
+        self.runs = [spans(each) for each in alone[len(operators) :]]
+
+    def _measure_shared(self, world: int) -> None:
+        members = [each for each in WORLDS[1:] if each <= world]
         tasks = [Task(time_sums, {"sizes": MESSAGES, "members": each}) for each in members]
         tasks += [Task(time_messages, {"sizes": MESSAGES})]
-        active = [each for each in (1, 2, 3, 4) if each == world or (world == RANKS[-1] and each not in RANKS)]
-        tasks += [Task(time_together, {"active": each, "seconds": 0.7}) for each in active]
-        mine = [(name, anchor_request(plugins, sizes)) for name, ranks, plugins, sizes in ANCHORS if ranks == world]
-        tasks += [Task(time_request, {"request": request.to_json(), "steps": STEPS}) for _, request in mine]
+        active = [each for each in (1, 2, 3, 4) if each == world or (world == WORLDS[-1] and each not in WORLDS[1:])]
+        tasks += [Task(time_together, {"active": each, "seconds": 0.5}) for each in active]
+        mine = [each.request().to_json() for each in ANCHORS if each.ranks == world]
+        tasks += [Task(time_request, {"request": request, "steps": STEPS}) for request in mine]
         found = on_ranks(world, tasks)
         for each in members:
             (seconds, *_) = found.pop(0)
-            sums += [(each, world, size, one) for size, one in zip(MESSAGES, seconds, strict=True)]
-        messages += [(world, size, one) for size, one in zip(MESSAGES, found.pop(0)[0], strict=True)]
-        together += [(each, max(found.pop(0))) for each in active]
-        anchors += [
-            {"constant": name, "request": request.to_json(), "ranks": world, "seconds": step_seconds(times[0]["wall"])}
-            for (name, request), times in zip(mine, found, strict=True)
-        ]
+            self.sums += [(each, world, size, one) for size, one in zip(MESSAGES, seconds, strict=True)]
+        self.messages += [(world, size, one) for size, one in zip(MESSAGES, found.pop(0)[0], strict=True)]
+        self.together += [(each, max(found.pop(0))) for each in active]
+        self.anchors += [times[0]["wall"] for times in found]
+
+
+def survey(say: Callable[[str], None], rounds: int = ROUNDS) -> dict[str, Any]:
+    """Measure this machine ``rounds`` times. ``say`` is told what is being measured.
+
+    The result has the fields of the planner's ``calibrate.Survey``.
+    """
+    found = [Round() for _ in range(rounds)]
+    for number, each in enumerate(found, 1):
+        for world in WORLDS:
+            ranks = f"{world} ranks that share the cores" if world > 1 else "operators, and runs of one rank"
+            say(f"{ranks}, round {number} of {rounds}")
+            each.measure(world)
+    return surveyed(found)
+
+
+def surveyed(rounds: Sequence[Round]) -> dict[str, Any]:
+    """The rounds as one: of operators and exchanges the least, of steps and actions the typical ones of all rounds."""
+    fp32, bf16, sweeps, attention = (
+        _least([each.operators[index] for each in rounds]) for index in range(len(rounds[0].operators))
+    )
+    runs_found = [summary(each) for each in zip(*(each.runs for each in rounds), strict=True)]
+    walls = zip(*(each.anchors for each in rounds), strict=True)
     return {
         "cores": available_cores(),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -167,25 +232,39 @@ def survey(say: Callable[[str], None]) -> dict[str, Any]:
         "half_products": [(*shape, seconds) for shape, seconds in zip(PRODUCTS[::4], bf16, strict=True)],
         "sweeps": list(zip(SWEEPS, sweeps, strict=True)),
         "attention": [(*shape, *both) for shape, both in zip(ATTENTION, attention, strict=True)],
-        "runs": [{**run._asdict(), **summary(one)} for run, (one,) in zip(chosen, timed, strict=True)],
-        "sums": sums,
-        "messages": messages,
-        "together": sorted(together),
-        "anchors": anchors,
+        "runs": [{**run._asdict(), **found} for run, found in zip(runs(), runs_found, strict=True)],
+        "sums": _least([each.sums for each in rounds]),
+        "messages": _least([each.messages for each in rounds]),
+        "together": sorted(_least([each.together for each in rounds])),
+        "anchors": [
+            {"request": anchor.request().to_json(), "ranks": anchor.ranks, "seconds": step_seconds(steps)}
+            for anchor, steps in zip(ANCHORS, walls, strict=True)
+        ],
     }
 
 
-def summary(times: Mapping[str, Any]) -> dict[str, float]:
-    """Processor seconds of a microbatch's forward and backward, and of all else in a step."""
-    spans: dict[str, list[float]] = {"F": [], "B": []}
-    rest = []
+def _least(rounds: Sequence[Any]) -> Any:
+    """The least of each number, place by place in lists that are alike."""
+    if isinstance(rounds[0], list | tuple):
+        return [_least(each) for each in zip(*rounds, strict=True)]
+    return min(rounds)
+
+
+def spans(times: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Processor seconds of each forward and backward, and of all else in each step, after the first two."""
+    found: dict[str, list[float]] = {"forward": [], "backward": [], "rest": []}
     for actions, whole in list(zip(times["actions"], times["processor"], strict=False))[2:]:
         busy = 0.0
         for name, start, end in actions:
-            spans[name[0]].append(end - start)
+            found["forward" if name[0] == "F" else "backward"].append(end - start)
             busy += end - start
-        rest.append(whole - busy)
-    return {"forward": _typical(spans["F"]), "backward": _typical(spans["B"]), "rest": _typical(rest)}
+        found["rest"].append(whole - busy)
+    return found
+
+
+def summary(rounds: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Typical seconds of a microbatch's forward and backward, and of all else in a step, of the spans of all rounds."""
+    return {key: typical([each for one in rounds for each in one[key]]) for key in rounds[0]}
 
 
 def processor_name() -> str:
@@ -197,12 +276,11 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def step_seconds(wall: Sequence[float]) -> float:
-    """Seconds of a step, from those of all: without the first two, which allocate."""
-    return _typical(wall[2:])
+def step_seconds(rounds: Sequence[Sequence[float]]) -> float:
+    """Seconds of a step, from those of all steps of each round: without the first two, which allocate."""
+    return typical([each for steps in rounds for each in steps[2:]])
 
 
-def _typical(values: Sequence[float]) -> float:
-    """The median of the lower half: what disturbs only adds."""
-    ordered = sorted(values)
-    return median(ordered[: (len(ordered) + 1) // 2])
+def typical(values: Sequence[float]) -> float:
+    """The lower decile: what disturbs only adds, and of two halves of many rounds this differs least."""
+    return sorted(values)[len(values) // 10]

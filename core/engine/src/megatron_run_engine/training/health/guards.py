@@ -24,7 +24,7 @@ from megatron_run.contracts import scale_text
 from megatron_run.errors import GuardError
 from megatron_run_engine.checkpoint.collectives import WorldRanks
 from megatron_run_engine.training.health.stragglers import Stragglers
-from megatron_run_engine.training.losses import LANGUAGE_MODEL
+from megatron_run_engine.training.numbers import LANGUAGE_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.checkpoint.collectives import Ranks
     from megatron_run_engine.training.build import Assembly
-    from megatron_run_engine.training.losses import Losses, Reported
-    from megatron_run_engine.training.numbers import Progress
+    from megatron_run_engine.training.numbers import Losses, Progress, Reported
     from megatron_run_engine.training.state.checkpointing import Checkpointing
 
 

@@ -14,7 +14,7 @@ import torch
 from megatron_run.config.request import Request
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run_engine.runtime import messages
-from megatron_run_engine.runtime.comm import create_groups, groups, host
+from megatron_run_engine.runtime.comm import create_groups, gloo, groups
 from tests.support.ranks import run_ranks
 from tests.support.training import Seen, enter_new_world, train_here
 
@@ -24,16 +24,16 @@ def as_on_gpus() -> Iterator[list[int]]:
     """Within, everything goes through the host; yields the sizes of what did."""
     copied: list[int] = []
 
-    class Counted(host.OnHost):
+    class Counted(gloo.OnHost):
         def wait(self) -> None:
             copied.append(self._copy.numel())
             self._result.fill_(-7)  # whatever the collective left on the device would be seen
             super().wait()
 
     with ExitStack() as patches:
-        for module in (host, groups, messages):
+        for module in (gloo, groups, messages):
             patches.enter_context(mock.patch.object(module, "passes_host", return_value=True))
-        patches.enter_context(mock.patch.object(host, "OnHost", Counted))
+        patches.enter_context(mock.patch.object(gloo, "OnHost", Counted))
         yield copied
 
 

@@ -22,7 +22,7 @@ from megatron_run.planning import load_config
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.parameter_init import unspecified
-from megatron_run_engine.training.checked_layers import CheckedLayers
+from megatron_run_engine.training.checked_plugins import CheckedLayers
 from megatron_run_engine.training.memory_estimate import model_size
 from megatron_run_testing import CheckFailed
 from megatron_run_testing.build_contexts import single_process_context

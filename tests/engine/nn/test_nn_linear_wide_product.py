@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_run_engine.nn import wide_product
-from megatron_run_engine.nn.wide_product import _gemm, add_wide_product, can_add
+from megatron_run_engine.nn.linear import _gemm, add_wide_product, can_add
 
 pytestmark = pytest.mark.skipif(_gemm() is None, reason="a CPU without AMX")
 
@@ -48,4 +47,4 @@ def test_other_types_and_places_are_left_to_others() -> None:
 
 def test_without_the_processors_matrices_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    assert wide_product._gemm.__wrapped__() is None
+    assert _gemm.__wrapped__() is None

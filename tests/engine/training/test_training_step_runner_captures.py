@@ -15,8 +15,8 @@ from megatron_run.contracts.actions import Action
 from megatron_run.contracts.activity import Activity
 from megatron_run_engine.runtime.rng import RandomStreams
 from megatron_run_engine.runtime.segments import SegmentRunner
-from megatron_run_engine.training.capture_policy import CapturePolicy
 from megatron_run_engine.training.numbers import MISMATCH, Progress
+from megatron_run_engine.training.step_runner import CapturePolicy
 from megatron_run_testing.build_contexts import single_process_context
 
 #: Step -> the ranks that find, before it, that their graphs do not fit.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_run.planning.choosing import EnvironmentNotice
-from megatron_run_engine.launch.told import untold
+from megatron_run_engine.launch.rank_output import untold
 
 NOTICES = ("about the run", EnvironmentNotice("observer=a is left out"), EnvironmentNotice("observer=b is left out"))
 

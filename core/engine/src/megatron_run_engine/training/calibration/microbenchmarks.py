@@ -1,19 +1,28 @@
-"""Times products, sweeps over memory and attention in one thread, forward and backward where they have both.
+"""Times products, sweeps over memory and attention in one thread, and what ranks say to each other.
 
-Seconds are a processor's, the least of several rounds: what else runs on the machine then takes turns, but no time.
+Operators are timed forward and backward where they have both. Seconds are a processor's, the least of several rounds:
+what else runs on the machine then takes turns, but no time. Ranks are timed over the groups of a run: sums over some of
+them, and messages.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from statistics import median
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_run.contracts.topology import Sizes, Topology
+from megatron_run_engine.runtime.comm import create_groups
+
 #: Seconds that the calls of one round take together, at least, and rounds.
 _ROUND, _ROUNDS = 0.015, 4
+#: Exchanges of a round, and rounds, of which the median counts: ranks that wait are woken late now and then.
+_CALLS, _EXCHANGES = 8, 5
 
 
 def least_seconds(call: Callable[[], object]) -> float:
@@ -89,3 +98,45 @@ def time_together(active: int, seconds: float) -> float:
             count += 1
         least = min(least, (time.perf_counter() - started) / max(1, count))
     return least if mine else 0.0
+
+
+def time_sums(sizes: Sequence[int], members: int) -> list[float]:
+    """Seconds in which each ``members`` ranks of the world sum ``size`` bytes, all such groups at once."""
+    topology = Topology(Sizes(tensor=members, data=dist.get_world_size() // members), dist.get_rank())
+    groups = create_groups(topology, timedelta(minutes=5))
+    found = []
+    for size in sizes:
+        value = torch.zeros(size // 4)
+        found.append(_seconds(lambda: groups.sum_(value, "tensor")))  # noqa: B023  # called at once
+    return found
+
+
+def time_messages(sizes: Sequence[int]) -> list[float]:
+    """Seconds until ``size`` bytes have reached the neighbour: half of there and back, all pairs of ranks at once."""
+    rank = dist.get_rank()
+    found = []
+    for size in sizes:
+        value = torch.zeros(size // 4)
+
+        def there_and_back(value: torch.Tensor = value) -> None:
+            if rank % 2:
+                dist.recv(value, rank - 1)
+                dist.send(value, rank - 1)
+            else:
+                dist.send(value, rank + 1)
+                dist.recv(value, rank + 1)
+
+        found.append(_seconds(there_and_back) / 2)
+    return found
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    call()
+    rounds = []
+    for _ in range(_EXCHANGES):
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(_CALLS):
+            call()
+        rounds.append((time.perf_counter() - start) / _CALLS)
+    return median(rounds)
