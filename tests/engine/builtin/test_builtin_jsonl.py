@@ -80,6 +80,17 @@ def test_half_a_line_of_a_killed_run_is_cut_off(tmp_path: Path) -> None:
     assert [line["step"] for line in strict(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
+@pytest.mark.timeout(20)
+def test_a_file_without_the_end_of_a_line_is_not_read_to_its_beginning(tmp_path: Path) -> None:
+    """In a run folder that somebody has prepared: a hole of 40 GB, of which a minute reads a small part."""
+    with (tmp_path / "metrics.jsonl").open("wb") as file:
+        file.truncate(40 << 30)
+    observer = JsonLines()
+    with pytest.raises(OSError, match="its last line has more than"):
+        observer.on_train_start(example_run(tmp_path))
+    assert (tmp_path / "metrics.jsonl").stat().st_size == 40 << 30
+
+
 def test_a_folder_that_is_gone_raises_at_every_event(tmp_path: Path) -> None:
     observer = JsonLines()
     with pytest.raises(FileNotFoundError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import asdict
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 #: Version of the lines. It is raised when the meaning of a field changes.
 VERSION = 1
+#: Bytes of a line that a run may have begun, far more than any has: what somebody else left may be a hole of 40 GB.
+LONGEST_LINE = 1 << 24
 
 
 class JsonLines(Observer):
@@ -77,7 +80,11 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = SafeFolder(path.parent).append(path.name)
-        self._file.truncate(_whole_lines(self._file))  # a killed run may have left half a line: cut it off
+        whole = _whole_lines(self._file)
+        if whole is None:
+            self._file.close()
+            raise OSError(errno.EFBIG, f"its last line has more than {LONGEST_LINE} bytes", str(path))
+        self._file.truncate(whole)  # a killed run may have left half a line: cut it off
 
     def append(self, record: dict[str, Any]) -> None:
         """Append ``record`` as one line of strict JSON. Numbers that are not finite become null."""
@@ -89,10 +96,12 @@ class LineFile:
         self._file.close()
 
 
-def _whole_lines(file: BinaryIO, block: int = 1 << 16) -> int:
-    """The bytes of ``file`` up to its last newline, found from the end."""
-    end = file.seek(0, os.SEEK_END)
+def _whole_lines(file: BinaryIO, block: int = 1 << 16) -> int | None:
+    """The bytes of ``file`` up to its last newline, found from the end; None where that is too far."""
+    size = end = file.seek(0, os.SEEK_END)
     while end:
+        if size - end > LONGEST_LINE:
+            return None
         start = max(0, end - block)
         file.seek(start)
         newline = file.read(end - start).rfind(b"\n")
