@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_run.contracts.actions import LayoutSpec, looped_layout
+from megatron_run.contracts.schedule import LayoutSpec, looped_layout
 from megatron_run_planner.devices import Device, read_device
 from megatron_run_planner.layer_time import all_reduce, layer_time
 from megatron_run_planner.operators import layer_operators

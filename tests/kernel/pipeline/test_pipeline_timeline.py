@@ -4,9 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
-from megatron_run.pipeline.simulate import simulate
-from megatron_run.pipeline.timeline import timeline, timeline_text
+from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.pipeline.simulate import simulate, timeline, timeline_text
 from megatron_run.pipeline.verify import verify
 from tests.support.random_schedules import random_plan
 

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_run.contracts.actions import Place
 from megatron_run.contracts.observer import Bar, Timeline
+from megatron_run.contracts.schedule import Place
 from megatron_run.pipeline.plan import Plan, positions
 from megatron_run.pipeline.simulate import simulate
 from megatron_run_planner.devices import Device

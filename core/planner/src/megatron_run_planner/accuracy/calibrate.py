@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from megatron_run.config.request import Request
 from megatron_run.config.yaml import yaml_text
-from megatron_run.contracts.actions import LayoutSpec, looped_layout
+from megatron_run.contracts.schedule import LayoutSpec, looped_layout
 from megatron_run.pipeline.plan import Plan
 from megatron_run_planner.devices import (
     Cores,

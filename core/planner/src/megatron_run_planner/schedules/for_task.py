@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_run.contracts.actions import ScheduleSpec
+from megatron_run.contracts.schedule import ScheduleSpec
 from megatron_run.errors import InputError, RunError
 from megatron_run.pipeline.verify import verify
 from megatron_run_planner.devices import Device
