@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from megatron_run.config.yaml import yaml_text
-from megatron_run.contracts.actions import LayoutSpec, looped_layout
+from megatron_run.contracts.schedule import LayoutSpec, looped_layout
 from megatron_run_planner.accuracy.anchors import least_squares, with_anchors
 from megatron_run_planner.devices import (
     Cores,
