@@ -172,10 +172,17 @@ def test_what_the_user_chose_beside_the_split_is_written(schedules: Schedules) -
 
 
 def test_a_size_is_a_model_of_about_that_size() -> None:
-    for wanted in (350e6, 13e9, 175e9):
+    for wanted in (125e6, 350e6, 1.3e9, 7e9, 13e9, 70e9, 175e9, 405e9):
         task = read_task(Request((sized(wanted),)), 8)
-        assert task.model.parameters == pytest.approx(wanted, rel=0.21)
+        assert task.model.parameters == pytest.approx(wanted, rel=0.1)
         assert task.model.hidden % task.model.heads == 0
+
+
+@pytest.mark.parametrize("wanted", [7e9, 30e9, 70e9, 405e9])
+def test_a_size_that_needs_several_gpus_can_be_split_over_them(wanted: float) -> None:
+    model = read_task(Request((sized(wanted),)), 8).model
+    assert model.heads % 8 == 0
+    assert model.layers % 4 == 0
 
 
 @pytest.mark.parametrize("sets", [("parallel.tensor=3",), ("parallel.pipeline=16",), ("train.micro_batch_size=5",)])

@@ -24,6 +24,8 @@ from megatron_run_planner.workload import Model, Recompute, Split
 
 #: Parameters of layers are 12 L h^2; with h = 128 L, as GPT-3's larger models have, that is 12 * 128^2 L^3.
 _ASPECT = 128
+#: GPT-2's.
+_VOCABULARY = 50257
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,25 @@ class Task:
 
 
 def sized(parameters: float, sequence: int = 2048, global_batch: int = 1024) -> dict[str, Any]:
-    """The configuration of a GPT of about ``parameters``: hidden = 128 x layers, heads of 128."""
-    layers = max(1, round((parameters / (12 * _ASPECT**2)) ** (1 / 3)))
-    model = {"use": "gpt", "num_layers": layers, "hidden_size": _ASPECT * layers, "num_heads": layers}
-    model |= {"vocab_size": 50257, "dropout": 0.0}
+    """The configuration of a GPT of about ``parameters``: hidden about 128 x layers, in heads of 128.
+
+    Heads and layers are multiples of powers of two as far as the size allows, so that ranks can share them: a model of
+    127 heads could not be split over tensor ranks at all.
+    """
+    heads = _shared((parameters / (12 * _ASPECT**2)) ** (1 / 3), least=3, step=8)
+    hidden = _ASPECT * heads
+    layers = _shared((parameters - _VOCABULARY * hidden) / (12 * hidden**2), least=6, step=4)
+    model = {"use": "gpt", "num_layers": layers, "hidden_size": hidden, "num_heads": heads}
+    model |= {"vocab_size": _VOCABULARY, "dropout": 0.0}
     train = {"sequence_length": sequence, "global_batch_size": global_batch, "steps": 1000, "precision": "bf16"}
-    return {"version": 1, "model": model, "train": train, "data": {"use": "mock", "vocab_size": 50257}}
+    return {"version": 1, "model": model, "train": train, "data": {"use": "mock", "vocab_size": _VOCABULARY}}
+
+
+def _shared(number: float, least: int, step: int) -> int:
+    """The multiple nearest to ``number`` of the largest power of two up to ``step`` that fits ``least`` times."""
+    while step > 1 and number < least * step:
+        step //= 2
+    return max(1, round(number / step)) * step
 
 
 def read_task(request: Request, ranks: int | None) -> Task:
