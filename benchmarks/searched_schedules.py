@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from benchmarks.support.command import run
 from benchmarks.support.report import table
-from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec
+from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec
 from megatron_run_planner.schedules import spread
 from megatron_run_planner.schedules.places import EFFORT, search_schedule
 from megatron_run_planner.schedules.polish import makespan

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_run.contracts import CaptureSize, GraphCapture, Microbatch
-from megatron_run.contracts.actions import Action, LayoutSpec, looped_layout
+from megatron_run.contracts.schedule import Action, LayoutSpec, looped_layout
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_graph_capture_compile.capture import CompileCapture, CompileOptions

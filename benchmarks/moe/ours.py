@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from benchmarks.moe.model import DTYPES, Precision, Problem, Shape
-from megatron_run.contracts.actions import Place
+from megatron_run.contracts.schedule import Place
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.gradients import main_grad

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks.support.gpt import gpt_options
 from benchmarks.support.shape import SMALL, TINY, Shape
 from megatron_run.contracts import Chunk, Microbatch, ParamInfo
-from megatron_run.contracts.actions import LayoutSpec, looped_layout
+from megatron_run.contracts.schedule import LayoutSpec, looped_layout
 from megatron_run_engine.builtin.model.gpt import Gpt
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.context import BuildContext

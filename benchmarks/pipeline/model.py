@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.pipeline.schedules import executed, step_inputs
 from megatron_run.contracts import Microbatch
-from megatron_run.contracts.actions import Place
+from megatron_run.contracts.schedule import Place
 from megatron_run.pipeline.plan import Plan
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers

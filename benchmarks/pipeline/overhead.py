@@ -22,7 +22,7 @@ from benchmarks.support.quiet import take_sample, undisturbed
 from benchmarks.support.ranks import on_ranks
 from benchmarks.support.report import table
 from megatron_run.contracts import Boundary, ChunkOut, Microbatch, Segment
-from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.verify import verify

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_run.contracts import Boundary, Chunk, Microbatch, Schedule
-from megatron_run.contracts.actions import LayoutSpec, ScheduleSpec
+from megatron_run.contracts.schedule import LayoutSpec, ScheduleSpec
 from megatron_run.pipeline.lower import lower
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.verify import verify

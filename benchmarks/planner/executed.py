@@ -24,6 +24,7 @@ from megatron_run_engine.training.calibration.on_ranks import on_ranks
 from megatron_run_engine.training.calibration.survey import (
     WORLDS,
     Round,
+    measure,
     processor_name,
     step_seconds,
     surveyed,
@@ -227,7 +228,7 @@ def main(words: Sequence[str], *, quick: bool, device_file: Path | None, output:
         for world in WORLDS:
             say(f"{world} rank{'s' if world > 1 else ''}, round {number} of {rounds}")
             if device_file is None:
-                each.measure(world)
+                measure(world, [each])
             execute(world, chosen, executed)
     if device_file is None:
         survey = Survey(**surveyed(measured))

@@ -14,7 +14,7 @@ from math import exp, log
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_run.contracts.actions import LayoutSpec, looped_layout
+from megatron_run.contracts.schedule import LayoutSpec, looped_layout
 from megatron_run_planner.accuracy import Measured
 from megatron_run_planner.devices import Device, LayerShape, MeasuredLayer
 from megatron_run_planner.layer_time import Passes, layer_time

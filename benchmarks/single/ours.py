@@ -16,7 +16,7 @@ from benchmarks.single.model import CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, Batc
 from benchmarks.support.shape import Shape
 from megatron_run import load_config
 from megatron_run.contracts import CheckpointMetrics, Microbatch, Observer, StepMetrics
-from megatron_run.contracts.actions import LayoutSpec, looped_layout
+from megatron_run.contracts.schedule import LayoutSpec, looped_layout
 from megatron_run.errors import ExitCode
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers

@@ -13,7 +13,7 @@ from benchmarks.support.gpt import gpt_options, train_section
 from benchmarks.support.shape import Shape
 from benchmarks.tensor_parallel.model import Batch, gathered
 from megatron_run.contracts import Microbatch, ParallelLayers
-from megatron_run.contracts.actions import LayoutSpec, looped_layout
+from megatron_run.contracts.schedule import LayoutSpec, looped_layout
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.graph_capture.stage import Size, Stage, one_f_one_b
-from megatron_run.contracts.actions import LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.contracts.schedule import LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run_engine.capture import passes, shared_slots
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megatron_run.contracts import Schedule
-from megatron_run.contracts.actions import Action, LayoutSpec, Place, ScheduleSpec
+from megatron_run.contracts.schedule import Action, LayoutSpec, Place, ScheduleSpec
 from megatron_run.errors import ScheduleError
 
 

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from megatron_run.contracts import CaptureSize, GraphCapture, Microbatch, Region, Segment
-from megatron_run.contracts.actions import Action
+from megatron_run.contracts.schedule import Action
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing.graph_capture import graph_capture_checks
 from tests.contracts.conformance import failures

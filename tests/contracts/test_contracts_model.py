@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron_run.contracts import Boundary, Chunk, ChunkOut, Microbatch, ParallelLayers
-from megatron_run.contracts.actions import Place
+from megatron_run.contracts.schedule import Place
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_testing.model import model_checks
 from tests.contracts.conformance import SMALL, failures

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_run.contracts import Schedule
-from megatron_run.contracts.actions import ScheduleSpec
+from megatron_run.contracts.schedule import ScheduleSpec
 from megatron_run.pipeline.lower import Instruction, lower
 from megatron_run.pipeline.plan import Plan
 from megatron_run_testing import CheckFailed

@@ -9,10 +9,10 @@ from itertools import product
 import pytest
 
 from megatron_run.contracts import Schedule
-from megatron_run.contracts.actions import LayoutSpec, ScheduleSpec
+from megatron_run.contracts.schedule import LayoutSpec, ScheduleSpec
 from megatron_run.pipeline.lower import lower
 from megatron_run.pipeline.plan import Plan
-from megatron_run.pipeline.timeline import timeline
+from megatron_run.pipeline.simulate import timeline
 from megatron_run.pipeline.verify import verify
 from megatron_run.registry.discover import Entry
 from megatron_run.registry.load import load

@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 
 from megatron_run.contracts import Schedule
-from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.pipeline.lower import Instruction, Message, lower
 from megatron_run.pipeline.verify import verify
 from megatron_run_schedule_1f1b import OneForwardOneBackward

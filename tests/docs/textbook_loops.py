@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from megatron_run.contracts.actions import Action
+from megatron_run.contracts.schedule import Action
 
 OPERATIONS = (
     "recv_forward",

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_run.contracts.actions import Action
+from megatron_run.contracts.schedule import Action
 from tests.integration.graph_grid import Case
 from tests.support.training import Seen
 

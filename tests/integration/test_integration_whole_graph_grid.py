@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_run.contracts import CaptureMetrics, CaptureSize
-from megatron_run.contracts.actions import Action, Op
+from megatron_run.contracts.schedule import Action, Op
 from tests.integration import whole_graph_grid
 from tests.integration.graph_grid import ALONE, NETWORKS, SPREAD, WAYS, Case
 from tests.integration.graph_grid_checks import Compared, bit_faults, byte_faults, capture_faults, number_faults

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_run.config.request import Request
-from megatron_run.contracts.actions import LayoutSpec, looped_layout
+from megatron_run.contracts.schedule import LayoutSpec, looped_layout
 from megatron_run.pipeline.plan import Plan
 from megatron_run_planner.accuracy.calibrate import Survey, model_of
 from megatron_run_planner.devices import Cores, Device, Host, Links, MeasuredSum, Products, Sweeps

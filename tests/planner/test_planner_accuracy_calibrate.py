@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run.contracts.actions import LayoutSpec, looped_layout
+from megatron_run.contracts.schedule import LayoutSpec, looped_layout
 from megatron_run_planner.accuracy.calibrate import Survey, describe, device_text, model_of
 from megatron_run_planner.devices import Cores, Device, read_device
 from megatron_run_planner.step_time import after_backward, place_times, step_time

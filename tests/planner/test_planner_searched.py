@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_run.config.request import Request
-from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec
+from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec
 from megatron_run.errors import InputError
 from megatron_run.pipeline.verify import verify
 from megatron_run.registry.choose import choose

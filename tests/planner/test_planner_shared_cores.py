@@ -6,8 +6,8 @@ import pytest
 
 from megatron_run.pipeline.simulate import simulate
 from megatron_run_planner.devices import Cores
-from megatron_run_planner.devices.shared_cores import simulate_shared
 from megatron_run_planner.schedules import Schedules
+from megatron_run_planner.step_time import simulate_shared
 
 COSTS = {"F": 1.0, "B": 2.0, "I": 1.1, "W": 0.9}
 FREE = Cores(count=64, slowdown=((1, 1.0),))

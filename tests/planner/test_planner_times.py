@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_run.contracts.actions import LayoutSpec, looped_layout
+from megatron_run.contracts.schedule import LayoutSpec, looped_layout
 from megatron_run_planner.devices import Device, read_device
-from megatron_run_planner.layer_time import all_reduce, layer_time
-from megatron_run_planner.operators import layer_operators
+from megatron_run_planner.layer_time import all_reduce, layer_operators, layer_time
 from megatron_run_planner.schedules import Schedules, spread
 from megatron_run_planner.step_time import after_backward, estimate, message_time, place_times, step_time
 from megatron_run_planner.workload import Model, Split

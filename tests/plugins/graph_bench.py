@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_run.contracts import CaptureSize, Chunk, Microbatch, ParallelLayers, Region, Schedule, Segment
-from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.pipeline.plan import Plan, positions
 from megatron_run.pipeline.verify import verify

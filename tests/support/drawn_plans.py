@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.verify import verify
 

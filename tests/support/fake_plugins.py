@@ -15,7 +15,7 @@ from megatron_run.contracts import entry_point_group
 
 #: A schedule that runs on one stage; ``{name}`` is its plugin's.
 SCHEDULE = """
-from megatron_run.contracts.actions import Action
+from megatron_run.contracts.schedule import Action
 from megatron_run.contracts import PluginInfo, Schedule
 from megatron_run.hookspecs import hookimpl
 

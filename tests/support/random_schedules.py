@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from megatron_run.contracts.actions import Action, LayoutSpec, Place, ScheduleSpec, looped_layout, split_layers
+from megatron_run.contracts.schedule import Action, LayoutSpec, Place, ScheduleSpec, looped_layout, split_layers
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.verify import verify
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_run.contracts import ParallelLayers
-from megatron_run.contracts.actions import LayoutSpec, looped_layout
+from megatron_run.contracts.schedule import LayoutSpec, looped_layout
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.registry.choose import choose
 from megatron_run.registry.discover import scan

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_run.contracts import Boundary, Microbatch
-from megatron_run.contracts.actions import Action
+from megatron_run.contracts.schedule import Action
 from megatron_run.pipeline.lower import Instruction, lower
 from megatron_run.pipeline.plan import Plan
 from megatron_run_engine.runtime.execute import Executor, StepInputs, StepRecord

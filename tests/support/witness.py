@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from megatron_run.contracts import ChunkOut
-from megatron_run.contracts.actions import Action, Op
+from megatron_run.contracts.schedule import Action, Op
 from megatron_run_engine.runtime.gradients import GradientAccumulator
 
 

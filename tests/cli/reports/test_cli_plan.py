@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.errors import InputError
 from megatron_run_cli.reports.schedule_report import (
     fault_record,

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from megatron_run.contracts import Microbatch, ParamInfo, StackedLayers
-from megatron_run.contracts.actions import LayoutSpec, Place, looped_layout
+from megatron_run.contracts.schedule import LayoutSpec, Place, looped_layout
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.parameter_init import count_parameters, describe_parameters

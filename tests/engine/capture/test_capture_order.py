@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from megatron_run.contracts import Schedule
-from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.errors import GraphCaptureError
 from megatron_run_engine.capture import OrderGuard, passes, recordings, shared_slots, slots_by_chunk
 from megatron_run_schedule_1f1b import OneForwardOneBackward

@@ -15,7 +15,7 @@ from torch.utils import deterministic as kernels
 
 from megatron_run import Action, load_config
 from megatron_run.contracts import Observer, Schedule, StepMetrics
-from megatron_run.contracts.actions import ScheduleSpec
+from megatron_run.contracts.schedule import ScheduleSpec
 from megatron_run.errors import ExitCode, InputError
 from megatron_run_engine import train
 from megatron_run_engine.launch import FailedRunError

@@ -10,7 +10,7 @@ from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, InputError
 from megatron_run.planning import resolve
 from megatron_run_engine.launch import LaunchOptions, RunResult, launch
-from megatron_run_engine.launch.restarts import Restarts, resumed
+from megatron_run_engine.launch.failures import Restarts, resumed
 
 LOST = RunResult(ExitCode.RANK_LOST, None, "rank 1 hangs", steps=3)
 LOST_AT_ONCE = RunResult(ExitCode.RANK_LOST, None, "rank 1 hangs")

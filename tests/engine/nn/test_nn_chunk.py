@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_run.contracts import StackedLayers
-from megatron_run.contracts.actions import Place
+from megatron_run.contracts.schedule import Place
 from megatron_run.errors import InputError
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_run.contracts import AttentionShape, Decoding, Microbatch, ParamInfo, StackedLayers
-from megatron_run.contracts.actions import Place
+from megatron_run.contracts.schedule import Place
 from megatron_run.errors import InputError
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers

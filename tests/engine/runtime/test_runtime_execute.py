@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_run.contracts import Boundary, ChunkOut, Microbatch
-from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.errors import PluginError
 from megatron_run.pipeline.plan import Plan

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_run.contracts import Boundary, ChunkOut, Microbatch
-from megatron_run.contracts.actions import LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.contracts.schedule import LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.errors import RankLostError
 from megatron_run.pipeline.lower import Message

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_run.contracts import Microbatch
-from megatron_run.contracts.actions import Action
+from megatron_run.contracts.schedule import Action
 from megatron_run.contracts.topology import Topology
 from megatron_run.errors import PluginError
 from megatron_run.planning import ResolvedRun, load_config

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_run.contracts import CaptureSize
-from megatron_run.contracts.actions import Action
 from megatron_run.contracts.activity import Activity
+from megatron_run.contracts.schedule import Action
 from megatron_run_engine.runtime.rng import RandomStreams
 from megatron_run_engine.runtime.segments import SegmentRunner
 from megatron_run_engine.training.numbers import MISMATCH, Progress

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from megatron_run.config.request import Request
 from megatron_run.contracts import Observer, StepMetrics, StepTrace
-from megatron_run.contracts.actions import Action
 from megatron_run.contracts.observer import Bar
+from megatron_run.contracts.schedule import Action
 from megatron_run.pipeline.plan import Plan, positions
-from megatron_run.pipeline.timeline import timeline
+from megatron_run.pipeline.simulate import timeline
 from megatron_run.planning import resolve
 from megatron_run_engine.run_folder import RunFolder
 from megatron_run_engine.runtime.execute import Executor

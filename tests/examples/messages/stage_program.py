@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from megatron_run.contracts.actions import LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.contracts.schedule import LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.pipeline.lower import Message, lower
 from megatron_run.pipeline.verify import verify
 from megatron_run_schedule_1f1b import OneForwardOneBackward

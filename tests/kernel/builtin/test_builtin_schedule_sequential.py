@@ -1,7 +1,7 @@
 import pytest
 
 from megatron_run.builtin.schedule.sequential import Sequential, megatron_run_plugin_info
-from megatron_run.contracts.actions import LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.contracts.schedule import LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.errors import ScheduleError
 from megatron_run.pipeline.verify import verify
 

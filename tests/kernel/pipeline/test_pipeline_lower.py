@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.pipeline.lower import Instruction, Message, lower
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.verify import forward_plan, verify

@@ -8,11 +8,10 @@ from random import Random
 
 import pytest
 
-from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.errors import ScheduleError
 from megatron_run.pipeline import lower as lowering
-from megatron_run.pipeline.lower import Message, lower
-from megatron_run.pipeline.pairing import check_pairing
+from megatron_run.pipeline.lower import Message, check_pairing, lower
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.verify import verify
 from tests.support.random_schedules import random_plan, vee_layout

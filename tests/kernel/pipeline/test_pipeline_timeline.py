@@ -4,9 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec, looped_layout
-from megatron_run.pipeline.simulate import simulate
-from megatron_run.pipeline.timeline import timeline, timeline_text
+from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.pipeline.simulate import simulate, timeline, timeline_text
 from megatron_run.pipeline.verify import verify
 from tests.support.random_schedules import random_plan
 
@@ -93,6 +92,6 @@ def test_split_backwards_are_drawn_apart() -> None:
 
 
 def test_planning_never_imports_torch() -> None:
-    modules = "plan, verify, lower, timeline, simulate, trace_events"
+    modules = "plan, verify, lower, simulate, trace_events"
     code = f"import sys; from megatron_run.pipeline import {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

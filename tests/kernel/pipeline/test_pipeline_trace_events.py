@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_run.contracts.actions import Action, Place
 from megatron_run.contracts.observer import Bar
+from megatron_run.contracts.schedule import Action, Place
 from megatron_run.pipeline.plan import Plan
-from megatron_run.pipeline.timeline import timeline
+from megatron_run.pipeline.simulate import timeline
 from megatron_run.pipeline.trace_events import Event, trace_document, trace_events
 from tests.support.drawn_plans import interleaved_plan, one_forward_one_backward_plan
 from tests.support.random_schedules import random_plan

@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import pytest
 
-from megatron_run.contracts.actions import Action, LayoutSpec, Place, ScheduleSpec, looped_layout
+from megatron_run.contracts.schedule import Action, LayoutSpec, Place, ScheduleSpec, looped_layout
 from megatron_run.errors import InputError, ScheduleError
 from megatron_run.pipeline.plan import positions
 from megatron_run.pipeline.verify import check_layout, verify

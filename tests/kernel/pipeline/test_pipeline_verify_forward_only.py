@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_run.contracts.actions import LayoutSpec, looped_layout
+from megatron_run.contracts.schedule import LayoutSpec, looped_layout
 from megatron_run.pipeline.plan import positions
 from megatron_run.pipeline.verify import forward_plan
 from tests.support.random_schedules import Layout, vee_layout

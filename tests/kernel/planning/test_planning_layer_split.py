@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_run.contracts.actions import LayoutSpec, Place, looped_layout
+from megatron_run.contracts.schedule import LayoutSpec, Place, looped_layout
 from megatron_run.contracts.schema import ParallelSection
 from megatron_run.errors import ExitCode, InputError
 from megatron_run.planning.layer_split import layer_counts, natural_layers
@@ -310,7 +310,7 @@ def test_a_schedule_that_splits_otherwise_is_at_fault(layout: str, says: str, tm
     schedule_file(mine, actions=actions)
     source = mine.read_text(encoding="utf-8")
     names = "Place, looped_layout, split_layers"
-    head = f"from dataclasses import replace\nfrom megatron_run.contracts.actions import {names}\n"
+    head = f"from dataclasses import replace\nfrom megatron_run.contracts.schedule import {names}\n"
     method = f"    def layout(self, spec):\n{body}\n    def actions"
     mine.write_text(head + source.replace("    def actions", method, 1), encoding="utf-8")
     line, code = mistake(plugins=[f"schedule={mine}"], sets=["parallel.pipeline=2", "parallel.first_stage_layers=1"])
@@ -322,7 +322,7 @@ def test_counts_of_the_wrong_number_are_the_users_whatever_the_schedule_makes_of
     mine = tmp_path / "mine.py"
     actions = 'return [[Action(op, m, 0) for op in "FB" for m in range(spec.microbatches)]] * spec.stages'
     schedule_file(mine, actions=actions)
-    head = "from dataclasses import replace\nfrom megatron_run.contracts.actions import looped_layout\n"
+    head = "from dataclasses import replace\nfrom megatron_run.contracts.schedule import looped_layout\n"
     source = mine.read_text(encoding="utf-8")
     method = f"    def layout(self, spec):\n        {IGNORES}\n\n    def actions"
     mine.write_text(head + source.replace("    def actions", method, 1), encoding="utf-8")

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_run.config.request import Request
 from megatron_run.contracts import Observer, PluginInfo, Schedule
-from megatron_run.contracts.actions import Action, ScheduleSpec
+from megatron_run.contracts.schedule import Action, ScheduleSpec
 from megatron_run.planning import resolve
 from megatron_run.planning.describe import describe, run_record
 from megatron_run.planning.run import digest, to_yaml

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_run.contracts import Observer, PluginInfo, Schedule
-from megatron_run.contracts.actions import Action, ScheduleSpec
+from megatron_run.contracts.schedule import Action, ScheduleSpec
 from megatron_run.errors import ExitCode, PluginError
 from megatron_run.registry.load import from_object
 from tests.support.fake_plugins import schedule_source

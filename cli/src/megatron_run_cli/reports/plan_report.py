@@ -90,10 +90,9 @@ def _settings(each: Candidate) -> str:
 
 def _memory(each: Candidate, device: Device) -> list[str]:
     fullest = max(each.memory, key=lambda rank: rank.total)
-    roles = " + ".join(f"{role} {size / _GIB:.1f}" for role, size in asdict(fullest).items() if size >= _GIB / 20)
-    return [
-        f"memory of the fullest rank: {each.needed / _GIB:.1f} of {device.memory / _GIB:.0f} GiB ({roles} + reserve)"
-    ]
+    large = [f"{role} {size / _GIB:.1f}" for role, size in asdict(fullest).items() if size >= _GIB / 20]
+    roles = " + ".join([*large, "reserve"])
+    return [f"memory of the fullest rank: {each.needed / _GIB:.1f} of {device.memory / _GIB:.0f} GiB ({roles})"]
 
 
 def _cost(task: Task, each: Candidate) -> list[str]:

@@ -14,11 +14,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_run.contracts.actions import Action, Place, signed_order
 from megatron_run.contracts.observer import Bar, Timeline
+from megatron_run.contracts.schedule import Action, Place, signed_order
 from megatron_run.errors import InputError, plural
 from megatron_run.pipeline.plan import Plan
-from megatron_run.pipeline.timeline import bubble_fraction, shown_stages, timeline, timeline_text
+from megatron_run.pipeline.simulate import bubble_fraction, shown_stages, timeline, timeline_text
 from megatron_run.pipeline.trace_events import NAMES, trace_document, trace_events
 
 

@@ -11,10 +11,10 @@ __version__ = "0.1.0"
 
 #: Public name -> the module that holds it.
 _PUBLIC = {
-    "Action": "megatron_run.contracts.actions",
-    "LayoutSpec": "megatron_run.contracts.actions",
-    "Place": "megatron_run.contracts.actions",
-    "ScheduleSpec": "megatron_run.contracts.actions",
+    "Action": "megatron_run.contracts.schedule",
+    "LayoutSpec": "megatron_run.contracts.schedule",
+    "Place": "megatron_run.contracts.schedule",
+    "ScheduleSpec": "megatron_run.contracts.schedule",
     "PluginInfo": "megatron_run.contracts",
     "RunError": "megatron_run.errors",
     "hookimpl": "megatron_run.hookspecs",

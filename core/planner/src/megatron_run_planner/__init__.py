@@ -1,7 +1,7 @@
 """The planner: time and memory of a step before it runs, and what to choose. It needs neither torch nor numpy.
 
 Reading order: :mod:`~megatron_run_planner.workload` says what is trained and how it is split,
-:mod:`~megatron_run_planner.operators` the products and sweeps of a layer, :mod:`~megatron_run_planner.devices` what a
+:mod:`~megatron_run_planner.layer_time` the products and sweeps of a layer, :mod:`~megatron_run_planner.devices` what a
 machine can do, :mod:`~megatron_run_planner.layer_time` how long a layer takes there, and
 :mod:`~megatron_run_planner.step_time` simulates a step's verified action lists with these times.
 :mod:`~megatron_run_planner.memory` counts bytes, :mod:`~megatron_run_planner.search` tries every split of a

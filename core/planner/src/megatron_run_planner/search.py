@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_run.contracts.actions import LayoutSpec, looped_layout
+from megatron_run.contracts.schedule import LayoutSpec, looped_layout
 from megatron_run.errors import InputError, RunError
 from megatron_run.pipeline.plan import Plan
 from megatron_run_planner.devices import Device

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run.contracts.actions import Action
 from megatron_run.contracts.activity import Activity, Exchange
+from megatron_run.contracts.schedule import Action
 from megatron_run_engine.launch.watchdog.page import Entered, Page, PageWriter
 
 

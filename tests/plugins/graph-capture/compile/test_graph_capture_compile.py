@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.contracts import Microbatch, Schedule, Segment
-from megatron_run.contracts.actions import Action
+from megatron_run.contracts.schedule import Action
 from megatron_run.errors import GraphCaptureError, InputError, PluginError
 from megatron_run_engine.builtin.model.gpt import GptOptions
 from megatron_run_engine.data.user_cache import COMPILED

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.contracts import Microbatch, Schedule, Segment
-from megatron_run.contracts.actions import Action
+from megatron_run.contracts.schedule import Action
 from megatron_run.errors import InputError
 from megatron_run_engine.builtin.model.gpt import GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers

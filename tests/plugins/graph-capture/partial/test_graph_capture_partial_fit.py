@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.contracts import Microbatch, Region, Segment
-from megatron_run.contracts.actions import Action
+from megatron_run.contracts.schedule import Action
 from megatron_run.errors import GraphCaptureError
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_graph_capture_partial.region_graph import RegionGraph

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_run.contracts import Microbatch, Segment
-from megatron_run.contracts.actions import Action
+from megatron_run.contracts.schedule import Action
 from megatron_run_graph_capture_partial import megatron_run_create_graph_capture
 from megatron_run_graph_capture_partial.capture import PartialOptions
 from megatron_run_testing.build_contexts import single_process_context

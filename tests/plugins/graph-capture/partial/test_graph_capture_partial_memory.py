@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_run.contracts import Microbatch, Segment
-from megatron_run.contracts.actions import Action
+from megatron_run.contracts.schedule import Action
 from megatron_run_engine.builtin.model.gpt import GptOptions
 from megatron_run_engine.capture import OrderGuard, Pass
 from megatron_run_graph_capture_partial import capture as capturing

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.contracts import Segment
-from megatron_run.contracts.actions import Action
+from megatron_run.contracts.schedule import Action
 from megatron_run.errors import GraphCaptureError
 from megatron_run_engine.capture import Rules
 from megatron_run_graph_capture_partial.arena import Arena

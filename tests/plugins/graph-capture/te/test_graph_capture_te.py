@@ -11,7 +11,7 @@ import torch
 
 from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.config.request import Request
-from megatron_run.contracts.actions import Action, signed_order
+from megatron_run.contracts.schedule import Action, signed_order
 from megatron_run.errors import GraphCaptureError, InputError, PluginError
 from megatron_run.planning import resolve
 from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text

@@ -13,8 +13,8 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_run.contracts import Action, Bar, EvalMetrics, Timeline
-from megatron_run.contracts.actions import Op
 from megatron_run.contracts.observer import STEP_CURVES
+from megatron_run.contracts.schedule import Op
 from megatron_run_observer_tensorboard import TensorBoard
 from megatron_run_observer_tensorboard.picture import COLOURS, draw
 from megatron_run_testing.observer import example_run, example_step

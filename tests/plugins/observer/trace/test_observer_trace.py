@@ -12,7 +12,7 @@ import pytest
 
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, RunError
-from megatron_run.pipeline.timeline import timeline
+from megatron_run.pipeline.simulate import timeline
 from megatron_run.pipeline.trace_events import Event, trace_events
 from megatron_run.planning import load_config, resolve
 from megatron_run.safe_folder import SafeFolder

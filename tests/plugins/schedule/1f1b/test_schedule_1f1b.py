@@ -2,9 +2,9 @@ from itertools import product
 
 import pytest
 
-from megatron_run.contracts.actions import LayoutSpec, ScheduleSpec, looped_layout, signed_order
+from megatron_run.contracts.schedule import LayoutSpec, ScheduleSpec, looped_layout, signed_order
 from megatron_run.errors import ScheduleError
-from megatron_run.pipeline.timeline import timeline, timeline_text
+from megatron_run.pipeline.simulate import timeline, timeline_text
 from megatron_run.pipeline.verify import verify
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_testing import Check

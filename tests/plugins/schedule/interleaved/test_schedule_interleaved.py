@@ -3,9 +3,9 @@ from collections.abc import Iterator
 import pytest
 from pydantic import ValidationError
 
-from megatron_run.contracts.actions import LayoutSpec, ScheduleSpec, looped_layout, signed_order
+from megatron_run.contracts.schedule import LayoutSpec, ScheduleSpec, looped_layout, signed_order
 from megatron_run.errors import ScheduleError
-from megatron_run.pipeline.timeline import timeline, timeline_text
+from megatron_run.pipeline.simulate import timeline, timeline_text
 from megatron_run.pipeline.verify import verify
 from megatron_run_schedule_interleaved import Interleaved, Options
 from megatron_run_testing import Check

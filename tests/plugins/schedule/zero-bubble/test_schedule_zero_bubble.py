@@ -4,10 +4,10 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_run.contracts import Schedule
-from megatron_run.contracts.actions import LayoutSpec, ScheduleSpec
+from megatron_run.contracts.schedule import LayoutSpec, ScheduleSpec
 from megatron_run.errors import ScheduleError
 from megatron_run.pipeline.plan import Plan
-from megatron_run.pipeline.timeline import timeline, timeline_text
+from megatron_run.pipeline.simulate import timeline, timeline_text
 from megatron_run.pipeline.verify import verify
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_zero_bubble import Options, ZeroBubbleH1, ZeroBubbleV, megatron_run_create_schedule

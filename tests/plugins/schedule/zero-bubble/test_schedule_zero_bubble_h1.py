@@ -2,8 +2,8 @@ from itertools import product
 
 import pytest
 
-from megatron_run.contracts.actions import LayoutSpec, ScheduleSpec, looped_layout, signed_order
-from megatron_run.pipeline.timeline import timeline
+from megatron_run.contracts.schedule import LayoutSpec, ScheduleSpec, looped_layout, signed_order
+from megatron_run.pipeline.simulate import timeline
 from megatron_run.pipeline.verify import verify
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_zero_bubble import ZeroBubbleH1

@@ -4,9 +4,9 @@ from itertools import accumulate, product
 
 import pytest
 
-from megatron_run.contracts.actions import Action, LayoutSpec, ScheduleSpec
+from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec
 from megatron_run.pipeline.plan import Plan
-from megatron_run.pipeline.timeline import timeline
+from megatron_run.pipeline.simulate import timeline
 from megatron_run.pipeline.verify import verify
 from megatron_run_schedule_zero_bubble import ZeroBubbleV
 from megatron_run_testing import Check

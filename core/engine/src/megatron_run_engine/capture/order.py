@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megatron_run.contracts.actions import Action
+from megatron_run.contracts.schedule import Action
 from megatron_run.errors import GraphCaptureError
 
 

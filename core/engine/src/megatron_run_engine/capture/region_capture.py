@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import Microbatch, Region, Segment
-    from megatron_run.contracts.actions import Action
+    from megatron_run.contracts.schedule import Action
     from megatron_run.contracts.schema import Config, SegmentNames
     from megatron_run_engine.runtime.context import BuildContext
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from pydantic import ValidationError
 
-from megatron_run.contracts.actions import Place
+from megatron_run.contracts.schedule import Place
 from megatron_run.contracts.schema import RunSection, TrainSection
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.errors import CheckpointError, InputError

@@ -10,8 +10,8 @@ import torch
 
 from megatron_run.config.request import Found, Request
 from megatron_run.contracts import DataSource, PluginInfo, Schedule
-from megatron_run.contracts.actions import Action, ScheduleSpec
 from megatron_run.contracts.activity import Activity
+from megatron_run.contracts.schedule import Action, ScheduleSpec
 from megatron_run.contracts.topology import Topology
 from megatron_run.errors import CheckpointError, DataError, InputError
 from megatron_run.planning import resolve

@@ -16,9 +16,16 @@ from typing import TYPE_CHECKING
 
 from megatron_run.config.request import Request
 from megatron_run.errors import CheckpointError, ExitCode, InputError, RunError
-from megatron_run_engine.launch.failures import exit_code, how_to_resume, interrupted, last_line, last_saved
+from megatron_run_engine.launch.failures import (
+    Restarts,
+    exit_code,
+    how_to_resume,
+    interrupted,
+    last_line,
+    last_saved,
+    resumed,
+)
 from megatron_run_engine.launch.rank_output import flush_output, terminal_writer, untold
-from megatron_run_engine.launch.restarts import Restarts, resumed
 from megatron_run_engine.launch.results import RunResult
 from megatron_run_engine.runtime.world import World
 from megatron_run_engine.training.environments import LaunchMode, find_world

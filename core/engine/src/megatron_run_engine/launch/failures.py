@@ -13,6 +13,8 @@
    watchdog's line, and under torchrun and Slurm each rank's sidecar makes its rank exit with code 4.
 6. ``api.launch`` closes ``status.json`` with code and line, and returns them to the command, which prints the line
    and exits with the code.
+
+After a lost local rank :class:`Restarts` says when all are started again, and :func:`resumed` what is started then.
 """
 
 from __future__ import annotations
@@ -21,13 +23,19 @@ import re
 import signal
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
+from typing import TYPE_CHECKING
 
 from megatron_run.errors import ExitCode, OutOfMemoryError, RankLostError, RunError, system_limit
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
 from megatron_run_engine.launch.rank_output import last_log_line
-from megatron_run_engine.launch.results import RankResult
+from megatron_run_engine.launch.results import RankResult, RunResult
+
+if TYPE_CHECKING:
+    from megatron_run.config.request import Request
+    from megatron_run.planning import ResolvedRun
 
 #: What gloo, NCCL and the store say when a peer is gone or silent. gloo throws plain RuntimeErrors.
 _CONNECTION = re.compile(
@@ -161,3 +169,34 @@ def _reason(cause: RankResult) -> str:
         return cause.message
     line = last_log_line(cause.log)
     return f"a rank ended with exit code {cause.status}{where}" + (f": {line}" if line else "")
+
+
+@dataclass
+class Restarts:
+    """Counts the starts of one run after its first, ``most`` of them."""
+
+    most: int
+    used: int = 0
+    _barren: bool = False
+
+    def next(self, result: RunResult) -> str | None:
+        """Count one more start after ``result``: the line to print, or None to stop here.
+
+        Only a lost rank is a reason to start again: a signal or a time limit asked for the end, and after every other
+        code the next start would end alike. So it would when a rank is lost twice in a row before a step is done.
+        """
+        barren, self._barren = self._barren, result.steps == 0
+        if result.code != ExitCode.RANK_LOST or self.used >= self.most or (barren and self._barren):
+            return None
+        self.used += 1
+        lost = result.message or f"ended with exit code {int(result.code)}"
+        step = last_saved(result.folder)
+        start = "from the first step" if step is None else f"from step {step}"
+        return f"{lost}; starting again, {self.used} of {self.most}, {start}"
+
+
+def resumed(run: ResolvedRun, request: Request, folder: Path) -> tuple[ResolvedRun, Request]:
+    """``run`` and ``request`` changed to resume in ``folder`` from its newest saved step, whatever they asked for."""
+    section = run.config.run.model_copy(update={"folder": folder})
+    request = replace(request, resume="auto")
+    return replace(run, config=run.config.model_copy(update={"run": section}), request=request), request

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import Decoding, ParallelLayers
-    from megatron_run.contracts.actions import Place
+    from megatron_run.contracts.schedule import Place
     from megatron_run_engine.nn.spec import TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_engine.runtime.gradients import GradientAccumulator

@@ -8,8 +8,7 @@ Imports: checkpoint, config, errors, planning, safe_folder.
 
 from __future__ import annotations
 
-from megatron_run_engine.run_folder.folder import RunFolder, open_log
-from megatron_run_engine.run_folder.history import History
+from megatron_run_engine.run_folder.folder import History, RunFolder, open_log
 from megatron_run_engine.run_folder.opening import (
     FolderLock,
     OpenedFolder,

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_run.contracts import Boundary, Chunk, ChunkOut, Microbatch
-    from megatron_run.contracts.actions import Action
     from megatron_run.contracts.activity import PhaseName
+    from megatron_run.contracts.schedule import Action
     from megatron_run.pipeline.lower import Instruction, Message
     from megatron_run_engine.runtime.gradients import GradientAccumulator
     from megatron_run_engine.runtime.messages import Messenger, Tensors

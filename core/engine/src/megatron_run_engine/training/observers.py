@@ -11,7 +11,7 @@ import torch
 
 from megatron_run.contracts import RunSummary
 from megatron_run.contracts.topology import Replicas
-from megatron_run.pipeline.timeline import timeline
+from megatron_run.pipeline.simulate import timeline
 from megatron_run.planning.describe import describe
 from megatron_run.planning.run import to_yaml
 from megatron_run_engine.runtime.parameter_init import count_parameters

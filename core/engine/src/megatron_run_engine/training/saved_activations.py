@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from megatron_run.contracts import Boundary, Chunk, DataSource, Field
-    from megatron_run.contracts.actions import Action
+    from megatron_run.contracts.schedule import Action
     from megatron_run.contracts.topology import Axis
     from megatron_run.planning import ResolvedRun
 

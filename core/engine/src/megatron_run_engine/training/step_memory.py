@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from megatron_run.contracts import Boundary, Chunk, ChunkOut, DataSource
-    from megatron_run.contracts.actions import Action
+    from megatron_run.contracts.schedule import Action
     from megatron_run.pipeline.lower import Instruction, Message
     from megatron_run.planning import ResolvedRun
 

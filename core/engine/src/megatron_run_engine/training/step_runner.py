@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import CaptureSize, Region
-    from megatron_run.contracts.actions import Action
+    from megatron_run.contracts.schedule import Action
     from megatron_run.pipeline.lower import Instruction
     from megatron_run.planning import ResolvedRun
     from megatron_run.planning.batch_size import BatchSizes

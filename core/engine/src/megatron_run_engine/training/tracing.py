@@ -16,7 +16,7 @@ import torch
 
 from megatron_run.contracts import StepTrace
 from megatron_run.contracts.observer import Bar, Timeline
-from megatron_run.pipeline.timeline import timeline
+from megatron_run.pipeline.simulate import timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,9 +1,8 @@
-"""The contracts: one file per kind, and the data types that they share (actions, topology, activity, schema).
+"""The contracts: one file per kind, and the data types that they share (parameters, topology, activity, schema).
 
 Imports: errors.
 """
 
-from megatron_run.contracts.actions import Action, LayoutSpec, Place, ScheduleSpec
 from megatron_run.contracts.data import Dataset, DataSource, Field, Judge, Split
 from megatron_run.contracts.format import Format, ReadTensor, TranslatedScript, Weights
 from megatron_run.contracts.graph_capture import CaptureSize, GraphCapture, Region
@@ -44,7 +43,7 @@ from megatron_run.contracts.parallel_layer import (
 from megatron_run.contracts.parameters import Init, ParameterSpec, ParamInfo, Part
 from megatron_run.contracts.plugin import KINDS, RUN_KINDS, PluginInfo, entry_point_group
 from megatron_run.contracts.scaler import Scaler, scale_notices, scale_text
-from megatron_run.contracts.schedule import Schedule
+from megatron_run.contracts.schedule import Action, LayoutSpec, Place, Schedule, ScheduleSpec
 
 __all__ = [
     "KINDS",

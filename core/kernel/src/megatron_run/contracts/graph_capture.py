@@ -12,8 +12,8 @@ from megatron_run.errors import plural
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_run.contracts.actions import Action
     from megatron_run.contracts.model import Microbatch, Segment
+    from megatron_run.contracts.schedule import Action
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from megatron_run.contracts.actions import Place
     from megatron_run.contracts.data import Field
     from megatron_run.contracts.parallel_layer import ParallelLayers
+    from megatron_run.contracts.schedule import Place
 
 
 @dataclass(frozen=True)

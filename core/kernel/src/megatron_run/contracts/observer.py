@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from megatron_run.contracts.actions import Action, Place
     from megatron_run.contracts.graph_capture import CaptureSize
+    from megatron_run.contracts.schedule import Action, Place
 
 
 #: The step of an attempt that is observed closely by default; the first steps are slower than the others.

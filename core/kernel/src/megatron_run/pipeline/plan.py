@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_run.contracts.actions import COSTS, Action, Place
+from megatron_run.contracts.schedule import COSTS, Action, Place
 
 
 @dataclass(frozen=True, slots=True)

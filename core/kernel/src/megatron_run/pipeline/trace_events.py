@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_run.contracts.actions import Place
 from megatron_run.contracts.observer import Bar
+from megatron_run.contracts.schedule import Place
 from megatron_run.pipeline.plan import activations, positions
 
 Event = dict[str, Any]

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
 
-from megatron_run.contracts.actions import Action, LayoutSpec, Op, Place, ScheduleSpec, check_counts
+from megatron_run.contracts.schedule import Action, LayoutSpec, Op, Place, ScheduleSpec, check_counts
 from megatron_run.errors import ScheduleError, plural
-from megatron_run.pipeline.pairing import check_pairing
+from megatron_run.pipeline.lower import check_pairing
 from megatron_run.pipeline.plan import Plan, activations, positions
 from megatron_run.pipeline.simulate import completion_order, simulate, takes_time
 
@@ -87,7 +87,7 @@ def verify(spec: ScheduleSpec, lists: Sequence[Sequence[Action]]) -> Plan:
     For every (microbatch, chunk): F, then B, or I and then W; R at most once between F and B or I. For every chunk: S
     at most once, after its last gradient. Raises :class:`ScheduleError` naming stage, index and action or, for a
     deadlock, the cycle of waits. The pairing of all sends and receives is proven for every channel
-    (:mod:`~megatron_run.pipeline.pairing`). Peaks are counted, not compared with a bound; a schedule that promises one
+    (:mod:`~megatron_run.pipeline.lower`). Peaks are counted, not compared with a bound; a schedule that promises one
     has it checked by ``schedule_checks(in_flight=...)`` of :mod:`megatron_run_testing`.
     """
     _check_places(spec.layout, spec.stages, spec.chunks)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.contracts.topology import Topology
 from megatron_run.errors import plural
-from megatron_run.pipeline.timeline import timeline
+from megatron_run.pipeline.simulate import timeline
 from megatron_run.planning.choosing import dumped
 from megatron_run.planning.rank_grid import experts_of, held_experts
 from megatron_run.planning.run import sections

@@ -10,7 +10,7 @@ from traceback import extract_tb
 from typing import TypeVar
 
 from megatron_run.contracts import Schedule
-from megatron_run.contracts.actions import LayoutSpec, Place, ScheduleSpec, check_counts
+from megatron_run.contracts.schedule import LayoutSpec, Place, ScheduleSpec, check_counts
 from megatron_run.contracts.schema import ParallelSection, TrainSection
 from megatron_run.errors import InputError, PluginError, RunError, ScheduleError
 from megatron_run.pipeline.plan import Plan

@@ -19,8 +19,8 @@ from megatron_run.config.request import Request
 from megatron_run.config.sources import read_sources
 from megatron_run.config.validate import validate_section
 from megatron_run.config.values import plain
-from megatron_run.contracts.actions import Place
 from megatron_run.contracts.plugin import RUN_KINDS
+from megatron_run.contracts.schedule import Place
 from megatron_run.contracts.schema import (
     CheckpointSection,
     Config,

@@ -19,7 +19,7 @@ from megatron_run.registry.discover import KERNEL, source_digest
 
 if TYPE_CHECKING:
     from megatron_run.config.origin import Key, Origin
-    from megatron_run.contracts.actions import Place
+    from megatron_run.contracts.schedule import Place
     from megatron_run.contracts.schema import Config
     from megatron_run.contracts.topology import Sizes
     from megatron_run.pipeline.plan import Plan

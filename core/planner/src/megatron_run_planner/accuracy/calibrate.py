@@ -7,18 +7,16 @@ beyond these is the host's, by least squares; what then is left at a measured sh
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product as pairs
 from math import exp, log
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-from megatron_run.config.request import Request
 from megatron_run.config.yaml import yaml_text
-from megatron_run.contracts.actions import LayoutSpec, looped_layout
-from megatron_run.pipeline.plan import Plan
+from megatron_run.contracts.schedule import LayoutSpec, looped_layout
+from megatron_run_planner.accuracy.anchors import least_squares, with_anchors
 from megatron_run_planner.devices import (
     Cores,
     Device,
@@ -32,9 +30,7 @@ from megatron_run_planner.devices import (
     Sweeps,
 )
 from megatron_run_planner.layer_time import embedding_time, head_time, layer_time
-from megatron_run_planner.schedules import Schedules
-from megatron_run_planner.step_time import place_times, step_time
-from megatron_run_planner.task import Task, read_task
+from megatron_run_planner.step_time import place_times
 from megatron_run_planner.workload import Model, Split
 
 #: Rows and depths at which a product may reach half of its peak: those that are tried.
@@ -43,8 +39,6 @@ _HALVES = tuple(2 ** (power / 2) for power in range(-2, 19))
 _REACH = 0.6
 #: Bytes of a sum or message up to which it counts as small.
 _SMALL = 2**14
-#: An octave away from its microbenchmark costs a constant as much as an error of so much in one training.
-_PULL = 0.02
 
 
 @dataclass(frozen=True)
@@ -93,7 +87,7 @@ def describe(survey: Survey, name: str) -> Device:
     device = _with_head(device, survey)
     device = _with_update(device, survey)
     device = _with_experts(device, survey)
-    return rounded(_with_anchors(device, survey))
+    return rounded(with_anchors(device, survey.anchors))
 
 
 def _products(survey: Survey, peak: float) -> Products:
@@ -212,7 +206,7 @@ def _with_layers(device: Device, survey: Survey) -> Device:
         work = swept.backward - left.backward
         rows.append(((work / forward, 0.0, 1 / forward, 0.0), (forward - left.forward + work) / forward))
         rows.append(((0.0, work / backward, 0.0, 1 / backward), (backward - left.backward) / backward))
-    ahead, back, first, second = _least_squares(rows)
+    ahead, back, first, second = least_squares(rows)
     share = 1 / max(ahead, 1.0)
     device = _changed(device, "sweeps", efficiency=share, backward=max(1e-3, back * share))
     device = _changed(device, "host", layer=first + second, forward=first / ((first + second) or 1.0))
@@ -243,7 +237,7 @@ def _with_head(device: Device, survey: Survey) -> Device:
         rows.append(((logits / whole, 0.0, share / whole, 1 / whole, tokens / whole), left / whole))
         whole, left = run["backward"], run["backward"] - layers.backward - rest.backward
         rows.append(((0.0, logits / whole, (1 - share) / whole, 0.0, 0.0), left / whole))
-    ahead, back, head_host, batch, token = _least_squares(rows)
+    ahead, back, head_host, batch, token = least_squares(rows)
     device = _changed(device, "sweeps", loss=max(1e-3, ahead + back), loss_forward=ahead / ((ahead + back) or 1.0))
     return _changed(device, "host", head=head_host, batch=batch, token=token)
 
@@ -257,7 +251,7 @@ def _with_update(device: Device, survey: Survey) -> Device:
         parameters = model.layers * (model.dense_parameters + model.expert_parameters) / split.tensor
         parameters += run["vocabulary"] * model.hidden
         rows.append(((parameters / swept / run["rest"], 1 / run["rest"]), 1.0))
-    update, step = _least_squares(rows)
+    update, step = least_squares(rows)
     return _changed(_changed(device, "sweeps", update=max(1e-3, update)), "host", step=step)
 
 
@@ -274,147 +268,8 @@ def _with_experts(device: Device, survey: Survey) -> Device:
             rows.append(((model.layers / whole, model.layers * model.experts / whole), more / whole))
     if not rows:
         return device
-    routing, each = _least_squares(rows)
+    routing, each = least_squares(rows)
     return _changed(device, "host", experts=routing, expert=each)
-
-
-def _with_anchors(device: Device, survey: Survey) -> Device:
-    """What ranks cost each other inside trainings, by least squares on the logarithms of their errors.
-
-    Microbenchmarks say where to start: in a training ranks also wait to be woken, and their caches are shared. A
-    constant that no training depends on stays there.
-    """
-    for world in sorted({int(each["ranks"]) for each in survey.anchors}):
-        told = [_Anchor.read(each) for each in survey.anchors if each["ranks"] == world]
-        device = _fitted(device, _shared_constants(device, world), told)
-    return device
-
-
-class _Anchor(NamedTuple):
-    """A training that was measured."""
-
-    task: Task
-    plan: Plan
-    seconds: float
-
-    @classmethod
-    def read(cls, told: Mapping[str, Any]) -> _Anchor:
-        """From a survey."""
-        task = read_task(Request.from_json(told["request"]), int(told["ranks"]))
-        split = task.split
-        plan = Schedules().plan(task.schedule, task.model.layers, split.pipeline, split.chunks, split.microbatches)
-        return cls(task, plan, float(told["seconds"]))
-
-    def error(self, device: Device) -> float:
-        """Logarithm of predicted over measured."""
-        return log(step_time(self.task.model, self.task.split, device, self.plan).seconds / self.seconds)
-
-
-class _Constant(NamedTuple):
-    """A constant of a device: its value, the least and largest plausible one, and the device with another one."""
-
-    value: float
-    low: float
-    high: float
-    changed: Callable[[Device, float], Device]
-
-
-def _shared_constants(device: Device, world: int) -> list[_Constant]:
-    """What so many ranks cost each other: slowdowns of more than half of them, sums, messages and exchanges."""
-    cores, links = device.cores, device.links
-    assert cores is not None, "cores were measured"
-    crowded = world > cores.count
-    slow = [
-        (busy, factor, max(1.0, busy / cores.count))
-        for busy, factor in (cores.crowded if crowded else cores.slowdown)
-        if 1 < busy <= world
-    ]
-    found = [
-        _Constant(factor, least, 3 * least, partial(_with_slowdown, busy, "crowded" if crowded else "slowdown"))
-        for busy, factor, least in slow
-    ]
-    for each in (each for each in links.sums if each.ranks == world):
-        found.append(_Constant(each.latency, 1e-5, 0.05, partial(_with_latency, each[:2])))
-        found.append(_Constant(each.bandwidth, 1e8, 1e11, partial(_with_bandwidth, each[:2])))
-    sent = [each for each in links.messages if each.ranks == world]
-    found += [_Constant(each.latency, 1e-5, 0.05, partial(_with_message, world)) for each in sent]
-    if world == min(each.ranks for each in links.sums):
-        found.append(_Constant(links.exchange, 0.2, 10, _with_exchange))
-    return found
-
-
-def _with_exchange(device: Device, value: float) -> Device:
-    return _changed(device, "links", exchange=value)
-
-
-def _with_slowdown(busy: int, name: str, device: Device, value: float) -> Device:
-    assert device.cores is not None, "cores were measured"
-    found, least = [], 1.0
-    for ranks, factor in getattr(device.cores, name):
-        least = max(least, value if ranks == busy else factor)
-        found.append((ranks, least))
-    return device.model_copy(update={"cores": device.cores.model_copy(update={name: tuple(found)})})
-
-
-def _with_latency(key: tuple[int, int], device: Device, value: float) -> Device:
-    return _with_sums(device, key, lambda each: each._replace(latency=value))
-
-
-def _with_bandwidth(key: tuple[int, int], device: Device, value: float) -> Device:
-    return _with_sums(device, key, lambda each: each._replace(bandwidth=value))
-
-
-def _with_sums(device: Device, key: tuple[int, int], change: Callable[[MeasuredSum], MeasuredSum]) -> Device:
-    sums = tuple(change(each) if each[:2] == key else each for each in device.links.sums)
-    return device.model_copy(update={"links": device.links.model_copy(update={"sums": sums})})
-
-
-def _with_message(ranks: int, device: Device, value: float) -> Device:
-    found = tuple(each._replace(latency=value) if each.ranks == ranks else each for each in device.links.messages)
-    return device.model_copy(update={"links": device.links.model_copy(update={"messages": found})})
-
-
-def _fitted(device: Device, constants: Sequence[_Constant], anchors: Sequence[_Anchor]) -> Device:
-    """``device`` with ``constants`` moved so that ``anchors`` are predicted best: Gauss-Newton on the logarithms."""
-    start = [log(min(max(each.value, each.low), each.high)) for each in constants]
-
-    def at(point: Sequence[float]) -> Device:
-        changed = device
-        for constant, value in zip(constants, point, strict=True):
-            changed = constant.changed(changed, exp(value))
-        return changed
-
-    def cost(errors: Sequence[float], point: Sequence[float]) -> float:
-        pull = sum((_PULL * (one - other)) ** 2 for one, other in zip(point, start, strict=True))
-        return sum(each**2 for each in errors) + pull
-
-    point, shift = list(start), 0.02
-    errors = [each.error(device) for each in anchors]
-    for _ in range(12):
-        moved = [
-            at([value + shift * (index == other) for other, value in enumerate(point)]) for index in range(len(point))
-        ]
-        slopes = [
-            [(each.error(one) - error) / shift for one in moved] for each, error in zip(anchors, errors, strict=True)
-        ]
-        rows = [(slope, -error) for slope, error in zip(slopes, errors, strict=True)]
-        for index, value in enumerate(point):
-            pull = [_PULL * (index == other) for other in range(len(point))]
-            rows.append((pull, _PULL * (start[index] - value)))
-        step, size = _least_squares(rows, least=-1.0), 1.0
-        while size > 0.05:
-            trial = [
-                min(max(value + size * change, log(each.low)), log(each.high))
-                for value, change, each in zip(point, step, constants, strict=True)
-            ]
-            found = [each.error(at(trial)) for each in anchors]
-            if cost(found, trial) < cost(errors, point):
-                break
-            size /= 2
-        else:
-            return at(point)
-        point, errors = trial, found
-    return at(point)
 
 
 def rounded(device: Device) -> Device:
@@ -441,23 +296,3 @@ def device_text(device: Device, about: str = "") -> str:
 
 def _changed(device: Device, section: str, **values: float) -> Device:
     return device.model_copy(update={section: getattr(device, section).model_copy(update=values)})
-
-
-def _least_squares(rows: Sequence[tuple[Sequence[float], float]], least: float = 0.0) -> list[float]:
-    """The factors, none below ``least``, whose sums come nearest to the targets: coordinate descent on the squares."""
-    count = len(rows[0][0])
-    found = [0.0] * count
-    for _ in range(2000):
-        before = list(found)
-        for index in range(count):
-            top = bottom = 0.0
-            for terms, target in rows:
-                others = (
-                    sum(term * value for term, value in zip(terms, found, strict=True)) - terms[index] * found[index]
-                )
-                top += terms[index] * (target - others)
-                bottom += terms[index] ** 2
-            found[index] = max(least, top / bottom) if bottom else 0.0
-        if all(abs(one - other) <= 1e-9 * abs(one) for one, other in zip(found, before, strict=True)):
-            break
-    return found

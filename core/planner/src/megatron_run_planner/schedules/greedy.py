@@ -12,7 +12,7 @@ from itertools import product
 from random import Random
 from typing import NamedTuple
 
-from megatron_run.contracts.actions import Action, Op
+from megatron_run.contracts.schedule import Action, Op
 from megatron_run_planner.schedules.workload_costs import Placed
 
 

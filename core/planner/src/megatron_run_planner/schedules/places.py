@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from megatron_run.contracts.actions import Action, Place
+from megatron_run.contracts.schedule import Action, Place
 from megatron_run.errors import InputError, plural
 from megatron_run_planner.schedules.greedy import Habit, greedy_lists, habits
 from megatron_run_planner.schedules.installed import spread

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
-from megatron_run.contracts.actions import Action, Place
+from megatron_run.contracts.schedule import Action, Place
 from megatron_run.errors import InputError, plural
 
 #: The file. ``LISTS`` serve any number of microbatches: fewer leave out the others' actions, more begin again.
@@ -19,7 +19,7 @@ $about
 from __future__ import annotations
 
 from megatron_run.contracts import PluginInfo, Schedule
-from megatron_run.contracts.actions import Action, LayoutSpec, Place, ScheduleSpec, split_layers
+from megatron_run.contracts.schedule import Action, LayoutSpec, Place, ScheduleSpec, split_layers
 from megatron_run.errors import ScheduleError
 from megatron_run.hookspecs import hookimpl
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from megatron_run.contracts.actions import Action
+from megatron_run.contracts.schedule import Action
 from megatron_run.pipeline.simulate import simulate
 from megatron_run_planner.schedules.workload_costs import Placed
 

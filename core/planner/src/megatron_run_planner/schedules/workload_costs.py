@@ -13,7 +13,7 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
-from megatron_run.contracts.actions import Action, Place
+from megatron_run.contracts.schedule import Action, Place
 from megatron_run.pipeline.plan import activations
 
 

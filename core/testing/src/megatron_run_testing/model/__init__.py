@@ -23,8 +23,8 @@ from megatron_run.contracts import (
     ParallelLayers,
     ParamInfo,
 )
-from megatron_run.contracts.actions import LayoutSpec, Place, looped_layout
 from megatron_run.contracts.data import FIELDS, Field, as_fields
+from megatron_run.contracts.schedule import LayoutSpec, Place, looped_layout
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing import Check, CheckFailed

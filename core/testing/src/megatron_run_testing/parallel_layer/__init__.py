@@ -1,8 +1,8 @@
 """The conformance suite of kind ``parallel-layer``: every layer against the dense one, on one rank and on several.
 
 The suite starts the ranks itself, as processes on this machine that communicate over gloo. Reading order: ``member``
-(the part of a tensor that a rank holds), ``cases`` (every layer with its inputs), ``trial`` (a layer against its
-oracle), ``adapted`` (the oracle of adapters), ``promises`` (other properties of a factory).
+(the part of a tensor that a rank holds), ``cases`` (every layer with its inputs and its oracle), ``trial`` (a layer
+against its oracle), ``promises`` (other properties of a factory).
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Every layer with its inputs, the split of both over ranks, and its oracle.
 
+The oracle of adapters is the dense layer with merged matrices, and from its gradients those of both factors. For
+W' = W + scale * B A, the chain rule gives dB = scale * dW' A^T and dA = scale * B^T dW'; dW = dW'.
+
 Legend: s sequence, b micro batch, h hidden, n heads, k key-value heads, d head size, v vocabulary, t tensor-parallel
 size. Here s = 8, b = 2, h = 8, n = 8, k = 4, d = 4, so that all divide by 4.
 """
@@ -7,15 +10,17 @@ size. Here s = 8, b = 2, h = 8, n = 8, k = 4, d = 4, so that all divide by 4.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_run.contracts import AttentionShape, LinearPart, ParallelLayers
+from megatron_run.contracts import AttentionShape, Init, LinearPart, ParallelLayers, ParamInfo, Part
+from megatron_run_engine.runtime.parameter_init import initialise
 from megatron_run_testing.parallel_layer.member import (
     HIDDEN,
     INIT,
@@ -29,10 +34,64 @@ from megatron_run_testing.parallel_layer.member import (
     whole,
 )
 
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from megatron_run.contracts import Adapters
+
 Make = Callable[[ParallelLayers], nn.Module]
 
 BATCH, HEADS, KV_HEADS, SIZE = 2, 8, 4, 4
 _QKV = (LinearPart("query", 16), LinearPart("key", 8), LinearPart("value", 8))
+
+
+@dataclass(frozen=True)
+class Factors:
+    """B [o, r] and A [r, i] of one matrix [o, i], and their names."""
+
+    up: str
+    down: str
+    b: Tensor
+    a: Tensor
+
+
+def factors(
+    infos: Mapping[Parameter, ParamInfo], adapters: Adapters, names: Collection[str], seed: int, init: Init
+) -> dict[str, Factors]:
+    """The factors of the matrices in ``infos`` that ``names`` say are adapted, by the names of these matrices."""
+    found: dict[str, Factors] = {}
+    for part in (part for info in infos.values() for part in info.parts):
+        stem = part.name.removesuffix(".weight")
+        up, down = f"{stem}.{adapters.up}.weight", f"{stem}.{adapters.down}.weight"
+        if stem != part.name and up in names:
+            outputs, inputs = part.shape
+            b = _filled(up, (outputs, adapters.rank), seed, init)
+            found[part.name] = Factors(up, down, b, _filled(down, (adapters.rank, inputs), seed, init))
+    return found
+
+
+def merge(infos: Mapping[Parameter, ParamInfo], made: Mapping[str, Factors], scale: float) -> None:
+    """Add the factors to the matrices of one rank that holds all of them."""
+    with torch.no_grad():
+        for parameter, info in infos.items():
+            for part in info.parts:
+                if part.name in made:
+                    rows = parameter[part.local.start : part.local.stop]
+                    rows += (scale * made[part.name].b @ made[part.name].a).to(rows)
+
+
+def gradients(made: Factors, of_merged: Tensor, scale: float) -> Iterator[tuple[str, Tensor]]:
+    """The names and gradients of both factors, from that of their merged matrix [o, i]."""
+    yield made.up, scale * of_merged @ made.a.t()
+    yield made.down, scale * made.b.t() @ of_merged
+
+
+def _filled(name: str, shape: tuple[int, int], seed: int, init: Init) -> Tensor:
+    """The values that a trial gives the logical tensor ``name``, as the engine does, in float64."""
+    parameter = torch.nn.Parameter(torch.empty(shape, dtype=torch.float64))
+    whole = ParamInfo(name, (Part(name, shape, range(shape[0])),), init, decay=True)
+    initialise({parameter: whole}, seed)
+    return parameter.detach()
 
 
 @dataclass(frozen=True)

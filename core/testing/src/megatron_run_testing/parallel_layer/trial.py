@@ -20,8 +20,7 @@ from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_engine.runtime.parameter_init import initialise, unspecified
 from megatron_run_testing import CheckFailed
 from megatron_run_testing.build_contexts import prepare
-from megatron_run_testing.parallel_layer.adapted import Factors, factors, gradients, merge
-from megatron_run_testing.parallel_layer.cases import Case
+from megatron_run_testing.parallel_layer.cases import Case, Factors, factors, gradients, merge
 from megatron_run_testing.parallel_layer.member import Member, Rank
 
 if TYPE_CHECKING:

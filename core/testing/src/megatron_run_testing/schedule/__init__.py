@@ -9,7 +9,7 @@ from itertools import takewhile, zip_longest
 from megatron_run.contracts import LayoutSpec, Place, Schedule, ScheduleSpec
 from megatron_run.errors import ScheduleError
 from megatron_run.pipeline.lower import lower
-from megatron_run.pipeline.timeline import timeline
+from megatron_run.pipeline.simulate import timeline
 from megatron_run.pipeline.verify import check_layout, check_same_places, first_descent, verify
 from megatron_run_testing import Check, CheckFailed
 from megatron_run_testing.schedule.answers import (

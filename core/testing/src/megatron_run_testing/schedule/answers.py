@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from megatron_run.contracts import Schedule
-from megatron_run.contracts.actions import COSTS, Action, LayoutSpec, Place, ScheduleSpec
+from megatron_run.contracts.schedule import COSTS, Action, LayoutSpec, Place, ScheduleSpec
 from megatron_run.errors import ScheduleError
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.verify import verify

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import Microbatch, Region, Segment
-    from megatron_run.contracts.actions import Action
+    from megatron_run.contracts.schedule import Action
     from megatron_run.contracts.schema import Config
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_graph_capture_compile.compiled import CompiledRegion, Compiler, GraphStore

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import Microbatch, ParallelLayers
-    from megatron_run.contracts.actions import Place
     from megatron_run.contracts.data import Field
+    from megatron_run.contracts.schedule import Place
     from megatron_run.contracts.schema import Config
     from megatron_run_engine.runtime.context import BuildContext
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import Microbatch, ParallelLayers
-    from megatron_run.contracts.actions import Place
     from megatron_run.contracts.data import Field
+    from megatron_run.contracts.schedule import Place
     from megatron_run_engine.runtime.context import BuildContext
 
 __all__ = ["T5", "T5Options"]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from PIL import Image, ImageDraw, ImageFont
 
 if TYPE_CHECKING:
-    from megatron_run.contracts.actions import Op
     from megatron_run.contracts.observer import Bar, Timeline
+    from megatron_run.contracts.schedule import Op
 
 Colour = tuple[int, int, int]
 

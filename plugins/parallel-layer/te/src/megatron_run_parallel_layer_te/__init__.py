@@ -4,7 +4,7 @@ The split and the names of weights are the same; the GPU kernels differ: norm an
 The ends of the model, the loss and dropout are megatron_run's own. Transformer Engine is imported when a run starts,
 never before.
 
-Reading order: ``library`` (finding it), ``shapes`` (planning without it), ``precision`` (options, FP8), ``tools``,
+Reading order: ``library`` (finding it), ``shapes`` (planning without it), ``precision`` (options, FP8),
 ``layers``.
 """
 
@@ -18,10 +18,9 @@ import torch
 from megatron_run.contracts import ParallelLayers, PluginInfo
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.nn.parallel import Split, SplitLayers
-from megatron_run_parallel_layer_te.layers import ColumnLinear, CoreAttention, Norm, RowLinear
+from megatron_run_parallel_layer_te.layers import ColumnLinear, CoreAttention, Norm, RowLinear, Tools
 from megatron_run_parallel_layer_te.library import Engine, find_engine
 from megatron_run_parallel_layer_te.precision import Options, Precision, check_config, check_gpu
-from megatron_run_parallel_layer_te.tools import Tools
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,7 +14,7 @@ stage: the memory of 1F1B's first. The bubble is ``(P-1)/(3M)`` of the ideal tim
 from __future__ import annotations
 
 from megatron_run.contracts import Schedule
-from megatron_run.contracts.actions import Action, LayoutSpec, Place, ScheduleSpec, looped_layout
+from megatron_run.contracts.schedule import Action, LayoutSpec, Place, ScheduleSpec, looped_layout
 from megatron_run.errors import ScheduleError
 
 

@@ -34,7 +34,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, cast
 
 from megatron_run.contracts import Schedule
-from megatron_run.contracts.actions import Action, LayoutSpec, Op, Place, ScheduleSpec, split_layers
+from megatron_run.contracts.schedule import Action, LayoutSpec, Op, Place, ScheduleSpec, split_layers
 from megatron_run.errors import ScheduleError
 from megatron_run.pipeline.simulate import simulate
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_run.contracts import Microbatch, Region, Segment
-    from megatron_run.contracts.actions import Action
+    from megatron_run.contracts.schedule import Action
 
 
 class NoCapture(GraphCapture):

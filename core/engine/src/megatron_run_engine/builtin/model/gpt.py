@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import Microbatch, ParallelLayers
-    from megatron_run.contracts.actions import Place
+    from megatron_run.contracts.schedule import Place
     from megatron_run_engine.nn import Attention, Rotary
     from megatron_run_engine.runtime.context import BuildContext
 

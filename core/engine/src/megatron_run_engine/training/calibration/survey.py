@@ -165,43 +165,57 @@ class Round:
     together: list[tuple[int, float]] = field(default_factory=list)
     anchors: list[list[float]] = field(default_factory=list)
 
-    def measure(self, world: int) -> None:
-        """Measure what is measured on so many ranks, once for each of :data:`WORLDS`, in this order."""
-        if world == 1:
-            self._measure_alone()
-        else:
-            self._measure_shared(world)
 
-    def _measure_alone(self) -> None:
-        operators = [
-            Task(time_products, {"shapes": PRODUCTS, "dtype": "float32"}),
-            Task(time_products, {"shapes": PRODUCTS[::4], "dtype": "bfloat16"}),
-            Task(time_sweeps, {"sizes": SWEEPS}),
-            Task(time_attention, {"shapes": ATTENTION}),
-        ]
-        timed = [
-            Task(time_request, {"request": run.request().to_json(), "steps": STEPS, "by_processor": True})
-            for run in runs()
-        ]
-        alone = [found for (found,) in on_ranks(1, [*operators, *timed])]
-        self.operators = alone[: len(operators)]
-        self.runs = [spans(each) for each in alone[len(operators) :]]
+def measure(world: int, rounds: Sequence[Round]) -> None:
+    """Measure what is measured on so many ranks, once for each of ``rounds``; of :data:`WORLDS` in this order."""
+    tasks, keep = _alone() if world == 1 else _shared(world)
+    found = on_ranks(world, tasks * len(rounds))
+    for index, each in enumerate(rounds):
+        keep(each, found[index * len(tasks) : (index + 1) * len(tasks)])
 
-    def _measure_shared(self, world: int) -> None:
-        members = [each for each in WORLDS[1:] if each <= world]
-        tasks = [Task(time_sums, {"sizes": MESSAGES, "members": each}) for each in members]
-        tasks += [Task(time_messages, {"sizes": MESSAGES})]
-        active = [each for each in (1, 2, 3, 4) if each == world or (world == WORLDS[-1] and each not in WORLDS[1:])]
-        tasks += [Task(time_together, {"active": each, "seconds": 0.5}) for each in active]
-        mine = [each.request().to_json() for each in ANCHORS if each.ranks == world]
-        tasks += [Task(time_request, {"request": request, "steps": STEPS}) for request in mine]
-        found = on_ranks(world, tasks)
+
+Keep = Callable[[Round, list[list[Any]]], None]
+
+
+def _alone() -> tuple[list[Task], Keep]:
+    """Operators, and runs of one rank; and what adds their results to a round."""
+    operators = [
+        Task(time_products, {"shapes": PRODUCTS, "dtype": "float32"}),
+        Task(time_products, {"shapes": PRODUCTS[::4], "dtype": "bfloat16"}),
+        Task(time_sweeps, {"sizes": SWEEPS}),
+        Task(time_attention, {"shapes": ATTENTION}),
+    ]
+    timed = [
+        Task(time_request, {"request": run.request().to_json(), "steps": STEPS, "by_processor": True}) for run in runs()
+    ]
+
+    def keep(into: Round, found: list[list[Any]]) -> None:
+        results = [result for (result,) in found]
+        into.operators = results[: len(operators)]
+        into.runs = [spans(each) for each in results[len(operators) :]]
+
+    return [*operators, *timed], keep
+
+
+def _shared(world: int) -> tuple[list[Task], Keep]:
+    """What ranks cost each other; and what adds the results to a round."""
+    members = [each for each in WORLDS[1:] if each <= world]
+    active = [each for each in (1, 2, 3, 4) if each == world or (world == WORLDS[-1] and each not in WORLDS[1:])]
+    tasks = [Task(time_sums, {"sizes": MESSAGES, "members": each}) for each in members]
+    tasks += [Task(time_messages, {"sizes": MESSAGES})]
+    tasks += [Task(time_together, {"active": each, "seconds": 0.3}) for each in active]
+    mine = [each.request().to_json() for each in ANCHORS if each.ranks == world]
+    tasks += [Task(time_request, {"request": request, "steps": STEPS}) for request in mine]
+
+    def keep(into: Round, found: list[list[Any]]) -> None:
+        results = iter(found)
         for each in members:
-            (seconds, *_) = found.pop(0)
-            self.sums += [(each, world, size, one) for size, one in zip(MESSAGES, seconds, strict=True)]
-        self.messages += [(world, size, one) for size, one in zip(MESSAGES, found.pop(0)[0], strict=True)]
-        self.together += [(each, max(found.pop(0))) for each in active]
-        self.anchors += [times[0]["wall"] for times in found]
+            into.sums += [(each, world, size, one) for size, one in zip(MESSAGES, next(results)[0], strict=True)]
+        into.messages += [(world, size, one) for size, one in zip(MESSAGES, next(results)[0], strict=True)]
+        into.together += [(each, max(next(results))) for each in active]
+        into.anchors += [times[0]["wall"] for times in results]
+
+    return tasks, keep
 
 
 def survey(say: Callable[[str], None], rounds: int = ROUNDS) -> dict[str, Any]:
@@ -210,11 +224,9 @@ def survey(say: Callable[[str], None], rounds: int = ROUNDS) -> dict[str, Any]:
     The result has the fields of the planner's ``calibrate.Survey``.
     """
     found = [Round() for _ in range(rounds)]
-    for number, each in enumerate(found, 1):
-        for world in WORLDS:
-            ranks = f"{world} ranks that share the cores" if world > 1 else "operators, and runs of one rank"
-            say(f"{ranks}, round {number} of {rounds}")
-            each.measure(world)
+    for world in WORLDS:
+        say(f"{world} ranks that share the cores" if world > 1 else "operators, and runs of one rank")
+        measure(world, found)
     return surveyed(found)
 
 

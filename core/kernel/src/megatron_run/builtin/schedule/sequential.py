@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_run.contracts import PluginInfo, Schedule
-from megatron_run.contracts.actions import Action, ScheduleSpec
+from megatron_run.contracts.schedule import Action, ScheduleSpec
 from megatron_run.errors import ScheduleError
 from megatron_run.hookspecs import hookimpl
 
