@@ -179,7 +179,7 @@ def odd_observers(folder: Path, share: float = 1.0, jobs: int = 1) -> Figures:
         home = folder / str(index)
         home.mkdir()
         (home / "odd.py").write_text(OBSERVER.format(hook=hook, deed=deed.format(hook=hook)))
-        values = {"run.timeout": 2.0, "eval.interval": 2, "observer.use": f"jsonl,{home / 'odd.py'}"}
+        values = {"run.timeout": 4.0, "eval.interval": 2, "observer.use": f"jsonl,{home / 'odd.py'}"}
         ended = run_forked(tiny(home / "run", values, nproc=2), timeout=180.0)
         faults = [] if ended.code in codes else [f"exit code {ended.code}: {ended.message}"]
         faults += [f"it said {ended.message!r}"] if "\n" in ended.message else []
