@@ -11,7 +11,7 @@ from tests.docs.consoles import shown
 from tests.support.checkout import COMMAND_LINE, KERNEL, MEMBERS, PLANNER, ROOT, TESTING
 from tests.support.scratch import Scratch
 
-#: What the engine brings, by the first letters of the files in site-packages.
+#: What the engine and the tests' oracles bring, by the first letters of the files in site-packages.
 ENGINE_FILES = (
     "torch",
     "numpy",
@@ -23,6 +23,10 @@ ENGINE_FILES = (
     "transformers",
     "megatron",
     "py3langid",
+    "accelerate",
+    "datasets",
+    "pandas",
+    "peft",
 )
 PAGE = ROOT / "docs" / "without-torch.md"
 
