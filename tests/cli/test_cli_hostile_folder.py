@@ -34,6 +34,7 @@ def megatron_run_create_observer():
 """
 
 
+# Spawned ranks start as the fork server does: `auto` tries that every time.
 @pytest.mark.parametrize("method", ["auto", pytest.param("spawn", marks=pytest.mark.nightly)])
 def test_nothing_that_lies_there_runs_but_the_plugin_that_the_user_names(tmp_path: Path, method: str) -> None:
     for name in NAMES:

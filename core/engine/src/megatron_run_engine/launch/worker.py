@@ -43,10 +43,10 @@ Work = Callable[["ResolvedRun", World, Activity], None]
 
 @dataclass(frozen=True)
 class Task:
-    """A task of ``module``, whose functions get ``arguments``, a mapping of JSON's types.
+    """What ranks do instead of a training: functions of ``module``, named so that another process finds them.
 
-    ``resolve_run(request, arguments)`` returns the run, equal on all ranks; ``work(run, world, activity, arguments)``
-    does this rank's part of the task.
+    They get ``arguments``, a mapping of JSON's types. ``resolve_run(request, arguments)`` returns the run, equal on all
+    ranks; ``work(run, world, activity, arguments)`` does this rank's part of the task.
     """
 
     module: str

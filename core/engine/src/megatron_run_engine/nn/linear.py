@@ -1,4 +1,4 @@
-"""A linear layer whose backward a schedule may split in two.
+"""A linear layer whose backward a schedule may split in two, and the product that adds its weight gradient.
 
 The input gradient is computed at once, since the previous stage waits for it. The weight gradient is submitted to the
 :class:`~megatron_run_engine.runtime.gradients.GradientAccumulator`, which computes it now (action B) or later (action

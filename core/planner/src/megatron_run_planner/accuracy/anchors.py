@@ -1,4 +1,7 @@
-"""Fits what ranks that share cores cost each other to small trainings of several ranks."""
+"""Fits what ranks that share cores cost each other to small trainings of several ranks.
+
+:func:`least_squares` is that of all the calibration.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,19 @@ from megatron_run_planner.schedules import Schedules
 from megatron_run_planner.step_time import step_time
 from megatron_run_planner.task import Task, read_task
 
-#: An octave away from its microbenchmark costs a constant as much as an error of so much in one training.
+#: What a constant pays for each factor of e away from its microbenchmark: as much as for this error of one training.
 _PULL = 0.02
+#: The least and largest plausible seconds of latency, bytes a second, and time of an all-to-all over that of a sum.
+#: Without them, what few trainings depend on would follow their noise.
+_LATENCIES, _RATES, _EXCHANGES = (1e-5, 0.05), (1e8, 1e11), (0.2, 10.0)
+#: Ranks that share cores are slowed as by fair turns at least, and at most so many times as much.
+_UNFAIR = 3
+#: The logarithm by which a constant is moved to see which trainings depend on it: far more than rounding.
+_SHIFT = 0.02
+#: Steps of the fit at most; it ends earlier, where none of these parts of a step makes it better.
+_STEPS, _PARTS = 12, (1.0, 0.5, 0.25, 0.125, 0.0625)
+#: The least step of a constant's logarithm: slopes say little of what lies further. Upwards bounds suffice.
+_LEAST_STEP = -1.0
 
 
 def with_anchors(device: Device, anchors: Sequence[Mapping[str, Any]]) -> Device:
@@ -60,7 +74,7 @@ class _Constant(NamedTuple):
 
 
 def _shared_constants(device: Device, world: int) -> list[_Constant]:
-    """What so many ranks cost each other: slowdowns of more than half of them, sums, messages and exchanges."""
+    """What so many ranks cost each other: slowdowns while two or more compute, sums, messages and exchanges."""
     cores, links = device.cores, device.links
     assert cores is not None, "cores were measured"
     crowded = world > cores.count
@@ -70,16 +84,16 @@ def _shared_constants(device: Device, world: int) -> list[_Constant]:
         if 1 < busy <= world
     ]
     found = [
-        _Constant(factor, least, 3 * least, partial(_with_slowdown, busy, "crowded" if crowded else "slowdown"))
+        _Constant(factor, least, _UNFAIR * least, partial(_with_slowdown, busy, "crowded" if crowded else "slowdown"))
         for busy, factor, least in slow
     ]
     for each in (each for each in links.sums if each.ranks == world):
-        found.append(_Constant(each.latency, 1e-5, 0.05, partial(_with_latency, each[:2])))
-        found.append(_Constant(each.bandwidth, 1e8, 1e11, partial(_with_bandwidth, each[:2])))
+        found.append(_Constant(each.latency, *_LATENCIES, partial(_with_latency, each[:2])))
+        found.append(_Constant(each.bandwidth, *_RATES, partial(_with_bandwidth, each[:2])))
     sent = [each for each in links.messages if each.ranks == world]
-    found += [_Constant(each.latency, 1e-5, 0.05, partial(_with_message, world)) for each in sent]
-    if world == min(each.ranks for each in links.sums):
-        found.append(_Constant(links.exchange, 0.2, 10, _with_exchange))
+    found += [_Constant(each.latency, *_LATENCIES, partial(_with_message, world)) for each in sent]
+    if world == min(each.ranks for each in links.sums):  # one for all worlds, told by the fewest ranks
+        found.append(_Constant(links.exchange, *_EXCHANGES, _with_exchange))
     return found
 
 
@@ -124,35 +138,38 @@ def _fitted(device: Device, constants: Sequence[_Constant], anchors: Sequence[_A
             changed = constant.changed(changed, exp(value))
         return changed
 
+    def errors_at(point: Sequence[float]) -> list[float]:
+        changed = at(point)
+        return [each.error(changed) for each in anchors]
+
     def cost(errors: Sequence[float], point: Sequence[float]) -> float:
         pull = sum((_PULL * (one - other)) ** 2 for one, other in zip(point, start, strict=True))
         return sum(each**2 for each in errors) + pull
 
-    point, shift = list(start), 0.02
-    errors = [each.error(device) for each in anchors]
-    for _ in range(12):
-        moved = [
-            at([value + shift * (index == other) for other, value in enumerate(point)]) for index in range(len(point))
-        ]
+    def full_step(errors: Sequence[float], point: Sequence[float]) -> list[float]:
+        axes = range(len(point))
+        moved = [errors_at([value + _SHIFT * (index == axis) for index, value in enumerate(point)]) for axis in axes]
         slopes = [
-            [(each.error(one) - error) / shift for one in moved] for each, error in zip(anchors, errors, strict=True)
+            [(one - error) / _SHIFT for one in column]
+            for column, error in zip(zip(*moved, strict=True), errors, strict=True)
         ]
         rows = [(slope, -error) for slope, error in zip(slopes, errors, strict=True)]
-        for index, value in enumerate(point):
-            pull = [_PULL * (index == other) for other in range(len(point))]
-            rows.append((pull, _PULL * (start[index] - value)))
-        step, size = least_squares(rows, least=-1.0), 1.0
-        while size > 0.05:
+        pulls = [([_PULL * (index == axis) for index in axes], _PULL * (start[axis] - point[axis])) for axis in axes]
+        return least_squares([*rows, *pulls], least=_LEAST_STEP)
+
+    point, errors = start, errors_at(start)
+    for _ in range(_STEPS):
+        step = full_step(errors, point)
+        for part in _PARTS:
             trial = [
-                min(max(value + size * change, log(each.low)), log(each.high))
+                min(max(value + part * change, log(each.low)), log(each.high))
                 for value, change, each in zip(point, step, constants, strict=True)
             ]
-            found = [each.error(at(trial)) for each in anchors]
+            found = errors_at(trial)
             if cost(found, trial) < cost(errors, point):
                 break
-            size /= 2
         else:
-            return at(point)
+            break
         point, errors = trial, found
     return at(point)
 

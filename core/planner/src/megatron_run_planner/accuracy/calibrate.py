@@ -78,6 +78,7 @@ def describe(survey: Survey, name: str) -> Device:
         fused=True,
         reach=_REACH,
         products=_products(survey, peak),
+        # What sweeps and host cost is fitted below; these numbers only stand until then.
         sweeps=Sweeps(efficiency=_typical_bandwidth(survey) / bandwidth, backward=2, loss=4, update=20),
         host=Host(layer=0, softmax=0, head=0, embedding=0, kernel=0, overlaps=False),
         links=_links(survey),
@@ -108,7 +109,7 @@ def _products(survey: Survey, peak: float) -> Products:
         rows=best[2],
         depth=best[3],
         attention=min(1.0, attention),
-        wide=1e9,
+        wide=1e9,  # no product is: on a core none was seen to be slower for its width
         wide_efficiency=best[1],
     )
 
@@ -146,7 +147,7 @@ def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
     points = list(points)
     latency = median(seconds for size, seconds in points if size <= _SMALL)
     rates = [size / (seconds - latency) for size, seconds in points if size > _SMALL and seconds > latency]
-    return latency, median(rates) if rates else 1e12
+    return latency, median(rates) if rates else 1e12  # large ones took no longer: bytes cost nothing
 
 
 def _cores(survey: Survey) -> Cores:
@@ -191,7 +192,7 @@ def _layers(survey: Survey) -> list[tuple[Model, Split, float, float]]:
 
 
 def _alone(device: Device) -> Device:
-    """``device`` as one rank has it, to which nobody else says anything."""
+    """``device`` as one rank has it, to which nobody else says anything: sums cost nothing."""
     links = device.links.model_copy(update={"sums": (MeasuredSum(2, 2, 1e-12, 1e30),)})
     return device.model_copy(update={"links": links, "cores": Cores(count=1)})
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megatron_run_engine.data.indexed_files import Reader
 
 T_co = TypeVar("T_co", covariant=True)
+#: Rounds of a permutation: four suffice with random functions (Luby and Rackoff 1988), and the hash is a cheap one.
 _ROUNDS = 8
 #: Places permuted at once: a run reads in ascending order, and NumPy's cost per call is shared.
 _BLOCK = 1024
@@ -42,6 +43,7 @@ class Ordered(Protocol[T_co]):
 
 
 if TYPE_CHECKING:
+    #: Samples as the tokens of each and the one that follows, [s + 1].
     Windows = Ordered[NDArray[np.int64]]
 
 
@@ -206,7 +208,13 @@ def blend_of(datasets: Iterable[Ordered[T_co]], choices: NDArray[np.int16]) -> B
 
 
 class Permutation:
-    """A permutation of 0..n-1, a pure function of ``key``. It keeps the last block of results."""
+    """A permutation of 0..n-1, a pure function of ``key``, computed where it is asked for, without a table.
+
+    A Feistel network permutes the numbers of 2k bits: each round adds a keyed hash of one half to the other, which can
+    be undone, so no two numbers meet (Luby and Rackoff 1988). With 2k the fewest bits that hold n - 1, a number that
+    lands at n or above is permuted again until it lands below (cycle walking; Black and Rogaway 2002), after 4 walks at
+    most on average. The last block of results is kept.
+    """
 
     def __init__(self, n: int, *key: int) -> None:
         self._n = n

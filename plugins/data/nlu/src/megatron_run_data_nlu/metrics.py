@@ -24,8 +24,9 @@ _PUNCTUATION = frozenset(string.punctuation)
 def answers_of(spans: Spans, logits: NDArray[np.float32], *, may_lack: bool) -> dict[str, str]:
     """The answer to each question by its name, from logits [windows, s, 2] of first and last tokens.
 
-    With ``may_lack`` it is empty where the first token of the row scores higher than every span of its window, in the
-    window in which it scores lowest.
+    It is the best span over all windows of the question (Devlin et al. 2018, section 4.2). With ``may_lack`` it is
+    empty where the first token of the row scores higher than every span of its window, in the window in which it scores
+    lowest.
     """
     best: dict[int, tuple[float, str]] = {}
     none: dict[int, float] = {}

@@ -22,7 +22,10 @@ _MASKED, _REPLACED = 0.8, 0.9
 
 
 class Draws:
-    """Draws from the raw stream of PCG64, which NumPy guarantees for ever, unlike that of its Generator."""
+    """The random numbers of one sample, a pure function of ``key`` under every version of NumPy.
+
+    They come from the raw stream of PCG64, which NumPy guarantees for ever, unlike that of its Generator.
+    """
 
     def __init__(self, *key: int) -> None:
         self._raw = np.random.PCG64(list(key))

@@ -87,7 +87,10 @@ SHAPES = (
 )  # fmt: skip
 #: Layers of a shallow and of a deep run.
 DEPTHS = (1, 3)
-STEPS = 5
+#: Steps of each training, and the first of them, which allocate and are not counted.
+STEPS, FIRST = 5, 2
+#: Seconds in which ranks compute the same at once: many turns of the scheduler.
+TOGETHER = 0.3
 #: Times that everything is measured: what disturbs a machine for some seconds hits one of them.
 ROUNDS = 2
 
@@ -200,10 +203,11 @@ def _alone() -> tuple[list[Task], Keep]:
 def _shared(world: int) -> tuple[list[Task], Keep]:
     """What ranks cost each other; and what adds the results to a round."""
     members = [each for each in WORLDS[1:] if each <= world]
-    active = [each for each in (1, 2, 3, 4) if each == world or (world == WORLDS[-1] and each not in WORLDS[1:])]
+    # So many of the ranks compute at once: all of each world, and in the largest the numbers that are no world.
+    active = [each for each in range(1, world + 1) if each == world or (world == WORLDS[-1] and each not in WORLDS[1:])]
     tasks = [Task(time_sums, {"sizes": MESSAGES, "members": each}) for each in members]
     tasks += [Task(time_messages, {"sizes": MESSAGES})]
-    tasks += [Task(time_together, {"active": each, "seconds": 0.3}) for each in active]
+    tasks += [Task(time_together, {"active": each, "seconds": TOGETHER}) for each in active]
     mine = [each.request().to_json() for each in ANCHORS if each.ranks == world]
     tasks += [Task(time_request, {"request": request, "steps": STEPS}) for request in mine]
 
@@ -263,9 +267,9 @@ def _least(rounds: Sequence[Any]) -> Any:
 
 
 def spans(times: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Processor seconds of each forward and backward, and of all else in each step, after the first two."""
+    """Processor seconds of each forward and backward, and of all else in each step, after the first ones."""
     found: dict[str, list[float]] = {"forward": [], "backward": [], "rest": []}
-    for actions, whole in list(zip(times["actions"], times["processor"], strict=False))[2:]:
+    for actions, whole in list(zip(times["actions"], times["processor"], strict=False))[FIRST:]:
         busy = 0.0
         for name, start, end in actions:
             found["forward" if name[0] == "F" else "backward"].append(end - start)
@@ -289,10 +293,10 @@ def processor_name() -> str:
 
 
 def step_seconds(rounds: Sequence[Sequence[float]]) -> float:
-    """Seconds of a step, from those of all steps of each round: without the first two, which allocate."""
-    return typical([each for steps in rounds for each in steps[2:]])
+    """Seconds of a step, from those of all steps of each round but the first ones."""
+    return typical([each for steps in rounds for each in steps[FIRST:]])
 
 
 def typical(values: Sequence[float]) -> float:
-    """The lower decile: what disturbs only adds, and of two halves of many rounds this differs least."""
+    """The lower decile, of fewer than ten the least: what disturbs only adds, and between rounds this differs least."""
     return sorted(values)[len(values) // 10]
