@@ -34,18 +34,18 @@ YARN = {
     "original_max_position_embeddings": 4,
     "beta_fast": 2.0,
 }
-#: Two features of a head stay; read in its first length, and beyond it.
+#: Six of a head's twelve features stay; read in its first length, and beyond it. Two ranks can share the heads.
 LONGROPE = {
     "rope_parameters": {
         "rope_type": "longrope",
         "rope_theta": 100.0,
         "partial_rotary_factor": 0.5,
         "factor": 4.0,
-        "short_factor": [1.0, 1.5],
-        "long_factor": [2.0, 5.0],
+        "short_factor": [1.0, 1.25, 1.5],
+        "long_factor": [2.0, 3.0, 5.0],
     },
-    "num_attention_heads": 3,
-    "num_key_value_heads": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
 }
 NO_LOSS = {"router_aux_loss_coef": 0.0}
 QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, **NO_LOSS}
