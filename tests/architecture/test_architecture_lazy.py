@@ -54,6 +54,12 @@ def test_import_time_report_names_no_torch() -> None:
     assert "torch" not in report
 
 
+def test_importing_the_launcher_loads_nothing_of_torch() -> None:
+    """Ranks and their server first set what torch and the libraries below it read from the environment."""
+    program = "megatron_run_engine.launch.fork_server, megatron_run_engine.launch.rank"
+    assert not loaded_by(f"import megatron_run_engine.launch, {program}") & {"torch", "numpy"}
+
+
 def test_reading_planning_and_explaining_load_nothing_of_the_engine() -> None:
     """With the modules of every command: what needs the engine is imported where it is used."""
     loaded = loaded_by("\n".join(f"import {name}" for name in WITHOUT_ENGINE))

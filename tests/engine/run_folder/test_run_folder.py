@@ -109,8 +109,17 @@ def test_where_how_and_who_watches_do_not_make_another_run(tmp_path: Path, chang
     assert opened(tiny(tmp_path, **change)).folder.attempt == 2
 
 
+def test_a_run_that_ended_before_its_first_step_may_be_corrected(tmp_path: Path) -> None:
+    opened(tiny(tmp_path, data__use="text", data__paths="nothere"))
+    assert opened(tiny(tmp_path, data__use="text", data__paths="there")).folder.attempt == 2
+    (tmp_path / "checkpoints" / "step00000001").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"belongs to another run: data\.paths="):
+        opened(tiny(tmp_path, data__use="text", data__paths="nothere"))
+
+
 def test_another_run_is_refused_with_the_keys_that_differ(tmp_path: Path) -> None:
     opened(tiny(tmp_path))
+    (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(InputError) as caught:
         opened(tiny(tmp_path, train__lr=0.5, model__num_layers=2))
     assert caught.value.exit_code == ExitCode.INPUT
@@ -192,6 +201,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(
 
 def test_a_refused_folder_is_not_kept_locked(tmp_path: Path) -> None:
     opened(tiny(tmp_path))
+    (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(InputError, match="another run"):
         open_run_folder(tiny(tmp_path, train__lr=0.5))
     FolderLock(tmp_path).release()
@@ -345,5 +355,6 @@ def test_a_folder_of_an_older_version_is_joined_and_its_added_options_are_kept_t
     (path / "run.json").write_text(json.dumps(record))
     assert opened(tiny(path)).folder.attempt == 2
     assert read(path / "run.json")["attempts"][1]["changes"] == {}
+    (path / "metrics.jsonl").touch()
     with pytest.raises(InputError, match=r"model\.attention_window=unset, now 4"):
         opened(tiny(path, model__attention_window=4))

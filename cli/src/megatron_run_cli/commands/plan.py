@@ -208,7 +208,7 @@ def search(
     else:
         found = Search(task.model, gpus or task.split.ranks, task.split.global_batch, machine, schedules).run()
         shown = [found.best[0]]
-        text, record = report.choice_text(task, found, machine), report.choice_record(task, found, machine)
+        text, record = report.choice_text(task, found, machine, write), report.choice_record(task, found, machine)
         if write:
             write.write_text(written(task, found.best[0]), encoding="utf-8")
             text += f"\nwritten: {write}"

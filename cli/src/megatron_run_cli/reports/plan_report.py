@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ _WORST = 10
 _GIB, _DAY = 2**30, 86400
 
 
-def choice_text(task: Task, found: Choice, device: Device) -> str:
-    """The task, the best candidates with what limits each, and what was left out."""
+def choice_text(task: Task, found: Choice, device: Device, written: Path | None = None) -> str:
+    """The task, the best candidates with what limits each, and what was left out. The best is ``written`` to a file."""
     best = found.best[0]
     batch = f"{best.split.global_batch} x {task.model.sequence} tokens"
     lines = [
@@ -33,18 +34,19 @@ def choice_text(task: Task, found: Choice, device: Device) -> str:
         f"best: {_settings(best)}",
         *_memory(best, device),
         *_cost(task, best),
-        _next(best, device),
-        f"of {found.tried} splits that divide:",
+        _next(best, device, written),
+        f"left out of {found.tried} splits that divide, once for each schedule that refuses one:",
         *(f"  {count} {reason}" for reason, count in found.pruned.most_common() if count),
     ]
     return "\n".join(lines)
 
 
-def _next(best: Candidate, device: Device) -> str:
+def _next(best: Candidate, device: Device, written: Path | None) -> str:
     """What to type to train so."""
     ranks, own = best.split.ranks, device.links.machine
     start = f"--nproc {ranks}" if ranks <= own else f"on {-(-ranks // own)} machines (docs/jobs)"
-    return f"next: add --write best.yaml, then megatron-run best.yaml --dry-run, and megatron-run best.yaml {start}"
+    file, first = written or "best.yaml", "" if written else "add --write best.yaml, then "
+    return f"next: {first}megatron-run {file} --dry-run, and megatron-run {file} {start}"
 
 
 def _reading(task: Task) -> list[str]:
@@ -258,7 +260,7 @@ def yield_text(task: Task, best: Candidate, conditions: Conditions, month: Yield
             f"{days:g} days on {conditions.devices} devices: {often}",
             *(f"  {share:6.1%}  {name}" for name, share in shares.items()),
             f"saves every {month.interval / 60:.1f} min (Young and Daly: {told['young_daly'] / 60:.1f} min)",
-            f"{told['tokens']:.3g} tokens; of 100 months 90 keep {month.low:.1%} to {month.high:.1%} of the time",
+            f"{told['tokens']:.3g} tokens; nine months in ten keep {month.low:.1%} to {month.high:.1%} of the time",
         ]
     )
 

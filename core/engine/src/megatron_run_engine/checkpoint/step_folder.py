@@ -135,11 +135,26 @@ def find_checkpoints(path: Path | None) -> tuple[Checkpoints, int | None]:
             return found, None
     if match := _STEP.fullmatch(start.name):
         Checkpoints(start.parent).find(int(match[1]))  # raises with the steps that are there
+    newest = _newest_beside(start)
     raise CheckpointError(
         f"no checkpoints in {start}",
-        why="" if start.exists() else "there is no such folder",
-        fix="name a run folder, its checkpoints, or one of its steps",
+        why="no step is saved there" if start.exists() else "there is no such folder",
+        fix="name a run folder, its checkpoints, or one of its steps"
+        + (f"; {newest} is the newest beside it with a saved step" if newest else ""),
     )
+
+
+def _newest_beside(start: Path) -> Path | None:
+    """The folder beside ``start`` that was changed last of those with a saved step."""
+    try:
+        beside = [each for each in start.parent.iterdir() if each.is_dir() and not each.is_symlink()]
+        return max((each for each in beside if Checkpoints(each / CHECKPOINTS).steps()), key=_changed, default=None)
+    except OSError:
+        return None
+
+
+def _changed(folder: Path) -> float:
+    return folder.stat().st_mtime
 
 
 def find_step(path: Path | None, step: int | None = None) -> tuple[Checkpoints, int]:

@@ -58,7 +58,7 @@ def find_source(path: Path | None, step: int | None = None, *, verified: bool = 
     try:
         checkpoints, chosen = find_step(path, step)
     except CheckpointError:
-        if path is None or step is not None or not path.exists():
+        if path is None or step is not None or not path.exists() or (path / "run.json").is_file():
             raise
         return _foreign(path)
     manifest = checkpoints.manifest(chosen) if verified else checkpoints.verify(chosen)

@@ -11,8 +11,8 @@ Imports: checkpoint, config, contracts, data, errors, planning, run_folder, runt
 from __future__ import annotations
 
 from megatron_run_engine.launch.api import FailedRunError, LaunchOptions, launch, run_task, train
+from megatron_run_engine.launch.rank import Task
 from megatron_run_engine.launch.results import RunResult
-from megatron_run_engine.launch.worker import Task
 from megatron_run_engine.training.environments import LaunchMode
 
 __all__ = ["FailedRunError", "LaunchMode", "LaunchOptions", "RunResult", "Task", "launch", "run_task", "train"]

@@ -41,7 +41,7 @@ from megatron_run_engine.training.process import (
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.launch.local import LocalPlan
-    from megatron_run_engine.launch.worker import Task
+    from megatron_run_engine.launch.rank import Task
     from megatron_run_engine.run_folder import OpenedFolder, RunFolder
 
 #: How other launchers start ranks again.

@@ -20,14 +20,13 @@ from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, RankLostError
 from megatron_run_engine.launch.failures import describe, first_cause
 from megatron_run_engine.launch.fork_server import forked_ranks
-from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, page_path
+from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, Task, page_path
 from megatron_run_engine.launch.rank_output import Relay, count_warnings
 from megatron_run_engine.launch.results import RankResult, RunResult, has_reported
 from megatron_run_engine.launch.signals import AFTER_THE_STEP, SAVING, caught_signals
 from megatron_run_engine.launch.start import RankProcess, RankStart, scratch_folder, spawned_ranks, starting
 from megatron_run_engine.launch.watchdog.monitor import Watchdog
 from megatron_run_engine.launch.watchdog.page import Page
-from megatron_run_engine.launch.worker import Task
 from megatron_run_engine.run_folder import RunFolder, open_log
 from megatron_run_engine.training.process import available_cores, rank_environment
 

@@ -12,21 +12,45 @@ import signal
 import sys
 import threading
 import traceback
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, system_limit
 from megatron_run_engine.launch.rank_output import flush_output
-from megatron_run_engine.launch.worker import Task
 
 if TYPE_CHECKING:
+    from megatron_run.contracts.activity import Activity
     from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.runtime.world import World
 
 #: What each rank runs, with the job's path as its last argument. With -P no module lying in the current folder is taken
 #: for one of Python's or torch's.
 RANK_PROGRAM = (sys.executable, "-P", "-m", "megatron_run_engine.launch.rank")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What ranks do instead of a training: functions of ``module``, named so that another process finds them.
+
+    They get ``arguments``, a mapping of JSON's types. ``resolve_run(request, arguments)`` returns the run, equal on all
+    ranks; ``work(run, world, activity, arguments)`` does this rank's part of the task.
+    """
+
+    module: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def resolve_run(self, request: Request) -> ResolvedRun:
+        """The run, as the module makes it."""
+        run: ResolvedRun = import_module(self.module).resolve_run(request, self.arguments)
+        return run
+
+    def work(self, run: ResolvedRun, world: World, activity: Activity) -> None:
+        """Do this rank's part."""
+        import_module(self.module).work(run, world, activity, self.arguments)
 
 
 @dataclass(frozen=True)

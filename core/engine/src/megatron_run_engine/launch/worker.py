@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,34 +31,12 @@ from megatron_run_engine.training.process import assign_device, gpu_name, set_th
 from megatron_run_engine.training.trainer import train_rank
 
 if TYPE_CHECKING:
-    from megatron_run.config.request import Request
     from megatron_run.planning import ResolvedRun
 
 #: Seconds to wait for the others when this rank could not read run.timeout.
 _DEFAULT_TIMEOUT = 600.0
 #: What a rank does once its process group exists.
 Work = Callable[["ResolvedRun", World, Activity], None]
-
-
-@dataclass(frozen=True)
-class Task:
-    """What ranks do instead of a training: functions of ``module``, named so that another process finds them.
-
-    They get ``arguments``, a mapping of JSON's types. ``resolve_run(request, arguments)`` returns the run, equal on all
-    ranks; ``work(run, world, activity, arguments)`` does this rank's part of the task.
-    """
-
-    module: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    def resolve_run(self, request: Request) -> ResolvedRun:
-        """The run, as the module makes it."""
-        run: ResolvedRun = import_module(self.module).resolve_run(request, self.arguments)
-        return run
-
-    def work(self, run: ResolvedRun, world: World, activity: Activity) -> None:
-        """Do this rank's part."""
-        import_module(self.module).work(run, world, activity, self.arguments)
 
 
 class RankWorker:

@@ -286,14 +286,22 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 
 def _check_same_run(path: Path, record: dict[str, Any], keys: dict[str, Any], run: ResolvedRun) -> tuple[Change, ...]:
-    """Return what was changed with permission. Raises :class:`InputError` for every other difference."""
+    """Return what was changed with permission, or before anything was trained.
+
+    Raises :class:`InputError` for every other difference.
+    """
     check_names(run.request, run)
     before = with_added_options(record.get("identity", {}), run)
     found = find_changes(before, keys, run.request.allow_plugin_change)
     refusal = find_refusal(found, run.request, path)
-    if refusal is not None:
+    if refusal is not None and _has_trained(path):
         raise InputError(f"run folder {path} belongs to another run", why=refusal.why, fix=refusal.fix)
     return found
+
+
+def _has_trained(path: Path) -> bool:
+    """Whether an attempt got as far as a step: one that ended before, at a mistyped path say, binds nobody."""
+    return any((path / "checkpoints").glob("step*")) or os.path.lexists(path / "metrics.jsonl")
 
 
 def _point_latest_at(path: Path) -> None:

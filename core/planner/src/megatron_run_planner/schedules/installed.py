@@ -68,7 +68,7 @@ class Schedules:
 
     def _plugin(self, name: str) -> Plugin:
         if name not in self._loaded:
-            origin = "asked by the planner"
+            origin = "the planner"
             word, options = named(name)
             plugin = load(choose(self._catalog, "schedule", word, origin), origin)
             try:

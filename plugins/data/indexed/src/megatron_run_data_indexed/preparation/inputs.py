@@ -114,7 +114,7 @@ def _kind(path: Path) -> tuple[Format | None, Compression]:
 
 def _input(path: Path, form: Format | None) -> Input:
     known, compression = _kind(path)
-    if (form or known) is None:
+    if (form or known) is None and path.exists():
         raise InputError(
             f"{path} does not say what it holds", why=f"names end in {', '.join(ENDINGS)}", fix="add --format"
         )

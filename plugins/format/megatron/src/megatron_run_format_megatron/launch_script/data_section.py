@@ -94,10 +94,21 @@ def tokenizer_notes(arguments: Arguments) -> Iterator[tuple[str, str]]:
     if file is not None and not given("data_path"):
         yield flags, f"read by data.tokenizer={file}"
     elif file is None:
-        yield flags, "data.tokenizer takes tokenizer.json, vocab.json, vocab.txt and .model files"
+        yield flags, _how_to_tokenize(arguments)
     if find_vocabulary(arguments) is None:
         why = "the number of its ids is in its files, which are not here"
         yield flags, f"set model.vocab_size and data.vocab_size: {why}"
+
+
+def _how_to_tokenize(arguments: Arguments) -> str:
+    """What the user sets for a tokenizer that is not in one file of the `tokenizers` library."""
+    vocabulary, merges = arguments.get("vocab_file"), arguments.get("merge_file")
+    if not (vocabulary and merges):
+        return "data.tokenizer takes tokenizer.json, vocab.json, vocab.txt and .model files"
+    folder = Path(str(vocabulary)).parent
+    if Path(str(vocabulary)) == folder / "vocab.json" and Path(str(merges)) == folder / "merges.txt":
+        return f"set data.tokenizer={folder}"
+    return "set data.tokenizer to a folder that has both as vocab.json and merges.txt"
 
 
 def tokenizer_words(arguments: Arguments) -> str:
