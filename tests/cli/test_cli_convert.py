@@ -75,7 +75,7 @@ def test_weights_to_start_from_are_looked_for_before_anything_is_started(
         return told(capsys, "preset:tiny", *(word for key in keys for word in ("--set", key)), *dry, code=5)
 
     text = start(tmp_path)
-    assert f"no checkpoints in {tmp_path} (from --set run.init_from)" in text
+    assert f"no checkpoints in {tmp_path}: no step is saved there (from --set run.init_from)" in text
     assert "megatron-run import SOURCE FOLDER" in text
     assert "model.hidden_size=24 there, 32 here" in start(run, "model.num_layers=2")
     assert not (tmp_path / "new").exists()

@@ -159,6 +159,7 @@ def test_the_folder_refuses_asks_and_remembers(tmp_path: Path) -> None:
         return str(error.value)
 
     opened({}).folder.end(ExitCode.DONE)
+    (tmp_path / "metrics.jsonl").touch()
     assert opened({}).finished
     said = refused({}, **{"train.steps": 8})
     assert "train.steps=4, now 8" in said

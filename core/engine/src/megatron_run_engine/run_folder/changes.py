@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
@@ -163,6 +164,11 @@ def find_refusal(
     else:
         first = f"to go on with them: --allow-change {','.join(keys)}"
     return Refusal(", ".join(map(str, refused)), advice(first, anew))
+
+
+def has_trained(path: Path) -> bool:
+    """Whether a run in the folder ``path`` got as far as a step: one that ended before, at a typo say, binds nobody."""
+    return any((path / "checkpoints").glob("step*")) or os.path.lexists(path / "metrics.jsonl")
 
 
 def _allows(request: Request, change: Change) -> bool:

@@ -35,6 +35,7 @@ from megatron_run_engine.run_folder.changes import (
     digest,
     find_changes,
     find_refusal,
+    has_trained,
     identity,
     with_added_options,
 )
@@ -205,11 +206,9 @@ def _new_folder(base: Path) -> Path:
     base.mkdir(parents=True, exist_ok=True)
     while True:
         path = base.absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        try:
+        with suppress(FileExistsError):  # mkdir decides between jobs that start in one second with equal random parts
             path.mkdir()
-        except FileExistsError:  # mkdir decides between jobs that start in one second with equal random parts
-            continue
-        return path
+            return path
 
 
 def _chosen_folder(wanted: Path) -> Path:
@@ -286,22 +285,14 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 
 def _check_same_run(path: Path, record: dict[str, Any], keys: dict[str, Any], run: ResolvedRun) -> tuple[Change, ...]:
-    """Return what was changed with permission, or before anything was trained.
-
-    Raises :class:`InputError` for every other difference.
-    """
+    """Return what was changed with permission or before a step. Raises :class:`InputError` for all else."""
     check_names(run.request, run)
     before = with_added_options(record.get("identity", {}), run)
     found = find_changes(before, keys, run.request.allow_plugin_change)
     refusal = find_refusal(found, run.request, path)
-    if refusal is not None and _has_trained(path):
+    if refusal is not None and has_trained(path):
         raise InputError(f"run folder {path} belongs to another run", why=refusal.why, fix=refusal.fix)
     return found
-
-
-def _has_trained(path: Path) -> bool:
-    """Whether an attempt got as far as a step: one that ended before, at a mistyped path say, binds nobody."""
-    return any((path / "checkpoints").glob("step*")) or os.path.lexists(path / "metrics.jsonl")
 
 
 def _point_latest_at(path: Path) -> None:
