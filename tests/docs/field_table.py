@@ -1,4 +1,4 @@
-"""The table of the field's silent bugs is made from the list of mutants and what became of them, after a marker.
+"""The list of the field's silent bugs is made from the list of mutants and what became of them, after a marker.
 
 ``make docs`` brings it up to date; a test fails where it is not.
 """
@@ -15,37 +15,32 @@ from tests.support.checkout import ROOT
 
 PAGE = ROOT / "docs" / "composition.md"
 
-_TABLE = re.compile(r"(?<=<!-- field -->\n).*?(?=<!-- end of field -->)", re.DOTALL)
+_LIST = re.compile(r"(?<=<!-- field -->\n).*?(?=<!-- end of field -->)", re.DOTALL)
 _CHECK = re.compile(r"test_field and (\w+)\]")
 
 
-def table() -> str:
-    """How many were found; the thread, what was planted, and what finds it; then what was not planted, and why."""
+def listed() -> str:
+    """How many were found; the thread, what finds it, and what was planted; then what was not planted, and why."""
     found, planted = Results.read(RESULTS).of, [mutant for mutant in read_mutants() if mutant.bug]
     killed = [mutant for mutant in planted if mutant.id in found and found[mutant.id].outcome == "killed"]
     rows = [
-        f"{len(killed)} of {len(planted)} are found:",
+        f"{len(killed)} of {len(planted)} are found. Each has its thread, the composition, and what is planted here:",
         "",
-        "| thread | planted here | found by |",
-        "|---|---|---|",
-        *(
-            f"| {each.bug.partition(':')[0]} | {each.breaks} | `{_CHECK.findall(each.tests[0])[0]}` |"
-            for each in planted
-        ),
+        *(f"- {each.bug.partition(':')[0]} (`{_CHECK.findall(each.tests[0])[0]}`): {each.breaks}" for each in planted),
     ]
     return "\n".join([*rows, "", "Not planted:", "", *_absent()]) + "\n"
 
 
 def _absent() -> Iterator[str]:
-    listed = tomllib.loads((LISTS / "field.toml").read_text(encoding="utf-8"))["absent"]
-    yield from (f"- {each['bug']}: {each['why']}." for each in listed)
+    absent = tomllib.loads((LISTS / "field.toml").read_text(encoding="utf-8"))["absent"]
+    yield from (f"- {each['bug']}: {each['why']}." for each in absent)
 
 
 def refreshed(page: str) -> str:
-    """``page`` with the table as list and results are now. Raises ValueError for a page without the marker."""
-    found, count = _TABLE.subn(lambda _: f"\n{table()}\n", page)
+    """``page`` with the list as mutants and results are now. Raises ValueError for a page without the marker."""
+    found, count = _LIST.subn(lambda _: f"\n{listed()}\n", page)
     if count != 1:
-        raise ValueError(f"{PAGE.name} has {count} markers of the table, expected 1")
+        raise ValueError(f"{PAGE.name} has {count} markers of the list, expected 1")
     return found
 
 

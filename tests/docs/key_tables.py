@@ -2,8 +2,9 @@
 
 A list is the marker ``<!-- keys: NAME -->`` on a line of its own, followed by a line a key. NAME is a section
 (``train``), ``use`` for the choice of each kind's plugin, or ``KIND=PLUGIN`` for the options of a built-in plugin; a
-package's README has its own. ``NAME of default`` shows defaults alone. A value is a type with its bounds, or the words
-to choose from; the default is bold. ``make docs`` brings every list up to date; a test fails where one is not.
+package's README has its own. ``NAME of default`` shows defaults alone. A value is a type with its bounds (alone: of an
+int), or the words to choose from; the default is bold. ``make docs`` brings every list up to date; a test fails where
+one is not.
 """
 
 from __future__ import annotations
@@ -69,11 +70,12 @@ def _whole(info: KeyInfo) -> str:
 
 
 def _value(info: KeyInfo) -> str:
-    """``int >=1, **2**``; ``**auto**, cpu``, where the default is one of the words; ``**true**`` for a bool."""
+    """``>=1, **2**`` for an int; ``**auto**, cpu``, where the default is one of the words; ``**true**`` for a bool."""
     kind = info.kind
     for words, short in _SHORT.items():
         kind = kind.replace(words, short)
     kind = re.sub(r"^([a-z ]+), (?=[<>])", r"\1 ", kind)
+    kind = re.sub(r"^int (?=[<>])", "", kind)
     default = info.default_text
     if default in _NOTHING:
         return kind
