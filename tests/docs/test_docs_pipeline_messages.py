@@ -20,7 +20,7 @@ from tests.docs.textbook_loops import OPERATIONS, Call, interleaved, one_forward
 from tests.support.checkout import ROOT
 
 PAGE = (ROOT / "docs" / "pipeline-messages.md").read_text(encoding="utf-8")
-ROWS = re.findall(r"^\| `(\w+)` \| ([^|]*) \|$", PAGE, re.MULTILINE)
+ROWS = re.findall(r"^- `(\w+)`: (.*)$", PAGE, re.MULTILINE)
 #: (stages, microbatches) and (stages, chunks, microbatches).
 PLAIN = [(p, m) for p, m in product((1, 2, 3, 4), (1, 2, 3, 5, 8))]
 CHUNKED = [(p, v, k * p) for p, v, k in product((2, 3, 4), (2, 3), (1, 2, 3))]
