@@ -49,15 +49,11 @@ class RunSection(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: cuda with a GPU for every local rank, else cpu"
     )
-    backend: Literal["auto", "nccl", "gloo"] = Field(
-        "auto", description="auto: nccl between GPUs, else gloo, by which ranks may share a GPU"
-    )
+    backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl between GPUs, else gloo")
     threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto", description="CPU threads per rank; auto: cores / local ranks"
     )
-    start_method: Literal["auto", "spawn"] = Field(
-        "auto", description="auto: fork CPU ranks from one process with all imports; spawn: each imports anew"
-    )
+    start_method: Literal["auto", "spawn"] = Field("auto", description="auto: fork CPU ranks; spawn: each imports anew")
     timeout: float = Field(600.0, gt=0, description="seconds to wait for a rank to join, answer or progress")
     time_limit: Duration | None = Field(
         None, description="from the start of training; then finish the step, save, exit with 75"
@@ -101,7 +97,7 @@ class TrainSection(Section):
     global_batch_size: int = Field(ge=1, description="samples per optimizer step; accumulation follows")
     ramp_up: RampUp | None = Field(None, description="grow the global batch at the start")
     loss_mean: Literal["microbatch", "token"] = Field(
-        "microbatch", description="mean of microbatch means, or over all tokens of a global batch: differ under a mask"
+        "microbatch", description="mean of microbatch means, or over all tokens of a global batch"
     )
     precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="type of parameters and activations")
     seed: int = Field(1234, ge=0, lt=2**63, description="of initial weights, sample order and dropout")
@@ -259,10 +255,10 @@ class GuardSection(Section):
     )
     spike: Literal["continue", "skip", "rewind"] = Field(
         "continue",
-        description="after a spike: warn, skip the update, or return to the last saved step and drop the samples since",
+        description="after a spike: warn, skip the update, or return to the last saved step",
     )
     spike_factor: float = Field(10.0, gt=0, description="robust deviations above the median that make a spike")
-    spike_window: int = Field(128, ge=8, description="steps in the window; no spikes before it is full")
+    spike_window: int = Field(128, ge=8, description="last steps with which a loss is compared")
     max_rewinds: int = Field(3, ge=1, description="rewinds before the run stops instead")
     replica_interval: Span = Field(
         Span.parse(1000),

@@ -46,10 +46,10 @@ class GptOptions(DecoderOptions):
         2, ge=1, validate_default=True, description="best scores of a group, summed to compare groups"
     )
     router_bias_rate: float = Field(
-        0.0, ge=0, description="step of biases that balance experts without a loss, such as 1e-3; 0: none"
+        0.0, ge=0, description="step of biases that balance experts without a loss; 0: none"
     )
     aux_loss_coeff: float = Field(0.01, ge=0, description="of the load-balancing loss")
-    z_loss_coeff: float = Field(0.0, ge=0, description="of the router z-loss, such as 1e-3")
+    z_loss_coeff: float = Field(0.0, ge=0, description="of the router z-loss")
     expert_capacity_factor: float | None = Field(
         None, gt=0, description="tokens per expert over an even share; unset: unlimited"
     )
@@ -61,9 +61,7 @@ class GptOptions(DecoderOptions):
     )
     shared_expert_gate: bool = Field(False, description="gate the shared expert")
     token_dispatcher: Dispatch = Field("alltoall", description="how tokens reach experts on other ranks")
-    expert_pad_to_capacity: bool = Field(
-        False, description="pad every expert's tokens to its capacity, so graphs can capture all"
-    )
+    expert_pad_to_capacity: bool = Field(False, description="pad every expert's tokens to its capacity")
 
     @field_validator("experts")
     @classmethod
