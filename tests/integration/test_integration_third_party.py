@@ -77,6 +77,7 @@ def test_a_single_file_runs_without_packaging(tmp_path: Path) -> None:
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.nightly  # every plugin is imported in a process of its own, as in test_cli_commands
 def test_a_broken_plugin_hurts_only_those_who_choose_it(tmp_path: Path) -> None:
     FakeSite(tmp_path / "site").schedule("broken", "raise SystemExit(3)", distribution="acme-broken")
 
