@@ -69,6 +69,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return forked_command(arguments, folder, variables={"PYTHONPATH": str(folder / "site")})
 
 
+@pytest.mark.nightly  # test_docs_readme trains with one
 @pytest.mark.multiproc
 def test_a_single_file_runs_without_packaging(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(schedule_source())
