@@ -60,6 +60,7 @@ def test_list_of_a_kind_without_plugins_says_so(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.usefixtures("broken_plugin")
+@pytest.mark.nightly  # every plugin is imported in a process of its own, as the doctor does
 def test_a_broken_plugin_is_listed_as_broken(capsys: Output) -> None:
     listed = {each["name"]: each for each in as_json(capsys, "plugins", "list", "schedule", "--check")["plugins"]}
     assert listed["acme"]["state"] == "BROKEN"

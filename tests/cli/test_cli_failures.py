@@ -252,6 +252,7 @@ def test_the_same_distribution_on_two_paths_is_a_warning(tmp_path: Path, capsys:
     assert f"1.0 in {sites[0].folder} is used, 1.0 in {sites[1].folder} is ignored" in notice
 
 
+@pytest.mark.nightly  # every plugin is imported in a process of its own, as in test_cli_commands
 def test_plugins_that_are_broken_and_not_chosen_harm_nobody(tmp_path: Path, capsys: Output) -> None:
     site = FakeSite(tmp_path)
     for number, source in enumerate(("import sys; sys.exit(3)", "1/0", "def", "import os; os._exit(9)")):

@@ -75,6 +75,7 @@ def test_a_model_goes_there_and_back_with_its_tokenizer(
     assert run(*words, "--quiet") == 0  # finished: what was imported is there
 
 
+@pytest.mark.nightly  # four processes that import torch
 def test_a_model_is_tuned_on_conversations_with_the_template_beside_its_tokenizer(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Output
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_run import load
 from megatron_run_cli.main import main
-from tests.support.commands import run_command
+from tests.support.forked import forked_command
 from tests.support.small_models import GPT2, LENGTH, saved_network
 
 Output = pytest.CaptureFixture[str]
@@ -125,10 +125,9 @@ def test_lines_at_a_terminal_are_continued_until_its_end(run: Path) -> None:
 @pytest.mark.multiproc
 def test_ranks_write_the_same_and_their_mistakes_are_one_line(run: Path, tmp_path: Path) -> None:
     words = ("generate", str(run), *TEXT, *FEW, "--set", "parallel.pipeline=2")
-    command = (sys.executable, "-m", "megatron_run_cli", *words)
-    done = run_command((*command, "ab"), tmp_path)
+    done = forked_command((*words, "ab"), tmp_path)
     assert (done.returncode, done.stdout) == (0, f"{expected(run, 'ab')[0]}\n"), done.stderr
-    wrong = run_command((*command, "a" * (LENGTH + 1)), tmp_path)
+    wrong = forked_command((*words, "a" * (LENGTH + 1)), tmp_path)
     assert wrong.returncode == 2
     assert wrong.stderr.splitlines()[-1].startswith(f"megatron-run: a prompt is too long: {LENGTH + 1} tokens")
     assert "log:" not in wrong.stderr

@@ -260,6 +260,7 @@ def test_under_torchrun_a_mistake_is_said_once(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.nightly  # one agent is started by `make test`
 def test_two_torchrun_agents_are_one_run(tmp_path: Path) -> None:
     meeting = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port")
     with ExitStack() as stack:

@@ -18,6 +18,11 @@ BLOCKS = [block for page in PAGES.values() for kind, block in FENCED.findall(pag
 TYPED = sorted({line for block in BLOCKS for line in re.findall(r"^megatron-run(?: .*)?$", block, re.MULTILINE)})
 
 
+def trains(line: str) -> bool:
+    first = shlex.split(line, comments=True)[1:2]
+    return first != ["--help"] and not set(first) & (program.commands.keys() - {"train"})
+
+
 @pytest.mark.parametrize("where", SHOWN)
 def test_a_command_prints_what_the_page_shows(where: str) -> None:
     output = printed(SHOWN[where].command)
@@ -26,15 +31,17 @@ def test_a_command_prints_what_the_page_shows(where: str) -> None:
 
 @pytest.mark.parametrize("line", TYPED)
 def test_a_command_can_be_typed_as_it_stands(line: str) -> None:
-    """One that would train says what it would train instead. Blocks marked ``sh`` need files of the reader's own."""
-    code, output = typed(line)
+    """One that would train resolves its configuration instead. Blocks marked ``sh`` need files of the reader's own."""
+    shown = re.sub(r"^megatron-run (train )?", "megatron-run config show ", line).replace(" --dry-run", "")
+    code, output = run(shown if trains(line) else line)
     assert code == 0, output
 
 
-def typed(line: str) -> tuple[int, str]:
-    first = shlex.split(line, comments=True)[1:2]
-    trains = first != ["--help"] and not set(first) & (program.commands.keys() - {"train"})
-    return run(line, *(["--dry-run"] if trains else []))
+@pytest.mark.nightly
+@pytest.mark.parametrize("line", [line for line in TYPED if trains(line)])
+def test_a_command_that_trains_says_what_it_would_train(line: str) -> None:
+    code, output = run(line, "--dry-run")
+    assert code == 0, output
 
 
 def test_other_output_is_found() -> None:

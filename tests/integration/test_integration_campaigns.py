@@ -6,7 +6,7 @@ import pytest
 
 from tests.campaigns.__main__ import main
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.nightly, pytest.mark.timeout(120)]
 
 
 #: Those that are quick; the others are made of the same parts, or have a test of their own.

@@ -77,7 +77,13 @@ def newest_intact(folder: Path) -> int:
     return newest
 
 
-@pytest.mark.parametrize(("kills", "behind"), [(KILLS, False), (KILLS_BEHIND, True)], ids=["in turn", "behind"])
+@pytest.mark.parametrize(
+    ("kills", "behind"),
+    [
+        pytest.param(KILLS, False, id="in turn", marks=pytest.mark.nightly),
+        pytest.param(KILLS_BEHIND, True, id="behind"),
+    ],
+)
 def test_ranks_killed_in_every_phase_are_named_and_the_run_ends_bit_for_bit(
     kills: Kills, behind: bool, whole: Path, tmp_path: Path
 ) -> None:

@@ -46,7 +46,7 @@ def test_a_split_gives_the_losses_of_the_single_process(split: str) -> None:
 @pytest.mark.parametrize(
     ("world", "plugin", "first", "last"),
     [
-        (3, "schedule=1f1b", 3, 1),
+        pytest.param(3, "schedule=1f1b", 3, 1, marks=pytest.mark.nightly),
         (2, "schedule=interleaved", 2, 4),
         (2, "schedule=zero-bubble,variant=v", 2, 4),
     ],

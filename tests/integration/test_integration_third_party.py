@@ -69,6 +69,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return forked_command(arguments, folder, variables={"PYTHONPATH": str(folder / "site")})
 
 
+@pytest.mark.nightly  # test_docs_readme trains with one
 @pytest.mark.multiproc
 def test_a_single_file_runs_without_packaging(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(schedule_source())
@@ -77,6 +78,7 @@ def test_a_single_file_runs_without_packaging(tmp_path: Path) -> None:
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.nightly  # every plugin is imported in a process of its own, as in test_cli_commands
 def test_a_broken_plugin_hurts_only_those_who_choose_it(tmp_path: Path) -> None:
     FakeSite(tmp_path / "site").schedule("broken", "raise SystemExit(3)", distribution="acme-broken")
 

@@ -48,6 +48,7 @@ def test_an_unknown_gpu_has_no_peak_unless_the_user_gives_one(monkeypatch: pytes
 
 
 def test_a_cpu_is_measured_once_and_close_to_a_large_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", time.process_time)  # other programs do not count
     peak._measured.cache_clear()
     measured = device_peak(RunSection(), "fp32", CPU)
     assert measured is not None
@@ -58,7 +59,7 @@ def test_a_cpu_is_measured_once_and_close_to_a_large_product(monkeypatch: pytest
         start = time.perf_counter()
         factor @ factor
         best = max(best, 2 * 768**3 / (time.perf_counter() - start) / 1e12)
-    assert best / 8 < measured.tflops < 8 * best  # the machine may be busy in one of the two
+    assert best / 8 < measured.tflops < 8 * best
     monkeypatch.setattr(torch, "mm", None)
     assert device_peak(RunSection(), "fp32", CPU) == measured
 

@@ -32,6 +32,7 @@ def request(folder: Path, sets: tuple[str, ...] = (), plugins: tuple[str, ...] =
     return Request(configs=("preset:tiny", str(folder / "config.yaml")), sets=sets, plugins=plugins)
 
 
+@pytest.mark.nightly  # what is imported alike is split alike: test_integration_experts
 @pytest.mark.multiproc
 def test_every_split_of_an_imported_mixture_has_the_losses_of_one_process(tmp_path: Path) -> None:
     folders = []

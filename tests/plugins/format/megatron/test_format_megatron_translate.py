@@ -332,7 +332,13 @@ def test_the_golden_scripts_become_what_was_read_and_found_right(script: Path) -
     )
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+@pytest.mark.parametrize(
+    "script",
+    [  # the ramp of gpt_175b has 96 sizes of the batch, and each is planned
+        pytest.param(script, id=script.stem, marks=[pytest.mark.nightly] * (script.stem == "gpt_175b"))
+        for script in SCRIPTS
+    ],
+)
 def test_a_golden_script_resolves_on_as_many_ranks_as_it_starts(script: Path) -> None:
     found, text = translated(script)
     ranks = re.search(r"starts (\d+) rank", found.start)

@@ -69,11 +69,10 @@ THROUGH_INDUCTOR = graph_capture_checks(lambda context: compile_capture(context,
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch's own imports
 @pytest.mark.parametrize(
     "check",
-    [  # the C++ compiler works for a minute on those behind the first two, which train
-        pytest.param(check, id=check.name, marks=[pytest.mark.nightly] if place > 1 else [])
-        for place, check in enumerate(THROUGH_INDUCTOR)
-    ],
+    THROUGH_INDUCTOR,
+    ids=lambda check: check.name,
 )
+@pytest.mark.nightly  # the C++ compiler works for minutes
 def test_it_conforms_through_inductor_but_for_rounding(check: Check) -> None:
     check.run()
 

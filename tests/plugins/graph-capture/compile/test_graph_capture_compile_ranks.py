@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from megatron_run.config.request import Request
@@ -29,28 +31,32 @@ def request(name: str, *, compiled: bool) -> Request:
     return Request(configs=("preset:tiny",), sets=(*sets, "model.dropout=0.1"), plugins=(*plugins, *capture), nproc=2)
 
 
-@pytest.fixture(scope="module")
-def trained() -> dict[tuple[str, bool], Seen]:
-    """Rank 0 of every run, eager and compiled, in one pair of processes."""
-    cases = [(name, compiled) for name in RUNS for compiled in (False, True)]
-    found = train_many(2, [request(name, compiled=compiled) for name, compiled in cases])
-    return {case: ranks[0] for case, ranks in zip(cases, found, strict=True)}
+#: The first and the last meet each choice once.
+each_run = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (place in (1, 2))) for place, name in enumerate(RUNS)],
+)
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_losses_norms_and_evaluations_are_those_of_the_run_without(
-    name: str, trained: dict[tuple[str, bool], Seen]
-) -> None:
+@cache
+def trained(name: str) -> tuple[Seen, Seen]:
+    """Rank 0 of a run, eager and compiled."""
+    eager, compiled = train_many(2, [request(name, compiled=compiled) for compiled in (False, True)])
+    return eager[0], compiled[0]
+
+
+@each_run
+def test_losses_norms_and_evaluations_are_those_of_the_run_without(name: str) -> None:
     """The collectives within a region, masks that ranks share, and layers that run again in the backward among them."""
-    eager, compiled = trained[name, False], trained[name, True]
+    eager, compiled = trained(name)
     assert len(eager.losses) >= 3
     assert compiled.losses == eager.losses
     assert compiled.norms == eager.norms
     assert compiled.validation == eager.validation
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_what_is_compiled_is_what_was_planned(name: str, trained: dict[tuple[str, bool], Seen]) -> None:
-    (said,) = trained[name, True].captured
+@each_run
+def test_what_is_compiled_is_what_was_planned(name: str) -> None:
+    (said,) = trained(name)[1].captured
     assert said.captured.regions == said.planned.regions
     assert said.captured.graphs == said.planned.graphs

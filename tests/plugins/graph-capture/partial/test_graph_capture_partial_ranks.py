@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from megatron_run.config.request import Request
@@ -43,20 +45,24 @@ def request(name: str, *, captured: bool) -> Request:
     return Request(configs=("preset:tiny",), sets=(*LITTLE, *sets), plugins=(*plugins, *capture), nproc=2)
 
 
-@pytest.fixture(scope="module")
-def trained() -> dict[tuple[str, bool], Seen]:
-    """Rank 0 of every run, eager and captured, in one pair of processes."""
-    cases = [(name, captured) for name in RUNS for captured in (False, True)]
-    found = train_many(2, [request(name, captured=captured) for name, captured in cases])
-    return {case: ranks[0] for case, ranks in zip(cases, found, strict=True)}
+#: What others meet too, in `make graph-grid` or by the layers alone.
+RARE = ("interleaved, by slot", "interleaved experts", "tensor")
+each_run = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in RARE)) for name in RUNS]
+)
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_losses_norms_and_evaluations_are_those_of_the_run_without(
-    name: str, trained: dict[tuple[str, bool], Seen]
-) -> None:
+@cache
+def trained(name: str) -> tuple[Seen, Seen]:
+    """Rank 0 of a run, eager and captured."""
+    eager, captured = train_many(2, [request(name, captured=captured) for captured in (False, True)])
+    return eager[0], captured[0]
+
+
+@each_run
+def test_losses_norms_and_evaluations_are_those_of_the_run_without(name: str) -> None:
     """The gather of zero1, collectives within a region and overlapping reductions among them."""
-    eager, captured = trained[name, False], trained[name, True]
+    eager, captured = trained(name)
     assert len(eager.losses) >= 4
     assert captured.losses == eager.losses
     assert captured.norms == eager.norms
@@ -64,15 +70,15 @@ def test_losses_norms_and_evaluations_are_those_of_the_run_without(
     assert captured.captured
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_what_is_captured_is_what_was_planned(name: str, trained: dict[tuple[str, bool], Seen]) -> None:
-    for said in trained[name, True].captured:
+@each_run
+def test_what_is_captured_is_what_was_planned(name: str) -> None:
+    for said in trained(name)[1].captured:
         planned, made = said.planned, said.captured
         assert (made.regions, made.graphs, made.slots) == (planned.regions, planned.graphs, planned.slots)
         assert made.static_bytes
         assert made.pool_bytes
 
 
-def test_graphs_are_captured_once_unless_the_batch_grows(trained: dict[tuple[str, bool], Seen]) -> None:
-    assert [said.step for said in trained["interleaved", True].captured] == [3]
-    assert len(trained["a growing batch", True].captured) > 1
+def test_graphs_are_captured_once_unless_the_batch_grows() -> None:
+    assert [said.step for said in trained("interleaved")[1].captured] == [3]
+    assert len(trained("a growing batch")[1].captured) > 1

@@ -30,7 +30,11 @@ from tests.plugins.optimizer.optimizer_bench import SHAPES, Bench, Trained, gath
 from tests.support.commands import COMMAND, run_command
 from tests.support.ranks import run_ranks
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")]
+pytestmark = [
+    pytest.mark.multiproc,
+    pytest.mark.nightly,  # two processes that each take ten seconds to import DeepSpeed
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed"),
+]
 
 STEPS = 20
 CLIPS = (0.0, 3.0)
@@ -182,7 +186,6 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
         np.testing.assert_array_equal(value, other[name], err_msg=str(name))
 
 
-@pytest.mark.nightly  # three processes that each take ten seconds to import DeepSpeed
 def test_it_conforms_alone_and_together(tmp_path: Path) -> None:
     """In a process of its own, which DeepSpeed changes for life."""
     done = run_command((*COMMAND, "plugins", "check", "optimizer=deepspeed"), tmp_path)

@@ -89,7 +89,7 @@ def test_overlap_changes_no_bit() -> None:
 
 
 @pytest.mark.multiproc
-@pytest.mark.slow
+@pytest.mark.nightly  # test_integration_tensor and test_integration_experts split it too
 def test_on_four_ranks_it_equals_adamw_bit_for_bit_in_every_layout() -> None:
     pipeline = ("parallel.pipeline=2", "parallel.data=2", "train.micro_batch_size=1")
     tensor = ("parallel.tensor=2", "parallel.data=2", "parallel-layer.use=tensor")

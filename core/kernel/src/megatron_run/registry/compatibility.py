@@ -33,9 +33,9 @@ def misstacked(layers: Sequence[Plugin]) -> list[InputError]:
     """An error unless exactly one factory of ``layers`` makes every layer itself, and it is the lowest.
 
     A factory hook that asks for ``base`` changes layers of the factory below. Objects handed in from Python do not say
-    what they do, and are left alone.
+    what they do, nor does a plugin that was not loaded; they are left alone.
     """
-    named = [plugin for plugin in layers if plugin.entry]
+    named = [plugin for plugin in layers if plugin.entry and plugin.loaded]
     whole = [plugin for plugin in named if not plugin.takes("base")]
     changing = [plugin for plugin in named if plugin.takes("base")]
     if len(whole) > 1:
