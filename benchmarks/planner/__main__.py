@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--cross", action="store_true", help="fit for each part that is left out")
     parser.add_argument("--executed", action="store_true", help="calibrate here, then run and predict configurations")
     parser.add_argument("--memory", action="store_true", help="bytes of whole steps here, beside a dry run's count")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="with --executed: runs whose names match")
     parser.add_argument("--device", type=Path, metavar="FILE", help="with --executed: a calibration made before")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="with --executed or --memory: write results there")
     chosen = parser.parse_args()
@@ -96,7 +97,7 @@ def main() -> None:
         return
     if chosen.executed:
         words = (parser.prog, *sys.argv[1:])
-        executed.main(words, quick=chosen.quick, device_file=chosen.device, output=chosen.write)
+        executed.main(words, quick=chosen.quick, only=chosen.only, device_file=chosen.device, output=chosen.write)
         return
     device, schedules = read_device("a100"), Schedules()
     tables: Tables = {"single": measured("single"), "multi": measured("multi"), "narayanan": narayanan()}

@@ -10,7 +10,8 @@ every rank, and between ranks wherever one action ended before another began.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import combinations
 from pathlib import Path
@@ -22,12 +23,13 @@ from benchmarks.support.report import heading, table
 from megatron_run_engine.training.calibration.on_ranks import Task as Measurement
 from megatron_run_engine.training.calibration.on_ranks import on_ranks
 from megatron_run_engine.training.calibration.survey import (
-    WORLDS,
     Round,
-    measure,
     processor_name,
+    read_round,
+    slowest,
     step_seconds,
     surveyed,
+    tasks,
 )
 from megatron_run_engine.training.calibration.timed_run import time_request
 from megatron_run_planner.accuracy import Accuracy, Compared, Measured, kendall, summarise
@@ -103,13 +105,23 @@ class Judged(NamedTuple):
     agreeing: float
 
 
-def execute(world: int, chosen: Sequence[Configuration], found: Sequence[Executed]) -> None:
-    """Run each configuration of so many ranks once, and add what was seen to ``found``."""
-    mine = [index for index, each in enumerate(chosen) if each.ranks == world]
-    tasks = [Measurement(time_request, {"request": chosen[index].request.to_json(), "steps": STEPS}) for index in mine]
-    for index, ranks in zip(mine, on_ranks(world, tasks), strict=True):
-        found[index].rounds.append([max(steps) for steps in zip(*(each["wall"] for each in ranks), strict=True)])
-        found[index].actions[:] = [each["actions"][-1] for each in ranks]
+def measure(
+    chosen: Sequence[Configuration], rounds: int, calibration: Sequence[Measurement]
+) -> tuple[list[Round], list[Executed]]:
+    """What each round found of the machine, if ``calibration`` has anything, and of each configuration."""
+    runs = [
+        Measurement(each.ranks, time_request, {"request": each.request.to_json(), "steps": STEPS}) for each in chosen
+    ]
+    measured, executed = list[Round](), [Executed([], []) for _ in chosen]
+    for number in range(1, rounds + 1):
+        print(f"measuring, round {number} of {rounds}", flush=True)
+        results = on_ranks([*calibration, *runs])
+        if calibration:
+            measured.append(read_round(results[: len(calibration)]))
+        for ranks, into in zip(results[len(calibration) :], executed, strict=True):
+            into.rounds.append(slowest([each["wall"] for each in ranks]))
+            into.actions[:] = [each["actions"][-1] for each in ranks]
+    return measured, executed
 
 
 def judge(configuration: Configuration, executed: Executed, device: Device, schedules: Schedules) -> Judged:
@@ -218,19 +230,17 @@ def record(found: Sequence[Judged], device: Device, rounds: int) -> dict[str, An
     }
 
 
-def main(words: Sequence[str], *, quick: bool, device_file: Path | None, output: Path | None) -> None:
-    """Calibrate unless there is a description, execute, compare, and write ``planner_executed`` where asked."""
-    say: Callable[[str], None] = lambda what: print(f"measuring {what}", flush=True)  # noqa: E731
-    chosen, rounds = (CONFIGURATIONS[::4], 1) if quick else (CONFIGURATIONS, ROUNDS)
-    executed = [Executed([], []) for _ in chosen]
-    measured = [Round() for _ in range(rounds)]
-    for number, each in enumerate(measured, 1):
-        for world in WORLDS:
-            say(f"{world} rank{'s' if world > 1 else ''}, round {number} of {rounds}")
-            if device_file is None:
-                measure(world, [each])
-            execute(world, chosen, executed)
-    if device_file is None:
+def main(words: Sequence[str], *, quick: bool, only: str, device_file: Path | None, output: Path | None) -> None:
+    """Calibrate unless there is a description, execute, compare, and write ``planner_executed`` where asked.
+
+    Of the configurations those whose names match ``only`` are taken, a regular expression.
+    """
+    rounds = 1 if quick else ROUNDS
+    chosen = [each for each in CONFIGURATIONS[:: 4 if quick else 1] if re.search(only, each.name)]
+    if not chosen:
+        raise SystemExit(f"no run is named like {only!r}")
+    measured, executed = measure(chosen, rounds, tasks() if device_file is None else [])
+    if measured:
         survey = Survey(**surveyed(measured))
         device = describe(survey, f"one of {survey.cores} cores of {processor_name()}")
     else:

@@ -135,11 +135,9 @@ def count(configuration: Configuration, measured: Sequence[int]) -> Counted:
 
 def compare(chosen: Sequence[Configuration]) -> Iterator[Counted]:
     """Run and count each configuration."""
-    for world in sorted({each.ranks for each in chosen}):
-        mine = [each for each in chosen if each.ranks == world]
-        tasks = [Task(live_bytes, {"request": each.request.to_json()}) for each in mine]
-        for configuration, measured in zip(mine, on_ranks(world, tasks), strict=True):
-            yield count(configuration, measured)
+    tasks = [Task(each.ranks, live_bytes, {"request": each.request.to_json()}) for each in chosen]
+    for configuration, measured in zip(chosen, on_ranks(tasks), strict=True):
+        yield count(configuration, measured)
 
 
 def report(*, quick: bool) -> Iterator[str]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from megatron_run.contracts.schedule import LayoutSpec, looped_layout
+from megatron_run.contracts.schedule import LayoutSpec, Place, looped_layout
 from megatron_run_planner.devices import Device, read_device
-from megatron_run_planner.layer_time import all_reduce, layer_operators, layer_time
+from megatron_run_planner.layer_time import all_reduce, head_time, layer_operators, layer_time
 from megatron_run_planner.schedules import Schedules, spread
 from megatron_run_planner.step_time import after_backward, estimate, message_time, place_times, step_time
 from megatron_run_planner.workload import Model, Split
@@ -157,3 +159,46 @@ def test_the_stage_that_holds_most_is_waited_for() -> None:
     untied = replace(model, vocabulary=50000, tied=False)
     assert untied.tables(first=True, last=True) == 2 * untied.tables(first=True, last=False) == 2 * 50000 * 1024
     assert replace(untied, tied=True).tables(first=True, last=True) == 50000 * 1024
+
+
+def test_a_tied_embedding_is_summed_by_the_stages_that_hold_it() -> None:
+    """No stage between them waits for it, none does where one stage has both ends, and ``zero1`` sums a share."""
+    model = Model(8, 1024, 16, 256, 1024)
+
+    def reduction(stages: Sequence[int], counts: Sequence[int], **more: Any) -> float:
+        layout = [
+            Place(stage, index // 4, range(sum(counts[:index]), sum(counts[: index + 1])))
+            for index, stage in enumerate(stages)
+        ]
+        split = Split(pipeline=max(stages) + 1, micro_batch=1, global_batch=16, **more)
+        return after_backward(model, split, A100, layout)[1]
+
+    table = 2 * 1024 * 1024
+    assert reduction((0, 1, 2, 3), (2, 2, 2, 2)) == pytest.approx(all_reduce(A100.links, table, 2))
+    assert reduction((0, 1, 2, 3), (0, 4, 4, 0)) == 0
+    assert reduction((0, 1, 2, 3, 3, 2, 1, 0), (1,) * 8) == 0
+    apart = [reduction((0, 1), (4, 4), data=4, zero1=zero1) for zero1 in (False, True)]
+    more = all_reduce(A100.links, table, 2, 4) - all_reduce(A100.links, table / 4, 2, 4)
+    assert apart[0] - apart[1] == pytest.approx(more)
+
+
+def waiting(seconds: float) -> Device:
+    """A device on which every sum in a machine takes so many seconds, whatever its size."""
+    links = A100.links.model_copy(update={"latency": seconds, "bandwidth": 1e30})
+    return A100.model_copy(update={"links": links})
+
+
+def test_a_table_that_two_stages_hold_is_reduced_by_itself() -> None:
+    """Layers and table over two copies of the model, then the table between the stages; one sum if untied."""
+    model, split = Model(8, 1024, 16, 256, 1024), Split(pipeline=2, data=2, micro_batch=1, global_batch=16)
+    layout = looped_layout(LayoutSpec(2, 1, 8, (4, 4)))
+    assert after_backward(model, split, waiting(1.0), layout)[1] == pytest.approx(3)
+    assert after_backward(replace(model, tied=False), split, waiting(1.0), layout)[1] == pytest.approx(1)
+
+
+def test_a_loss_over_tensor_ranks_waits_for_two_small_sums_and_one_large() -> None:
+    """A maximum and one sum in the forward (``nn.cross_entropy``), that of the input's gradient in the backward."""
+    split = Split(tensor=2, micro_batch=1, global_batch=1)
+    late, prompt = (head_time(GPT3, split, waiting(seconds)) for seconds in (1.0, 0.0))
+    assert late.forward - prompt.forward == pytest.approx(2)
+    assert late.backward - prompt.backward == pytest.approx(1)

@@ -338,7 +338,7 @@ def check(
 @click.option("--output", type=_FILE, default="device.yaml", show_default=True, metavar="FILE", help="What to write.")
 @debug_option
 def calibrate(device_name: str | None, output: Path) -> None:
-    """Measure this machine's cores, in two to three minutes, and describe one as a device for --device.
+    """Measure this machine's cores, in under two minutes, and describe one as a device for --device.
 
     Ranks are taken to have one thread each (run.threads=1) and to share the cores. Nothing else should run meanwhile.
     """

@@ -251,12 +251,12 @@ def loading_time(model: Model, split: Split, device: Device) -> Passes:
 
 
 def head_time(model: Model, split: Split, device: Device) -> Passes:
-    """Final norm, logits and loss. Over tensor ranks the loss needs three small sums and its input one large."""
+    """Final norm, logits and loss. Over tensor ranks the loss takes a maximum and two sums at once, its input a sum."""
     tokens = split.micro_batch * model.sequence
     columns = model.vocabulary / split.tensor
     product = _product(Product(tokens, columns, model.hidden), device)
     swept = device.sweeps.loss * 4 * tokens * columns / (device.bandwidth * device.sweeps.efficiency)
-    small = _as_work(3 * sum_over(device, split, 4 * tokens, split.tensor), split, device)
+    small = _as_work(sum(sum_over(device, split, 4 * n * tokens, split.tensor) for n in (1, 2)), split, device)
     large = _as_work(sum_over(device, split, device.width * tokens * model.hidden, split.tensor), split, device)
     host, ahead = device.host, device.sweeps.loss_forward
     forward = _joined(product + swept * ahead, host.head * host.forward, device) + small

@@ -222,7 +222,7 @@ def message_time(model: Model, split: Split, device: Device) -> float:
 def after_backward(model: Model, split: Split, device: Device, layout: Sequence[Place]) -> tuple[float, float]:
     """Seconds of the update and of the reduction of gradients, on the stage that takes longest for both.
 
-    A tied embedding is summed between the first and the last stage. With ``zero1`` each rank updates its share.
+    The first and the last stage sum a tied embedding. With ``zero1`` each rank updates its share.
     """
     held: defaultdict[int, list[range]] = defaultdict(list)
     for place in layout:
@@ -230,23 +230,33 @@ def after_backward(model: Model, split: Split, device: Device, layout: Sequence[
     ends = layout[0].stage, layout[-1].stage
     kinds = {}  # stages that hold the same take the same time
     for stage, mine in held.items():
-        count, tables = sum(map(len, mine)), model.tables(first=stage == ends[0], last=stage == ends[1])
+        first, last = (stage == end for end in ends)
+        count, tables = sum(map(len, mine)), model.tables(first=first, last=last)
+        tie = model.tied and first != last
         part = model.part(layer for layers in mine for layer in layers)
-        kinds[count, tables, part.dense_layers, part.encoder_layers, part.across] = part
-    return max((_finish(part, *key[:2], split, device) for key, part in kinds.items()), key=sum)
+        kinds[count, tables, tie, part.dense_layers, part.encoder_layers, part.across] = part
+    return max((_finish(part, *key[:3], split, device) for key, part in kinds.items()), key=sum)
 
 
-def _finish(part: Model, layers: int, tables: float, split: Split, device: Device) -> tuple[float, float]:
-    """Seconds of update and reduction on a stage that holds ``layers`` like those of ``part``, and ``tables``."""
+def _finish(part: Model, layers: int, tables: float, tie: bool, split: Split, device: Device) -> tuple[float, float]:
+    """Seconds of update and reduction on a stage that holds ``layers`` like those of ``part``, and ``tables``.
+
+    With ``tie`` another stage holds a copy of its table, which then is reduced by itself.
+    """
     dense: float = (layers * part.dense_parameters + tables) / split.tensor
     experts = layers * part.expert_parameters / split.tensor / split.expert
-    reduction = sum_over(device, split, split.gradient_bytes * dense, split.data, split.tensor)
+    tied = part.vocabulary * part.hidden / split.tensor if tie else 0.0
+    reduction = sum(
+        sum_over(device, split, split.gradient_bytes * size, split.data, split.tensor)
+        for size in (dense - tied, tied)
+        if size
+    )
     if experts:
         copies, stride = split.data // split.expert, split.tensor * split.expert
         reduction += sum_over(device, split, split.gradient_bytes * experts, copies, stride)
-    if part.tied and split.pipeline > 1:
-        table = device.width * part.vocabulary * part.hidden / split.tensor
-        reduction += sum_over(device, split, table, 2, split.ranks // 2)
+    if tie:
+        updated = tied / split.data if split.zero1 else tied
+        reduction += sum_over(device, split, split.gradient_bytes * updated, 2, split.ranks // 2)
     if device.links.sums:  # where steps were fitted as a whole, these are among what every step takes
         reduction += _AGREEMENTS * sum_over(device, split, 8.0, split.ranks)
         if split.zero1 and split.data > 2:  # gloo sums whole buckets there, and parameters are gathered besides

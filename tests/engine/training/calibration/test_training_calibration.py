@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,24 +14,27 @@ from megatron_run.planning import resolve
 from megatron_run_engine.runtime.world import World
 from megatron_run_engine.training.calibration.microbenchmarks import (
     time_attention,
-    time_messages,
     time_products,
     time_sums,
     time_sweeps,
+    time_together,
 )
 from megatron_run_engine.training.calibration.on_ranks import Task, on_ranks
 from megatron_run_engine.training.calibration.survey import (
     ANCHORS,
     ATTENTION,
+    MESSAGES,
     PRODUCTS,
     SWEEPS,
     Round,
+    read_round,
     runs,
     spans,
     summary,
     surveyed,
+    tasks,
 )
-from megatron_run_engine.training.calibration.timed_run import time_run
+from megatron_run_engine.training.calibration.timed_run import time_request, time_run
 
 TINY = Request(("preset:tiny",), ("run.threads=1", "train.steps=50"))
 
@@ -72,7 +76,7 @@ def test_every_run_of_a_survey_resolves() -> None:
 def test_every_training_on_several_ranks_resolves() -> None:
     for anchor in ANCHORS:
         run = resolve(replace(anchor.request(), nproc=anchor.ranks))
-        assert run.config.train.global_batch_size == 6 * run.config.train.micro_batch_size * run.sizes.data
+        assert run.config.train.global_batch_size == 4 * run.config.train.micro_batch_size * run.sizes.data
 
 
 def test_rounds_are_pooled_and_what_disturbed_one_is_not_seen() -> None:
@@ -96,11 +100,31 @@ def test_rounds_are_pooled_and_what_disturbed_one_is_not_seen() -> None:
     assert found["runs"][0]["backward"] == 2 * found["runs"][0]["forward"]
 
 
+def test_what_several_ranks_do_takes_as_long_as_on_the_slowest() -> None:
+    """Rank ``r`` takes ``1 + r`` seconds for everything."""
+
+    def took(task: Task, rank: int) -> Any:
+        if task.function is time_request:
+            return {"wall": [9.0, 9.0, 1.0 + rank], "processor": [], "actions": []}
+        return 1.0 + rank if task.function is time_together else [1.0 + rank] * len(MESSAGES)
+
+    results = [[took(task, rank) for rank in range(task.ranks)] for task in tasks()]
+    found = read_round(results)
+    assert [steps[-1] for steps in found.anchors] == [float(each.ranks) for each in ANCHORS]
+    assert found.messages == [(world, size, float(world)) for world in (2, 4) for size in MESSAGES]
+    assert found.together == [(2, 2.0), (1, 4.0), (3, 4.0), (4, 4.0)]
+    assert {(members, world, seconds) for members, world, _, seconds in found.sums} == {(2, 2, 2), (2, 4, 4), (4, 4, 4)}
+
+
 @pytest.mark.nightly
 def test_ranks_measure_together_and_fail_together() -> None:
-    tasks = [Task(time_sums, {"sizes": [64, 2**22], "members": 2}), Task(time_messages, {"sizes": [64]})]
-    sums, messages = on_ranks(2, tasks)
-    assert len(sums) == len(messages) == 2
-    assert all(0 < small < large for small, large in sums)
+    """One start serves tasks of one, two and three ranks; the others sleep until they have something to do."""
+    begun: list[int] = []
+    sums = Task(2, time_sums, {"sizes": [64, 2**22], "members": 2})
+    alone, all_three = Task(1, time_sweeps, {"sizes": [2**12]}), Task(3, time_together, {"active": 3, "seconds": 0.1})
+    found = on_ranks([alone, sums, all_three, alone], begun.append)
+    assert [len(ranks) for ranks in found] == [1, 2, 3, 1]
+    assert all(0 < small < large for small, large in found[1])
+    assert begun == [0, 1, 2, 3]
     with pytest.raises(InputError, match=r"rank [01] of a measurement failed"):
-        on_ranks(2, [Task(time_sums, {"sizes": ["none"], "members": 2})])
+        on_ranks([Task(2, time_sums, {"sizes": ["none"], "members": 2}), all_three])

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,17 +79,16 @@ class Run(NamedTuple):
         return Request(configs=("preset:tiny",), sets=tuple(f"{key}={value}" for key, value in sets.items()))
 
 
-#: hidden, heads, sequence, micro batch, tensor
+#: hidden, heads, sequence, micro batch, tensor. Large ones between these would cost seconds, and are predicted by them.
 SHAPES = (
     (64, 4, 64, 1, 1), (64, 4, 128, 4, 1), (128, 4, 64, 1, 1), (128, 4, 128, 2, 1), (128, 4, 128, 4, 2),
-    (128, 4, 256, 2, 1), (256, 4, 64, 2, 1), (256, 4, 128, 2, 2), (256, 4, 128, 2, 1), (256, 8, 128, 4, 1),
-    (256, 8, 256, 2, 1), (256, 8, 64, 2, 4), (384, 6, 128, 1, 1), (512, 8, 64, 1, 1), (512, 8, 128, 2, 1),
-    (512, 8, 128, 2, 2),
+    (128, 4, 256, 2, 1), (256, 4, 64, 2, 1), (256, 4, 128, 2, 2), (256, 4, 128, 2, 1), (256, 8, 256, 2, 1),
+    (256, 8, 64, 2, 4), (384, 6, 128, 1, 1), (512, 8, 64, 1, 1), (512, 8, 128, 2, 1),
 )  # fmt: skip
 #: Layers of a shallow and of a deep run.
 DEPTHS = (1, 3)
 #: Steps of each training, and the first of them, which allocate and are not counted.
-STEPS, FIRST = 5, 2
+STEPS, FIRST = 4, 2
 #: Seconds in which ranks compute the same at once: many turns of the scheduler.
 TOGETHER = 0.3
 #: Times that everything is measured: what disturbs a machine for some seconds hits one of them.
@@ -114,7 +114,7 @@ class Anchor(NamedTuple):
     sets: Mapping[str, Any]
 
     def request(self) -> Request:
-        """Four layers, and six microbatches on each of the data-parallel ranks."""
+        """Four layers, and four microbatches on each of the data-parallel ranks."""
         micro_batch = 128 // self.sequence
         run = Run(
             self.hidden,
@@ -122,7 +122,7 @@ class Anchor(NamedTuple):
             self.sequence,
             micro_batch,
             4,
-            microbatches=6 * self.sets.get("parallel.data", 1),
+            microbatches=4 * self.sets.get("parallel.data", 1),
             experts=self.sets.get("model.experts", 0),
         )
         keys = ("model.head_size", "model.ffn_size", "model.experts")
@@ -169,57 +169,59 @@ class Round:
     anchors: list[list[float]] = field(default_factory=list)
 
 
-def measure(world: int, rounds: Sequence[Round]) -> None:
-    """Measure what is measured on so many ranks, once for each of ``rounds``; of :data:`WORLDS` in this order."""
-    tasks, keep = _alone() if world == 1 else _shared(world)
-    found = on_ranks(world, tasks * len(rounds))
-    for index, each in enumerate(rounds):
-        keep(each, found[index * len(tasks) : (index + 1) * len(tasks)])
+def tasks() -> list[Task]:
+    """Everything that a round measures, from one rank to the most; :func:`read_round` reads the results."""
+    found = _operators()
+    for world in WORLDS[1:]:
+        found += [Task(world, time_sums, {"sizes": MESSAGES, "members": each}) for each in _members(world)]
+        found.append(Task(world, time_messages, {"sizes": MESSAGES}))
+        found += [Task(world, time_together, {"active": each, "seconds": TOGETHER}) for each in _active(world)]
+        requests = [each.request().to_json() for each in ANCHORS if each.ranks == world]
+        found += [Task(world, time_request, {"request": request, "steps": STEPS}) for request in requests]
+    return found
 
 
-Keep = Callable[[Round, list[list[Any]]], None]
-
-
-def _alone() -> tuple[list[Task], Keep]:
-    """Operators, and runs of one rank; and what adds their results to a round."""
-    operators = [
-        Task(time_products, {"shapes": PRODUCTS, "dtype": "float32"}),
-        Task(time_products, {"shapes": PRODUCTS[::4], "dtype": "bfloat16"}),
-        Task(time_sweeps, {"sizes": SWEEPS}),
-        Task(time_attention, {"shapes": ATTENTION}),
+def _operators() -> list[Task]:
+    """Operators, and runs of one rank."""
+    timed = [run.request().to_json() for run in runs()]
+    return [
+        Task(1, time_products, {"shapes": PRODUCTS, "dtype": "float32"}),
+        Task(1, time_products, {"shapes": PRODUCTS[::4], "dtype": "bfloat16"}),
+        Task(1, time_sweeps, {"sizes": SWEEPS}),
+        Task(1, time_attention, {"shapes": ATTENTION}),
+        *(Task(1, time_request, {"request": request, "steps": STEPS, "by_processor": True}) for request in timed),
     ]
-    timed = [
-        Task(time_request, {"request": run.request().to_json(), "steps": STEPS, "by_processor": True}) for run in runs()
-    ]
-
-    def keep(into: Round, found: list[list[Any]]) -> None:
-        results = [result for (result,) in found]
-        into.operators = results[: len(operators)]
-        into.runs = [spans(each) for each in results[len(operators) :]]
-
-    return [*operators, *timed], keep
 
 
-def _shared(world: int) -> tuple[list[Task], Keep]:
-    """What ranks cost each other; and what adds the results to a round."""
-    members = [each for each in WORLDS[1:] if each <= world]
-    # So many of the ranks compute at once: all of each world, and in the largest the numbers that are no world.
-    active = [each for each in range(1, world + 1) if each == world or (world == WORLDS[-1] and each not in WORLDS[1:])]
-    tasks = [Task(time_sums, {"sizes": MESSAGES, "members": each}) for each in members]
-    tasks += [Task(time_messages, {"sizes": MESSAGES})]
-    tasks += [Task(time_together, {"active": each, "seconds": TOGETHER}) for each in active]
-    mine = [each.request().to_json() for each in ANCHORS if each.ranks == world]
-    tasks += [Task(time_request, {"request": request, "steps": STEPS}) for request in mine]
+def _members(world: int) -> list[int]:
+    """How many of ``world`` ranks sum together."""
+    return [each for each in WORLDS[1:] if each <= world]
 
-    def keep(into: Round, found: list[list[Any]]) -> None:
-        results = iter(found)
-        for each in members:
-            into.sums += [(each, world, size, one) for size, one in zip(MESSAGES, next(results)[0], strict=True)]
-        into.messages += [(world, size, one) for size, one in zip(MESSAGES, next(results)[0], strict=True)]
-        into.together += [(each, max(next(results))) for each in active]
-        into.anchors += [times[0]["wall"] for times in results]
 
-    return tasks, keep
+def _active(world: int) -> list[int]:
+    """How many of ``world`` ranks compute at once: all, and in the largest world the numbers that are no world."""
+    return [each for each in range(1, world + 1) if each == world or (world == WORLDS[-1] and each not in WORLDS[1:])]
+
+
+def read_round(results: Sequence[list[Any]]) -> Round:
+    """What :func:`tasks` returned on each rank, as a round. What several ranks do takes as long as the slowest does."""
+    rest, found = iter(results), Round()
+    alone = [result for (result,) in islice(rest, len(_operators()))]
+    count = len(alone) - len(runs())
+    found.operators, found.runs = alone[:count], [spans(each) for each in alone[count:]]
+    for world in WORLDS[1:]:
+        for each in _members(world):
+            found.sums += [(each, world, size, one) for size, one in zip(MESSAGES, slowest(next(rest)), strict=True)]
+        found.messages += [(world, size, one) for size, one in zip(MESSAGES, slowest(next(rest)), strict=True)]
+        found.together += [(each, max(next(rest))) for each in _active(world)]
+        mine = islice(rest, sum(each.ranks == world for each in ANCHORS))
+        found.anchors += [slowest([times["wall"] for times in ranks]) for ranks in mine]
+    return found
+
+
+def slowest(ranks: Iterable[Sequence[float]]) -> list[float]:
+    """Seconds of each of several things that all ``ranks`` did, on the rank that took longest."""
+    return [max(each) for each in zip(*ranks, strict=True)]
 
 
 def survey(say: Callable[[str], None], rounds: int = ROUNDS) -> dict[str, Any]:
@@ -227,11 +229,17 @@ def survey(say: Callable[[str], None], rounds: int = ROUNDS) -> dict[str, Any]:
 
     The result has the fields of the planner's ``calibrate.Survey``.
     """
-    found = [Round() for _ in range(rounds)]
-    for world in WORLDS:
-        say(f"{world} ranks that share the cores" if world > 1 else "operators, and runs of one rank")
-        measure(world, found)
-    return surveyed(found)
+    once = tasks()
+    ranks = [each.ranks for each in once]
+
+    def begun(index: int) -> None:
+        number, at = divmod(index, len(once))
+        if at == 0 or ranks[at] > ranks[at - 1]:
+            what = f"{ranks[at]} ranks that share the cores" if at else "operators, and runs of one rank"
+            say(f"{what} ({number + 1} of {rounds})")
+
+    found = on_ranks(once * rounds, begun)
+    return surveyed([read_round(found[start : start + len(once)]) for start in range(0, len(found), len(once))])
 
 
 def surveyed(rounds: Sequence[Round]) -> dict[str, Any]:
