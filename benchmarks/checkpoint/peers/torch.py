@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from benchmarks.checkpoint.state import State
 
@@ -35,12 +33,16 @@ class DistributedCheckpoint(_Folders):
 
     def save(self, number: int) -> None:
         """As its documentation shows it."""
+        from torch.distributed.checkpoint.state_dict_saver import save  # a second of imports
+
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             save(dict(self._state.tensors), checkpoint_id=self._folder / str(number))
 
     def load(self, number: int) -> None:
         """Into the tensors that are there."""
+        from torch.distributed.checkpoint.state_dict_loader import load
+
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             load(dict(self._state.tensors), checkpoint_id=self._folder / str(number))

@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.optimizer.model import CLIP, Batch, gathered
@@ -74,6 +72,8 @@ class FsdpSide:
     """``fully_shard`` by block; parameters and gradients stay whole between the first microbatch and the last."""
 
     def __init__(self, ranks: Ranks, shape: Shape, batch: Batch) -> None:
+        from torch.distributed.fsdp import fully_shard  # a second of imports
+
         self._batch = batch
         model, infos = plain_model(ranks, shape)
         named, chunk = by_name(model, infos), model.chunk
@@ -115,5 +115,7 @@ class FsdpSide:
 
 
 def _whole(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
     assert isinstance(tensor, DTensor)
     return tensor.full_tensor()
