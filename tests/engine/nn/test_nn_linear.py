@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor
 from torch.library import Library
 from torch.nn import Parameter
 
-from megatron_run_engine.nn.linear import _gemm, _widens, add_product, linear
+from megatron_run_engine.nn.linear import _gemm, _slow_in_bf16, _widens, add_product, linear
 from megatron_run_engine.runtime.gradients import GradientAccumulator, main_grad
+
+LINEAR = import_module(add_product.__module__)  # the package has a function of this name
 
 
 def parameter(*shape: int) -> Parameter:
@@ -125,7 +128,8 @@ def error_of_sums(dtype: torch.dtype) -> float:
 def test_a_device_that_widens_adds_16_bit_products_without_rounding_them(
     dtype: torch.dtype, rounded: float, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(import_module(add_product.__module__), "_gemm", lambda: None)  # as on a CPU without AMX
+    monkeypatch.setattr(LINEAR, "_gemm", lambda: None)  # as on a CPU without AMX
+    monkeypatch.setattr(LINEAR, "_slow_in_bf16", lambda: False)
     assert error_of_sums(dtype) > rounded
     request.getfixturevalue("_device_that_widens")
     assert error_of_sums(dtype) < 1e-6
@@ -134,3 +138,36 @@ def test_a_device_that_widens_adds_16_bit_products_without_rounding_them(
 @pytest.mark.skipif(_gemm() is None, reason="a CPU without AMX")
 def test_a_cpu_with_amx_adds_bf16_products_without_rounding_them() -> None:
     assert error_of_sums(torch.bfloat16) < 1e-6
+
+
+def test_a_cpu_that_is_slow_in_bf16_adds_products_without_rounding_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LINEAR, "_gemm", lambda: None)
+    monkeypatch.setattr(LINEAR, "_slow_in_bf16", lambda: True)
+    assert error_of_sums(torch.bfloat16) < 1e-6
+    assert error_of_sums(torch.float16) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("machine", "matrices", "products", "maker", "slow"),
+    [
+        ("x86_64", False, True, "GenuineIntel", True),
+        ("x86_64", False, True, "AuthenticAMD", False),
+        ("x86_64", False, True, None, False),
+        ("x86_64", False, False, "AuthenticAMD", True),
+        ("x86_64", True, True, "GenuineIntel", False),
+        ("aarch64", False, False, None, False),
+    ],
+)
+def test_bf16_is_slow_without_16_bit_products_and_with_intels(
+    machine: str, matrices: bool, products: bool, maker: str | None, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def described(path: Path, encoding: str) -> str:
+        if maker is None:
+            raise FileNotFoundError(path)
+        return f"processor\t: 0\nvendor_id\t: {maker}\nmodel name\t: any\n"
+
+    monkeypatch.setattr(LINEAR.platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: matrices)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: products)
+    monkeypatch.setattr(Path, "read_text", described)
+    assert _slow_in_bf16.__wrapped__() is slow
