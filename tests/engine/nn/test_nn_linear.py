@@ -148,6 +148,33 @@ def test_a_cpu_that_is_slow_in_bf16_adds_products_without_rounding_them(monkeypa
 
 
 @pytest.mark.parametrize(
+    ("leading", "taken"), [((63,), torch.bfloat16), ((64,), torch.float32), ((16, 4), torch.float32)]
+)
+def test_a_cpu_that_is_slow_in_bf16_multiplies_enough_rows_in_fp32(
+    leading: tuple[int, ...], taken: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products: list[torch.dtype] = []
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        products.append(x.dtype)
+        return x @ weight.t() + (0 if bias is None else bias)
+
+    monkeypatch.setattr(LINEAR, "_slow_in_bf16", lambda: True)
+    monkeypatch.setattr(LINEAR.F, "linear", product)
+    weight, bias = (Parameter(torch.randn(shape).bfloat16()) for shape in ((8, 16), (8,)))
+    for each in (weight, bias):
+        each.main_grad = torch.zeros(each.shape)  # type: ignore[attr-defined]  # the engine's attribute
+    x, grad = torch.randn(*leading, 16).bfloat16().requires_grad_(), torch.randn(*leading, 8).bfloat16()
+    y = linear(x, weight, bias, GradientAccumulator())
+    y.backward(grad)
+    assert products == [taken, taken]
+    assert x.grad is not None
+    exact = reference(x.double(), weight.double(), bias.double(), grad.double())
+    torch.testing.assert_close(y.double(), exact[0], rtol=2**-8, atol=2e-2)
+    torch.testing.assert_close(x.grad.double(), exact[1], rtol=2**-8, atol=2e-2)
+
+
+@pytest.mark.parametrize(
     ("machine", "matrices", "products", "maker", "slow"),
     [
         ("x86_64", False, True, "GenuineIntel", True),

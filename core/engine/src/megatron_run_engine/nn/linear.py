@@ -109,7 +109,7 @@ _library.impl("add_wide_product", lambda *_: None, "Meta")
 def linear(x: Tensor, weight: Parameter, bias: Parameter | None, gradients: GradientAccumulator) -> Tensor:
     """``x @ weight.T + bias``: x [*, i], weight [o, i], bias [o] -> [*, o]; weight gradients go to ``gradients``."""
     if not torch.is_grad_enabled():  # an autograd function costs more than a small product
-        return F.linear(x, weight, bias)
+        return multiply(x, weight, bias)
     result: Tensor = _Linear.apply(x, weight, bias, gradients)  # type: ignore[no-untyped-call]  # torch's
     return result
 
@@ -154,7 +154,7 @@ class _Linear(torch.autograd.Function):
         # The parameters themselves, not saved tensors: under activation checkpointing those come back as copies
         # without main_grad.
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
-        return F.linear(x, weight, bias)
+        return multiply(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
@@ -162,7 +162,14 @@ class _Linear(torch.autograd.Function):
         if ctx.weight.requires_grad:
             submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad)
         # None for weight and bias: autograd must not accumulate what has been submitted.
-        return (grad @ ctx.weight if ctx.needs_input_grad[0] else None), None, None, None
+        return (multiply(grad, ctx.weight.t()) if ctx.needs_input_grad[0] else None), None, None, None
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``: [*, i] -> [*, o], in fp32 and rounded once where that takes less time."""
+    if not widening_pays(x):
+        return F.linear(x, weight, bias)
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
 def submit_gradients(
@@ -199,8 +206,8 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def widening_pays(rows: Tensor) -> bool:
-    """Whether ``rows`` [n, i] times a matrix takes less time in fp32, though operands must be widened first."""
-    return len(rows) >= _ENOUGH_ROWS and _is_slow(rows)
+    """Whether ``rows`` [*, i] times a matrix takes less time in fp32, though operands must be widened first."""
+    return rows.numel() >= _ENOUGH_ROWS * rows.shape[-1] and _is_slow(rows)
 
 
 def _is_slow(operand: Tensor) -> bool:
