@@ -9,8 +9,8 @@ products of bf16 matrices return bf16 there. The MKL inside its library has one 
 attention calls it, but no operation of torch does. Here it is an operation of its own, so that a captured or compiled
 graph contains it. With AMX it takes 0.6 times as long as the rounded product and its addition.
 
-A CPU that multiplies bf16 matrices slower than fp32 ones widens the operands instead, which is as exact. Others keep
-the rounded product.
+A CPU that multiplies bf16 matrices slower than fp32 ones widens the operands instead, which is as exact, and does so in
+the layer's other products too. Others keep the rounded product.
 
 Legend: * any leading dimensions, N their product, i inputs, o outputs; of a wide product m, n rows and columns of the
 total, k terms of each sum.
