@@ -161,7 +161,7 @@ def test_a_cpu_that_is_slow_in_bf16_multiplies_enough_rows_in_fp32(
 ) -> None:
     rows = torch.randn(sum(counts), 8).bfloat16()
     matrices = torch.randn(len(counts), 8, 6).bfloat16()
-    monkeypatch.setattr(import_module("megatron_run_engine.nn.linear"), "_slow_in_bf16", lambda: True)
+    monkeypatch.setattr(import_module("megatron_run_engine.nn.linear"), "_SLOW_IN_BF16", True)
     taken: list[tuple[int, torch.dtype]] = []
 
     def product(rows: Tensor, matrix: Tensor) -> Tensor:

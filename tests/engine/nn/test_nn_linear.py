@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -129,7 +130,7 @@ def test_a_device_that_widens_adds_16_bit_products_without_rounding_them(
     dtype: torch.dtype, rounded: float, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LINEAR, "_gemm", lambda: None)  # as on a CPU without AMX
-    monkeypatch.setattr(LINEAR, "_slow_in_bf16", lambda: False)
+    monkeypatch.setattr(LINEAR, "_SLOW_IN_BF16", False)
     assert error_of_sums(dtype) > rounded
     request.getfixturevalue("_device_that_widens")
     assert error_of_sums(dtype) < 1e-6
@@ -142,7 +143,7 @@ def test_a_cpu_with_amx_adds_bf16_products_without_rounding_them() -> None:
 
 def test_a_cpu_that_is_slow_in_bf16_adds_products_without_rounding_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LINEAR, "_gemm", lambda: None)
-    monkeypatch.setattr(LINEAR, "_slow_in_bf16", lambda: True)
+    monkeypatch.setattr(LINEAR, "_SLOW_IN_BF16", True)
     assert error_of_sums(torch.bfloat16) < 1e-6
     assert error_of_sums(torch.float16) > 1e-4
 
@@ -159,7 +160,7 @@ def test_a_cpu_that_is_slow_in_bf16_multiplies_enough_rows_in_fp32(
         products.append(x.dtype)
         return x @ weight.t() + (0 if bias is None else bias)
 
-    monkeypatch.setattr(LINEAR, "_slow_in_bf16", lambda: True)
+    monkeypatch.setattr(LINEAR, "_SLOW_IN_BF16", True)
     monkeypatch.setattr(LINEAR.F, "linear", product)
     weight, bias = (Parameter(torch.randn(shape).bfloat16()) for shape in ((8, 16), (8,)))
     for each in (weight, bias):
@@ -188,13 +189,28 @@ def test_a_cpu_that_is_slow_in_bf16_multiplies_enough_rows_in_fp32(
 def test_bf16_is_slow_without_16_bit_products_and_with_intels(
     machine: str, matrices: bool, products: bool, maker: str | None, slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def described(path: Path, encoding: str) -> str:
+    def described(path: Path, encoding: str) -> StringIO:
         if maker is None:
             raise FileNotFoundError(path)
-        return f"processor\t: 0\nvendor_id\t: {maker}\nmodel name\t: any\n"
+        return StringIO(f"processor\t: 0\nvendor_id\t: {maker}\nmodel name\t: any\n")
 
     monkeypatch.setattr(LINEAR.platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: matrices)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: products)
-    monkeypatch.setattr(Path, "read_text", described)
-    assert _slow_in_bf16.__wrapped__() is slow
+    monkeypatch.setattr(Path, "open", described)
+    assert _slow_in_bf16() is slow
+
+
+def test_a_torch_that_does_not_tell_is_trusted_with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert not _slow_in_bf16()
+
+
+def test_the_layer_compiles_into_one_graph_on_a_cpu_that_is_slow_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LINEAR, "_SLOW_IN_BF16", True)
+    weight, x = Parameter(torch.randn(8, 16).bfloat16()), torch.randn(64, 16).bfloat16()
+    gradients = GradientAccumulator()
+    with torch.no_grad():
+        compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x, weight, None, gradients), linear(x, weight, None, gradients))

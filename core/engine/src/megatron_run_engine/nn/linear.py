@@ -211,27 +211,33 @@ def widening_pays(rows: Tensor) -> bool:
 
 
 def _is_slow(operand: Tensor) -> bool:
-    return operand.dtype == torch.bfloat16 and operand.device.type == "cpu" and _slow_in_bf16()
+    return operand.dtype == torch.bfloat16 and operand.device.type == "cpu" and _SLOW_IN_BF16
 
 
-@cache
 def _slow_in_bf16() -> bool:
     """Whether this CPU multiplies bf16 matrices slower than fp32 ones.
 
     Without 16-bit products it takes 4 to 7 times as long. With those of AVX-512 it should take half as long, and so it
     does on AMD's; Intel's take twice as long, and are what is left where a virtual machine hides AMX.
     """
-    if platform.machine() != "x86_64" or torch.cpu._is_amx_tile_supported():
+    try:
+        matrices, products = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_bf16_supported()
+    except AttributeError:  # private to torch, which may rename them
         return False
-    return not torch.cpu._is_avx512_bf16_supported() or _maker() == "GenuineIntel"
+    return platform.machine() == "x86_64" and not matrices and (not products or _maker() == "GenuineIntel")
 
 
 def _maker() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+    """Of the first processor: on a big machine, the kernel takes its time to describe them all."""
+    with suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as described:
+        for line in described:
             if line.startswith("vendor_id"):
                 return line.partition(":")[2].strip()
     return ""
+
+
+#: Found once, since a graph that is being compiled cannot ask the processor.
+_SLOW_IN_BF16 = _slow_in_bf16()
 
 
 def can_widen(operand: Tensor, wide: torch.dtype) -> bool:
