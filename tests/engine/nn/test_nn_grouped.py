@@ -1,7 +1,10 @@
 """A product for each group of rows against autograd on one group at a time."""
 
+from importlib import import_module
+
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.profiler import ProfilerActivity, profile
 
@@ -150,3 +153,26 @@ def test_sums_of_a_groups_rows_are_those_of_fp32_in_16_bits() -> None:
     RowGroups(torch.tensor([500, 0, 12]), CPU).add_sums(totals, rows, 0.5)
     exact = torch.stack([rows[:500].double().sum(0), torch.zeros(6).double(), rows[500:].double().sum(0)])
     torch.testing.assert_close(totals.double(), 1 + 0.5 * exact, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("counts", [[70, 0, 63, 64], [70, 70]], ids=str)
+def test_a_cpu_that_is_slow_in_bf16_multiplies_enough_rows_in_fp32(
+    counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = torch.randn(sum(counts), 8).bfloat16()
+    matrices = torch.randn(len(counts), 8, 6).bfloat16()
+    monkeypatch.setattr(import_module("megatron_run_engine.nn.linear"), "_SLOW_IN_BF16", True)
+    taken: list[tuple[int, torch.dtype]] = []
+
+    def product(rows: Tensor, matrix: Tensor) -> Tensor:
+        taken.append((len(rows), matrix.dtype))
+        return rows @ matrix
+
+    monkeypatch.setattr(grouped, "_has_onednn", lambda _, dtype: dtype == torch.float32)
+    monkeypatch.setattr(grouped, "_onednn_product", product)
+    even = len(set(counts)) == 1
+    groups = EqualGroups(counts[0], len(rows)) if even else RowGroups(torch.tensor(counts), CPU)
+    y = groups.multiply(rows, matrices)
+    assert taken == [(count, torch.float32) for count in counts if count >= 64]
+    parts = zip(rows.double().split(counts), matrices.double(), strict=True)
+    torch.testing.assert_close(y, torch.cat([part @ matrix for part, matrix in parts]).bfloat16(), rtol=8e-3, atol=1e-3)

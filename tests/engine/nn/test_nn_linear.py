@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from importlib import import_module
+from io import StringIO
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +11,10 @@ from torch import Tensor
 from torch.library import Library
 from torch.nn import Parameter
 
-from megatron_run_engine.nn.linear import _gemm, _widens, add_product, linear
+from megatron_run_engine.nn.linear import _gemm, _slow_in_bf16, _widens, add_product, linear
 from megatron_run_engine.runtime.gradients import GradientAccumulator, main_grad
+
+LINEAR = import_module(add_product.__module__)  # the package has a function of this name
 
 
 def parameter(*shape: int) -> Parameter:
@@ -125,7 +129,8 @@ def error_of_sums(dtype: torch.dtype) -> float:
 def test_a_device_that_widens_adds_16_bit_products_without_rounding_them(
     dtype: torch.dtype, rounded: float, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(import_module(add_product.__module__), "_gemm", lambda: None)  # as on a CPU without AMX
+    monkeypatch.setattr(LINEAR, "_gemm", lambda: None)  # as on a CPU without AMX
+    monkeypatch.setattr(LINEAR, "_SLOW_IN_BF16", False)
     assert error_of_sums(dtype) > rounded
     request.getfixturevalue("_device_that_widens")
     assert error_of_sums(dtype) < 1e-6
@@ -134,3 +139,78 @@ def test_a_device_that_widens_adds_16_bit_products_without_rounding_them(
 @pytest.mark.skipif(_gemm() is None, reason="a CPU without AMX")
 def test_a_cpu_with_amx_adds_bf16_products_without_rounding_them() -> None:
     assert error_of_sums(torch.bfloat16) < 1e-6
+
+
+def test_a_cpu_that_is_slow_in_bf16_adds_products_without_rounding_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LINEAR, "_gemm", lambda: None)
+    monkeypatch.setattr(LINEAR, "_SLOW_IN_BF16", True)
+    assert error_of_sums(torch.bfloat16) < 1e-6
+    assert error_of_sums(torch.float16) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("leading", "taken"), [((63,), torch.bfloat16), ((64,), torch.float32), ((16, 4), torch.float32)]
+)
+def test_a_cpu_that_is_slow_in_bf16_multiplies_enough_rows_in_fp32(
+    leading: tuple[int, ...], taken: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products: list[torch.dtype] = []
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        products.append(x.dtype)
+        return x @ weight.t() + (0 if bias is None else bias)
+
+    monkeypatch.setattr(LINEAR, "_SLOW_IN_BF16", True)
+    monkeypatch.setattr(LINEAR.F, "linear", product)
+    weight, bias = (Parameter(torch.randn(shape).bfloat16()) for shape in ((8, 16), (8,)))
+    for each in (weight, bias):
+        each.main_grad = torch.zeros(each.shape)  # type: ignore[attr-defined]  # the engine's attribute
+    x, grad = torch.randn(*leading, 16).bfloat16().requires_grad_(), torch.randn(*leading, 8).bfloat16()
+    y = linear(x, weight, bias, GradientAccumulator())
+    y.backward(grad)
+    assert products == [taken, taken]
+    assert x.grad is not None
+    exact = reference(x.double(), weight.double(), bias.double(), grad.double())
+    torch.testing.assert_close(y.double(), exact[0], rtol=2**-8, atol=2e-2)
+    torch.testing.assert_close(x.grad.double(), exact[1], rtol=2**-8, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("machine", "matrices", "products", "maker", "slow"),
+    [
+        ("x86_64", False, True, "GenuineIntel", True),
+        ("x86_64", False, True, "AuthenticAMD", False),
+        ("x86_64", False, True, None, False),
+        ("x86_64", False, False, "AuthenticAMD", True),
+        ("x86_64", True, True, "GenuineIntel", False),
+        ("aarch64", False, False, None, False),
+    ],
+)
+def test_bf16_is_slow_without_16_bit_products_and_with_intels(
+    machine: str, matrices: bool, products: bool, maker: str | None, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def described(path: Path, encoding: str) -> StringIO:
+        if maker is None:
+            raise FileNotFoundError(path)
+        return StringIO(f"processor\t: 0\nvendor_id\t: {maker}\nmodel name\t: any\n")
+
+    monkeypatch.setattr(LINEAR.platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: matrices)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: products)
+    monkeypatch.setattr(Path, "open", described)
+    assert _slow_in_bf16() is slow
+
+
+def test_a_torch_that_does_not_tell_is_trusted_with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert not _slow_in_bf16()
+
+
+def test_the_layer_compiles_into_one_graph_on_a_cpu_that_is_slow_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LINEAR, "_SLOW_IN_BF16", True)
+    weight, x = Parameter(torch.randn(8, 16).bfloat16()), torch.randn(64, 16).bfloat16()
+    gradients = GradientAccumulator()
+    with torch.no_grad():
+        compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x, weight, None, gradients), linear(x, weight, None, gradients))

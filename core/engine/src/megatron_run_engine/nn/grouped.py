@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_run_engine.nn.linear import add_product, can_widen
+from megatron_run_engine.nn.linear import add_product, can_widen, widening_pays
 from megatron_run_engine.runtime.gradients import main_grad
 
 if TYPE_CHECKING:
@@ -85,7 +85,13 @@ class EqualGroups:
 
     def multiply(self, rows: Tensor, matrices: Tensor) -> Tensor:
         """Each group's rows times its matrix: rows [n, a], ``matrices`` [g, a, c] -> [n, c]."""
-        return torch.bmm(self._cut(rows), matrices).flatten(0, 1)
+        cut = self._cut(rows)
+        if not widening_pays(cut[0]):
+            return torch.bmm(cut, matrices).flatten(0, 1)
+        product = rows.new_empty(*cut.shape[:2], matrices.shape[2])
+        for out, one, matrix in zip(product, cut, matrices, strict=True):
+            _multiply_into(out, one, matrix)
+        return product.flatten(0, 1)
 
     def add_products(self, totals: Tensor, left: Tensor, right: Tensor) -> None:
         """``totals[g] += left[g].T @ right[g]``: [g, a, c] of left [n, a] and right [n, c]."""
@@ -130,16 +136,13 @@ class RowGroups:
 
     def multiply(self, rows: Tensor, matrices: Tensor) -> Tensor:
         """Each group's rows times its matrix: rows [n, a], ``matrices`` [g, a, c] -> [n, c]."""
-        by_onednn = _has_onednn(rows.device.type, rows.dtype)
-        if not by_onednn and _takes_grouped(rows, matrices):
+        by_group = _has_onednn(rows.device.type, rows.dtype) or widening_pays(rows)
+        if not by_group and _takes_grouped(rows, matrices):
             grouped: Tensor = torch._grouped_mm(rows, matrices, offs=self._all_ends)
             return grouped
         product = rows.new_empty(len(rows), matrices.shape[2])
         for group, where in self.places:
-            if by_onednn:
-                product[where] = _onednn_product(rows[where], matrices[group])
-            else:
-                torch.mm(rows[where], matrices[group], out=product[where])
+            _multiply_into(product[where], rows[where], matrices[group])
         return product
 
     def add_products(self, totals: Tensor, left: Tensor, right: Tensor) -> None:
@@ -212,6 +215,18 @@ def _submit(
             groups.add_sums(groups.stacked(main_grad(bias)), grad, bias_share)
 
     gradients.submit((weight,) if bias is None else (weight, bias), compute)
+
+
+def _multiply_into(out: Tensor, rows: Tensor, matrix: Tensor) -> None:
+    """``out[:] = rows @ matrix``: [n, c] of [n, a] and [a, c], rounded once where operands are widened."""
+    if widening_pays(rows):
+        rows, matrix = rows.float(), matrix.float()
+    if _has_onednn(rows.device.type, rows.dtype):
+        out.copy_(_onednn_product(rows, matrix))
+    elif rows.dtype == out.dtype:
+        torch.mm(rows, matrix, out=out)
+    else:
+        out.copy_(rows @ matrix)
 
 
 def _onednn_product(rows: Tensor, matrix: Tensor) -> Tensor:

@@ -7,8 +7,10 @@ W) and accumulates it in ``main_grad``.
 A CPU adds a product of bf16 matrices to an fp32 total without rounding it to bf16 in between, where it can. torch's own
 products of bf16 matrices return bf16 there. The MKL inside its library has one that returns fp32; torch's fused
 attention calls it, but no operation of torch does. Here it is an operation of its own, so that a captured or compiled
-graph contains it. With AMX it takes 0.6 times as long as the rounded product and its addition; other CPUs have not been
-measured, and keep the rounded one.
+graph contains it. With AMX it takes 0.6 times as long as the rounded product and its addition.
+
+A CPU that multiplies bf16 matrices slower than fp32 ones widens the operands instead, which is as exact, and does so in
+the layer's other products too. Others keep the rounded product.
 
 Legend: * any leading dimensions, N their product, i inputs, o outputs; of a wide product m, n rows and columns of the
 total, k terms of each sum.
@@ -17,7 +19,9 @@ total, k terms of each sum.
 from __future__ import annotations
 
 import ctypes
+import platform
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
 _ROWS, _PLAIN, _TRANSPOSED = 101, 111, 112  # CBLAS's numbers for these words
 #: m, n, k and leading dimensions are 32-bit integers.
 _LARGEST = 2**31 - 1
+#: Rows that a product must have at least, for widening its matrix to take less time than it saves.
+_ENOUGH_ROWS = 64
 
 _library = Library("megatron_run_engine", "FRAGMENT")
 _library.define("add_wide_product(Tensor(a!) total, Tensor left, Tensor right) -> ()")
@@ -103,7 +109,7 @@ _library.impl("add_wide_product", lambda *_: None, "Meta")
 def linear(x: Tensor, weight: Parameter, bias: Parameter | None, gradients: GradientAccumulator) -> Tensor:
     """``x @ weight.T + bias``: x [*, i], weight [o, i], bias [o] -> [*, o]; weight gradients go to ``gradients``."""
     if not torch.is_grad_enabled():  # an autograd function costs more than a small product
-        return F.linear(x, weight, bias)
+        return multiply(x, weight, bias)
     result: Tensor = _Linear.apply(x, weight, bias, gradients)  # type: ignore[no-untyped-call]  # torch's
     return result
 
@@ -148,7 +154,7 @@ class _Linear(torch.autograd.Function):
         # The parameters themselves, not saved tensors: under activation checkpointing those come back as copies
         # without main_grad.
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
-        return F.linear(x, weight, bias)
+        return multiply(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
@@ -156,7 +162,14 @@ class _Linear(torch.autograd.Function):
         if ctx.weight.requires_grad:
             submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad)
         # None for weight and bias: autograd must not accumulate what has been submitted.
-        return (grad @ ctx.weight if ctx.needs_input_grad[0] else None), None, None, None
+        return (multiply(grad, ctx.weight.t()) if ctx.needs_input_grad[0] else None), None, None, None
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``: [*, i] -> [*, o], in fp32 and rounded once where that takes less time."""
+    if not widening_pays(x):
+        return F.linear(x, weight, bias)
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
 def submit_gradients(
@@ -177,8 +190,8 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """``total += left @ right``, in one kernel where all types are equal or the device can widen.
 
     A GPU adds the fp32 sums of 16-bit operands to an fp32 total, as Megatron-LM's fused gradient accumulation does; so
-    does a CPU with AMX, in bf16. Elsewhere the product is rounded to 16 bits first, a relative error of 2e-3 in bf16:
-    to widen the operands instead would be exact, and took 2.5 to 4 times as long where a CPU has 16-bit products.
+    does, in bf16, a CPU with AMX or one that is slow in bf16. Elsewhere the product is rounded to 16 bits first, a
+    relative error of 2e-3 in bf16: to widen the operands instead took 2.5 to 4 times as long there.
     """
     if total.dtype == left.dtype:
         total.addmm_(left, right)
@@ -186,8 +199,45 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
     elif can_add(total, left, right):
         add_wide_product(total, left, right)
+    elif total.dtype == torch.float32 and _is_slow(left):
+        total.addmm_(left.float(), right.float())
     else:
         total.add_(left @ right)
+
+
+def widening_pays(rows: Tensor) -> bool:
+    """Whether ``rows`` [*, i] times a matrix takes less time in fp32, though operands must be widened first."""
+    return rows.numel() >= _ENOUGH_ROWS * rows.shape[-1] and _is_slow(rows)
+
+
+def _is_slow(operand: Tensor) -> bool:
+    return operand.dtype == torch.bfloat16 and operand.device.type == "cpu" and _SLOW_IN_BF16
+
+
+def _slow_in_bf16() -> bool:
+    """Whether this CPU multiplies bf16 matrices slower than fp32 ones.
+
+    Without 16-bit products it takes 4 to 7 times as long. With those of AVX-512 it should take half as long, and so it
+    does on AMD's; Intel's take twice as long, and are what is left where a virtual machine hides AMX.
+    """
+    try:
+        matrices, products = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_bf16_supported()
+    except AttributeError:  # private to torch, which may rename them
+        return False
+    return platform.machine() == "x86_64" and not matrices and (not products or _maker() == "GenuineIntel")
+
+
+def _maker() -> str:
+    """Of the first processor: on a big machine, the kernel takes its time to describe them all."""
+    with suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as described:
+        for line in described:
+            if line.startswith("vendor_id"):
+                return line.partition(":")[2].strip()
+    return ""
+
+
+#: Found once, since a graph that is being compiled cannot ask the processor.
+_SLOW_IN_BF16 = _slow_in_bf16()
 
 
 def can_widen(operand: Tensor, wide: torch.dtype) -> bool:

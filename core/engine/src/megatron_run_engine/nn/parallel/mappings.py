@@ -26,11 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from megatron_run.contracts import Part
 from megatron_run.contracts.parallel_layer import even_part
-from megatron_run_engine.nn.linear import linear, submit_gradients
+from megatron_run_engine.nn.linear import linear, multiply, submit_gradients
 from megatron_run_engine.runtime.comm import ParallelGroup
 
 if TYPE_CHECKING:
@@ -186,7 +185,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.save_for_backward(x)
         # The parameters themselves, which have main_grad: saved tensors may come back as copies (see linear.py).
         ctx.weight, ctx.bias, ctx.gradients, ctx.split = weight, bias, gradients, split
-        return F.linear(split.peers.gather(x) if split.sequence else x, weight, bias)
+        return multiply(split.peers.gather(x) if split.sequence else x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
@@ -195,7 +194,7 @@ class _ColumnLinear(torch.autograd.Function):
         trains, summing = ctx.weight.requires_grad, None
         gathering = peers.start_gather(x) if sequence and trains else None
         # [s, b, i]: this rank's term of the input gradient, which the collective below sums
-        partial = grad @ ctx.weight if ctx.needs_input_grad[0] else None
+        partial = multiply(grad, ctx.weight.t()) if ctx.needs_input_grad[0] else None
         x = gathering.wait() if gathering else x
         if partial is not None:
             summing = peers.start_scatter_sum(partial) if sequence else peers.start_sum(partial)
