@@ -61,6 +61,7 @@ def test_the_best_ten_are_ranked_with_what_limits_them(capsys: Output) -> None:
     assert seconds == sorted(seconds)
     assert all("; " in row for row in rows)
     assert any(line.startswith("best: ") for line in lines)
+    assert any(line.startswith("next: add --write best.yaml, then megatron-run best.yaml --dry-run") for line in lines)
 
 
 def test_a_model_may_not_fit(capsys: Output) -> None:
@@ -84,7 +85,7 @@ def test_the_best_is_written_and_can_be_asked_about(capsys: Output, tmp_path: Pa
     file = tmp_path / "best.yaml"
     assert main(["plan", "--size", "1.3B", "--gpus", "8", "--write", str(file)]) == 0
     told = capsys.readouterr().out
-    assert str(file) in told
+    assert f"next: megatron-run {file} --dry-run, and megatron-run {file} --nproc 8" in told
     assert main(["plan", str(file), "--gpus", "8", "--what-if", "train.micro_batch_size=1", "--json"]) == 0
     one, two = json.loads(capsys.readouterr().out)["candidates"]
     assert one["seconds"] == pytest.approx(float(told.splitlines()[3].split()[0].rstrip("s")), abs=1e-3)

@@ -18,6 +18,7 @@ from megatron_run.errors import (
     did_you_mean,
     how_to_install,
     locate,
+    near_path,
     nearest_divisors,
     nearest_multiples,
     printable,
@@ -89,6 +90,14 @@ def test_several_problems_are_a_line_each_and_end_with_the_code_of_the_first() -
     assert (str(problems), problems.exit_code) == ("a\nb", 3)
     with pytest.raises(ValueError, match="at least one"):
         Problems([])
+
+
+def test_the_part_of_a_path_that_is_missing_is_compared_with_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "latest").mkdir(parents=True)
+    assert near_path(tmp_path / "runs" / "lastest") == "did you mean 'latest'?"
+    assert near_path(tmp_path / "run" / "latest") == "did you mean 'runs'?"
+    assert near_path(tmp_path / "runs" / "latest") == ""
+    assert near_path(tmp_path / "runs" / "zzz") == ""
 
 
 def test_advice_reads_on_after_a_question() -> None:

@@ -238,6 +238,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else ""
 
 
+def near_path(path: Path) -> str:
+    """:func:`did_you_mean` for the first part of ``path`` that does not exist, among what lies beside it."""
+    try:
+        missing = next(each for each in (*reversed(path.parents), path) if not each.exists())
+        return did_you_mean(missing.name, sorted(each.name for each in missing.parent.iterdir()))
+    except (StopIteration, OSError):
+        return ""
+
+
 def advice(*parts: str) -> str:
     """The non-empty parts as one line: ``"did you mean '1f1b'? installed: sequential, 1f1b"``."""
     return "; ".join(filter(None, parts)).replace("?; ", "? ")
