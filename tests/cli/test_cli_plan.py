@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run.errors import ExitCode
+from megatron_run.errors import ExitCode, how_to_install
+from megatron_run.registry.discover import Catalog, scan
 from megatron_run_cli.main import main
 from megatron_run_planner.devices import read_device
+from megatron_run_planner.schedules import installed
 from tests.planner.surveyed import TRUE, surveyed
 from tests.support.checkout import ROOT
 
@@ -91,6 +93,21 @@ def test_the_best_is_written_and_can_be_asked_about(capsys: Output, tmp_path: Pa
     assert one["seconds"] == pytest.approx(float(told.splitlines()[3].split()[0].rstrip("s")), abs=1e-3)
     assert two["split"]["micro_batch"] == 1
     assert two["seconds"] != one["seconds"]
+
+
+def test_what_the_best_needs_and_is_not_installed_is_named(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = scan()
+    left = Catalog(tuple(each for each in found.entries if each.name not in ("zero1", "tensor", "gpt", "adamw")))
+    monkeypatch.setattr(installed, "scan", lambda: left)
+    words = ["plan", "--size", "8.3B", "--gpus", "32", "--device", "a100-40"]
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert all(told["best"][0]["split"][each] for each in ("zero1", "tensor"))
+    missing = ("megatron-run-engine", "megatron-run-optimizer-zero1", "megatron-run-parallel-layer-tensor")
+    assert sorted(told["install"]) == sorted(map(how_to_install, missing))
+    assert main(words) == 0
+    (line,) = (each for each in capsys.readouterr().out.splitlines() if each.startswith("next: "))
+    assert line.startswith(f"next: {', then '.join(told['install'])}, then add --write best.yaml, then megatron-run")
 
 
 def test_a_what_if_takes_the_place_of_what_the_command_line_set(capsys: Output) -> None:

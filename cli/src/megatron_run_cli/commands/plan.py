@@ -189,7 +189,7 @@ def search(
     from megatron_run_cli.reports import plan_report as report
     from megatron_run_planner.schedules import Schedules
     from megatron_run_planner.search import Search
-    from megatron_run_planner.task import check_sizes, written
+    from megatron_run_planner.task import check_sizes, to_install, written
 
     task, schedules = counted_task(request, gpus), Schedules()
     if changes or as_is:
@@ -208,7 +208,9 @@ def search(
     else:
         found = Search(task.model, gpus or task.split.ranks, task.split.global_batch, machine, schedules).run()
         shown = [found.best[0]]
-        text, record = report.choice_text(task, found, machine, write), report.choice_record(task, found, machine)
+        install = to_install(task, found.best[0], schedules.catalog)
+        text = report.choice_text(task, found, machine, write, install)
+        record = report.choice_record(task, found, machine, install)
         if write:
             write.write_text(written(task, found.best[0]), encoding="utf-8")
             text += f"\nwritten: {write}"
