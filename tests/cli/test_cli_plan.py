@@ -245,6 +245,10 @@ def test_a_month_is_told_in_words(capsys: Output) -> None:
         (("plan", "check", "missing.csv", "--device", "a100"), "missing.csv"),
         (("plan", "check", TABLE, "--device", "a10"), "a100"),
         (("plan", "check", TABLE), "--device"),
+        (
+            ("plan", "--size", "125M", "--gpus", "1", "--write", "no/best.yaml"),
+            "no/best.yaml cannot be written: No such",
+        ),
     ],
 )
 def test_mistakes_are_refused_in_one_line(capsys: Output, words: tuple[str, ...], said: str) -> None:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -85,6 +86,9 @@ def generate(
     from megatron_run_engine.inference.network import plan
     from megatron_run_engine.inference.source import find_source
 
+    if prompts and not model.exists() and Path(prompts[0]).is_dir():
+        typed = f"megatron-run generate {prompts[0]} {quote(str(model))}"
+        raise InputError(f"the prompt {str(model)!r} is in the place of the model", fix=f"type: {typed}")
     writing = Writing(**options)
     source = find_source(model.expanduser(), step)
     run = plan(source, request)

@@ -125,6 +125,10 @@ class OutOfMemoryError(RunError):
     exit_code = ExitCode.OUT_OF_MEMORY
 
 
+#: Problems that are printed: more of them are of a file that is something else.
+_SHOWN = 20
+
+
 class Problems(RunError):
     """Several problems found in one pass, printed one per line."""
 
@@ -136,7 +140,8 @@ class Problems(RunError):
         self.exit_code = self.problems[0].exit_code
 
     def __str__(self) -> str:
-        return "\n".join(str(problem) for problem in self.problems)
+        more = len(self.problems) - _SHOWN
+        return "\n".join([*map(str, self.problems[:_SHOWN]), *([f"and {more} more mistakes"] if more > 0 else [])])
 
 
 def system_limit(error: BaseException) -> RunError | None:
@@ -230,11 +235,11 @@ def printable(text: str) -> str:
 LONGEST_WORD = 200
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``"did you mean 'interleaved'?"``, or an empty string if no known word is similar."""
+def did_you_mean(word: str, known: Iterable[str], similar: float = 0.6) -> str:
+    """``"did you mean 'interleaved'?"``, or an empty string if no known word is ``similar``, from 0 to 1."""
     if len(word) > LONGEST_WORD:
         return ""
-    near = get_close_matches(word, [each for each in known if len(each) <= LONGEST_WORD], n=1, cutoff=0.6)
+    near = get_close_matches(word, [each for each in known if len(each) <= LONGEST_WORD], n=1, cutoff=similar)
     return f"did you mean {near[0]!r}?" if near else ""
 
 
@@ -242,7 +247,8 @@ def near_path(path: Path) -> str:
     """:func:`did_you_mean` for the first part of ``path`` that does not exist, among what lies beside it."""
     try:
         missing = next(each for each in (*reversed(path.parents), path) if not each.exists())
-        return did_you_mean(missing.name, sorted(each.name for each in missing.parent.iterdir()))
+        beside = sorted(each.name for each in missing.parent.iterdir())
+        return did_you_mean(missing.name, beside, similar=0.75)  # an ending that many names share says little
     except (StopIteration, OSError):
         return ""
 
