@@ -104,8 +104,10 @@ def test_the_part_of_a_path_that_is_missing_is_compared_with_its_neighbours(tmp_
     assert near_path(tmp_path / "run" / "latest") == "did you mean 'runs'?"
     assert near_path(tmp_path / "runs" / "latest") == ""
     assert near_path(tmp_path / "runs" / "zzz") == ""
-    (tmp_path / "list.yaml").touch()
-    assert near_path(tmp_path / "missng.yaml") == "", "an ending is no likeness"
+    for name in ("list.yaml", "unknown.yaml"):
+        (tmp_path / name).touch()
+    assert (near_path(tmp_path / "missng.yaml"), near_path(tmp_path / "none.yaml")) == ("", ""), "endings do not count"
+    assert near_path(tmp_path / "lists.yml") == "did you mean 'list.yaml'?"
 
 
 def test_advice_reads_on_after_a_question() -> None:

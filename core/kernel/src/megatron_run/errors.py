@@ -235,11 +235,11 @@ def printable(text: str) -> str:
 LONGEST_WORD = 200
 
 
-def did_you_mean(word: str, known: Iterable[str], similar: float = 0.6) -> str:
-    """``"did you mean 'interleaved'?"``, or an empty string if no known word is ``similar``, from 0 to 1."""
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``"did you mean 'interleaved'?"``, or an empty string if no known word is similar."""
     if len(word) > LONGEST_WORD:
         return ""
-    near = get_close_matches(word, [each for each in known if len(each) <= LONGEST_WORD], n=1, cutoff=similar)
+    near = get_close_matches(word, [each for each in known if len(each) <= LONGEST_WORD], n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else ""
 
 
@@ -247,8 +247,9 @@ def near_path(path: Path) -> str:
     """:func:`did_you_mean` for the first part of ``path`` that does not exist, among what lies beside it."""
     try:
         missing = next(each for each in (*reversed(path.parents), path) if not each.exists())
-        beside = sorted(each.name for each in missing.parent.iterdir())
-        return did_you_mean(missing.name, beside, similar=0.75)  # an ending that many names share says little
+        beside = sorted(missing.parent.iterdir())
+        alike = [each.name for each in beside if did_you_mean(missing.stem, [each.stem])]  # an ending is no likeness
+        return did_you_mean(missing.name, alike)
     except (StopIteration, OSError):
         return ""
 
