@@ -95,8 +95,9 @@ def test_without_caches_the_text_is_the_same(run: Path, capsys: Output) -> None:
         (("{run}", "a" * (LENGTH + 1), *TEXT), 2, f"a prompt is too long: {LENGTH + 1} tokens, and the model has"),
         (("{run}", "1 x", "--tokens"), 2, "'x' is no token id (from --tokens); write ids as in '1 2 3'"),
         (("{run}", "999", "--tokens"), 2, "token 999 is outside the model's vocabulary of 257"),
-        (("{run}", "--prompts", "{run}/none.txt", *TEXT), 5, "{run}/none.txt cannot be read: "),
+        (("{run}", "--prompts", "{run}/none.txt", *TEXT), 5, "{run}/none.txt cannot be read: No such file or d"),
         (("{run}", "a", "--step", "8"), 5, "there is no checkpoint {run}/checkpoints/step8; saved steps: 7"),
+        (("a b", "{run}"), 2, "the prompt 'a b' is in the place of the model; type: megatron-run generate {run} 'a b'"),
         (("{run}/..", "a"), 5, "there is no model in {run}/..: no step is saved there"),
         (("{run}", "a", "--set", "model.vocab_size=99", *TEXT), 2, "model.vocab_size=99 is smaller than the data's"),
         (("{run}", "a", "--set", "model.hidden_size=48"), 5, "the weights in {run}/checkpoints/step7 are of another"),
@@ -106,6 +107,12 @@ def test_a_mistake_is_one_line(run: Path, words: tuple[str, ...], code: int, lin
     said = told(capsys, *(word.format(run=run) for word in words), code=code)
     assert said.startswith(f"megatron-run: {line.format(run=run)}")
     assert said.count("\n") == 1
+
+
+def test_a_misspelt_file_of_prompts_is_told_by_its_name(run: Path, tmp_path: Path, capsys: Output) -> None:
+    (tmp_path / "prompts.txt").touch()
+    line = told(capsys, run, "--prompts", tmp_path / "prompt.txt", *TEXT, code=5)
+    assert line.endswith("cannot be read: No such file or directory (from --prompts); did you mean 'prompts.txt'?\n")
 
 
 def test_lines_at_a_terminal_are_continued_until_its_end(run: Path) -> None:

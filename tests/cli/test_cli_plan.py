@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run.errors import ExitCode
+from megatron_run.errors import ExitCode, how_to_install
+from megatron_run.registry.discover import Catalog, scan
 from megatron_run_cli.main import main
 from megatron_run_planner.devices import read_device
+from megatron_run_planner.schedules import installed
 from tests.planner.surveyed import TRUE, surveyed
 from tests.support.checkout import ROOT
 
@@ -61,6 +63,7 @@ def test_the_best_ten_are_ranked_with_what_limits_them(capsys: Output) -> None:
     assert seconds == sorted(seconds)
     assert all("; " in row for row in rows)
     assert any(line.startswith("best: ") for line in lines)
+    assert any(line.startswith("next: add --write best.yaml, then megatron-run best.yaml --dry-run") for line in lines)
 
 
 def test_a_model_may_not_fit(capsys: Output) -> None:
@@ -84,12 +87,27 @@ def test_the_best_is_written_and_can_be_asked_about(capsys: Output, tmp_path: Pa
     file = tmp_path / "best.yaml"
     assert main(["plan", "--size", "1.3B", "--gpus", "8", "--write", str(file)]) == 0
     told = capsys.readouterr().out
-    assert str(file) in told
+    assert f"next: megatron-run {file} --dry-run, and megatron-run {file} --nproc 8" in told
     assert main(["plan", str(file), "--gpus", "8", "--what-if", "train.micro_batch_size=1", "--json"]) == 0
     one, two = json.loads(capsys.readouterr().out)["candidates"]
     assert one["seconds"] == pytest.approx(float(told.splitlines()[3].split()[0].rstrip("s")), abs=1e-3)
     assert two["split"]["micro_batch"] == 1
     assert two["seconds"] != one["seconds"]
+
+
+def test_what_the_best_needs_and_is_not_installed_is_named(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = scan()
+    left = Catalog(tuple(each for each in found.entries if each.name not in ("zero1", "tensor", "gpt", "adamw")))
+    monkeypatch.setattr(installed, "scan", lambda: left)
+    words = ["plan", "--size", "8.3B", "--gpus", "32", "--device", "a100-40"]
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert all(told["best"][0]["split"][each] for each in ("zero1", "tensor"))
+    missing = ("megatron-run-engine", "megatron-run-optimizer-zero1", "megatron-run-parallel-layer-tensor")
+    assert sorted(told["install"]) == sorted(map(how_to_install, missing))
+    assert main(words) == 0
+    (line,) = (each for each in capsys.readouterr().out.splitlines() if each.startswith("next: "))
+    assert line.startswith(f"next: {', then '.join(told['install'])}, then add --write best.yaml, then megatron-run")
 
 
 def test_a_what_if_takes_the_place_of_what_the_command_line_set(capsys: Output) -> None:
@@ -227,6 +245,10 @@ def test_a_month_is_told_in_words(capsys: Output) -> None:
         (("plan", "check", "missing.csv", "--device", "a100"), "missing.csv"),
         (("plan", "check", TABLE, "--device", "a10"), "a100"),
         (("plan", "check", TABLE), "--device"),
+        (
+            ("plan", "--size", "125M", "--gpus", "1", "--write", "no/best.yaml"),
+            "no/best.yaml cannot be written: No such",
+        ),
     ],
 )
 def test_mistakes_are_refused_in_one_line(capsys: Output, words: tuple[str, ...], said: str) -> None:

@@ -18,6 +18,7 @@ from megatron_run.errors import (
     did_you_mean,
     how_to_install,
     locate,
+    near_path,
     nearest_divisors,
     nearest_multiples,
     printable,
@@ -89,6 +90,24 @@ def test_several_problems_are_a_line_each_and_end_with_the_code_of_the_first() -
     assert (str(problems), problems.exit_code) == ("a\nb", 3)
     with pytest.raises(ValueError, match="at least one"):
         Problems([])
+
+
+def test_a_file_that_is_something_else_does_not_fill_the_screen() -> None:
+    lines = str(Problems([InputError(f"mistake {number}") for number in range(25)])).splitlines()
+    assert lines == [*(f"mistake {number}" for number in range(20)), "and 5 more mistakes"]
+    assert str(Problems([InputError("a")] * 20)).splitlines() == ["a"] * 20
+
+
+def test_the_part_of_a_path_that_is_missing_is_compared_with_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "latest").mkdir(parents=True)
+    assert near_path(tmp_path / "runs" / "lastest") == "did you mean 'latest'?"
+    assert near_path(tmp_path / "run" / "latest") == "did you mean 'runs'?"
+    assert near_path(tmp_path / "runs" / "latest") == ""
+    assert near_path(tmp_path / "runs" / "zzz") == ""
+    for name in ("list.yaml", "unknown.yaml"):
+        (tmp_path / name).touch()
+    assert (near_path(tmp_path / "missng.yaml"), near_path(tmp_path / "none.yaml")) == ("", ""), "endings do not count"
+    assert near_path(tmp_path / "lists.yml") == "did you mean 'list.yaml'?"
 
 
 def test_advice_reads_on_after_a_question() -> None:

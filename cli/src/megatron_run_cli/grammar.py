@@ -23,6 +23,22 @@ def is_config(word: str) -> bool:
     return word == "-" or "/" in word or word.endswith(_CONFIG_ENDINGS) or word.startswith("preset:")
 
 
+class Commands(click.Group):
+    """A group that tells which commands it has to whoever names another one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that ``args`` name. Raises :class:`InputError` where they name none."""
+        word = args[0]
+        if word not in self.commands and not word.startswith("-"):
+            listed = f"its commands are {', '.join(sorted(self.commands))}"
+            raise InputError(
+                f"{ctx.command_path} has no command {word!r}", fix=did_you_mean(word, self.commands) or listed
+            )
+        return super().resolve_command(ctx, args)
+
+
 class DefaultGroup(click.Group):
     """A group whose command ``default`` may be left out."""
 

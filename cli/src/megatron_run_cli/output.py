@@ -6,11 +6,12 @@ import json
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import click
 
-from megatron_run.errors import printable
+from megatron_run.errors import InputError, printable
 
 
 def print_json(content: object) -> None:
@@ -30,6 +31,16 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         click.echo(printable("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()))
+
+
+def write_file(file: Path, text: str) -> None:
+    """Write what the user asked for. Raises :class:`InputError` if it cannot be written."""
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"{file} cannot be written", why=error.strerror or str(error), fix="name another file"
+        ) from None
 
 
 def tell(line: str) -> None:

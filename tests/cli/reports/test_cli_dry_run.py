@@ -2,12 +2,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from megatron_run.errors import CheckpointError, InputError, Problems
+from megatron_run.errors import CheckpointError, DataError, InputError, Problems
 from megatron_run.planning import resolve
 from megatron_run_cli.reports.dry_run import dry_run_text, slots_text
 from megatron_run_engine.capture import Pass, shared_slots
+from megatron_run_engine.data.indexed_files import Writer
 from tests.support.forked import tiny
 from tests.support.small_models import LENGTH, saved_network
 
@@ -46,6 +48,21 @@ def test_a_dry_run_refuses_weights_with_other_positions_than_the_sequence(tmp_pa
     assert shown(LENGTH)
     with pytest.raises(CheckpointError, match=rf"embedding.position.weight is \[{LENGTH}, 16\] there"):
         shown(2 * LENGTH)
+
+
+def test_a_dry_run_reads_a_sample_of_each_split(tmp_path: Path) -> None:
+    with Writer(tmp_path / "set", np.uint16) as writer:
+        for document in ([1] * 500, [31] * 500):
+            writer.add(np.array(document))
+            writer.end_document()
+    data = {"data.use": "indexed", "data.paths": str(tmp_path / "set"), "data.split": [1, 1, 0]}
+
+    def shown(ids: int) -> str:
+        return dry_run_text(resolve(tiny(tmp_path / "run", {**data, "data.vocab_size": ids}), plan_only=True))
+
+    assert shown(32)
+    with pytest.raises(DataError, match="token 31 of the data is not among the 31 ids"):
+        shown(31)
 
 
 def test_a_dry_run_says_when_a_rank_needs_more_than_this_machine_has(tmp_path: Path) -> None:

@@ -103,6 +103,12 @@ def test_a_broken_file_is_one_line(tmp_path: Path, content: str | None, message:
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_that_is_misspelt_is_told_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").touch()
+    with pytest.raises(DataError, match=r"tokeniser.json does not exist .*; did you mean 'tokenizer.json'\?$"):
+        open_tokenizer(str(tmp_path / "tokeniser.json"))
+
+
 @pytest.mark.parametrize(
     "place",
     [

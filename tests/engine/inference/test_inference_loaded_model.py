@@ -273,8 +273,11 @@ def test_a_run_is_taken_as_its_last_attempt_left_it(tmp_path: Path) -> None:
 
 
 def test_folders_without_a_model_or_with_another_one_are_refused(bytes_model: LoadedModel, tmp_path: Path) -> None:
+    (tmp_path / "started").mkdir()
+    (tmp_path / "started" / "run.json").write_text("{}")
     for path, said in (
         (tmp_path / "none", f"no checkpoints in {tmp_path / 'none'}"),
+        (tmp_path / "started", f"no checkpoints in {tmp_path / 'started'}: no step is saved there"),
         (tmp_path, f"there is no model in {tmp_path}"),
     ):
         with pytest.raises(RunError) as error:

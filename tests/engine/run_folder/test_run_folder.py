@@ -55,19 +55,29 @@ def test_the_written_configuration_resolves_to_the_same_run(tmp_path: Path) -> N
     assert digest(load_config(result.folder.path / "config.yaml")) == digest(run)
 
 
-def test_without_a_name_a_new_folder_is_made_and_latest_points_at_it(
+def test_without_a_name_a_new_folder_is_made_and_latest_points_at_the_last_that_took_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    first, second = opened(tiny()).folder.path, opened(tiny()).folder.path
-    assert first != second
-    assert first.parent == second.parent == tmp_path / "runs"
-    assert (tmp_path / "runs" / "latest").readlink() == Path(second.name)
+    first, second = opened(tiny()).folder, opened(tiny()).folder
+    assert first.path != second.path
+    assert first.path.parent == second.path.parent == tmp_path / "runs"
+    latest = tmp_path / "runs" / "latest"
+    assert not latest.is_symlink(), "a run that ends at its start is nothing to look at"
+    second.heartbeat(1)
+    RunFolder(first.path, 1, rank=1).heartbeat(1)
+    assert latest.readlink() == Path(second.path.name), "rank 0 alone writes"
+    opened(tiny(tmp_path / "runs" / "mine")).folder.heartbeat(1)
+    assert latest.readlink() == Path(second.path.name), "a run with a name is found by it"
+    (tmp_path / "runs" / f".latest-{first.path.name}").symlink_to("of a job that was killed")
+    first.heartbeat(1)
+    assert latest.readlink() == Path(first.path.name)
 
 
 def test_latest_stands_for_the_run_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     first = opened(tiny()).folder
+    first.heartbeat(1)
     again = opened(tiny(Path("runs/latest"))).folder
     assert (again.path, again.attempt) == (first.path, 2)
 
@@ -75,7 +85,7 @@ def test_latest_stands_for_the_run_beside_it(tmp_path: Path, monkeypatch: pytest
 def test_a_folder_named_latest_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "latest").mkdir(parents=True)
-    opened(tiny())
+    opened(tiny()).folder.heartbeat(1)
     assert not (tmp_path / "runs" / "latest").is_symlink()
 
 

@@ -188,6 +188,13 @@ def test_a_configuration_that_is_not_there(config: str, line: str) -> None:
     assert mistake(config) == (line, ExitCode.INPUT)
 
 
+def test_a_configuration_nearby_is_named_and_that_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").touch()
+    assert mistake(str(tmp_path / "mina.yaml"))[0].endswith("No such file or directory; did you mean 'mine.yaml'?")
+    (tmp_path / "config.yaml").touch()
+    assert mistake(f"{tmp_path}/")[0].endswith(f"Is a directory; name {tmp_path / 'config.yaml'}")
+
+
 def test_a_file_that_is_not_text_is_refused_with_its_place(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_bytes(b"train:\n  lr: \xff\n")

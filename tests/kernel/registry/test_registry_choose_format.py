@@ -130,7 +130,8 @@ def test_an_unknown_name_gets_the_nearest_or_all_that_can_do_it(tmp_path: Path) 
         format_to_write("megatron")
     with pytest.raises(InputError, match=r"format=distributed translates no launch scripts; known are megatron$"):
         format_of_scripts("distributed", "a test")
-    with pytest.raises(CheckpointError, match=r"there is no .*nowhere"):
+    (tmp_path / "nowhere2").mkdir()
+    with pytest.raises(CheckpointError, match=r"there is no .*nowhere; did you mean 'nowhere2'"):
         format_to_read(tmp_path / "nowhere")
 
 

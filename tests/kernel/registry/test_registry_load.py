@@ -89,7 +89,8 @@ def test_an_import_that_fails_names_plugin_distribution_and_version(
     error = refusal(site, source)
     assert str(error) == (
         f"plugin schedule=zigzag of acme-zigzag 1.0 cannot be imported: {why} (from --plugin schedule=zigzag); "
-        "choose another plugin, or see the whole cause with --debug"
+        f"correct line {source.count(chr(10)) + 1} of {site.folder}/acme_zigzag/__init__.py, choose another plugin, "
+        "or see the whole cause with --debug"
     )
     assert isinstance(error.__cause__, cause)
     assert "acme_zigzag" not in sys.modules
@@ -251,7 +252,18 @@ def test_a_file_that_fails_names_its_path(tmp_path: Path) -> None:
     with pytest.raises(PluginError) as caught:
         load(choose(Catalog(()), "schedule", str(file), "test"), "test")
     assert str(caught.value).startswith(f"plugin schedule=mine of {file} cannot be imported: SystemExit: stop")
+    assert caught.value.fix.startswith(f"correct line 1 of {file}, choose another")
     assert not [name for name, module in sys.modules.items() if getattr(module, "__file__", None) == str(file)]
+
+
+def test_the_last_line_of_its_own_is_named_not_that_of_a_library(tmp_path: Path) -> None:
+    file, beside = tmp_path / "mine.py", tmp_path / "beside_mine.py"
+    for text, place in (("\nimport", f"line 2 of {beside}"), ("import json\n\njson.loads('')", f"line 3 of {beside}")):
+        file.write_text("\n\n\nimport beside_mine")
+        beside.write_text(text)
+        with pytest.raises(PluginError) as caught:
+            load(choose(Catalog(()), "schedule", str(file), "test"), "test")
+        assert caught.value.fix.startswith(f"correct {place}, ")
 
 
 CHECKED = """

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from megatron_run.errors import ExitCode
-from megatron_run_cli.grammar import debug_option, json_option
+from megatron_run_cli.grammar import Commands, debug_option, json_option
 from megatron_run_cli.output import print_json, print_table, tell
 
 _FOLDER = click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[FOLDER]")
@@ -20,7 +20,7 @@ _STEP = click.option(
 )
 
 
-@click.group()
+@click.group(cls=Commands)
 def checkpoint() -> None:
     """List, verify and inspect saved steps.
 

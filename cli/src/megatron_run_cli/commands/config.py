@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from megatron_run_cli.grammar import debug_option, json_option, run_options
+from megatron_run_cli.grammar import Commands, debug_option, json_option, run_options
 from megatron_run_cli.output import print_json, tell
 
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
 
 
-@click.group()
+@click.group(cls=Commands)
 def config() -> None:
     """Show and explain the configuration."""
 

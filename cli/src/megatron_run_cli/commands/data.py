@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from megatron_run.errors import DataError, PluginError
-from megatron_run_cli.grammar import debug_option, json_option
+from megatron_run_cli.grammar import Commands, debug_option, json_option
 from megatron_run_cli.output import print_json, print_table, tell
 
 _PATH = click.Path(path_type=Path)
@@ -38,7 +38,7 @@ _MALFORMED = click.option(
 _WORKERS = click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes [default: one a core].")
 
 
-@click.group()
+@click.group(cls=Commands)
 def data() -> None:
     """Prepare, inspect and convert datasets; train tokenizers."""
 

@@ -6,14 +6,20 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-from megatron_run.errors import InputError, how_to_install
+from megatron_run.config.origin import Origin, Value
+from megatron_run.config.validate import validate
+from megatron_run.contracts import DataSource
+from megatron_run.errors import Findings, InputError
+from megatron_run.registry.choose import choose
+from megatron_run.registry.discover import scan
+from megatron_run.registry.load import load
+from megatron_run.registry.loaded_plugin import Plugin
 from megatron_run_cli.output import print_table, tell
 
-if TYPE_CHECKING:
-    from megatron_run_data_nlu.questions import Task
-
+#: The plugin of kind data that reads the tasks.
+_TASKS = "nlu"
 #: The first seed unless --set train.seed says otherwise, and where the runs lie unless run.folder does.
 SEED, FOLDER = 1234, "runs/finetuned"
 
@@ -21,33 +27,35 @@ SEED, FOLDER = 1234, "runs/finetuned"
 def as_task(chosen: dict[str, Any], task: str, folder: str, words: Sequence[str]) -> None:
     """Change what is trained into ``task``, whose published files are in ``folder``: head, data and recipe.
 
-    Raises :class:`InputError` for a model other than bert, and where the package of the tasks is not installed.
+    Raises :class:`RunError` where the plugin of the tasks is not installed, or has no recipe for the model.
     """
-    try:
-        from megatron_run_data_nlu.recipes import recipe
-    except ModuleNotFoundError as cause:
-        raise InputError(f"--task {task} needs data=nlu", fix=how_to_install("megatron-run-data-nlu")) from cause
-    model = chosen["model"]
-    if model.get("use") != "bert":
-        raise InputError(f"--task {task} trains model=bert", why=f"the model is {model.get('use')}")
-    rows = model.get("choices") or 1
-    longest = model.get("max_positions") or chosen["train"]["sequence_length"] // rows
-    name, found = recipe(cast("Task", task), model["num_layers"], model["hidden_size"])
-    chosen["model"] = {**model, **found.model, "max_positions": longest}
-    kept = {"tokenizer": chosen["data"]["tokenizer"]} if "tokenizer" in chosen["data"] else {}
-    chosen["data"] = {"use": "nlu", "task": task, "folder": str(Path(folder).absolute()), **kept}
-    row = found.rows * min(found.row, longest)
-    chosen["train"] = found.train(_samples(chosen["data"], row, words), longest)
-    tell(f"{task} by the recipe of the {name} model: {found.epochs} epochs")
+    origin = f"--task {task}"
+    plugin = load(choose(scan(), "data", _TASKS, origin), origin)
+    keys = {"task": task, "folder": str(Path(folder).absolute())}
+    keys |= {key: value for key, value in chosen["data"].items() if key == "tokenizer"}
+    given = [word.removeprefix("data.").partition("=") for word in words if word.startswith("data.") and "=" in word]
+    values = {key: Value(value, Origin("command line", origin)) for key, value in keys.items()}
+    values |= {
+        key: Value(value, Origin("command line", f"--set data.{key}")) for key, _, value in given if key != "use"
+    }
+    source = _source(plugin, values)
+    recipe = source.recipe(chosen["model"], chosen["train"]["sequence_length"])
+    if recipe is None:
+        raise InputError(f"{plugin} has no recipe for {task}", origin=origin, fix="leave --task out")
+    chosen["model"] = {**chosen["model"], **recipe.model}
+    chosen["data"] = {"use": _TASKS, **keys}
+    chosen["train"] = dict(recipe.train)
+    tell(recipe.told)
 
 
-def _samples(data: Mapping[str, Any], length: int, words: Sequence[str]) -> int:
-    """How many samples the training split has."""
-    from megatron_run_data_nlu import NluOptions, megatron_run_create_data
-
-    keys = dict(word.removeprefix("data.").split("=", 1) for word in words if word.startswith("data.") and "=" in word)
-    options = NluOptions.model_validate({key: value for key, value in {**data, **keys}.items() if key != "use"})
-    return len(megatron_run_create_data(options).dataset("train", length, 0))
+def _source(plugin: Plugin, values: Mapping[str, Value]) -> DataSource:
+    """The samples with these options. Raises :class:`Problems` for those that are wrong."""
+    findings = Findings()
+    options = validate(plugin.options_model, ("data",), {(key,): value for key, value in values.items()}, findings)
+    findings.settle()
+    assert options is not None, "what is wrong was raised"
+    source: DataSource = plugin.with_options(options).create()
+    return source
 
 
 def repeat(start: Callable[..., int], seeds: int, words: Sequence[str], *, quiet: bool) -> int:

@@ -8,11 +8,12 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from megatron_run.errors import DataError, InputError
+from megatron_run.errors import DataError, InputError, near_path
 from megatron_run.safe_folder import parse_json
 from megatron_run_cli.grammar import debug_option, json_option, rank_options
 from megatron_run_cli.output import print_json, tell
@@ -85,6 +86,9 @@ def generate(
     from megatron_run_engine.inference.network import plan
     from megatron_run_engine.inference.source import find_source
 
+    if prompts and not model.exists() and Path(prompts[0]).is_dir():
+        typed = f"megatron-run generate {prompts[0]} {quote(str(model))}"
+        raise InputError(f"the prompt {str(model)!r} is in the place of the model", fix=f"type: {typed}")
     writing = Writing(**options)
     source = find_source(model.expanduser(), step)
     run = plan(source, request)
@@ -201,7 +205,8 @@ def _read_prompts(file: Path) -> list[str]:
         text = file.expanduser().read_text(encoding="utf-8")
         found = parse_json(text) if file.suffix == ".json" else [line for line in text.splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        raise DataError(f"{file} cannot be read", why=" ".join(str(error).split()), origin="--prompts") from error
+        why = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
+        raise DataError(f"{file} cannot be read", why=why, origin="--prompts", fix=near_path(file)) from error
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise DataError(f"{file} is no list of strings", origin="--prompts", fix='write ["one", "two"]')
     if not found:

@@ -12,7 +12,7 @@ import click
 
 from megatron_run.errors import InputError
 from megatron_run_cli.grammar import Command, DefaultGroup, debug_option, json_option, run_options
-from megatron_run_cli.output import print_json_line
+from megatron_run_cli.output import print_json_line, write_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -189,7 +189,7 @@ def search(
     from megatron_run_cli.reports import plan_report as report
     from megatron_run_planner.schedules import Schedules
     from megatron_run_planner.search import Search
-    from megatron_run_planner.task import check_sizes, written
+    from megatron_run_planner.task import check_sizes, to_install, written
 
     task, schedules = counted_task(request, gpus), Schedules()
     if changes or as_is:
@@ -208,9 +208,11 @@ def search(
     else:
         found = Search(task.model, gpus or task.split.ranks, task.split.global_batch, machine, schedules).run()
         shown = [found.best[0]]
-        text, record = report.choice_text(task, found, machine, write), report.choice_record(task, found, machine)
+        install = to_install(task, found.best[0], schedules.catalog)
+        text = report.choice_text(task, found, machine, write, install)
+        record = report.choice_record(task, found, machine, install)
         if write:
-            write.write_text(written(task, found.best[0]), encoding="utf-8")
+            write_file(write, written(task, found.best[0]))
             text += f"\nwritten: {write}"
     text += drawn(task, shown, machine, **traces)
     if as_json:
@@ -350,6 +352,6 @@ def calibrate(device_name: str | None, output: Path) -> None:
         raise InputError(f"{output} cannot be written", why="its folder does not exist", fix="name another file")
     measured = Survey(**survey(lambda what: click.echo(f"measuring {what}")))
     device = describe(measured, device_name or f"one of {measured.cores} cores of {processor_name()}")
-    output.write_text(device_text(device, f"Measured by megatron-run plan calibrate on {processor_name()}."), "utf-8")
+    write_file(output, device_text(device, f"Measured by megatron-run plan calibrate on {processor_name()}."))
     click.echo("\n".join(device_lines(device, measured)))
     click.echo(f"written: {output}; megatron-run plan CONFIG --device {output}")

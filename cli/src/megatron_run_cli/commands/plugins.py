@@ -21,7 +21,7 @@ from megatron_run import __version__
 from megatron_run.contracts.plugin import RUN_KINDS, check_kind, entry_point_group
 from megatron_run.errors import ExitCode, InputError
 from megatron_run.registry.discover import KERNEL, Catalog, scan
-from megatron_run_cli.grammar import debug_option, json_option, run_options
+from megatron_run_cli.grammar import Commands, debug_option, json_option, run_options
 from megatron_run_cli.output import print_json, print_table, tell
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_run_cli.reports.keys import Description
 
 
-@click.group()
+@click.group(cls=Commands)
 def plugins() -> None:
     """List, inspect, create and check plugins."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from megatron_run.errors import ScheduleError
-from megatron_run_cli.grammar import debug_option, json_option, run_options
+from megatron_run_cli.grammar import Commands, debug_option, json_option, run_options
 from megatron_run_cli.output import print_json_line
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ _SIZE = click.IntRange(min=1)
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
-@click.group()
+@click.group(cls=Commands)
 def schedule() -> None:
     """Verify and draw pipeline schedules."""
 

@@ -261,8 +261,9 @@ finetune = click.Command(
         ),
         click.Option(
             ["--task"],
-            type=click.Choice(["mnli", "qqp", "squad1", "squad2", "race"]),
-            help="Train BERT on a task as the Megatron-LM paper does; --data names the folder of its published files.",
+            metavar="TASK",
+            help="Train BERT as the Megatron-LM paper does, on mnli, qqp, squad1, squad2 or race; --data names the "
+            "folder of its published files.",
         ),
         click.Option(
             ["--seeds"],

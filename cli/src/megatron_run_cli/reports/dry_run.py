@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from megatron_run.contracts import CaptureSize
+    from megatron_run.contracts import CaptureSize, Split
     from megatron_run.pipeline.plan import Plan
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.capture import Pass
@@ -75,13 +75,18 @@ def _needs_engine() -> str:
 
 
 def open_data(run: ResolvedRun) -> None:
-    """Open the data splits and find the initial weights, so that a missing file is reported before anything starts."""
+    """Find the initial weights and read a sample of each data split: what is missing or odd is told before a start."""
+    from megatron_run_engine.training.checked_plugins import open_split
     from megatron_run_engine.training.state.init_from import check_source
 
     check_source(run)
-    source, train = run.one("data").create(), run.config.train
-    for split in ("train", "validation"):
-        source.dataset(split, train.sequence_length, train.seed)
+    plugin, train = run.one("data"), run.config.train
+    source = plugin.create()
+    splits: tuple[Split, ...] = ("train", "validation")
+    for split in splits:
+        dataset = open_split(plugin, source, split, train.sequence_length, train.seed)
+        if len(dataset):
+            dataset[0]
 
 
 def dry_run_json(run: ResolvedRun, device: Device | None = None, svg: Path | None = None) -> dict[str, Any]:

@@ -102,10 +102,9 @@ def explain(key: str, run: ResolvedRun | None = None) -> str:
     if not found:
         names = [info.name for info in known]
         sections = dict.fromkeys(name.partition(".")[0] for name in names)
-        raise InputError(
-            f"there is no key {key!r}",
-            fix=did_you_mean(key, names) or f"the sections are {', '.join(sections)}",
-        )
+        meant = [name for name in names if name.rpartition(".")[2] == key]
+        hint = f"type {' or '.join(meant)}" if meant else did_you_mean(key, names)
+        raise InputError(f"there is no key {key!r}", fix=hint or f"the sections are {', '.join(sections)}")
     values = show_json(run) if run is not None else {}
     return "\n\n".join(_with_value(info, values) for info in found)
 

@@ -9,8 +9,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_run.errors import InputError, RunError
+from megatron_run.errors import RunError
 from megatron_run.planning.run import sections
+from megatron_run_cli.output import write_file
 from megatron_run_cli.reports.schedule_report import BAR, MARGIN, ROW, STAGE, swatches
 
 if TYPE_CHECKING:
@@ -197,10 +198,7 @@ def memory_record(memory: StageMemory) -> dict[str, Any]:
 
 def write_memory_svg(memory: StageMemory, file: Path) -> None:
     """Draw the bars. Raises :class:`InputError` when the file cannot be written."""
-    try:
-        file.write_text("\n".join(_svg(memory)) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{file} cannot be written: {error.strerror}", fix="name another file") from None
+    write_file(file, "\n".join(_svg(memory)) + "\n")
 
 
 def _svg(memory: StageMemory) -> Iterator[str]:

@@ -21,8 +21,13 @@ _WORST = 10
 _GIB, _DAY = 2**30, 86400
 
 
-def choice_text(task: Task, found: Choice, device: Device, written: Path | None = None) -> str:
-    """The task, the best candidates with what limits each, and what was left out. The best is ``written`` to a file."""
+def choice_text(
+    task: Task, found: Choice, device: Device, written: Path | None = None, install: Sequence[str] = ()
+) -> str:
+    """The task, the best candidates with what limits each, and what was left out.
+
+    The best is ``written`` to a file; ``install`` is what to type first for its plugins.
+    """
     best = found.best[0]
     batch = f"{best.split.global_batch} x {task.model.sequence} tokens"
     lines = [
@@ -34,19 +39,20 @@ def choice_text(task: Task, found: Choice, device: Device, written: Path | None 
         f"best: {_settings(best)}",
         *_memory(best, device),
         *_cost(task, best),
-        _next(best, device, written),
+        _next(best, device, written, install),
         f"left out of {found.tried} splits that divide, once for each schedule that refuses one:",
         *(f"  {count} {reason}" for reason, count in found.pruned.most_common() if count),
     ]
     return "\n".join(lines)
 
 
-def _next(best: Candidate, device: Device, written: Path | None) -> str:
+def _next(best: Candidate, device: Device, written: Path | None, install: Sequence[str]) -> str:
     """What to type to train so."""
     ranks, own = best.split.ranks, device.links.machine
     start = f"--nproc {ranks}" if ranks <= own else f"on {-(-ranks // own)} machines (docs/jobs)"
-    file, first = written or "best.yaml", "" if written else "add --write best.yaml, then "
-    return f"next: {first}megatron-run {file} --dry-run, and megatron-run {file} {start}"
+    file = written or "best.yaml"
+    steps = [*(f"{command}, then" for command in install), *([] if written else ["add --write best.yaml, then"])]
+    return " ".join(["next:", *steps, f"megatron-run {file} --dry-run, and megatron-run {file} {start}"])
 
 
 def _reading(task: Task) -> list[str]:
@@ -152,13 +158,14 @@ def own_record(task: Task, shown: Sequence[Candidate], device: Device) -> dict[s
     }
 
 
-def choice_record(task: Task, found: Choice, device: Device) -> dict[str, Any]:
-    """The best candidates, counts of what was left out by reason; seconds, bytes, fractions."""
+def choice_record(task: Task, found: Choice, device: Device, install: Sequence[str]) -> dict[str, Any]:
+    """The best candidates, counts of what was left out by reason, what to install; seconds, bytes, fractions."""
     return {
         "device": device.name,
         "model": asdict(task.model),
         "reading": task.reading,
         "best": [_record(task, each, device) for each in found.best],
+        "install": list(install),
         "tried": found.tried,
         "pruned": {reason: count for reason, count in found.pruned.items() if count},
     }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import InputError
 from megatron_run.pipeline.trace_events import trace_document, trace_events
+from megatron_run_cli.output import write_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,10 +38,7 @@ def write_timeline(
         how = f"{each.schedule} as predicted on {device.name}"
         title = f"{how}: {line.makespan * 1e3:.3g} ms, bubble {line.bubble_fraction:.1%}"
         events += trace_events(line.stages, each.plan.layout, process=first + index, title=title, unit=_SECOND)
-    try:
-        file.write_text(json.dumps(document, allow_nan=False), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{file} cannot be written: {error.strerror}", fix="name another file") from None
+    write_file(file, json.dumps(document, allow_nan=False))
 
 
 def _read(file: Path) -> dict[str, Any]:

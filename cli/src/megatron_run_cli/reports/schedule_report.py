@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 from megatron_run.contracts.observer import Bar, Timeline
 from megatron_run.contracts.schedule import Action, Place, signed_order
-from megatron_run.errors import InputError, plural
+from megatron_run.errors import plural
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.simulate import bubble_fraction, shown_stages, timeline, timeline_text
 from megatron_run.pipeline.trace_events import NAMES, trace_document, trace_events
+from megatron_run_cli.output import write_file
 
 
 class Phases(NamedTuple):
@@ -267,20 +268,13 @@ def plan_text(plan: Plan, title: str, width: int = 100) -> str:
 
 def write_svg(plan: Plan, title: str, file: Path) -> None:
     """Draw ``plan`` into an SVG file. Raises :class:`InputError` if it cannot be written."""
-    _write(file, schedule_svg(plan, title))
+    write_file(file, schedule_svg(plan, title))
 
 
 def write_trace(plan: Plan, title: str, file: Path) -> None:
     """Write ``plan`` as a trace file for Perfetto. Raises :class:`InputError` if it cannot be written."""
     events = trace_events(timeline(plan).stages, plan.layout, title=f"{title}, as planned")
-    _write(file, json.dumps(trace_document(list(events))))
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{file} cannot be written", why=error.strerror or str(error)) from None
+    write_file(file, json.dumps(trace_document(list(events))))
 
 
 def places_of(layout: Sequence[Place], stage: int) -> list[Place]:

@@ -125,6 +125,10 @@ class OutOfMemoryError(RunError):
     exit_code = ExitCode.OUT_OF_MEMORY
 
 
+#: Problems that are printed: more of them are of a file that is something else.
+_SHOWN = 20
+
+
 class Problems(RunError):
     """Several problems found in one pass, printed one per line."""
 
@@ -136,7 +140,8 @@ class Problems(RunError):
         self.exit_code = self.problems[0].exit_code
 
     def __str__(self) -> str:
-        return "\n".join(str(problem) for problem in self.problems)
+        more = len(self.problems) - _SHOWN
+        return "\n".join([*map(str, self.problems[:_SHOWN]), *([f"and {more} more mistakes"] if more > 0 else [])])
 
 
 def system_limit(error: BaseException) -> RunError | None:
@@ -236,6 +241,17 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         return ""
     near = get_close_matches(word, [each for each in known if len(each) <= LONGEST_WORD], n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else ""
+
+
+def near_path(path: Path) -> str:
+    """:func:`did_you_mean` for the first part of ``path`` that does not exist, among what lies beside it."""
+    try:
+        missing = next(each for each in (*reversed(path.parents), path) if not each.exists())
+        beside = sorted(missing.parent.iterdir())
+        alike = [each.name for each in beside if did_you_mean(missing.stem, [each.stem])]  # an ending is no likeness
+        return did_you_mean(missing.name, alike)
+    except (StopIteration, OSError):
+        return ""
 
 
 def advice(*parts: str) -> str:

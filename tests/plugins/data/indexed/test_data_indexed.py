@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from megatron_run import load_config
 from megatron_run.contracts import DataSource, Split
 from megatron_run.errors import DataError, InputError, Problems
 from megatron_run_data_indexed import IndexedOptions, megatron_run_create_data
 from megatron_run_data_indexed.samples import Permutation
-from megatron_run_engine.data.indexed_files import MAGIC, Reader
+from megatron_run_engine.data.indexed_files import MAGIC, Reader, Writer
+from megatron_run_engine.data.tokenizer import open_tokenizer
 from megatron_run_testing.data import data_checks
 from tests.contracts.conformance import failures
 from tests.plugins.data.indexed.corpora import END, corpus
@@ -203,6 +207,52 @@ def test_what_is_missing_is_one_line_that_says_what_to_set(tmp_path: Path) -> No
         source(prefix, weights="1,2,3")
     with pytest.raises(InputError, match="less than one sample"):
         source(prefix, prefix, prefix, weights="1,1e-9,1e-9").stream("train", S, 1, 1)
+
+
+def words(path: Path, names: str) -> str:
+    """A tokenizer of whole words, whose ids are their places."""
+    vocabulary = {name: place for place, name in enumerate(names.split())}
+    Tokenizer(WordLevel(vocabulary, unk_token="a")).save(str(path))
+    return str(path)
+
+
+def test_tokens_of_another_tokenizer_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    made, other = words(tmp_path / "made.json", "a b c </s>"), words(tmp_path / "other.json", "b a c </s>")
+    larger, smaller = words(tmp_path / "larger.json", "a b c </s> d"), words(tmp_path / "smaller.json", "a b </s>")
+    prefix = tmp_path / "set"
+    with Writer(prefix, np.uint16) as writer:
+        writer.add_documents(np.tile(np.arange(4), 50), np.full(50, 4))
+
+    def told(**options: Any) -> str:
+        with pytest.raises(DataError) as caught:
+            len(source(str(prefix), split="1,0,0", **options).dataset("train", S, 1))
+        return str(caught.value)
+
+    def opens(**options: Any) -> bool:
+        return len(source(str(prefix), split="1,0,0", **options).dataset("train", S, 1)) > 0
+
+    assert opens(vocab_size=None, tokenizer=other), "nothing says what made it"
+    identity = open_tokenizer(made).identity
+    (tmp_path / "set.json").write_text(json.dumps({"tokenizer": made, "identity": identity, "vocab_size": 4}))
+    assert opens(vocab_size=None, tokenizer=made)
+    assert opens(vocab_size=None, tokenizer=larger), "added tokens change no id"
+    for name in (other, smaller):
+        assert told(vocab_size=None, tokenizer=name) == (
+            f"data.tokenizer={name} did not make the tokens of {prefix}: {prefix}.json says that {made} made it, with "
+            f"4 ids (from data.paths); set data.tokenizer={made}, or prepare the texts again"
+        )
+    assert told(vocab_size=3).endswith("set data.vocab_size=4")
+    assert opens(vocab_size=4)
+    Path(made).unlink()
+    assert opens(vocab_size=None, tokenizer=other), "of a tokenizer that is gone only the number of ids is known"
+    assert "did not make the tokens" in told(vocab_size=None, tokenizer=smaller)
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_a_token_beyond_the_vocabulary_blames_the_vocabulary_and_not_the_plugin(tmp_path: Path, packing: str) -> None:
+    opened = source(corpus(tmp_path / "a", 1, 50), vocab_size=7, packing=packing).dataset("train", S, 1)
+    with pytest.raises(DataError, match=r"^token \d+ of the data is not among the 7 ids .*; set data.tokenizer, or"):
+        opened[0]
 
 
 @pytest.mark.parametrize("other", [{"order": "megatron"}, {"mask_end": True}, {"reset_attention": True}], ids=str)

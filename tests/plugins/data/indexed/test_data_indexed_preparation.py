@@ -194,6 +194,7 @@ def cut_short(path: Path) -> None:
     [
         ("a.jsonl", lambda path: path.touch(), "a.jsonl is empty"),
         ("a.jsonl", lambda path: None, "a.jsonl does not exist"),
+        ("texts", lambda path: (path.parent / "text").mkdir(), "texts does not exist; did you mean 'text'"),
         ("a.txt", lambda path: path.write_bytes(b"Salted__\x01"), "encrypted: decrypt it"),
         ("a.txt", lambda path: path.write_bytes("two bytes each".encode("utf-16")), "a.txt is no text: a NUL"),
         ("a.jsonl", lambda path: path.write_bytes(gzip.compress(b"{}")), "compressed by gzip: name it .gz"),

@@ -12,8 +12,7 @@ import pytest
 
 from megatron_run.errors import DataError, InputError, RunError
 from megatron_run.planning import load_config
-from megatron_run_data_nlu import Nlu, NluOptions, metrics
-from megatron_run_data_nlu.recipes import recipe
+from megatron_run_data_nlu import Nlu, NluOptions, metrics, recipes
 from megatron_run_data_nlu.rows import Spans
 from tests.plugins.data.nlu import published
 
@@ -173,9 +172,22 @@ def test_table_6_is_in_the_recipes() -> None:
     sizes = {"336M": (24, 1024), "1.3B": (24, 2048), "3.9B": (48, 2560)}
     for task, (epochs, *by_model) in rows.items():
         for (name, size), expected in zip(sizes.items(), by_model, strict=True):
-            found, row = recipe(task, *size)  # type: ignore[arg-type]  # a task's name
+            found, row = recipes.published(task, *size)  # type: ignore[arg-type]  # a task's name
             assert (found, row.epochs, row.batch, row.lr) == (name, epochs, *expected)
             assert row.train(1000, 512)["samples"] // row.batch == 1000 * epochs // row.batch
+
+
+def test_a_saved_model_is_fine_tuned_by_its_row_of_the_table(home: Path) -> None:
+    saved = {"use": "bert", "num_layers": 24, "hidden_size": 2048, "choices": 1}
+    found = source(home, "race").recipe(saved, 128)
+    assert found.told == "race by the recipe of the 1.3B model: 3 epochs"
+    assert found.model == {"head": "choice", "choices": 4, "max_positions": 128}
+    assert (found.train["sequence_length"], found.train["lr"]) == (4 * 128, 1e-5)
+    assert found.train["samples"] == max(1, 3 * len(source(home, "race").dataset("train", 512, 0)) // 16) * 16
+    longer = source(home, "mnli").recipe({**saved, "max_positions": 512}, 128)
+    assert (longer.model["max_positions"], longer.train["sequence_length"]) == (512, 128)
+    with pytest.raises(InputError, match=r"data\.task=mnli trains model=bert: the model is gpt"):
+        source(home, "mnli").recipe({**saved, "use": "gpt"}, 128)
 
 
 def test_files_that_are_not_of_the_task_are_told_with_their_place(home: Path, tmp_path: Path) -> None:

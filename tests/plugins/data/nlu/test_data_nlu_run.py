@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_run.config.request import Request
+from megatron_run.registry.discover import Catalog, scan
+from megatron_run_cli.commands import finetune_task
 from megatron_run_cli.main import main
 from megatron_run_engine.data.indexed_files import Writer
 from tests.plugins.data.nlu import published
@@ -84,5 +86,14 @@ def test_a_task_is_learned_from_pretrained_weights_with_seeds(
     assert [float(cell) for cell in printed.split()[1:]] == pytest.approx(
         [sorted(found)[1], min(found), max(found)], rel=1e-3
     )
-    assert main(["finetune", "base", "--task", "mnli"]) == 2
-    assert "--data FOLDER" in capfd.readouterr().err
+    for typed, told in (
+        ("mnli", "add --data FOLDER"),
+        ("mnlu --data .", "data.task=mnlu: it must be 'mnli', 'qqp', 'squad1', 'squad2' or 'race' (from --task mnlu)"),
+        ("mnli --data . --set data.stride=far", "data.stride=far: it must be a whole number (from --set data.stride)"),
+    ):
+        assert main(["finetune", "base", "--task", *typed.split()]) == 2
+        assert told in capfd.readouterr().err
+    lacking = Catalog(tuple(each for each in scan().entries if each.name != "nlu"))
+    monkeypatch.setattr(finetune_task, "scan", lambda: lacking)
+    assert main(["finetune", "base", "--task", "mnli", "--data", "."]) == 3
+    assert "no installed plugin is data=nlu (from --task mnli); pip install" in capfd.readouterr().err

@@ -36,3 +36,14 @@ def test_a_tokenizer_that_is_here_counts_its_ids_and_is_named_for_text(tmp_path:
     assert (
         key(flags_of(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}"), "model.vocab_size") is None
     )
+
+
+def test_two_files_of_a_vocabulary_are_named_by_their_folder() -> None:
+    def said(vocabulary: str, merges: str) -> str:
+        script = f"--tokenizer-type GPT2BPETokenizer --vocab-file {vocabulary} --merge-file {merges}"
+        return next(warning for warning in flags_of(script).warnings if "data.tokenizer" in warning)
+
+    assert said("gpt2/vocab.json", "gpt2/merges.txt").endswith("set data.tokenizer=gpt2")
+    both = "set data.tokenizer to a folder that has both as vocab.json and merges.txt"
+    assert said("gpt2/vocab.json", "other/merges.txt").endswith(both)
+    assert said("gpt2/gpt2-vocab.json", "gpt2/merges.txt").endswith(both)

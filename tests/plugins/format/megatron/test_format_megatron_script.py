@@ -128,8 +128,9 @@ def test_a_file_that_is_no_script_is_refused(content: bytes, why: str, tmp_path:
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(InputError, match=why):
         load_script(tmp_path / "x")
-    with pytest.raises(InputError, match="cannot be read"):
-        load_script(tmp_path / "nowhere")
+    (tmp_path / "pretrain.sh").touch()
+    with pytest.raises(InputError, match=r"cannot be read: No such file .*did you mean 'pretrain\.sh'"):
+        load_script(tmp_path / "pretrian.sh")
 
 
 @pytest.mark.parametrize("text", ["2 ** 99", "__import__('os')", "1 / 0", "A", "a.b", "(" * 90, "1.5 + 1", "9" * 300])

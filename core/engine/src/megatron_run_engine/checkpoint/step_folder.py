@@ -16,7 +16,7 @@ from pathlib import Path
 
 import xxhash
 
-from megatron_run.errors import CheckpointError
+from megatron_run.errors import CheckpointError, advice, near_path
 from megatron_run_engine.checkpoint.files import hash_of, no_heartbeat, reading, size_of
 from megatron_run_engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 
@@ -139,8 +139,11 @@ def find_checkpoints(path: Path | None) -> tuple[Checkpoints, int | None]:
     raise CheckpointError(
         f"no checkpoints in {start}",
         why="no step is saved there" if start.exists() else "there is no such folder",
-        fix="name a run folder, its checkpoints, or one of its steps"
-        + (f"; {newest} is the newest beside it with a saved step" if newest else ""),
+        fix=near_path(start)
+        or advice(
+            "name a run folder, its checkpoints, or one of its steps",
+            f"{newest} is the newest beside it with a saved step" if newest else "",
+        ),
     )
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_run.errors import DataError, did_you_mean
+from megatron_run.errors import DataError, near_path
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -89,8 +89,7 @@ def _missing(path: Path) -> DataError:
         return DataError(f"{path} is neither a file nor a folder", origin="data.paths")
     if path.is_symlink():
         return DataError(f"data file {path} cannot be read", why=_broken(path), origin="data.paths")
-    neighbours = sorted(os.listdir(path.parent)) if path.parent.is_dir() else []  # noqa: PTH208  # names are enough
-    return DataError(f"data file {path} does not exist", origin="data.paths", fix=did_you_mean(path.name, neighbours))
+    return DataError(f"data file {path} does not exist", origin="data.paths", fix=near_path(path))
 
 
 def _broken(link: Path) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_run.errors import DataError
+from megatron_run.errors import DataError, near_path
 from megatron_run.safe_folder import SafeFolder, parse_json
 from megatron_run_engine.data.user_cache import replacing
 
@@ -56,10 +56,8 @@ def find_file(path: Path) -> Path:
     if path.name.endswith("merges.txt"):
         path = path.with_name(f"{path.name.removesuffix('merges.txt')}vocab.json")
     if not path.is_file():
-        raise _fault(
-            f"tokenizer file {path} does not exist",
-            fix="name a tokenizer.json, a folder, vocab.json, vocab.txt or a .model file, or say bytes",
-        )
+        known = "name a tokenizer.json, a folder, vocab.json, vocab.txt or a .model file, or say bytes"
+        raise _fault(f"tokenizer file {path} does not exist", fix=near_path(path) or known)
     return path
 
 

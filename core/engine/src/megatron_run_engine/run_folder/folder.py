@@ -20,6 +20,8 @@ State = Literal["starting", "running", "finished", "stopped", "failed"]
 
 #: Seconds between two heartbeats: often enough to notice a hang, rare enough for a network file system.
 HEARTBEAT = 1.0
+#: What a run that its user did not name is called: date, time and a random part.
+_UNNAMED = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")
 #: The most bytes of numbers that are read: those of millions of steps.
 LARGEST = 1 << 32
 #: A column: one value for each row, None where a row has none.
@@ -134,7 +136,12 @@ class RunFolder:
             return None
 
     def heartbeat(self, step: int) -> None:
-        """Report that ``step`` has ended. Writes to the disk at most once a second."""
+        """Report that ``step`` has ended. Writes to the disk at most once a second.
+
+        The first one makes the run the latest, if its user did not name it: before, there was nothing to look at.
+        """
+        if not self._step and self.rank == 0 and _UNNAMED.fullmatch(self.path.name):
+            _point_latest_at(self.path)
         self._step = step
         if time.time() - self._beat >= HEARTBEAT:
             with suppress(OSError):  # a full disk must not end a training that saves only now and then
@@ -176,6 +183,16 @@ class RunFolder:
     def _write(self, status: Status) -> None:
         if self.rank == 0:
             self.files.write_json("status.json", asdict(status))
+
+
+def _point_latest_at(path: Path) -> None:
+    """Make ``latest`` a link to ``path``, unless something else lies there or the file system has no links."""
+    link, temporary = path.parent / "latest", path.parent / f".latest-{path.name}"
+    with suppress(OSError):
+        if link.is_symlink() or not link.exists():
+            temporary.unlink(missing_ok=True)  # of a job that was killed here
+            temporary.symlink_to(path.name)
+            temporary.replace(link)
 
 
 class History:

@@ -162,8 +162,6 @@ def open_run_folder(run: ResolvedRun, arguments: Sequence[str] = (), base: Path 
             why=f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}",
             fix="choose another run.folder",
         ) from error
-    if wanted is None:
-        _point_latest_at(path)
     return opened
 
 
@@ -293,18 +291,6 @@ def _check_same_run(path: Path, record: dict[str, Any], keys: dict[str, Any], ru
     if refusal is not None and has_trained(path):
         raise InputError(f"run folder {path} belongs to another run", why=refusal.why, fix=refusal.fix)
     return found
-
-
-def _point_latest_at(path: Path) -> None:
-    """Make ``latest`` a link to ``path``, unless the file system has no links."""
-    link, temporary = path.parent / "latest", path.parent / f".latest-{path.name}"
-    if link.exists() and not link.is_symlink():
-        return
-    try:
-        temporary.symlink_to(path.name)
-        temporary.replace(link)
-    except OSError:
-        temporary.unlink(missing_ok=True)
 
 
 #: Prefixes of the environment variables that influence a run. Others may hold secrets and are not recorded.

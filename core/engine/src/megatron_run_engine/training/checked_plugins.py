@@ -184,14 +184,15 @@ class CheckedDataset:
 
 
 def open_split(
-    plugin: Plugin, source: DataSource, split: Split, sequence_length: int, seed: int, samples: int
+    plugin: Plugin, source: DataSource, split: Split, sequence_length: int, seed: int, samples: int | None = None
 ) -> CheckedDataset:
     """Open ``split`` of the data ``source`` that ``plugin`` made, of which the run reads ``samples`` samples.
 
-    They come in the order of the source, if it has one. Raises what :class:`CheckedDataset` does.
+    They come in the order of the source, if it has one; with None in that of its files, for a look without a run.
+    Raises what :class:`CheckedDataset` does.
     """
     try:
-        ordered = source.stream(split, sequence_length, seed, samples)
+        ordered = None if samples is None else source.stream(split, sequence_length, seed, samples)
         dataset = source.dataset(split, sequence_length, seed) if ordered is None else ordered
         len(dataset)
     except RunError:

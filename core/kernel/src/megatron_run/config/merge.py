@@ -87,10 +87,13 @@ def known_section(word: str, origin: Origin) -> str:
     if section == "version" or section in SECTIONS or section in KIND_SECTIONS:
         return section
     sections = (*SECTIONS, *KIND_SECTIONS.values())
+    keys = [f"{name}.{section}" for name, model in SECTIONS.items() if section in model.model_fields]
     raise InputError(
         f"unknown section {word!r}",
         origin=str(origin),
-        fix=did_you_mean(word, sections) or f"the sections are {', '.join(sections)}",
+        fix=f"write {' or '.join(keys)}"
+        if keys
+        else did_you_mean(word, sections) or f"the sections are {', '.join(sections)}",
     )
 
 

@@ -15,7 +15,7 @@ from megatron_run.config.origin import DEFAULT, Choice, Key, Origin, Text, dotte
 from megatron_run.config.request import ENVIRONMENT_PREFIX, Found, Request
 from megatron_run.config.yaml import MAX_BYTES, Node, parse, too_large
 from megatron_run.contracts.plugin import RUN_KINDS, check_run_kind
-from megatron_run.errors import Findings, InputError, did_you_mean
+from megatron_run.errors import Findings, InputError, did_you_mean, near_path
 
 #: The default of each kind. Data has none: training on data that nobody named would be a silent mistake.
 DEFAULT_PLUGINS: Mapping[str, tuple[str, ...]] = {
@@ -140,7 +140,11 @@ def _file(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise InputError(f"the configuration {path} cannot be read", why=error.strerror or str(error)) from None
+        inside = path / "config.yaml"  # of a run folder
+        fix = f"name {inside}" if inside.is_file() else near_path(path)
+        raise InputError(
+            f"the configuration {path} cannot be read", why=error.strerror or str(error), fix=fix
+        ) from None
     if len(content) > MAX_BYTES:
         raise too_large(str(path), path.stat().st_size)
     try:

@@ -3,7 +3,7 @@
 Imports: errors.
 """
 
-from megatron_run.contracts.data import Dataset, DataSource, Field, Judge, Split
+from megatron_run.contracts.data import Dataset, DataSource, Field, Judge, Recipe, Split
 from megatron_run.contracts.format import Format, ReadTensor, TranslatedScript, Weights
 from megatron_run.contracts.graph_capture import CaptureSize, GraphCapture, Region
 from megatron_run.contracts.model import (
@@ -87,6 +87,7 @@ __all__ = [
     "PluginInfo",
     "ReadState",
     "ReadTensor",
+    "Recipe",
     "Region",
     "RunSummary",
     "Scaler",

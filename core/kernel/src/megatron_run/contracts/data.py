@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,6 +63,17 @@ def as_fields(named: Iterable[str | Field]) -> tuple[Field, ...]:
 
 #: Metrics by name, from a model's logits [n, ...] for all n samples of a split, in their order.
 Judge = Callable[["NDArray[np.float32]"], Mapping[str, float]]
+
+
+class Recipe(NamedTuple):
+    """How a model is fine-tuned on a task: ``told`` in a line, ``model`` and ``train`` as sections of a configuration.
+
+    The keys of ``model`` are laid over those of the model that was saved, ``train`` is the whole section.
+    """
+
+    told: str
+    model: Mapping[str, Any]
+    train: Mapping[str, Any]
 
 
 class Dataset(Protocol):
@@ -138,6 +149,14 @@ class DataSource(ABC):
 
         Where there is one, every evaluation asks the model for its logits of all samples, without labels, and reports
         the metrics beside the loss.
+        """
+        return None
+
+    def recipe(self, model: Mapping[str, Any], sequence_length: int) -> Recipe | None:
+        """How a saved ``model``, trained at ``sequence_length``, is fine-tuned on these samples; None by default.
+
+        ``megatron-run finetune --task`` trains so. Raises :class:`megatron_run.errors.InputError` for a model that
+        cannot be.
         """
         return None
 

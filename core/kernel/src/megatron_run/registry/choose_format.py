@@ -16,7 +16,7 @@ from megatron_run.contracts.format import (
     TranslatedScript,
     Weights,
 )
-from megatron_run.errors import CheckpointError, InputError, PluginError, RunError, advice, did_you_mean
+from megatron_run.errors import CheckpointError, InputError, PluginError, RunError, advice, did_you_mean, near_path
 from megatron_run.registry.choose import choose, is_file
 from megatron_run.registry.discover import Catalog, Entry, scan
 from megatron_run.registry.known import KNOWN, known_plugin
@@ -82,7 +82,7 @@ def format_to_read(source: Path, word: str | None = None, catalog: Catalog | Non
     Raises a :class:`RunError` where there is no such source or format, and where several formats recognise it.
     """
     if not source.exists():
-        raise CheckpointError(f"there is no {source}")
+        raise CheckpointError(f"there is no {source}", fix=near_path(source))
     catalog = scan() if catalog is None else catalog
     if word:
         return _named(word, IMPORT, f"--from {word}", catalog)

@@ -25,17 +25,17 @@ from megatron_run.registry.loaded_plugin import Plugin
 
 
 class Schedules:
-    """Loads schedules by name, and keeps the plans that were made."""
+    """Loads schedules by name from ``catalog``, and keeps the plans that were made."""
 
     def __init__(self, catalog: Catalog | None = None) -> None:
-        self._catalog = catalog or scan()
+        self.catalog = catalog or scan()
         self._loaded: dict[str, Plugin] = {}
         self._plans: dict[tuple[object, ...], Plan] = {}
 
     def names(self) -> list[str]:
         """The schedules that can be loaded; one that cannot is left out, as `plugins list` says why."""
         found = set()
-        for entry in self._catalog.of_kind("schedule"):
+        for entry in self.catalog.of_kind("schedule"):
             try:
                 info = self.info(entry.name)
             except PluginError:
@@ -70,7 +70,7 @@ class Schedules:
         if name not in self._loaded:
             origin = "the planner"
             word, options = named(name)
-            plugin = load(choose(self._catalog, "schedule", word, origin), origin)
+            plugin = load(choose(self.catalog, "schedule", word, origin), origin)
             try:
                 self._loaded[name] = plugin.with_options(plugin.options_model.model_validate(options))
             except ValidationError as error:

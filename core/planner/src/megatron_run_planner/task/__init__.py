@@ -17,6 +17,8 @@ from megatron_run.contracts.schema import ParallelSection, TrainSection
 from megatron_run.errors import Findings, InputError, nearest_multiples
 from megatron_run.planning.layer_split import is_uneven, layer_counts
 from megatron_run.planning.rank_grid import ExpertSplit
+from megatron_run.registry.discover import Catalog, plain_name
+from megatron_run.registry.known import known_plugin
 from megatron_run_planner.schedules import named
 from megatron_run_planner.search import Candidate
 from megatron_run_planner.task.model_options import KNOWN, read_model
@@ -198,6 +200,24 @@ def _sections(merged: ConfigSource) -> dict[str, Any]:
 
 def written(task: Task, chosen: Candidate) -> str:
     """The configuration of ``task`` with the split and the schedule of ``chosen``, as a YAML file."""
+    data = _with_split(task, chosen)
+    return yaml_text({"version": 1, **{name: keys for name, keys in data.items() if name != "version"}})
+
+
+def to_install(task: Task, chosen: Candidate, catalog: Catalog) -> list[str]:
+    """What to type for the plugins that :func:`written` names, those of this project that ``catalog`` lacks."""
+    commands = dict[str, None]()
+    for section, keys in _with_split(task, chosen).items():
+        kind, words = section.replace("_", "-"), keys.get("use", "") if isinstance(keys, dict) else ""
+        for word in words.split("+") if isinstance(words, str) else words:
+            known = known_plugin(kind, plain_name(word))
+            if known and not catalog.offering(kind, known.name):
+                commands[known.how_to_get] = None
+    return list(commands)
+
+
+def _with_split(task: Task, chosen: Candidate) -> dict[str, Any]:
+    """The sections of ``task``, with the split and the schedule of ``chosen``."""
     split, data = (
         chosen.split,
         {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in task.sections.items()},
@@ -222,4 +242,4 @@ def written(task: Task, chosen: Candidate) -> str:
     if split.tensor > 1:  # layers of other packages split too, or say at the dry run that they do not
         words = layers.get("use", "dense").split("+")
         data["parallel_layer"] = {**layers, "use": "+".join("tensor" if word == "dense" else word for word in words)}
-    return yaml_text({"version": 1, **{name: keys for name, keys in data.items() if name != "version"}})
+    return data

@@ -6,7 +6,7 @@ a token, so that every token but the first is a label once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -20,6 +20,7 @@ from megatron_run_data_indexed.blend import places_in
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from megatron_run.contracts import Dataset
     from megatron_run_data_indexed.megatron_order import GPTIndex
     from megatron_run_engine.data.indexed_files import Reader
 
@@ -199,6 +200,32 @@ class Samples:
     def __getitem__(self, index: int) -> Mapping[str, NDArray[Any]]:
         """``tokens``, ``labels``, ``positions`` int64 [s], ``loss_mask`` fp32 [s], ``documents`` int64 [s + 1]."""
         return self._form.fields(self._windows[index])
+
+
+class Known:
+    """``samples`` whose tokens are all in the vocabulary. Raises :class:`DataError` for one that is not."""
+
+    def __init__(self, samples: Dataset, vocab_size: Callable[[], int]) -> None:
+        self._samples, self._vocab_size = samples, vocab_size
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __str__(self) -> str:
+        return str(self._samples)
+
+    def __getitem__(self, index: int) -> Mapping[str, NDArray[Any]]:
+        """Sample ``index``."""
+        sample = self._samples[index]
+        highest, ids = max(int(sample[name].max()) for name in ("tokens", "labels")), self._vocab_size()
+        if highest >= ids:
+            raise DataError(
+                f"token {highest} of the data is not among the {ids} ids of its vocabulary",
+                why=".bin and .idx files do not say which tokenizer made them",
+                origin="data.paths",
+                fix="set data.tokenizer, or data.vocab_size, to that of the tokenizer that did",
+            )
+        return sample
 
 
 def blend_of(datasets: Iterable[Ordered[T_co]], choices: NDArray[np.int16]) -> Blend[T_co]:

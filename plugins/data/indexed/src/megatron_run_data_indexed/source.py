@@ -17,10 +17,12 @@ from megatron_run_data_indexed import megatron_order
 from megatron_run_data_indexed.blend import blend, normalised, places_in
 from megatron_run_data_indexed.cache import cached, key, within
 from megatron_run_data_indexed.megatron_order import GPTIndex
+from megatron_run_data_indexed.preparation.about import about_path, made_with
 from megatron_run_data_indexed.samples import (
     Blend,
     GPTSamples,
     Joined,
+    Known,
     Ordered,
     Part,
     SampleForm,
@@ -55,7 +57,31 @@ class Indexed(DataSource):
 
     @cached_property
     def _readers(self) -> tuple[Reader, ...]:
-        return tuple(open_tokens(path) for path in self._options.paths)
+        readers = tuple(open_tokens(path) for path in self._options.paths)
+        for reader in readers:
+            self._check_vocabulary(reader.path.with_suffix(""))
+        return readers
+
+    def _check_vocabulary(self, prefix: Path) -> None:
+        """Raise :class:`DataError` where ``data prepare`` has recorded another vocabulary than the run's."""
+        made = made_with(prefix)
+        if made is None:
+            return
+        why = f"{about_path(prefix)} says that {made.name} made it, with {made.vocab_size} ids"
+        if self._tokenizer is not None and not made.fits(self._tokenizer):
+            raise DataError(
+                f"data.tokenizer={self._options.tokenizer} did not make the tokens of {prefix}",
+                why=why,
+                origin="data.paths",
+                fix=f"set data.tokenizer={made.name}, or prepare the texts again",
+            )
+        if self.vocab_size < made.vocab_size:
+            raise DataError(
+                f"data.vocab_size={self.vocab_size} is too small for {prefix}",
+                why=why,
+                origin="data.paths",
+                fix=f"set data.vocab_size={made.vocab_size}",
+            )
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
@@ -100,7 +126,8 @@ class Indexed(DataSource):
         return self._with_fields(Joined(self._parts(split, sequence_length)))
 
     def _with_fields(self, ordered: Ordered[Any]) -> Dataset:
-        return ordered if self._packs else Samples(ordered, self._form)  # packed rows have them
+        # Packed rows have the fields.
+        return Known(ordered if self._packs else Samples(ordered, self._form), lambda: self.vocab_size)
 
     def summary(self, sequence_length: int, seed: int) -> str:
         """How full the rows of packed documents are."""

@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_run.contracts import DataSource, Judge, PluginInfo, Split
+from megatron_run.contracts import DataSource, Judge, PluginInfo, Recipe, Split
 from megatron_run.contracts.data import LABELS, LOSS_MASK, TOKENS
 from megatron_run.contracts.data import Field as BatchField
 from megatron_run.errors import DataError, InputError
 from megatron_run.hookspecs import hookimpl
 from megatron_run_data_nlu.metrics import accuracy, answers_of, binary_f1, squad
 from megatron_run_data_nlu.questions import Task, files_of, read_choices, read_questions
+from megatron_run_data_nlu.recipes import published
 from megatron_run_data_nlu.rows import Choices, Reader, Spans
 from megatron_run_engine.data.tokenizer import Tokenizer, json_file, open_tokenizer
 
@@ -103,6 +104,17 @@ class Nlu(DataSource):
             return {**metrics, "f1": binary_f1(found, answers)} if self._options.task == "qqp" else metrics
 
         return judge
+
+    def recipe(self, model: Mapping[str, Any], sequence_length: int) -> Recipe:
+        """Table 6's, with a head for the task and as many tokens a row as the saved model of kind bert reads."""
+        task = self._options.task
+        if model.get("use") != "bert":
+            raise InputError(f"data.task={task} trains model=bert", why=f"the model is {model.get('use')}")
+        longest = model.get("max_positions") or sequence_length // (model.get("choices") or 1)
+        name, found = published(task, model["num_layers"], model["hidden_size"])
+        samples = len(self.dataset("train", found.rows * min(found.row, longest), 0))
+        told = f"{task} by the recipe of the {name} model: {found.epochs} epochs"
+        return Recipe(told, {**found.model, "max_positions": longest}, found.train(samples, longest))
 
     @property
     def tokenizer_file(self) -> Path | None:

@@ -15,7 +15,7 @@ SIZES: Mapping[str, tuple[int, int]] = MappingProxyType({"336M": (24, 1024), "1.
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Published:
     """A row of table 6, and what its task asks of a model. ``row`` is the length of a row of tokens."""
 
     batch: int
@@ -61,9 +61,9 @@ _TABLE: Mapping[str, tuple[int, Mapping[str, Any], int, Mapping[str, tuple[int, 
 )
 
 
-def recipe(task: Task, layers: int, hidden: int) -> tuple[str, Recipe]:
-    """The recipe of the model of table 4 with these sizes, and its name; of another model that of 336M."""
+def published(task: Task, layers: int, hidden: int) -> tuple[str, Published]:
+    """What was published of the model of table 4 with these sizes, and its name; of another model that of 336M."""
     name = next((name for name, sizes in SIZES.items() if sizes == (layers, hidden)), "336M")
     epochs, model, row, models = _TABLE[task]
     batch, lr = models[name]
-    return name, Recipe(batch, lr, epochs, model, row)
+    return name, Published(batch, lr, epochs, model, row)

@@ -16,7 +16,7 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
-from megatron_run.errors import DataError, InputError, did_you_mean
+from megatron_run.errors import DataError, InputError, near_path
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
@@ -123,8 +123,7 @@ def _input(path: Path, form: Format | None) -> Input:
         with path.open("rb") as file:
             start = file.read(_PROBE)
     except FileNotFoundError as cause:
-        near = sorted(os.listdir(path.parent)) if path.parent.is_dir() else []  # noqa: PTH208  # names are enough
-        raise DataError(f"{path} does not exist", fix=did_you_mean(path.name, near)) from cause
+        raise DataError(f"{path} does not exist", fix=near_path(path)) from cause
     except OSError as cause:
         raise DataError(f"{path} cannot be read", why=cause.strerror or str(cause)) from cause
     source = Input(path, form or known or "text", compression, status.st_size, status.st_mtime_ns)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_run.errors import DataError
-from megatron_run_data_indexed.preparation.prepare import read_about
+from megatron_run_data_indexed.preparation.about import read_about
 from megatron_run_engine.data.indexed_files import Reader, tokens_path
 from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
 

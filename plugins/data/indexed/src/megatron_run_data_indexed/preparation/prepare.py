@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from megatron_run.errors import DataError, InputError
-from megatron_run.safe_folder import parse_json
+from megatron_run_data_indexed.preparation.about import about_path, read_json
 from megatron_run_data_indexed.preparation.inputs import Block, Input, blocks
 from megatron_run_data_indexed.preparation.parts import Account, read_part, write_part
 from megatron_run_data_indexed.preparation.records import Reading, Record, read_records
@@ -287,7 +287,7 @@ def _held(job: Preparation, tokenizer: Tokenizer, end: int | None, *, overwrite:
         except (BlockingIOError, PermissionError) as cause:
             raise InputError(f"{job.prefix} is being prepared by another process") from cause
         file = job.folder / _PLAN
-        old = _json(file)
+        old = read_json(file)
         if old is None and not overwrite and index_path(job.prefix).exists():
             raise InputError(f"the dataset {job.prefix} exists", fix="choose another --out, or add --overwrite")
         if old not in (None, plan) and not overwrite:
@@ -319,19 +319,6 @@ def _removed_unless_begun(folder: Path) -> Iterator[None]:
             shutil.rmtree(folder, ignore_errors=True)  # a worker that outlived a killed program may still write
 
 
-def _json(file: Path) -> dict[str, Any] | None:
-    try:
-        found = parse_json(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def about_path(prefix: str | Path) -> Path:
-    """Return ``<prefix>.json``, which says how a dataset was prepared."""
-    return Path(f"{prefix}.json")
-
-
 def _write_about(job: Preparation, tokenizer: Tokenizer, end: int | None, totals: Totals) -> None:
     about = {
         "tokenizer": job.tokenizer if job.tokenizer == "bytes" else str(Path(job.tokenizer).expanduser().absolute()),
@@ -345,8 +332,3 @@ def _write_about(job: Preparation, tokenizer: Tokenizer, end: int | None, totals
     temporary = job.folder / "about.tmp"
     temporary.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     temporary.replace(about_path(job.prefix))
-
-
-def read_about(prefix: str | Path) -> dict[str, Any]:
-    """Return how a dataset was prepared: tokenizer, vocabulary, inputs. Empty for one that something else made."""
-    return _json(about_path(prefix)) or {}

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from megatron_run.errors import InputError
+from megatron_run.errors import InputError, near_path
 
 #: What a shell would put something else in the place of: a sum, a command's output, a variable.
 _DOLLAR = r"""
@@ -104,7 +104,8 @@ def load_script(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise InputError(f"the script {path} cannot be read", why=error.strerror or str(error)) from None
+        why = error.strerror or str(error)
+        raise InputError(f"the script {path} cannot be read", why=why, fix=near_path(path)) from None
     if len(content) > MAX_BYTES or b"\0" in content:
         raise InputError(f"{path} is no launch script", why=f"it is binary, or above {MAX_BYTES // 1024} KiB")
     return content.decode("utf-8", errors="replace")

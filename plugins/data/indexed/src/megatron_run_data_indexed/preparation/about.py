@@ -1,0 +1,64 @@
+"""What ``PREFIX.json`` says of a prepared dataset: how it was made, and so whether a tokenizer fits it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_run.errors import DataError
+from megatron_run.safe_folder import parse_json
+from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
+
+
+def about_path(prefix: str | Path) -> Path:
+    """Return ``<prefix>.json``, which says how a dataset was prepared."""
+    return Path(f"{prefix}.json")
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """Return the object in ``file``; None where there is none."""
+    try:
+        found = parse_json(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def read_about(prefix: str | Path) -> Mapping[str, Any]:
+    """Return how a dataset was prepared: tokenizer, vocabulary, inputs. Empty for one that something else made."""
+    return read_json(about_path(prefix)) or {}
+
+
+@dataclass(frozen=True)
+class MadeWith:
+    """The tokenizer that made a dataset: what ``open_tokenizer`` opens, which it was then, and its number of ids."""
+
+    name: str
+    identity: str
+    vocab_size: int
+
+    def fits(self, tokenizer: Tokenizer) -> bool:
+        """Whether ``tokenizer`` reads the ids as they were written: it is the same, or has added tokens to it.
+
+        Where the old one cannot be read any more, the number of ids decides.
+        """
+        if tokenizer.identity == self.identity:
+            return True
+        if tokenizer.vocab_size < self.vocab_size:
+            return False
+        try:
+            old = open_tokenizer(self.name)
+        except DataError:
+            return True
+        return old.vocabulary.items() <= tokenizer.vocabulary.items()
+
+
+def made_with(prefix: Path) -> MadeWith | None:
+    """The tokenizer of which ``PREFIX.json`` tells; None where nothing does."""
+    told = [read_about(prefix).get(key) for key in ("tokenizer", "identity", "vocab_size")]
+    match told:
+        case [str(name), str(identity), int(vocab_size)]:
+            return MadeWith(name, identity, vocab_size)
+    return None
