@@ -244,11 +244,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def near_path(path: Path) -> str:
-    """:func:`did_you_mean` for the first part of ``path`` that does not exist, among what lies beside it."""
+    """:func:`did_you_mean` for the first missing part of ``path``, among what lies beside it; endings do not count."""
     try:
         missing = next(each for each in (*reversed(path.parents), path) if not each.exists())
-        beside = sorted(missing.parent.iterdir())
-        alike = [each.name for each in beside if did_you_mean(missing.stem, [each.stem])]  # an ending is no likeness
+        alike = [each.name for each in sorted(missing.parent.iterdir()) if did_you_mean(missing.stem, [each.stem])]
         return did_you_mean(missing.name, alike)
     except (StopIteration, OSError):
         return ""

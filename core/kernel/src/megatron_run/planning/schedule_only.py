@@ -79,7 +79,9 @@ def ask_schedule(request: Request, shape: Shape) -> Asked:
     catalog = scan()
     merged = merge((read_sources(request, findings, notices), _shape_source(shape)))
     if shape.layers is None and not request.configs and (shape.stages or shape.chunks):
-        merged = _without_preset_layers(merged)
+        preset = merged.values.get(_LAYERS)  # which stands in for a CONFIG
+        if preset and preset.origin.source == "file":
+            del merged.values[_LAYERS]
     chosen = choose_plugins(merged, (), catalog, findings, notices, kinds=("schedule",))
     merged = apply_suggestions(merged, chosen, notices)
     ready = [
@@ -89,12 +91,10 @@ def ask_schedule(request: Request, shape: Shape) -> Asked:
     if shape.microbatches:  # what is said of the batch size is said of them
         origins[_BATCH] = Origin("command line", f"--microbatches {shape.microbatches}")
     parallel = validate_section(ParallelSection, "parallel", merged.values, findings)
-    microbatches, layers = shape.microbatches, shape.layers
-    if parallel and not microbatches:
-        microbatches = _microbatches(merged, parallel, request.nproc, findings)
-    if parallel and not layers:
-        layers = _layers(merged.values, parallel, findings)
+    microbatches = layers = None
     if parallel:
+        microbatches = shape.microbatches or _microbatches(merged, parallel, request.nproc, findings)
+        layers = shape.layers or _layers(merged.values, parallel, findings)
         asked = {f"parallel.{key}": getattr(parallel, key) for key in ("pipeline", "chunks")}
         for problem in unserved(asked, ready, catalog) if ready else ():
             findings.add(problem)
@@ -116,14 +116,6 @@ def _shape_source(shape: Shape) -> ConfigSource:
         if size is not None:
             source.put(key, size, Origin("command line", f"--{option} {size}"))
     return source
-
-
-def _without_preset_layers(merged: ConfigSource) -> ConfigSource:
-    """``merged`` less the layers of the preset that stands in for a CONFIG."""
-    value = merged.values.get(_LAYERS)
-    if value and value.origin.source == "file":
-        del merged.values[_LAYERS]
-    return merged
 
 
 def _layers(values: Mapping[Key, Value], parallel: ParallelSection, findings: Findings) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -87,7 +86,7 @@ def _own_line(cause: BaseException, entry: Entry) -> str:
     places = [(frame.filename, frame.lineno) for frame in extract_tb(cause.__traceback__)]
     if isinstance(cause, SyntaxError) and cause.filename:
         places.append((cause.filename, cause.lineno))
-    package = re.split("[.:]", entry.value)[0]
+    package = entry.value.replace(":", ".").partition(".")[0]
 
     def own(file: Path) -> bool:
         if entry.file:
