@@ -11,6 +11,7 @@ import pytest
 
 from megatron_run.planning import ResolvedRun, load_config
 from megatron_run_cli.main import main
+from megatron_run_cli.reports import dry_run
 from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
 from megatron_run_cli.reports.memory_report import ROLES
 from megatron_run_engine.training.memory_estimate import model_size
@@ -44,9 +45,24 @@ def two_stages() -> ResolvedRun:
     return resolved("schedule=1f1b")
 
 
-def test_what_a_rank_needs_is_what_was_counted_and_the_reserve(two_stages: ResolvedRun) -> None:
+@pytest.fixture(scope="module")
+def counted(two_stages: ResolvedRun) -> list[dict[str, int]] | None:
+    model_size(two_stages)  # what is counted was built once
+    return step_memory(two_stages)
+
+
+@pytest.fixture(autouse=True)
+def counted_once(
+    monkeypatch: pytest.MonkeyPatch, two_stages: ResolvedRun, counted: list[dict[str, int]] | None
+) -> None:
+    """To count takes a second, and every report of a run says the same."""
+    monkeypatch.setattr(dry_run, "_step_memory", lambda run: counted if run is two_stages else step_memory(run))
+
+
+def test_what_a_rank_needs_is_what_was_counted_and_the_reserve(
+    two_stages: ResolvedRun, counted: list[dict[str, int]] | None
+) -> None:
     told = dry_run_json(two_stages, device(2**30))["memory"]
-    counted = step_memory(two_stages)
     assert counted is not None
     for stage, size in enumerate(model_size(two_stages).stages):
         total = sum(size.memory.values()) + sum(counted[stage].values())

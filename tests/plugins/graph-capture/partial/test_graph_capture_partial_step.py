@@ -71,6 +71,7 @@ def expect_same(eager: list[Seen], captured: list[Seen]) -> None:
             assert said.captured.pool_bytes
 
 
+@pytest.mark.nightly  # as ranks do
 @pytest.mark.multiproc
 def test_whole_steps_leave_the_bits_of_the_executor() -> None:
     """Losses, norms, evaluations between them, and the weights in the end."""

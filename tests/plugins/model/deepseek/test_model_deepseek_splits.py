@@ -62,13 +62,22 @@ def request(sets: tuple[str, ...] = (), plugins: tuple[str, ...] = ()) -> Reques
     return Request(configs=("preset:tiny",), sets=(*SETS, *sets), plugins=("model=deepseek", *plugins))
 
 
-def test_every_split_has_the_losses_of_one_process() -> None:
+#: Each kind of split and each kind of layer once.
+FEW = ["experts, sequence", "predictors, chunks", "both, experts", "both, pipeline"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [FEW, pytest.param([name for name in SPLITS if name not in FEW], marks=pytest.mark.nightly)],
+    ids=["few", "others"],
+)
+def test_every_split_has_the_losses_of_one_process(names: list[str]) -> None:
     kinds = {"": (), "experts": EXPERTS, "predictors": PREDICTING, "both": BOTH}
     alone = dict(zip(kinds, train_many(1, [request(sets) for sets in kinds.values()]), strict=True))
     norms = [ranks[0].norms[0] for ranks in alone.values()]
     assert len({round(norm, 3) for norm in norms}) == len(kinds), "three different models"
-    found = train_many(2, [request(*split) for split in SPLITS.values()])
-    for name, ranks in zip(SPLITS, found, strict=True):
+    found = train_many(2, [request(*SPLITS[name]) for name in names])
+    for name, ranks in zip(names, found, strict=True):
         single: Seen = alone[name.partition(",")[0] if "," in name or name in alone else ""][0]
         np.testing.assert_allclose(ranks[0].losses, single.losses, rtol=0, atol=1e-5, err_msg=name)
         np.testing.assert_allclose(ranks[0].norms, single.norms, rtol=1e-4, err_msg=name)

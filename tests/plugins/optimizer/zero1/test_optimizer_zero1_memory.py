@@ -44,7 +44,7 @@ def assert_as_promised(optimizer: str, row: str, ranks: list[Held]) -> None:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("data", [1, 2, 4])
+@pytest.mark.parametrize("data", [1, 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_bytes_a_parameter_are_those_of_the_table(data: int) -> None:
     kinds = [(optimizer, row) for optimizer in OPTIMIZERS for row in ROWS]
     runs = run_cases(data, [Case((*COMMON, *ROWS[row][0]), (f"optimizer={optimizer}",)) for optimizer, row in kinds])
