@@ -31,7 +31,7 @@ def request(name: str, *, compiled: bool) -> Request:
     return Request(configs=("preset:tiny",), sets=(*sets, "model.dropout=0.1"), plugins=(*plugins, *capture), nproc=2)
 
 
-#: The first and the last meet each choice once.
+#: Of the second and third, test_graph_capture_compile compiles experts, head and loss in one process.
 each_run = pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.nightly] * (place in (1, 2))) for place, name in enumerate(RUNS)],
