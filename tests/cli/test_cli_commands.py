@@ -59,8 +59,14 @@ def test_list_of_a_kind_without_plugins_says_so(monkeypatch: pytest.MonkeyPatch,
     assert capsys.readouterr() == ("", "megatron-run: no plugin of kind format is installed\n")
 
 
-@pytest.mark.usefixtures("broken_plugin")
-@pytest.mark.nightly  # every plugin is imported in a process of its own, as the doctor does
+@pytest.fixture
+def few_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few are installed: each is imported in a process of its own."""
+    entries = tuple(entry for entry in scan().entries if entry.name in ("sequential", "acme"))
+    monkeypatch.setattr("megatron_run_cli.reports.listing.scan", lambda: Catalog(entries))
+
+
+@pytest.mark.usefixtures("broken_plugin", "few_plugins")
 def test_a_broken_plugin_is_listed_as_broken(capsys: Output) -> None:
     listed = {each["name"]: each for each in as_json(capsys, "plugins", "list", "schedule", "--check")["plugins"]}
     assert listed["acme"]["state"] == "BROKEN"
@@ -81,13 +87,6 @@ def test_doctor_looks_at_everything_a_run_needs_and_works_with_a_broken_plugin(c
     if find_spec("transformer_engine") is None:
         assert plugins["graph-capture=te"]["state"] == "cannot run"
         assert "Transformer Engine, which is not installed" in plugins["graph-capture=te"]["text"]
-
-
-@pytest.fixture
-def few_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is installed: each is imported in a process of its own."""
-    entries = tuple(entry for entry in scan().entries if entry.name == "sequential")
-    monkeypatch.setattr("megatron_run_cli.reports.listing.scan", lambda: Catalog(entries))
 
 
 @pytest.mark.usefixtures("few_plugins")

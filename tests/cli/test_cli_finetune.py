@@ -75,7 +75,18 @@ def test_a_model_goes_there_and_back_with_its_tokenizer(
     assert run(*words, "--quiet") == 0  # finished: what was imported is there
 
 
-@pytest.mark.nightly  # four processes that import torch
+def test_conversations_need_a_file_and_the_plugin_that_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Output
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("chats.jsonl").write_text('{"prompt": "fox", "response": "dog"}\n')
+    assert run("finetune", "chat", "--plugin", "data=instruct") == 2
+    assert "add --data" in capfd.readouterr().err
+    assert run("finetune", "chat", "--data", "chats.jsonl") == ExitCode.INPUT
+    assert "add --plugin data=instruct" in capfd.readouterr().err
+
+
+@pytest.mark.nightly  # four processes that import torch; test_formats_convert has the template, instruct's own the data
 def test_a_model_is_tuned_on_conversations_with_the_template_beside_its_tokenizer(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Output
 ) -> None:
@@ -86,10 +97,6 @@ def test_a_model_is_tuned_on_conversations_with_the_template_beside_its_tokenize
     chats = [{"prompt": "fox " * (n % 5 + 1), "response": "dog"} for n in range(30)]
     Path("chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     words = ("--plugin", "data=instruct", *sets(*SMALL, "eval.sample=4"))
-    assert run("finetune", "chat", *words) == 2
-    assert "add --data" in capfd.readouterr().err
-    assert run("finetune", "chat", "--data", "chats.jsonl", *sets("run.folder=tuned")) == ExitCode.INPUT
-    assert "add --plugin data=instruct" in capfd.readouterr().err
     assert run("finetune", "chat", "--data", "chats.jsonl", *words, *sets("run.folder=tuned")) == 0
     said = capfd.readouterr()
     assert " conversations in " in said.out

@@ -23,8 +23,9 @@ def listed() -> str:
     """How many were found; the thread, what finds it, and what was planted; then what was not planted, and why."""
     found, planted = Results.read(RESULTS).of, [mutant for mutant in read_mutants() if mutant.bug]
     killed = [mutant for mutant in planted if mutant.id in found and found[mutant.id].outcome == "killed"]
+    count = f"{len(killed)} of {len(planted)} are found"
     rows = [
-        f"{len(killed)} of {len(planted)} are found. Each has its thread, the composition, and what is planted here:",
+        f"{count}. Each has its thread, the composition that finds it, and what is planted:",
         "",
         *(f"- {each.bug.partition(':')[0]} (`{_CHECK.findall(each.tests[0])[0]}`): {each.breaks}" for each in planted),
     ]

@@ -79,7 +79,7 @@ def newest_intact(folder: Path) -> int:
 
 @pytest.mark.parametrize(
     ("kills", "behind"),
-    [
+    [  # test_launch_local has a kill in a phase of a step, test_checkpoint_crashes every point of a save that waits
         pytest.param(KILLS, False, id="in turn", marks=pytest.mark.nightly),
         pytest.param(KILLS_BEHIND, True, id="behind"),
     ],

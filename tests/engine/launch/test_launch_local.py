@@ -196,7 +196,7 @@ def test_a_second_signal_kills_at_once(launcher: Launcher, number: signal.Signal
 
 @pytest.mark.parametrize(
     ("number", "line"),
-    [
+    [  # test_kernel_errors has the line of too many files
         pytest.param(errno.EMFILE, "too many files are open: ulimit -n allows", marks=pytest.mark.nightly),
         (errno.ENOSPC, r"the ranks cannot be started: No space left on device: .*; run\.folder and TMPDIR must"),
         pytest.param(errno.EROFS, "the ranks cannot be started: Read-only file system", marks=pytest.mark.nightly),

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
+import pluggy
 import pytest
 
+from megatron_run import hookspecs
 from megatron_run.contracts import PluginInfo
-from megatron_run.errors import ExitCode
+from megatron_run.errors import ExitCode, PluginError
+from megatron_run.hookspecs import hookimpl
 from megatron_run.registry import compatibility
-from megatron_run.registry.compatibility import mismatches, unserved
+from megatron_run.registry.compatibility import mismatches, misstacked, unserved
 from megatron_run.registry.discover import KERNEL, Catalog, Entry
 from megatron_run.registry.known import Known
-from megatron_run.registry.loaded_plugin import Plugin
+from megatron_run.registry.loaded_plugin import Plugin, unloaded
 
 NOTHING = Catalog(())
 INSTALLED = Catalog(
@@ -150,3 +154,59 @@ def test_a_size_that_nobody_knows_how_to_serve_is_set_back() -> None:
         str(problem)
         == "parallel.context=2 needs a plugin that serves it: no chosen plugin does; set parallel.context=1"
     )
+
+
+class Whole:
+    """Makes every layer."""
+
+    @hookimpl
+    def megatron_run_create_parallel_layer(self, context: object) -> None:
+        """Nothing is made here."""
+
+
+class Changing:
+    """Changes layers of the factory below."""
+
+    @hookimpl
+    def megatron_run_create_parallel_layer(self, context: object, base: object) -> None:
+        """Nothing is made here."""
+
+
+def factory(name: str, hooks: object) -> Plugin:
+    """An installed and loaded factory of layers."""
+    manager = pluggy.PluginManager("megatron_run")
+    manager.add_hookspecs(hookspecs)
+    manager.register(hooks)
+    entry = Entry("parallel-layer", name, f"package_{name}", "acme", "1.0")
+    create = manager.hook.megatron_run_create_parallel_layer
+    return replace(plugin("parallel-layer", name), factory=create, entry=entry)
+
+
+def stand_in(name: str) -> Plugin:
+    """One that is installed and was not loaded, as by ``config show``, which runs no file."""
+    loaded = factory(name, Whole())
+    return unloaded("parallel-layer", name, loaded.origin, loaded.entry, PluginError(f"{name} was not loaded"))
+
+
+def test_one_factory_makes_every_layer_and_others_above_it_change_some() -> None:
+    dense, split = (factory(name, Whole()) for name in ("dense", "split"))
+    norms, seen = (factory(name, Changing()) for name in ("norms", "seen"))
+    assert misstacked([dense, norms, seen]) == []
+    (hidden,) = misstacked([split, dense, norms])
+    assert str(hidden) == (
+        "parallel-layer=split and parallel-layer=dense each make every layer: the upper would hide the lower (from "
+        "--plugin parallel-layer=split); write --plugin parallel-layer=split+norms or --plugin "
+        "parallel-layer=dense+norms"
+    )
+    for stack in ([norms], [norms, dense]):
+        (groundless,) = misstacked(stack)
+        assert str(groundless).startswith("parallel-layer=norms changes layers of the factory below it: there is none")
+        assert groundless.fix == "write --plugin parallel-layer=dense+norms"
+
+
+def test_a_factory_that_was_not_loaded_or_is_an_object_fits_any_stack() -> None:
+    dense, norms = factory("dense", Whole()), factory("norms", Changing())
+    for unknown in (stand_in("mine"), replace(dense, entry=None)):
+        assert misstacked([dense, unknown]) == []
+        assert misstacked([dense, norms, unknown]) == []
+        assert misstacked([unknown, norms]) == []

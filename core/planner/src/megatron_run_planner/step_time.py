@@ -232,31 +232,31 @@ def after_backward(model: Model, split: Split, device: Device, layout: Sequence[
     for stage, mine in held.items():
         first, last = (stage == end for end in ends)
         count, tables = sum(map(len, mine)), model.tables(first=first, last=last)
-        tie = model.tied and first != last
+        copied = model.tied and first != last
         part = model.part(layer for layers in mine for layer in layers)
-        kinds[count, tables, tie, part.dense_layers, part.encoder_layers, part.across] = part
+        kinds[count, tables, copied, part.dense_layers, part.encoder_layers, part.across] = part
     return max((_finish(part, *key[:3], split, device) for key, part in kinds.items()), key=sum)
 
 
-def _finish(part: Model, layers: int, tables: float, tie: bool, split: Split, device: Device) -> tuple[float, float]:
+def _finish(part: Model, layers: int, tables: float, copied: bool, split: Split, device: Device) -> tuple[float, float]:
     """Seconds of update and reduction on a stage that holds ``layers`` like those of ``part``, and ``tables``.
 
-    With ``tie`` another stage holds a copy of its table, which then is reduced by itself.
+    With ``copied`` another stage has its embedding too, which then is reduced by itself and summed with that one.
     """
     dense: float = (layers * part.dense_parameters + tables) / split.tensor
     experts = layers * part.expert_parameters / split.tensor / split.expert
-    tied = part.vocabulary * part.hidden / split.tensor if tie else 0.0
+    table = part.vocabulary * part.hidden / split.tensor if copied else 0.0
     reduction = sum(
         sum_over(device, split, split.gradient_bytes * size, split.data, split.tensor)
-        for size in (dense - tied, tied)
+        for size in (dense - table, table)
         if size
     )
     if experts:
         copies, stride = split.data // split.expert, split.tensor * split.expert
         reduction += sum_over(device, split, split.gradient_bytes * experts, copies, stride)
-    if tie:
-        updated = tied / split.data if split.zero1 else tied
-        reduction += sum_over(device, split, split.gradient_bytes * updated, 2, split.ranks // 2)
+    if copied:
+        summed = table / split.data if split.zero1 else table  # zero1 has reduced it to a rank's share by then
+        reduction += sum_over(device, split, split.gradient_bytes * summed, 2, split.ranks // 2)
     if device.links.sums:  # where steps were fitted as a whole, these are among what every step takes
         reduction += _AGREEMENTS * sum_over(device, split, 8.0, split.ranks)
         if split.zero1 and split.data > 2:  # gloo sums whole buckets there, and parameters are gathered besides

@@ -55,7 +55,7 @@ def test_heads_on_a_split_model_train_and_answer_as_on_one_process(home: Path) -
         assert found[0].judged[0]
 
 
-@pytest.mark.nightly  # five processes that import torch
+@pytest.mark.nightly  # five processes that import torch; test_cli_finetune_task has the seeds
 def test_a_task_is_learned_from_pretrained_weights_with_seeds(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,13 +66,9 @@ def test_it_conforms(check: Check) -> None:
 THROUGH_INDUCTOR = graph_capture_checks(lambda context: compile_capture(context, backend="inductor"))
 
 
+@pytest.mark.nightly  # the C++ compiler works for minutes; aot_eager traces and splits the same graphs
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch's own imports
-@pytest.mark.parametrize(
-    "check",
-    THROUGH_INDUCTOR,
-    ids=lambda check: check.name,
-)
-@pytest.mark.nightly  # the C++ compiler works for minutes
+@pytest.mark.parametrize("check", THROUGH_INDUCTOR, ids=lambda check: check.name)
 def test_it_conforms_through_inductor_but_for_rounding(check: Check) -> None:
     check.run()
 

@@ -45,7 +45,7 @@ def request(name: str, *, captured: bool) -> Request:
     return Request(configs=("preset:tiny",), sets=(*LITTLE, *sets), plugins=(*plugins, *capture), nproc=2)
 
 
-#: What others meet too, in `make graph-grid` or by the layers alone.
+#: The other runs have their parts; test_graph_capture_partial reuses graphs by slot.
 RARE = ("interleaved, by slot", "interleaved experts", "tensor")
 each_run = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in RARE)) for name in RUNS]

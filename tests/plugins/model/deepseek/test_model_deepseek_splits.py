@@ -84,7 +84,7 @@ def test_every_split_has_the_losses_of_one_process(names: list[str]) -> None:
         np.testing.assert_allclose(ranks[0].validation, single.validation, rtol=0, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly  # test_integration_tensor_random and the grid have those of gpt
 def test_masks_of_dropout_follow_samples_and_layers_alone() -> None:
     """Tensor-parallel ranks draw others, but each the same for what both hold: the guard ends a run that does not."""
     dropping = (*PREDICTING, *EXPERTS, "model.dropout=0.3")

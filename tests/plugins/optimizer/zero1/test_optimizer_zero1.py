@@ -88,22 +88,27 @@ def test_overlap_changes_no_bit() -> None:
     assert_same(overlapped, waiting)
 
 
+PIPELINE = ("parallel.pipeline=2", "parallel.data=2", "train.micro_batch_size=1")
+TENSOR = ("parallel.tensor=2", "parallel.data=2", "parallel-layer.use=tensor")
+#: Each way to split once; the tables are tied, and norms are reduced over tensor ranks.
+LAYOUTS = {
+    "dp 4, clipped": ("train.steps=3", "parallel.data=4", "train.clip_norm=0.5"),
+    "pp 2, tied embeddings": (*PIPELINE, "train.steps=3", "schedule.use=1f1b"),
+    "tp 2, sequence": (*TENSOR, "train.steps=3", "parallel.sequence=true"),
+}
+MORE_LAYOUTS = {
+    "dp 4, not clipped": ("train.steps=3", "parallel.data=4", "train.clip_norm=0"),
+    "pp 2, bf16": (*PIPELINE, "train.steps=3", "schedule.use=1f1b", "train.precision=bf16"),
+    "pp 2, untied": (*PIPELINE, "train.steps=3", "schedule.use=1f1b", "model.tie_embeddings=false"),
+    "vpp 2": (*PIPELINE, "train.steps=3", "schedule.use=interleaved", "parallel.chunks=2"),
+    "zero-bubble": (*PIPELINE, "train.steps=3", "schedule.use=zero-bubble"),
+    "tp 2": (*TENSOR, "train.steps=3"),
+}
+
+
 @pytest.mark.multiproc
-@pytest.mark.nightly  # test_integration_tensor and test_integration_experts split it too
-def test_on_four_ranks_it_equals_adamw_bit_for_bit_in_every_layout() -> None:
-    pipeline = ("parallel.pipeline=2", "parallel.data=2", "train.micro_batch_size=1")
-    tensor = ("parallel.tensor=2", "parallel.data=2", "parallel-layer.use=tensor")
-    run_pairs(
-        4,
-        {
-            "dp 4, clipped": ("train.steps=3", "parallel.data=4", "train.clip_norm=0.5"),
-            "dp 4, not clipped": ("train.steps=3", "parallel.data=4", "train.clip_norm=0"),
-            "pp 2, tied embeddings": (*pipeline, "train.steps=3", "schedule.use=1f1b"),
-            "pp 2, bf16": (*pipeline, "train.steps=3", "schedule.use=1f1b", "train.precision=bf16"),
-            "pp 2, untied": (*pipeline, "train.steps=3", "schedule.use=1f1b", "model.tie_embeddings=false"),
-            "vpp 2": (*pipeline, "train.steps=3", "schedule.use=interleaved", "parallel.chunks=2"),
-            "zero-bubble": (*pipeline, "train.steps=3", "schedule.use=zero-bubble"),
-            "tp 2": (*tensor, "train.steps=3"),
-            "tp 2, sequence": (*tensor, "train.steps=3", "parallel.sequence=true"),
-        },
-    )
+@pytest.mark.parametrize(
+    "layouts", [pytest.param(LAYOUTS, id="each"), pytest.param(MORE_LAYOUTS, id="more", marks=pytest.mark.nightly)]
+)
+def test_on_four_ranks_it_equals_adamw_bit_for_bit(layouts: dict[str, tuple[str, ...]]) -> None:
+    run_pairs(4, layouts)

@@ -91,7 +91,7 @@ def _main(file: Path) -> None:
     for index, (function, (world, _, _, arguments)) in enumerate(zip(functions, job["tasks"], strict=True)):
         if rank >= world:
             while not _done(folder, index).exists():
-                if os.getppid() != job["parent"]:  # it was killed, and can end nobody
+                if os.getppid() != job["parent"]:  # the parent was killed, and can end nobody
                     os._exit(1)
                 time.sleep(_PERIOD)
             continue
