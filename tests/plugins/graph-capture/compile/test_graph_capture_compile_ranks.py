@@ -31,7 +31,7 @@ def request(name: str, *, compiled: bool) -> Request:
     return Request(configs=("preset:tiny",), sets=(*sets, "model.dropout=0.1"), plugins=(*plugins, *capture), nproc=2)
 
 
-#: The last splits, rounds and recomputes. Experts, head and loss are compiled in one process by test_graph_capture_compile.
+#: The last splits, rounds and recomputes; test_graph_capture_compile compiles experts, head and loss in one process.
 each_run = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name != list(RUNS)[-1])) for name in RUNS]
 )
