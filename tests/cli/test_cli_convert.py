@@ -35,7 +35,10 @@ def test_there_and_back_with_both_formats(run: Path, tmp_path: Path, capsys: Out
         )
         text = told(capsys, "import", there, back, "--trust-pickle")
         assert text.splitlines()[0].startswith(f"{name}: ")
-        assert f"megatron-run {back}/config.yaml YOURS.yaml\n" in text
+        next_command = (
+            f"finetune {back} --data YOURS.txt" if name == "huggingface" else f"{back}/config.yaml YOURS.yaml"
+        )
+        assert text.endswith(f": megatron-run {next_command}\n")
         assert (" with exp_avg, step" in text) == (name == "distributed")
         assert "whole" in told(capsys, "checkpoint", "list", back)
 

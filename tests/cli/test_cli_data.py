@@ -50,7 +50,28 @@ def test_texts_are_prepared_shown_and_given_back(capsys: Output) -> None:
 @pytest.mark.usefixtures("source")
 def test_what_prepare_prints_is_what_to_type_next(capsys: Output) -> None:
     assert main(["data", "prepare", "mine.jsonl", "--out", "set", "--tokenizer", "bytes", "--workers", "1"]) == 0
-    assert "megatron-run --plugin data=indexed,paths=set,tokenizer=bytes" in capsys.readouterr().out
+    assert "megatron-run --plugin data=indexed,paths=set,tokenizer=bytes\n" in capsys.readouterr().out
+
+
+def test_one_document_is_trained_on_whole_as_prepare_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    """Documents are not cut, and the default shares leave none for validation."""
+    monkeypatch.chdir(tmp_path)
+    Path("one.txt").write_text("a line of it\n\n" * 200)
+    prepare = ["data", "prepare", "one.txt", "--tokenizer", "bytes", "--workers", "1", "--out"]
+    assert main([*prepare, "whole"]) == 0
+    said = capsys.readouterr()
+    line = next(line for line in said.out.splitlines() if line.startswith("train: megatron-run "))
+    words = ["preset:tiny", *line.split()[2:]]
+    assert words[-1] == "data.split=1,0,0"
+    assert "--separator" in said.err
+    assert main([*words, "--dry-run"]) == 0
+    capsys.readouterr()
+    assert main([*words[:-2], "--dry-run"]) == ExitCode.DATA
+    assert "data prepare --separator), or set data.split=1,0,0" in capsys.readouterr().err
+    assert main([*prepare, "many", "--separator", r"\n\n"]) == 0
+    assert "tokenizer=bytes\n" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("source")

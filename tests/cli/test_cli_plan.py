@@ -115,6 +115,8 @@ def test_a_what_if_takes_the_place_of_what_the_command_line_set(capsys: Output) 
     assert main([*words, "--json"]) == 0
     one, two = json.loads(capsys.readouterr().out)["candidates"]
     assert (one["split"]["tensor"], two["split"]["tensor"]) == (2, 4)
+    assert main([*words, "--device", "a100-40"]) == 0
+    assert capsys.readouterr().out.startswith("2.7B parameters on 8 x A100 40 GB, batch ")
 
 
 @pytest.mark.parametrize(("more", "told"), [((), True), (("--gpus", "8"), False)])

@@ -163,7 +163,7 @@ def test_the_folder_refuses_asks_and_remembers(tmp_path: Path) -> None:
     assert opened({}).finished
     said = refused({}, **{"train.steps": 8})
     assert "train.steps=4, now 8" in said
-    assert "--extend" in said
+    assert "to end where it would have: --set train.steps=4; to train on: --extend" in said
     assert "run.init_from" in said
     assert "--extend" not in refused({"extend": True}, **{"train.steps": 3})
     assert "did you mean 'train.lr'" in refused({"allow_change": ("trian.lr",)})

@@ -8,7 +8,7 @@ import pytest
 from megatron_run.contracts import Schedule
 from megatron_run.errors import ExitCode, PluginError, ScheduleError
 from megatron_run.registry.choose import choose
-from megatron_run.registry.discover import Catalog, scan
+from megatron_run.registry.discover import Catalog, Entry, scan
 from megatron_run.registry.load import load
 from megatron_run.registry.loaded_plugin import NoOptions, Plugin
 from tests.support.fake_plugins import FakeSite, schedule_source
@@ -264,6 +264,13 @@ def test_the_last_line_of_its_own_is_named_not_that_of_a_library(tmp_path: Path)
         with pytest.raises(PluginError) as caught:
             load(choose(Catalog(()), "schedule", str(file), "test"), "test")
         assert caught.value.fix.startswith(f"correct {place}, ")
+
+
+def test_a_file_whose_kind_nobody_knows_yet_is_called_by_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import")
+    with pytest.raises(PluginError, match=r"^plugin mine of "):
+        load(Entry("", file.stem, str(file), location=str(file)), "test")
 
 
 CHECKED = """

@@ -114,7 +114,12 @@ def import_(source: Path, folder: Path, *, name: str | None, trust_pickle: bool,
         return
     moments = f", with {', '.join(done.moments)}" if done.moments else ""
     click.echo(f"{done.format}: {done.parameters:,} parameters{moments}, step {done.step}: {done.folder}")
-    click.echo(f"to train from it: megatron-run {done.folder}/config.yaml YOURS.yaml")
+    if done.moments:
+        click.echo(
+            f"to train on, with the train section in YOURS.yaml: megatron-run {done.folder}/config.yaml YOURS.yaml"
+        )
+    else:
+        click.echo(f"to fine-tune it: megatron-run finetune {done.folder} --data YOURS.txt")
 
 
 @click.command("export")

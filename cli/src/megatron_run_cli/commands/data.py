@@ -91,6 +91,8 @@ def prepare(  # noqa: PLR0913  # one argument an option
     Killed at any moment, the same command goes on where it stopped.
     """
     with _indexed():
+        from megatron_run_data_indexed.megatron_order import split_bounds
+        from megatron_run_data_indexed.options import IndexedOptions
         from megatron_run_data_indexed.preparation import prepare as preparation
         from megatron_run_data_indexed.preparation.inputs import find_inputs
         from megatron_run_data_indexed.preparation.records import Reading
@@ -119,7 +121,11 @@ def prepare(  # noqa: PLR0913  # one argument an option
         size = preparation.bytes_needed(job, totals)
         click.echo(f"about {totals.seconds / cores:,.0f} s with {cores} processes, and {size / 1e6:,.1f} MB on disk")
     else:
-        click.echo(f"train: megatron-run --plugin data=indexed,paths={out},tokenizer={tokenizer}")
+        first, last = split_bounds(IndexedOptions.model_fields["split"].default, totals.documents)[1]
+        whole = "" if first < last else " --set data.split=1,0,0"
+        click.echo(f"train: megatron-run --plugin data=indexed,paths={out},tokenizer={tokenizer}{whole}")
+        if whole:
+            tell("so few documents leave none for a validation split; --separator makes more of a file")
 
 
 def _cores() -> int:

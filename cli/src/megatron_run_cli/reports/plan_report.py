@@ -29,10 +29,8 @@ def choice_text(
     The best is ``written`` to a file; ``install`` is what to type first for its plugins.
     """
     best = found.best[0]
-    batch = f"{best.split.global_batch} x {task.model.sequence} tokens"
     lines = [
-        f"{task.model.parameters / 1e9:.1f}B parameters fit {best.split.ranks} x {device.name}, batch {batch}",
-        *_reading(task),
+        *_heading(task, "fit", best, device),
         "",
         *_table(task, found.best, device),
         "",
@@ -55,8 +53,15 @@ def _next(best: Candidate, device: Device, written: Path | None, install: Sequen
     return " ".join(["next:", *steps, f"megatron-run {file} --dry-run, and megatron-run {file} {start}"])
 
 
+def _heading(task: Task, verb: str, each: Candidate, device: Device) -> list[str]:
+    """What the numbers below are of."""
+    batch = f"{each.split.global_batch} x {task.model.sequence} tokens"
+    asked = f"{task.model.parameters / 1e9:.1f}B parameters {verb} {each.split.ranks} x {device.name}, batch {batch}"
+    return [asked, *_reading(task)]
+
+
 def _reading(task: Task) -> list[str]:
-    """What the numbers below rest on, where the model is not read as it is."""
+    """What numbers rest on, where the model is not read as it is."""
     return [f"read as {task.reading}"] if task.reading else []
 
 
@@ -118,7 +123,15 @@ def own_text(task: Task, shown: Sequence[Candidate], device: Device) -> str:
     (only,) = shown
     missing = [f"note: {_misfit(only, device)}"] if only.needed > device.memory else []
     return "\n".join(
-        [*_reading(task), *_table(task, shown, device), "", *_memory(only, device), *_cost(task, only), *missing]
+        [
+            *_heading(task, "on", only, device),
+            "",
+            *_table(task, shown, device),
+            "",
+            *_memory(only, device),
+            *_cost(task, only),
+            *missing,
+        ]
     )
 
 
@@ -127,7 +140,8 @@ def _pair_text(task: Task, pair: Sequence[Candidate], device: Device) -> str:
     change = two.step.seconds / one.step.seconds - 1
     return "\n".join(
         [
-            *_reading(task),
+            *_heading(task, "on", one, device),
+            "",
             *_table(task, pair, device),
             "",
             f"a step takes {abs(change):.1%} {'longer' if change > 0 else 'less'} with the change",

@@ -160,7 +160,8 @@ def find_refusal(
     elif fixed:
         first = "what is saved has no meaning under other values: give the same"
     elif all(change.longer for change in refused):
-        first = "to train on: --extend"
+        before = " ".join(f"--set {change.key}={change.before}" for change in refused)
+        first = f"to end where it would have: {before}; to train on: --extend"
     else:
         first = f"to go on with them: --allow-change {','.join(keys)}"
     return Refusal(", ".join(map(str, refused)), advice(first, anew))

@@ -63,7 +63,7 @@ class Entry:
         return f"{self.distribution} {self.version}" if self.distribution else self.value
 
     def __str__(self) -> str:
-        return f"{self.kind}={self.name}"
+        return f"{self.kind}={self.name}" if self.kind else self.name  # the kind of a file may be found later
 
 
 def plain_name(word: str) -> str:

@@ -185,7 +185,9 @@ class Indexed(DataSource):
         tokens = reader.token_at(last) - reader.token_at(first)
         needed = "a document needs 2" if self._packs else f"a sample needs {sequence_length + 1}"
         ways = [f"give {split} a larger share with data.split"]
-        if tokens > 1 and not self._packs:
+        if first == last:  # no share is large enough where there are fewer documents than splits
+            ways = ["make more documents of its texts (megatron-run data prepare --separator)", "set data.split=1,0,0"]
+        elif tokens > 1 and not self._packs:
             ways.append(f"lower train.sequence_length to {tokens - 1}")
         return DataError(
             f"the {split} split of {self._options.paths[number]} is too short for one sample",
