@@ -122,10 +122,8 @@ def prepare(  # noqa: PLR0913  # one argument an option
         click.echo(f"about {totals.seconds / cores:,.0f} s with {cores} processes, and {size / 1e6:,.1f} MB on disk")
     else:
         first, last = split_bounds(IndexedOptions.model_fields["split"].default, totals.documents)[1]
-        whole = "" if first < last else " --set data.split=1,0,0"
+        whole = "" if first < last else " --set data.split=1,0,0  # --separator makes more documents, for validation"
         click.echo(f"train: megatron-run --plugin data=indexed,paths={out},tokenizer={tokenizer}{whole}")
-        if whole:
-            tell("so few documents leave none for a validation split; --separator makes more of a file")
 
 
 def _cores() -> int:
