@@ -58,6 +58,13 @@ def learned_alike(found: Sequence[Seen], expected: Seen) -> None:
     np.testing.assert_allclose(found[0].validation, expected.validation, rtol=2e-6)
 
 
+def learned_the_same(found: Seen, expected: Seen) -> None:
+    """Assert that a run learned what another did, bit for bit."""
+    assert found.losses == expected.losses
+    assert found.norms == expected.norms
+    assert found.validation == expected.validation
+
+
 def train(world: int, *, sets: tuple[str, ...] = (), plugins: tuple[str, ...] = (), timeout: float = 200) -> list[Seen]:
     """Train ``preset:tiny`` with these settings on ``world`` ranks; one :class:`Seen` a rank."""
     request = Request(configs=("preset:tiny",), sets=sets, plugins=plugins, nproc=world)

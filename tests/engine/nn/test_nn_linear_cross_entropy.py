@@ -147,10 +147,8 @@ def test_layers_without_it_say_what_to_type() -> None:
 
 #: Name -> (ranks' plugins, settings).
 RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "tensor": (
-        ("parallel-layer=tensor",),
-        ("parallel.tensor=2", "parallel.sequence=true", "model.label_smoothing=0.1"),
-    ),
+    "tensor": (("parallel-layer=tensor",), ("parallel.tensor=2", "model.label_smoothing=0.1")),
+    "sequence": (("parallel-layer=tensor",), ("parallel.tensor=2", "parallel.sequence=true")),
     "a split backward": (("schedule=zero-bubble",), ()),
 }
 

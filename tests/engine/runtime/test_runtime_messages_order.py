@@ -14,7 +14,7 @@ from tests.engine.runtime.ordered_transport import OrderedTransport
 from tests.support.random_schedules import random_plan
 from tests.support.toy_stage import faults
 
-SEEDS = range(60)
+SEEDS = range(100)
 
 
 def outcome(

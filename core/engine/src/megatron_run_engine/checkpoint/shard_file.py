@@ -262,14 +262,14 @@ def _hash(totals: Iterable[Hash], batch: Sequence[memoryview]) -> None:
 
 
 def _batches(content: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """Group blocks into batches: handing over many small boxes one by one would cost more than to hash them."""
+    """Group blocks into batches no larger than one: small boxes handed over one by one cost more than their hashes."""
     batch, size = list[memoryview](), 0
     for data in content:
-        batch.append(data)
-        size += len(data)
-        if size >= _BLOCK:
+        if batch and size + len(data) > _BLOCK:
             yield batch
             batch, size = [], 0
+        batch.append(data)
+        size += len(data)
     if batch:
         yield batch
 
