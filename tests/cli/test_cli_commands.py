@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import json
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -185,3 +187,20 @@ def test_config_schema_is_a_json_schema(capsys: Output) -> None:
     schema = json.loads(capsys.readouterr().out)
     assert schema["$schema"].startswith("https://json-schema.org/")
     assert {"train", "model", "schedule"} <= schema["properties"].keys()
+
+
+@pytest.mark.parametrize(("environment", "rare"), [({}, True), ({"LOCAL_RANK": "0"}, False)], ids=["command", "rank"])
+def test_a_command_looks_for_garbage_rarely_and_a_rank_at_pythons_pace(
+    environment: dict[str, str], rare: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pythons = (700, 10, 10)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(*pythons)
+        runpy.run_module("megatron_run_cli.__main__", run_name="imported")
+        assert (gc.get_threshold()[0] > 10 * pythons[0]) if rare else (gc.get_threshold() == pythons)
+    finally:
+        gc.set_threshold(*before)

@@ -6,6 +6,7 @@ Writes its process id into the folder PIDS, then does what its rank is told.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import random
 import signal
@@ -73,6 +74,7 @@ def describe() -> None:
                 "argument": sys.argv[-1],
                 "folder": str(Path.cwd()),
                 "path": sys.path[1:],
+                "collects": (gc.isenabled(), gc.get_threshold()),
             }
         )
     )

@@ -165,7 +165,10 @@ def serve(job: Path, control: socket.socket) -> int:
 def _serve(job: Path, control: socket.socket) -> None:
     with control.makefile("rb") as file:
         starts = _decode(file.readline())
+    gc.disable()  # of what is imported nothing becomes garbage, and looking for it takes a fifth of the time
     run = preload(Job.read(job), len(starts))
+    gc.freeze()  # the ranks do not write to the pages of what is here by looking for garbage in it
+    gc.enable()
     wakeup, bell = socket.socketpair()
     for each in (wakeup, bell):
         each.setblocking(False)
@@ -220,7 +223,6 @@ def preload(job: Job, size: int) -> ResolvedRun | None:
     None if something is wrong with it: each rank finds that by itself, and says so.
     """
     run = None
-    gc.disable()  # of what is imported nothing becomes garbage, and looking for it takes a fifth of the time
     _import_numpy()
     with suppress(Exception):
         from megatron_run_engine.launch import worker  # noqa: F401  # all that trains
@@ -231,8 +233,6 @@ def preload(job: Job, size: int) -> ResolvedRun | None:
         import torch._inductor  # noqa: F401
     sys.stdout.flush()
     sys.stderr.flush()
-    gc.freeze()  # the ranks do not write to the pages of what is here by looking for garbage in it
-    gc.enable()
     return run
 
 
