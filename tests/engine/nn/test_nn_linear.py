@@ -175,6 +175,13 @@ def test_a_cpu_that_is_slow_in_bf16_multiplies_enough_rows_in_fp32(
     torch.testing.assert_close(x.grad.double(), exact[1], rtol=2**-8, atol=2e-2)
 
 
+def test_operands_of_other_devices_are_not_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LINEAR, "_SLOW_IN_BF16", True)
+    rows = torch.empty(1024, 8, dtype=torch.bfloat16)
+    assert LINEAR.widening_pays(rows)
+    assert not LINEAR.widening_pays(rows.to("meta"))
+
+
 @pytest.mark.parametrize(
     ("machine", "matrices", "products", "maker", "slow"),
     [
