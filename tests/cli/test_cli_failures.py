@@ -68,6 +68,7 @@ COMMAND = {
     "a key without a value": Mistake(f"{PLAIN} --set train.lr", 2, "write as train.lr=1e-4"),
     "no rank": Mistake("--nproc 0", 2, "--nproc"),
     "a word for a number of ranks": Mistake("--nproc many", 2, "neither a number of ranks nor gpus"),
+    "a word for a count": Mistake("--max-restarts often", 2, "is not a whole number"),
     "a section for a value": Mistake(f"{PLAIN} --set train=3", 2, "write train.KEY"),
     "a section misspelt": Mistake(f"{PLAIN} --set trian.lr=1", 2, "did you mean 'train'?"),
     "a key of another kind": Mistake(f"{PLAIN} --set scaler.growth_factor=2", 2, "scaler.growth_factor"),

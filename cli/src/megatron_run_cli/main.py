@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tell_error(f"there is no option {error.option_name}; {meant}" if meant else error.format_message())
         return int(ExitCode.INPUT)
     except click.ClickException as error:
-        tell_error(error.format_message())
+        tell_error(error.format_message().replace("a valid integer range", "a whole number"))
         return int(ExitCode.INPUT)
     except RunError as error:
         tell_error(str(error), error if "--debug" in words else None)

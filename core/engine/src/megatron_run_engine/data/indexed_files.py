@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeAlias
 
 import numpy as np
 
-from megatron_run.errors import DataError
+from megatron_run.errors import DataError, advice, near_path
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -353,7 +353,7 @@ def _sync(file: BinaryIO) -> None:
 def _mapped(path: Path) -> mmap.mmap | bytes:
     """Return the contents of the file, mapped: read when they are touched. An empty file cannot be mapped."""
     if not path.exists():
-        fix = "name the prefix that <prefix>.bin and <prefix>.idx share"
+        fix = advice(near_path(path), "name the prefix that <prefix>.bin and <prefix>.idx share")
         raise DataError(f"{path} does not exist", why="an indexed dataset is a pair of files", fix=fix)
     with _naming(path, "read"), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
