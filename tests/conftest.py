@@ -25,7 +25,7 @@ for _name in [name for name in os.environ if name.startswith("MEGATRON_RUN_")]:
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-# What is imported and collected stays to the end; looking for garbage in it took a sixth of the tests' time.
+# What is imported and collected stays to the end, and looking for garbage in it takes a worker seconds.
 gc.disable()
 
 #: Files that cannot be read without a library that an offline bundle leaves out (tests/bundle).
@@ -79,7 +79,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: longest[item.path], reverse=True)  # files of equal rank, and tests, keep their order
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
     """From here on there is garbage, of which the tests of one file make little."""
     gc.freeze()
     gc.set_threshold(20_000, 10, 100)

@@ -189,12 +189,15 @@ def test_config_schema_is_a_json_schema(capsys: Output) -> None:
     assert {"train", "model", "schedule"} <= schema["properties"].keys()
 
 
-@pytest.mark.parametrize(("environment", "rare"), [({}, True), ({"LOCAL_RANK": "0"}, False)], ids=["command", "rank"])
+@pytest.mark.parametrize(
+    ("environment", "rare"), [({}, True), ({"LOCAL_RANK": "0"}, False), ({"SLURM_PROCID": "0"}, False)]
+)
 def test_a_command_looks_for_garbage_rarely_and_a_rank_at_pythons_pace(
     environment: dict[str, str], rare: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pythons = (700, 10, 10)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name in ("LOCAL_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     before = gc.get_threshold()

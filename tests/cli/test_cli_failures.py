@@ -62,6 +62,7 @@ COMMAND = {
     "an option that is a kind": Mistake("--optimizer adamw", 2, "type --plugin optimizer=NAME"),
     "an option that nothing is like": Mistake("--frobnicate", 2, "--frobnicate"),
     "the command after a configuration": Mistake("train", 2, "the command 'train' comes first"),
+    "a configuration misspelt": Mistake("bounded.yam", 2, "did you mean 'bounded.yaml'?"),
     "a preset without its word": Mistake("laptop", 2, "type preset:laptop"),
     "a preset that is none": Mistake("preset:tinny", 2, "did you mean 'tiny'?"),
     "a plugin without its kind": Mistake("1f1b", 2, "type --plugin schedule=1f1b"),

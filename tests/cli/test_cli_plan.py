@@ -230,14 +230,19 @@ def test_a_slow_network_makes_longer_steps(capsys: Output) -> None:
 
 
 def test_a_month_is_told_in_words(capsys: Output) -> None:
-    assert main(["plan", "goodput", "--size", "1.3B", "--gpus", "8", "--interval", "1h"]) == 0
-    assert "saves every 60.0 min" in capsys.readouterr().out
+    given = ("--mtbf", "900h", "--stall", "20s", "--restart", "3min")
+    assert main(["plan", "goodput", "--size", "1.3B", "--gpus", "8", "--interval", "1h", *given]) == 0
+    told = capsys.readouterr().out
+    assert "1.2B parameters on 8 x A100 80 GB" in told
+    assert "a device fails every 900 h, a save stalls 20 s, a restart takes 3 min" in told
+    assert "saves every 60.0 min" in told
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("plan", "goodput", "--gpus", "8", "--mtbf", "long"), "length of time"),
+        (("plan", "goodput", "--gpus", "8", "--days", "many"), "'many' is not a number."),
         (("plan", "--size", "13", "--gpus", "8"), "13B"),
         (("plan", "--size", "13B", "--gpus", "8", "--memory", "80"), "80GiB"),
         (("plan", "--gpus", "6", "--set", "parallel.tensor=4", "--what-if", "train.seed=1"), "multiple of 4"),

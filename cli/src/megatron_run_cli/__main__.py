@@ -10,7 +10,8 @@ from contextlib import suppress
 if __name__ == "__main__" and not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:  # noqa: PTH109  # as -m has it
     del sys.path[0]  # a torch.py that lies in the current folder is not torch
 
-if "LOCAL_RANK" not in os.environ:  # what a command imports and makes stays to its end; a rank keeps Python's pace
+# Most of what a command imports and makes stays to its end. A rank of torchrun or srun keeps Python's pace.
+if not {"LOCAL_RANK", "SLURM_PROCID"} & os.environ.keys():
     gc.set_threshold(50_000, 10, 100)
 
 from megatron_run_cli.main import main

@@ -9,11 +9,12 @@ import os
 import sys
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
-from megatron_run.errors import InputError, did_you_mean
+from megatron_run.errors import InputError, did_you_mean, near_path
 
 _CONFIG_ENDINGS = (".yaml", ".yml", ".json")
 
@@ -76,6 +77,7 @@ class ConfigWord(click.ParamType[str]):
             fix=_preset_meant(value)
             or _plugin_meant(value)
             or did_you_mean(value, commands)
+            or (near_path(Path(value)) if Path(value).suffix else "")
             or f"commands are {', '.join(commands)}; a configuration is a .yaml or .json file, or preset:NAME",
         )
 

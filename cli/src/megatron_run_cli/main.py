@@ -5,6 +5,7 @@ What a command needs is imported in its body, so that ``plugins list`` loads nei
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 
@@ -56,6 +57,11 @@ for _command in (
     program.add_command(_command)
 
 
+#: What click calls numbers -> what we do.
+_NUMBERS = {"integer": "a whole number", "float": "a number"}
+_VALID = re.compile(r"a valid (integer|float)( range)?")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code. Only a bug shows a traceback."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -69,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tell_error(f"there is no option {error.option_name}; {meant}" if meant else error.format_message())
         return int(ExitCode.INPUT)
     except click.ClickException as error:
-        tell_error(error.format_message().replace("a valid integer range", "a whole number"))
+        tell_error(_VALID.sub(lambda found: _NUMBERS[found[1]], error.format_message()))
         return int(ExitCode.INPUT)
     except RunError as error:
         tell_error(str(error), error if "--debug" in words else None)

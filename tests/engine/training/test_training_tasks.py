@@ -167,6 +167,11 @@ def test_traces_of_tokenisation_are_removed(raw: str, text: str) -> None:
         ("lambada={}", '{"txt": "a b"}\n', "line 1 of {} is no passage: JSON with the field 'text' is expected"),
         ("perplexity={}", "a", "{} has nothing to score: task perplexity found no token after another one"),
         ("wikitext={}.gone", "", "{}.gone cannot be read: No such file or directory"),
+        (
+            "perplexity={}.gone",
+            "",
+            "data file {0}.gone does not exist (from perplexity={0}.gone); did you mean 'file'?",
+        ),
         ("perplexity=test", "", "this model came without data: test is a split of a run's own data"),
     ],
 )

@@ -300,7 +300,7 @@ def goodput(request: Request, *, gpus: int | None, machine: Device, days: float,
     if as_json:
         print_json_line(report.yield_record(task, best, conditions, month, days))
     else:
-        click.echo(report.yield_text(task, best, conditions, month, days))
+        click.echo(report.yield_text(task, best, device, conditions, month, days))
 
 
 @plan.command()

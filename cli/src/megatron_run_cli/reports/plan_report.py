@@ -263,7 +263,7 @@ def found_record(task: Task, answer: Answer, device: Device) -> dict[str, Any]:
     }
 
 
-def yield_text(task: Task, best: Candidate, conditions: Conditions, month: Yield, days: float) -> str:
+def yield_text(task: Task, best: Candidate, device: Device, conditions: Conditions, month: Yield, days: float) -> str:
     """What is left of a month, where the rest goes, and the interval between saves beside Young's."""
     told = yield_record(task, best, conditions, month, days)
     shares = {
@@ -273,10 +273,12 @@ def yield_text(task: Task, best: Candidate, conditions: Conditions, month: Yield
         "lost since the last save": month.lost,
         "restarting": month.restarting,
     }
+    lost = f"a save stalls {conditions.stall:g} s, a restart takes {conditions.restart / 60:g} min"
     often = f"{month.failures:.1f} failures, one every {conditions.between_failures / 3600:.2f} h"
     return "\n".join(
         [
-            *_reading(task),
+            *_heading(task, "on", best, device),
+            f"a device fails every {conditions.mtbf / 3600:g} h, {lost}",
             f"{_settings(best)}: a step of {best.step.seconds:.3f} s",
             f"{days:g} days on {conditions.devices} devices: {often}",
             *(f"  {share:6.1%}  {name}" for name, share in shares.items()),

@@ -353,7 +353,9 @@ def _sync(file: BinaryIO) -> None:
 def _mapped(path: Path) -> mmap.mmap | bytes:
     """Return the contents of the file, mapped: read when they are touched. An empty file cannot be mapped."""
     if not path.exists():
-        fix = advice(near_path(path), "name the prefix that <prefix>.bin and <prefix>.idx share")
+        partner = path.with_suffix(".bin" if path.suffix == ".idx" else ".idx")
+        meant = "" if partner.exists() else near_path(path)
+        fix = advice(meant, "name the prefix that <prefix>.bin and <prefix>.idx share")
         raise DataError(f"{path} does not exist", why="an indexed dataset is a pair of files", fix=fix)
     with _naming(path, "read"), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size

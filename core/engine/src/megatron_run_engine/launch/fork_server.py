@@ -165,7 +165,7 @@ def serve(job: Path, control: socket.socket) -> int:
 def _serve(job: Path, control: socket.socket) -> None:
     with control.makefile("rb") as file:
         starts = _decode(file.readline())
-    gc.disable()  # of what is imported nothing becomes garbage, and looking for it takes a fifth of the time
+    gc.disable()  # little of what imports make becomes garbage, and looking for it takes a while
     run = preload(Job.read(job), len(starts))
     gc.freeze()  # the ranks do not write to the pages of what is here by looking for garbage in it
     gc.enable()

@@ -18,7 +18,7 @@ from megatron_run.contracts.data import Split
 from megatron_run.contracts.schema import TASKS, read_task
 from megatron_run.errors import DataError, InputError
 from megatron_run.safe_folder import parse_json
-from megatron_run_engine.data.documents import find_documents
+from megatron_run_engine.data.documents import Document, find_documents
 from megatron_run_engine.runtime.generation.scoring import IGNORED, Score, Window, score, text_windows
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 #: Tokens that a window scores of WikiText-103 (appendix E.1).
 WIKITEXT_STRIDE = 32
+#: How a model gets the tokenizer that its own data do not have.
+_TOKENIZER = "--plugin data=text,tokenizer=FILE"
 #: exp overflows a double above 709.
 _LARGEST = 700.0
 
@@ -71,12 +73,12 @@ class Reader:
         """The tokens of ``text``. Raises :class:`DataError` if it cannot be text, or the model does not know one."""
         tokens = None if self.data is None else self.data.encode(text)
         if tokens is None:
-            raise DataError("this model has no tokenizer", why="a task reads text", fix="add --set data.tokenizer=FILE")
+            raise DataError("this model has no tokenizer", why="a task reads text", fix=f"name it: {_TOKENIZER}")
         strange = next((token for token in tokens if not 0 <= token < self._vocab_size), None)
         if strange is not None:
             raise DataError(
                 f"the tokenizer writes token {strange}, the model has {self._vocab_size}",
-                fix="name the tokenizer that the model was trained with: --set data.tokenizer=FILE",
+                fix=f"name the tokenizer that the model was trained with: {_TOKENIZER}",
             )
         return list(tokens)
 
@@ -102,7 +104,7 @@ def perplexity(source: str, reader: Reader, stride: int | None) -> Work:
     """
     if source in get_args(Split) and not Path(source).exists():
         return Work(reader.split(cast("Split", source)), lambda scores: {"perplexity": _exp(_loss(scores))})
-    texts = [_text(document.path) for document in find_documents([source])]
+    texts = [_text(document.path) for document in _documents(source)]
     windows = [window for text in texts for window in _windows(text, reader, stride or reader.longest)]
     size = sum(len(text.encode()) for text in texts)
 
@@ -111,6 +113,14 @@ def perplexity(source: str, reader: Reader, stride: int | None) -> Work:
         return {"perplexity": _exp(_loss(scores)), "bits_per_byte": bits / size}
 
     return Work(windows, metrics)
+
+
+def _documents(source: str) -> tuple[Document, ...]:
+    try:
+        return find_documents([source])
+    except DataError as error:
+        error.origin = f"perplexity={source}"
+        raise
 
 
 def wikitext(source: str, reader: Reader, stride: int | None) -> Work:
