@@ -15,7 +15,7 @@ from megatron_run.errors import RunError
 from megatron_run.planning import load_config
 from megatron_run_engine.inference import LoadedModel, load
 from megatron_run_engine.runtime.generation import Window, score
-from megatron_run_engine.training.tasks import detokenize
+from megatron_run_engine.training.tasks import Reader, detokenize
 from tests.support.training_bench import Bench
 
 #: The longest sequence of the model.
@@ -181,6 +181,11 @@ def test_mistakes_are_one_line(model: LoadedModel, tmp_path: Path, task: str, co
     with pytest.raises(RunError) as caught:
         model.evaluate(task.format(path))
     assert str(caught.value) == message.format(path)
+
+
+def test_without_a_tokenizer_one_is_asked_for() -> None:
+    with pytest.raises(RunError, match=r"no tokenizer: a task reads text; name it: --plugin data=text,tokenizer=FILE$"):
+        Reader(None, 8, 0, 257).encode("text")
 
 
 def test_a_training_evaluates_its_tasks_each_time(tmp_path: Path) -> None:
