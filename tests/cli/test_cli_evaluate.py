@@ -10,6 +10,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_run.errors import ExitCode
+from megatron_run_cli.commands import evaluate
+from megatron_run_cli.main import main
 from tests.support.forked import forked_command
 
 pytestmark = pytest.mark.multiproc
@@ -99,3 +101,18 @@ def test_without_a_task_the_command_says_what_to_type(tmp_path: Path) -> None:
     assert done.stderr == (
         "megatron-run: no task is given; type: --task perplexity=FILE, wikitext=FILE or lambada=FILE\n"
     )
+
+
+def test_a_long_evaluation_says_how_far_it_is(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eval", str(run), "--task", f"perplexity={run.parent / 'text.txt'}", "--json"]
+    monkeypatch.chdir(run.parent)
+    assert main(words) == ExitCode.DONE
+    assert "windows" not in capsys.readouterr().err
+    monkeypatch.setattr(evaluate, "_PAUSE", 0.0)
+    assert main([*words, "--stride", "1", "--batch", "100"]) == ExitCode.DONE
+    lines = [line for line in capsys.readouterr().err.splitlines() if "windows" in line]
+    scored, windows = lines[0].split(": ")[-1].split(" of ")
+    assert int(scored) == 100
+    assert len(lines) == (int(windows.split()[0].replace(",", "")) - 1) // 100

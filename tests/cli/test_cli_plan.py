@@ -88,6 +88,10 @@ def test_the_best_is_written_and_can_be_asked_about(capsys: Output, tmp_path: Pa
     assert main(["plan", "--size", "1.3B", "--gpus", "8", "--write", str(file)]) == 0
     told = capsys.readouterr().out
     assert f"next: megatron-run {file} --dry-run, and megatron-run {file} --nproc 8" in told
+    assert f"written: {file}; its data are generated (data=mock): name yours in it" in told
+    other = tmp_path / "text.yaml"
+    assert main(["plan", str(file), "--set", "data.use=text", "--gpus", "8", "--write", str(other)]) == 0
+    assert capsys.readouterr().out.endswith(f"written: {other}\n")
     assert main(["plan", str(file), "--gpus", "8", "--what-if", "train.micro_batch_size=1", "--json"]) == 0
     one, two = json.loads(capsys.readouterr().out)["candidates"]
     assert one["seconds"] == pytest.approx(float(told.splitlines()[3].split()[0].rstrip("s")), abs=1e-3)
@@ -179,7 +183,7 @@ def test_a_predicted_step_lasts_as_long_as_it_says(capsys: Output, tmp_path: Pat
     bars = [each for each in json.loads(file.read_text())["traceEvents"] if each["ph"] == "X"]
     last = max(bar["ts"] + bar["dur"] for bar in bars) / 1e6
     busy = sum(bar["dur"] for bar in bars) / 1e6
-    assert busy == pytest.approx(2 * last * (1 - told["bubble"]))
+    assert busy == pytest.approx(2 * last * (1 - told["waiting"]))
     assert last < told["seconds"] < 1.5 * last
     for stage in (0, 1):
         mine = sorted((bar["ts"], bar["ts"] + bar["dur"]) for bar in bars if bar["tid"] == stage + 1)

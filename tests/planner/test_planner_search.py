@@ -104,7 +104,7 @@ def test_shares_of_a_step_are_parts_of_it(schedules: Schedules) -> None:
     for each in search(schedules).run().best:
         assert all(share >= -1e-9 for share in each.shares.values())
         assert sum(each.shares.values()) < 1
-        assert each.shares["bubble"] == pytest.approx(each.step.bubble * each.step.pipeline / each.step.seconds)
+        assert each.shares["waiting"] == pytest.approx(each.step.waiting * each.step.pipeline / each.step.seconds)
 
 
 @pytest.mark.parametrize("tensor", [1, 8])

@@ -110,7 +110,7 @@ def test_equal_stages_wait_as_the_formula_says(kind: str, chunks: int, microbatc
     ideal = microbatches * 4 * (layer.forward + layer.backward)
     found = step_time(model, split, device, plan)
     assert found.pipeline == pytest.approx(ideal * (1 + 3 / (chunks * microbatches)), rel=1e-3)
-    assert found.bubble == pytest.approx(1 - ideal / found.pipeline, abs=1e-3)
+    assert found.waiting == pytest.approx(1 - ideal / found.pipeline, abs=1e-3)
 
 
 @pytest.mark.parametrize("pipeline", [2, 4, 8])

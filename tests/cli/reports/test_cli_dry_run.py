@@ -7,9 +7,10 @@ import pytest
 
 from megatron_run.errors import CheckpointError, DataError, InputError, Problems
 from megatron_run.planning import resolve
-from megatron_run_cli.reports.dry_run import dry_run_text, slots_text
+from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text, slots_text
 from megatron_run_engine.capture import Pass, shared_slots
 from megatron_run_engine.data.indexed_files import Writer
+from megatron_run_planner.devices import read_device
 from tests.support.forked import tiny
 from tests.support.small_models import LENGTH, saved_network
 
@@ -67,6 +68,14 @@ def test_a_dry_run_reads_a_sample_of_each_split(tmp_path: Path) -> None:
 
 def test_a_dry_run_says_when_a_rank_needs_more_than_this_machine_has(tmp_path: Path) -> None:
     assert "this machine cannot train it: a rank needs" in report(tmp_path / "run", model__hidden_size=10_000_000)
+
+
+def test_a_dry_run_for_a_device_does_not_speak_of_this_machine(tmp_path: Path) -> None:
+    run = resolve(tiny(tmp_path / "run", {"model.hidden_size": 10_000_000}), plan_only=True)
+    shown = dry_run_text(run, read_device("a100"))
+    assert "does not fit A100" in shown
+    assert "this machine" not in shown
+    assert dry_run_json(run, read_device("a100"))["notices"] == []
 
 
 def test_a_row_longer_than_berts_positions_is_refused_when_it_is_planned(tmp_path: Path) -> None:

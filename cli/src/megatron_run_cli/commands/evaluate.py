@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from megatron_run.config.request import Request
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.training.tasks import TaskResult
+
+#: Seconds between two lines about how far an evaluation is.
+_PAUSE = 10.0
 
 
 class Eval(DefaultGroup):
@@ -88,7 +92,7 @@ def model(
         given = {"path": str(model.expanduser()), "step": step, "tasks": tasks, "stride": stride, "batch": batch}
         results = [TaskResult(**each) for each in _on_ranks(run, request, given)]
     else:
-        results = load_here(run, source).evaluate(*tasks, stride=stride, batch=batch)
+        results = load_here(run, source).evaluate(*tasks, stride=stride, batch=batch, heard=Heard())
     if as_json:
         print_json({"model": str(source.path), "step": source.step, "tasks": [asdict(each) for each in results]})
     else:
@@ -166,6 +170,19 @@ def harness(
     for task, metrics in results.items():
         rows += [(task, name, f"{value:.4f}") for name, value in metrics.items() if isinstance(value, float)]
     print_table(rows)
+
+
+class Heard:
+    """Says how far a long evaluation is, every ten seconds."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + _PAUSE
+
+    def __call__(self, task: str, windows: int, scored: int) -> None:
+        """Say that ``scored`` of the windows of ``task`` are done, if it is time."""
+        if time.monotonic() >= self._next and scored < windows:
+            self._next = time.monotonic() + _PAUSE
+            tell(f"{task}: {scored:,} of {windows:,} windows")
 
 
 def _on_ranks(run: ResolvedRun, request: Request, arguments: dict[str, Any]) -> Any:

@@ -213,7 +213,7 @@ def search(
         record = report.choice_record(task, found, machine, install)
         if write:
             write_file(write, written(task, found.best[0]))
-            text += f"\nwritten: {write}"
+            text += report.written_line(task, write)
     text += drawn(task, shown, machine, **traces)
     if as_json:
         print_json_line(record)

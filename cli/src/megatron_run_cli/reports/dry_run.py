@@ -52,7 +52,7 @@ def dry_run_text(run: ResolvedRun, device: Device | None = None, svg: Path | Non
     parts += step
     if any(captured.regions for captured in size.captures):
         parts.append(_captures_text(size.captures, plan))
-    notices = _machine_notices(run, size)
+    notices = [] if device else _machine_notices(run, size)
     return "\n\n".join([*parts, *(f"note: {notice}" for notice in notices)])
 
 
@@ -99,7 +99,7 @@ def dry_run_json(run: ResolvedRun, device: Device | None = None, svg: Path | Non
     counted = _step_memory(run)
     return {
         **told,
-        "notices": [*told["notices"], *_machine_notices(run, size)],
+        "notices": [*told["notices"], *([] if device else _machine_notices(run, size))],
         "parameters": size.parameters,
         "parameters_by_stage": [stage.parameters for stage in size.stages],
         "padding_by_stage": [stage.padding for stage in size.stages],

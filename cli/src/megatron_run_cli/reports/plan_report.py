@@ -53,6 +53,13 @@ def _next(best: Candidate, device: Device, written: Path | None, install: Sequen
     return " ".join(["next:", *steps, f"megatron-run {file} --dry-run, and megatron-run {file} {start}"])
 
 
+def written_line(task: Task, file: Path) -> str:
+    """That the best split is in ``file``, and what that file lacks."""
+    generated = task.sections.get("data", {}).get("use") == "mock"
+    lacks = "; its data are generated (data=mock): name yours in it (docs/data.md)" if generated else ""
+    return f"\nwritten: {file}{lacks}"
+
+
 def _heading(task: Task, verb: str, each: Candidate, device: Device) -> list[str]:
     """What the numbers below are of."""
     batch = f"{each.split.global_batch} x {task.model.sequence} tokens"
@@ -190,7 +197,7 @@ def _record(task: Task, each: Candidate, device: Device) -> dict[str, Any]:
         "split": asdict(each.split),
         "schedule": each.schedule,
         "seconds": each.step.seconds,
-        "bubble": each.step.bubble,
+        "waiting": each.step.waiting,
         "mfu": each.step.mfu(task.model, each.split, device),
         "shares": each.shares,
         "limit": each.limit,
@@ -211,9 +218,9 @@ def found_text(task: Task, answer: Answer, device: Device) -> str:
             f"{task.model.parameters / 1e9:.1f}B parameters over {split.pipeline} stages, {batch}",
             *_reading(task),
             "",
-            "    step  bubble  memory  chunks  schedule",
+            "    step  waiting  memory  chunks  schedule",
             *(
-                f"{each.step.seconds:7.3f}s  {each.step.bubble:6.1%}  {each.needed / _GIB:6.1f}  "
+                f"{each.step.seconds:7.3f}s  {each.step.waiting:7.1%}  {each.needed / _GIB:6.1f}  "
                 f"{each.split.chunks:6}  {name}"
                 for each, name in rows
             ),

@@ -27,8 +27,9 @@ SIMULATED, ACTIONS = 40, 600_000
 class Candidate:
     """One way to run: a split and a schedule, with what it is predicted to take.
 
-    ``shares`` are parts of the step: waiting (``bubble``), tensor-parallel and expert traffic (``layer traffic``),
-    recomputation, exposed gradient reduction, update. The rest computes. ``plan`` is what a run would execute.
+    ``shares`` are parts of the step: what stages wait for each other (``waiting``: the bubble, and uneven stages),
+    tensor-parallel and expert traffic (``layer traffic``), recomputation, exposed gradient reduction, update. The rest
+    computes. ``plan`` is what a run would execute.
     """
 
     split: Split
@@ -212,9 +213,9 @@ def shares(model: Model, split: Split, device: Device, step: StepTime) -> dict[s
     silent = layer_time(model, split, device.model_copy(update={"links": free}))
     kept = layer_time(model, replace(split, recompute="none"), device)
     whole = layer.forward + layer.backward
-    busy = step.pipeline * (1 - step.bubble) / step.seconds
+    busy = step.pipeline * (1 - step.waiting) / step.seconds
     return {
-        "bubble": step.pipeline * step.bubble / step.seconds,
+        "waiting": step.pipeline * step.waiting / step.seconds,
         "layer traffic": busy * (whole - silent.forward - silent.backward) / whole,
         "recomputation": busy * (layer.backward - kept.backward) / whole,
         "gradient reduction": step.reduction / step.seconds,

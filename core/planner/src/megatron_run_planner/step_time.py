@@ -87,13 +87,14 @@ class StepTime:
     """Seconds of a step, and where they go.
 
     ``pipeline`` is the time from the first forward to the last backward, of which the stages wait for the share
-    ``bubble`` on average; ``reduction`` the exposed reduction of gradients, ``update`` the optimizer's.
+    ``waiting`` on average, in the bubble or because they are uneven; ``reduction`` the exposed reduction of gradients,
+    ``update`` the optimizer's.
     """
 
     pipeline: float
     reduction: float
     update: float
-    bubble: float
+    waiting: float
 
     @property
     def seconds(self) -> float:
@@ -147,7 +148,7 @@ def step_time(model: Model, split: Split, device: Device, plan: Plan) -> StepTim
         # The last microbatch's backward hides what the layers behind it send; the last bucket's comes after it.
         buckets = min(_BUCKETS, max(1, model.layers // split.pipeline))
         reduction = max(reduction / buckets, reduction - times[0].backward * split.chunks)
-    return StepTime(pipeline, reduction, update, 1 - busy / (pipeline * split.pipeline))
+    return StepTime(pipeline, reduction, update, max(0.0, 1 - busy / (pipeline * split.pipeline)))
 
 
 def simulated(

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
@@ -150,6 +151,8 @@ def lambada(source: str, reader: Reader, _: int | None) -> Work:
     return Work(windows, lambda scores: {"accuracy": sum(each.greedy for each in scores) / len(scores)})
 
 
+#: Is told a task, how many windows it has, and how many of them are scored.
+Progress = Callable[[str, int, int], object]
 #: Makes the work of a task from its source.
 Maker = Callable[[str, Reader, "int | None"], Work]
 #: What makes the work of each of the kernel's ``TASKS``.
@@ -171,9 +174,12 @@ def make_work(task: str, reader: Reader, stride: int | None = None) -> tuple[str
     return name, source, work
 
 
-def run_task(name: str, source: str, work: Work, network: Network, batch: int = 8) -> TaskResult:
+def run_task(
+    name: str, source: str, work: Work, network: Network, batch: int = 8, heard: Progress | None = None
+) -> TaskResult:
     """Score a task, ``batch`` windows in a pass. Collective over the world."""
-    scores = score(network, work.windows, batch)
+    tell = partial(heard, f"{name}={source}", len(work.windows)) if heard else None
+    scores = score(network, work.windows, batch, tell)
     return TaskResult(name, source, _loss(scores), sum(each.targets for each in scores), work.metrics(scores))
 
 

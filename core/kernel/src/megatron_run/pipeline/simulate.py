@@ -152,7 +152,7 @@ def bubble_fraction(plan: Plan, ends: Sequence[Sequence[float]], costs: Mapping[
     makespan = max(done[-1] for done in ends)
     counts = Counter(chain.from_iterable(map(itemgetter(0), actions) for actions in plan.lists))
     busy = sum(count * costs.get(op, 0.0) for op, count in counts.items())
-    return 1 - busy / (makespan * plan.stages)
+    return max(0.0, 1 - busy / (makespan * plan.stages))
 
 
 def _bars(actions: Sequence[Action], ends: Sequence[float], costs: Mapping[str, float]) -> Iterator[Bar]:
