@@ -103,6 +103,11 @@ def test_without_a_task_the_command_says_what_to_type(tmp_path: Path) -> None:
     )
 
 
+def test_a_file_without_its_task_gets_the_words_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "run", "notes.md"]) == ExitCode.INPUT
+    assert capsys.readouterr().err == ("megatron-run: notes.md follows the model; type: --task perplexity=notes.md\n")
+
+
 def test_a_long_evaluation_says_how_far_it_is(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

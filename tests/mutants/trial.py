@@ -21,7 +21,7 @@ from tests.support.leftovers import end_leftovers
 
 #: ``no answer``: the tests did not come to an end in time, or could not be run, or fail without the mutant too.
 Outcome = Literal["killed", "survived", "no answer"]
-_LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "dist", "runs", "__pycache__", ".*_cache")
+_LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".te-env", "dist", "runs", "__pycache__", ".*_cache")
 #: The name of the first test that failed, in pytest's summary.
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*)?(?: - .*)?$", re.MULTILINE)
 _TESTS_FAILED, _NO_TESTS = 1, 5

@@ -24,6 +24,11 @@ def test_one_stage_holds_everything_once() -> None:
     assert counts(size) == (whole, ((whole, 0),), 128, 128)
 
 
+def test_a_matrix_of_two_parts_with_as_many_rows_as_words_is_not_the_vocabularys() -> None:
+    size = model_size(load_config("preset:tiny", sets=["model.activation=swiglu", "model.ffn_size=128"]))
+    assert (size.vocab, size.padded_vocab) == (128, 128)
+
+
 def test_a_tensor_that_no_memory_holds_is_a_line() -> None:
     with pytest.raises(InputError, match=r"larger than any memory: .*lower model.hidden_size"):
         model_size(load_config("preset:tiny", sets={"model.hidden_size": 10**9}))

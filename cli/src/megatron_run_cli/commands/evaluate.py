@@ -45,6 +45,7 @@ def evaluate() -> None:
 
 @evaluate.command()
 @click.argument("model", type=click.Path(path_type=Path))
+@click.argument("others", nargs=-1, metavar="")
 @click.option(
     "--task",
     "tasks",
@@ -68,6 +69,7 @@ def evaluate() -> None:
 def model(
     request: Request,
     model: Path,
+    others: tuple[str, ...],
     tasks: tuple[str, ...],
     *,
     step: int | None,
@@ -84,6 +86,8 @@ def model(
     from megatron_run_engine.inference.source import find_source
     from megatron_run_engine.training.tasks import TaskResult
 
+    if others:
+        raise InputError(f"{others[0]} follows the model", fix=f"type: --task perplexity={others[0]}")
     if not tasks:
         raise InputError("no task is given", fix="type: --task perplexity=FILE, wikitext=FILE or lambada=FILE")
     source = find_source(model.expanduser(), step)

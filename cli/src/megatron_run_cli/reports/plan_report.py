@@ -120,7 +120,8 @@ def _cost(task: Task, each: Candidate) -> list[str]:
         return []
     days = task.steps * each.step.seconds / _DAY
     hours = days * 24 * each.split.ranks
-    return [f"the whole run: {task.tokens or 0:.3g} tokens in {days:,.2f} days, {hours:,.0f} GPU hours"]
+    whole = f"the whole run of {task.steps:,} steps: {task.tokens or 0:.3g} tokens"
+    return [f"{whole} in {days:,.2f} days, {hours:,.0f} GPU hours"]
 
 
 def own_text(task: Task, shown: Sequence[Candidate], device: Device) -> str:

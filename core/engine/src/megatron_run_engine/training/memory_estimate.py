@@ -221,8 +221,9 @@ def _memory(run: ResolvedRun, rank: _Built) -> Mapping[str, int]:
 
 def _rows_over(vocab: int, held: Mapping[Parameter, ParamInfo]) -> int:
     """Return the rows that a rank holds of a matrix over the vocabulary, 0 if it holds none."""
-    matrices = (p for p, info in held.items() if any(part.shape[0] == vocab and p.ndim > 1 for part in info.parts))
-    return max((len(matrix) for matrix in matrices), default=0)
+    # A matrix of several parts, as queries, keys and values, only happens to have as many rows in one of them.
+    alone = ((parameter, info.parts[0]) for parameter, info in held.items() if len(info.parts) == 1)
+    return max((len(each) for each, part in alone if part.shape[0] == vocab and each.ndim > 1), default=0)
 
 
 def _values(parameter: Parameter, info: ParamInfo) -> int:
