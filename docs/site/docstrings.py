@@ -25,3 +25,13 @@ class Docstrings(griffe.Extension):
         """Rewrite the docstring of ``obj``, where it has one."""
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Rewrite the docstring of ``pkg``, which is not there yet when griffe calls :meth:`on_object` for it."""
+        self.on_object(obj=pkg)
+
+    def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
+        """Show the fields of a named tuple, which has no method that griffe could take them from."""
+        if cls.docstring is not None and any(str(base) == "NamedTuple" for base in cls.bases):
+            fields = "\n".join(f"{name}: {field.annotation}" for name, field in cls.attributes.items())
+            cls.docstring.value += f"\n\n```python\n{fields}\n```"

@@ -44,7 +44,11 @@ _HEADING = re.compile(r"^## (?P<title>.+)$|\]\((?P<page>[^)#:]+\.md)\)", re.MULT
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Lay out the navigation: guides as the table of contents has them, then what is made from the sources."""
-    api = [{library.name: [f"api/{module}.md" for module in entries(library)]} for library in libraries()]
+    # The names within a package alone: whole ones do not fit beside the page.
+    pages = {each.name: {module: f"api/{module}.md" for module in entries(each)} for each in libraries()}
+    api = [
+        {name: [{module.removeprefix(f"{name}."): page} for module, page in own.items()]} for name, own in pages.items()
+    ]
     config.nav = [
         {"Home": "index.md"},
         *_guides(),
@@ -97,7 +101,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]  # a broken link: MkDocs says so
         if config.repo_url:
             return f"{match['text']}({config.repo_url.rstrip('/')}/blob/main/{target})"
-        return match["text"][1:-1]
+        text = match["text"][1:-1]
+        return f"`{text}`" if text.endswith(".py") else text
 
     return _outside_code(link, markdown)
 

@@ -11,6 +11,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from docs.site.docstrings import as_markdown
 from megatron_run.contracts import KINDS, PluginInfo, entry_point_group
 from megatron_run_cli.reports.keys import model_keys
 
@@ -61,7 +62,8 @@ def summary(module: str) -> str:
         path = library.parent.joinpath(*module.split("."))
         for file in (path / "__init__.py", path.with_suffix(".py")):
             if file.is_file():
-                return (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+                found = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+                return as_markdown(found.partition("\n")[0])
     raise LookupError(module)
 
 

@@ -41,14 +41,18 @@ class Read(HTMLParser):
 
     def __init__(self, page: Path) -> None:
         super().__init__()
-        self.text, self.anchors, self.fetched = "", set[str](), list[str]()
+        self.text, self.code, self.anchors, self.fetched = "", list[str](), set[str](), list[str]()
+        self._last = ""
         self.feed(page.read_text(encoding="utf-8"))
 
     def handle_data(self, data: str) -> None:
         self.text += data
+        if self._last == "code":
+            self.code.append(data)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         told = dict(attrs)
+        self._last = tag
         self.anchors.add(told.get("id") or "")
         if tag in ("script", "img", "link") and told.get("rel") != "canonical":
             self.fetched.append(told.get("src") or told.get("href") or "")
@@ -78,10 +82,21 @@ def test_every_library_has_its_reference(site: Path) -> None:
     assert "megatron_run.contracts.plugin.PluginInfo" in contract.anchors
 
 
+def test_the_words_of_a_contract_are_shown_with_their_fields(site: Path) -> None:
+    assert "microbatch: int" in " ".join(Read(site / "kinds" / "schedule" / "index.html").text.split())
+
+
+def test_no_page_shows_the_marks_of_docstrings(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        assert not re.search(r":(class|func|meth|mod|attr|exc|data):`", Read(page).text), page
+
+
 def test_the_front_page_is_the_readme(site: Path) -> None:
     page = Read(site / "index.html")
     assert "make run" in page.text
     assert "](" not in page.text
+    assert "`hookspecs.py`" not in page.text
+    assert "hookspecs.py" in page.code
 
 
 def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
