@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.support.ranks import run_ranks
-from tests.support.training import Seen, found_once, train_here
+from tests.support.training import Seen, found_once, kept_groups, train_here
 
 Array = NDArray[np.floating[Any]]
 #: What tensor-parallel ranks do together, by its names in the versions of torch.
@@ -74,9 +74,15 @@ class Ran:
 
 
 def run_cases(world: int, cases: Sequence[Case]) -> list[list[Ran]]:
-    """Run every case on the same ``world`` ranks, one after the other: by case, by rank."""
-    by_rank = run_ranks(_run_cases, world, tuple(cases), timeout=30 + 15 * len(cases))  # of a slow machine
-    return [list(ranks) for ranks in zip(*by_rank, strict=True)]
+    """Run every case on the same ``world`` ranks, one after the other: by case, by rank.
+
+    Of a whole product, 32 cases at a time: the threads of their groups end with the ranks alone, and slow them down.
+    """
+    ran: list[list[Ran]] = []
+    for batch in (tuple(cases[start : start + 32]) for start in range(0, len(cases), 32)):
+        by_rank = run_ranks(_run_cases, world, batch, timeout=30 + 15 * len(batch))  # of a slow machine
+        ran += [list(ranks) for ranks in zip(*by_rank, strict=True)]
+    return ran
 
 
 def joined(ranks: Iterable[Ran]) -> dict[str, Array]:
@@ -95,7 +101,7 @@ def joined(ranks: Iterable[Ran]) -> dict[str, Array]:
 
 
 def _run_cases(rank: int, world: int, cases: Sequence[Case]) -> list[Ran]:
-    with found_once():
+    with found_once(), kept_groups():
         return [_run_case(rank, world, case) for case in cases]
 
 

@@ -18,7 +18,7 @@ from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from tests.support.ranks import run_ranks
 from tests.support.resuming import SMALL, attempt, only_step
 from tests.support.saved_steps import same_bits
-from tests.support.training import found_once
+from tests.support.training import found_once, kept_groups
 
 pytestmark = pytest.mark.multiproc
 
@@ -56,7 +56,7 @@ def go_on(rank: int, world: int, folder: str) -> tuple[dict[int, float], dict[in
     import torch.distributed as dist
 
     root, losses, wrong = Path(folder), dict[int, float](), list[str]()
-    with found_once():
+    with found_once(), kept_groups():
         for index, (shape, end) in enumerate(zip(CHAIN, ENDS, strict=True)):
             place, before = root / str(index), end - EACH
             if index and rank == 0:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.reshaping import SHAPES, Found, check_bits, check_samples, reshape
 from tests.support.ranks import run_ranks
-from tests.support.training import found_once
+from tests.support.training import found_once, kept_groups
 
 pytestmark = pytest.mark.multiproc
 
@@ -18,7 +18,7 @@ each_optimizer = pytest.mark.parametrize("optimizer", [pytest.param("adamw", mar
 
 def reshape_all(rank: int, world: int, root: str, optimizer: str) -> Found:
     """All twelve pairs of shapes."""
-    with found_once():
+    with found_once(), kept_groups():
         return reshape(rank, world, Path(root), optimizer, SHAPES)
 
 

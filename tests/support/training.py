@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -79,8 +80,7 @@ def train_many(world: int, requests: Sequence[Request], *, timeout: float = 280)
     if world == 1:
         halves = run_ranks(_train_alone, 2, texts, timeout=timeout)
         return [[halves[index % 2][index // 2]] for index in range(len(texts))]
-    with tempfile.TemporaryDirectory() as folder:
-        by_rank = run_ranks(train_in_turn, world, texts, folder, timeout=timeout)
+    by_rank = run_ranks(train_in_turn, world, texts, timeout=timeout)
     return [list(ranks) for ranks in zip(*by_rank, strict=True)]
 
 
@@ -89,14 +89,10 @@ def _train_alone(rank: int, world: int, requests: list[str]) -> list[Seen]:
         return [train_here(0, 1, request) for request in requests[rank::world]]
 
 
-def train_in_turn(rank: int, world: int, requests: list[str], folder: str) -> list[Seen]:
-    """A new world for each request, as each run has one of its own."""
-    seen = []
-    with found_once():
-        for index, request in enumerate(requests):
-            enter_new_world(rank, world, f"{folder}/{index}")
-            seen.append(train_here(rank, world, request))
-    return seen
+def train_in_turn(rank: int, world: int, requests: list[str]) -> list[Seen]:
+    """Train each of ``requests`` on this rank."""
+    with found_once(), kept_groups():
+        return [train_here(rank, world, request) for request in requests]
 
 
 def enter_new_world(rank: int, world: int, store: str) -> None:
@@ -121,6 +117,37 @@ def found_once() -> Iterator[None]:
         mock.patch("megatron_run.planning.resolver.scan", cache(scan)),
         mock.patch("megatron_run.planning.choosing.load", lambda entry, origin, digests: loaded(entry, origin)),
     ):
+        yield
+
+
+@contextmanager
+def kept_groups() -> Iterator[None]:
+    """Within: runs of these ranks share process groups, whose threads would slow down the runs after them.
+
+    A thread of gloo's looks for work a hundred times a second, and a group has three.
+    """
+    import torch.distributed as dist
+
+    from megatron_run_engine.runtime.comm import groups
+    from megatron_run_engine.training import build
+
+    made: dict[tuple[tuple[tuple[int, ...], ...], int], Any] = {}
+    asked: Counter[tuple[tuple[int, ...], ...]] = Counter()
+
+    def create(partition: tuple[tuple[int, ...], ...], rank: int, timeout: timedelta) -> Any:
+        key = partition, asked[partition]
+        asked[partition] += 1
+        if key not in made:
+            groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in partition if len(ranks) > 1}
+            made[key] = next((group for ranks, group in groups.items() if rank in ranks), None)
+        return made[key]
+
+    def create_groups(*arguments: Any) -> Any:
+        asked.clear()
+        return create_all(*arguments)
+
+    create_all = groups.create_groups
+    with mock.patch.object(groups, "_create", create), mock.patch.object(build, "create_groups", create_groups):
         yield
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatron_run.config.request import Request
 from tests.support.ranks import run_ranks
-from tests.support.training import found_once, train_here
+from tests.support.training import found_once, kept_groups, train_here
 
 Array = NDArray[Any]
 
@@ -86,7 +86,7 @@ def state_of(ranks: Iterable[Held]) -> dict[tuple[str, str], Array]:
 
 
 def _run_cases(rank: int, world: int, cases: Sequence[Case]) -> list[Held]:
-    with found_once():
+    with found_once(), kept_groups():
         return [_run_case(rank, world, case) for case in cases]
 
 

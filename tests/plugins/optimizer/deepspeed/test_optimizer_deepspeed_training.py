@@ -46,7 +46,7 @@ RESHAPED = tuple(shape for shape in SHAPES if shape[1] == 1)
 
 
 def train_then_reshape(rank: int, world: int, requests: list[str], folder: str) -> tuple[list[Seen], Found]:
-    seen = train_in_turn(rank, world, requests, folder)
+    seen = train_in_turn(rank, world, requests)
     enter_new_world(rank, world, f"{folder}/last")
     with found_once():
         return seen, reshape(rank, world, Path(folder), "deepspeed", RESHAPED)
