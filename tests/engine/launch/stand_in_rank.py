@@ -1,6 +1,7 @@
 """A rank without torch: ``stand_in_rank.py PIDS BEHAVIOUR... JOB``, where BEHAVIOUR is ``RANK:WHAT`` or ``*:WHAT``.
 
-Writes its process id into the folder PIDS, then does what its rank is told.
+Writes its process id into the folder PIDS, then does what its rank is told. The engine is imported only by those who
+need it: its import is nine tenths of the time of a rank that only waits or ends.
 """
 
 from __future__ import annotations
@@ -18,11 +19,6 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from megatron_run.contracts.activity import Activity
-from megatron_run_engine.launch.rank import Job, hold_lifeline, page_path
-from megatron_run_engine.launch.results import RankResult
-from megatron_run_engine.launch.watchdog.page import PageWriter
-
 RANK = int(os.environ.get("RANK", "0"))
 
 
@@ -37,6 +33,8 @@ def leave(code: str) -> None:
 
 def report(job: Path, rest: str) -> None:
     """``CODE first|second MESSAGE``: the second one complains at once, the first cause a little later."""
+    from megatron_run_engine.launch.results import RankResult
+
     code, turn, message = rest.split(" ", 2)
     time.sleep(0.3 if turn == "first" else 0.0)
     RankResult(RANK, int(code), message, secondary=turn != "first").write(job)
@@ -45,6 +43,13 @@ def report(job: Path, rest: str) -> None:
 
 def fail(text: str) -> None:
     raise ValueError(text)
+
+
+def kill(folder: Path, after: str) -> None:
+    """Be killed, once the file ``after`` is there where one is named."""
+    while not Path(folder, after).exists():
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def talk() -> None:
@@ -119,6 +124,11 @@ def keep_page(folder: Path, job: Path, rest: str) -> None:
 
     With ``after`` before it, once rank 0 waits.
     """
+    from megatron_run.contracts.activity import Activity
+    from megatron_run_engine.launch.rank import page_path
+    from megatron_run_engine.launch.results import RankResult
+    from megatron_run_engine.launch.watchdog.page import PageWriter
+
     activity = Activity()
     activity.members["world"] = (0, 1)
     PageWriter(page_path(job, RANK), activity)
@@ -145,17 +155,25 @@ def keep_page(folder: Path, job: Path, rest: str) -> None:
         os._exit(0)
 
 
+def hold_lifeline(job: Path) -> None:
+    """End with the launcher, as a rank does."""
+    from megatron_run_engine.launch import rank
+
+    rank.hold_lifeline(rank.Job.read(job).lifeline)
+
+
 def main() -> None:
     folder, *told, job = sys.argv[1:]
-    hold_lifeline(Job.read(Path(job)).lifeline)
     behaviours = dict(each.split(":", 1) for each in told)
-    Path(folder, f"{RANK}.pid").write_text(str(os.getpid()))
     word, _, rest = behaviours.get(str(RANK), behaviours.get("*", "exit 0")).partition(" ")
+    if word in ("parent", "page", "lock"):  # those of which a test kills the launcher
+        hold_lifeline(Path(job))
+    Path(folder, f"{RANK}.pid").write_text(str(os.getpid()))
     actions: dict[str, Callable[[], object]] = {
         "exit": lambda: leave(rest),
         "report": lambda: report(Path(job), rest),
         "raise": lambda: fail(rest),
-        "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "kill": lambda: kill(Path(folder), rest),
         "stubborn": lambda: on_signals(signal.SIG_IGN),
         "polite": lambda: on_signals(None, rest),
         "parent": lambda: have_a_child(Path(folder), rest),

@@ -242,7 +242,7 @@ def test_signal_handlers_are_given_back(launcher: Launcher) -> None:
 
 
 def test_what_a_rank_started_ends_with_it(launcher: Launcher) -> None:
-    launcher("0:parent", "1:kill", grace=0.5)
+    launcher("0:parent", "1:kill 0.child.pid", grace=0.5)
     assert (launcher.pids / "0.child.pid").exists()
     wait_until(lambda: no_process_left(launcher))
 
