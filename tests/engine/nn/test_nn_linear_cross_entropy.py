@@ -145,6 +145,8 @@ def test_layers_without_it_say_what_to_type() -> None:
         Without(single_process_context()).linear_cross_entropy(10, 0.0, 2)
 
 
+#: The least in which both stages have a layer, and a second step and a second microbatch go on from a first.
+SMALL = ("model.num_layers=2", "train.global_batch_size=4", "train.steps=2", "eval.batches=1")
 #: Name -> (ranks' plugins, settings).
 RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tensor": (("parallel-layer=tensor",), ("parallel.tensor=2", "model.label_smoothing=0.1")),
@@ -159,7 +161,7 @@ def test_ranks_learn_the_same() -> None:
     requests = [
         Request(
             configs=("preset:tiny",),
-            sets=(*sets, "train.steps=3", "model.dropout=0", f"model.loss_chunks={chunks}"),
+            sets=(*sets, *SMALL, "model.dropout=0", f"model.loss_chunks={chunks}"),
             plugins=plugins,
             nproc=2,
         )
