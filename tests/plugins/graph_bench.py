@@ -125,9 +125,10 @@ class Pipeline:
         """The actions of ``stage``."""
         return self.plan.lists[stage]
 
-    def start_capture(self) -> list[CaptureSize]:
-        """Capture every stage, once a step has run."""
-        for index, stage in enumerate(self.stages):
+    def start_capture(self, *only: int) -> list[CaptureSize]:
+        """Capture these stages, every one if none is named, once a step has run; their sizes."""
+        for index in only or range(len(self.stages)):
+            stage = self.stages[index]
             stage.size = stage.capture.capture(stage.regions, self.actions(index), stage.context.segments.examples)
             stage.context.segments.replay_with(stage.capture)
         return [stage.size for stage in self.stages if stage.size is not None]

@@ -33,8 +33,18 @@ RUNS: dict[str, tuple[Schedule, int, bool]] = {
     "1f1b": (OneForwardOneBackward(), 2, False),
     "zero-bubble": (ZeroBubbleH1(), 2, True),
 }
-#: A stage without anything to train has no backward to run.
-CASES = [(run, name) for run in RUNS for name in FROZEN if run == "sequential" or name != "all but the head"]
+#: By day each name twice, with that of the test below, but for the last: of two stages one had no backward to run.
+DAILY = {
+    "sequential": ("the embedding and the first layer", "a layer between", "all but the head"),
+    "1f1b": ("the embedding", "norms"),
+    "zero-bubble": ("the embedding and the first layer", "a layer between", "norms"),
+}
+CASES = [
+    pytest.param(run, name, id=f"{run}-{name}", marks=[pytest.mark.nightly] * (name not in DAILY[run]))
+    for run in RUNS
+    for name in FROZEN
+    if run == "sequential" or name != "all but the head"
+]
 
 
 def pair(schedule: Schedule, stages: int, model: GptOptions, name: str, **options: Any) -> list[Pipeline]:

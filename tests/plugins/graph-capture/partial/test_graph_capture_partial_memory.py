@@ -22,12 +22,12 @@ from megatron_run_schedule_interleaved import Interleaved
 from megatron_run_testing.build_contexts import single_process_context
 from tests.plugins.graph_bench import Pipeline, one_region, partial_capture
 
-STAGES = 4
-FIRST_STAGE = GptOptions(num_layers=4, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.0)
+STAGES = 3
+FIRST_STAGE = GptOptions(num_layers=STAGES, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.0)
 
 
 def piped(microbatches: int, **options: Any) -> Pipeline:
-    """Four stages of one layer under 1F1B, after their first step."""
+    """Stages of one layer under 1F1B, after their first step."""
     pipeline = Pipeline(OneForwardOneBackward(), microbatches, stages=STAGES, model=FIRST_STAGE, **options)
     pipeline.step(1)
     return pipeline

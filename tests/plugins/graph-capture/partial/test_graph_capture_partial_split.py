@@ -14,7 +14,7 @@ from megatron_run_schedule_zero_bubble.v import ZeroBubbleV
 from tests.plugins.graph_bench import Pipeline
 
 #: Of two chunks on one stage, which both add to the gradient of the tied embedding.
-TIED = GptOptions(num_layers=4, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1, tie_embeddings=True)
+TIED = GptOptions(num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1, tie_embeddings=True)
 SCOPE = ("embedding", "attn", "mlp", "head", "loss")
 
 
@@ -28,7 +28,7 @@ class FirstChunkFirst(ZeroBubbleV):
 
 def pipelines(model: GptOptions) -> tuple[Pipeline, Pipeline]:
     """Two equal ones, of which the second has captured after a step."""
-    eager, captured = (Pipeline(FirstChunkFirst(), 4, stages=1, chunks=2, model=model, scope=SCOPE) for _ in range(2))
+    eager, captured = (Pipeline(FirstChunkFirst(), 3, stages=1, chunks=2, model=model, scope=SCOPE) for _ in range(2))
     assert eager.step(1).equals(captured.step(1))
     captured.start_capture()
     return eager, captured

@@ -40,12 +40,14 @@ ALONE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a growing batch": ((), GROWING),
 }
 RANKS = {
-    "data": (
+    "padded experts, their state in shares": (
         ("optimizer=zero1",),
-        ("parallel.data=2", "optimizer.overlap_param_gather=true", "optimizer.bucket_size=2000"),
+        ("parallel.expert=2", *PADDED, *BIASED, "optimizer.overlap_param_gather=true", "optimizer.bucket_size=2000"),
     ),
-    "padded experts": ((), ("parallel.expert=2", *PADDED, *BIASED)),
-    "tensor": (("parallel-layer=tensor",), ("parallel.tensor=2", "parallel.sequence=true")),
+    "tensor": (
+        ("parallel-layer=tensor",),
+        ("parallel.tensor=2", "parallel.sequence=true", "train.global_batch_size=4"),
+    ),
 }
 
 
