@@ -1,11 +1,13 @@
 """Experts split over ranks train as the single process does, whatever else the run is split by.
 
-Here each two choices run together once, for few steps; ``make grid`` runs every split.
+Here each two choices run together once, for few steps of a small batch; ``make grid`` runs every split.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Hashable
 from functools import cache
 from itertools import product
 from typing import NamedTuple
@@ -20,7 +22,6 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(3600 if WHOLE else 600)
 
 STEPS, RANKS = 20 if WHOLE else 2, 4
 SETS = (
-    "train.global_batch_size=4",
     "train.micro_batch_size=1",  # the same everywhere: balance and capacity are those of a microbatch
     "train.lr_shape=constant",
     "train.lr_warmup=2",
@@ -32,10 +33,12 @@ SETS = (
     "model.num_heads=4",
     "train.sequence_length=16",
 )
-#: Each stage has a layer with experts, by every schedule.
+#: Those with dense layers too.
+MIXED = ("dropless", "biases")
 MODELS: dict[str, tuple[str, ...]] = {
-    "dropless": ("model.z_loss_coeff=0.01", "model.expert_layer_pattern=1,0,0,1"),
+    "dropless": ("model.z_loss_coeff=0.01",),
     "capacity": (
+        "model.z_loss_coeff=0.01",
         "model.expert_capacity_factor=0.75",
         "model.shared_expert_ffn_size=24",
         "model.shared_expert_gate=true",
@@ -47,7 +50,6 @@ MODELS: dict[str, tuple[str, ...]] = {
         "model.router_score_function=sigmoid",
         "model.router_groups=2",
         "model.router_topk_scaling_factor=1.5",
-        "model.expert_layer_pattern=1,0,0,1",
     ),
 }
 
@@ -65,6 +67,28 @@ class Split(NamedTuple):
     optimizer: str = "adamw"
     schedule: str = "1f1b"
     dtype: str = "float32"
+    pattern: str = "1,0,0,1"  # 1 for a layer with experts: each stage has one, by every schedule
+    batch: int = 4
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.expert, self.tensor, self.pipeline
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same experts."""
+        return RANKS // math.prod(self.shape)
+
+    @property
+    def axes(self) -> dict[str, Hashable]:
+        """What it chooses: of each pair of these some split that runs has both."""
+        names = ("model", "expert", "tensor", "pipeline", "copies", "sequence", "dispatcher", "recompute", "optimizer")
+        return {name: getattr(self, name) for name in (*names, "schedule")}
+
+    def small(self) -> Split:
+        """With a layer for each place, two without a pipeline, and at most two microbatches on a rank."""
+        pattern = "1,0" if self.pipeline == 1 else "1,0,0,1" if self.schedule == "interleaved" else "1,1"
+        return self._replace(pattern=pattern, batch=2 if self.expert == 1 else 4)
 
     def case(self) -> Case:
         sizes = [f"parallel.{axis}={getattr(self, axis)}" for axis in ("expert", "tensor", "pipeline")]
@@ -76,7 +100,9 @@ class Split(NamedTuple):
         ]
         layers = ["parallel-layer=tensor"] * (self.tensor > 1)
         schedule = [f"schedule={self.schedule}"] * (self.pipeline > 1)
-        sets = (*SETS, *MODELS[self.model], *sizes, *chunks, *ways, *steps)
+        size = [f"model.num_layers={len(self.pattern.split(','))}", f"train.global_batch_size={self.batch}"]
+        size += [f"model.expert_layer_pattern={self.pattern}"] * (self.model in MIXED)
+        sets = (*SETS, *MODELS[self.model], *size, *sizes, *chunks, *ways, *steps)
         return Case(sets, (f"optimizer={self.optimizer}", *layers, *schedule), self.dtype)
 
     def __str__(self) -> str:
@@ -102,14 +128,32 @@ PRODUCT = [
     and (shape[0] > 1 or dispatcher == "alltoall")  # without expert-parallel ranks nothing is dispatched
     and (shape[2] > 1 or schedule == SCHEDULES[0])  # without a pipeline there is no choice of a schedule
 ]
-SPLITS = chosen(PRODUCT, lambda split: {**split._asdict(), "shape": split[1:4]})
+#: By shape, or by schedule where there is one, the recomputation that is tried beside none.
+RECOMPUTED = {
+    (4, 1, 1): "full",
+    (2, 1, 1): "moe_dispatch,moe_experts",
+    (2, 2, 1): "moe_dispatch,moe_experts",
+    (1, 4, 1): "full",
+    "interleaved": "full",
+    "zero-bubble": "moe_dispatch,moe_experts",
+}
+#: What is tried by pairs: ``capacity`` has the losses of ``dropless`` too, ``biases`` drops no token either, and
+#: ``test_integration_loss_mean`` has experts under 1f1b.
+FEW = [
+    split.small()
+    for split in PRODUCT
+    if split.model != "dropless"
+    and (split.pipeline == 1 or split.schedule != SCHEDULES[0])
+    and split.recompute in ("none", RECOMPUTED[split.shape if split.pipeline == 1 else split.schedule])
+]
+SPLITS = chosen(PRODUCT if WHOLE else FEW, lambda split: split.axes)
 #: With zero1 a rank has whole gradients of its share alone.
 EXACT = [split for split in SPLITS if split.optimizer != "zero1"]
 each_split = pytest.mark.parametrize("split", SPLITS, ids=str)
 
 
 def _reference(split: Split) -> Split:
-    return Split(split.model, dtype=split.dtype)
+    return Split(split.model, dtype=split.dtype, pattern=split.pattern, batch=split.batch)
 
 
 def _exact(split: Split) -> Split:
