@@ -7,7 +7,7 @@ schedules promise, not from their code.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from megatron_run.config.request import Request
@@ -143,9 +143,9 @@ class Case:
 
     @property
     def reference(self) -> Case:
-        """The same training without a pipeline: equal data-parallel size, batch and variant."""
-        alone = Shape("sequential", 1, 1, self.shape.microbatches)
-        return Case(alone, self.variant, layers=self.num_layers, data=self.data, steps=self.steps)
+        """The same training without a pipeline, and with activations kept: equal data-parallel size and batch."""
+        alone, kept = Shape("sequential", 1, 1, self.shape.microbatches), replace(self.variant, recompute=False)
+        return Case(alone, kept, layers=self.num_layers, data=self.data, steps=self.steps)
 
     @property
     def request(self) -> Request:
@@ -176,6 +176,25 @@ def whole_product(steps: int = MANY) -> list[Case]:
     return [Case(shape, variant, steps=steps) for shape in shapes() if shape.accepted for variant in VARIANTS]
 
 
+def telling(case: Case) -> bool:
+    """Whether a shape shows what no other does.
+
+    Twice as many microbatches as stages are two groups of them to interleaved alone. A group of 4 or 8 is the default,
+    or all microbatches, as is one of 5; and one of 3 may leave a remainder. Three chunks are enough on two stages.
+    """
+    shape = case.shape
+    twice = shape.microbatches == 2 * shape.stages
+    if shape.stages * shape.chunks > 8 or (twice and shape.schedule != "interleaved"):
+        return False
+    return shape.group in (0, 3, 5)
+
+
+def small(case: Case) -> Case:
+    """The same with one layer for each place, or as few more as make a model that other shapes have too."""
+    places = case.shape.stages * case.shape.chunks
+    return replace(case, layers=6 if places % 3 == 0 else max(places, 4))
+
+
 def selection() -> list[Case]:
-    """Few of it: each two choices together, for few steps."""
-    return pairwise(whole_product(FEW), lambda case: case.axes)
+    """Few of it: each two choices together, for few steps of a small model."""
+    return pairwise([small(case) for case in whole_product(FEW) if telling(case)], lambda case: case.axes)

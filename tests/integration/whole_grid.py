@@ -33,7 +33,7 @@ HEAD = (
 def run(product: Sequence[Case], every: Sequence[Shape]) -> int:
     """Train ``product`` and its references, ask for each refused shape of ``every``; returns the exit code."""
     start = time.perf_counter()
-    cases = [case for case in product if case.shape.schedule != "sequential"]
+    cases = [case for case in product if case.reference != case]
     references = sorted({case.reference for case in cases})
     alone = {case: ranks[0] for case, ranks in trained(references)}
     done = [Trained(case, ranks, alone[case.reference]) for case, ranks in trained(cases)]
