@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,24 +43,30 @@ KILLS_BEHIND = (
     ("save-manifest", 0, False),
     ("save-latest", 0, True),
 )
-LAST = len(KILLS) + 2
+#: Steps of a run that ranks do not die in one after the other, and of one that they do in behind the training.
+FEW = len(KILLS_BEHIND) + 2
 #: Seconds after which no other rank is left: the launcher's five and what a busy machine adds, less than TIMEOUT.
 GONE, TIMEOUT = 60.0, 200.0
 
 
-def run(folder: Path, fault: str = "", **values: Any) -> Ran:
-    sets = {"parallel.pipeline": 2, "train.steps": LAST, "run.timeout": TIMEOUT, **values}
+def run(folder: Path, fault: str = "", steps: int = FEW, **values: Any) -> Ran:
+    sets = {"parallel.pipeline": 2, "train.steps": steps, "run.timeout": TIMEOUT, **values}
     return run_forked(tiny(folder, sets, PLUGINS, nproc=4), fault, timeout=TIMEOUT)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing disturbed."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    ran = run(folder)
-    assert (ran.code, ran.message) == (0, "")
-    assert Checkpoints(folder / "checkpoints").steps() == [LAST - 1, LAST]
-    return folder
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """By its steps, a run that nothing disturbed."""
+
+    @cache
+    def undisturbed(steps: int) -> Path:
+        folder = tmp_path_factory.mktemp("whole") / "run"
+        ran = run(folder, steps=steps)
+        assert (ran.code, ran.message) == (0, "")
+        assert Checkpoints(folder / "checkpoints").steps() == [steps - 1, steps]
+        return folder
+
+    return undisturbed
 
 
 def around(phase: str) -> str:
@@ -85,11 +92,11 @@ def newest_intact(folder: Path) -> int:
     ],
 )
 def test_ranks_killed_in_every_phase_are_named_and_the_run_ends_bit_for_bit(
-    kills: Kills, behind: bool, whole: Path, tmp_path: Path
+    kills: Kills, behind: bool, whole: Callable[[int], Path], tmp_path: Path
 ) -> None:
     """One run, whose every attempt is killed a step later."""
-    folder = tmp_path / "run"
-    saving: dict[str, Any] = {"checkpoint.async_save": behind}
+    folder, steps = tmp_path / "run", len(kills) + 2
+    saving: dict[str, Any] = {"checkpoint.async_save": behind, "steps": steps}
     for attempt, (phase, rank, saved) in enumerate(kills, start=1):
         step = attempt + 1
         died = run(folder, f"rank={rank},step={step},at={phase},kind=kill", **saving)
@@ -102,13 +109,15 @@ def test_ranks_killed_in_every_phase_are_named_and_the_run_ends_bit_for_bit(
         assert died.ended - log.stat().st_mtime < GONE, phase
         assert newest_intact(folder) == (step if saved else step - 1), phase
     assert run(folder, **saving).code == 0
-    assert saved_bits(folder, LAST) == saved_bits(whole, LAST)
-    assert learned(folder) == learned(whole)
+    assert saved_bits(folder, steps) == saved_bits(whole(steps), steps)
+    assert learned(folder) == learned(whole(steps))
     left = [entry.name for entry in (folder / "checkpoints").iterdir() if entry.name.startswith((".tmp", ".del"))]
     assert not left
 
 
-def test_a_full_disk_on_one_rank_fails_the_run_and_keeps_what_was_saved(whole: Path, tmp_path: Path) -> None:
+def test_a_full_disk_on_one_rank_fails_the_run_and_keeps_what_was_saved(
+    whole: Callable[[int], Path], tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     full = run(folder, "rank=2,step=3,at=save-shard,kind=enospc")
     assert full.code == 5
@@ -116,7 +125,7 @@ def test_a_full_disk_on_one_rank_fails_the_run_and_keeps_what_was_saved(whole: P
     assert "rank 2" in full.message
     assert newest_intact(folder) == 2
     assert run(folder).code == 0
-    assert saved_bits(folder, LAST) == saved_bits(whole, LAST)
+    assert saved_bits(folder, FEW) == saved_bits(whole(FEW), FEW)
 
 
 def test_no_memory_on_one_rank_is_named_and_has_its_code(tmp_path: Path) -> None:
