@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
 import sys
+import warnings
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,13 +21,42 @@ from megatron_run.contracts import KINDS
 from tests.support.checkout import PLUGINS, ROOT
 
 
+#: Addresses of the site that a builder may have set: a link would lead there, and not into this checkout.
+ADDRESSES = ("SITE_URL", "REPOSITORY_URL")
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built as `make site` does, with no address and from this checkout alone."""
+    """The site, with no address and from this checkout alone.
+
+    What no test reads, and takes a quarter of the time, is left out: the index of the search, and the breaks in lines of
+    long signatures. In this process the plugins, and torch with them, are loaded already.
+    """
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
     folder = tmp_path_factory.mktemp("site")
-    clean = {name: text for name, text in os.environ.items() if name not in ("SITE_URL", "REPOSITORY_URL")}
+    log = logging.getLogger("mkdocs")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of libraries: what is wrong with the site is logged
+        log.setLevel(logging.ERROR)  # as `make site` does with -q
+        for name in ADDRESSES:
+            patch.delenv(name, raising=False)
+        config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True)
+        config.plugins["material/search"].config["enabled"] = False
+        config.plugins.on_startup(command="build", dirty=False)
+        patch.setattr("black.format_str", lambda code, mode: code)
+        build(config)
+        config.plugins.on_shutdown()
+    log.setLevel(logging.NOTSET)
+    return folder
+
+
+@pytest.mark.nightly  # `site` builds the same pages every time
+def test_the_command_builds_the_site_with_its_search(tmp_path: Path) -> None:
+    clean = {name: text for name, text in os.environ.items() if name not in ADDRESSES}
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "-d", str(folder)],
+        [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "-d", str(tmp_path)],
         cwd=ROOT,
         env={**clean, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
@@ -33,20 +65,23 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return folder
+    found = (tmp_path / "search" / "search_index.json").read_text(encoding="utf-8")
+    assert "megatron_run_create_scaler" in found
 
 
+@cache
 class Read(HTMLParser):
     """What a page shows and fetches: its text, its headings' anchors, and the addresses that a browser loads."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
-        self.text, self.code, self.anchors, self.fetched = "", list[str](), set[str](), list[str]()
+        self._shown, self.code, self.anchors, self.fetched = list[str](), list[str](), set[str](), list[str]()
         self._last = ""
         self.feed(page.read_text(encoding="utf-8"))
+        self.text = "".join(self._shown)
 
     def handle_data(self, data: str) -> None:
-        self.text += data
+        self._shown.append(data)
         if self._last == "code":
             self.code.append(data)
 
