@@ -22,6 +22,7 @@ from megatron_run_engine.formats.convert import read_step
 from megatron_run_engine.formats.gpt_tensors import gpt_options
 from megatron_run_format_huggingface import model_folder
 from megatron_run_testing.build_contexts import logical_values
+from tests.plugins.format.huggingface.saving import save
 from tests.support.small_models import (
     GPT2,
     LENGTH,
@@ -113,7 +114,7 @@ def theirs(folder: Path, case: str, **more: Any) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    model.save_pretrained(folder, **more)
+    save(model, folder, **more)
     return model
 
 

@@ -18,6 +18,7 @@ from megatron_run_format_huggingface import HuggingFace, bert
 from megatron_run_model_bert import Bert, BertOptions
 from megatron_run_testing.build_contexts import single_process_context
 from megatron_run_testing.model import build_model
+from tests.plugins.format.huggingface.saving import save
 from tests.support.small_models import fill
 
 LENGTH = 16
@@ -42,7 +43,7 @@ def theirs(folder: Path, head: str, **config: Any) -> Any:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn(parameter.shape), alpha=0.3)
-    model.save_pretrained(folder)
+    save(model, folder)
     return model
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -24,9 +26,11 @@ from megatron_run_format_huggingface import model_folder
 from megatron_run_format_huggingface.families import FAMILIES
 from megatron_run_testing.model import Built
 from tests.plugins.format.huggingface.family_cases import CASES, SMALL, SPLIT, VOCAB, YARN
+from tests.plugins.format.huggingface.saving import save
+from tests.plugins.format.looking_up import looked_up_once
 from tests.support.ranks import run_ranks
 from tests.support.small_models import LENGTH, fill, logits_of, network
-from tests.support.training import enter_new_world, found_once
+from tests.support.training import found_once
 
 
 def theirs(
@@ -45,7 +49,7 @@ def theirs(
             parameter.add_(0.2 * torch.randn_like(parameter))
         for tensor in saved_buffers(model):
             tensor.add_(0.05 * torch.randn_like(tensor))
-    model.to(dtype).save_pretrained(folder)
+    save(model.to(dtype), folder)
     return model.float().eval()
 
 
@@ -78,31 +82,61 @@ def their_gradients(model: Any, fields: Mapping[str, Tensor], folder: Path) -> d
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), fields["labels"].flatten(), reduction="sum").backward()
     for parameter in model.parameters():
         parameter.data = parameter.grad
-    model.save_pretrained(folder)
+    save(model, folder)
     return load_file(folder / model_folder.SINGLE)
 
 
+class Travelled(NamedTuple):
+    """A random model of transformers, its logits of :func:`batch`, and the way that its weights took.
+
+    In ``folder`` lie ``hf``, which transformers saved, ``ours``, imported from it, and ``again``, exported from that.
+    """
+
+    model: Any
+    logits: Tensor
+    folder: Path
+    imported: convert.Imported
+
+
+@pytest.fixture(scope="module")
+def travelled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Travelled]:
+    """By case: made once for all tests, which change nothing of it."""
+
+    @cache
+    def travel(case: str) -> Travelled:
+        folder = tmp_path_factory.mktemp("family")
+        model = theirs(case, folder / "hf")
+        (folder / "hf" / "tokenizer.json").write_bytes(byte_tokenizer_json())
+        done = convert.import_model(folder / "hf", folder / "ours")
+        (folder / "hf" / "tokenizer.json").unlink()  # it has more tokens than a model that is loaded may lack
+        convert.export_model(folder / "ours", folder / "again", "huggingface")
+        with torch.no_grad():
+            logits = model(batch()["tokens"]).logits
+        assert logits.std() > 0.1, "logits near zero would not tell"
+        return Travelled(model, logits, folder, done)
+
+    return travel
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_logits_and_gradients_are_transformers_and_weights_come_back_bit_by_bit(case: str, tmp_path: Path) -> None:
-    model, fields, family = theirs(case, tmp_path / "hf"), batch(), FAMILIES[CASES[case].family]
-    (tmp_path / "hf" / "tokenizer.json").write_bytes(byte_tokenizer_json())
-    done = convert.import_model(tmp_path / "hf", tmp_path / "ours")
+def test_logits_and_gradients_are_transformers_and_weights_come_back_bit_by_bit(
+    case: str, travelled: Callable[[str], Travelled], tmp_path: Path
+) -> None:
+    fields, family = batch(), FAMILIES[CASES[case].family]
+    model, expected, folder, done = travelled(case)
     assert (done.notes, done.parameters) == ((), model.num_parameters() + sum(map(Tensor.numel, saved_buffers(model))))
-    built = imported(tmp_path / "ours")
-    with torch.no_grad():
-        expected = model(fields["tokens"]).logits
-    assert expected.std() > 0.1, "logits near zero would not tell"
+    built = imported(folder / "ours")
     torch.testing.assert_close(logits_of(built, fields["tokens"], VOCAB), expected, rtol=1e-5, atol=1e-5)
 
     _, gradients = built.train(mode=True).step(Microbatch(0, 1, 0, fields))
-    weights = read_step(Checkpoints(tmp_path / "ours" / "checkpoints"), 0)
+    weights = read_step(Checkpoints(folder / "ours" / "checkpoints"), 0)
     described = gpt_options(weights, family.model)
     explicit = described.explicit()
     assert {key: explicit[key] for key in CASES[case].needs} == CASES[case].needs
     rows = family.rows(described, logical_shapes(described, LENGTH, model=family.model))
     rows = [row for row in rows if "expert_bias" not in row.ours[0]]  # no gradient moves it
     readers = {name: partial(Tensor.clone, gradient) for name, gradient in gradients.items()}
-    of_theirs = their_gradients(model, fields, tmp_path / "gradients")
+    of_theirs = their_gradients(deepcopy(model), fields, tmp_path / "gradients")
     head = f"{family.head}.weight"
     for row in rows:
         wanted = of_theirs[row.theirs if row.theirs == head else family.prefix + row.theirs]
@@ -110,39 +144,41 @@ def test_logits_and_gradients_are_transformers_and_weights_come_back_bit_by_bit(
         scale = float(wanted.abs().max())
         torch.testing.assert_close(row.pack(readers), wanted, rtol=1e-5, atol=1e-5 * max(scale, 1.0), msg=row.theirs)
 
-    convert.export_model(tmp_path / "ours", tmp_path / "again", "huggingface")
-    before, after = (load_file(tmp_path / name / model_folder.SINGLE) for name in ("hf", "again"))
+    before, after = (load_file(folder / name / model_folder.SINGLE) for name in ("hf", "again"))
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items()), "no bit is lost on the way"
-    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == byte_tokenizer_json()
+    assert (folder / "again" / "tokenizer.json").read_bytes() == byte_tokenizer_json()
 
 
 BY_NIGHT = [pytest.param(case, marks=pytest.mark.nightly) for case in CASES if case not in SPLIT]
 
 
 @pytest.mark.parametrize("case", [*SPLIT, *BY_NIGHT])
-def test_what_we_export_transformers_loads_whole_and_computes_the_same(case: str, tmp_path: Path) -> None:
+def test_what_we_export_transformers_loads_whole_and_computes_the_same(
+    case: str, travelled: Callable[[str], Travelled]
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    theirs(case, tmp_path / "hf")
-    convert.import_model(tmp_path / "hf", tmp_path / "ours")
-    convert.export_model(tmp_path / "ours", tmp_path / "again", "huggingface")
+    folder = travelled(case).folder
     model, said = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "again", output_loading_info=True, attn_implementation="eager"
+        folder / "again", output_loading_info=True, attn_implementation="eager"
     )
     assert not any(said.values()), "nothing is missing, left over or of another shape"
     assert model.config.model_type == CASES[case].family
     with torch.no_grad():
         found = model.eval()(batch()["tokens"]).logits
-    expected = logits_of(imported(tmp_path / "ours"), batch()["tokens"], VOCAB)
+    expected = logits_of(imported(folder / "ours"), batch()["tokens"], VOCAB)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def logits_on_ranks(rank: int, world: int, folder: str, cases: Sequence[str]) -> list[Tensor]:
-    """By case, the logits of tensor-parallel ranks, then those of a pipeline, straight from transformers' folder."""
+def logits_on_ranks(rank: int, world: int, folders: Sequence[str]) -> list[Tensor]:
+    """By folder of transformers, the logits of tensor-parallel ranks, then those of a pipeline.
+
+    The models of one split share its process groups, as one model after another in a process may.
+    """
     from megatron_run.config.request import Request
     from megatron_run_engine.inference import LoadedModel
-    from megatron_run_engine.inference.network import plan
+    from megatron_run_engine.inference import network as networks
     from megatron_run_engine.inference.source import find_source
     from megatron_run_engine.runtime.world import World
 
@@ -150,13 +186,24 @@ def logits_on_ranks(rank: int, world: int, folder: str, cases: Sequence[str]) ->
         "tensor": (("parallel.tensor=2",), ("parallel-layer=tensor",)),
         "pipeline": (("parallel.pipeline=2", "parallel.layers=2,1"), ()),
     }
-    found = []
-    with found_once():
-        for index, case in enumerate(cases):
-            for name, (sets, plugins) in splits.items():
-                enter_new_world(rank, world, f"{folder}/store-{index}-{name}")
-                source = find_source(Path(folder, case))
-                run = plan(source, Request(sets=sets, plugins=plugins, nproc=world))
+    made: dict[Any, Any] = {}
+
+    def create_groups(topology: Any, *arguments: Any) -> Any:
+        key = topology.sizes
+        if key not in made:
+            made[key] = create(topology, *arguments)
+        return made[key]
+
+    found, create = [], networks.create_groups
+    with (
+        found_once(),
+        looked_up_once(),
+        mock.patch.object(networks, "create_groups", create_groups),
+    ):
+        for folder in folders:
+            source = find_source(Path(folder))
+            for sets, plugins in splits.values():
+                run = networks.plan(source, Request(sets=sets, plugins=plugins, nproc=world))
                 found.append(LoadedModel(run, source, World(rank, world))(batch()["tokens"]).clone())
     return found
 
@@ -165,12 +212,12 @@ def logits_on_ranks(rank: int, world: int, folder: str, cases: Sequence[str]) ->
 @pytest.mark.parametrize(
     "cases", [SPLIT, pytest.param(tuple(set(CASES) - set(SPLIT)), marks=pytest.mark.nightly)], ids=["each", "others"]
 )
-def test_ranks_that_share_a_model_compute_the_logits_of_transformers(cases: Sequence[str], tmp_path: Path) -> None:
-    expected = []
-    for case in cases:
-        with torch.no_grad():
-            expected += [theirs(case, tmp_path / case)(batch()["tokens"]).logits] * 2
-    for found in run_ranks(logits_on_ranks, 2, str(tmp_path), cases):
+def test_ranks_that_share_a_model_compute_the_logits_of_transformers(
+    cases: Sequence[str], travelled: Callable[[str], Travelled]
+) -> None:
+    models = [travelled(case) for case in cases]
+    expected = [model.logits for model in models for _ in range(2)]
+    for found in run_ranks(logits_on_ranks, 2, [str(model.folder / "hf") for model in models]):
         for index, (mine, logits) in enumerate(zip(found, expected, strict=True)):
             torch.testing.assert_close(mine, logits, rtol=1e-5, atol=1e-5, msg=cases[index // 2])
 
