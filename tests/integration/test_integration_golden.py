@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from tests.integration.write_golden import SETS
-from tests.support.commands import COMMAND, run_command
 from tests.support.forked import forked_command
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "tiny.json").read_text())
@@ -21,17 +20,23 @@ pytestmark = pytest.mark.multiproc
 
 
 def trained(folder: Path, *arguments: str) -> list[dict[str, Any]]:
-    """Run `megatron-run preset:tiny` with these arguments, forked unless there are none; the lines of its metrics."""
-    sets = [word for setting in (*SETS, f"run.folder={folder}") for word in ("--set", setting)]
+    """Run `megatron-run preset:tiny` with these arguments; the lines of its metrics."""
+    sets = [word for setting in (*SETS, "run.threads=1", f"run.folder={folder}") for word in ("--set", setting)]
     words = ("preset:tiny", *sets, *arguments)
-    done = forked_command(words, folder.parent) if arguments else run_command((*COMMAND, *words), folder.parent)
+    done = forked_command(words, folder.parent)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [(), ("--plugin", "schedule=1f1b"), ("--plugin", "schedule=interleaved"), ("--nproc", "2")],
+    [
+        (),
+        # test_integration_parallel has 1f1b, with data parallelism
+        pytest.param(("--plugin", "schedule=1f1b"), marks=pytest.mark.nightly),
+        ("--plugin", "schedule=interleaved"),
+        ("--nproc", "2"),
+    ],
     ids=["alone", "1f1b", "interleaved", "data-2"],
 )
 def test_the_command_writes_the_golden_losses(tmp_path: Path, arguments: tuple[str, ...]) -> None:
@@ -39,6 +44,10 @@ def test_the_command_writes_the_golden_losses(tmp_path: Path, arguments: tuple[s
     np.testing.assert_allclose([line["loss"] for line in metrics], GOLDEN["losses"], rtol=0, atol=1e-5)
     evaluations = [json.loads(line) for line in (tmp_path / "run" / "eval.jsonl").read_text().splitlines()]
     np.testing.assert_allclose([line["loss"] for line in evaluations], GOLDEN["validation"], rtol=0, atol=1e-5)
+
+
+def test_the_golden_run_learns() -> None:
+    assert GOLDEN["losses"][-1] < GOLDEN["losses"][0] - 0.1
 
 
 @pytest.mark.nightly  # golden losses are equal from run to run too
