@@ -14,12 +14,20 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
 
 STEPS = 4 if WHOLE else 2
 SCATTER = "parallel.scatter_messages=true"
-SETS = ("model.num_heads=4", f"train.steps={STEPS}", "eval.interval=2", "eval.batches=1")
-SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zero-bubble,variant=v")
-
-
+SETS = (
+    "model.num_heads=4",
+    "train.global_batch_size=4",
+    "train.sequence_length=16",
+    f"train.steps={STEPS}",
+    "eval.interval=2",
+    "eval.batches=1",
+)
+#: A V splits its backward too.
+SCHEDULES = ("1f1b", "interleaved", "zero-bubble,variant=v", *["zero-bubble"] * WHOLE)
 #: Those that are tried under sequence parallelism too; ``make grid`` tries all.
 SEQUENCE = SCHEDULES if WHOLE else SCHEDULES[:1]
+#: A layer for each place: two chunks on two stages, or one.
+LAYERS = {"1f1b": 2, "interleaved": 4, "zero-bubble,variant=v": 4, "zero-bubble": 2}
 #: By what is sent: "whole" messages, "scattered" ones, or under sequence parallelism, each of them.
 WAYS: dict[str, tuple[str, ...]] = {
     "whole": ("model.dropout=0.1",),
@@ -31,7 +39,9 @@ WAYS: dict[str, tuple[str, ...]] = {
 
 def cases() -> dict[tuple[str, str], Case]:
     return {
-        (schedule, way): Case((*SETS, *sets), ("parallel-layer=tensor", f"schedule={schedule}"))
+        (schedule, way): Case(
+            (*SETS, f"model.num_layers={LAYERS[schedule]}", *sets), ("parallel-layer=tensor", f"schedule={schedule}")
+        )
         for schedule in SCHEDULES
         for way, sets in WAYS.items()
         if "sequence" not in way or schedule in SEQUENCE
