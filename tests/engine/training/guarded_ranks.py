@@ -10,6 +10,8 @@ from typing import Any
 
 #: Flipped replicas, in each of two worlds: four copies of the whole model, and two tensor-parallel ones of two stages.
 FLIPS = 20
+#: A layer for each of two stages, and steps of some milliseconds.
+TINY = ("model.num_layers=2", "model.hidden_size=16", "train.sequence_length=8", "eval.batches=1")
 
 
 def flipped_replicas(rank: int, world: int, folder: str) -> dict[str, Any]:
@@ -17,8 +19,12 @@ def flipped_replicas(rank: int, world: int, folder: str) -> dict[str, Any]:
     from tests.support.training_bench import Bench
 
     tied = ("model.tie_embeddings=true", "parallel.tensor=2", "parallel.pipeline=2")
-    split = Bench(Path(folder), *tied, plugins=("parallel-layer=tensor", "schedule=1f1b"), rank=rank, world=world)
-    whole = Bench(Path(folder), "optimizer.use=zero1", "train.steps=1", "checkpoint.interval=0", rank=rank, world=world)
+    split = Bench(
+        Path(folder), *TINY, *tied, plugins=("parallel-layer=tensor", "schedule=1f1b"), rank=rank, world=world
+    )
+    whole = Bench(
+        Path(folder), *TINY, "optimizer.use=zero1", "train.steps=1", "checkpoint.interval=0", rank=rank, world=world
+    )
     whole.train()  # the last gather of its parameters may still be on its way
     return {
         "whole": list(_trials(whole, rank, world, range(world))),
@@ -77,7 +83,7 @@ def guarded_pipeline(rank: int, world: int, folder: str) -> dict[str, Any]:
 
     sets = ("parallel.pipeline=2", "train.micro_batch_size=1", "train.steps=12", "eval.interval=0")
     guards = ("guard.spike=rewind", "guard.spike_window=8", "checkpoint.interval=4")
-    bench = Bench(Path(folder), *sets, *guards, plugins=("schedule=1f1b",), rank=rank, world=world)
+    bench = Bench(Path(folder), *TINY, *sets, *guards, plugins=("schedule=1f1b",), rank=rank, world=world)
 
     def change(begun: int, microbatch: int, loss: Any) -> Any:
         if rank == 3 and begun == 2 and microbatch == 2:
@@ -97,7 +103,7 @@ def slow_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
     from tests.support.training_bench import Bench
 
     sets = ("train.steps=7", "eval.interval=0", "checkpoint.interval=0", "guard.straggler_interval=4")
-    bench = Bench(Path(folder), *sets, "eval.batches=1", rank=rank, world=world)
+    bench = Bench(Path(folder), *TINY, *sets, rank=rank, world=world)
     if rank == 2:
         chunk: Any = bench.assembly.chunks[0]
         chunk.register_forward_pre_hook(lambda *_: sleep(0.1))
@@ -114,7 +120,7 @@ def other_samples(rank: int, world: int, folder: str) -> dict[str, Any]:
 
     sets = ("train.steps=6", "eval.interval=0", "checkpoint.interval=0", "guard.replica_interval=2")
     split = ("model.num_heads=4", "parallel.tensor=4", "parallel.pipeline=1", "parallel.data=1")
-    bench = Bench(Path(folder), *sets, *split, plugins=("parallel-layer=tensor",), rank=rank, world=world)
+    bench = Bench(Path(folder), *TINY, *sets, *split, plugins=("parallel-layer=tensor",), rank=rank, world=world)
     loader: Any = bench.trainer._loader
     honest = loader.training
 

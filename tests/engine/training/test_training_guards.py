@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -17,11 +17,20 @@ from megatron_run.errors import CheckpointError, ExitCode, GuardError
 from megatron_run_engine.checkpoint.saving import Saver
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.training.health.guards import _merged, spike_limit
+from tests.support.training import found_once
 from tests.support.training_bench import Bench
 
 Change = Callable[[int, int, torch.Tensor], torch.Tensor]
+#: As many samples a step as the preset has, in fewer operations.
+TINY = ("model.num_layers=2", "model.hidden_size=16", "train.sequence_length=8", "train.micro_batch_size=4")
 #: A window that is full before step 9.
-SMALL = ("train.steps=12", "guard.spike_window=8", "eval.interval=0")
+SMALL = (*TINY, "train.steps=12", "guard.spike_window=8", "eval.interval=0", "eval.batches=1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugins_are_looked_up_once() -> Iterator[None]:
+    with found_once():
+        yield
 
 
 def times(factor: float, *steps: int) -> Change:
@@ -195,7 +204,7 @@ NOT_FINITE = [(float("nan"), "nan"), (float("inf"), "inf"), (float("-inf"), "-in
 
 @pytest.mark.parametrize(("value", "word"), NOT_FINITE)
 def test_a_loss_that_is_not_finite_is_named_and_its_update_skipped(tmp_path: Path, value: float, word: str) -> None:
-    bench = Bench(tmp_path, "train.steps=4")
+    bench = Bench(tmp_path, *TINY, "train.steps=4")
     bench.spoil_losses(lambda step, microbatch, loss: loss * 0 + value if step == 2 and microbatch >= 1 else loss)
     weights = kept(bench)
     bench.train()
@@ -223,7 +232,7 @@ def test_the_first_microbatch_is_named_and_then_the_lowest_rank() -> None:
 
 
 def test_it_stops_the_run_where_that_is_wanted(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "train.steps=4", "guard.nan_loss=stop")
+    bench = Bench(tmp_path, *TINY, "train.steps=4", "guard.nan_loss=stop")
     bench.spoil_losses(lambda step, microbatch, loss: loss * torch.nan if step == 2 else loss)
     with pytest.raises(GuardError) as caught:
         bench.train()
@@ -235,7 +244,7 @@ def test_it_stops_the_run_where_that_is_wanted(tmp_path: Path) -> None:
 
 
 def test_a_gradient_that_overflows_is_no_loss_that_does(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "train.steps=3", "guard.nan_loss=stop")
+    bench = Bench(tmp_path, *TINY, "train.steps=3", "guard.nan_loss=stop")
     bench.spoil(float("inf"), {2})
     bench.train()
     assert [step.skipped for step in bench.watch.steps] == [False, True, False]
@@ -243,7 +252,7 @@ def test_a_gradient_that_overflows_is_no_loss_that_does(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_spoilt_are_named_when_the_run_gives_up(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "train.steps=9", "train.max_skips=3")
+    bench = Bench(tmp_path, *TINY, "train.steps=9", "train.max_skips=3")
     name = "layers.1.mlp.input.weight"
     (victim,) = [parameter for parameter, info in bench.infos.items() if info.name == name]
     with torch.no_grad():
@@ -254,7 +263,7 @@ def test_weights_that_are_spoilt_are_named_when_the_run_gives_up(tmp_path: Path)
 
 
 def test_no_parameter_is_on_its_way_when_a_run_was_asked_to_stop(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "train.steps=9", "optimizer.use=zero1")
+    bench = Bench(tmp_path, *TINY, "train.steps=9", "optimizer.use=zero1")
     bench.stop.stop(ExitCode.SIGTERM)
     bench.train()
     assert len(bench.watch.steps) == 1
@@ -262,7 +271,7 @@ def test_no_parameter_is_on_its_way_when_a_run_was_asked_to_stop(tmp_path: Path)
 
 
 def test_no_parameter_is_on_its_way_when_a_guard_ends_a_run(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "train.steps=9", "optimizer.use=zero1", "guard.nan_loss=stop")
+    bench = Bench(tmp_path, *TINY, "train.steps=9", "optimizer.use=zero1", "guard.nan_loss=stop")
 
     def not_finite(step: int, microbatch: int, loss: torch.Tensor) -> torch.Tensor:
         bench.assembly.optimizer.start_param_sync()  # as of a parameter that no segment has read yet

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,11 +23,21 @@ from megatron_run_engine.training.loader import BatchLoader
 from megatron_run_engine.training.numbers import Losses
 from megatron_run_testing.build_contexts import logical_gradients, logical_values
 from tests.support import plain_gpt
+from tests.support.training import found_once
 from tests.support.training_bench import Bench
+
+#: As many samples a step as the preset has, in fewer operations: for what does not depend on the network's size.
+TINY = ("model.num_layers=1", "model.hidden_size=16", "train.sequence_length=8", "train.micro_batch_size=4")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugins_are_looked_up_once() -> Iterator[None]:
+    with found_once():
+        yield
 
 
 def test_two_runs_of_one_configuration_give_identical_numbers(tmp_path: Path) -> None:
-    first, second = (Bench(tmp_path, "model.dropout=0.1", "train.steps=5") for _ in range(2))
+    first, second = (Bench(tmp_path, *TINY, "model.dropout=0.1", "train.steps=5") for _ in range(2))
     first.train()
     second.train()
     for one, other in zip(first.watch.steps, second.watch.steps, strict=True):
@@ -38,7 +48,7 @@ def test_two_runs_of_one_configuration_give_identical_numbers(tmp_path: Path) ->
 def test_another_seed_gives_other_losses(tmp_path: Path) -> None:
     losses = []
     for seed in (1, 2):
-        bench = Bench(tmp_path, f"train.seed={seed}", "train.steps=1")
+        bench = Bench(tmp_path, *TINY, f"train.seed={seed}", "train.steps=1")
         bench.train()
         losses.append(bench.watch.steps[0].loss)
     assert losses[0] != losses[1]
@@ -46,7 +56,7 @@ def test_another_seed_gives_other_losses(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_a_non_finite_gradient_skips_the_step_and_the_learning_rate_waits(tmp_path: Path, value: float) -> None:
-    bench = Bench(tmp_path, "train.steps=4")
+    bench = Bench(tmp_path, *TINY, "train.steps=4")
     bench.spoil(value, {2})
     before: list[torch.Tensor] = []
     bench.watch.after_step = lambda: before.append(bench.weights())
@@ -63,7 +73,7 @@ def test_a_non_finite_gradient_skips_the_step_and_the_learning_rate_waits(tmp_pa
 
 
 def test_skips_in_a_row_stop_the_run_with_advice(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "train.steps=9", "train.max_skips=3")
+    bench = Bench(tmp_path, *TINY, "train.steps=9", "train.max_skips=3")
     bench.spoil(float("nan"), {2, 4, 5, 6})
     with pytest.raises(GuardError, match=r"3 steps in a row were skipped.*last at step 6.*lower train.lr") as caught:
         bench.train()
@@ -82,14 +92,14 @@ def test_the_batch_ramps_up_and_the_data_goes_on_without_a_gap(tmp_path: Path) -
 
 
 def test_a_request_to_stop_ends_after_the_step_with_its_code(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "train.steps=9")
+    bench = Bench(tmp_path, *TINY, "train.steps=9")
     bench.stop.stop(ExitCode.SIGTERM)
     assert bench.train() is ExitCode.SIGTERM
     assert len(bench.watch.steps) == 1
 
 
 def test_evaluation_comes_at_its_interval_and_at_the_end_and_changes_nothing(tmp_path: Path) -> None:
-    often, never = (Bench(tmp_path, "train.steps=5", f"eval.interval={interval}") for interval in (2, 0))
+    often, never = (Bench(tmp_path, *TINY, "train.steps=5", f"eval.interval={interval}") for interval in (2, 0))
     often.train()
     never.train()
     assert [e.step for e in often.watch.evaluations] == [2, 4, 5]
@@ -175,7 +185,13 @@ def test_a_sample_of_text_continues_the_prompt(tmp_path: Path) -> None:
 
 def test_each_generated_token_is_the_likeliest_after_what_the_model_sees(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("def f(): pass\n" * 200)
-    sets = ("data.use=text", f"data.paths={tmp_path / 'a.txt'}", "train.sequence_length=8", "train.steps=60")
+    sets = (
+        "data.use=text",
+        f"data.paths={tmp_path / 'a.txt'}",
+        "train.micro_batch_size=8",
+        "train.sequence_length=8",
+        "train.steps=60",
+    )
     bench = Bench(tmp_path, *sets, "train.lr=1e-2", "eval.sample=12", "eval.prompt=def ", "eval.temperature=0")
     bench.train()
     (chunk,) = bench.assembly.chunks

@@ -27,7 +27,7 @@ from megatron_run_engine.training.tracing import ROUNDS, step_trace
 from megatron_run_engine.training.trainer import train_rank
 from tests.support.drawn_plans import interleaved_plan
 from tests.support.ranks import run_ranks
-from tests.support.training import shared_folder
+from tests.support.training import found_once, shared_folder
 
 SPLITS = {
     "sequential": (1, (), ()),
@@ -69,7 +69,8 @@ class Tracer(Observer):
 
 def request_of(split: str) -> Request:
     world, plugins, sets = SPLITS[split]
-    sets = (*sets, "train.steps=3", "eval.batches=1", "observer.use=jsonl", "model.dropout=0.1")
+    small = ("model.hidden_size=16", "train.sequence_length=8", "train.micro_batch_size=1", "train.global_batch_size=4")
+    sets = (*sets, *small, "train.steps=3", "eval.batches=1", "observer.use=jsonl", "model.dropout=0.1")
     return Request(configs=("preset:tiny",), sets=sets, plugins=plugins, nproc=world)
 
 
@@ -81,10 +82,11 @@ def plan_of(split: str) -> Plan:
 
 def three_runs(rank: int, world: int, request: str) -> list[Seen]:
     """A run without the code that traces, one in which nobody asks, and one that is traced."""
-    with mock.patch("megatron_run_engine.training.trainer.start_tracing") as start:
-        start.return_value.clock.return_value = None
-        without = train(rank, world, request, ())
-    return [without, train(rank, world, request, ()), train(rank, world, request, TRACED)]
+    with found_once():
+        with mock.patch("megatron_run_engine.training.trainer.start_tracing") as start:
+            start.return_value.clock.return_value = None
+            without = train(rank, world, request, ())
+        return [without, train(rank, world, request, ()), train(rank, world, request, TRACED)]
 
 
 def train(rank: int, world: int, request: str, steps: tuple[int, ...]) -> Seen:
@@ -139,7 +141,9 @@ def stage_ranks(split: str) -> list[int]:
 
 
 def on_every_split(test: Any) -> Any:
-    return pytest.mark.multiproc(pytest.mark.parametrize("split", SPLITS)(test))
+    """1F1B is tried by day where each stage has several ranks, of which one is traced."""
+    splits = [pytest.param(split, marks=pytest.mark.nightly) if split == "1f1b-p2" else split for split in SPLITS]
+    return pytest.mark.multiproc(pytest.mark.parametrize("split", splits)(test))
 
 
 @on_every_split
