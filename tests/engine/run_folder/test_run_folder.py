@@ -7,9 +7,12 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
+from unittest import mock
 
 import pytest
 
@@ -17,7 +20,26 @@ from megatron_run.errors import CheckpointError, ExitCode, InputError
 from megatron_run.planning import ResolvedRun, load_config
 from megatron_run.planning.run import digest
 from megatron_run.safe_folder import SafeFolder
-from megatron_run_engine.run_folder import FolderLock, OpenedFolder, RunFolder, join_run_folder, open_run_folder
+from megatron_run_engine.run_folder import (
+    FolderLock,
+    OpenedFolder,
+    RunFolder,
+    join_run_folder,
+    open_run_folder,
+    opening,
+)
+from tests.support.training import found_once
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _looked_up_once() -> Iterator[None]:
+    """What is installed and what describes this machine, a tenth of a second each time that a folder is opened."""
+    with (
+        found_once(),
+        mock.patch.object(opening, "environment_record", cache(opening.environment_record)),
+        mock.patch.object(opening, "git_record", cache(opening.git_record)),
+    ):
+        yield
 
 
 def tiny(path: Path | None = None, **sets: Any) -> ResolvedRun:
