@@ -39,7 +39,7 @@ def request(home: Path, task: str, nproc: int, *sets: str) -> Request:
     }
     common = (
         *("model.use=bert", "data.use=nlu", f"data.task={task}", f"data.folder={home / task}"),
-        *(f"data.tokenizer={home / 'vocab.txt'}", "train.steps=3", "eval.interval=3", "train.global_batch_size=4"),
+        *(f"data.tokenizer={home / 'vocab.txt'}", "train.steps=2", "eval.interval=2", "train.global_batch_size=4"),
     )
     return Request(("preset:tiny",), (*common, *head[task], *sets), (), nproc=nproc)
 

@@ -1,4 +1,7 @@
-"""BERT in real runs: every split, schedule, recomputation and capture gives the losses of one process."""
+"""BERT in real runs: every split, schedule, recomputation and capture gives the losses of one process.
+
+Of two steps the second is replayed where graphs are captured, and the evaluation comes after its update.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,11 @@ import pytest
 
 from megatron_run.config.request import Request
 from tests.support.indexed_texts import write_texts
-from tests.support.training import learned_alike, train_many
+from tests.support.training import Seen, learned_alike, train_many
 
+DROPOUT, GUARD = "model.dropout=0.3", "guard.replica_interval=1"
+#: What makes graphs of all that has them.
+GRAPHS = ("graph-capture.capture_after=1", "graph-capture.scope=embedding,attn,mlp,head,loss,order")
 #: How each topology is asked for. The model has four layers.
 TOPOLOGIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "four stages": (("parallel.pipeline=4",), ("schedule=1f1b",)),
@@ -26,11 +32,12 @@ TOPOLOGIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("schedule=gpipe", "optimizer=zero1"),
     ),
     "graphs": (
-        (
-            *("parallel.tensor=2", "parallel.pipeline=2", "graph-capture.capture_after=1"),
-            "graph-capture.scope=embedding,attn,mlp,head,loss,order",
-        ),
+        ("parallel.tensor=2", "parallel.pipeline=2", *GRAPHS),
         ("parallel-layer=tensor", "schedule=1f1b", "graph-capture=partial"),
+    ),
+    "graphs, split sequences, chunks": (
+        ("parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2", "parallel.chunks=2", *GRAPHS),
+        ("parallel-layer=tensor", "schedule=interleaved", "graph-capture=partial"),
     ),
 }
 
@@ -44,20 +51,22 @@ def request(corpus: Path, nproc: int, sets: tuple[str, ...], plugins: tuple[str,
     common = (
         *("model.use=bert", "model.head=pretraining", f"model.norm_order={order}"),
         *("data.use=sentence-pairs", f"data.paths={corpus}", "data.split=8,1,1"),
-        *("train.steps=3", "eval.interval=3", "eval.batches=1"),
+        *("train.steps=2", "eval.interval=2", "eval.batches=1"),
     )
     return Request(("preset:tiny",), (*common, *sets), plugins, nproc=nproc)
+
+
+#: Both kinds of split, messages within a stage, and a step as it is before and after graphs are captured.
+FEW = ["graphs, split sequences, chunks"]
 
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("order", "names"),
     [
-        ("pre", ["split sequences, chunks", "graphs"]),
+        ("pre", FEW),
         pytest.param("post", [*TOPOLOGIES], marks=pytest.mark.nightly),
-        pytest.param(
-            "pre", ["four stages", "split heads, zero bubble", "shards, recomputed"], marks=pytest.mark.nightly
-        ),
+        pytest.param("pre", [name for name in TOPOLOGIES if name not in FEW], marks=pytest.mark.nightly),
     ],
     ids=["pre", "post, all", "pre, all"],
 )
@@ -68,21 +77,29 @@ def test_every_topology_trains_as_one_process_does(corpus: Path, order: str, nam
         learned_alike(seen, expected[0])
 
 
-@pytest.mark.multiproc
-def test_ranks_that_share_weights_share_the_masks_of_what_each_computes_whole(corpus: Path) -> None:
-    """The guard ends a run whose tensor-parallel ranks hold different copies of a replicated weight."""
-    sets = ("parallel.tensor=2", "parallel.sequence=true", "model.dropout=0.3", "guard.replica_interval=1")
-    asked = request(corpus, 2, sets, ("parallel-layer=tensor",), "pre")
-    (ranks,) = train_many(2, [asked], timeout=120)
-    assert len(ranks[0].losses) == 3
+@pytest.fixture(scope="module")
+def dropping(corpus: Path) -> dict[str, list[Seen]]:
+    """By split of two ranks, what they saw with dropout.
+
+    The guard ends a run whose tensor-parallel ranks hold different copies of a replicated weight.
+    """
+    asked: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+        "tensor": (("parallel.tensor=2", "parallel.sequence=true", GUARD), ("parallel-layer=tensor",)),
+        "pipeline": (("parallel.pipeline=2",), ("schedule=1f1b",)),
+        "data": (("parallel.data=2", "train.recompute=full"), ()),
+    }
+    requests = [request(corpus, 2, (DROPOUT, *sets), plugins, "pre") for sets, plugins in asked.values()]
+    return dict(zip(asked, train_many(2, requests), strict=True))
 
 
 @pytest.mark.multiproc
-def test_masks_of_dropout_follow_samples_and_layers_alone(corpus: Path) -> None:
-    dropping = ("model.dropout=0.3",)
-    (expected,), (plain,) = train_many(1, [request(corpus, 1, sets, (), "pre") for sets in (dropping, ())])
+def test_ranks_that_share_weights_share_the_masks_of_what_each_computes_whole(dropping: dict[str, list[Seen]]) -> None:
+    assert len(dropping["tensor"][0].losses) == 2
+
+
+@pytest.mark.multiproc
+def test_masks_of_dropout_follow_samples_and_layers_alone(corpus: Path, dropping: dict[str, list[Seen]]) -> None:
+    (expected,), (plain,) = train_many(1, [request(corpus, 1, sets, (), "pre") for sets in ((DROPOUT,), ())])
     assert abs(expected.losses[0] - plain.losses[0]) > 1e-3
-    splits = {("parallel.pipeline=2",): ("schedule=1f1b",), ("parallel.data=2", "train.recompute=full"): ()}
-    asked = [request(corpus, 2, (*dropping, *sets), plugins, "pre") for sets, plugins in splits.items()]
-    for found in train_many(2, asked):
-        learned_alike(found, expected)
+    for split in ("pipeline", "data"):
+        learned_alike(dropping[split], expected)

@@ -60,7 +60,7 @@ def request(corpus: Path, nproc: int, sets: tuple[str, ...], plugins: tuple[str,
     common = (
         *("model.use=t5", "model.head_size=8", "model.encoder_length=48", "train.sequence_length=16"),
         *("data.use=span-corruption", f"data.paths={corpus}", "data.split=8,1,1", "data.encoder_length=48"),
-        *("train.steps=3", "eval.interval=3", "eval.batches=1"),
+        *("train.steps=2", "eval.interval=2", "eval.batches=1"),  # after the update of a step that is replayed
     )
     return Request(("preset:tiny",), (*common, *sets), plugins, nproc=nproc)
 
